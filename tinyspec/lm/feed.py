@@ -1,0 +1,112 @@
+"""What goes into `Model.forward`, what comes out, and the ledger entry it leaves.
+
+A feed is the rows that one session wants run in one pass. Feeds are ragged: each has its own number of rows, its own cache,
+and rows may enter at different sublayers (those that were run part of the way before).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinyspec.lm.cache import Cache
+from tinyspec.lm.plan import Plan
+
+
+class Scores(NamedTuple):
+    """What a target says of a tree of n nodes: entry 0 is the root (the newest committed token), entry i + 1 node i.
+
+    logits [n + 1, V]          float32 (float64 for a float64 model)
+    hidden [taps, n + 1, d]    the states asked for
+    layers [n + 1]             how many layers each row ran
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    layers: Sequence[int]
+
+
+class Call(NamedTuple):
+    """One entry of the ledger, from which every cost figure, counter and simulated clock comes.
+
+    row_layers counts (row, layer) evaluations, a skipped sublayer being half a layer less; head_rows are products with the
+    vocabulary matrix; fills are (row, layer) keys and values written without running the layer.
+    """
+
+    model: str
+    rows: int
+    row_layers: float
+    head_rows: int
+    fills: int = 0
+    prefill: bool = False
+
+
+@dataclass
+class Feed:
+    """The rows of one session for one pass.
+
+    tokens, positions, slots  [n]
+    starts    [n] sublayer each row enters at (0: from its embedding)
+    stop      sublayer where all rows stop
+    mask      bool [n, high], or None where each row sees slots 0..high-1
+    entering  [m, d] states of the rows with starts > 0, in order; also of probe rows with an embedding of their own
+    given     [n] whether a row takes its state from `entering`
+    heads     rows whose logits are wanted
+    taps      layers whose output is wanted (0: embeddings; n_layers: after the final norm, as the head reads it)
+    snapshot  sublayers whose input is kept (to continue from there, under this plan or another)
+    probes    bool [n]: rows that also see `prefix`
+    prefix    K and V [L, KV, P, hd] that only probes see
+    copying   fill keys and values from `entering` without running the layers
+    """
+
+    cache: Cache
+    plan: Plan
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    starts: list[int]
+    stop: int
+    high: int
+    mask: Tensor | None = None
+    entering: Tensor | None = None
+    given: list[bool] | None = None
+    heads: list[int] = field(default_factory=list)
+    taps: tuple[int, ...] = ()
+    snapshot: tuple[int, ...] = ()
+    probes: Tensor | None = None
+    prefix: tuple[Tensor, Tensor] | None = None
+    copying: bool = False
+    prefill: bool = False
+    ledger: list[Call] | None = None
+    kept: dict[int, Tensor] = field(default_factory=dict)  # written by forward: sublayer -> states [n, d]
+
+    def active(self, sublayer: int) -> Sequence[int]:
+        """The rows that are computed in this sublayer."""
+        if sublayer >= self.stop or sublayer in self.plan.skip or (self.copying and sublayer % 2):
+            return ()
+        if sublayer >= max(self.starts):
+            return range(len(self.starts))
+        return [row for row, start in enumerate(self.starts) if start <= sublayer]
+
+    def sees(self, layer: int, rows: Sequence[int]) -> Tensor | None:
+        """Where these rows may look in this layer: bool [n, P + high], [KV, n, P + high] where heads differ, or None."""
+        mask = self.mask if self.mask is None or len(rows) == len(self.tokens) else self.mask[list(rows)]
+        visible = self.plan.visible
+        heads = visible.layers[layer] if visible else None
+        device = self.cache.store.device
+        if visible is not None and heads is not None:
+            allowed = torch.zeros(len(heads), 1, self.high, dtype=torch.bool)
+            allowed[:, :, visible.since :] = True
+            for head, positions in enumerate(heads):
+                chosen = slice(None) if positions is None else [p for p in positions if p < self.high]
+                allowed[head, 0, chosen] = True
+            allowed = allowed.to(device).expand(-1, len(rows), -1)
+            mask = allowed if mask is None else mask & allowed
+        if self.prefix is not None and self.probes is not None:
+            if mask is None:
+                mask = torch.ones(len(rows), self.high, dtype=torch.bool, device=device)
+            shown = self.probes[list(rows)][:, None].expand(*mask.shape[:-1], self.prefix[0].shape[2])
+            mask = torch.cat((shown, mask), dim=-1)
+        return mask

@@ -1,0 +1,91 @@
+"""A view: the same weights, text and nodes under another plan.
+
+A view has a text of its own beyond the session's: its trunk, a chain of the session's uncommitted nodes. So a decoder can
+run on a view (LayerSkip's draft, TriForce's middle level) while the session knows its trunk as nodes that it may verify;
+what both plans compute alike is computed once.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from tinyspec.lm.feed import Scores
+from tinyspec.lm.node import Node
+from tinyspec.lm.plan import Plan
+from tinyspec.lm.session import Session
+from tinyspec.tree import ROOT, TokenTree
+
+
+class View:
+    """A target on somebody else's session. Its text is the session's committed text plus its trunk."""
+
+    cache_exact = False  # its nodes are computed under the plan
+
+    def __init__(self, session: Session, plan: Plan):
+        self.session, self.plan = session, plan
+        self._trunk: list[Node] = []
+        self._at: int | None = None  # rewound into the session's text: where; None: at its end
+
+    @property
+    def text(self) -> list[int]:
+        self._follow()
+        return [*self.session.text, *(node.token for node in self._trunk)][: self._at]
+
+    def __len__(self) -> int:
+        self._follow()
+        return len(self.session) + len(self._trunk) if self._at is None else self._at
+
+    def _follow(self) -> None:
+        """The session has gone on: drop what is committed by now, or everything if it went another way."""
+        kept = [node for node in self._trunk if node.position >= len(self.session)]
+        hangs = bool(kept) and bool(self.session.committed) and kept[0].parent is self.session.committed[-1]
+        self._trunk = kept if hangs else []
+
+    def append(self, tokens: Iterable[int]) -> None:
+        """Go on with these tokens; inside the session's own text they must agree with it."""
+        self._follow()
+        for token in tokens:
+            if self._at is not None and self._at < len(self.session):
+                if self.session.committed[self._at].token != token:
+                    raise ValueError("a view cannot leave its session's committed text")
+                self._at += 1
+                self._at = None if self._at == len(self.session) else self._at
+            else:
+                tip = self._trunk[-1] if self._trunk else self.session.committed[-1]
+                self._trunk.append(tip.children.get(token) or Node(token, tip))
+
+    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
+        """Commit forced tokens to the trunk. They run with the next tree; no hidden states are shown."""
+        self.append(tokens)
+        return self.session.extend((), taps)
+
+    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        """Rows of the newest token and the tree under the view's plan."""
+        self._follow()
+        if self._at is not None:
+            raise ValueError("the view stands inside its session's text: extend it first")
+        trunk = TokenTree.chain([node.token for node in self._trunk])
+        n = len(self._trunk)
+        whole = TokenTree(
+            (*trunk.tokens, *tree.tokens),
+            (*trunk.parents, *(n - 1 if parent == ROOT else n + parent for parent in tree.parents)),
+            (*trunk.laws, *tree.laws),
+            (*trunk.probe, *tree.probe),
+        )
+        scores = self.session.score(whole, taps, plan=self.plan)
+        self._trunk = self.session.scored[:n]
+        self._nodes = self.session.scored[n:]
+        return Scores(scores.logits[n:], scores.hidden[:, n:], scores.layers[n:])
+
+    def commit(self, path: Sequence[int], next: int | None) -> None:
+        """Grow the trunk by a path of the last tree, then `next`."""
+        self._trunk += [self._nodes[i] for i in path]
+        if next is not None:
+            self.append((next,))
+
+    def rewind(self, length: int) -> None:
+        """Take back the trunk; inside the session's text only the reading position moves."""
+        self._follow()
+        self._trunk = self._trunk[: max(length - len(self.session), 0)]
+        self._at = length if length < len(self.session) else None
+
+    def end(self) -> None:
+        self._trunk, self._at = [], None
