@@ -1,0 +1,205 @@
+"""A checkpoint: a Hugging Face folder, a hub id, or a .gguf file, to a Config, weights and a tokenizer; and back.
+
+Which BOS and EOS: generation_config.json first, then config.json, then the tokenizer. Whether generation puts BOS
+before a text (`add_bos`): tokenizer_config.json's `add_bos_token`; where it is silent, whether tokenizer.json's own
+post-processor puts BOS before an empty text.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from tinyspec.errors import TinyspecError
+from tinyspec.lm import naming
+from tinyspec.lm.config import Config
+from tinyspec.lm.hf_config import from_hf, to_hf, token_ids
+from tinyspec.lm.tokenizer import Tokenizer
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_INDEX = "model.safetensors.index.json"
+_CONVERT = (
+    "a pickle can run code when opened, so tinyspec does not open it; convert it once with transformers: "
+    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder, safe_serialization=True)"
+)
+
+
+class Parts(NamedTuple):
+    """What a model is made of. Weights have `Config.shapes()`'s names, the stored dtype, and lie on the CPU."""
+
+    config: Config
+    weights: dict[str, Tensor]
+    tokenizer: Tokenizer | None
+    name: str
+
+
+def read(name_or_path: str | Path, progress: bool = True) -> Parts:
+    """Read a checkpoint folder, a .gguf file, or (with one "/", and no such path here) a hub id, which is fetched.
+
+    A folder without tokenizer.json gives `tokenizer=None`. Raises TinyspecError, one line that names the file, the
+    field and what to do, for whatever is missing, damaged, contradictory, or not computed here.
+    """
+    path = Path(name_or_path).expanduser()
+    if not path.exists() and isinstance(name_or_path, str) and name_or_path.count("/") == 1:
+        from tinyspec.lm import hub
+
+        return read_folder(hub.snapshot(name_or_path, progress), name=name_or_path)
+    if path.suffix == ".gguf":
+        from tinyspec.lm import gguf_file
+
+        config, weights, tokenizer = gguf_file.read(path)
+        return Parts(config, weights, tokenizer, name=path.stem)
+    if path.is_file() and path.suffix in {pattern[1:] for pattern in _PICKLES}:
+        raise TinyspecError(f"{path}: {_CONVERT}")
+    if not path.is_dir():
+        raise TinyspecError(f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file")
+    return read_folder(path, name=path.resolve().name)
+
+
+def read_folder(folder: Path, name: str) -> Parts:
+    """Read config.json, the safetensors (one file, or shards with their index) and the tokenizer of a folder."""
+    config = from_hf(_json(folder / "config.json"), str(folder / "config.json"))
+    tokenizer = None
+    if any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        tokenizer = Tokenizer.from_folder(folder)
+    config = _with_tokens(config, folder, tokenizer)
+    with _tensors(folder) as (tensors, file):
+        weights = naming.to_ours(config, tensors, str(file))
+    return Parts(config, weights, tokenizer, name)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TinyspecError(f"{file}: missing; a checkpoint folder needs it") from None
+    except (ValueError, RecursionError) as error:
+        raise TinyspecError(f"{file}: not valid JSON ({error}); fetch or save it again") from error
+    if not isinstance(values, dict):
+        raise TinyspecError(f"{file}: expected a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _with_tokens(config: Config, folder: Path, tokenizer: Tokenizer | None) -> Config:
+    bos, eos = config.bos, config.eos
+    if (file := folder / "generation_config.json").is_file():
+        values = _json(file)
+        starts = token_ids(values.get("bos_token_id"), str(file), "bos_token_id")
+        bos = starts[0] if starts else bos
+        eos = token_ids(values.get("eos_token_id"), str(file), "eos_token_id") or eos
+    add_bos = False
+    if tokenizer is not None:
+        bos = tokenizer.bos if bos is None else bos
+        eos = eos or (() if tokenizer.eos is None else (tokenizer.eos,))
+        said = tokenizer.config.get("add_bos_token")
+        add_bos = said if isinstance(said, bool) else tokenizer.backend.encode("").ids[:1] == [bos]
+    return replace(config, bos=bos, eos=eos, add_bos=add_bos and bos is not None and bos < config.vocab_size)
+
+
+@contextmanager
+def _tensors(folder: Path) -> Iterator[tuple[dict[str, Callable[[], Tensor]], Path]]:
+    """Every tensor of the folder by name, as a call that reads it; and the file to name in errors."""
+    single, index = folder / "model.safetensors", folder / _INDEX
+    handles: dict[str, Any] = {}
+    try:
+        if single.is_file():
+            handle = handles[single.name] = _open(single)
+            yield {name: partial(_get, handle, name, single) for name in handle.keys()}, single  # noqa: SIM118
+        elif index.is_file():
+            where = _index(index)
+            for shard in sorted(set(where.values())):
+                if not (folder / shard).is_file():
+                    raise TinyspecError(f"{folder / shard}: missing, but {_INDEX} names it; fetch it again")
+                handles[shard] = _open(folder / shard)
+            held = {name: shard for shard, handle in handles.items() for name in handle.keys()}  # noqa: SIM118
+            for name, shard in where.items():
+                if held.get(name) != shard:
+                    raise TinyspecError(f"{folder / shard}: tensor {name} is missing, but {_INDEX} places it there")
+            yield {name: partial(_get, handles[shard], name, folder / shard) for name, shard in held.items()}, index
+        else:
+            pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+            raise TinyspecError(
+                f"{folder / pickles[0]}: {_CONVERT}" if pickles else f"{single}: missing, and so is {_INDEX}"
+            )
+    finally:
+        for handle in handles.values():
+            handle.__exit__(None, None, None)
+
+
+def _index(file: Path) -> dict[str, str]:
+    """The shard of each tensor. A shard must lie beside its index: its name comes from a stranger."""
+    where = _json(file).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise TinyspecError(f"{file}: weight_map is missing, expected the shard of each tensor")
+    for name, shard in where.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise TinyspecError(
+                f"{file}: weight_map places {name} in {shard!r}, expected a .safetensors file beside it"
+            )
+    unlisted = sorted({path.name for path in file.parent.glob("model-*-of-*.safetensors")} - set(where.values()))
+    if unlisted:
+        raise TinyspecError(
+            f"{file}: weight_map does not name {', '.join(unlisted)}; fetch the index or the shard again"
+        )
+    return where
+
+
+def _open(file: Path) -> Any:
+    try:
+        handle: Any = safetensors.safe_open(str(file), framework="pt")
+        return handle.__enter__()
+    except (safetensors.SafetensorError, OSError, ValueError, MemoryError) as error:
+        size = file.stat().st_size
+        raise TinyspecError(f"{file}: truncated or damaged ({error}; {size} bytes); fetch or save it again") from error
+
+
+def _get(handle: Any, name: str, file: Path) -> Tensor:
+    try:
+        tensor: Tensor = handle.get_tensor(name)
+    except Exception as error:  # a dtype torch lacks, or a file cut short since it was opened
+        raise TinyspecError(f"{file}: {name} cannot be read ({error})") from error
+    return tensor
+
+
+def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokenizer: Tokenizer | None = None) -> None:
+    """Write a folder that `read` and transformers load; the stored bytes of each weight are those given.
+
+    Atomic: a new folder appears whole or not at all; in an existing one, each file is replaced whole.
+    """
+    target = Path(folder)
+    theirs = naming.to_theirs(config, weights)
+    dtype = str(weights["embed"].dtype)[len("torch.") :]
+    values = to_hf(config, dtype)
+    generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": values["eos_token_id"]}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        safetensors.torch.save_file(theirs, work / "model.safetensors", metadata={"format": "pt"})
+        for name, content in (("config.json", values), ("generation_config.json", generation)):
+            (work / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            Tokenizer(
+                tokenizer.backend, {**tokenizer.config, "add_bos_token": config.add_bos}, tokenizer.chat_template
+            ).save(work)
+        umask = os.umask(0)
+        os.umask(umask)
+        work.chmod(0o777 & ~umask)  # mkdtemp's folders are private; a checkpoint is an ordinary folder
+        if target.is_dir():
+            for file in sorted(work.iterdir()):
+                file.replace(target / file.name)
+        else:
+            work.replace(target)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise TinyspecError(f"{target}: cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

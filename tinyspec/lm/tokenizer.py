@@ -1,0 +1,170 @@
+"""Text to token ids and back, around Hugging Face's `tokenizers`; ids alone never lose a character of a text."""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.detokenise import ByteStream, Detokeniser, WindowStream
+from tinyspec.lm.template import Message, render
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in of every byte: itself if it prints, else the next free character from U+0100 on.
+
+    >>> _byte_alphabet()["Ġ"], _byte_alphabet()["A"]
+    (32, 65)
+    """
+    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {chr(byte): byte for byte in printing} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with its tokenizer_config.json and chat template. `encode` adds no special token."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None, chat_template: str | None = None
+    ) -> None:
+        backend.no_truncation()  # a tokenizer.json may carry the truncation and padding of its training run
+        backend.no_padding()
+        self.backend = backend
+        self.config = {key: value for key, value in (config or {}).items() if key != "chat_template"}
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Self:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint folder."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise TinyspecError(
+                f"{file}: missing; if the folder has another tokenizer (tokenizer.model, vocab.json), convert it with "
+                "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for a file it cannot parse
+            raise TinyspecError(f"{file}: not a tokenizer ({error}); fetch or save it again") from error
+        config: dict[str, Any] = {}
+        if (path_config := folder / "tokenizer_config.json").is_file():
+            try:
+                config = json.loads(path_config.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise TinyspecError(f"{path_config}: not valid JSON ({error})") from error
+            if not isinstance(config, dict):
+                raise TinyspecError(f"{path_config}: expected a JSON object, got {type(config).__name__}")
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several named templates: the default one is the chat
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default")
+        if (path_template := folder / "chat_template.jinja").is_file():
+            template = path_template.read_text(encoding="utf-8")
+        return cls(backend, config, template if isinstance(template, str) else None)
+
+    def save(self, path: str | Path) -> None:
+        """Write the same three files into a folder; the chat template as chat_template.jinja."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, "utf-8")
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of a text, without BOS or EOS.
+
+        A special token spelled out in a text is text, unless `special`: nobody ends a turn by writing `<|im_end|>`.
+        """
+        self.backend.encode_special_tokens = not special  # the library's name: encode them as ordinary text
+        try:
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
+        except (TypeError, UnicodeError) as error:
+            raise TinyspecError(f"this text cannot be encoded ({error}); pass a str without lone surrogates") from error
+        except Exception as error:  # bare Exception: a text with characters the vocabulary lacks, and no unk token
+            raise TinyspecError(f"this text cannot be encoded with this vocabulary: {error}") from error
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of these ids. Ids beyond the vocabulary (a padded embedding has some) have no text."""
+        try:
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+        except (OverflowError, TypeError) as error:
+            raise TinyspecError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}") from error
+
+    def stream(self, skip_special: bool = True) -> Detokeniser:
+        """An incremental `decode`: the pieces, joined, equal the decoding of all ids; never half a character."""
+        skipped = self.special_ids if skip_special else frozenset[int]()
+
+        def token(id: int) -> str | None:
+            return None if id in skipped else self.backend.id_to_token(id)
+
+        if isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel):
+            return ByteStream(lambda id: self._bytes(token(id)))
+        return WindowStream(lambda ids: self.decode(ids, skip_special=False), token)
+
+    @staticmethod
+    def _bytes(token: str | None) -> bytes:
+        if token is None:
+            return b""
+        try:
+            return bytes(_BYTE_OF[character] for character in token)
+        except KeyError:  # an added token stands for its own text
+            return token.encode()
+
+    def token_text(self, id: int) -> str:
+        """One token for display: with its leading space; half a character shows as U+FFFD."""
+        token = self.backend.id_to_token(id)
+        if token is None:
+            return f"<{id}>"
+        if isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel):
+            return self._bytes(token).decode("utf-8", "replace")
+        return token.replace("▁", " ")
+
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a conversation, by the checkpoint's template; special tokens in the result are parsed."""
+        if self.chat_template is None:
+            raise TinyspecError("this model has no chat template; give it a plain text prompt, or use a chat model")
+        text = render(self.chat_template, messages, add_generation_prompt, self._named_tokens())
+        return self.encode(text, special=True)
+
+    @property
+    def has_chat(self) -> bool:
+        return self.chat_template is not None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of ids: the largest id of any token, plus one."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of control tokens, which `decode` leaves out unless asked."""
+        return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def bos(self) -> int | None:
+        """The id of tokenizer_config.json's `bos_token`, if it names one."""
+        return self._id("bos_token")
+
+    @property
+    def eos(self) -> int | None:
+        """The id of tokenizer_config.json's `eos_token`, if it names one."""
+        return self._id("eos_token")
+
+    def _named_tokens(self) -> dict[str, str]:
+        """`bos_token`, `eos_token`, ... as text; an entry is a text or a serialised AddedToken."""
+        named = {key: value for key, value in self.config.items() if key.endswith("_token")}
+        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+        return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+    def _id(self, name: str) -> int | None:
+        text = self._named_tokens().get(name)
+        return None if text is None else self.backend.token_to_id(text)
