@@ -1,0 +1,173 @@
+"""Read a .gguf file, llama.cpp's format: metadata to a Config, blocks of quantised weights to float32, and a tokenizer.
+
+The `gguf` package reads and dequantises. What is ours: the names, the permutation of LLaMA's queries and keys, and
+the llama3 frequencies, of which the file keeps only the result.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinyspec.errors import TinyspecError
+from tinyspec.lm import naming
+from tinyspec.lm.config import Config
+from tinyspec.lm.gguf_tokenizer import rebuild
+from tinyspec.lm.hf_config import Fields, from_hf
+from tinyspec.lm.rope import frequencies
+from tinyspec.lm.tokenizer import Tokenizer
+
+_KNOWN = ("llama", "qwen2", "gpt2")
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def read(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
+    """Config, float32 weights by our names, and the tokenizer (None where the file has none).
+
+    Raises TinyspecError naming the file for a damaged file, an unknown architecture, or a setting not computed here.
+    """
+    try:
+        from gguf import GGUFReader
+
+        reader = GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = {t.name: t for t in reader.tensors}
+    except FileNotFoundError:
+        raise TinyspecError(f"{path}: no such file") from None
+    except Exception as error:  # the reader trusts its input: a damaged file fails anywhere (slices, dtypes, lookups)
+        raise TinyspecError(f"{path}: truncated or damaged ({error}); fetch it again") from error
+    config = read_config(metadata, tensors, str(path))
+    theirs: dict[str, Callable[[], Tensor]] = {
+        name: partial(_dequantised, tensor, path) for name, tensor in tensors.items() if name != _ROPE_FACTORS
+    }
+    if config.family == "llama":
+        _unpermute_all(config, theirs)
+    weights = naming.to_ours(config, theirs, str(path), gguf=True)
+    tokenizer = rebuild(metadata, str(path))
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise TinyspecError(f"{path}: {tokenizer.vocab_size} tokens, but an embedding of {config.vocab_size} rows")
+    return config, weights, tokenizer
+
+
+def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) -> Config:
+    """The metadata in Hugging Face's words, and from there by the one reader of those.
+
+    The vocabulary is the embedding's height, the head is tied where there is no output.weight, and biases are where
+    their tensors are.
+    """
+    family = metadata.get("general.architecture")
+    if family not in _KNOWN:
+        raise TinyspecError(f"{source}: unknown general.architecture {family!r}; known: {', '.join(_KNOWN)}")
+    f = Fields(source, metadata)
+    if "token_embd.weight" not in tensors:
+        raise TinyspecError(f"{source}: missing token_embd.weight; the file holds no whole model")
+    d, heads = f.whole(f"{family}.embedding_length"), f.whole(f"{family}.attention.head_count")
+    values: dict[str, Any] = {
+        "model_type": family,
+        "vocab_size": int(tensors["token_embd.weight"].shape[-1]),  # gguf counts dimensions from the inside
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    layers, ff = f.whole(f"{family}.block_count"), f.whole(f"{family}.feed_forward_length")
+    context = f.whole(f"{family}.context_length")
+    if family == "gpt2":
+        eps = f.number("gpt2.attention.layer_norm_epsilon", 1e-5)
+        values |= {"n_embd": d, "n_head": heads, "n_layer": layers, "n_inner": ff, "n_positions": context}
+        return _with_bos(from_hf(values | {"layer_norm_epsilon": _round(eps)}, source), metadata)
+    f.only(f"{family}.expert_count", 0, None)
+    head_dim = f.whole(f"{family}.attention.key_length", d // heads)
+    f.only(f"{family}.attention.value_length", head_dim, None)
+    f.only(f"{family}.rope.dimension_count", head_dim, None)
+    values |= {
+        "hidden_size": d,
+        "num_attention_heads": heads,
+        "num_key_value_heads": f.whole(f"{family}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "num_hidden_layers": layers,
+        "intermediate_size": ff,
+        "max_position_embeddings": context,
+        "rms_norm_eps": _round(f.number(f"{family}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _round(f.number(f"{family}.rope.freq_base", 10000.0)),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+    }
+    f.only(kind := f"{family}.rope.scaling.type", "none", "linear")
+    if metadata.get(kind) == "linear":
+        values["rope_scaling"] = {"rope_type": "linear", "factor": f.number(f"{family}.rope.scaling.factor")}
+    if _ROPE_FACTORS in tensors:
+        factors = _dequantised(tensors[_ROPE_FACTORS], Path(source))
+        values["rope_scaling"] = _llama3(from_hf(values, source), factors, source)
+    return _with_bos(from_hf(values, source), metadata)
+
+
+def _with_bos(config: Config, metadata: dict[str, Any]) -> Config:
+    # llama.cpp puts BOS before a text where the file is silent and the vocabulary is SentencePiece's.
+    silent = metadata.get("tokenizer.ggml.model") == "llama"
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", silent))
+    return replace(config, add_bos=add_bos and config.bos is not None)
+
+
+def _round(value: float) -> float:
+    """Metadata floats are 32 bits wide: 1e-5 comes back as 9.999999747378752e-06. Take the shortest that rounds to it.
+
+    >>> _round(9.999999747378752e-06)
+    1e-05
+    """
+    return float(str(np.float32(value)))
+
+
+def _llama3(config: Config, factors: Tensor, source: str) -> dict[str, Any]:
+    """Guess the scaling from the factor that divides each frequency [head_dim / 2], and keep it only if it fits.
+
+    Every published llama3 scaling blends between 1 and 4 turns of an old context of 8192; the slowest wave is divided
+    by `factor` itself.
+    """
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    guess = frequencies(replace(config, rope_scaling=scaling))
+    if factors.shape != guess.shape or not torch.allclose(frequencies(config) / factors, guess, rtol=1e-5):
+        raise TinyspecError(
+            f"{source}: {_ROPE_FACTORS} is not the llama3 scaling known here; take the safetensors folder"
+        )
+    return scaling
+
+
+def _dequantised(tensor: Any, path: Path) -> Tensor:
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError:
+        raise TinyspecError(
+            f"{path}: {tensor.name} is {tensor.tensor_type.name}, which gguf cannot dequantise"
+        ) from None
+    return torch.from_numpy(values.astype("<f4", copy=True))
+
+
+def _unpermute_all(config: Config, theirs: dict[str, Callable[[], Tensor]]) -> None:
+    for name, get in theirs.items():
+        for part, heads in (("attn_q.", config.n_heads), ("attn_k.", config.n_kv_heads)):
+            if part in name:
+                theirs[name] = partial(lambda get, heads: unpermute(get(), heads), get, heads)
+
+
+def unpermute(rows: Tensor, heads: int) -> Tensor:
+    """Undo llama.cpp's order of the rows of queries or keys, [heads * hd, in] or a bias [heads * hd].
+
+    It turns neighbouring pairs of dimensions (0, 1), (2, 3), ...; Hugging Face turns (0, hd/2), (1, hd/2 + 1), ...
+
+    >>> unpermute(torch.tensor([0, 2, 1, 3]), heads=1).tolist()
+    [0, 1, 2, 3]
+    """
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

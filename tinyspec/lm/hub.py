@@ -1,0 +1,40 @@
+"""Fetch a checkpoint by its hub id, through `huggingface_hub`: its cache, its offline mode, its resumed downloads."""
+
+from pathlib import Path
+
+from tinyspec.errors import TinyspecError
+
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+
+
+def snapshot(repo: str, progress: bool = True) -> Path:
+    """The local folder of a hub id `org/name`; only what is not in the cache is downloaded, with a progress bar.
+
+    Files arrive under a temporary name and are moved when whole, so that an interrupted download can be run again.
+    HF_HUB_OFFLINE=1, HF_ENDPOINT, HF_HOME and HF_TOKEN mean what they mean to huggingface_hub. Raises TinyspecError
+    for an id that is not there or not allowed, for no network, and offline for what is not in the cache.
+    """
+    from huggingface_hub import constants, errors, snapshot_download, utils
+
+    silent = utils.are_progress_bars_disabled()
+    if not progress:
+        utils.disable_progress_bars()
+    try:
+        return Path(snapshot_download(repo, allow_patterns=_WANTED))
+    except errors.HFValidationError as error:
+        raise TinyspecError(f"{repo}: not a hub id (expected org/name), and no such path here") from error
+    except errors.GatedRepoError as error:
+        raise TinyspecError(f"{repo}: gated; accept its terms on the hub, then run `hf auth login`") from error
+    except errors.RepositoryNotFoundError as error:
+        raise TinyspecError(
+            f"{repo}: no such model on the hub, and no such path here; for a private one run `hf auth login`"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no connection to {constants.ENDPOINT}"
+        raise TinyspecError(f"{repo}: {why}, and it is not in the cache {constants.HF_HUB_CACHE}") from error
+    except Exception as error:  # a status, a timeout, a full disk: each with the class of the transport in use
+        line = " ".join(str(error).split()) or type(error).__name__
+        raise TinyspecError(f"{repo}: the download stopped ({line}); run it again, it goes on where it was") from error
+    finally:
+        if not silent:
+            utils.enable_progress_bars()
