@@ -1,0 +1,93 @@
+"""When a text ends: one rule for every technique, applied inside the step, whatever the alignment of blocks and stops."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tinyspec.errors import TinyspecError
+
+Reason = str  # "eos", "stop", "length", "context", "interrupted"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where to cut the new tokens.
+
+    eos             ids that end the text; the id itself is kept as the last token
+    strings         texts that end it; the token that completes one is the last token (the text is cut before the string)
+    sequences       token sequences that end it, kept whole
+    max_new_tokens  None: no limit
+    decode          ids -> text, needed for strings
+    """
+
+    eos: frozenset[int] = frozenset()
+    strings: tuple[str, ...] = ()
+    sequences: tuple[tuple[int, ...], ...] = ()
+    max_new_tokens: int | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    def __post_init__(self) -> None:
+        if any(not s for s in self.strings) or any(not s for s in self.sequences):
+            raise TinyspecError("a stop string or sequence is empty: it would stop before the first token")
+        if self.max_new_tokens is not None and self.max_new_tokens < 0:
+            raise TinyspecError(f"max_new_tokens is {self.max_new_tokens}: it must be 0 or more")
+        if self.strings and self.decode is None:
+            raise TinyspecError("stop strings need a tokenizer: pass stop sequences of token ids instead")
+
+    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, Reason | None]:
+        """How many of the `fresh` tokens to keep after the `new` ones already kept, and why the text ends there if it does.
+
+        limit  the most new tokens that the context still allows in all
+
+        >>> Stop(eos=frozenset({0}), max_new_tokens=9).cut([5], [7, 0, 8])
+        (2, 'eos')
+        >>> Stop(sequences=((5, 7),)).cut([5], [7, 8])
+        (1, 'stop')
+        """
+        seen = list(new)
+        room = self.left(len(seen), limit)
+        for kept, token in enumerate(fresh):
+            if room is not None and kept >= room[0]:
+                return kept, room[1]
+            seen.append(token)
+            if token in self.eos:
+                return kept + 1, "eos"
+            if any(tuple(seen[-len(s) :]) == s for s in self.sequences) or self._spelled(seen):
+                return kept + 1, "stop"
+        if room is not None and len(fresh) >= room[0]:
+            return room[0], room[1]
+        return len(fresh), None
+
+    def left(self, made: int, limit: int | None) -> tuple[int, Reason] | None:
+        """How many more tokens may come after `made` new ones, and what the reason will be; None: no end in sight."""
+        ends: list[tuple[int, Reason]] = []
+        if self.max_new_tokens is not None:
+            ends.append((self.max_new_tokens - made, "length"))
+        if limit is not None:
+            ends.append((limit - made, "context"))
+        return min(ends, key=lambda end: end[0]) if ends else None
+
+    def _spelled(self, seen: Sequence[int]) -> bool:
+        """Whether the last token completed a stop string. A token may be less than a character, never less than a byte."""
+        if not self.strings or self.decode is None:
+            return False
+        window = max(len(s.encode()) for s in self.strings) + 8
+        return any(s in self.decode(seen[-window:]) for s in self.strings)
+
+    def trim(self, text: str) -> str:
+        """The text up to the first stop string."""
+        ends = [at for s in self.strings if (at := text.find(s)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def withheld(self, text: str) -> int:
+        """How many characters at the end could still become a stop string, so that streaming must not show them yet.
+
+        >>> Stop(strings=("END",), decode=str).withheld("the EN")
+        2
+        """
+        longest = 0
+        for s in self.strings:
+            for n in range(min(len(s) - 1, len(text)), longest, -1):
+                if text.endswith(s[:n]):
+                    longest = n
+                    break
+        return longest

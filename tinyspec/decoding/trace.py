@@ -1,0 +1,135 @@
+"""What happened, as plain data: statistics of a request and the trace that replays it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from tinyspec.decoding.decode import Round
+
+Origin = Literal["accepted", "recovered", "bonus", "plain"]
+
+
+@dataclass
+class Statistics:
+    """Counted after the cut. The prefill is no target call; each round is exactly one; plain decoding makes one token a
+    call."""
+
+    target_calls: int = 0
+    draft_calls: int = 0
+    drafted: int = 0  # nodes proposed for verification
+    accepted: int = 0  # nodes committed
+    emitted: int = 0
+    row_layers: float = 0.0  # (row, layer) evaluations of the target
+    seconds: float = 0.0
+
+    def count(self, round: Round) -> None:
+        """Enter a round."""
+        self.target_calls += 1
+        self.draft_calls += len(round.draft_calls)
+        self.drafted += sum(not probe for probe in round.tree.probe)
+        self.accepted += len(round.verdict.path)
+        self.emitted += len(round.tokens)
+        self.row_layers += sum(call.row_layers for call in round.calls)
+
+    @property
+    def tokens_per_call(self) -> float:
+        """tau: tokens committed per target call (0 where nothing was called)."""
+        return self.emitted / self.target_calls if self.target_calls else 0.0
+
+    @property
+    def layers_per_token(self) -> float:
+        """(row, layer) evaluations of the target per token kept: the depth of the model for plain decoding."""
+        return self.row_layers / self.emitted if self.emitted else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted nodes that were kept (0 where nothing was drafted)."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Every figure by name, for --json."""
+        return {
+            **asdict(self),
+            "tokens_per_call": self.tokens_per_call,
+            "layers_per_token": self.layers_per_token,
+            "acceptance": self.acceptance,
+        }
+
+
+def origins(round: Round) -> tuple[Origin, ...]:
+    """Where each token of a round came from: accepted from the draft, recovered after a refusal, a bonus behind a draft
+    that passed whole, or plain (there was no draft)."""
+    kinds: list[Origin] = ["accepted"] * len(round.verdict.path)
+    if round.verdict.next is not None:
+        if all(round.tree.probe):
+            kinds.append("plain")
+        else:  # whatever was alive behind the path was refused; nothing alive means the draft passed whole
+            depths = round.tree.depths()
+            refused = any(depths[node] == len(kinds) + 1 for node in round.verdict.refused)
+            kinds.append("recovered" if refused else "bonus")
+    return tuple(kinds)
+
+
+@dataclass
+class TraceRound:
+    """One round as plain data: the tree, the path that was kept, what was refused, what came of it."""
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+    refused: list[int]
+    emitted: list[int]
+    origins: list[str]
+    layers: list[int]
+    target_calls: int
+    draft_calls: int
+
+
+@dataclass
+class Trace:
+    """A request, replayable: the prompt and every round."""
+
+    prompt: list[int] = field(default_factory=list)
+    rounds: list[TraceRound] = field(default_factory=list)
+
+    def add(self, round: Round) -> None:
+        """Enter a round; tensors are left behind."""
+        self.rounds.append(
+            TraceRound(
+                list(round.tree.tokens),
+                list(round.tree.parents),
+                list(round.verdict.path),
+                list(round.verdict.refused),
+                list(round.tokens),
+                list(origins(round)),
+                list(round.scores.layers),
+                len(round.calls),
+                len(round.draft_calls),
+            )
+        )
+
+    @property
+    def origins(self) -> list[str]:
+        """Origin of every emitted token."""
+        return [kind for round in self.rounds for kind in round.origins]
+
+    def to_json(self) -> str:
+        """The trace as one JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Trace":
+        """Back from `to_json`."""
+        data: dict[str, Any] = json.loads(text)
+        return cls(data["prompt"], [TraceRound(**round) for round in data["rounds"]])
+
+
+def distinct(tokens: Sequence[int], n: int = 4) -> float:
+    """Share of distinct n-grams: text that loops flatters every drafter, so a race prints this beside its ratio.
+
+    >>> distinct([1, 2, 1, 2, 1, 2], n=2)
+    0.4
+    """
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0

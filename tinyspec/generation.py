@@ -1,0 +1,227 @@
+"""generate and stream: from a prompt to tokens, by any technique."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from tinyspec import models
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, Round
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.trace import Statistics, Trace
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.feed import Call
+from tinyspec.lm.gate import Gate, run_together
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import Card, Request, find, techniques
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
+
+
+@dataclass
+class Generation:
+    """What came of a prompt.
+
+    text           the new text, up to a stop string, without special tokens
+    tokens         the new ids; an end-of-text id or the token that completed a stop is the last
+    logprobs       log p of each under the target's own law, before the warpers
+    finish_reason  eos, stop, length, context or interrupted
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    stats: Statistics
+    trace: Trace = field(repr=False)
+
+
+class Running:
+    """One request under way: iterate it for its rounds, then ask for the result."""
+
+    def __init__(self, decoder: Decoder, model: Model, prompt: list[int], seed: int):
+        self.decoder, self.model, self.chance = decoder, model, Seeded(seed)
+        self.stats, self.trace = Statistics(), Trace(list(prompt))
+        self.logprobs: list[float] = []
+        self.started = time.perf_counter()
+        decoder.extend(prompt)
+
+    def __iter__(self) -> Iterator[Round]:
+        while not self.decoder.finished:
+            round = self.decoder.step(self.chance)
+            self.stats.count(round)
+            self.trace.add(round)
+            self.logprobs += _logprobs(round)
+            yield round
+        self.close()
+
+    def close(self, reason: str | None = None) -> None:
+        """The request is over, with this reason where it was cut from outside."""
+        if reason and not self.decoder.finished:
+            self.decoder.finished = reason
+        self.stats.seconds = time.perf_counter() - self.started
+
+    @property
+    def text(self) -> str:
+        """The new text so far."""
+        return self.decoder.stop.trim(_decode(self.model, self.decoder.new))
+
+    def result(self) -> Generation:
+        """The whole, or what there is of it."""
+        new = self.decoder.new
+        reason = self.decoder.finished or "interrupted"
+        return Generation(self.text, new, self.logprobs, reason, self.stats, self.trace)
+
+
+def start(
+    model: Model,
+    prompt: Prompt,
+    *,
+    method: str = "autoregressive",
+    draft: Model | str | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    stop: str | Sequence[str | Sequence[int]] = (),
+    chat: bool = False,
+    references: Sequence[str | Sequence[int]] = (),
+    gate: Gate | None = None,
+    **knobs: Any,
+) -> Running:
+    """Prepare a request: everything that can be wrong with its arguments is said here."""
+    card = find(method)
+    card.settings(knobs)
+    warp = Warp(temperature, top_k, top_p, min_p, repetition_penalty)
+    drafts = _drafts(model, card, draft)
+    ids = prompt_ids(model, prompt, chat)
+    if not ids:
+        raise TinyspecError("the prompt is empty: give at least one token")
+    if len(ids) > model.config.max_positions:
+        raise TinyspecError(
+            f"the prompt has {len(ids)} tokens, the context of {model.name} {model.config.max_positions}: shorten it"
+        )
+    if references and not card.copies:
+        raise TinyspecError(f"{card.name} copies from no references: use a method that does, such as llma")
+    ledger: list[Call] = []
+    request = Request(
+        target=model.session(ledger, gate),
+        drafts=[d.session(ledger, gate) for d in drafts],
+        warp=warp,
+        stop=stopping(model, stop, max_new_tokens),
+        references=[model.tokenizer.encode(r) if isinstance(r, str) else list(r) for r in references],
+        positions=min(m.config.max_positions for m in (model, *drafts)),
+        ledger=ledger,
+    )
+    return Running(card.make(request, **knobs), model, ids, seed)
+
+
+def generate(model: Model, prompt: Prompt | Sequence[Prompt], **options: Any) -> Generation | list[Generation]:
+    """Extend a prompt. See `tinyspec.generate` for the options.
+
+    A list of prompts runs as one ragged batch: row i uses seed + i and equals the row run alone with that seed.
+    """
+    if not _is_batch(prompt):
+        return _finish(start(model, prompt, **options))  # type: ignore[arg-type]
+    seed = options.pop("seed", 0)
+    rows: Sequence[Any] = prompt
+
+    def job(row: int) -> Any:
+        return lambda gate: _finish(start(model, rows[row], seed=seed + row, gate=gate, **options))
+
+    return run_together([job(row) for row in range(len(rows))])
+
+
+def stream(model: Model, prompt: Prompt, **options: Any) -> Iterator[str]:
+    """The new text as it grows, in pieces that never end in half a character or inside what may become a stop string."""
+    running = start(model, prompt, **options)
+    pieces = model.tokenizer.stream()
+    text, shown = "", 0
+    for round in running:
+        text = running.decoder.stop.trim(text + pieces.push(list(round.tokens)))
+        safe = len(text) - (0 if running.decoder.finished else running.decoder.stop.withheld(text))
+        if safe > shown:
+            yield text[shown:safe]
+            shown = safe
+    rest = running.decoder.stop.trim(text + pieces.flush())
+    if len(rest) > shown:
+        yield rest[shown:]
+
+
+def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
+    """Token ids of a prompt: text (with BOS where the config says so), ids as they are, chat messages by the template."""
+    if isinstance(prompt, str):
+        if chat:
+            return model.tokenizer.chat([{"role": "user", "content": prompt}])
+        bos = [model.config.bos] if model.config.add_bos and model.config.bos is not None else []
+        return bos + model.tokenizer.encode(prompt)
+    if prompt and isinstance(prompt[0], dict):
+        return model.tokenizer.chat(list(prompt))  # type: ignore[arg-type]
+    return [int(token) for token in prompt]  # type: ignore[arg-type]
+
+
+def stopping(model: Model, stop: str | Sequence[str | Sequence[int]], max_new_tokens: int | None) -> Stop:
+    """The stop rules of a request: the model's end-of-text ids, stop strings, stop sequences of ids, the budget."""
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    strings = tuple(s for s in stops if isinstance(s, str))
+    sequences = tuple(tuple(s) for s in stops if not isinstance(s, str))
+    decode = (lambda ids: model.tokenizer.decode(list(ids))) if strings else None
+    return Stop(frozenset(model.config.eos), strings, sequences, max_new_tokens, decode)
+
+
+def _is_batch(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and (isinstance(prompt[0], (str, list, tuple)))
+
+
+def _finish(running: Running) -> Generation:
+    """Run to the end. Ctrl-C keeps the text so far."""
+    try:
+        for _ in running:
+            pass
+    except KeyboardInterrupt:
+        running.close("interrupted")
+    return running.result()
+
+
+def _decode(model: Model, ids: list[int]) -> str:
+    return model.tokenizer.decode(ids) if model.has_tokenizer else ""
+
+
+def _drafts(model: Model, card: Card, draft: Model | str | None) -> list[Model]:
+    """The draft models a method needs: what was given, else what the model's own card names."""
+    if card.drafts == 0:
+        return []
+    if draft is None:
+        draft = model.config.extra.get("draft")
+    if draft is None:
+        free = ", ".join(name for name, other in techniques().items() if not other.drafts)
+        raise TinyspecError(
+            f"{card.name} needs a draft model and the card of {model.name} names none: pass draft=... "
+            f"(a smaller model with the same tokenizer), or a method without one: {free}"
+        )
+    small = draft if isinstance(draft, Model) else models.load(draft, device=str(model.device))
+    ours, theirs = model.config.vocab_size, small.config.vocab_size
+    same = not (model.has_tokenizer and small.has_tokenizer) or model.tokenizer.same_vocabulary(small.tokenizer)
+    if ours != theirs or not same:
+        free = ", ".join(name for name, other in techniques().items() if not other.drafts)
+        how = f"{theirs} tokens against {ours}" if ours != theirs else "same size, other tokens"
+        raise TinyspecError(
+            f"the draft {small.name} has another vocabulary than {model.name} ({how}): "
+            f"use a draft with the same tokenizer, or a method without a draft model: {free}"
+        )
+    return [small] * card.drafts
+
+
+def _logprobs(round: Round) -> list[float]:
+    """log p of each token of a round, from the target's raw rows."""
+    rows = [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
+    logits = round.scores.logits[rows]
+    picked = logits[torch.arange(len(rows)), torch.tensor(round.tokens, device=logits.device)]
+    return [float(x) for x in picked - logits.logsumexp(dim=-1)]

@@ -1,0 +1,1 @@
+"""Survey section 2.2: what is accepted."""

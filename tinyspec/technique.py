@@ -1,0 +1,196 @@
+"""The card of a technique and the registry of cards.
+
+A technique is one file with one `@technique(...)` builder. The registry finds the files, so adding a file adds the technique
+to `tinyspec methods`, to `--method`, to the benchmark and to the laws.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from tinyspec.decoding.decode import Decoder, Target
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.errors import TinyspecError, nearest
+from tinyspec.lm.feed import Call
+
+CHAPTERS = ("tinyspec.speculative", "tinyspec.early_exit", "tinyspec.nonautoregressive")
+
+
+class Guarantee(Enum):
+    """What is promised, relative to plain decoding on the technique's own target under the same warpers."""
+
+    EXACT = "exact"  # the same joint law at any temperature, over several rounds
+    GREEDY = "greedy"  # the same tokens as greedy decoding
+    LOSSY = "lossy"  # lossy by design; exact or greedy at a knob's neutral value
+    APPROX = "approx"  # no neutral value exists
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A parameter a user may set, with the paper's default and the range that makes sense."""
+
+    name: str
+    default: Any
+    doc: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[Any, ...] = ()
+
+    def check(self, value: Any) -> Any:
+        """The value in the default's type, or a one-line error that names the range."""
+        if self.choices:
+            if value not in self.choices:
+                raise TinyspecError(f"{self.name} is {value!r}: it must be one of {', '.join(map(str, self.choices))}")
+            return value
+        kind = type(self.default)
+        if kind in (int, float) and not isinstance(value, bool):
+            try:
+                number = kind(value)
+            except (TypeError, ValueError):
+                raise TinyspecError(f"{self.name} is {value!r}: it must be a number") from None
+            if number != float(value):
+                raise TinyspecError(f"{self.name} is {value!r}: it must be a whole number")
+            if (self.low is not None and not number >= self.low) or (self.high is not None and not number <= self.high):
+                span = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+                raise TinyspecError(f"{self.name} is {value}: it must be {span}")
+            return number
+        return value
+
+
+@dataclass
+class Request:
+    """What a builder makes a decoder from. Targets are whatever scores trees: a session, a view, a table of conditionals.
+
+    references  texts (token ids) that may be copied from, beside the prompt
+    positions   tokens the target's context holds; None: no limit
+    ledger      where sessions write their calls
+    """
+
+    target: Target
+    drafts: Sequence[Target] = ()
+    warp: Warp = field(default_factory=Warp)
+    stop: Stop = field(default_factory=Stop)
+    references: Sequence[Sequence[int]] = ()
+    positions: int | None = None
+    ledger: list[Call] = field(default_factory=list)
+
+    def decoder(self, drafter: Any, verifier: Any) -> Decoder:
+        """The common loop around these parts."""
+        return Decoder(
+            self.target,
+            drafter,
+            verifier,
+            warp=self.warp,
+            stop=self.stop,
+            positions=self.positions,
+            ledger=self.ledger,
+        )
+
+
+Builder = Callable[..., Decoder]
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a technique is. `lossy` names a knob that trades the guarantee for speed, and its neutral value."""
+
+    name: str
+    title: str
+    paper: str
+    family: str
+    guarantee: Guarantee
+    knobs: tuple[Knob, ...]
+    build: Builder
+    drafts: int = 0  # draft models it needs
+    copies: bool = False  # takes reference texts
+    lossy: tuple[str, Any] | None = None
+
+    @property
+    def doc(self) -> str:
+        """The technique file's own docstring."""
+        return importlib.import_module(self.build.__module__).__doc__ or ""
+
+    def settings(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Every knob's value: what was given, checked, else the default."""
+        known = {knob.name: knob for knob in self.knobs}
+        for name in given:
+            if name not in known:
+                hint = nearest(name, known) if known else "it has none"
+                raise TinyspecError(f"{self.name} has no knob '{name}': {hint}")
+        return {name: knob.check(given.get(name, knob.default)) for name, knob in known.items()}
+
+    def make(self, request: Request, **knobs: Any) -> Decoder:
+        """A decoder for this request."""
+        return self.build(request, **self.settings(knobs))
+
+    def promise(self, **knobs: Any) -> Guarantee:
+        """What holds at these settings: away from its neutral value, a lossy knob leaves nothing promised."""
+        if self.lossy is None:
+            return self.guarantee
+        neutral = self.settings(knobs)[self.lossy[0]] == self.lossy[1]
+        if not neutral:
+            return Guarantee.LOSSY
+        return Guarantee.EXACT if self.guarantee is Guarantee.LOSSY else self.guarantee
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `tinyspec methods --json`."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "family": self.family,
+            "paper": self.paper,
+            "guarantee": self.guarantee.value,
+            "neutral": None if self.lossy is None else {self.lossy[0]: self.lossy[1]},
+            "drafts": self.drafts,
+            "knobs": [{"name": k.name, "default": k.default, "doc": k.doc} for k in self.knobs],
+        }
+
+
+_cards: dict[str, Card] = {}
+
+
+def technique(
+    *,
+    title: str,
+    paper: str,
+    family: str,
+    guarantee: Guarantee,
+    knobs: Sequence[Knob] = (),
+    drafts: int = 0,
+    copies: bool = False,
+    lossy: tuple[str, Any] | None = None,
+) -> Callable[[Builder], Builder]:
+    """Register a builder under its file's name."""
+
+    def register(build: Builder) -> Builder:
+        name = build.__module__.rpartition(".")[2]
+        _cards[name] = Card(name, title, paper, family, guarantee, tuple(knobs), build, drafts, copies, lossy)
+        return build
+
+    return register
+
+
+def techniques() -> dict[str, Card]:
+    """Every technique there is, by name, in the order of the book's chapters."""
+    for chapter in CHAPTERS:
+        try:
+            package = importlib.import_module(chapter)
+        except ModuleNotFoundError as missing:
+            if missing.name != chapter:
+                raise
+            continue
+        for module in pkgutil.walk_packages(package.__path__, f"{chapter}."):
+            importlib.import_module(module.name)
+    return dict(_cards)
+
+
+def find(name: str) -> Card:
+    """The card of a technique, or an error that suggests the nearest name."""
+    cards = techniques()
+    if name not in cards:
+        raise TinyspecError(f"there is no method '{name}': {nearest(name, cards)}")
+    return cards[name]
