@@ -1,0 +1,73 @@
+"""LLMA, inference with reference: where the text repeats something it has seen, copy on.
+
+Yang et al. 2023, arXiv 2304.04487. If the last n tokens occur in a reference text, the k tokens that follow there are the
+draft; the target checks them in one pass, keeps what agrees and adds a token of its own; after a mismatch a new match is
+sought. With no match the step is plain decoding. What makes it LLMA and not prompt lookup: references are *texts beside
+the prompt* (retrieved documents, earlier answers, the draft under revision); the prompt, and with `own` the text as it
+grows, count as further references. All their n-grams are indexed once; a token costs O(n) to add. Nothing is trained.
+
+Guarantee: EXACT. The paper decodes greedily; a copied token is a point mass, so the walk is exact at any temperature.
+Tested in tests/speculative/test_llma.py: a text copied whole takes ceil(N / (k + 1)) calls; a reference outside the prompt
+is used; longest match first; the index is never rebuilt.
+Left out: nothing. The paper reports about 2x on LLaMA 7B-30B with k about 15 (retrieval, cache and multi-turn settings).
+"""
+
+from collections.abc import Sequence
+
+from tinyspec._core import NgramIndex
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Decoder, NoDraft, Round
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import walk
+from tinyspec.lm.feed import Scores
+from tinyspec.technique import Guarantee, Knob, Request, technique
+from tinyspec.tree import TokenTree
+
+OWN = 0  # the text of the request in the index; references are 1, 2, ...
+
+
+class Copying(NoDraft):
+    """Proposes what followed the longest recent suffix in any of the texts."""
+
+    def __init__(self, references: Sequence[Sequence[int]], n: int, longest: int, k: int, which: str, own: bool):
+        self.n, self.longest, self.k, self.which, self.own = n, longest, k, which, own
+        self.index = NgramIndex(longest)
+        for text, tokens in enumerate(references, start=OWN + 1):
+            self.index.append(text, tokens)
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.index.append(OWN, tokens)
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        suffix = context[-self.longest :]
+        return TokenTree.chain(self.index.lookup(suffix, min(self.k, room), self.longest, self.n, self.which))
+
+    def observe(self, round: Round) -> None:
+        if self.own:
+            self.index.append(OWN, round.tokens)
+
+    def rewind(self, length: int) -> None:
+        if self.index.length(OWN) > length:
+            self.index.rewind(OWN, length)
+
+    def end(self) -> None:
+        self.index.rewind(OWN, 0)
+
+
+@technique(
+    title="LLMA: inference with reference",
+    paper="Yang et al. 2023, arXiv 2304.04487",
+    family="integrated",
+    guarantee=Guarantee.EXACT,
+    copies=True,
+    knobs=(
+        Knob("n", 1, "shortest match that is copied from, in tokens", low=1),
+        Knob("k", 15, "tokens copied in a round", low=1),
+        Knob("longest", 8, "longest match that is looked for, in tokens", low=1),
+        Knob("which", "last", "occurrence to copy from", choices=("first", "last", "frequent")),
+        Knob("own", True, "whether the text as it grows is a reference too", choices=(True, False)),
+    ),
+)
+def llma(request: Request, *, n: int, k: int, longest: int, which: str, own: bool) -> Decoder:
+    """Copy from the prompt and the references."""
+    return request.decoder(Copying(request.references, n, max(n, longest), k, which, own), walk)
