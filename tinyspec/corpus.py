@@ -1,0 +1,172 @@
+"""Text becomes tokens, and tokens become a score: cleaning, the tokenizer, packing, bits per byte, acceptance.
+
+Bits per UTF-8 byte is the one quality measure here, because it does not depend on the tokenizer: the negative log2
+likelihood of a text divided by its length in bytes.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyspec.lm.tokenizer import Tokenizer
+
+END = "<|endoftext|>"  # stands between documents; id 0
+Teach = Callable[[Tensor], Tensor]  # ids [B, T] -> logits [B, T, V]
+
+_HEADER = re.compile(r"\A(?:[ \t]*\n|#+ *(?:Title|Author|Year):[^\n]*\n)*-{3,}[ \t]*\n")
+
+
+def clean(text: str) -> str:
+    r"""A book as the models read it: unix line ends, no title block, no spaces at line ends, no blank edges.
+
+    >>> clean("# Title: A\n\n## Author: B\n\n## Year: 1900\n\n-------\n\n## Part I \r\n\r\nIt rained. \r\n")
+    '## Part I\n\nIt rained.'
+    """
+    text = _HEADER.sub("", text.replace("\r\n", "\n").replace("\r", "\n"), count=1)
+    return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE).strip("\n")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Tokenizer:
+    """Learn byte-level BPE from `texts` and save it to `folder`. Any string can be encoded; END is id 0.
+
+    Carriage returns are dropped before a line feed, as they are from the training text: the models never saw one.
+    """
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.Replace("\r\n", "\n")
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    bpe.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{\n  "tokenizer_class": "PreTrainedTokenizerFast",\n  "clean_up_tokenization_spaces": false,\n'
+        f'  "eos_token": "{END}"\n}}\n',
+        encoding="utf-8",
+    )
+    return Tokenizer.from_folder(folder)
+
+
+def pack(tokenizer: Tokenizer, texts: Iterable[str], end: int) -> Tensor:
+    """All texts in a row, each after an `end` token, closed by one more: int64 [n]."""
+    ids = [end]
+    for text in texts:
+        ids += tokenizer.encode(text)
+        ids.append(end)
+    return torch.tensor(ids)
+
+
+def crops(tokens: Tensor, batch: int, context: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
+    """Random training batches of a token row: (inputs, targets), each [batch, context], on the row's device.
+
+    The whole corpus is one tensor where the model is, so a batch is one gather and no loader is needed.
+    """
+    if len(tokens) <= context:
+        raise ValueError(f"{len(tokens)} tokens are too few for a context of {context}")
+    span = torch.arange(context + 1, device=tokens.device)
+
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(tokens) - context, (batch, 1), generator=generator, device=generator.device)
+        rows = tokens[starts.to(tokens.device) + span]
+        return rows[:, :-1], rows[:, 1:]
+
+    return draw
+
+
+class Document(NamedTuple):
+    """A text to be scored: its tokens after an end-of-text token, and its length in UTF-8 bytes."""
+
+    tokens: list[int]
+    bytes: int
+
+
+def document(tokenizer: Tokenizer, text: str, end: int, characters: int | None = None) -> Document:
+    """A text, or its first `characters`, ready to be scored."""
+    text = text[:characters]
+    return Document([end, *tokenizer.encode(text)], len(text.encode()))
+
+
+class Windows(NamedTuple):
+    """A batch of windows: inputs and targets [B, T], and which targets are scored in it (bool [B, T])."""
+
+    inputs: Tensor
+    targets: Tensor
+    scored: Tensor
+
+
+def windows(documents: Sequence[Document], context: int, stride: int, batch: int = 16) -> Iterator[Windows]:
+    """Slide over each document so that every token but the first is scored once.
+
+    The first window of a document scores all it holds, each later one only its last `stride` targets, which have at
+    least context - stride tokens before them. Short windows are filled up on the right: a causal model cannot see it.
+    """
+    rows: list[tuple[list[int], int]] = []  # tokens of a window, and how many of its targets were scored before
+    for tokens, _ in documents:
+        start = 0
+        while True:
+            window = tokens[start : start + context + 1]
+            rows.append((window, context - stride if start else 0))
+            if start + context + 1 >= len(tokens):
+                break
+            start += stride
+    for at in range(0, len(rows), batch):
+        part = rows[at : at + batch]
+        full = torch.zeros(len(part), context + 1, dtype=torch.long)
+        scored = torch.zeros(len(part), context, dtype=torch.bool)
+        for i, (window, old) in enumerate(part):
+            full[i, : len(window)] = torch.tensor(window)
+            scored[i, old : len(window) - 1] = True
+        yield Windows(full[:, :-1], full[:, 1:], scored)
+
+
+@torch.no_grad()
+def bits_per_byte(
+    teach: Teach,
+    documents: Sequence[Document],
+    context: int = 512,
+    stride: int = 256,
+    device: torch.device | str = "cpu",
+    batch: int = 16,
+) -> float:
+    """Negative log2 likelihood per UTF-8 byte of the documents' text."""
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    for inputs, targets, scored in windows(documents, context, stride, batch):
+        logits = teach(inputs.to(device)).float()
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="none")
+        nats += losses[scored.to(device).flatten()].sum(dtype=torch.float64)
+    return float(nats) / math.log(2) / sum(d.bytes for d in documents)
+
+
+@torch.no_grad()
+def acceptance(
+    target: Teach,
+    draft: Teach,
+    documents: Sequence[Document],
+    context: int = 512,
+    stride: int = 256,
+    device: torch.device | str = "cpu",
+    batch: int = 16,
+) -> float:
+    """alpha: the mean over all scored tokens of sum_x min(p(x), q(x)), the chance that a drafted token is accepted."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    count = 0
+    for inputs, _, scored in windows(documents, context, stride, batch):
+        p = target(inputs.to(device)).float().softmax(-1)
+        q = draft(inputs.to(device)).float().softmax(-1)
+        total += torch.minimum(p, q).sum(-1)[scored.to(device)].sum(dtype=torch.float64)
+        count += int(scored.sum())
+    return float(total) / count

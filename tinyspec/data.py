@@ -1,0 +1,137 @@
+"""Texts for training, benchmarks and tests: where they lie, and how they are read.
+
+They lie in the folder that TINYSPEC_DATA names, else in the user's cache, where `tinyspec data fetch` puts them
+(sources.py says from where). Nothing here is needed to generate.
+"""
+
+import gzip
+import json
+import lzma
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tinyspec.errors import TinyspecError
+
+Split = Literal["train", "valid", "test"]
+
+
+def folder() -> Path:
+    """Where data is looked for: TINYSPEC_DATA, else the user's cache."""
+    if named := os.environ.get("TINYSPEC_DATA"):
+        return Path(named).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "tinyspec" / "data"
+
+
+def find(name: str, root: str | Path | None = None) -> Path:
+    """A data file by its path below the data folder. TinyspecError says how to get it when it is not there."""
+    root = Path(root) if root is not None else folder()
+    path = root / name
+    if not path.is_file():
+        raise TinyspecError(
+            f"{path}: no such data file; `tinyspec data fetch` brings it, or TINYSPEC_DATA names a folder that has it"
+        )
+    return path
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, plain, .gz or .xz, without their line feeds."""
+    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    try:
+        with opener(path, "rt", encoding="utf-8", newline="\n") as file:
+            for line in file:
+                yield line.rstrip("\n")
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise TinyspecError(f"{path}: damaged ({error}); delete it and run `tinyspec data fetch`") from error
+
+
+def records(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON lines file, each of which must have the named fields."""
+    for number, line in enumerate(lines(path), 1):
+        try:
+            entry = json.loads(line)
+            missing = [name for name in fields if name not in entry]
+        except (ValueError, TypeError) as error:
+            raise TinyspecError(f"{path}, line {number}: not a JSON object ({error})") from error
+        if not isinstance(entry, dict) or missing:
+            raise TinyspecError(f"{path}, line {number}: expected an object with {', '.join(fields)}")
+        yield entry
+
+
+class Book(NamedTuple):
+    """A book as it was published: with its title block, in markdown."""
+
+    author: str
+    title: str
+    text: str
+
+
+def books(split: Literal["train", "valid"], root: str | Path | None = None) -> list[Book]:
+    """The classics: 107 books to train on, or the three that are never trained on."""
+    path = find(f"text/classics.{split}.jsonl.xz", root)
+    return [Book(e["author"], e["title"], e["text"]) for e in records(path, "author", "title", "text")]
+
+
+class Question(NamedTuple):
+    """A Spec-Bench question: one turn, or several of a conversation."""
+
+    id: int
+    category: str
+    turns: tuple[str, ...]
+
+
+def spec_bench(root: str | Path | None = None) -> list[Question]:
+    """Spec-Bench (Xia et al. 2024): chat, translation, summaries, questions, maths, retrieval."""
+    path = find("spec_bench/question.jsonl", root)
+    entries = records(path, "question_id", "category", "turns")
+    return [Question(e["question_id"], e["category"], tuple(e["turns"])) for e in entries]
+
+
+class Problem(NamedTuple):
+    """A HumanEval problem: complete `prompt` so that `test` passes."""
+
+    id: str
+    prompt: str
+    solution: str
+    test: str
+
+
+def human_eval(root: str | Path | None = None) -> list[Problem]:
+    """HumanEval (Chen et al. 2021): 164 Python functions with tests."""
+    path = find("code_math/HumanEval.jsonl.gz", root)
+    entries = records(path, "task_id", "prompt", "canonical_solution", "test")
+    return [Problem(e["task_id"], e["prompt"], e["canonical_solution"], e["test"]) for e in entries]
+
+
+class Sum(NamedTuple):
+    """A grade-school maths question with its worked answer."""
+
+    question: str
+    answer: str
+
+
+def gsm8k(split: Literal["train", "test"] = "test", root: str | Path | None = None) -> list[Sum]:
+    """GSM8K (Cobbe et al. 2021)."""
+    path = find(f"code_math/gsm8k.{split}.jsonl" + (".gz" if split == "train" else ""), root)
+    return [Sum(e["question"], e["answer"]) for e in records(path, "question", "answer")]
+
+
+def shakespeare(root: str | Path | None = None) -> str:
+    """All of Shakespeare's plays, as one text."""
+    return "\n".join(lines(find("text/tinyshakespeare.txt", root)))
+
+
+def wikitext(split: Literal["valid", "test"] = "test", root: str | Path | None = None) -> str:
+    """WikiText-2, tokenised by words, with <unk>."""
+    return "\n".join(lines(find(f"text/wikitext-2.{split}.txt", root)))
+
+
+def multi30k(split: Split = "test", root: str | Path | None = None) -> list[tuple[str, str]]:
+    """Multi30k task 1 (Elliott et al. 2016): image captions, (English, German) pairs."""
+    name = {"train": "train", "valid": "val", "test": "test_2016_flickr"}[split]
+    english, german = (list(lines(find(f"multi30k/{name}.{language}.gz", root))) for language in ("en", "de"))
+    if len(english) != len(german):
+        raise TinyspecError(f"multi30k/{name}: {len(english)} English lines but {len(german)} German ones")
+    return list(zip(english, german, strict=True))

@@ -1,0 +1,163 @@
+"""`tinyspec train lm`: a recipe and the classics become a checkpoint with its card.
+
+A recipe is a TOML file that stands beside the checkpoint it made. Without a teacher the loss is cross-entropy on random
+crops of the training books. With one, the student is distilled from the teacher's whole law on the same crops:
+
+    loss = lambda KL(p || q) + (1 - lambda) TV(p, q),    lambda = exp(-3 alpha),    alpha = 1 - TV(p, q)
+
+because the acceptance rate of speculative decoding *is* alpha = sum_x min(p(x), q(x)) (Leviathan et al. 2023, theorem
+3.5; DistillSpec, Zhou et al. 2024, arXiv 2310.08461, trains on it). The total variation alone has almost no gradient
+while the two laws hardly overlap, so the divergence leads first, and hands over as they approach.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyspec import corpus, data
+from tinyspec.card import write_card
+from tinyspec.errors import TinyspecError
+from tinyspec.lm import checkpoint
+from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.lm.transformer import Model
+from tinyspec.recipe import END, read_recipe
+from tinyspec.train import Loss, Trained, train
+
+
+def distillation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """The module's loss, from the teacher's and the student's logits [..., V]: a scalar."""
+    p_log, q_log = p_logits.float().log_softmax(-1), q_logits.float().log_softmax(-1)
+    p, q = p_log.exp(), q_log.exp()
+    divergence = (p * (p_log - q_log)).sum(-1).mean()
+    distance = 0.5 * (p - q).abs().sum(-1).mean()
+    lead = torch.exp(-3 * (1 - distance.detach()))
+    return lead * divergence + (1 - lead) * distance
+
+
+def train_lm(
+    recipe: str | Path,
+    out: str | Path,
+    *,
+    data_folder: str | Path | None = None,
+    device: str | None = None,
+    minutes: float | None = None,
+    compiled: bool | None = None,
+    restart: bool = False,
+    overrides: Mapping[str, str] | None = None,
+    console: Console | None = None,
+) -> Trained:
+    """Train the model of a recipe into the folder `out`: checkpoint, log.jsonl, README.md, loss.svg, recipe.toml.
+
+    data_folder  where the classics lie (default: `tinyspec.data.folder()`)
+    device       default: cuda where there is one
+    minutes      clock budget, instead of the recipe's
+    compiled     torch.compile (default: on cuda)
+    restart      forget an interrupted training, or replace a finished model
+
+    An interrupted training leaves its state in out/.tinyspec and goes on when called again.
+    Raises TinyspecError for missing data, an unusable recipe, and a folder that already holds the finished model.
+    """
+    path, out = Path(recipe), Path(out)
+    overrides = dict(overrides or {})
+    if minutes is not None:
+        overrides["train.minutes"] = str(float(minutes))
+    plan = read_recipe(path, overrides)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise TinyspecError("device cuda: torch finds no CUDA device here; --device cpu trains on the processor")
+    state = out / ".tinyspec"
+    if restart:
+        shutil.rmtree(state, ignore_errors=True)
+    elif (out / "model.safetensors").exists() and not (state / "state.pt").exists():
+        raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
+    say = (console or Console(quiet=True)).print
+
+    texts = [corpus.clean(book.text) for book in data.books("train", data_folder)]
+    held_out = [corpus.clean(book.text) for book in data.books("valid", data_folder)]
+    teacher = None
+    if plan.teacher:
+        teacher = Model(*checkpoint.read(path.parent / plan.teacher)).to(where, torch.float32)
+        tokenizer = teacher.tokenizer
+        plan = replace(plan, vocab_size=teacher.config.vocab_size)
+    elif (state / "tokenizer.json").exists():
+        tokenizer = Tokenizer.from_folder(state)
+    else:
+        tokenizer = corpus.train_tokenizer(texts, plan.vocab_size, state)
+    config = plan.config()
+    tokens = corpus.pack(tokenizer, texts, END).to(where)
+    say(f"{len(texts)} books, {len(tokens):,} tokens; {plan.name}: {config.parameters():,} weights on {where}")
+
+    model = Model.random(config, plan.settings.seed).to(where)
+    loss = _loss(model, teacher, plan.dropout, where, compiled if compiled is not None else where.type == "cuda")
+    excerpt = [corpus.document(tokenizer, text, END, plan.valid_characters) for text in held_out]
+    whole = [corpus.document(tokenizer, text, END) for text in held_out]
+
+    def figures(judged: Model, documents: list[corpus.Document]) -> dict[str, float]:
+        size = plan.context, plan.context // 2, where
+        bits = corpus.bits_per_byte(judged.teach, documents, *size)
+        if teacher is None:
+            return {"valid_bits_per_byte": bits}
+        alpha = corpus.acceptance(teacher.teach, judged.teach, documents, *size)
+        return {"refused": 1 - alpha, "alpha": alpha, "valid_bits_per_byte": bits}
+
+    def validate() -> dict[str, float]:
+        with _autocast(where):
+            return figures(model, excerpt)
+
+    batches = corpus.crops(tokens, plan.batch, plan.context)
+    try:
+        ended = train(
+            model.weights, batches, loss, plan.settings, state, validate=validate, console=console, title=plan.name
+        )
+    except torch.OutOfMemoryError as error:
+        raise TinyspecError(
+            f"{where} is out of memory: --set train.pieces=2 computes each batch in two parts"
+        ) from error
+    if not ended.finished:
+        say(f"stopped at step {ended.step:,}; the same command goes on from there")
+        return ended
+    stored = Model(config, model.to("cpu", torch.bfloat16).weights, tokenizer, plan.name)
+    final = figures(stored.to(where, torch.float32), whole)  # the weights as they are stored, in float32
+    say("  ".join(f"{name} {value:.4f}" for name, value in final.items()) + " over all valid books")
+    stored.save(out)
+    shutil.copyfile(state / "log.jsonl", out / "log.jsonl")
+    if path.resolve() != (out / "recipe.toml").resolve():
+        shutil.copyfile(path, out / "recipe.toml")
+    bytes_per_token = sum(len(text.encode()) for text in texts) / len(tokens)
+    write_card(out, stored, plan, ended, final, bytes_per_token, where)
+    shutil.rmtree(state)
+    return ended
+
+
+def _autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def _loss(model: Model, teacher: Model | None, dropout: float, device: torch.device, compiled: bool) -> Loss:
+    """Cross-entropy, or distillation where there is a teacher; (inputs, targets) -> mean over the batch."""
+
+    def language(inputs: Tensor, targets: Tensor) -> Tensor:
+        logits = model.teach(inputs, dropout)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def distilled(inputs: Tensor, targets: Tensor) -> Tensor:
+        assert teacher is not None
+        with torch.no_grad():
+            law = teacher.teach(inputs)
+        return distillation(law, model.teach(inputs, dropout))
+
+    loss: Loss = language if teacher is None else distilled
+    if compiled:
+        loss = torch.compile(loss)
+
+    def mixed(inputs: Tensor, targets: Tensor) -> Tensor:
+        with _autocast(device):
+            return loss(inputs, targets)
+
+    return mixed
