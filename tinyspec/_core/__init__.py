@@ -1,0 +1,40 @@
+"""The hot paths: compiled where a compiler was found, their pure twin elsewhere. One flat set of functions, same bits.
+
+`TINYSPEC_PURE=1` asks for the twin. `COMPILED` says which one runs.
+"""
+
+import os
+import sys
+
+COMPILED: bool = False
+"""Whether the compiled kernels run."""
+
+if os.environ.get("TINYSPEC_PURE", "0") not in ("", "0"):
+    from tinyspec._core.fallback import *
+else:
+    try:
+        from tinyspec._core.sampling import draw, order, pick, race, residual, walk, warp, without
+        from tinyspec._core.tree import ancestors, depths, unique_paths
+        from tinyspec._core.trie import NgramIndex
+
+        COMPILED = True
+    except ImportError:
+        from tinyspec._core.fallback import *
+
+        print("tinyspec: no compiled kernels found, using the slow pure-Python ones (same results)", file=sys.stderr)
+
+__all__ = [
+    "COMPILED",
+    "NgramIndex",
+    "ancestors",
+    "depths",
+    "draw",
+    "order",
+    "pick",
+    "race",
+    "residual",
+    "unique_paths",
+    "walk",
+    "warp",
+    "without",
+]

@@ -1,0 +1,266 @@
+"""The pure twin of the compiled kernels: plain Python over any number type.
+
+These lines are the definition. Over Fractions they are exact and serve the proofs; over floats they fix the order of
+every sum, so the kernels in sampling.pyx must reproduce them bit for bit. A row is any sequence of numbers, [V].
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import reduce
+from operator import add
+from typing import Any
+
+from tinyspec.errors import TinyspecError
+
+Number = Any  # float, int or Fraction: the same lines run over each of them
+
+BLOCK, LANES = 256, 8
+ROOT = -1
+
+
+def block_sum(block: Sequence[Number]) -> Number:
+    """Sum one block in eight strided lanes. O(n).
+
+    Eight independent chains of additions are what SIMD wants, and a fixed order is what bit-equality wants. The built-in
+    `sum` will not do: since Python 3.12 it compensates its rounding errors.
+    """
+    a, b, c, d, e, f, g, h = (reduce(add, block[lane::LANES], 0) for lane in range(LANES))
+    return ((a + b) + (c + d)) + ((e + f) + (g + h))
+
+
+def total(row: Sequence[Number]) -> Number:
+    """Sum a row: blocks of 256 in order, lanes inside. O(V)."""
+    return reduce(add, (block_sum(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)), 0)
+
+
+def normalise(row: Sequence[Number]) -> list[Number] | None:
+    """The row divided by its sum, or None where nothing is left. O(V)."""
+    mass = total(row)
+    return [x / mass for x in row] if mass > 0 else None
+
+
+# --- drawing --------------------------------------------------------------------------------------------------------
+
+
+def pick(row: Sequence[Number], u: Number) -> int:
+    """Inverse CDF: the token whose interval of the cumulative sum holds u * total, 0 <= u < 1. O(V).
+
+    Never a token of probability zero: an interval is left only by a strictly larger sum, and where rounding lets u fall
+    behind the last interval, the last token of positive probability takes it.
+
+    >>> pick([0.0, 0.25, 0.75], 0.0), pick([0.0, 0.25, 0.75], 0.25), pick([0.5, 0.5, 0.0], 1 - 2**-53)
+    (1, 2, 1)
+    """
+    sums = [block_sum(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)]
+    mass = reduce(add, sums, 0)
+    if not 0 < mass < math.inf:
+        raise TinyspecError(f"cannot draw from a row whose sum is {mass}: a law must be finite and have some mass")
+    target = u * mass
+    before: Number = 0
+    start, stop = 0, len(row)
+    for index, part in enumerate(sums):
+        after = before + part
+        if after > target:
+            start, stop = index * BLOCK, min(index * BLOCK + BLOCK, len(row))
+            for token in range(start, stop):
+                before = before + row[token]
+                if before > target:
+                    return token
+            break  # one by one the block sums to less than by lanes: its last token takes the difference
+        before = after
+    return next(token for token in range(stop - 1, start - 1, -1) if row[token] > 0)
+
+
+def order(row: Sequence[Number], uniforms: Sequence[Number]) -> list[int]:
+    """Draw without replacement, one token a uniform, until the support is exhausted (Plackett-Luce). O(V + k V/B)."""
+    left, drawn = list(row), list[int]()
+    for u in uniforms:
+        if not any(x > 0 for x in left):
+            break
+        drawn.append(pick(left, u))
+        left[drawn[-1]] = 0 * left[drawn[-1]]
+    return drawn
+
+
+def race(row: Sequence[Number], noise: Sequence[Number]) -> int:
+    """The exponential race: argmin noise[i] / row[i] over the support, lowest id first. O(V).
+
+    With independent standard exponentials the winner is distributed as the row, and two rows raced on the same noise
+    agree often. Noise of exactly 0 or inf must not crown a token of probability zero.
+    """
+    best, time = -1, math.inf
+    for token, (x, e) in enumerate(zip(row, noise, strict=True)):
+        if x > 0 and (best < 0 or e / x < time):
+            best, time = token, e / x
+    if best < 0:
+        raise TinyspecError("cannot race a row without mass")
+    return best
+
+
+# --- warping --------------------------------------------------------------------------------------------------------
+
+
+def penalise(logits: Sequence[float], history: Sequence[int], penalty: float) -> list[float]:
+    """Repetition penalty, once for each distinct id of the history (ids outside of the vocabulary have no score)."""
+    scores = list(logits)
+    if penalty != 1.0:
+        for token in history:
+            if 0 <= token < len(scores):
+                x = float(logits[token])  # from the original, so that a repeated id is punished once
+                scores[token] = x * penalty if x < 0 else x / penalty
+    return scores
+
+
+def check(scores: Sequence[float]) -> float:
+    """The largest score. NaN, +inf and nothing but -inf are errors: no law can be made of them."""
+    if any(x != x for x in scores):
+        raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
+    top = max(scores, default=-math.inf)
+    if math.isinf(top):
+        what = "contain +inf" if top > 0 else "are all -inf: no token is allowed"
+        raise TinyspecError(f"the logits {what}, so they define no law")
+    return top
+
+
+def leading(row: Sequence[Number], masses: Sequence[Number], need: Number) -> list[Number]:
+    """Keep the tokens of highest weight, ties by lowest id, until their masses reach `need`; at least one."""
+    reached: Number = 0
+    kept = [0 * x for x in row]
+    for token in sorted(range(len(row)), key=lambda i: (-row[i], i)):
+        kept[token] = row[token]
+        reached = reached + masses[token]
+        if reached >= need:
+            break
+    return kept
+
+
+def units(row: Sequence[Number]) -> list[Number]:
+    """Masses that add up alike in any order: Fractions as they are, floats in [0, 1] as integers below 2^62 in sum.
+
+    A kernel may then search for the nucleus without sorting. A unit is 2^-46 of the top token at V = 49,152.
+    """
+    if any(isinstance(x, Fraction) for x in row):
+        return list(row)
+    scale = float(1 << (62 - len(row).bit_length()))
+    return [int(x * scale) for x in row]
+
+
+def truncate(row: Sequence[Number], top_k: int | None, top_p: Number, min_p: Number) -> list[Number]:
+    """Top-k, then top-p, then min-p on weights (float weights are at most 1), each on what the last one left. O(V log V).
+
+    top-p keeps the smallest set of highest weights whose mass reaches top_p of the whole; the token that crosses stays.
+    """
+    kept = list(row)
+    if top_k is not None and top_k < len(kept):
+        kept = leading(kept, [1] * len(kept), top_k)
+    if top_p is not None and top_p < 1:
+        masses = units(kept)
+        whole: Number = reduce(add, masses, 0)
+        need = top_p * whole if isinstance(whole, Fraction) else math.ceil(top_p * float(whole))
+        kept = leading(kept, masses, min(need, whole))
+    if min_p is not None and min_p > 0:
+        floor = min_p * max(kept)
+        kept = [x if x >= floor else 0 * x for x in kept]
+    return kept
+
+
+def one_hot(row: Sequence[Number]) -> list[Number]:
+    """Temperature 0: all mass on the highest, ties by lowest id."""
+    best = max(range(len(row)), key=lambda i: (row[i], -i))
+    one = Fraction(1) if isinstance(row[best], Fraction) else 1.0
+    return [one if i == best else 0 * one for i in range(len(row))]
+
+
+def warp(
+    logits: Sequence[float],
+    history: Sequence[int],
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    penalty: float,
+) -> list[float]:
+    """Logits to a law, in Hugging Face's order: repetition penalty, temperature, top-k, top-p, min-p. O(V log V)."""
+    scores = penalise(logits, history, penalty)
+    top = check(scores)
+    if temperature == 0:
+        return one_hot(scores)
+    weights = [math.exp((x - top) / temperature) for x in scores]  # the top weight is exactly 1
+    row = normalise(truncate(weights, top_k, top_p, min_p))
+    assert row is not None  # the top token is always kept
+    return row
+
+
+# --- verifying ------------------------------------------------------------------------------------------------------
+
+
+def residual(row: Sequence[Number], q: Sequence[Number]) -> list[Number]:
+    """Where a refused draft from q leaves the target: normalise(max(0, row - q)). O(V).
+
+    Where nothing is left the two laws agree up to rounding, and the row itself is the answer.
+
+    >>> residual([0.5, 0.5, 0.0], [1.0, 0.0, 0.0])
+    [0.0, 1.0, 0.0]
+    """
+    if len(row) != len(q):
+        raise TinyspecError(f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros")
+    return normalise([x - y if x > y else 0 * x for x, y in zip(row, q, strict=True)]) or list(row)
+
+
+def without(row: Sequence[Number], token: int) -> list[Number]:
+    """The row given that it is not `token`: the residual of a point mass. Nothing left: the row itself. O(V)."""
+    return normalise([0 * x if i == token else x for i, x in enumerate(row)]) or list(row)
+
+
+def ratio(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> Number:
+    """The acceptance ratio row/q of a drafted token; a law of None is a point mass.
+
+    A token that its own declared law cannot produce breaks the drafter's contract, and nothing downstream could mend it.
+    """
+    if not 0 <= token < len(row):
+        raise TinyspecError(f"drafted token {token} is outside of the target's vocabulary of {len(row)}")
+    if q is None:
+        return row[token]
+    if len(row) != len(q):
+        raise TinyspecError(f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros")
+    if not q[token] > 0:
+        raise TinyspecError(f"drafted token {token} has probability {q[token]} under its declared law (declare None)")
+    return row[token] / q[token]
+
+
+def walk(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    laws: Sequence[Any],
+    probe: Sequence[bool],
+    p: Mapping[int, Any],
+    accept: Callable[[Number], bool],
+    draw: Callable[[Any], int],
+    residual: Callable[[Any, Any], Any] = residual,
+    without: Callable[[Any, int], Any] = without,
+) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """Follow the tree from its root while the target's law lets it; every refusal moves the law to its residual.
+
+    Returns the accepted path, the recovered or bonus token, and the refused nodes. `here` holds every node that spells
+    the accepted path (siblings may be equal): the children of each are tested, in node order. Uses one `accept` a
+    tested node and one `draw`; reads p[ROOT] and p[node] of accepted nodes only. O(n * depth + tested * V).
+    """
+    path, refused = list[int](), list[int]()
+    row, siblings = p[ROOT], [node for node, parent in enumerate(parents) if parent == ROOT and not probe[node]]
+    untested = list(siblings)
+    while untested:
+        node, token = untested[0], tokens[untested[0]]
+        if accept(ratio(row, laws[node], token)):
+            path.append(node)
+            here = {twin for twin in siblings if tokens[twin] == token}
+            row, siblings = (
+                p[node],
+                [child for child, parent in enumerate(parents) if parent in here and not probe[child]],
+            )
+            untested = list(siblings)
+        else:
+            refused.append(node)
+            row = residual(row, laws[node]) if laws[node] is not None else without(row, token)
+            untested = untested[1:]
+    return tuple(path), draw(row), tuple(refused)

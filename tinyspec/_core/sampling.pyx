@@ -1,0 +1,299 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
+"""Warp, draw and verify over a vocabulary: each kernel equals its twin in reference.py bit for bit in float64.
+
+Everything is O(V): nothing sorts. Sums run in the twin's order (blocks of 256 in order, eight strided lanes inside), which
+the compiler may turn into SIMD without -ffast-math; exp is libm's, as is the twin's math.exp.
+"""
+
+from libc.math cimport INFINITY, ceil, exp
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy, memset
+
+from tinyspec._core.rows cimport BLOCK, add_blocks, block_sum, divide, find, keep_leading, scratch, sum_blocks, top_score
+
+import numpy as np
+
+from tinyspec.errors import TinyspecError
+
+ROOT = -1
+
+ctypedef fused real:
+    float
+    double
+
+
+cdef int no_law(const double* sums, Py_ssize_t n) except -1:
+    mass = add_blocks(sums, (n + BLOCK - 1) // BLOCK)
+    raise TinyspecError(f"cannot draw from a row whose sum is {mass}: a law must be finite and have some mass")
+
+
+def pick(const double[::1] row, double u):
+    """The token whose interval of the cumulative sum holds u * total; never one of probability zero. O(V)."""
+    cdef Py_ssize_t n = row.shape[0], token = -1
+    cdef double* sums = scratch(n // BLOCK + 1)
+    try:
+        if n:
+            with nogil:
+                sum_blocks(&row[0], n, sums)
+                token = find(&row[0], n, sums, u)
+        if token < 0:
+            no_law(sums, n)
+        return token
+    finally:
+        free(sums)
+
+
+def order(const double[::1] row, const double[::1] uniforms):
+    """Draw without replacement, one token a uniform, until the support is exhausted. O(V + k (B + V/B))."""
+    cdef Py_ssize_t n = row.shape[0], k = uniforms.shape[0], i, token, b
+    cdef double* x = scratch(n)
+    cdef double* sums = x + n
+    cdef list drawn = []
+    try:
+        if n:
+            memcpy(x, &row[0], n * sizeof(double))
+        sum_blocks(x, n, sums)
+        for i in range(k):
+            token = find(x, n, sums, uniforms[i])
+            if token < 0:
+                if add_blocks(sums, (n + BLOCK - 1) // BLOCK) != 0:
+                    no_law(sums, n)
+                break
+            drawn.append(token)
+            x[token] = 0
+            b = token // BLOCK
+            sums[b] = block_sum(x + b * BLOCK, min(<Py_ssize_t> BLOCK, n - b * BLOCK))
+        return drawn
+    finally:
+        free(x)
+
+
+def race(const double[::1] row, const double[::1] noise):
+    """argmin noise / row over the support, ties by lowest id. O(V)."""
+    cdef Py_ssize_t n = row.shape[0], i, best = -1
+    cdef double time = INFINITY, t
+    if noise.shape[0] != n:
+        raise ValueError(f"race needs one noise value a token: {n} tokens, {noise.shape[0]} values")
+    with nogil:
+        for i in range(n):
+            if row[i] > 0:
+                t = noise[i] / row[i]
+                if best < 0 or t < time:
+                    best, time = i, t
+    if best < 0:
+        raise TinyspecError("cannot race a row without mass")
+    return best
+
+
+# --- warping --------------------------------------------------------------------------------------------------------
+
+cdef int warp_into(double* x, Py_ssize_t n, double* sums, double temperature, Py_ssize_t top_k, double top_p,
+                   double min_p) except -1 nogil:
+    """Turn penalised scores x[n] into a law in place and fill its block sums."""
+    cdef double top = top_score(x, n), mass, scale
+    cdef Py_ssize_t i = 0
+    cdef uint64_t whole = 0, need
+    cdef int log2 = 0
+    if top != top or top == INFINITY or top == -INFINITY:
+        with gil:
+            if top != top:
+                raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
+            what = "contain +inf" if top > 0 else "are all -inf: no token is allowed"
+            raise TinyspecError(f"the logits {what}, so they define no law")
+    if temperature == 0:
+        while x[i] != top:
+            i += 1
+        memset(x, 0, n * sizeof(double))
+        x[i] = 1
+        sum_blocks(x, n, sums)
+        return 0
+    if temperature == 1:
+        for i in range(n):
+            x[i] = exp(x[i] - top)
+    else:
+        for i in range(n):
+            x[i] = exp((x[i] - top) / temperature)
+    if 0 < top_k < n:
+        keep_leading(x, n, 0, <uint64_t> top_k)
+    if top_p < 1:
+        while (n >> log2) > 0:
+            log2 += 1
+        scale = <double> ((<uint64_t> 1) << (62 - log2))
+        for i in range(n):
+            whole += <uint64_t> (x[i] * scale)
+        need = <uint64_t> ceil(top_p * <double> whole)
+        keep_leading(x, n, scale, min(need, whole))
+    if min_p > 0:
+        for i in range(n):
+            x[i] = x[i] if x[i] >= min_p else 0  # the top weight is exactly 1
+    mass = sum_blocks(x, n, sums)
+    divide(x, n, mass, sums)
+    return 0
+
+
+cdef int fill(const real[::1] logits, double* x, history, double penalty) except -1:
+    """Copy the logits as float64, with the repetition penalty applied once for each distinct id."""
+    cdef Py_ssize_t i, token, n = logits.shape[0]
+    cdef double score
+    if n == 0:
+        raise TinyspecError("the logits are empty, so they define no law")
+    with nogil:
+        for i in range(n):
+            x[i] = logits[i]
+    if penalty != 1:
+        for token in history:
+            if 0 <= token < n:
+                score = logits[token]
+                x[token] = score * penalty if score < 0 else score / penalty
+    return 0
+
+
+def warp(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty):
+    """Logits [V] (float32 or float64) to a law, float64 [V], in Hugging Face's order. O(V)."""
+    cdef Py_ssize_t n = logits.shape[0], k = 0 if top_k is None else top_k
+    cdef double nucleus = 1 if top_p is None else top_p, floor = 0 if min_p is None else min_p
+    cdef double* sums = scratch(n // BLOCK + 1)
+    cdef double[::1] row
+    try:
+        out = np.empty(max(n, 1))
+        row = out
+        fill(logits, &row[0], history, penalty)
+        with nogil:
+            warp_into(&row[0], n, sums, temperature, k, nucleus, floor)
+        return out
+    finally:
+        free(sums)
+
+
+def draw(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty, double u):
+    """pick(warp(...), u) without a row in between. O(V)."""
+    cdef Py_ssize_t n = logits.shape[0], k = 0 if top_k is None else top_k, token
+    cdef double nucleus = 1 if top_p is None else top_p, floor = 0 if min_p is None else min_p
+    cdef double* x = scratch(n)
+    try:
+        fill(logits, x, history, penalty)
+        with nogil:
+            warp_into(x, n, x + n, temperature, k, nucleus, floor)
+            token = find(x, n, x + n, u)
+        return token
+    finally:
+        free(x)
+
+
+# --- verifying ------------------------------------------------------------------------------------------------------
+
+cdef int residual_into(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n, double* x,
+                       double* sums) except -1 nogil:
+    """x = normalise(max(0, row - q)), q of NULL a point mass at `token`. 0 where nothing is left, else 1."""
+    cdef Py_ssize_t i
+    cdef double mass
+    if q == NULL:
+        memcpy(x, row, n * sizeof(double))
+        if 0 <= token < n:
+            x[token] = 0
+    else:
+        for i in range(n):
+            x[i] = row[i] - q[i] if row[i] > q[i] else 0
+    mass = sum_blocks(x, n, sums)
+    if not mass > 0:
+        return 0
+    divide(x, n, mass, sums)
+    return 1
+
+
+cdef int same_length(Py_ssize_t n, Py_ssize_t m) except -1:
+    if n != m:
+        raise TinyspecError(f"the draft's law has {m} tokens, the target's {n}: pad it with zeros")
+    return 0
+
+
+cdef new_residual(const double[::1] row, const double* q, Py_ssize_t token):
+    cdef Py_ssize_t n = row.shape[0]
+    cdef double* sums = scratch(n // BLOCK + 1)
+    cdef double[::1] x
+    try:
+        out = np.empty(n)
+        x = out
+        return out if n and residual_into(&row[0], q, token, n, &x[0], sums) else np.array(row)
+    finally:
+        free(sums)
+
+
+def residual(const double[::1] row, const double[::1] q):
+    """normalise(max(0, row - q)); the row itself where nothing is left. O(V)."""
+    same_length(row.shape[0], q.shape[0])
+    return new_residual(row, &q[0] if q.shape[0] else NULL, -1)
+
+
+def without(const double[::1] row, Py_ssize_t token):
+    """The row given that it is not `token`; the row itself where nothing is left. O(V)."""
+    return new_residual(row, NULL, token)
+
+
+cdef double take(const double[::1] uniforms, Py_ssize_t* used) except -1:
+    if used[0] >= uniforms.shape[0]:
+        raise TinyspecError("the given uniforms are used up: a walk needs one a tested node and one for the last draw")
+    used[0] += 1
+    return uniforms[used[0] - 1]
+
+
+def walk(tokens, parents, laws, probe, p, const double[::1] uniforms):
+    """The alive-set walk of reference.walk from given uniforms: one a tested node in order, one for the final draw.
+
+    Returns (path, next, refused, used uniforms). Reads p[ROOT], and p[node] of accepted nodes only. O(n depth + tested V).
+    """
+    cdef Py_ssize_t n = len(tokens), V, used = 0, node, token, i = 0
+    cdef const double[::1] row = p[ROOT], q
+    cdef const double* current
+    cdef double *room
+    cdef double *sums
+    cdef double *spare
+    cdef double ratio
+    cdef bint own = False  # `sums` holds the block sums of the law in force
+    cdef list path = [], refused = [], siblings
+    V = row.shape[0]
+    if V == 0:
+        raise TinyspecError("cannot draw from a row without tokens")
+    room = scratch(2 * V)
+    sums = room + 2 * V
+    try:
+        current = &row[0]
+        siblings = [node for node in range(n) if parents[node] == -1 and not probe[node]]
+        while i < len(siblings):
+            node = siblings[i]
+            token = tokens[node]
+            law = laws[node]
+            if not 0 <= token < V:
+                raise TinyspecError(f"drafted token {token} is outside of the target's vocabulary of {V}")
+            ratio = current[token]
+            if law is not None:
+                q = law
+                same_length(V, q.shape[0])
+                if not q[token] > 0:
+                    raise TinyspecError(
+                        f"drafted token {token} has probability {q[token]} under its declared law (declare None)")
+                ratio = ratio / q[token]
+            if take(uniforms, &used) < ratio:
+                path.append(node)
+                here = {twin for twin in siblings if tokens[twin] == token}
+                row = p[node]
+                same_length(V, row.shape[0])
+                current, own = &row[0], False
+                siblings = [twin for twin in range(n) if parents[twin] in here and not probe[twin]]
+                i = 0
+                continue
+            refused.append(node)
+            i += 1
+            spare = room + V if current == room else room  # the law in force survives until its residual has mass
+            own = residual_into(current, &q[0] if law is not None else NULL, token, V, spare, sums)
+            if own:
+                current = spare
+        if not own:
+            sum_blocks(current, V, sums)
+        token = find(current, V, sums, take(uniforms, &used))
+        if token < 0:
+            no_law(sums, V)
+        return tuple(path), token, tuple(refused), used
+    finally:
+        free(room)

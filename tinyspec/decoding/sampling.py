@@ -1,0 +1,159 @@
+"""From logits to a law, and from a law to a token: repetition penalty, temperature, top-k, top-p, min-p, inverse CDF.
+
+One object, `Warp`, serves draft and target alike. A law (`Row`) is a float64 ndarray on the CPU, a tensor on a device, or a
+list of Fractions in the exact laws; every function here dispatches on that. Ties go to the lowest id everywhere.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tinyspec import _core
+from tinyspec._core import reference
+from tinyspec.decoding import device
+from tinyspec.errors import TinyspecError
+from tinyspec.tree import Row
+
+__all__ = ["Warp", "order", "pick", "race"]
+
+
+def is_exact(row: Any) -> TypeGuard[list[Fraction]]:
+    """Whether a row is a list or tuple of Fractions: the exact laws'."""
+    return isinstance(row, (list, tuple))
+
+
+def on_device(row: Any) -> TypeGuard[torch.Tensor]:
+    """Whether a row is a tensor that must not be copied to the host."""
+    return isinstance(row, torch.Tensor) and row.device.type != "cpu"
+
+
+def on_host(row: Any) -> NDArray[np.float64]:
+    """A CPU row as the kernels read it: contiguous float64."""
+    if isinstance(row, torch.Tensor):
+        row = row.detach().to(torch.float64).numpy()
+    return np.ascontiguousarray(row, np.float64)
+
+
+def rational(knob: float | Fraction) -> Fraction:
+    """A knob as the number that was written: 0.9 is nine tenths, not the nearest double."""
+    return knob if isinstance(knob, Fraction) else Fraction(str(knob))
+
+
+@dataclass(frozen=True)
+class Warp:
+    """The user's sampling settings, applied in Hugging Face's order. Callable: `warp(logits, history) -> Row`.
+
+    temperature         0 is greedy: all mass on the highest logit
+    top_k               keep exactly the k highest
+    top_p               then the smallest set of highest probabilities whose mass reaches top_p (the token that crosses stays)
+    min_p               then drop what is below min_p times the highest probability
+    repetition_penalty  first of all: logits of tokens in the history times it where negative, else divided by it
+
+    >>> Warp(temperature=0.0)(np.array([1.0, 3.0, 3.0])).tolist()
+    [0.0, 1.0, 0.0]
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | Fraction | None = None
+    min_p: float | Fraction | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise TinyspecError for settings without a meaning; `not` so that NaN is caught too."""
+        if not 0 <= self.temperature < math.inf:
+            raise TinyspecError(f"temperature must be finite and at least 0 (0 is greedy), got {self.temperature}")
+        if self.top_k is not None and not (self.top_k >= 1 and self.top_k == int(self.top_k)):
+            raise TinyspecError(f"top_k must be a whole number of at least 1 (None keeps all), got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise TinyspecError(f"top_p must be above 0 and at most 1 (None keeps all), got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise TinyspecError(f"min_p must be between 0 and 1 (None keeps all), got {self.min_p}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise TinyspecError(f"repetition_penalty must be above 0 (1 is off), got {self.repetition_penalty}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every law is a point mass."""
+        return self.temperature == 0
+
+    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Row:
+        """The law after the warpers. Raises TinyspecError for NaN, +inf, or nothing but -inf.
+
+        logits  [V]: CPU tensor or ndarray -> float64 ndarray; device tensor -> float64 tensor there; a list of Fractions is
+                a table model's unnormalised weights (temperature 1/n is the n-th power) -> Fractions
+        history ids so far, prompt included, with the node's own path; read by the repetition penalty alone
+        """
+        if is_exact(logits):
+            return self._exact(logits)
+        if on_device(logits):
+            return device.warp(logits, history, *self._knobs())
+        return _core.warp(_floats(logits), history, *self._knobs())
+
+    def draw(self, logits: Any, history: Sequence[int], u: float) -> int:
+        """pick(warp(logits, history), u) in one pass: what plain decoding needs."""
+        if is_exact(logits) or on_device(logits):
+            return pick(self(logits, history), u)
+        return _core.draw(_floats(logits), history, *self._knobs(), u)
+
+    def _knobs(self) -> tuple[float, int | None, float | None, float | None, float]:
+        top_p = None if self.top_p is None else float(self.top_p)
+        min_p = None if self.min_p is None else float(self.min_p)
+        return float(self.temperature), self.top_k, top_p, min_p, float(self.repetition_penalty)
+
+    def _exact(self, weights: Sequence[Fraction]) -> list[Fraction]:
+        row = [Fraction(x) for x in weights]
+        if self.repetition_penalty != 1:
+            raise TinyspecError("a repetition penalty acts on logits: rational weights have no exact one")
+        if not row or min(row) < 0 or max(row) == 0:
+            raise TinyspecError("rational weights must be non-negative and not all zero to define a law")
+        if self.temperature == 0:
+            return list(reference.one_hot(row))
+        power = round(1 / self.temperature)
+        if not math.isclose(power * self.temperature, 1, rel_tol=1e-9):
+            raise TinyspecError(f"rational weights are exact at temperature 0 and 1/n only, got {self.temperature}")
+        top_p = None if self.top_p is None else rational(self.top_p)
+        min_p = Fraction(0) if self.min_p is None else rational(self.min_p)
+        law = reference.normalise(reference.truncate([x**power for x in row], self.top_k, top_p, min_p))
+        assert law is not None
+        return law
+
+
+def _floats(logits: Any) -> NDArray[np.float32] | NDArray[np.float64]:
+    """CPU logits as the kernels read them: float32 and float64 as they are, narrower dtypes as float32 (exact)."""
+    if isinstance(logits, torch.Tensor):
+        logits = logits.detach()
+        logits = (logits if logits.dtype in (torch.float32, torch.float64) else logits.float()).numpy()
+    row = np.ascontiguousarray(logits)
+    return row if row.dtype in (np.float32, np.float64) else row.astype(np.float64)
+
+
+def pick(row: Row, u: float) -> int:
+    """The token whose interval of the cumulative sum holds u * total, 0 <= u < 1; never one of probability zero."""
+    if is_exact(row):
+        return reference.pick(row, u)
+    return device.pick(row, u) if on_device(row) else _core.pick(on_host(row), u)
+
+
+def order(row: Row, uniforms: Any) -> list[int]:
+    """Tokens drawn without replacement, one a uniform; shorter where the support ends (Plackett-Luce)."""
+    if is_exact(row):
+        return reference.order(row, list(uniforms))
+    if on_device(row):
+        return device.order(row, [float(u) for u in uniforms])
+    return _core.order(on_host(row), np.ascontiguousarray(uniforms, np.float64))
+
+
+def race(row: Row, noise: Any) -> int:
+    """argmin noise / row over the support: with exponential noise a draw from the row, shared by rows raced on the same."""
+    if is_exact(row):
+        return reference.race(row, list(noise))
+    if on_device(row):
+        return device.race(row, noise)
+    return _core.race(on_host(row), np.ascontiguousarray(noise, np.float64))

@@ -1,0 +1,74 @@
+"""Follow a draft tree from its root while the target's law lets it, without changing that law.
+
+The chain of Leviathan et al. (arXiv 2211.17192), several drafts with and without replacement (SpecInfer 2305.09781, MCSD
+2401.06706), deterministic proposals and merged trees are one walk, because each node carries the law it was drawn from given
+its earlier siblings, or None. `residual` and `without` are its two moves, for verifiers that need another walk.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinyspec import _core
+from tinyspec._core import reference
+from tinyspec.decoding import device
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.sampling import is_exact, on_device, on_host, pick
+from tinyspec.tree import ROOT, Row, TokenTree
+
+__all__ = ["Verdict", "pick", "residual", "walk", "without"]
+
+
+class Verdict(NamedTuple):
+    """What a verifier decided.
+
+    path     accepted nodes, from the root down
+    next     the recovered token after a refusal, the bonus token after a leaf; None: stop on a node whose row is known
+    refused  nodes tested and refused, in order
+    """
+
+    path: tuple[int, ...]
+    next: int | None
+    refused: tuple[int, ...] = ()
+
+
+def residual(row: Row, q: Row) -> Row:
+    """normalise(max(0, row - q)): the target's law after it refused a token drawn from q.
+
+    Where nothing is left, row and q agree up to rounding, and the answer is the row. Raises TinyspecError where the two
+    vocabularies differ.
+    """
+    if is_exact(row) or is_exact(q):
+        return reference.residual(row, q)
+    return device.residual(row, q) if on_device(row) else _core.residual(on_host(row), on_host(q))
+
+
+def without(row: Row, token: int) -> Row:
+    """The row given that it is not `token`: the residual of a point mass. Where nothing is left: the row."""
+    if is_exact(row):
+        return reference.without(row, token)
+    return device.without(row, token) if on_device(row) else _core.without(on_host(row), token)
+
+
+def walk(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
+    """Accept the draft as far as the target's law allows, then draw one more token. The output has exactly the law p.
+
+    tree   laws[i] is the law tokens[i] was drawn from, given everything before it and its earlier siblings; None: a point mass
+    p      p[ROOT] and p[node] are the target's rows there; only those of accepted nodes are read (the root's twice)
+    chance one `accept` a tested node, one `draw`
+
+    Raises TinyspecError where a token has probability 0 under its own declared law, or the vocabularies differ.
+    """
+    root = p[ROOT]
+    block = None if is_exact(root) or on_device(root) else chance.uniforms(len(tree.tokens) + 1)
+    if block is None:
+        return Verdict(*reference.walk(*_columns(tree), p, chance.accept, chance.draw, residual, without))
+    tokens, parents, laws, probe = _columns(tree)
+    laws = [law if law is None or type(law) is np.ndarray and law.dtype == np.float64 else on_host(law) for law in laws]
+    path, token, refused, used = _core.walk(tokens, parents, laws, probe, p, block)
+    chance.unread(len(block) - used)
+    return Verdict(path, token, refused)
+
+
+def _columns(tree: TokenTree) -> tuple[Any, Any, Any, Any]:
+    return tree.tokens, tree.parents, tree.laws, tree.probe
