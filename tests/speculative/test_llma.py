@@ -1,0 +1,114 @@
+"""LLMA: copying from references beside the prompt."""
+
+import pytest
+
+from tests.table import Table, law
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.technique import Request, find
+
+CARD = find("llma")
+GREEDY = Warp(temperature=0.0)
+
+
+class Reciter(Table):
+    """A target that recites one text: the certain next token after each prefix."""
+
+    def __init__(self, poem: list[int]):
+        super().__init__(0, vocabulary=max(poem) + 1)
+        self.poem = poem
+
+    def row(self, context):  # type: ignore[no-untyped-def]
+        at = len(context)
+        token = self.poem[at] if at < len(self.poem) else 0
+        return [int(i == token) for i in range(self.vocabulary)]
+
+
+def finish(d: Decoder, prompt: list[int], seed: int = 0) -> Decoder:
+    d.extend(prompt)
+    while not d.finished:
+        d.step(Seeded(seed + d.rounds))
+    return d
+
+
+def made(target: Table, references: list[list[int]], wanted: int, **knobs: object) -> Decoder:
+    return CARD.make(Request(target, warp=GREEDY, stop=Stop(max_new_tokens=wanted), references=references), **knobs)
+
+
+@pytest.mark.parametrize("k", [1, 3, 15])
+def test_a_text_copied_whole_takes_one_call_per_k_plus_one_tokens(k: int) -> None:
+    poem = list(range(1, 33))
+    d = finish(made(Reciter(poem), [poem], 30, k=k), poem[:2])
+    assert d.new == poem[2:32]
+    assert d.rounds == -(-30 // (k + 1))
+
+
+def test_trap_a_reference_outside_the_prompt_is_used() -> None:
+    """Prompt lookup is not LLMA: without the reference the same text takes a call a token."""
+    poem = list(range(1, 33))
+    assert finish(made(Reciter(poem), [poem], 30, k=15), poem[:2]).rounds == 2
+    assert finish(made(Reciter(poem), [], 30, k=15), poem[:2]).rounds == 30
+
+
+def test_the_longest_match_is_copied() -> None:
+    drafter = Copying([[1, 2, 3, 7, 7], [9, 3, 8, 8]], n=1, longest=3, k=2, which="last", own=True)
+    assert drafter.propose([1, 2, 3], 9, GREEDY, Seeded(0)).tokens == (7, 7)
+    assert drafter.propose([5, 9, 3], 9, GREEDY, Seeded(0)).tokens == (8, 8)
+
+
+def test_no_match_is_a_plain_step() -> None:
+    drafter = Copying([[1, 2, 3]], n=2, longest=3, k=2, which="last", own=True)
+    assert drafter.propose([2, 1], 9, GREEDY, Seeded(0)).tokens == ()
+
+
+def test_a_copy_never_runs_past_the_end_of_a_reference_or_the_room() -> None:
+    drafter = Copying([[1, 2, 3], [4, 5]], n=1, longest=3, k=9, which="first", own=True)
+    assert drafter.propose([1], 9, GREEDY, Seeded(0)).tokens == (2, 3)
+    assert drafter.propose([1], 1, GREEDY, Seeded(0)).tokens == (2,)
+
+
+def test_without_own_the_growing_text_is_no_reference() -> None:
+    poem = [1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
+    assert finish(made(Reciter(poem), [], 8, own=True), poem[:1]).rounds < 8
+    assert finish(made(Reciter(poem), [], 8, own=False), poem[:1]).rounds == 8
+
+
+def test_the_index_grows_and_is_never_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    poem = list(range(1, 33))
+    d = made(Reciter(poem), [poem], 30, k=3)
+    added: list[int] = []
+    index = d.drafter.index
+
+    class Counting:
+        def append(self, text: int, tokens: list[int]) -> None:
+            added.append(len(list(tokens)))
+            index.append(text, tokens)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(index, name)
+
+    d.drafter.index = Counting()
+    finish(d, poem[:2])
+    assert sum(added) == 32  # the prompt and every new token, once
+
+
+@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
+def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
+    references = [[0, 1, 2, 0, 0, 1]]
+
+    def copying() -> Decoder:
+        return CARD.make(Request(Table(3), warp=warp, references=references), k=2)
+
+    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3)
+    assert law(copying, 3) == plain
+
+
+def test_rewinding_takes_the_text_out_of_the_index() -> None:
+    d = made(Reciter(list(range(1, 9)) * 2), [], 12)
+    finish(d, [1, 2])
+    d.rewind(3)
+    assert d.drafter.index.length(0) == 3

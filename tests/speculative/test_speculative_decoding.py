@@ -1,0 +1,207 @@
+"""Speculative decoding: the output law, the acceptance rate, and the analysis of Leviathan et al. 2023."""
+
+from fractions import Fraction as F
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.table import Table, law
+from tinyspec.decoding.chance import Exhaustive, Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.speculative.drafting.speculative_decoding import (
+    acceptance,
+    arithmetic_growth,
+    best_gamma,
+    expected_tokens,
+    walltime_gain,
+)
+from tinyspec.technique import Guarantee, Request, find
+from tinyspec.tree import TokenTree
+
+CARD = find("speculative_decoding")
+
+
+def made(p: int, q: int, warp: Warp | None = None, vocabulary: int = 3, **knobs: object) -> Decoder:
+    warp = warp or Warp()
+    request = Request(Table(p, vocabulary), [Table(q, vocabulary, zeros=False)], warp=warp)
+    return CARD.make(request, **knobs)
+
+
+def plain(p: int, warp: Warp | None = None, vocabulary: int = 3) -> Decoder:
+    return Decoder(Table(p, vocabulary), NoDraft(), walk, warp=warp or Warp())
+
+
+WARPS = [Warp(), Warp(temperature=0.0), Warp(temperature=0.5), Warp(top_k=2), Warp(top_p=0.7), Warp(min_p=0.4)]
+
+
+@pytest.mark.parametrize("warp", WARPS, ids=str)
+@pytest.mark.parametrize("gamma", [1, 2])
+def test_the_joint_law_of_three_tokens_is_the_targets(warp: Warp, gamma: int) -> None:
+    for p, q in ((1, 2), (3, 4)):
+        assert law(lambda p=p, q=q: made(p, q, warp, gamma=gamma), 3) == law(lambda p=p: plain(p, warp), 3)  # type: ignore[misc]
+
+
+def test_trap_a_greedy_draft_judged_by_its_soft_law_is_biased_and_the_law_sees_it() -> None:
+    """The field's commonest mistake: propose the argmax, then divide by the probability it would have had."""
+
+    class Greedy(NoDraft):
+        def propose(self, context, room, warp, chance):  # type: ignore[no-untyped-def]
+            q = Table(2, zeros=False).row(context)
+            return TokenTree.chain([q.index(max(q))], [q])
+
+    toy = law(lambda: Decoder(Table(1), Greedy(), walk), 2)
+    assert toy != law(lambda: plain(1), 2)
+
+
+def test_the_bonus_token_follows_a_draft_that_passes_whole() -> None:
+    d = made(1, 1, Warp(temperature=0.0), gamma=3)
+    d.drafter.model.zeros = True  # the draft is the target: everything passes
+    d.extend((0,))
+    assert len(d.step(Seeded(0)).tokens) == 4
+
+
+def test_one_target_call_a_round_and_gamma_draft_calls() -> None:
+    d = made(1, 2, gamma=3)
+    d.stop = Stop(max_new_tokens=30)
+    d.extend((0,))
+    rounds = 0
+    while not d.finished:
+        room = d.room
+        before = d.drafter.model.calls
+        d.step(Seeded(rounds))
+        assert d.drafter.model.calls - before == min(3, room)
+        rounds += 1
+    assert d.target.calls == rounds
+
+
+def test_drafting_stops_at_the_end_of_text() -> None:
+    request = Request(Table(1), [Table(2)], stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9))
+    d = CARD.make(request, gamma=5)
+    d.extend((0,))
+    assert len(d.step(Seeded(0)).tree.tokens) == 1
+
+
+ROW = st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any)
+
+
+def norm(w: list[int]) -> list[F]:
+    return [F(x, sum(w)) for x in w]
+
+
+@given(ROW, ROW)
+def test_leviathan_theorem_3_5_acceptance_is_one_minus_total_variation(wp: list[int], wq: list[int]) -> None:
+    p, q = norm(wp), norm(wq)
+
+    def accepted(chance: Exhaustive) -> bool:
+        token = chance.draw(q)
+        return walk(TokenTree.chain([token], [q]), [p, p], chance).path == (0,)  # type: ignore[arg-type]
+
+    # p is indexed by node: ROOT (-1) is its last row, node 0 its first; both are p here
+    rate = sum(pr for passed, pr in Exhaustive.walk(accepted) if passed)
+    tv = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+    assert rate == 1 - tv
+    assert acceptance([(p, q)]) == pytest.approx(float(rate))
+
+
+@given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 5))
+def test_leviathan_equation_1_expected_tokens(over: int, under: int, gamma: int) -> None:
+    alpha = F(min(over, under), under)
+    brute = F(0)
+    for passes in product((True, False), repeat=gamma):
+        pr = F(1)
+        for passed in passes:
+            pr *= alpha if passed else 1 - alpha
+        brute += pr * (passes.index(False) + 1 if False in passes else gamma + 1)
+    assert expected_tokens(alpha, gamma) == brute
+    if alpha < 1:
+        assert expected_tokens(alpha, gamma) == (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def test_measured_tokens_per_round_equal_the_prediction_on_a_pair_of_constant_acceptance() -> None:
+    """p = (3/4, 1/4), q = (1/4, 3/4) in every context: alpha = 1/2, and rounds are exactly i.i.d."""
+
+    class Constant(Table):
+        def row(self, context: object) -> list[F]:
+            return [F(3, 4), F(1, 4)] if self.seed == 1 else [F(1, 4), F(3, 4)]
+
+    def tokens(chance: Exhaustive) -> int:
+        d = CARD.make(Request(Constant(1, 2), [Constant(2, 2)]), gamma=3)
+        d.extend((0,))
+        return len(d.step(chance).tokens)
+
+    mean = sum(n * pr for n, pr in Exhaustive.walk(tokens))
+    assert mean == expected_tokens(F(1, 2), 3) == F(15, 8)
+
+
+@given(st.floats(0.02, 0.98), st.floats(0.01, 0.9))
+def test_leviathan_corollary_3_9_some_gamma_gains_where_alpha_exceeds_c(alpha: float, c: float) -> None:
+    best = best_gamma(alpha, c)
+    assert walltime_gain(alpha, best, c) == max(walltime_gain(alpha, g, c) for g in range(65))
+    if alpha > c:
+        assert walltime_gain(alpha, best, c) >= (1 + alpha) / (1 + c) - 1e-12
+        assert best > 0
+
+
+def test_arithmetic_grows_by_theorem_3_11() -> None:
+    alpha, gamma, c_ops = 0.7, 4, 0.05
+    closed = (1 - alpha) * (gamma * c_ops + gamma + 1) / (1 - alpha ** (gamma + 1))
+    assert arithmetic_growth(alpha, gamma, c_ops) == pytest.approx(closed)
+
+
+@pytest.mark.parametrize("lenience", [0.5, 0.25])
+def test_leviathan_a5_lenience_caps_every_probability(lenience: float) -> None:
+    """No token becomes more than 1 / lenience times as likely; tested on the exact law of one token."""
+    for p, q in ((1, 2), (3, 4), (5, 6)):
+        lenient = law(lambda p=p, q=q: made(p, q, gamma=1, lenience=lenience), 1)  # type: ignore[misc]
+        exact = law(lambda p=p: plain(p), 1)  # type: ignore[misc]
+        assert sum(lenient.values()) == pytest.approx(1)
+        for text, probability in lenient.items():
+            assert float(probability) <= float(exact.get(text, 0)) / lenience + 1e-12
+
+
+def test_lenience_accepts_more_and_promises_less() -> None:
+    assert CARD.promise(lenience=1.0) is Guarantee.EXACT
+    assert CARD.promise(lenience=0.5) is Guarantee.LOSSY
+
+
+def test_lenient_greedy_decoding_passes_what_is_nearly_the_best() -> None:
+    warp = Warp(temperature=0.0)
+    strict = made(1, 2, warp, gamma=3)
+    easy = made(1, 2, warp, gamma=3, lenience=0.01)
+    for d in (strict, easy):
+        d.stop = Stop(max_new_tokens=30)
+        d.extend((0,))
+        while not d.finished:
+            d.step(Seeded(d.rounds))
+    assert easy.rounds <= strict.rounds
+
+
+@pytest.mark.parametrize("knobs", [{"gamma": 0}, {"lenience": 0.0}, {"lenience": 1.5}, {"gama": 3}, {"gamma": 2.5}])
+def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None:
+    with pytest.raises(TinyspecError, match="gamma|lenience"):
+        CARD.settings(knobs)
+
+
+def test_draft_rows_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> None:
+    from tests.lm.small import LLAMA, model
+
+    target, draft = model(LLAMA, seed=1), model(LLAMA, seed=2)
+    warp, stop = Warp(temperature=0.0), Stop(max_new_tokens=20)
+    tokens = []
+    for decoder in (
+        CARD.make(Request(target.session(), [draft.session()], warp, stop), gamma=4),
+        Decoder(target.session(), NoDraft(), walk, warp=warp, stop=stop),
+    ):
+        decoder.extend([1, 2, 3])
+        while not decoder.finished:
+            decoder.step(Seeded(decoder.rounds))
+        tokens.append(decoder.new)
+    assert tokens[0] == tokens[1]
+    assert np.all(np.array(tokens[0]) < 13)
