@@ -17,7 +17,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-CONFIG = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "special": True}}
+CONFIG = {"bos_token": "<|im_start|>", "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True}}
 
 
 @cache
@@ -198,6 +198,11 @@ def test_save_and_read_back_is_the_same_tokenizer(kind, tmp_path: Path):
     assert again.encode("hello world") == tokenizer.encode("hello world")
     assert (again.bos, again.eos, again.chat_template) == (tokenizer.bos, tokenizer.eos, tokenizer.chat_template)
     assert (again.special_ids, again.vocab_size) == (tokenizer.special_ids, tokenizer.vocab_size)
+
+
+def test_two_vocabularies_are_the_same_if_every_id_is_the_same_token():
+    assert byte_level().same_vocabulary(sequence_of_bytes())
+    assert not byte_level().same_vocabulary(sentencepiece())
 
 
 def test_truncation_and_padding_of_a_training_run_do_not_cut_a_text(tmp_path: Path):

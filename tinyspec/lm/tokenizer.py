@@ -144,6 +144,11 @@ class Tokenizer:
         """Number of ids: the largest id of any token, plus one."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def same_vocabulary(self, other: "Tokenizer") -> bool:
+        """Whether every id is the same token in both, so that one model can draft for the other."""
+        mine, theirs = (t.backend.get_vocab(with_added_tokens=True) for t in (self, other))
+        return mine == theirs
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of control tokens, which `decode` leaves out unless asked."""
