@@ -99,8 +99,9 @@ def _with_tokens(config: Config, folder: Path, tokenizer: Tokenizer | None) -> C
         eos = token_ids(values.get("eos_token_id"), str(file), "eos_token_id") or eos
     add_bos = False
     if tokenizer is not None:
-        bos = tokenizer.bos if bos is None else bos
-        eos = eos or (() if tokenizer.eos is None else (tokenizer.eos,))
+        known = [i for i in (tokenizer.bos, tokenizer.eos) if i is not None and i < config.vocab_size]
+        bos = tokenizer.bos if bos is None and tokenizer.bos in known else bos
+        eos = (tokenizer.eos,) if not eos and tokenizer.eos in known else eos
         said = tokenizer.config.get("add_bos_token")
         add_bos = said if isinstance(said, bool) else tokenizer.backend.encode("").ids[:1] == [bos]
     return replace(config, bos=bos, eos=eos, add_bos=add_bos and bos is not None and bos < config.vocab_size)
