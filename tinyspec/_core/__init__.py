@@ -5,13 +5,14 @@
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 COMPILED: bool = False
 """Whether the compiled kernels run."""
 
-if os.environ.get("TINYSPEC_PURE", "0") not in ("", "0"):
-    from tinyspec._core.fallback import *
-else:
+PURE = os.environ.get("TINYSPEC_PURE", "0") not in ("", "0")
+
+if not PURE or TYPE_CHECKING:
     try:
         from tinyspec._core.sampling import draw, order, pick, race, residual, walk, warp, without
         from tinyspec._core.tree import ancestors, depths, unique_paths
@@ -19,9 +20,23 @@ else:
 
         COMPILED = True
     except ImportError:
-        from tinyspec._core.fallback import *
-
         print("tinyspec: no compiled kernels found, using the slow pure-Python ones (same results)", file=sys.stderr)
+
+if not TYPE_CHECKING and not COMPILED:
+    from tinyspec._core.fallback import (
+        NgramIndex,
+        ancestors,
+        depths,
+        draw,
+        order,
+        pick,
+        race,
+        residual,
+        unique_paths,
+        walk,
+        warp,
+        without,
+    )
 
 __all__ = [
     "COMPILED",

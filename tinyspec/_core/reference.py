@@ -195,6 +195,15 @@ def warp(
 # --- verifying ------------------------------------------------------------------------------------------------------
 
 
+def left_over(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> list[Number]:
+    """max(0, row - q), not normalised; a q of None is a point mass at `token`. O(V)."""
+    if q is None:
+        return [0 * x if i == token else x for i, x in enumerate(row)]
+    if len(row) != len(q):
+        raise TinyspecError(f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros")
+    return [x - y if x > y else 0 * x for x, y in zip(row, q, strict=True)]
+
+
 def residual(row: Sequence[Number], q: Sequence[Number]) -> list[Number]:
     """Where a refused draft from q leaves the target: normalise(max(0, row - q)). O(V).
 
@@ -203,14 +212,19 @@ def residual(row: Sequence[Number], q: Sequence[Number]) -> list[Number]:
     >>> residual([0.5, 0.5, 0.0], [1.0, 0.0, 0.0])
     [0.0, 1.0, 0.0]
     """
-    if len(row) != len(q):
-        raise TinyspecError(f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros")
-    return normalise([x - y if x > y else 0 * x for x, y in zip(row, q, strict=True)]) or list(row)
+    return normalise(left_over(row, q, -1)) or list(row)
 
 
 def without(row: Sequence[Number], token: int) -> list[Number]:
     """The row given that it is not `token`: the residual of a point mass. Nothing left: the row itself. O(V)."""
-    return normalise([0 * x if i == token else x for i, x in enumerate(row)]) or list(row)
+    return normalise(left_over(row, None, token)) or list(row)
+
+
+def refuse(row: Sequence[Number], q: Sequence[Number] | None, token: int, last: bool) -> Sequence[Number]:
+    """The law in force after a refusal. The last sibling's need not be normalised: a draw does not ask for it."""
+    left = left_over(row, q, token)
+    mass = total(left)
+    return row if not mass > 0 else left if last else [x / mass for x in left]
 
 
 def ratio(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> Number:
@@ -237,8 +251,7 @@ def walk(
     p: Mapping[int, Any],
     accept: Callable[[Number], bool],
     draw: Callable[[Any], int],
-    residual: Callable[[Any, Any], Any] = residual,
-    without: Callable[[Any, int], Any] = without,
+    refuse: Callable[[Any, Any, int, bool], Any] = refuse,
 ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     """Follow the tree from its root while the target's law lets it; every refusal moves the law to its residual.
 
@@ -261,6 +274,6 @@ def walk(
             untested = list(siblings)
         else:
             refused.append(node)
-            row = residual(row, laws[node]) if laws[node] is not None else without(row, token)
             untested = untested[1:]
+            row = refuse(row, laws[node], token, not untested)
     return tuple(path), draw(row), tuple(refused)

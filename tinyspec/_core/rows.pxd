@@ -1,15 +1,15 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """The loops under sampling.pyx: sums, the inverse CDF, and a selection that does not sort. Compiled into it, inline."""
 
-from libc.math cimport INFINITY, NAN
-from libc.stdint cimport uint64_t
-from libc.stdlib cimport free, malloc
+from libc.math cimport INFINITY, NAN, ceil, fabs
+from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
 
 cdef enum:
     BLOCK = 256
-    HIGH = 16369  # 16-bit prefixes of the doubles 0.0 ... 1.0
+    LOWEST = 0x3BF0  # the 16-bit prefix of 2^-64 (1.0 has 0x3FF0, a halving takes 16)
+    BUCKETS = 1025
     LOW = 4096
 
 
@@ -59,34 +59,97 @@ cdef inline void divide(double* x, Py_ssize_t n, double mass, double* sums) noex
         sums[b] = block_sum(x + b * BLOCK, stop - b * BLOCK)
 
 
-cdef inline Py_ssize_t find(const double* x, Py_ssize_t n, const double* sums, double u) noexcept nogil:
-    """Inverse CDF over a row and its block sums; -1 where the row is no law."""
-    cdef Py_ssize_t b, i, start = 0, stop = n, blocks = (n + BLOCK - 1) // BLOCK
-    cdef double mass = add_blocks(sums, blocks), before = 0, target
+cdef inline double left_over(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n, double* x) noexcept nogil:
+    """x = max(0, row - q), q of NULL a point mass at `token`, over one block; returns its sum. x may be the row."""
+    cdef Py_ssize_t i
+    cdef double left
+    if q == NULL:
+        for i in range(n):
+            x[i] = row[i]
+        if 0 <= token < n:
+            x[token] = 0
+    else:
+        for i in range(n):  # left + |left| is exactly twice left, or 0: no branch that half of the tokens mispredict
+            left = row[i] - q[i]
+            x[i] = 0.5 * (left + fabs(left))
+    return block_sum(x, n)
+
+
+cdef inline bint residual_into(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n, double* x,
+                               double* sums) noexcept nogil:
+    """x = normalise(max(0, row - q)) with its block sums; False, and x as it was, where nothing is left. x may be the row.
+
+    The difference is formed twice, which is cheaper than to store and to read it again.
+    """
+    cdef double difference[BLOCK]
+    cdef double mass
+    cdef Py_ssize_t b, at, blocks = (n + BLOCK - 1) // BLOCK
+    for b in range(blocks):
+        at = b * BLOCK
+        sums[b] = left_over(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), difference)
+    mass = add_blocks(sums, blocks)
+    if not mass > 0:
+        return False
+    for b in range(blocks):
+        at = b * BLOCK
+        left_over(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), x + at)
+        divide(x + at, min(<Py_ssize_t> BLOCK, n - at), mass, sums + b)
+    return True
+
+
+cdef inline Py_ssize_t choose(const double* sums, Py_ssize_t blocks, double u, double* before, double* target) noexcept nogil:
+    """The block whose interval holds u * total, with the sum before it; -1 where the sums are those of no law."""
+    cdef double mass = add_blocks(sums, blocks)
+    cdef Py_ssize_t b
     if not (0 < mass < INFINITY):
         return -1
-    target = u * mass
+    target[0], before[0] = u * mass, 0
     for b in range(blocks):
-        if before + sums[b] > target:
-            start, stop = b * BLOCK, min(n, b * BLOCK + BLOCK)
-            for i in range(start, stop):
-                before += x[i]
-                if before > target:
-                    return i
-            break
-        before += sums[b]
-    for i in range(stop - 1, start - 1, -1):
+        if before[0] + sums[b] > target[0]:
+            return b
+        before[0] += sums[b]
+    target[0] = INFINITY  # rounding let u fall behind the last interval: its last token takes it
+    for b in range(blocks - 1, -1, -1):
+        if sums[b] > 0:
+            return b
+    return -1
+
+
+cdef inline Py_ssize_t within(const double* x, Py_ssize_t n, double before, double target) noexcept nogil:
+    """The token of a block whose interval holds the target, else its last one of positive probability."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        before += x[i]
+        if before > target:
+            return i
+    for i in range(n - 1, -1, -1):
         if x[i] > 0:
             return i
     return -1
 
 
-cdef inline double* scratch(Py_ssize_t n) except NULL:
-    """Room for a row of n and its block sums, one allocation; the caller frees it."""
-    cdef double* room = <double*> malloc((n + n // BLOCK + 2) * sizeof(double))
-    if room == NULL:
-        raise MemoryError()
-    return room
+cdef inline Py_ssize_t find(const double* x, Py_ssize_t n, const double* sums, double u) noexcept nogil:
+    """Inverse CDF over a row and its block sums; -1 where the row is no law."""
+    cdef double before, target
+    cdef Py_ssize_t b = choose(sums, (n + BLOCK - 1) // BLOCK, u, &before, &target)
+    return -1 if b < 0 else b * BLOCK + within(x + b * BLOCK, min(<Py_ssize_t> BLOCK, n - b * BLOCK), before, target)
+
+
+cdef inline Py_ssize_t find_left_over(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n, double* sums,
+                                      double u) noexcept nogil:
+    """find(max(0, row - q)) without storing it; -1 where nothing is left."""
+    cdef double difference[BLOCK]
+    cdef double before, target
+    cdef Py_ssize_t b, at, blocks = (n + BLOCK - 1) // BLOCK
+    for b in range(blocks):
+        at = b * BLOCK
+        sums[b] = left_over(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), difference)
+    b = choose(sums, blocks, u, &before, &target)
+    if b < 0:
+        return -1
+    at = b * BLOCK
+    left_over(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), difference)
+    return at + within(difference, min(<Py_ssize_t> BLOCK, n - at), before, target)
 
 
 cdef inline uint64_t bits(double x) noexcept nogil:
@@ -96,76 +159,95 @@ cdef inline uint64_t bits(double x) noexcept nogil:
     return key
 
 
-cdef inline int keep_leading(double* w, Py_ssize_t n, double scale, uint64_t need) except -1 nogil:
-    """Zero all but the highest weights, ties by lowest id, whose masses reach `need`; at least one stays.
+cdef inline Py_ssize_t bucket(double w) noexcept nogil:
+    """Exponent and four bits of mantissa, counted from 2^-64, below which no unit is left: one bucket for all of that."""
+    cdef int64_t prefix = <int64_t> (bits(w) >> 48) - LOWEST
+    return <Py_ssize_t> (prefix if prefix > 0 else 0)
 
-    A mass is floor(w * scale), or 1 where scale is 0. A weighted radix select, O(V): find the 16-bit prefix of the
-    crossing token by a histogram of masses, then 12 bits at a time among the candidates that share it. Invariant: `above`
-    is the mass of everything greater than the candidates, above < need <= above + mass(candidates).
+
+cdef inline int64_t weigh(double w, double scale) noexcept nogil:
+    """The mass of a weight in [0, 1]: floor(w * scale), or 1 where scale is 0."""
+    return <int64_t> (w * scale) if scale else 1
+
+
+cdef inline void keep_leading(double* w, Py_ssize_t n, Py_ssize_t top_k, double top_p, int64_t* mass,
+                              int* candidate) noexcept nogil:
+    """Zero all but the highest weights, ties by lowest id, whose mass reaches the need; at least one stays.
+
+    Mass is counted in tokens with a need of top_k, or, where top_k is 0, in units with a need of top_p of all. A weighted
+    radix select, O(V), in room for 4 * BUCKETS masses and n candidates: find the bucket of the crossing token by a
+    histogram, then its key 12 bits at a time among the candidates. Invariant: `above` is the mass of everything greater
+    than the candidates, and above < need <= above + mass(candidates).
     """
-    cdef uint64_t* mass = <uint64_t*> malloc(HIGH * sizeof(uint64_t))
-    cdef int* candidate = <int*> malloc(n * sizeof(int))
-    cdef uint64_t above = 0, cut = 0
-    cdef Py_ssize_t i, kept, found, digit
-    cdef int shift
-    if mass == NULL or candidate == NULL:
-        free(mass)
-        free(candidate)
-        raise MemoryError()
-    need = max(need, <uint64_t> 1)
-    memset(mass, 0, HIGH * sizeof(uint64_t))
-    for i in range(n):
-        mass[bits(w[i]) >> 48] += <uint64_t> (w[i] * scale) if scale else 1
-    digit = HIGH - 1
+    cdef int64_t above = 0, whole = 0, need = top_k
+    cdef Py_ssize_t i, kept, found = 0, digit = BUCKETS - 1
+    cdef int shift = 62
+    cdef double low = INFINITY, high = 0, scale = 0
+    if top_k == 0:
+        while (n >> (62 - shift)) > 0:
+            shift -= 1
+        scale = <double> ((<int64_t> 1) << shift)  # all masses together stay below 2^62
+    memset(mass, 0, 4 * BUCKETS * sizeof(int64_t))
+    for i in range(n):  # four histograms in turn: an addition does not wait for the one before it
+        mass[4 * bucket(w[i]) + (i & 3)] += weigh(w[i], scale)
+    for i in range(BUCKETS):
+        mass[i] = mass[4 * i] + mass[4 * i + 1] + mass[4 * i + 2] + mass[4 * i + 3]
+        whole += mass[i]
+    if top_k == 0:
+        need = min(whole, <int64_t> ceil(top_p * <double> whole))
+    need = max(need, <int64_t> 1)
     while above + mass[digit] < need:
         above += mass[digit]
         digit -= 1
-    found = 0
     for i in range(n):
-        if (bits(w[i]) >> 48) == <uint64_t> digit:
-            candidate[found] = <int> i
-            found += 1
-    shift = 36
-    while shift >= 0 and found > 1:
-        memset(mass, 0, LOW * sizeof(uint64_t))
+        candidate[found] = <int> i
+        found += bucket(w[i]) == digit
+    for i in range(found):
+        low, high = min(low, w[candidate[i]]), max(high, w[candidate[i]])
+    shift = 52
+    while low != high:
+        memset(mass, 0, LOW * sizeof(int64_t))
         for i in range(found):
-            mass[(bits(w[candidate[i]]) >> shift) & (LOW - 1)] += <uint64_t> (w[candidate[i]] * scale) if scale else 1
+            mass[(bits(w[candidate[i]]) >> shift) & (LOW - 1)] += weigh(w[candidate[i]], scale)
         digit = LOW - 1
         while above + mass[digit] < need:
             above += mass[digit]
             digit -= 1
-        kept = 0
+        kept, low, high = 0, INFINITY, 0
         for i in range(found):
             if ((bits(w[candidate[i]]) >> shift) & (LOW - 1)) == <uint64_t> digit:
                 candidate[kept] = candidate[i]
+                low, high = min(low, w[candidate[i]]), max(high, w[candidate[i]])
                 kept += 1
         found = kept
-        shift -= 12
-    # All candidates weigh the same by now: the lowest ids stay until the need is met.
-    cut = bits(w[candidate[0]])
-    i = 0
-    while i < found:
-        above += <uint64_t> (w[candidate[i]] * scale) if scale else 1
-        i += 1
-        if above >= need:
-            break
-    while i < found:
+        shift = max(shift - 12, 0)
+    kept = 0
+    while kept < found and above < need:  # candidates weigh the same by now: the lowest ids stay
+        above += weigh(low, scale)
+        kept += 1
+    for i in range(kept, found):
         w[candidate[i]] = 0
-        i += 1
     for i in range(n):
-        if bits(w[i]) < cut:
-            w[i] = 0
-    free(mass)
-    free(candidate)
-    return 0
+        w[i] = w[i] if w[i] >= low else 0
 
 
 cdef inline double top_score(const double* x, Py_ssize_t n) noexcept nogil:
-    """The largest score; NaN if there is one."""
-    cdef double top = -INFINITY
+    """The largest score; NaN if there is one. Four lanes, as a maximum waits for the one before it."""
+    cdef double a = -INFINITY, b = -INFINITY, c = -INFINITY, d = -INFINITY
     cdef Py_ssize_t i
-    cdef bint nan = False
+    cdef int64_t nan = 0
     for i in range(n):
-        nan |= x[i] != x[i]
-        top = x[i] if x[i] > top else top
-    return NAN if nan else top
+        nan += x[i] != x[i]
+    i = 0
+    while i + 4 <= n:
+        a = x[i] if x[i] > a else a
+        b = x[i + 1] if x[i + 1] > b else b
+        c = x[i + 2] if x[i + 2] > c else c
+        d = x[i + 3] if x[i + 3] > d else d
+        i += 4
+    while i < n:
+        a = x[i] if x[i] > a else a
+        i += 1
+    a = b if b > a else a
+    c = d if d > c else c
+    return NAN if nan else (c if c > a else a)

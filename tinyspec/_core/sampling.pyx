@@ -5,12 +5,14 @@ Everything is O(V): nothing sorts. Sums run in the twin's order (blocks of 256 i
 the compiler may turn into SIMD without -ffast-math; exp is libm's, as is the twin's math.exp.
 """
 
-from libc.math cimport INFINITY, ceil, exp
-from libc.stdint cimport uint64_t
-from libc.stdlib cimport free
+from libc.math cimport INFINITY, exp
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from tinyspec._core.rows cimport BLOCK, add_blocks, block_sum, divide, find, keep_leading, scratch, sum_blocks, top_score
+from tinyspec._core.rows cimport (
+    BLOCK, BUCKETS, add_blocks, block_sum, divide, find, find_left_over, keep_leading, residual_into, sum_blocks, top_score,
+)
 
 import numpy as np
 
@@ -23,6 +25,34 @@ ctypedef fused real:
     double
 
 
+cdef double* spare = NULL
+
+
+cdef double* scratch(Py_ssize_t n) except NULL:
+    """Room for n tokens: a row, its block sums, and keep_leading's masses and candidates, in this order.
+
+    The last room is kept (its n stands before it), as fresh pages cost as much as the kernels. Taken and given back under
+    the GIL, so no two kernels ever share one.
+    """
+    global spare
+    cdef double* room = spare
+    spare = NULL
+    if room == NULL or room[0] < n:
+        free(room)
+        room = <double*> malloc((1 + n + (n // BLOCK + 1) + 4 * BUCKETS + (n // 2 + 1)) * sizeof(double))
+        if room == NULL:
+            raise MemoryError()
+        room[0] = n
+    return room + 1
+
+
+cdef void release(double* room) noexcept:
+    global spare
+    if room != NULL:
+        free(spare)
+        spare = room - 1
+
+
 cdef int no_law(const double* sums, Py_ssize_t n) except -1:
     mass = add_blocks(sums, (n + BLOCK - 1) // BLOCK)
     raise TinyspecError(f"cannot draw from a row whose sum is {mass}: a law must be finite and have some mass")
@@ -31,7 +61,7 @@ cdef int no_law(const double* sums, Py_ssize_t n) except -1:
 def pick(const double[::1] row, double u):
     """The token whose interval of the cumulative sum holds u * total; never one of probability zero. O(V)."""
     cdef Py_ssize_t n = row.shape[0], token = -1
-    cdef double* sums = scratch(n // BLOCK + 1)
+    cdef double* sums = scratch(n)
     try:
         if n:
             with nogil:
@@ -41,7 +71,7 @@ def pick(const double[::1] row, double u):
             no_law(sums, n)
         return token
     finally:
-        free(sums)
+        release(sums)
 
 
 def order(const double[::1] row, const double[::1] uniforms):
@@ -66,7 +96,7 @@ def order(const double[::1] row, const double[::1] uniforms):
             sums[b] = block_sum(x + b * BLOCK, min(<Py_ssize_t> BLOCK, n - b * BLOCK))
         return drawn
     finally:
-        free(x)
+        release(x)
 
 
 def race(const double[::1] row, const double[::1] noise):
@@ -90,11 +120,11 @@ def race(const double[::1] row, const double[::1] noise):
 
 cdef int warp_into(double* x, Py_ssize_t n, double* sums, double temperature, Py_ssize_t top_k, double top_p,
                    double min_p) except -1 nogil:
-    """Turn penalised scores x[n] into a law in place and fill its block sums."""
-    cdef double top = top_score(x, n), mass, scale
+    """Turn penalised scores x[n] into a law in place and fill its block sums; `sums` lies in a room for n tokens."""
+    cdef int64_t* masses = <int64_t*> (sums + n // BLOCK + 1)
+    cdef int* candidates = <int*> (masses + 4 * BUCKETS)
+    cdef double top = top_score(x, n), mass
     cdef Py_ssize_t i = 0
-    cdef uint64_t whole = 0, need
-    cdef int log2 = 0
     if top != top or top == INFINITY or top == -INFINITY:
         with gil:
             if top != top:
@@ -115,15 +145,9 @@ cdef int warp_into(double* x, Py_ssize_t n, double* sums, double temperature, Py
         for i in range(n):
             x[i] = exp((x[i] - top) / temperature)
     if 0 < top_k < n:
-        keep_leading(x, n, 0, <uint64_t> top_k)
+        keep_leading(x, n, top_k, 0, masses, candidates)
     if top_p < 1:
-        while (n >> log2) > 0:
-            log2 += 1
-        scale = <double> ((<uint64_t> 1) << (62 - log2))
-        for i in range(n):
-            whole += <uint64_t> (x[i] * scale)
-        need = <uint64_t> ceil(top_p * <double> whole)
-        keep_leading(x, n, scale, min(need, whole))
+        keep_leading(x, n, 0, top_p, masses, candidates)
     if min_p > 0:
         for i in range(n):
             x[i] = x[i] if x[i] >= min_p else 0  # the top weight is exactly 1
@@ -153,17 +177,17 @@ def warp(const real[::1] logits, history, double temperature, top_k, top_p, min_
     """Logits [V] (float32 or float64) to a law, float64 [V], in Hugging Face's order. O(V)."""
     cdef Py_ssize_t n = logits.shape[0], k = 0 if top_k is None else top_k
     cdef double nucleus = 1 if top_p is None else top_p, floor = 0 if min_p is None else min_p
-    cdef double* sums = scratch(n // BLOCK + 1)
+    cdef double* sums = scratch(n)
     cdef double[::1] row
     try:
         out = np.empty(max(n, 1))
         row = out
         fill(logits, &row[0], history, penalty)
         with nogil:
-            warp_into(&row[0], n, sums, temperature, k, nucleus, floor)
+            warp_into(&row[0], n, sums + n, temperature, k, nucleus, floor)
         return out
     finally:
-        free(sums)
+        release(sums)
 
 
 def draw(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty, double u):
@@ -178,29 +202,10 @@ def draw(const real[::1] logits, history, double temperature, top_k, top_p, min_
             token = find(x, n, x + n, u)
         return token
     finally:
-        free(x)
+        release(x)
 
 
 # --- verifying ------------------------------------------------------------------------------------------------------
-
-cdef int residual_into(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n, double* x,
-                       double* sums) except -1 nogil:
-    """x = normalise(max(0, row - q)), q of NULL a point mass at `token`. 0 where nothing is left, else 1."""
-    cdef Py_ssize_t i
-    cdef double mass
-    if q == NULL:
-        memcpy(x, row, n * sizeof(double))
-        if 0 <= token < n:
-            x[token] = 0
-    else:
-        for i in range(n):
-            x[i] = row[i] - q[i] if row[i] > q[i] else 0
-    mass = sum_blocks(x, n, sums)
-    if not mass > 0:
-        return 0
-    divide(x, n, mass, sums)
-    return 1
-
 
 cdef int same_length(Py_ssize_t n, Py_ssize_t m) except -1:
     if n != m:
@@ -210,14 +215,14 @@ cdef int same_length(Py_ssize_t n, Py_ssize_t m) except -1:
 
 cdef new_residual(const double[::1] row, const double* q, Py_ssize_t token):
     cdef Py_ssize_t n = row.shape[0]
-    cdef double* sums = scratch(n // BLOCK + 1)
+    cdef double* sums = scratch(n)
     cdef double[::1] x
     try:
         out = np.empty(n)
         x = out
         return out if n and residual_into(&row[0], q, token, n, &x[0], sums) else np.array(row)
     finally:
-        free(sums)
+        release(sums)
 
 
 def residual(const double[::1] row, const double[::1] q):
@@ -246,17 +251,16 @@ def walk(tokens, parents, laws, probe, p, const double[::1] uniforms):
     cdef Py_ssize_t n = len(tokens), V, used = 0, node, token, i = 0
     cdef const double[::1] row = p[ROOT], q
     cdef const double* current
-    cdef double *room
-    cdef double *sums
-    cdef double *spare
+    cdef double* room = NULL
+    cdef double* sums
+    cdef const double* point
+    cdef Py_ssize_t last
+    cdef bint summed = False  # the room holds the law in force, a residual, and its block sums
     cdef double ratio
-    cdef bint own = False  # `sums` holds the block sums of the law in force
     cdef list path = [], refused = [], siblings
     V = row.shape[0]
     if V == 0:
         raise TinyspecError("cannot draw from a row without tokens")
-    room = scratch(2 * V)
-    sums = room + 2 * V
     try:
         current = &row[0]
         siblings = [node for node in range(n) if parents[node] == -1 and not probe[node]]
@@ -276,24 +280,37 @@ def walk(tokens, parents, laws, probe, p, const double[::1] uniforms):
                 ratio = ratio / q[token]
             if take(uniforms, &used) < ratio:
                 path.append(node)
+                release(room)  # p[node] may run a kernel that wants it
+                room = NULL
                 here = {twin for twin in siblings if tokens[twin] == token}
                 row = p[node]
                 same_length(V, row.shape[0])
-                current, own = &row[0], False
+                current, summed = &row[0], False
                 siblings = [twin for twin in range(n) if parents[twin] in here and not probe[twin]]
                 i = 0
                 continue
             refused.append(node)
             i += 1
-            spare = room + V if current == room else room  # the law in force survives until its residual has mass
-            own = residual_into(current, &q[0] if law is not None else NULL, token, V, spare, sums)
-            if own:
-                current = spare
-        if not own:
+            if room == NULL:
+                room = scratch(V)
+            point = &q[0] if law is not None else NULL
+            if i == len(siblings):  # the last refusal only draws, and a draw needs no normalised row, nor a stored one
+                last = find_left_over(current, point, token, V, room + V, uniforms[used] if used < uniforms.shape[0] else 0)
+                if last >= 0:
+                    take(uniforms, &used)
+                    return tuple(path), last, tuple(refused), used
+                summed = False
+            else:
+                summed = residual_into(current, point, token, V, room, room + V)
+                current = room if summed else current
+        if room == NULL:
+            room = scratch(V)
+        sums = room + V
+        if not summed:
             sum_blocks(current, V, sums)
         token = find(current, V, sums, take(uniforms, &used))
         if token < 0:
             no_law(sums, V)
         return tuple(path), token, tuple(refused), used
     finally:
-        free(room)
+        release(room)

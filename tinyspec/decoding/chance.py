@@ -5,19 +5,21 @@ with its exact probability, which turns a test into a proof. `split(role, round)
 round, so that no two decisions share noise and nothing depends on how much another role consumed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyspec._core import reference
 from tinyspec.decoding import sampling
+from tinyspec.decoding.exhaustive import Exhaustive, claim
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import Row
 
-T = TypeVar("T")
+__all__ = ["Chance", "Exhaustive", "Replay", "Seeded"]
+
 Uniforms = NDArray[np.float64]
 
 
@@ -59,7 +61,7 @@ class _Stream:
     def __init__(self) -> None:
         self._asked: set[tuple[str, int]] = set()
 
-    def _claim(self, role: str, round: int) -> None:
+    def claim(self, role: str, round: int) -> None:
         if (role, round) in self._asked:
             raise TinyspecError(
                 f"the stream {role!r} of round {round} was asked for twice: shared noise biases the law"
@@ -96,29 +98,24 @@ class Seeded(_Stream):
     [0, 0]
     """
 
-    CHUNK = 16
+    CHUNK = 16  # uniforms made at a time, a multiple of Philox's four
     KEPT = 16  # positions whose race noise is remembered: draft and target race on the same ones
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._key = blake2b(f"tinyspec\0{int(seed)}".encode(), digest_size=16).digest()
-        self._root = self
         self._noise: dict[int, Uniforms] = {}
-        self._start()
+        self._begin(blake2b(f"tinyspec\0{int(seed)}".encode(), digest_size=16).digest(), self, _Philox())
 
-    def _start(self) -> None:
-        self._generator: np.random.Generator | None = None  # made when first used: most streams are asked for little
+    def _begin(self, key: bytes, root: "Seeded", philox: "_Philox") -> None:
+        super().__init__()
+        self._key, self._root, self._philox = key, root, philox
         self._buffer: Uniforms = np.empty(0)
-        self._at = 0
+        self._made = self._at = 0  # uniforms made so far; index of the next one in the buffer
 
     def split(self, role: str, round: int) -> "Seeded":
-        """O(1), a hash; the generator behind it is made when it is first used."""
-        self._claim(role, round)
+        """O(1): a hash. Nothing is generated before it is asked for."""
+        claim(self._asked, role, round)
         child = Seeded.__new__(Seeded)
-        _Stream.__init__(child)
-        child._key = blake2b(self._key + f"{role}\0{round}".encode(), digest_size=16).digest()
-        child._root = self._root
-        child._start()
+        child._begin(_derive(self._key, role, round), self._root, self._philox)
         return child
 
     def _next(self) -> float:
@@ -128,12 +125,11 @@ class Seeded(_Stream):
         return float(self._buffer[self._at - 1])
 
     def _refill(self, n: int) -> None:
-        if self._generator is None:
-            self._generator = _philox(self._key)
-        fresh = self._generator.random(max(n, self.CHUNK))
-        kept = self._buffer[max(0, self._at - self.CHUNK) :]  # what was read lately stays, so that it can be put back
+        n += -n % self.CHUNK
+        kept = self._buffer[max(0, self._at - self.CHUNK) :]  # what was read last stays
         self._at = min(self._at, self.CHUNK)
-        self._buffer = np.concatenate([kept, fresh])
+        self._buffer = np.concatenate([kept, self._philox.at(self._key, self._made).random(n)])
+        self._made += n
 
     def uniforms(self, n: int) -> Uniforms:
         short = self._at + n - len(self._buffer)
@@ -149,16 +145,38 @@ class Seeded(_Stream):
         root = self._root
         noise = root._noise.get(position)
         if noise is None or len(noise) < len(row):  # a longer row continues the same noise
-            key = blake2b(root._key + f"race\0{position}".encode(), digest_size=16).digest()
-            noise = _philox(key).standard_exponential(len(row))
+            noise = self._philox.at(_derive(root._key, "race", position), 0).standard_exponential(len(row))
             while len(root._noise) >= self.KEPT:
                 root._noise.pop(next(iter(root._noise)))
             root._noise[position] = noise
         return sampling.race(row, noise[: len(row)])
 
 
-def _philox(key: bytes) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+def _derive(key: bytes, role: str, round: int) -> bytes:
+    return blake2b(key + f"{role}\0{round}".encode(), digest_size=16).digest()
+
+
+class _Philox(threading.local):
+    """One generator a thread and root, set to a key and a place when needed: making one takes ten times as long."""
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._bits)
+
+    def at(self, key: bytes, index: int) -> np.random.Generator:
+        """The generator of stream `key`, about to make number `index`, a multiple of four (a counter makes four)."""
+        counter = np.array([index // 4, 0, 0, 0], np.uint64)
+        state = {"counter": counter, "key": np.frombuffer(key, "<u8").astype(np.uint64)}
+        empty = np.zeros(4, np.uint64)
+        self._bits.state = {
+            "bit_generator": "Philox",
+            "state": state,
+            "buffer": empty,
+            "buffer_pos": 4,
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+        return self._generator
 
 
 class Replay(_Stream):
@@ -181,7 +199,7 @@ class Replay(_Stream):
         return len(self._given) - self._shared[0]
 
     def split(self, role: str, round: int) -> "Replay":
-        self._claim(role, round)
+        claim(self._asked, role, round)
         child = Replay(())
         child._given, child._shared, child._races = self._given, self._shared, self._races
         return child
@@ -205,104 +223,3 @@ class Replay(_Stream):
         if position not in self._races:
             self._races[position] = [-float(np.log1p(-float(self._next()))) for _ in range(len(row))]
         return sampling.race(row, self._races[position])
-
-
-class _Script:
-    """One run of a function: follow `choices`, then take first branches, and note how many there were."""
-
-    def __init__(self, choices: Sequence[int]) -> None:
-        self.choices = choices
-        self.taken: list[tuple[int, int]] = []  # (choice, number of branches) of every decision so far
-        self.probability: Any = 1
-
-    def branch(self, options: Sequence[tuple[T, Any]]) -> T:
-        """Decide among (value, probability) pairs of positive probability."""
-        index = len(self.taken)
-        choice = self.choices[index] if index < len(self.choices) else 0
-        if choice >= len(options):
-            raise TinyspecError("the function decides differently when run again: it has randomness of its own")
-        self.taken.append((choice, len(options)))
-        value, probability = options[choice]
-        self.probability = self.probability * probability
-        return value
-
-
-class Exhaustive:
-    """Every outcome of a function of chance, with its exact probability.
-
-    >>> from fractions import Fraction
-    >>> half = Fraction(1, 2)
-    >>> sorted(Exhaustive.walk(lambda chance: chance.accept(half) and chance.accept(half)))
-    [(False, Fraction(1, 4)), (False, Fraction(1, 2)), (True, Fraction(1, 4))]
-    """
-
-    def __init__(self, script: _Script) -> None:
-        self._script = script
-        self._asked: set[tuple[str, int]] = set()
-
-    @staticmethod
-    def walk(function: Callable[["Exhaustive"], T]) -> Iterator[tuple[T, Any]]:
-        """Run the function once for each path through its decisions, depth first; outcomes may repeat.
-
-        Branches of probability zero are never taken. The probabilities add up to one.
-        """
-        choices: list[int] = []
-        while True:
-            script = _Script(choices)
-            outcome = function(Exhaustive(script))
-            yield outcome, script.probability
-            trail = script.taken
-            while trail and trail[-1][0] + 1 == trail[-1][1]:
-                trail.pop()
-            if not trail:
-                return
-            choices = [choice for choice, _ in trail[:-1]] + [trail[-1][0] + 1]
-
-    @staticmethod
-    def law(function: Callable[["Exhaustive"], T]) -> dict[T, Any]:
-        """The outcomes (hashable) and their probabilities, equal outcomes added up."""
-        law: dict[T, Any] = {}
-        for outcome, probability in Exhaustive.walk(function):
-            law[outcome] = law.get(outcome, 0) + probability
-        return law
-
-    @property
-    def probability(self) -> Any:
-        """The probability of the path so far."""
-        return self._script.probability
-
-    def split(self, role: str, round: int) -> "Exhaustive":
-        if (role, round) in self._asked:
-            raise TinyspecError(
-                f"the stream {role!r} of round {round} was asked for twice: shared noise biases the law"
-            )
-        self._asked.add((role, round))
-        return Exhaustive(self._script)
-
-    def accept(self, ratio: Any) -> bool:
-        if not ratio > 0:
-            return False
-        return True if ratio >= 1 else self._script.branch([(True, ratio), (False, 1 - ratio)])
-
-    def draw(self, row: Row) -> int:
-        mass = reference.total(list(row))
-        if not mass > 0:
-            raise TinyspecError("cannot draw from a row without mass")
-        return self._script.branch([(token, x / mass) for token, x in enumerate(row) if x > 0])
-
-    def order(self, row: Row, k: int) -> list[int]:
-        left, drawn = list(row), list[int]()
-        while len(drawn) < k and any(x > 0 for x in left):
-            drawn.append(self.draw(left))
-            left[drawn[-1]] = 0 * left[drawn[-1]]
-        return drawn
-
-    def race(self, row: Row, position: int) -> int:
-        raise TinyspecError("a race shares continuous noise between rows, so its outcomes cannot be enumerated")
-
-    def uniforms(self, n: int) -> None:
-        """No uniforms: decisions must be asked for one by one."""
-        return None
-
-    def unread(self, count: int) -> None:
-        raise TinyspecError("an exhaustive chance gives no uniforms")

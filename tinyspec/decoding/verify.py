@@ -50,6 +50,10 @@ def without(row: Row, token: int) -> Row:
     return device.without(row, token) if on_device(row) else _core.without(on_host(row), token)
 
 
+def _refuse(row: Row, q: Row | None, token: int, last: bool) -> Row:
+    return without(row, token) if q is None else residual(row, q)
+
+
 def walk(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     """Accept the draft as far as the target's law allows, then draw one more token. The output has exactly the law p.
 
@@ -62,7 +66,7 @@ def walk(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     root = p[ROOT]
     block = None if is_exact(root) or on_device(root) else chance.uniforms(len(tree.tokens) + 1)
     if block is None:
-        return Verdict(*reference.walk(*_columns(tree), p, chance.accept, chance.draw, residual, without))
+        return Verdict(*reference.walk(*_columns(tree), p, chance.accept, chance.draw, _refuse))
     tokens, parents, laws, probe = _columns(tree)
     laws = [law if law is None or type(law) is np.ndarray and law.dtype == np.float64 else on_host(law) for law in laws]
     path, token, refused, used = _core.walk(tokens, parents, laws, probe, p, block)

@@ -1,0 +1,118 @@
+"""A `Chance` that walks every outcome with its exact probability: it turns a test into a proof."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from tinyspec._core import reference
+from tinyspec.errors import TinyspecError
+from tinyspec.tree import Row
+
+T = TypeVar("T")
+
+
+def claim(asked: set[tuple[str, int]], role: str, round: int) -> None:
+    """Note that a stream was asked for; TinyspecError if it was asked for before."""
+    if (role, round) in asked:
+        raise TinyspecError(f"the stream {role!r} of round {round} was asked for twice, and shared noise biases a law")
+    asked.add((role, round))
+
+
+class _Script:
+    """One run of a function: follow `choices`, then take first branches, and note how many there were."""
+
+    def __init__(self, choices: Sequence[int]) -> None:
+        self.choices = choices
+        self.taken: list[tuple[int, int]] = []  # (choice, number of branches) of every decision so far
+        self.probability: Any = 1
+
+    def branch(self, options: Sequence[tuple[T, Any]]) -> T:
+        """Decide among (value, probability) pairs of positive probability."""
+        index = len(self.taken)
+        choice = self.choices[index] if index < len(self.choices) else 0
+        if choice >= len(options):
+            raise TinyspecError("the function decides differently when run again: it has randomness of its own")
+        self.taken.append((choice, len(options)))
+        value, probability = options[choice]
+        self.probability = self.probability * probability
+        return value
+
+
+class Exhaustive:
+    """Every outcome of a function of chance, with its exact probability.
+
+    >>> from fractions import Fraction
+    >>> half = Fraction(1, 2)
+    >>> sorted(Exhaustive.walk(lambda chance: chance.accept(half) and chance.accept(half)))
+    [(False, Fraction(1, 4)), (False, Fraction(1, 2)), (True, Fraction(1, 4))]
+    """
+
+    def __init__(self, script: _Script) -> None:
+        self._script = script
+        self._asked: set[tuple[str, int]] = set()
+
+    @staticmethod
+    def walk(function: Callable[["Exhaustive"], T]) -> Iterator[tuple[T, Any]]:
+        """Run the function once for each path through its decisions, depth first; outcomes may repeat.
+
+        Branches of probability zero are never taken. The probabilities add up to one.
+        """
+        choices: list[int] = []
+        while True:
+            script = _Script(choices)
+            outcome = function(Exhaustive(script))
+            yield outcome, script.probability
+            trail = script.taken
+            while trail and trail[-1][0] + 1 == trail[-1][1]:
+                trail.pop()
+            if not trail:
+                return
+            choices = [choice for choice, _ in trail[:-1]] + [trail[-1][0] + 1]
+
+    @staticmethod
+    def law(function: Callable[["Exhaustive"], T]) -> dict[T, Any]:
+        """The outcomes (hashable) and their probabilities, equal outcomes added up."""
+        law: dict[T, Any] = {}
+        for outcome, probability in Exhaustive.walk(function):
+            law[outcome] = law.get(outcome, 0) + probability
+        return law
+
+    @property
+    def probability(self) -> Any:
+        """The probability of the path so far."""
+        return self._script.probability
+
+    def split(self, role: str, round: int) -> "Exhaustive":
+        if (role, round) in self._asked:
+            raise TinyspecError(
+                f"the stream {role!r} of round {round} was asked for twice: shared noise biases the law"
+            )
+        self._asked.add((role, round))
+        return Exhaustive(self._script)
+
+    def accept(self, ratio: Any) -> bool:
+        if not ratio > 0:
+            return False
+        return True if ratio >= 1 else self._script.branch([(True, ratio), (False, 1 - ratio)])
+
+    def draw(self, row: Row) -> int:
+        mass = reference.total(list(row))
+        if not mass > 0:
+            raise TinyspecError("cannot draw from a row without mass")
+        return self._script.branch([(token, x / mass) for token, x in enumerate(row) if x > 0])
+
+    def order(self, row: Row, k: int) -> list[int]:
+        left, drawn = list(row), list[int]()
+        while len(drawn) < k and any(x > 0 for x in left):
+            drawn.append(self.draw(left))
+            left[drawn[-1]] = 0 * left[drawn[-1]]
+        return drawn
+
+    def race(self, row: Row, position: int) -> int:
+        raise TinyspecError("a race shares continuous noise between rows, so its outcomes cannot be enumerated")
+
+    def uniforms(self, n: int) -> None:
+        """No uniforms: decisions must be asked for one by one."""
+        return None
+
+    def unread(self, count: int) -> None:
+        raise TinyspecError("an exhaustive chance gives no uniforms")
