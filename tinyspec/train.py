@@ -1,6 +1,6 @@
 """One trainer for everything that is trained here: models, drafts, exits, heads.
 
-What differs is the loss. The loop is the same: AdamW with weight decay on matrices only, a warm-up, then a cosine or a
+What differs is the loss. The loop is the same: AdamW with weight decay on matrices only (or Muon inside), a warm-up, then a cosine or a
 plateau with a linear end (WSD), clipped gradients, an optional average of the weights (EMA), the best weights by
 validation. The schedule runs on progress, the larger of the share of the steps and the share of the minutes, so a clock
 budget shortens a training without leaving it half annealed.
@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
+from tinyspec.muon import Muon
 from tinyspec.schedule import Settings, progress, rate
 
 Batch = tuple[Tensor, ...]
@@ -145,12 +146,18 @@ class _Run:
         self.weights, self.settings, self.folder = weights, settings, folder
         self.tensors = [w.requires_grad_() for w in weights.values()]
         self.device = self.tensors[0].device
+        inner = [w for name, w in weights.items() if w.ndim == 2 and "." in name and settings.optimizer == "muon"]
+        outer = [w for w in self.tensors if all(w is not other for other in inner)]
         groups = [
-            {"params": [w for w in self.tensors if w.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [w for w in self.tensors if w.ndim < 2], "weight_decay": 0.0},
+            {"params": [w for w in outer if w.ndim >= 2], "weight_decay": settings.weight_decay},
+            {"params": [w for w in outer if w.ndim < 2], "weight_decay": 0.0},
         ]
         fused = self.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=settings.betas, fused=fused)
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW([g for g in groups if g["params"]], betas=settings.betas, fused=fused)
+        ]
+        if inner:
+            self.optimizers.append(Muon(inner, weight_decay=settings.weight_decay))
         self.average = [w.detach().clone() for w in self.tensors] if settings.ema else []
         self.best: float | None = None
         self.best_weights: list[Tensor] = []
@@ -166,11 +173,12 @@ class _Run:
     def update(self, tokens: int) -> None:
         """One optimizer step, and one of the average."""
         self.lr = rate(self.settings, self.step, self.seconds)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
         torch.nn.utils.clip_grad_norm_(self.tensors, self.settings.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr
+            optimizer.step()
+            optimizer.zero_grad()
         if self.average:
             keep = min(self.settings.ema, (1 + self.step) / (10 + self.step))  # the first steps are soon forgotten
             torch._foreach_lerp_(self.average, [w.detach() for w in self.tensors], 1 - keep)
@@ -215,7 +223,7 @@ class _Run:
         state = {
             "names": list(self.weights),
             "weights": [w.detach() for w in self.tensors],
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **{name: getattr(self, name) for name in self.kept},
         }
         part = self.folder / "state.pt.part"
@@ -233,7 +241,8 @@ class _Run:
         if state["names"] != list(self.weights) or not same or bool(state["average"]) != bool(self.average):
             raise TinyspecError(f"{path} is of a training with other weights: --restart begins anew")
         self._put(state["weights"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
         for name in self.kept:
             setattr(self, name, state[name])
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []

@@ -1,0 +1,90 @@
+"""Committed results carry command, commit, machine, date and raw samples, and say what their samples say."""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from tinyspec.bench.harness import interleaved, ratio, save, spread
+
+RESULTS = sorted((Path(__file__).parent.parent.parent / "tutorials" / "results").glob("*.json"))
+
+
+def load(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.name)
+def test_a_result_says_where_it_came_from(path: Path) -> None:
+    result = load(path)
+    assert result["command"].startswith("tinyspec ")
+    assert result["date"]
+    assert result["machine"]["cpu"]
+    assert result["commit"]
+
+
+@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("race")], ids=lambda p: p.name)
+def test_a_race_result_follows_from_its_samples(path: Path) -> None:
+    result = load(path)
+    for key, figures in result.items():
+        if not key.startswith("temperature"):
+            continue
+        for row in figures["prompts"]:
+            samples = row["samples"]
+            assert row["ratio"] == pytest.approx(median(samples["autoregressive"]) / median(samples[result["method"]]))
+            assert len(samples["autoregressive"]) == result["rounds"]
+        assert figures["ratio"] == pytest.approx(median(row["ratio"] for row in figures["prompts"]))
+        if key == "temperature 0.0":
+            assert figures["identical"] == len(figures["prompts"])
+
+
+@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("plain")], ids=lambda p: p.name)
+def test_a_plain_result_follows_from_its_samples(path: Path) -> None:
+    result = load(path)
+    for dtype in ("float32", "bfloat16"):
+        figures = result[dtype]
+        samples = figures["samples"]
+        assert figures["ratio"] == pytest.approx(median(samples["transformers"]) / median(samples["tinyspec"]))
+
+
+@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("core")], ids=lambda p: p.name)
+def test_a_kernel_result_follows_from_its_samples(path: Path) -> None:
+    result = load(path)
+    samples = {name: median(taken) for name, taken in result["samples"].items()}
+    assert result["verify_speedup"] == pytest.approx(samples["transformers_verify"] / samples["walk"])
+    assert result["warp_against_transformers"] == pytest.approx(
+        samples["warp_draw"] / samples["transformers_processors"]
+    )
+
+
+@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("peer")], ids=lambda p: p.name)
+def test_a_peer_result_passes_by_its_own_rule(path: Path) -> None:
+    result = load(path)
+    wrong = [m for row in result["rows"] for m in row["mismatches"]]
+    assert result["mismatches"] == len(wrong)
+    assert result["passed"] == (all(m["gap"] < result["gap"] for m in wrong) and len(wrong) <= 0.01 * result["tokens"])
+    assert result["passed"]
+
+
+def test_arms_are_interleaved_and_the_order_turns_round() -> None:
+    seen: list[str] = []
+    interleaved({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, rounds=2, warm=1)
+    assert "".join(seen) == "ab" "ab" "ba"
+
+
+def test_warm_up_runs_are_not_counted() -> None:
+    assert len(interleaved({"a": lambda: None}, rounds=3, warm=5)["a"]) == 3
+
+
+def test_a_ratio_is_of_medians_and_a_slow_down_is_below_one() -> None:
+    assert ratio({"slow": [1.0, 1.0, 99.0], "fast": [2.0, 2.0, 2.0]}, "slow", "fast") == 0.5
+    assert spread([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 4.0)
+
+
+def test_a_result_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    save(tmp_path / "deep" / "r.json", {"x": 1})
+    assert load(tmp_path / "deep" / "r.json") == {"x": 1}
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["r.json"]

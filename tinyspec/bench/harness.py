@@ -1,0 +1,127 @@
+"""How things are measured here: warm up, interleave the arms in one run, quote ratios of medians, keep raw samples.
+
+Machines are shared and noisy. Two arms timed one after the other compare two moods of the machine; timed in turn, they meet
+the same mood. A result file carries the samples it was computed from, and a test recomputes its ratios.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Arms = Mapping[str, Callable[[], Any]]
+
+
+def interleaved(arms: Arms, rounds: int, *, warm: int = 1, tick: Callable[[], None] | None = None) -> dict[str, list[float]]:
+    """Seconds of each arm, `rounds` times, the arms in turn; the order turns round each time. Warm-up runs are not kept."""
+    names = list(arms)
+    for _ in range(warm):
+        for name in names:
+            arms[name]()
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names if turn % 2 == 0 else reversed(names):
+            begin = time.perf_counter()
+            arms[name]()
+            samples[name].append(time.perf_counter() - begin)
+            if tick:
+                tick()
+    return samples
+
+
+def ratio(samples: Mapping[str, Sequence[float]], slow: str, fast: str) -> float:
+    """How many times faster `fast` is: the ratio of the medians.
+
+    >>> ratio({"a": [2.0, 9.0, 2.0], "b": [1.0, 1.0, 5.0]}, "a", "b")
+    2.0
+    """
+    return median(samples[slow]) / median(samples[fast])
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float]:
+    """The quartiles of the samples, as printed beside a median.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    (2.0, 4.0)
+    """
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return ordered[round(last * 0.25)], ordered[round(last * 0.75)]
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    for line in text.splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {name} " in text.replace("\n", " ")]
+    return {
+        "cpu": cpu,
+        "units": units,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.system(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the source tree, with + where it was changed; None outside one."""
+    try:
+        here = Path(__file__).parent
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout
+        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True)
+        return head.strip()[:12] + ("+" if dirty.stdout.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def report(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """A result with where it came from: command, commit, machine, date."""
+    command = "tinyspec " + " ".join(sys.argv[1:])
+    stamp = datetime.now(UTC).strftime("%Y-%m-%d")
+    return {"command": command, "commit": commit(), "date": stamp, "machine": machine(), **figures}
+
+
+def save(path: str | Path, result: Mapping[str, Any]) -> None:
+    """Write a result file, whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+@contextmanager
+def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[], None]]:
+    """A bar with the time left, on stderr; yields the function that moves it on by one."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=quiet,
+    )
+    with bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,74 @@
+"""`tinyspec bench peer`: greedy tokens equal to transformers', in float32, on real questions.
+
+Greedy equality against a peer is a float32 property, and two programs that sum in another order may still part where the
+two best logits all but tie. A mismatch is therefore allowed only where the gap between our two best logits is under
+`GAP`; it is listed, the peer's token is forced, and the comparison goes on behind it.
+"""
+
+from typing import Any
+
+import torch
+
+from tinyspec import data, models
+from tinyspec.bench.harness import progress, report
+from tinyspec.bench.plain import decode, folder, peer, peer_decode
+from tinyspec.lm.transformer import Model
+
+GAP = 1e-3  # logits closer than this count as a tie between two float32 programs
+SHARE = 0.01  # of all tokens that may be ties
+
+
+def compare(model: Model, theirs: Any, ids: list[int], tokens: int, method: str) -> list[dict[str, Any]]:
+    """The mismatches over `tokens` greedy tokens: where, both tokens, and the gap of our two best logits there."""
+    expected = peer_decode(theirs, ids, tokens)
+    mismatches: list[dict[str, Any]] = []
+    done = 0
+    while done < tokens:
+        got = decode(model, [*ids, *expected[:done]], tokens - done, method)
+        same = next((i for i, (a, b) in enumerate(zip(got, expected[done:], strict=True)) if a != b), None)
+        if same is None:
+            break
+        at = done + same
+        best = torch.topk(model.logits([*ids, *expected[:at]])[-1].double(), 2).values
+        gap = float(best[0] - best[1])
+        mismatches.append({"at": at, "ours": got[same], "theirs": expected[at], "gap": gap})
+        done = at + 1  # force the peer's token and go on
+    return mismatches
+
+
+def measure(
+    name: str = "smollm2",
+    questions: int = 50,
+    tokens: int = 64,
+    methods: tuple[str, ...] = ("autoregressive",),
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Compare on Spec-Bench questions, spread over its categories. `passed` is the verdict under the rule above."""
+    model = models.load(name, dtype="float32")
+    theirs = peer(folder(name), torch.float32)
+    bank = data.spec_bench()
+    step = len(bank) / questions
+    chosen = [bank[int(i * step)] for i in range(questions)]
+    rows: list[dict[str, Any]] = []
+    with progress(f"{name} against transformers", questions * len(methods), quiet) as tick:
+        for question in chosen:
+            ids = model.tokenizer.chat([{"role": "user", "content": question.turns[0]}])
+            ids = ids[-(model.config.max_positions - tokens) :]
+            for method in methods:
+                row = {"question": question.id, "category": question.category, "method": method, "prompt": len(ids)}
+                rows.append({**row, "mismatches": compare(model, theirs, ids, tokens, method)})
+                tick()
+    wrong = [m for row in rows for m in row["mismatches"]]
+    total = tokens * len(rows)
+    return report(
+        {
+            "model": name,
+            "questions": questions,
+            "tokens": total,
+            "gap": GAP,
+            "identical": sum(not row["mismatches"] for row in rows),
+            "mismatches": len(wrong),
+            "passed": all(m["gap"] < GAP for m in wrong) and len(wrong) <= SHARE * total,
+            "rows": rows,
+        }
+    )

@@ -1,0 +1,131 @@
+"""`tinyspec bench plain`: plain decoding against transformers' `generate`, same weights, same tokens, batch 1.
+
+Both decode greedily from the same prompt for the same number of tokens, ending at nothing else, in turn in one process.
+Peak memory is that of a fresh process which loads the model and decodes once.
+"""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from tinyspec import models
+from tinyspec.bench.harness import interleaved, progress, ratio, report
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import Request, find
+
+PROMPT = "Tell me, in a few paragraphs, how a lighthouse works and who looked after it in former times."
+
+
+def decode(model: Model, ids: list[int], tokens: int, method: str = "autoregressive", **knobs: Any) -> list[int]:
+    """New ids of a greedy decoding that ends after `tokens` tokens and nowhere else."""
+    ledger: list[Any] = []
+    request = Request(
+        model.session(ledger),
+        warp=Warp(temperature=0.0),
+        stop=Stop(max_new_tokens=tokens),
+        positions=model.config.max_positions,
+        ledger=ledger,
+    )
+    decoder = find(method).make(request, **knobs)
+    decoder.extend(ids)
+    chance = Seeded(0)
+    while not decoder.finished:
+        decoder.step(chance)
+    return decoder.new
+
+
+def peer(path: Path, dtype: torch.dtype) -> Any:
+    """transformers' model of the same folder."""
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError:
+        raise TinyspecError("this benchmark compares with transformers: pip install 'tinyspec[bench]'") from None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def peer_decode(theirs: Any, ids: list[int], tokens: int) -> list[int]:
+    """The same decoding by transformers. The mask is passed: without one it hides the prompt's own end-of-turn token."""
+    prompt = torch.tensor([ids])
+    with torch.no_grad():
+        out = theirs.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return [int(token) for token in out[0, len(ids) :]]
+
+
+def folder(name: str) -> Path:
+    """The checkpoint folder of a model, or an error that says how to get it."""
+    path = models.find(name)
+    if path is None:
+        models.load(name)  # says what to do
+        raise TinyspecError(f"{name}: no such model")
+    return path
+
+
+def peak(name: str, dtype: str, tokens: int) -> dict[str, int]:
+    """Bytes: the most a fresh process held, the weights, and the cache."""
+    code = "import sys; from tinyspec.bench import plain; plain.hold(sys.argv[1], sys.argv[2], int(sys.argv[3]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, name, dtype, str(tokens)], capture_output=True, text=True, check=True
+    )
+    most, weights, cache = (int(n) for n in done.stdout.split()[-3:])
+    return {"peak": most, "weights": weights, "cache": cache}
+
+
+def hold(name: str, dtype: str, tokens: int) -> None:
+    """In a process of its own: load, decode, print the three figures."""
+    model = models.load(name, dtype=dtype)
+    ids = model.tokenizer.encode(PROMPT)
+    decode(model, ids, tokens)
+    weights = sum(w.numel() * w.element_size() for w in model.parameters())
+    c = model.config
+    cache = 2 * c.n_layers * c.kv_dim * (len(ids) + tokens) * model.head.element_size()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(most, weights, cache)
+
+
+def measure(
+    name: str = "smollm2", tokens: int = 128, rounds: int = 5, dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    quiet: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Both dtypes: tokens per second of both, their ratio, whether the float32 texts agree, and peak memory."""
+    path = folder(name)
+    figures: dict[str, Any] = {"model": name, "tokens": tokens, "prompt": PROMPT}
+    for dtype in dtypes:
+        model = models.load(name, dtype=dtype)
+        theirs = peer(path, model.dtype)
+        ids = model.tokenizer.chat([{"role": "user", "content": PROMPT}]) if model.tokenizer.has_chat else (
+            model.tokenizer.encode(PROMPT)
+        )  # fmt: skip
+        arms = {
+            "tinyspec": lambda model=model, ids=ids: decode(model, ids, tokens),
+            "transformers": lambda theirs=theirs, ids=ids: peer_decode(theirs, ids, tokens),
+        }
+        with progress(f"{name} {dtype}", 2 * rounds, quiet) as tick:
+            samples = interleaved(arms, rounds, tick=tick)
+        figures[dtype] = {
+            "samples": samples,
+            "tokens_per_second": {arm: round(tokens / median(taken), 2) for arm, taken in samples.items()},
+            "ratio": ratio(samples, "transformers", "tinyspec"),
+            "same_tokens": decode(model, ids, tokens) == peer_decode(theirs, ids, tokens),
+            "memory": peak(name, dtype, tokens),
+        }
+        del model, theirs, arms
+    return report(figures)
