@@ -25,6 +25,7 @@ class Recipe:
     context: int = 512  # tokens per crop
     dropout: float = 0.0
     teacher: str = ""  # a folder beside the recipe's own; its tokenizer is the student's
+    inherit: bool = False  # start from the teacher's embeddings, first layers and final norm
     draft: str = ""  # named on the card: the draft of this model
     valid_characters: int = 40_000  # of each valid book, while training; the end is measured on all
     prompts: tuple[str, ...] = ("Once upon a time",) * 3

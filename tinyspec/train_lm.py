@@ -24,6 +24,7 @@ from tinyspec import corpus, data
 from tinyspec.card import write_card
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
+from tinyspec.lm.config import Config
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Model
 from tinyspec.recipe import END, read_recipe
@@ -93,7 +94,7 @@ def train_lm(
     tokens = corpus.pack(tokenizer, texts, END).to(where)
     say(f"{len(texts)} books, {len(tokens):,} tokens; {plan.name}: {config.parameters():,} weights on {where}")
 
-    model = Model.random(config, plan.settings.seed).to(where)
+    model = _fresh(config, plan.settings.seed, teacher if plan.inherit else None).to(where)
     loss = _loss(model, teacher, plan.dropout, where, compiled if compiled is not None else where.type == "cuda")
     excerpt = [corpus.document(tokenizer, text, END, plan.valid_characters) for text in held_out]
     whole = [corpus.document(tokenizer, text, END) for text in held_out]
@@ -133,6 +134,17 @@ def train_lm(
     write_card(out, stored, plan, ended, final, bytes_per_token, where)
     shutil.rmtree(state)
     return ended
+
+
+def _fresh(config: Config, seed: int, parent: Model | None) -> Model:
+    """Random weights; those that a parent has in the same shape under the same name are its own."""
+    model = Model.random(config, seed)
+    inherited = {} if parent is None else parent.weights
+    weights = {
+        name: inherited[name].detach().cpu().clone() if name in inherited and inherited[name].shape == w.shape else w
+        for name, w in model.weights.items()
+    }
+    return Model(config, weights)
 
 
 def _autocast(device: torch.device) -> torch.autocast:
