@@ -120,12 +120,12 @@ def gsm8k(split: Literal["train", "test"] = "test", root: str | Path | None = No
 
 def shakespeare(root: str | Path | None = None) -> str:
     """All of Shakespeare's plays, as one text."""
-    return "\n".join(lines(find("text/tinyshakespeare.txt", root)))
+    return find("text/tinyshakespeare.txt", root).read_text(encoding="utf-8")
 
 
 def wikitext(split: Literal["valid", "test"] = "test", root: str | Path | None = None) -> str:
     """WikiText-2, tokenised by words, with <unk>."""
-    return "\n".join(lines(find(f"text/wikitext-2.{split}.txt", root)))
+    return find(f"text/wikitext-2.{split}.txt", root).read_text(encoding="utf-8")
 
 
 def multi30k(split: Split = "test", root: str | Path | None = None) -> list[tuple[str, str]]:

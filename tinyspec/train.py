@@ -1,9 +1,9 @@
 """One trainer for everything that is trained here: models, drafts, exits, heads.
 
-What differs is the loss. The loop is the same: AdamW with weight decay on matrices only (or Muon inside), a warm-up, then a cosine or a
-plateau with a linear end (WSD), clipped gradients, an optional average of the weights (EMA), the best weights by
-validation. The schedule runs on progress, the larger of the share of the steps and the share of the minutes, so a clock
-budget shortens a training without leaving it half annealed.
+What differs is the loss. The loop is the same: AdamW with weight decay on matrices only (or Muon for the matrices
+inside), a warm-up, then a cosine or a plateau with a linear end (WSD), clipped gradients, an optional average of the
+weights (EMA), the best weights by validation. The schedule runs on progress, the larger of the share of the steps and
+the share of the minutes, so a clock budget shortens a training without leaving it half annealed.
 
 Batches and dropout of step s are drawn from generators seeded with (seed, s). A training that was interrupted and goes
 on is therefore the training that was never interrupted, bit for bit where the arithmetic is deterministic and no clock

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -151,7 +152,7 @@ def _autocast(device: torch.device) -> torch.autocast:
     """bfloat16 where the device multiplies it. A processor that emulates it takes ten times as long as in float32."""
     fast = device.type != "cpu"
     if not fast:
-        able = getattr(torch.cpu, "get_capabilities", dict)()  # absent before torch 2.12: then float32
+        able: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # absent before torch 2.12: then float32
         fast = any(able.get(name) for name in ("avx512_bf16", "amx_bf16"))
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
 
