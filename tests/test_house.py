@@ -120,7 +120,9 @@ def test_the_public_face_imports_the_package_only_inside_functions() -> None:
 
 def sources() -> list[Path]:
     kinds = ("*.py", "*.pyx", "*.pxd", "*.c", "*.h")
-    return [p for kind in kinds for p in PACKAGE.rglob(kind) if not (p.suffix == ".c" and p.with_suffix(".pyx").exists())]
+    return [
+        p for kind in kinds for p in PACKAGE.rglob(kind) if not (p.suffix == ".c" and p.with_suffix(".pyx").exists())
+    ]
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))

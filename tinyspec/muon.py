@@ -2,8 +2,8 @@
 
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); the step is scaled to AdamW's as in Liu et al. 2025,
 arXiv 2502.16982, so that both share one learning rate. torch has a Muon of its own, which iterates in bfloat16: on a
-processor that only emulates bfloat16 that costs more than the step it improves, so here it runs in float32, all layers of
-one shape at once.
+processor that only emulates bfloat16 that costs more than the step it improves, so here it runs in float32, all layers
+of one shape at once.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
     """The nearest semi-orthogonal matrix of each g [n, out, in], roughly: singular values end between 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     wide = g.shape[-2] <= g.shape[-1]
-    x = g if wide else g.mT
+    x: Tensor = g if wide else g.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
@@ -47,7 +47,9 @@ class Muon(torch.optim.Optimizer):
                     if "momentum" not in state:
                         state["momentum"] = torch.zeros_like(w)
                     state["momentum"].lerp_(w.grad, 1 - group["momentum"])
-                ahead = [w.grad.lerp(self.state[w]["momentum"], group["momentum"]) for w in weights if w.grad is not None]
+                ahead = [
+                    w.grad.lerp(self.state[w]["momentum"], group["momentum"]) for w in weights if w.grad is not None
+                ]
                 scale = 0.2 * max(shape) ** 0.5 * group["lr"]
                 for w, update in zip(weights, orthogonal(torch.stack(ahead)), strict=True):
                     w.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)

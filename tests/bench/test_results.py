@@ -72,7 +72,7 @@ def test_a_peer_result_passes_by_its_own_rule(path: Path) -> None:
 def test_arms_are_interleaved_and_the_order_turns_round() -> None:
     seen: list[str] = []
     interleaved({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, rounds=2, warm=1)
-    assert "".join(seen) == "ab" "ab" "ba"
+    assert "".join(seen) == "ababba"
 
 
 def test_warm_up_runs_are_not_counted() -> None:

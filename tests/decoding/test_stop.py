@@ -75,7 +75,7 @@ def test_the_context_ends_a_text_before_a_larger_budget() -> None:
 
 def test_a_stop_string_made_of_bytes_of_one_character_is_found() -> None:
     stop = Stop(strings=("é",), decode=lambda ids: bytes(ids).decode("utf-8", "replace"))
-    assert stop.cut([], list("aé".encode()) + [98]) == (3, "stop")
+    assert stop.cut([], [*"aé".encode(), 98]) == (3, "stop")
 
 
 def test_a_string_that_began_long_before_the_block_is_found() -> None:

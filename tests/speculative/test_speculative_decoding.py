@@ -185,7 +185,7 @@ def test_lenient_greedy_decoding_passes_what_is_nearly_the_best() -> None:
 
 @pytest.mark.parametrize("knobs", [{"gamma": 0}, {"lenience": 0.0}, {"lenience": 1.5}, {"gama": 3}, {"gamma": 2.5}])
 def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None:
-    with pytest.raises(TinyspecError, match="gamma|lenience"):
+    with pytest.raises(TinyspecError, match=r"gamma|lenience"):
         CARD.settings(knobs)
 
 

@@ -38,16 +38,20 @@ def many(call: Any) -> Any:
     return run
 
 
+def drawing(warp: Warp, line: torch.Tensor) -> Any:
+    return lambda: warp.draw(line, (), 0.5)
+
+
 def measure(rounds: int = 15, quiet: bool = False) -> dict[str, Any]:
     """All of it; seconds are those of one call."""
     try:
-        from transformers import generation
+        from transformers.generation import logits_process
         from transformers.generation.utils import _speculative_sampling
     except ImportError:
         raise TinyspecError("bench core compares with transformers: pip install 'tinyspec[bench]'") from None
     row = logits(VOCABULARY, 1)
     ids = torch.tensor([[1, 2, 3]])
-    heat, nucleus = generation.TemperatureLogitsWarper(0.8), generation.TopPLogitsWarper(0.9)
+    heat, nucleus = logits_process.TemperatureLogitsWarper(0.8), logits_process.TopPLogitsWarper(0.9)
     warp = Warp(temperature=0.8, top_p=0.9)
 
     def theirs() -> None:
@@ -76,10 +80,7 @@ def measure(rounds: int = 15, quiet: bool = False) -> dict[str, Any]:
         "transformers_verify": many(
             lambda: _speculative_sampling(candidates, q_rows.log()[None].float(), 5, p_rows.log()[None].float(), False)
         ),
-        **{
-            f"warp_draw_v{scale}": many(lambda line=logits(VOCABULARY * scale, 1)[0]: warp.draw(line, (), 0.5))
-            for scale in (2, 4)
-        },
+        **{f"warp_draw_v{scale}": many(drawing(warp, logits(VOCABULARY * scale, 1)[0])) for scale in (2, 4)},
     }
     with progress("kernels", rounds * len(arms), quiet) as tick:
         samples = interleaved(arms, rounds, tick=tick)

@@ -24,7 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 Arms = Mapping[str, Callable[[], Any]]
 
 
-def interleaved(arms: Arms, rounds: int, *, warm: int = 1, tick: Callable[[], None] | None = None) -> dict[str, list[float]]:
+def interleaved(
+    arms: Arms, rounds: int, *, warm: int = 1, tick: Callable[[], None] | None = None
+) -> dict[str, list[float]]:
     """Seconds of each arm, `rounds` times, the arms in turn; the order turns round each time. Warm-up runs are not kept."""
     names = list(arms)
     for _ in range(warm):

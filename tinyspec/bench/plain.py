@@ -50,9 +50,11 @@ def peer(path: Path, dtype: torch.dtype) -> Any:
         from transformers.utils import logging
     except ImportError:
         raise TinyspecError("this benchmark compares with transformers: pip install 'tinyspec[bench]'") from None
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    quiet: Any = logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return theirs.eval()
 
 
 def peer_decode(theirs: Any, ids: list[int], tokens: int) -> list[int]:

@@ -38,7 +38,7 @@ def measure(
     figures: dict[str, Any] = {"model": name, "method": method, "knobs": knobs, "tokens": tokens, "rounds": rounds}
     with progress(f"{name}: {method}", len(temperatures) * len(texts) * rounds, quiet) as tick:
         for temperature in temperatures:
-            rows = []
+            rows: list[dict[str, Any]] = []
             for number, prompt in enumerate(texts):
 
                 def arm(which: str, text: str = prompt["text"], t: float = temperature, seed: int = number) -> Any:

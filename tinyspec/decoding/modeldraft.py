@@ -42,5 +42,3 @@ class ModelDraft(NoDraft):
 
     def end(self) -> None:
         self.model.end()
-
-

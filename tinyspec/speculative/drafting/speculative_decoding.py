@@ -25,6 +25,7 @@ from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, Laws, Verifier
 from tinyspec.decoding.modeldraft import ModelDraft
 from tinyspec.decoding.verify import Verdict, residual, walk
+from tinyspec.errors import TinyspecError
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Row, TokenTree
 
@@ -39,6 +40,8 @@ def lenient(lenience: float) -> Verifier:
         path: tuple[int, ...] = ()
         at = ROOT
         for node, (token, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
+            if q is None:
+                raise TinyspecError("lenience scales the law a token was drawn from: this draft declares none")
             row = p[at]
             if p.warp.temperature == 0:
                 soft = p.warped(at, replace(p.warp, temperature=1.0))
