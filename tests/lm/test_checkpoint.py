@@ -279,6 +279,8 @@ def refused(path: Path | str, pattern: str) -> None:
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         (LLAMA, {"tie_word_embeddings": False}, "missing lm_head.weight.*set tie_word_embeddings to true"),
+        (LLAMA, {"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, expected a whole number from 1 to"),
+        (LLAMA, {"hidden_size": [1] * 10**5}, r"hidden_size is \[1, 1, .*\.\.\., expected"),
         (LLAMA, {"num_hidden_layers": 4}, r"missing model.layers.3.*, which config.json asks for"),
         (LLAMA, {"num_hidden_layers": 2}, r"model.layers.2.*and 4 more not in the architecture"),
         (LLAMA, {"intermediate_size": 23}, r"gate_proj.weight has shape \[24, 16\], config.json makes it \[23, 16\]"),
@@ -371,6 +373,8 @@ def test_an_extra_tensor_is_refused_by_name(tmp_path):
     tensors = load_file(path / "model.safetensors")
     save_file({**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(4)}, path / "model.safetensors")
     refused(path, "model.layers.0.self_attn.q_norm.weight not in the architecture")
+    save_file({**tensors, "two\nlines\x1b[31m": torch.ones(4)}, path / "model.safetensors")
+    refused(path, r"'two\\nlines\\x1b\[31m' not in the architecture")
 
 
 def test_shards_and_index_must_agree(tmp_path):
@@ -379,7 +383,7 @@ def test_shards_and_index_must_agree(tmp_path):
     name, first = next(iter(where.items()))
     moved = {**where, name: sorted(set(where.values()))[2]}
     index.write_text(json.dumps({"weight_map": moved}))
-    refused(path, re.escape(name) + " is missing, but model.safetensors.index.json places it there")
+    refused(path, re.escape(repr(name)) + " is missing, but model.safetensors.index.json places it there")
     index.write_text(json.dumps({"weight_map": {**where, name: "../../x.safetensors"}}))
     refused(path, "expected a .safetensors file beside it")
     index.write_text(json.dumps({"weight_map": {k: v for k, v in where.items() if v != first}}))
@@ -403,6 +407,7 @@ def test_what_is_not_there_is_named(tmp_path):
     refused(tmp_path / "nowhere", "nowhere: no such checkpoint")
     refused(tmp_path, "config.json: missing")
     path = folder(tmp_path)
+    refused(path / "model.safetensors", "named by its folder")
     (path / "model.safetensors").unlink()
     refused(path, "model.safetensors: missing, and so is model.safetensors.index.json")
 

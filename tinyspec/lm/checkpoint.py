@@ -61,6 +61,8 @@ def read(name_or_path: str | Path, progress: bool = True) -> Parts:
         return Parts(config, weights, tokenizer, name=path.stem)
     if path.is_file() and path.suffix in {pattern[1:] for pattern in _PICKLES}:
         raise TinyspecError(f"{path}: {_CONVERT}")
+    if path.is_file():
+        raise TinyspecError(f"{path}: not a .gguf file; a safetensors checkpoint is named by its folder")
     if not path.is_dir():
         raise TinyspecError(f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file")
     return read_folder(path, name=path.resolve().name)
@@ -125,12 +127,14 @@ def _tensors(folder: Path) -> Iterator[tuple[dict[str, Callable[[], Tensor]], Pa
             held = {name: shard for shard, handle in handles.items() for name in handle.keys()}  # noqa: SIM118
             for name, shard in where.items():
                 if held.get(name) != shard:
-                    raise TinyspecError(f"{folder / shard}: tensor {name} is missing, but {_INDEX} places it there")
+                    raise TinyspecError(f"{folder / shard}: tensor {name!r} is missing, but {_INDEX} places it there")
             yield {name: partial(_get, handles[shard], name, folder / shard) for name, shard in held.items()}, index
         else:
             pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
             raise TinyspecError(
-                f"{folder / pickles[0]}: {_CONVERT}" if pickles else f"{single}: missing, and so is {_INDEX}"
+                f"{folder / pickles[0]}: {_CONVERT}"
+                if pickles
+                else f"{single}: missing, and so is {_INDEX}; nothing but safetensors is read"
             )
     finally:
         for handle in handles.values():
@@ -145,7 +149,7 @@ def _index(file: Path) -> dict[str, str]:
     for name, shard in where.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise TinyspecError(
-                f"{file}: weight_map places {name} in {shard!r}, expected a .safetensors file beside it"
+                f"{file}: weight_map places {name!r} in {shard!r}, expected a .safetensors file beside it"
             )
     unlisted = sorted({path.name for path in file.parent.glob("model-*-of-*.safetensors")} - set(where.values()))
     if unlisted:
@@ -168,7 +172,7 @@ def _get(handle: Any, name: str, file: Path) -> Tensor:
     try:
         tensor: Tensor = handle.get_tensor(name)
     except Exception as error:  # a dtype torch lacks, or a file cut short since it was opened
-        raise TinyspecError(f"{file}: {name} cannot be read ({error})") from error
+        raise TinyspecError(f"{file}: {name!r} cannot be read ({error})") from error
     return tensor
 
 

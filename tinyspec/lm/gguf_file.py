@@ -46,7 +46,12 @@ def read(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     if config.family == "llama":
         _unpermute_all(config, theirs)
     weights = naming.to_ours(config, theirs, str(path), gguf=True)
-    tokenizer = rebuild(metadata, str(path))
+    try:
+        tokenizer = rebuild(metadata, str(path))
+    except TinyspecError:
+        raise
+    except Exception as error:  # tokens that are not text, ids out of range: the library and Python raise as they like
+        raise TinyspecError(f"{path}: its tokenizer metadata is damaged ({error})") from error
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise TinyspecError(f"{path}: {tokenizer.vocab_size} tokens, but an embedding of {config.vocab_size} rows")
     return config, weights, tokenizer
@@ -56,11 +61,18 @@ def _open(path: Path) -> Any:
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
-        """The package's reader, which takes slices of a memory map one string at a time: plain views cost a third."""
+        """The package's reader, made fast and wary.
 
-        def _get(self, *args: Any, **kwargs: Any) -> Any:
+        It slices a memory map once a string; plain views cost a third. And it takes what lies beyond the end of a
+        file as empty, so that a damaged count of 2**60 entries would be counted up to.
+        """
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             self.data = np.asarray(self.data)  # type: ignore[assignment]
-            return super()._get(*args, **kwargs)
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) != int(count):
+                raise ValueError(f"{int(count)} values at byte {offset} lie beyond the end of the file")
+            return found
 
     return Reader(path)
 
@@ -163,6 +175,8 @@ def _dequantised(tensor: Any, path: Path) -> Tensor:
         raise TinyspecError(
             f"{path}: {tensor.name} is {tensor.tensor_type.name}, which gguf cannot dequantise"
         ) from None
+    except Exception as error:  # blocks that do not fill a row
+        raise TinyspecError(f"{path}: {tensor.name!r} is damaged ({error}); fetch the file again") from error
     return torch.from_numpy(values.astype("<f4", copy=True))
 
 
@@ -170,7 +184,12 @@ def _unpermute_all(config: Config, theirs: dict[str, Callable[[], Tensor]]) -> N
     for name, get in theirs.items():
         for part, heads in (("attn_q.", config.n_heads), ("attn_k.", config.n_kv_heads)):
             if part in name:
-                theirs[name] = partial(lambda get, heads: unpermute(get(), heads), get, heads)
+                theirs[name] = partial(_unpermuted, get, heads, config.head_dim)
+
+
+def _unpermuted(get: Callable[[], Tensor], heads: int, head_dim: int) -> Tensor:
+    rows = get()
+    return unpermute(rows, heads) if len(rows) == heads * head_dim else rows  # its shape is refused by name later
 
 
 def unpermute(rows: Tensor, heads: int) -> Tensor:

@@ -49,7 +49,8 @@ def rebuild(metadata: dict[str, Any], source: str) -> Tokenizer | None:
         if isinstance(id, int) and id < len(tokens):
             config[f"{name}_token"] = tokens[id]
     config["clean_up_tokenization_spaces"] = False
-    return Tokenizer(backend, config, metadata.get("tokenizer.chat_template"))
+    template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(backend, config, template if isinstance(template, str) else None)
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], source: str) -> Backend:

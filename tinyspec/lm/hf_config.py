@@ -12,6 +12,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 
 _ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_LAYERS = 10_000  # each is a dozen names to look for, so a damaged number must not be counted up to
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -26,14 +27,15 @@ class Fields:
         self.source, self.values = source, values
 
     def refuse(self, key: str, want: str) -> TinyspecError:
-        got = f"is {self.values[key]!r}" if key in self.values else "is missing"
+        shown = repr(self.values.get(key))
+        got = f"is {shown if len(shown) < 80 else shown[:76] + '...'}" if key in self.values else "is missing"
         return TinyspecError(f"{self.source}: {key} {got}, expected {want}")
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def whole(self, key: str, default: int | None = None, most: int = 2**31) -> int:
         value = self.values.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refuse(key, "a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.refuse(key, f"a whole number from 1 to {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -100,7 +102,7 @@ def _gpt2(f: Fields, rest: dict[str, Any]) -> Config:
     return Config(
         vocab_size=f.whole("vocab_size", 50257),
         d_model=d,
-        n_layers=f.whole("n_layer", 12),
+        n_layers=f.whole("n_layer", 12, most=_LAYERS),
         n_heads=heads,
         n_kv_heads=heads,
         head_dim=d // heads,
@@ -147,7 +149,7 @@ def _rotary(f: Fields, context: int, **rest: Any) -> Config:
     return Config(
         vocab_size=f.whole("vocab_size"),
         d_model=d,
-        n_layers=f.whole("num_hidden_layers"),
+        n_layers=f.whole("num_hidden_layers", most=_LAYERS),
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,

@@ -7,6 +7,7 @@ from typing import Any
 from tinyspec.errors import TinyspecError
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+_UNWANTED = ["*/*", "consolidated*"]  # other formats beside the model: onnx/, original/, ...
 
 
 def snapshot(repo: str, progress: bool = True) -> Path:
@@ -23,7 +24,7 @@ def snapshot(repo: str, progress: bool = True) -> Path:
     if not progress:
         utils.disable_progress_bars()
     try:
-        return Path(snapshot_download(repo, allow_patterns=_WANTED))
+        return Path(snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except errors.HFValidationError as error:
         raise TinyspecError(f"{repo}: not a hub id (expected org/name), and no such path here") from error
     except errors.GatedRepoError as error:

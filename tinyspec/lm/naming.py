@@ -152,4 +152,4 @@ def _check(tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(sorted(names)[:5]) + more
+    return ", ".join(n if n.isprintable() else repr(n) for n in sorted(names)[:5]) + more  # a file may hold any name
