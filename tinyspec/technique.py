@@ -42,23 +42,24 @@ class Knob:
 
     def check(self, value: Any) -> Any:
         """The value in the default's type, or a one-line error that names the range."""
+        if isinstance(self.default, bool) and isinstance(value, str):  # from the command line
+            value = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(value, value)
         if self.choices:
             if value not in self.choices:
                 raise TinyspecError(f"{self.name} is {value!r}: it must be one of {', '.join(map(str, self.choices))}")
             return value
-        kind = type(self.default)
-        if kind in (int, float) and not isinstance(value, bool):
-            try:
-                number = kind(value)
-            except (TypeError, ValueError):
-                raise TinyspecError(f"{self.name} is {value!r}: it must be a number") from None
-            if number != float(value):
-                raise TinyspecError(f"{self.name} is {value!r}: it must be a whole number")
-            if (self.low is not None and not number >= self.low) or (self.high is not None and not number <= self.high):
-                span = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
-                raise TinyspecError(f"{self.name} is {value}: it must be {span}")
-            return number
-        return value
+        if isinstance(self.default, bool) or not isinstance(self.default, (int, float)):
+            return value
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise TinyspecError(f"{self.name} is {value!r}: it must be a number") from None
+        if isinstance(self.default, int) and number != round(number):
+            raise TinyspecError(f"{self.name} is {value!r}: it must be a whole number")
+        if (self.low is not None and not number >= self.low) or (self.high is not None and not number <= self.high):
+            span = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+            raise TinyspecError(f"{self.name} is {value}: it must be {span}")
+        return type(self.default)(number)
 
 
 @dataclass

@@ -1,0 +1,215 @@
+"""generate and stream: one face for every technique."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import tinyspec
+from tests.zoo import Zoo, tiny_zoo
+from tinyspec import generation
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.transformer import Model
+
+METHODS = ["autoregressive", "speculative_decoding", "llma"]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return tiny_zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def model(zoo: Zoo) -> Model:
+    return tinyspec.load(zoo.big, dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def draft(zoo: Zoo) -> Model:
+    return tinyspec.load(zoo.small, dtype="float64")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("prompt", ["the cat", "the dog sat on the log, and"])
+def test_greedy_text_is_plain_decodings_whatever_the_method(
+    model: Model, draft: Model, method: str, prompt: str
+) -> None:
+    plain = tinyspec.generate(model, prompt, max_new_tokens=40)
+    other = tinyspec.generate(model, prompt, method=method, draft=draft, max_new_tokens=40)
+    assert other.tokens == plain.tokens
+    assert other.text == plain.text
+    assert other.finish_reason == plain.finish_reason == "length"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_row_equals_the_row_alone_with_its_own_seed(model: Model, draft: Model, method: str) -> None:
+    prompts = ["the cat", "the dog sat on the", "and", "house"]
+    options = {"method": method, "draft": draft, "max_new_tokens": 12, "temperature": 0.9, "top_p": 0.95}
+    batch = tinyspec.generate(model, prompts, seed=5, **options)
+    alone = [tinyspec.generate(model, p, seed=5 + i, **options) for i, p in enumerate(prompts)]
+    assert [row.tokens for row in batch] == [row.tokens for row in alone]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same_text_whatever_ran_before(model: Model, draft: Model, method: str) -> None:
+    options = {"method": method, "draft": draft, "max_new_tokens": 16, "temperature": 1.0, "seed": 3}
+    first = tinyspec.generate(model, "the cat", **options)
+    torch.rand(7)
+    tinyspec.generate(model, "something else", **options)
+    assert tinyspec.generate(model, "the cat", **options).tokens == first.tokens
+    assert tinyspec.generate(model, "the cat", **{**options, "seed": 4}).tokens != first.tokens
+
+
+def test_global_random_state_is_untouched(model: Model, draft: Model) -> None:
+    import random
+
+    import numpy as np
+
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+    tinyspec.generate(model, "the cat", method="speculative_decoding", draft=draft, temperature=1.0, max_new_tokens=8)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+    assert before == after
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_streamed_pieces_join_to_the_text(model: Model, draft: Model, method: str) -> None:
+    options = {
+        "method": method,
+        "draft": draft,
+        "max_new_tokens": 30,
+        "temperature": 1.0,
+        "seed": 2,
+        "stop": ["th", "q"],
+    }
+    whole = tinyspec.generate(model, "the cat", **options)
+    assert "".join(tinyspec.stream(model, "the cat", **options)) == whole.text
+
+
+def test_text_ends_before_the_stop_string_and_tokens_with_the_one_that_completed_it(model: Model) -> None:
+    free = tinyspec.generate(model, "the cat", max_new_tokens=30)
+    stop = free.text[len(free.text) // 2 :][:2]
+    cut = tinyspec.generate(model, "the cat", max_new_tokens=30, stop=stop)
+    assert cut.finish_reason == "stop"
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.tokens == free.tokens[: len(cut.tokens)]
+    assert stop in model.tokenizer.decode(cut.tokens)
+
+
+def test_a_stop_sequence_of_ids_is_kept_whole(model: Model) -> None:
+    free = tinyspec.generate(model, "the cat", max_new_tokens=30)
+    cut = tinyspec.generate(model, "the cat", max_new_tokens=30, stop=[free.tokens[4:6]])
+    assert cut.finish_reason == "stop"
+    assert cut.tokens[-2:] == free.tokens[4:6]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logprobs_are_the_targets_own(model: Model, draft: Model, method: str) -> None:
+    out = tinyspec.generate(model, "the cat", method=method, draft=draft, max_new_tokens=10, temperature=0.7, top_k=5)
+    prompt = model.tokenizer.encode("the cat")
+    rows = model.logits([*prompt, *out.tokens]).log_softmax(-1)
+    expected = [float(rows[len(prompt) - 1 + i, token]) for i, token in enumerate(out.tokens)]
+    assert out.logprobs == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_small_budgets_give_exactly_so_many_tokens_and_defined_figures(
+    model: Model, draft: Model, method: str, wanted: int
+) -> None:
+    out = tinyspec.generate(model, "the cat", method=method, draft=draft, max_new_tokens=wanted)
+    assert len(out.tokens) == len(out.logprobs) == wanted
+    assert math.isfinite(out.stats.tokens_per_call)
+    assert math.isfinite(out.stats.layers_per_token)
+
+
+def test_plain_decoding_runs_every_layer_once_a_token(model: Model) -> None:
+    out = tinyspec.generate(model, "the cat", max_new_tokens=9)
+    assert out.stats.tokens_per_call == 1
+    assert out.stats.layers_per_token == model.config.n_layers
+    assert (out.stats.target_calls, out.stats.draft_calls) == (9, 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_context_ends_a_text(model: Model, draft: Model, method: str) -> None:
+    limit = model.config.max_positions
+    for length in (limit - 3, limit - 1, limit):
+        out = tinyspec.generate(model, [5] * length, method=method, draft=draft, max_new_tokens=50)
+        assert (len(out.tokens), out.finish_reason) == (limit - length, "context")
+
+
+def test_the_cards_draft_is_taken_when_none_is_given(zoo: Zoo) -> None:
+    model = tinyspec.load(zoo.big)
+    assert tinyspec.generate(model, "the cat", method="speculative_decoding", max_new_tokens=6).stats.drafted > 0
+
+
+def test_messages_and_chat_go_through_the_template(model: Model) -> None:
+    asked = generation.prompt_ids(model, "the cat", chat=True)
+    assert asked == generation.prompt_ids(model, [{"role": "user", "content": "the cat"}])
+    assert model.tokenizer.decode(asked).startswith("user: the cat")
+
+
+def test_ctrl_c_keeps_the_text_so_far(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = model.forward, []
+
+    def failing(feeds):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return real(feeds)
+
+    monkeypatch.setattr(model, "forward", failing)
+    out = tinyspec.generate(model, "the cat", max_new_tokens=30)
+    assert out.finish_reason == "interrupted"
+    assert 0 < len(out.tokens) < 6
+
+
+def test_references_are_copied_from(model: Model) -> None:
+    free = tinyspec.generate(model, "the cat", max_new_tokens=40)
+    prompt = model.tokenizer.encode("the cat")
+    copied = tinyspec.generate(model, prompt, method="llma", max_new_tokens=40, references=[[*prompt, *free.tokens]])
+    assert copied.tokens == free.tokens
+    assert copied.stats.target_calls < 10
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "speculative"}, "did you mean 'speculative_decoding'"),
+        ({"method": "llma", "kk": 3}, "no knob 'kk'"),
+        ({"method": "speculative_decoding", "gamma": 0}, "gamma is 0: it must be at least 1"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"stop": [""]}, "empty"),
+        ({"references": ["x"]}, "copies from no references"),
+    ],
+)
+def test_wrong_arguments_get_one_line_that_says_what_to_do(
+    model: Model, draft: Model, options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(TinyspecError, match=words.replace("(", r"\(")) as caught:
+        tinyspec.generate(model, "the cat", draft=draft, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_an_empty_prompt_is_refused(model: Model, prompt: str | list[int]) -> None:
+    with pytest.raises(TinyspecError, match="empty"):
+        tinyspec.generate(model, prompt)
+
+
+def test_a_prompt_beyond_the_context_is_refused(model: Model) -> None:
+    with pytest.raises(TinyspecError, match="97 tokens"):
+        tinyspec.generate(model, [5] * 97)
+
+
+def test_a_draft_of_another_vocabulary_says_by_how_much_and_what_else_works(model: Model, zoo: Zoo) -> None:
+    with pytest.raises(TinyspecError, match=r"280 tokens against 286.*llma"):
+        tinyspec.generate(model, "the cat", method="speculative_decoding", draft=zoo.other)
+
+
+def test_a_missing_draft_names_the_methods_that_need_none(zoo: Zoo) -> None:
+    lonely = tinyspec.load(zoo.small)
+    with pytest.raises(TinyspecError, match=r"needs a draft model.*autoregressive"):
+        tinyspec.generate(lonely, "the cat", method="speculative_decoding")
