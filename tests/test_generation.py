@@ -1,7 +1,6 @@
 """generate and stream: one face for every technique."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
