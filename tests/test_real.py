@@ -1,0 +1,49 @@
+"""A real model: SmolLM2-135M-Instruct, against transformers on the same weights and on the benchmark's own questions."""
+
+import pytest
+
+import tinyspec
+from tinyspec import data, models
+from tinyspec.bench import peer
+from tinyspec.errors import TinyspecError
+
+pytestmark = pytest.mark.real
+
+if models.find("smollm2") is None:
+    pytest.skip("SmolLM2 is not on this machine: tinyspec models fetch smollm2", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def smollm2():  # type: ignore[no-untyped-def]
+    return tinyspec.load("smollm2")
+
+
+def test_greedy_tokens_equal_transformers_on_twelve_questions() -> None:
+    try:
+        data.spec_bench()
+    except TinyspecError as missing:
+        pytest.skip(str(missing))
+    result = peer.measure("smollm2", questions=12, tokens=64, quiet=True)
+    assert result["passed"], [row for row in result["rows"] if row["mismatches"]]
+    assert result["tokens"] == 12 * 64
+
+
+def test_digits_are_split_one_by_one(smollm2) -> None:  # type: ignore[no-untyped-def]
+    ids = smollm2.tokenizer.encode("In 1984 there were 365 days, 24 hours each")
+    pieces = [smollm2.tokenizer.decode([i]) for i in ids]
+    assert [p for p in pieces if any(c.isdigit() for c in p)] == list("198436524")
+
+
+def test_it_answers_sensibly_by_copying(smollm2) -> None:  # type: ignore[no-untyped-def]
+    question = "What is the capital of France? Answer in one short sentence."
+    plain = tinyspec.generate(smollm2, question, chat=True, max_new_tokens=24)
+    copied = tinyspec.generate(smollm2, question, chat=True, method="llma", max_new_tokens=24)
+    assert "Paris" in plain.text
+    assert copied.text == plain.text
+    assert copied.finish_reason == "eos"
+
+
+def test_the_stored_weights_are_one_copy_and_a_chat_template(smollm2) -> None:  # type: ignore[no-untyped-def]
+    assert smollm2.config.tied
+    assert smollm2.tokenizer.has_chat
+    assert smollm2.config.parameters() == pytest.approx(134.5e6, rel=0.01)
