@@ -22,8 +22,8 @@ ROOT = -1
 def block_sum(block: Sequence[Number]) -> Number:
     """Sum one block in eight strided lanes. O(n).
 
-    Eight independent chains of additions are what SIMD wants, and a fixed order is what bit-equality wants. The built-in
-    `sum` will not do: since Python 3.12 it compensates its rounding errors.
+    Eight independent chains of additions are what SIMD wants, and a fixed order is what bit-equality wants.
+    The built-in `sum` will not do: since Python 3.12 it compensates its rounding errors.
     """
     a, b, c, d, e, f, g, h = (reduce(add, block[lane::LANES], 0) for lane in range(LANES))
     return ((a + b) + (c + d)) + ((e + f) + (g + h))
@@ -147,7 +147,7 @@ def units(row: Sequence[Number]) -> list[Number]:
 
 
 def truncate(row: Sequence[Number], top_k: int | None, top_p: Number, min_p: Number) -> list[Number]:
-    """Top-k, then top-p, then min-p on weights (float weights are at most 1), each on what the last one left. O(V log V).
+    """Top-k, then top-p, then min-p on weights (floats are at most 1), each on what the last one left. O(V log V).
 
     top-p keeps the smallest set of highest weights whose mass reaches top_p of the whole; the token that crosses stays.
     """
@@ -230,7 +230,7 @@ def refuse(row: Sequence[Number], q: Sequence[Number] | None, token: int, last: 
 def ratio(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> Number:
     """The acceptance ratio row/q of a drafted token; a law of None is a point mass.
 
-    A token that its own declared law cannot produce breaks the drafter's contract, and nothing downstream could mend it.
+    A token that its own declared law cannot produce breaks the drafter's contract, and nothing later could mend it.
     """
     if not 0 <= token < len(row):
         raise TinyspecError(f"drafted token {token} is outside of the target's vocabulary of {len(row)}")

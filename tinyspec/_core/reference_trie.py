@@ -1,7 +1,7 @@
 """The pure twin of trie.pyx: an n-gram index over several growing texts, in dictionaries.
 
-For every n-gram of up to max_n tokens the index knows the places where it was continued, in the order in which they were
-appended. A place is (text, position of the continuing token).
+For every n-gram of up to max_n tokens the index knows the places where it was continued, in the order in which they
+were appended. A place is (text, position of the continuing token).
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """The loops under sampling.pyx: sums, the inverse CDF, and a selection that does not sort. Compiled into it, inline."""
 
-from libc.math cimport INFINITY, NAN, ceil, fabs
+from libc.math cimport INFINITY, NAN, ceil, exp, fabs
 from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -251,3 +251,32 @@ cdef inline double top_score(const double* x, Py_ssize_t n) noexcept nogil:
     a = b if b > a else a
     c = d if d > c else c
     return NAN if nan else (c if c > a else a)
+
+
+cdef inline void law_into(double* x, Py_ssize_t n, double* sums, double top, double temperature, Py_ssize_t top_k,
+                          double top_p, double min_p) noexcept nogil:
+    """Scores x[n] with maximum `top` to a law in place, and its block sums; behind them lies keep_leading's room."""
+    cdef int64_t* masses = <int64_t*> (sums + n // BLOCK + 1)
+    cdef int* candidates = <int*> (masses + 4 * BUCKETS)
+    cdef Py_ssize_t i = 0
+    if temperature == 0:
+        while x[i] != top:
+            i += 1
+        memset(x, 0, n * sizeof(double))
+        x[i] = 1
+        sum_blocks(x, n, sums)
+        return
+    if temperature == 1:
+        for i in range(n):
+            x[i] = exp(x[i] - top)
+    else:
+        for i in range(n):
+            x[i] = exp((x[i] - top) / temperature)
+    if 0 < top_k < n:
+        keep_leading(x, n, top_k, 0, masses, candidates)
+    if top_p < 1:
+        keep_leading(x, n, 0, top_p, masses, candidates)
+    if min_p > 0:
+        for i in range(n):
+            x[i] = x[i] if x[i] >= min_p else 0  # the top weight is exactly 1
+    divide(x, n, sum_blocks(x, n, sums), sums)

@@ -5,13 +5,12 @@ Everything is O(V): nothing sorts. Sums run in the twin's order (blocks of 256 i
 the compiler may turn into SIMD without -ffast-math; exp is libm's, as is the twin's math.exp.
 """
 
-from libc.math cimport INFINITY, exp
-from libc.stdint cimport int64_t
+from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from tinyspec._core.rows cimport (
-    BLOCK, BUCKETS, add_blocks, block_sum, divide, find, find_left_over, keep_leading, residual_into, sum_blocks, top_score,
+    BLOCK, BUCKETS, add_blocks, block_sum, find, find_left_over, law_into, residual_into, sum_blocks, top_score,
 )
 
 import numpy as np
@@ -121,38 +120,14 @@ def race(const double[::1] row, const double[::1] noise):
 cdef int warp_into(double* x, Py_ssize_t n, double* sums, double temperature, Py_ssize_t top_k, double top_p,
                    double min_p) except -1 nogil:
     """Turn penalised scores x[n] into a law in place and fill its block sums; `sums` lies in a room for n tokens."""
-    cdef int64_t* masses = <int64_t*> (sums + n // BLOCK + 1)
-    cdef int* candidates = <int*> (masses + 4 * BUCKETS)
-    cdef double top = top_score(x, n), mass
-    cdef Py_ssize_t i = 0
+    cdef double top = top_score(x, n)
     if top != top or top == INFINITY or top == -INFINITY:
         with gil:
             if top != top:
                 raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
             what = "contain +inf" if top > 0 else "are all -inf: no token is allowed"
             raise TinyspecError(f"the logits {what}, so they define no law")
-    if temperature == 0:
-        while x[i] != top:
-            i += 1
-        memset(x, 0, n * sizeof(double))
-        x[i] = 1
-        sum_blocks(x, n, sums)
-        return 0
-    if temperature == 1:
-        for i in range(n):
-            x[i] = exp(x[i] - top)
-    else:
-        for i in range(n):
-            x[i] = exp((x[i] - top) / temperature)
-    if 0 < top_k < n:
-        keep_leading(x, n, top_k, 0, masses, candidates)
-    if top_p < 1:
-        keep_leading(x, n, 0, top_p, masses, candidates)
-    if min_p > 0:
-        for i in range(n):
-            x[i] = x[i] if x[i] >= min_p else 0  # the top weight is exactly 1
-    mass = sum_blocks(x, n, sums)
-    divide(x, n, mass, sums)
+    law_into(x, n, sums, top, temperature, top_k, top_p, min_p)
     return 0
 
 

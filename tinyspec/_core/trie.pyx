@@ -57,11 +57,7 @@ cdef class NgramIndex:
         self.new_node(-1, -1, -1)
 
     def __dealloc__(self):
-        free(self.nodes)
-        free(self.slots)
-        free(self.links)
-        free(self.table)
-        free(self.spell)
+        free(self.nodes); free(self.slots); free(self.links); free(self.table); free(self.spell)
 
     # --- nodes and their hash -------------------------------------------------------------------------------------
 
@@ -177,17 +173,14 @@ cdef class NgramIndex:
         """Append one token after slot `last`, whose longest n-gram (n <= max_n) is `state`; returns the new slot."""
         cdef int slot, child, depth, link, longer = -1
         cdef size_t width = 2 * self.max_n
-        cdef Slot* grown
-        cdef int* links
+        cdef void* grown
         if self.slot_free < 0 and self.slot_top == self.slot_room:
-            grown = <Slot*> realloc(self.slots, 2 * <size_t> self.slot_room * sizeof(Slot))
+            grown = realloc(self.slots, 2 * <size_t> self.slot_room * sizeof(Slot))
+            self.slots = <Slot*> grown if grown else self.slots
+            grown = realloc(self.links, 2 * <size_t> self.slot_room * width * sizeof(int)) if grown else NULL
             if grown == NULL:
                 raise MemoryError()
-            self.slots = grown
-            links = <int*> realloc(self.links, 2 * <size_t> self.slot_room * width * sizeof(int))
-            if links == NULL:
-                raise MemoryError()
-            self.links, self.slot_room = links, 2 * self.slot_room
+            self.links, self.slot_room = <int*> grown, 2 * self.slot_room
         if self.slot_free >= 0:
             slot, self.slot_free = self.slot_free, self.slots[self.slot_free].after
         else:

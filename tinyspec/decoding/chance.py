@@ -1,7 +1,7 @@
 """Where randomness comes from: never from global state, always from a `Chance` that was handed in.
 
-`Seeded` for use; `Replay` feeds given uniforms, to compare two implementations draw by draw; `Exhaustive` walks every outcome
-with its exact probability, which turns a test into a proof. `split(role, round)` gives each role its own stream in each
+`Seeded` for use; `Replay` feeds given uniforms, to compare two implementations draw by draw; `Exhaustive` walks every
+outcome with its exact probability, which turns a test into a proof. `split(role, round)` gives each role its own stream in each
 round, so that no two decisions share noise and nothing depends on how much another role consumed.
 """
 
@@ -92,7 +92,7 @@ class _Stream:
 
 
 class Seeded(_Stream):
-    """Philox streams keyed by a hash of (seed, path of roles and rounds): the same on every machine, in any order of use.
+    """Philox streams keyed by a hash of (seed, path of roles and rounds): the same on any machine, in any order of use.
 
     >>> [Seeded(7).split("draft", 0).draw([0.5, 0.5]), Seeded(7).split("draft", 0).draw([0.5, 0.5])]
     [0, 0]
@@ -166,12 +166,10 @@ class _Philox(threading.local):
     def at(self, key: bytes, index: int) -> np.random.Generator:
         """The generator of stream `key`, about to make number `index`, a multiple of four (a counter makes four)."""
         counter = np.array([index // 4, 0, 0, 0], np.uint64)
-        state = {"counter": counter, "key": np.frombuffer(key, "<u8").astype(np.uint64)}
-        empty = np.zeros(4, np.uint64)
         self._bits.state = {
             "bit_generator": "Philox",
-            "state": state,
-            "buffer": empty,
+            "state": {"counter": counter, "key": np.frombuffer(key, "<u8").astype(np.uint64)},
+            "buffer": np.zeros(4, np.uint64),
             "buffer_pos": 4,
             "has_uint32": 0,
             "uinteger": 0,

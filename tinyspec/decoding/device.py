@@ -1,7 +1,7 @@
 """The kernels of _core as torch ops, for rows that live on a device: nothing vocabulary-sized is copied to the host.
 
-They decide as the kernels do, unless a uniform or a knob lies within V * eps of a boundary: a device sums in its own order.
-Everything is computed in float64, whatever the dtype of the logits.
+They decide as the kernels do, unless a uniform or a knob lies within V * eps of a boundary: a device sums in its own
+order. Everything is computed in float64, whatever the dtype of the logits.
 """
 
 from collections.abc import Sequence

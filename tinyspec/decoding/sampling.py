@@ -1,7 +1,7 @@
 """From logits to a law, and from a law to a token: repetition penalty, temperature, top-k, top-p, min-p, inverse CDF.
 
-One object, `Warp`, serves draft and target alike. A law (`Row`) is a float64 ndarray on the CPU, a tensor on a device, or a
-list of Fractions in the exact laws; every function here dispatches on that. Ties go to the lowest id everywhere.
+One object, `Warp`, serves draft and target alike. A law (`Row`) is a float64 ndarray on the CPU, a tensor on a device,
+or a list of Fractions in the exact laws; every function here dispatches on that. Ties go to the lowest id everywhere.
 """
 
 import math
@@ -51,7 +51,7 @@ class Warp:
 
     temperature         0 is greedy: all mass on the highest logit
     top_k               keep exactly the k highest
-    top_p               then the smallest set of highest probabilities whose mass reaches top_p (the token that crosses stays)
+    top_p               then the smallest set of highest probabilities whose mass reaches top_p, the crossing one included
     min_p               then drop what is below min_p times the highest probability
     repetition_penalty  first of all: logits of tokens in the history times it where negative, else divided by it
 
@@ -86,8 +86,8 @@ class Warp:
     def __call__(self, logits: Any, history: Sequence[int] = ()) -> Row:
         """The law after the warpers. Raises TinyspecError for NaN, +inf, or nothing but -inf.
 
-        logits  [V]: CPU tensor or ndarray -> float64 ndarray; device tensor -> float64 tensor there; a list of Fractions is
-                a table model's unnormalised weights (temperature 1/n is the n-th power) -> Fractions
+        logits  [V]: CPU tensor or ndarray -> float64 ndarray; device tensor -> float64 tensor there; a list of Fractions
+                is a table model's unnormalised weights (temperature 1/n is the n-th power) -> Fractions
         history ids so far, prompt included, with the node's own path; read by the repetition penalty alone
         """
         if is_exact(logits):
@@ -151,7 +151,7 @@ def order(row: Row, uniforms: Any) -> list[int]:
 
 
 def race(row: Row, noise: Any) -> int:
-    """argmin noise / row over the support: with exponential noise a draw from the row, shared by rows raced on the same."""
+    """argmin noise / row over the support: with exponential noise a draw from the row, shared by rows on the same noise."""
     if is_exact(row):
         return reference.race(row, list(noise))
     if on_device(row):

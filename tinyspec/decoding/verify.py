@@ -1,13 +1,11 @@
 """Follow a draft tree from its root while the target's law lets it, without changing that law.
 
-The chain of Leviathan et al. (arXiv 2211.17192), several drafts with and without replacement (SpecInfer 2305.09781, MCSD
-2401.06706), deterministic proposals and merged trees are one walk, because each node carries the law it was drawn from given
-its earlier siblings, or None. `residual` and `without` are its two moves, for verifiers that need another walk.
+The chain of Leviathan et al. (arXiv 2211.17192), several drafts with and without replacement (SpecInfer 2305.09781,
+MCSD 2401.06706), deterministic proposals and merged trees are one walk, because each node carries the law it was drawn
+from given its earlier siblings, or None. `residual` and `without` are its two moves, for verifiers that need another walk.
 """
 
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from tinyspec import _core
 from tinyspec._core import reference
@@ -57,7 +55,7 @@ def _refuse(row: Row, q: Row | None, token: int, last: bool) -> Row:
 def walk(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     """Accept the draft as far as the target's law allows, then draw one more token. The output has exactly the law p.
 
-    tree   laws[i] is the law tokens[i] was drawn from, given everything before it and its earlier siblings; None: a point mass
+    tree   laws[i] is the law tokens[i] was drawn from, given all the past and its earlier siblings; None: a point mass
     p      p[ROOT] and p[node] are the target's rows there; only those of accepted nodes are read (the root's twice)
     chance one `accept` a tested node, one `draw`
 
@@ -68,7 +66,7 @@ def walk(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     if block is None:
         return Verdict(*reference.walk(*_columns(tree), p, chance.accept, chance.draw, _refuse))
     tokens, parents, laws, probe = _columns(tree)
-    laws = [law if law is None or type(law) is np.ndarray and law.dtype == np.float64 else on_host(law) for law in laws]
+    laws = [law if law is None else on_host(law) for law in laws]
     path, token, refused, used = _core.walk(tokens, parents, laws, probe, p, block)
     chance.unread(len(block) - used)
     return Verdict(path, token, refused)

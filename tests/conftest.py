@@ -1,0 +1,37 @@
+"""Hypothesis profiles, and a check that the compiled kernels are those of the sources."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+CORE = Path(__file__).parent.parent / "tinyspec" / "_core"
+
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("explore", parent=settings.get_profile("ci"), derandomize=False, max_examples=1000)
+settings.load_profile("ci" if os.environ.get("CI") else os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def included(source: Path) -> list[Path]:
+    """The .pxd files beside a .pyx that it names."""
+    text = source.read_text()
+    return [file for file in source.parent.glob("*.pxd") if f"tinyspec._core.{file.stem} cimport" in text]
+
+
+def stale_kernels(core: Path = CORE) -> list[str]:
+    """Compiled modules older than their source: Python would import them without a word."""
+    return [
+        library.name
+        for source in core.glob("*.pyx")
+        for library in core.glob(f"{source.stem}.*.so")
+        if library.stat().st_mtime < max(file.stat().st_mtime for file in [source, *included(source)])
+    ]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Refuse to test old kernels, unless none are to be used."""
+    if os.environ.get("TINYSPEC_PURE", "0") in ("", "0") and (stale := stale_kernels()):
+        pytest.exit(f"{', '.join(stale)} older than the source; rebuild with: pip install -e .", returncode=4)

@@ -1,0 +1,175 @@
+"""The walk keeps the target's law, proved by enumeration, and the traps that others fell into."""
+
+from fractions import Fraction as F
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinyspec.decoding import device
+from tinyspec.decoding.chance import Exhaustive, Replay, Seeded
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import Verdict, residual, walk, without
+from tinyspec.errors import TinyspecError
+from tinyspec.tree import ROOT, TokenTree
+
+WEIGHTS = st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any)
+
+
+def exact(weights):
+    return [F(x, sum(weights)) for x in weights]
+
+
+class Table:
+    """A law for every context, from a list of laws."""
+
+    def __init__(self, laws):
+        self.laws = laws
+
+    def __call__(self, context):
+        return self.laws[(sum(context) * 2 + len(context)) % len(self.laws)]
+
+    def joint(self, n, context=(), mass=F(1)):
+        if len(context) == n:
+            return {context: mass}
+        law = {}
+        for token, x in enumerate(self(context)):
+            if x > 0:
+                law |= self.joint(n, (*context, token), mass * x)
+        return law
+
+
+def rounds(propose, p, n):
+    """Tokens of as many rounds as n tokens take, as a function of chance."""
+
+    def play(chance):
+        text, round = (), 0
+        while len(text) < n:
+            tree = propose(text, chance.split("draft", round))
+            rows = {node: p(text + tree.spelled(tree.path(node))) for node in range(-1, len(tree.tokens))}
+            verdict = walk(tree, rows, chance.split("verify", round))
+            text, round = (*text, *tree.spelled(verdict.path), verdict.next), round + 1
+        return text[:n]
+
+    return play
+
+
+@given(st.lists(WEIGHTS, min_size=3, max_size=3), st.lists(WEIGHTS, min_size=2, max_size=2))
+@settings(max_examples=12)
+def test_a_chain_with_its_law_declared_keeps_the_joint_law(ps, qs):
+    p, q = Table([exact(x) for x in ps]), Table([exact(x) for x in qs])
+
+    def propose(text, chance):
+        tokens, laws = (), []
+        for _ in range(2):
+            laws.append(q(text + tokens))
+            tokens += (chance.draw(laws[-1]),)
+        return TokenTree.chain(tokens, laws)
+
+    assert Exhaustive.law(rounds(propose, p, 3)) == p.joint(3)
+
+
+@given(st.lists(WEIGHTS, min_size=3, max_size=3), WEIGHTS, st.booleans())
+@settings(max_examples=30)
+def test_several_drafts_with_and_without_replacement_keep_the_law(ps, weights, replace):
+    p, q = Table([exact(x) for x in ps]), exact(weights)
+
+    def propose(text, chance):
+        tokens, laws = (), ()
+        row = q
+        for _ in range(2):
+            tokens, laws = (*tokens, chance.draw(row)), (*laws, row)
+            row = q if replace else without(row, tokens[-1])
+            if not replace and row == laws[-1]:
+                break
+        child = chance.draw(q)
+        n = len(tokens)
+        return TokenTree((*tokens, child), (*(-1,) * n, 0), (*laws, q), (False,) * (n + 1))
+
+    assert Exhaustive.law(rounds(propose, p, 2)) == p.joint(2)
+
+
+@given(st.lists(WEIGHTS, min_size=3, max_size=3), st.lists(st.integers(0, 2), min_size=4, max_size=4))
+@settings(max_examples=50)
+def test_a_tree_without_laws_keeps_the_law_whatever_it_holds(ps, tokens):
+    p = Table([exact(x) for x in ps])
+    tree = TokenTree(tokens, (-1, -1, 0, 1), (None,) * 4, (False,) * 4)
+    assert Exhaustive.law(rounds(lambda text, chance: tree, p, 3)) == p.joint(3)
+
+
+def test_residual_is_the_positive_part_normalised():
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    np.testing.assert_allclose(residual(p, q), [0.75, 0.25, 0.0], atol=1e-15)
+    assert residual([F(1, 2), F(1, 2)], [F(1), F(0)]) == [0, 1]
+
+
+def test_a_residual_with_nothing_left_is_the_row():
+    p = np.array([0.5, 0.5])
+    assert residual(p, p).tolist() == p.tolist()
+    assert without(np.array([0.0, 1.0]), 1).tolist() == [0.0, 1.0]
+    nudged = np.nextafter(p, 1)
+    assert np.isfinite(residual(p, nudged)).all()
+
+
+def test_an_impossible_token_is_refused_even_at_u_zero():
+    row = np.array([0.0, 1.0])
+    tree = TokenTree.chain([0], [np.array([0.5, 0.5])])
+    assert walk(tree, {ROOT: row, 0: row}, Replay([0.0, 0.0])) == Verdict((), 1, (0,))
+
+
+def test_greedy_accepts_the_lowest_of_equal_tokens_alone():
+    row = Warp(temperature=0.0)(np.array([1.0, 3.0, 3.0]))
+    tree = TokenTree((2, 1), (-1, -1), (None, None), (False, False))
+    assert walk(tree, {ROOT: row, 1: row}, Seeded(0)) == Verdict((1,), 1, (0,))
+
+
+def test_all_nodes_that_spell_the_path_are_alive_and_probes_are_not():
+    one = [F(0), F(1), F(0)]
+    two = [F(0), F(0), F(1)]
+    tree = TokenTree((1, 1, 0, 1, 2), (-1, -1, 0, 0, 1), (None,) * 5, (False, False, False, True, False))
+    verdict = walk(tree, {ROOT: one, 0: two, 4: one}, Replay([0.5] * 9))
+    assert verdict == Verdict((0, 4), 1, (2,))
+
+
+def test_only_the_rows_of_accepted_nodes_are_read():
+    class Rows(dict):
+        read = ()
+
+        def __getitem__(self, node):
+            self.read += (node,)
+            return super().__getitem__(node)
+
+    row = np.array([0.5, 0.5])
+    rows = Rows(dict.fromkeys(range(-1, 3), row))
+    walk(TokenTree.chain([0, 1, 0]), rows, Replay([0.1, 0.9, 0.5]))
+    assert set(rows.read) == {-1, 0}
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_a_token_its_own_law_cannot_produce_breaks_the_contract(kind):
+    row = np.array([0.5, 0.5])
+    tree = TokenTree.chain([0], [kind([0.0, 1.0])])
+    with pytest.raises(TinyspecError, match="declare None"):
+        walk(tree, {ROOT: row, 0: row}, Replay([0.5] * 3))
+
+
+def test_the_walk_leaves_the_stream_where_the_twin_leaves_it():
+    rng = np.random.default_rng(0)
+    rows = {node: rng.dirichlet(np.ones(5)) for node in range(-1, 6)}
+    q = rng.dirichlet(np.ones(5))
+    for seed in range(200):
+        tokens = rng.choice(5, 6, p=q).tolist()
+        tree = TokenTree(tokens, (-1, -1, 0, 0, 1, 2), (q, q, None, q, q, q), (False,) * 6)
+        kernel, twin = Seeded(seed), Seeded(seed)
+        twin.uniforms = lambda n: None
+        assert walk(tree, rows, kernel) == walk(tree, rows, twin)
+        assert kernel._next() == twin._next()
+
+
+@given(WEIGHTS, WEIGHTS)
+def test_the_device_moves_equal_the_kernels(p, q):
+    p, q = np.array(exact(p), np.float64), np.array(exact(q), np.float64)
+    np.testing.assert_allclose(device.residual(torch.tensor(p), torch.tensor(q)).numpy(), residual(p, q), atol=1e-15)
+    np.testing.assert_allclose(device.without(torch.tensor(p), 1).numpy(), without(p, 1), atol=1e-15)
