@@ -12,8 +12,8 @@ import torch
 from gguf import GGMLQuantizationType as Quant
 
 from tests.lm import test_gguf as gguf
+from tests.lm.checkpoints import random
 from tests.lm.small import LLAMA
-from tests.lm.test_checkpoint import random
 from tinyspec import fetching, models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint

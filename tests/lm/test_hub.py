@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.lm.checkpoints import random
 from tests.lm.small import LLAMA
-from tests.lm.test_checkpoint import random
 from tests.lm.test_tokenizer import byte_level
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint, hub
