@@ -1,0 +1,318 @@
+"""Laws of the command line: help without torch, errors in one line with code 2, plain output in a pipe, JSON."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.zoo import TEXT, Zoo, tiny_zoo
+from tinyspec.cli import main
+
+STORYTELLER = Path(__file__).parent.parent / "models" / "storyteller" / "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return tiny_zoo(tmp_path_factory.mktemp("zoo"))
+
+
+def run(*args: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, list(args), input=stdin)
+
+
+def failed(result: Result) -> str:
+    """The one line of an error."""
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("tinyspec: ")
+    return lines[0]
+
+
+def all_commands(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = [path]
+    for name, command in group.commands.items():
+        inner = (*path, name)
+        found += all_commands(command, inner) if isinstance(command, click.Group) else [inner]
+    return found
+
+
+# ---------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("path", all_commands(), ids=" ".join)
+def test_every_help_shows_examples(path: tuple[str, ...]) -> None:
+    result = run(*path, "--help")
+    assert result.exit_code == 0
+    assert "Examples:" in result.output or "Example:" in result.output
+    assert "tinyspec" in result.output
+
+
+def test_help_imports_no_torch() -> None:
+    paths = [list(path) for path in all_commands()]
+    code = (
+        "import sys\nfrom tinyspec.cli import main\n"
+        f"for path in {paths!r}:\n"
+        "    try: main([*path, '--help'])\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'numpy', 'tokenizers', 'rich.console'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_the_module_runs_and_knows_its_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "tinyspec", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.startswith("tinyspec")
+
+
+# ---------------------------------------------------------------------- generate
+
+
+def test_generate_prints_what_the_library_generates(zoo: Zoo) -> None:
+    import tinyspec
+
+    options = ["--model", zoo.big, "--max-new-tokens", "20", "--temperature", "0.9", "--top-k", "50", "--seed", "3"]
+    result = run("generate", "the cat", *options, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    model = tinyspec.load(zoo.big)
+    want: Any = tinyspec.generate(model, "the cat", max_new_tokens=20, temperature=0.9, top_k=50, seed=3)
+    assert said["tokens"] == want.tokens
+    assert said["text"] == want.text
+    assert len(said["logprobs"]) == 20
+    assert said["stats"]["target_calls"] == 20
+    assert run("generate", "the cat", *options).stdout == want.text + "\n"
+    assert run("generate", "-", *options, stdin="the cat\n").stdout == want.text + "\n"
+    assert run("generate", *options, stdin="the cat\n").stdout == want.text + "\n"
+
+
+@pytest.mark.parametrize("knob", [["--gamma", "2"], ["--gamma=2"], ["--knob", "gamma=2"], ["-k", "gamma=2"]])
+def test_knobs_are_options(zoo: Zoo, knob: list[str]) -> None:
+    call = ["generate", "--model", zoo.big, "-n", "9", "--method", "speculative_decoding"]
+    stats = [json.loads(run(*call, *extra, "the cat", "--json").stdout)["stats"] for extra in (knob, [])]
+    assert stats[0]["drafted"] != stats[1]["drafted"]
+
+
+def test_statistics_go_to_standard_error(zoo: Zoo) -> None:
+    result = run("generate", "--model", zoo.big, "the cat", "-n", "5", "--stats")
+    assert "5 tokens in 5 target calls" in result.stderr
+    assert "target calls" not in result.stdout
+
+
+def test_references_are_for_methods_that_copy(zoo: Zoo, tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    call = ["generate", "--model", zoo.big, "the cat", "-n", "5", "--reference", str(text)]
+    assert run(*call, "--method", "llma").exit_code == 0
+    assert "copies from no references" in failed(run(*call))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--method", "lmla"], "did you mean 'llma'"),
+        (["--method", "speculative_decoding", "--gama", "4"], "--gamma"),
+        (["--max-new-token", "4"], "--max-new-tokens"),
+        (["--method", "speculative_decoding", "--gamma", "0"], "gamma is 0"),
+        (["--method", "speculative_decoding", "--gamma", "2.5"], "whole number"),
+        (["--temperature", "-1"], "temperature"),
+        (["--device", "cuda:99"], "cuda"),
+        (["--dtype", "float31"], "float32"),
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--method", "speculative_decoding", "--draft", "OTHER"], "vocabulary"),
+    ],
+)
+def test_errors_are_one_line(zoo: Zoo, args: list[str], says: str) -> None:
+    args = [zoo.other if arg == "OTHER" else arg for arg in args]
+    model = [] if "--model" in args else ["--model", zoo.big]
+    assert says in failed(run("generate", "the cat", *model, *args))
+
+
+def test_empty_and_long_prompts_are_errors(zoo: Zoo) -> None:
+    assert "empty" in failed(run("generate", "", "--model", zoo.big))
+    assert "context" in failed(run("generate", TEXT, "--model", zoo.big))
+
+
+def test_usage_errors_exit_with_2_and_suggest() -> None:
+    assert run("generate", "a", "b").exit_code == 2
+    result = run("genrate")
+    assert result.exit_code == 2
+    assert "generate" in result.stderr
+    assert run("generate", "a", "--seed", "x").exit_code == 2
+    assert run("generate", "a", "--knob", "gamma").exit_code == 2
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ["generate", "a", "--method", "lmla"]
+    assert type(run(*call, "--debug").exception).__name__ == "TinyspecError"
+    assert type(run("--debug", *call).exception).__name__ == "TinyspecError"
+    monkeypatch.setenv("TINYSPEC_DEBUG", "1")
+    assert type(run(*call).exception).__name__ == "TinyspecError"
+
+
+def test_errors_from_below_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tinyspec
+
+    class OutOfMemoryError(RuntimeError):
+        """As torch names it."""
+
+    for error, says in ((OutOfMemoryError("x"), "out of memory"), (ValueError("a\nb"), "ValueError: a b")):
+
+        def load(*_: Any, _error: Exception = error, **__: Any) -> None:
+            raise _error
+
+        monkeypatch.setattr(tinyspec, "load", load)
+        assert says in failed(run("generate", "a"))
+
+
+def test_interruption_keeps_the_text_and_exits_130(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyspec.decoding.decode import Decoder
+
+    step = Decoder.step
+
+    def interrupted(self: Decoder, chance: Any) -> Any:
+        if self.rounds == 4:
+            raise KeyboardInterrupt
+        return step(self, chance)
+
+    whole = run("generate", "the cat", "--model", zoo.big).stdout
+    monkeypatch.setattr(Decoder, "step", interrupted)
+    result = run("generate", "the cat", "--model", zoo.big)
+    assert result.exit_code == 130
+    assert "ended by interrupted" in result.stderr
+    assert result.stdout.rstrip("\n")
+    assert whole.startswith(result.stdout.rstrip("\n"))
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tinyspec", "models", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
+    process.wait(60)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_while_waiting_is_quiet() -> None:
+    code = "import time\nfrom tinyspec import models\n"
+    code += "models.listing = lambda: (print('in', flush=True), time.sleep(60))\n"
+    code += "from tinyspec.cli import main\nmain(['models', 'list'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+
+
+# ---------------------------------------------------------------------- race
+
+
+def test_race_reports_as_json(zoo: Zoo, tmp_path: Path) -> None:
+    picture = tmp_path / "race.svg"
+    result = run(
+        "race", "--model", zoo.big, "-n", "24", "-p", "the cat", "--repeat", "2", "--json", "--svg", str(picture)
+    )
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["identical"] is True
+    assert said["ratio"] > 0
+    assert said["tokens_per_call"] == said["lanes"][1]["tokens_per_call"] >= 1
+    assert said["lanes"][0]["tokens_per_call"] == 1
+    assert len(said["seconds"]) == 2
+    assert picture.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_race_in_a_pipe_is_plain(zoo: Zoo) -> None:
+    result = run(
+        "race", "--model", zoo.big, "-n", "24", "-p", "the cat", "--method", "llma", "--method", "speculative_decoding"
+    )
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.output
+    assert "llma: identical: yes" in result.output
+    assert "tokens per target call" in result.output
+    assert "distinct 4-grams" in result.output
+
+
+def test_a_sampled_race_expects_no_identity(zoo: Zoo) -> None:
+    call = ["race", "--model", zoo.big, "-n", "16", "-p", "the cat", "--temperature", "0.8"]
+    assert "not expected" in run(*call).output
+    assert json.loads(run(*call, "--json").stdout)["identical"] is None
+
+
+def test_race_needs_an_opponent(zoo: Zoo) -> None:
+    assert "against itself" in failed(run("race", "--method", "autoregressive", "--model", zoo.big))
+    assert "--gamma" in failed(run("race", "--gama", "3", "--model", zoo.big))
+    assert "draft" in failed(run("race", "--model", zoo.small, "-p", "the cat"))
+
+
+@pytest.mark.skipif(not STORYTELLER.exists(), reason="models/storyteller is not trained yet")
+def test_the_bundled_race_is_lossless() -> None:
+    said = json.loads(run("race", "--json", "-n", "32").stdout)
+    assert said["identical"] is True
+    assert said["tokens_per_call"] > 1
+
+
+# ---------------------------------------------------------------------- the others
+
+
+def test_methods_lists_the_registry() -> None:
+    listed = json.loads(run("methods", "--json").stdout)
+    names = {entry["name"] for entry in listed}
+    assert {"autoregressive", "speculative_decoding", "llma"} <= names
+    assert {"name", "family", "paper", "guarantee", "knobs"} <= set(listed[0])
+    table = run("methods").output
+    assert all(name in table for name in names)
+    assert "gamma=4" in table
+    described = run("methods", "speculative_decoding").output
+    assert "Leviathan" in described
+    assert "--gamma 4" in described
+    assert "did you mean 'llma'" in failed(run("methods", "lmla"))
+
+
+def test_chat_keeps_a_conversation(zoo: Zoo) -> None:
+    call = ["chat", "--model", zoo.big, "--method", "llma", "-n", "6"]
+    result = run(*call, stdin="the cat\n/stats\n/reset\n/bogus\n" + TEXT + "\nthe dog\n/quit\nnever\n")
+    assert result.exit_code == 0, result.output
+    assert "6 tokens in" in result.stderr
+    assert "a new conversation" in result.stderr
+    assert "there is no /bogus" in result.stderr
+    assert "/reset forgets it" in result.stderr
+    assert "never" not in result.output
+    assert run(*call, stdin="the cat\n").exit_code == 0  # the end of the input is a way out
+
+
+def test_chat_needs_a_template(zoo: Zoo) -> None:
+    assert "chat template" in failed(run("chat", "--model", zoo.small, stdin="hello\n"))
+
+
+def test_models_are_listed_and_described(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path))
+    assert "smollm2" in {entry["name"] for entry in json.loads(run("models", "list", "--json").stdout)}
+    assert "smollm2" in run("models", "list").output
+    assert "models fetch smollm2" in run("models", "card", "smollm2").output
+    assert "cannot fetch" in failed(run("models", "fetch", "smollm"))
+
+
+def test_training_errors_are_one_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("name = 'x'\n", encoding="utf-8")
+    call = ["train", "lm", "--recipe", str(recipe), "--out", str(tmp_path / "out")]
+    assert "[shape]" in failed(run(*call))
+    assert "KEY=VALUE" in failed(run(*call, "--set", "lr"))
+    assert run("train", "lm", "--recipe", str(tmp_path / "none.toml"), "--out", "x").exit_code == 2

@@ -1,0 +1,165 @@
+"""Laws of a race: clocks count steps and nothing else, the lane behind moves next; and of its picture."""
+
+import random
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.lm.small import LLAMA, model
+from tinyspec.decoding.trace import Trace, TraceRound
+from tinyspec.generation import start
+from tinyspec.lm.transformer import Model
+from tinyspec.picture import Track, svg
+from tinyspec.race import Lane, compare, race, warm_up
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Model, Model]:
+    return model(LLAMA), model(LLAMA, seed=1)
+
+
+def starts(pair: tuple[Model, Model], **options: Any) -> list[Any]:
+    target, draft = pair
+    common = {"max_new_tokens": 12, **options}
+    return [
+        ("autoregressive", lambda: start(target, [1, 2, 3], **common)),
+        (
+            "speculative_decoding",
+            lambda: start(target, [1, 2, 3], method="speculative_decoding", draft=draft, **common),
+        ),
+    ]
+
+
+class Ticking:
+    """A clock that shows one second more each time it is read: whatever is timed took one second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_greedy_lanes_write_the_same_text(pair: tuple[Model, Model]) -> None:
+    lanes = race(pair[0], starts(pair))
+    assert lanes[0].tokens == lanes[1].tokens
+    assert len(lanes[0].tokens) == 12
+    assert [lane.finished for lane in lanes] == ["length", "length"]
+    assert compare([lanes], greedy=True)[0].identical is True
+    assert compare([lanes], greedy=False)[0].identical is None
+
+
+def test_a_clock_counts_the_prompt_and_every_round(pair: tuple[Model, Model]) -> None:
+    for lane in race(pair[0], starts(pair), clock=Ticking()):
+        assert lane.prefill == 1
+        assert lane.rounds == [1.0] * lane.stats.target_calls
+        assert lane.seconds == lane.stats.seconds == 1 + lane.stats.target_calls
+        assert lane.ends[-1] == lane.seconds
+        assert len(lane.trace.rounds) == lane.stats.target_calls
+
+
+def test_looking_on_is_off_the_clock_and_the_lane_behind_moves(pair: tuple[Model, Model]) -> None:
+    clock, before = Ticking(), [1.0, 1.0]
+
+    def watch(lanes: Any) -> None:
+        clock.now += 1000
+        now = [lane.seconds for lane in lanes]
+        moved = [i for i in (0, 1) if now[i] != before[i]]
+        if moved and not any(lane.finished for lane in lanes):
+            assert before[moved[0]] == min(before)
+        before[:] = now
+
+    lanes = race(pair[0], starts(pair), watch, clock)
+    assert max(lane.seconds for lane in lanes) < 1000
+
+
+def test_the_warm_up_ends(pair: tuple[Model, Model]) -> None:
+    warm_up([begin for _, begin in starts(pair)])
+
+
+def lanes_of(*runs: tuple[list[int], float]) -> list[Lane]:
+    return [Lane(str(i), rounds=[seconds], tokens=tokens) for i, (tokens, seconds) in enumerate(runs)]
+
+
+def test_the_ratio_is_of_medians_of_seconds_per_token() -> None:
+    plain, fast = [1, 2, 3, 4], [1, 2]
+    repeats = [lanes_of((plain, 4.0), (fast, second)) for second in (1.0, 2.0, 8.0)]
+    outcome = compare(repeats, greedy=True)[0]
+    assert outcome.ratio == 1.0
+    assert outcome.ratios == [2.0, 1.0, 0.25]
+    assert outcome.identical is False
+    assert outcome.differs_at == 2
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+def made(rounds: int, seed: int = 0) -> Trace:
+    """A trace as speculative decoding leaves it: gamma 4, some accepted, then one of its own."""
+    draw, trace = random.Random(seed), Trace([1])
+    for _ in range(rounds):
+        kept = draw.randint(0, 4)
+        origins = ["accepted"] * kept + ["bonus" if kept == 4 else "recovered"]
+        trace.rounds.append(
+            TraceRound([5] * 4, [-1, 0, 1, 2], list(range(kept)), [], [5] * (kept + 1), origins, [2] * 5, 1, 4)
+        )
+    return trace
+
+
+def plain(rounds: int) -> Trace:
+    return Trace([1], [TraceRound([], [], [], [], [5], ["plain"], [2], 1, 0) for _ in range(rounds)])
+
+
+def track(trace: Trace, pace: float, **more: Any) -> Track:
+    return Track("name <&>", trace, [0.1 + pace * (i + 1) for i in range(len(trace.rounds))], 0.1, **more)
+
+
+def boxes(root: ElementTree.Element, kind: str) -> Iterator[int]:
+    for path in root.iter(f"{SVG}path"):
+        if path.get("class") == kind:
+            yield path.get("d", "").count("M")
+
+
+def test_every_token_has_a_box_of_its_origin() -> None:
+    fast = made(40)
+    root = ElementTree.fromstring(svg([track(plain(60), 0.01), track(fast, 0.01)], "a race"))
+    legend = 1
+    for kind in ("accepted", "recovered", "bonus"):
+        assert sum(boxes(root, kind)) == fast.origins.count(kind) + legend
+    assert sum(boxes(root, "plain")) == 60 + legend
+    assert sum(boxes(root, "refused")) == sum(3 - min(len(r.path), 3) for r in fast.rounds) + legend
+
+
+def test_the_picture_stands_alone_and_is_small() -> None:
+    pieces = ["wo\x1brd ", "<b>", "&"] * 200
+    drawn = svg(
+        [track(plain(512), 0.01), track(made(200), 0.02, pieces=pieces, verdict="1.30x as fast")], 'A "race" & more'
+    )
+    assert len(drawn.encode()) < 60_000
+    assert "prefers-color-scheme" in drawn
+    assert "<script" not in drawn
+    assert "url(" not in drawn
+    assert "href" not in drawn
+    root = ElementTree.fromstring(drawn)  # well formed, whatever the model wrote
+    assert root.get("viewBox")
+    assert root.get("width") is None
+    words = " ".join(root.itertext())
+    assert "1.30x as fast" in words
+    assert "512 calls" in words
+
+
+def test_columns_share_one_time_axis() -> None:
+    drawn = svg([track(plain(10), 0.1), track(made(5), 0.1)], "a race")
+    root = ElementTree.fromstring(drawn)
+    finishes = [float(p.get("d", "")[1:].split()[0]) for p in root.iter(f"{SVG}path") if p.get("class") == "end"]
+    assert finishes[0] == pytest.approx(936)
+    assert finishes[1] == pytest.approx(24 + 912 * 0.6 / 1.1, abs=0.1)
+
+
+def test_nothing_written_still_draws() -> None:
+    ElementTree.fromstring(svg([Track("empty", Trace([1]), [])], "nothing"))

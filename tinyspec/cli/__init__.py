@@ -1,0 +1,36 @@
+"""The command line: one file a command. Each imports what it needs when it runs, so that --help answers at once."""
+
+import click
+
+import tinyspec
+from tinyspec.cli import bench, chat, generate, methods, models, race, train
+from tinyspec.cli.base import Group
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(tinyspec.__version__, "--version", prog_name="tinyspec")
+def main() -> None:
+    """Accelerated generation for language models: race it, use it, read it.
+
+    \b
+    Examples:
+      tinyspec race                             plain against speculative decoding, side by side
+      tinyspec generate "The old sailor said"   continue a text
+      tinyspec methods                          every technique, with its guarantee and its knobs
+      tinyspec generate --help                  what a command takes, with examples
+
+    Errors are one line on standard error and exit code 2; --debug (or TINYSPEC_DEBUG=1) adds the traceback.
+    """
+
+
+for command in (
+    race.race,
+    generate.generate,
+    chat.chat,
+    methods.methods,
+    models.models,
+    models.data,
+    train.train,
+    bench.bench,
+):
+    main.add_command(command)

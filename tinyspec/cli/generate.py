@@ -1,0 +1,93 @@
+"""tinyspec generate: continue a prompt."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tinyspec.cli import base
+
+
+@click.command("generate", cls=base.KnobCommand)
+@click.argument("prompt", required=False)
+@base.options(
+    click.option("--model", "-m", default="storyteller", show_default=True, help="Name, folder, .gguf file or hub id."),
+    click.option("--method", default="autoregressive", show_default=True, help="See `tinyspec methods`."),
+    base.draft_option,
+    base.knob_option,
+    click.option("--chat", is_flag=True, help="The prompt is a user's message in the model's chat template."),
+    click.option("--stop", multiple=True, help="End before this text; may be repeated."),
+    base.reference_option,
+    base.sampling_options,
+    base.where_options,
+    click.option("--stats", is_flag=True, help="Print calls, acceptance and time to standard error."),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
+)
+@click.pass_context
+def generate(
+    ctx: click.Context,
+    /,
+    prompt: str | None,
+    model: str,
+    method: str,
+    draft: str | None,
+    knob: tuple[str, ...],
+    chat: bool,
+    stop: tuple[str, ...],
+    references: tuple[Path, ...],
+    seed: int,
+    device: str,
+    dtype: str | None,
+    stats: bool,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Continue PROMPT, by any technique; the text appears as it grows.
+
+    Without PROMPT, or with -, it is read from standard input. Options that are not listed are knobs of the method.
+    Ctrl-C keeps what there is and exits with 130.
+
+    \b
+    Examples:
+      tinyspec generate "The old sailor said" --temperature 0.8 --seed 7
+      tinyspec generate "Once upon a time" --method speculative_decoding --gamma 6 --stats
+      tinyspec generate --model smollm2 --chat --method llma "Name three rivers."
+      tinyspec generate --method llma --reference notes.txt "In short:" --stop "\\n\\n"
+      cat story.txt | tinyspec generate --json
+    """
+    knobs = base.given_knobs(ctx, knob)
+    text = base.read_prompt(prompt, "there is no prompt: give one as an argument, or pipe it in")
+    base.settle(ctx, knobs, [method])
+    target, small = base.load_all(model, draft, [method], device, dtype)
+
+    from tinyspec.display import Growing, statistics, visible
+    from tinyspec.generation import start
+
+    stops = [s.replace("\\n", "\n").replace("\\t", "\t") for s in stop]
+    texts = [base.read_text(path) for path in references]
+    options = {"method": method, "draft": small, "seed": seed, "stop": stops, "chat": chat, "references": texts}
+    running = start(target, text, **options, **sampling, **knobs)
+    growing, terminal = Growing(running), sys.stdout.isatty()
+    interrupted = False
+    try:
+        for piece in growing:
+            if not as_json:
+                click.echo(visible(piece) if terminal else piece, nl=False)
+    except KeyboardInterrupt:
+        interrupted = True
+        running.close("interrupted")
+        if not as_json:
+            click.echo(growing.rest(), nl=False)
+    result = running.result()
+    if as_json:
+        done = {"model": target.name, "method": method, "text": result.text, "tokens": result.tokens}
+        more = {"logprobs": result.logprobs, "finish_reason": result.finish_reason, "stats": result.stats.as_dict()}
+        click.echo(json.dumps(done | more))
+    else:
+        click.echo()
+    if stats or interrupted:
+        click.echo(statistics(result.stats, result.finish_reason), err=True)
+    if interrupted:
+        ctx.exit(130)

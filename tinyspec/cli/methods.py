@@ -1,0 +1,78 @@
+"""tinyspec methods: the registry as a table."""
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from tinyspec.cli import base
+
+if TYPE_CHECKING:
+    from tinyspec.technique import Card, Knob
+
+
+@click.command("methods", cls=base.Command)
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="A JSON list (an object, with NAME) on standard output.")
+def methods(name: str | None, as_json: bool) -> None:
+    """Every technique: paper, family, guarantee, knobs. With NAME, what its file says of it.
+
+    \b
+    Guarantees, relative to plain decoding under the same sampling options:
+      exact    the same law of texts, at any temperature
+      greedy   the same text at temperature 0
+      lossy    by design; a knob has a neutral value
+      approx   no neutral value exists
+
+    \b
+    Examples:
+      tinyspec methods
+      tinyspec methods speculative_decoding
+      tinyspec methods --json
+    """
+    from tinyspec.technique import find, techniques
+
+    if name is not None:
+        card = find(name)
+        click.echo(json.dumps(card.as_dict() | {"doc": card.doc}) if as_json else described(card))
+    elif as_json:
+        click.echo(json.dumps([card.as_dict() for card in techniques().values()]))
+    else:
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("method", "family", "guarantee", "knobs", "paper"):
+            table.add_column(column, overflow="fold")
+        for card in techniques().values():
+            knobs = ", ".join(f"{knob.name}={knob.default}" for knob in card.knobs)
+            table.add_row(card.name, card.family, card.guarantee.value, knobs or "-", card.paper)
+        base.console().print(table, highlight=False, markup=False)
+
+
+def described(card: "Card") -> str:
+    """A card in full: the technique file's docstring, then its knobs as they are set on the command line."""
+    lines = [card.doc.strip(), "", f"guarantee: {card.guarantee.value}" + _neutral(card)]
+    if card.drafts:
+        lines.append("needs a draft model: --draft NAME")
+    if card.copies:
+        lines.append("copies from the prompt and from texts given by --reference FILE")
+    lines.append("knobs:" if card.knobs else "knobs: none")
+    wide = max((len(_setting(knob)) for knob in card.knobs), default=0)
+    lines += [f"  {_setting(knob):{wide}}  {knob.doc}{_range(knob)}" for knob in card.knobs]
+    return "\n".join(lines)
+
+
+def _neutral(card: "Card") -> str:
+    return "" if card.lossy is None else f" at {card.lossy[0]} {card.lossy[1]}; at other values lossy"
+
+
+def _setting(knob: "Knob") -> str:
+    return f"--{knob.name.replace('_', '-')} {knob.default}"
+
+
+def _range(knob: "Knob") -> str:
+    if knob.choices:
+        return f" (one of {', '.join(map(str, knob.choices))})"
+    if knob.low is not None and knob.high is not None:
+        return f" ({knob.low:g} to {knob.high:g})"
+    return "" if knob.low is None else f" (at least {knob.low:g})"

@@ -1,0 +1,204 @@
+"""The picture of a race, as one self-contained SVG.
+
+Each lane is a skyline over a common time axis: a column is one call of the target, as wide as it took, with a box for
+each token it committed. Plain decoding is one box high. Hollow boxes are guesses that were refused. What a token's
+colour says (Okabe and Ito's palette), its mark says too (slash, dot). No script, no font, no link: it may be embedded
+anywhere.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from tinyspec.decoding.trace import Trace
+from tinyspec.display import visible
+
+WIDTH, MARGIN = 960.0, 24.0
+BOX, GAP = 15.0, 2.0  # height of a token's box, space between boxes
+KINDS = ("accepted", "recovered", "bonus", "plain")
+MEANING = {
+    "accepted": "accepted: the draft guessed it",
+    "recovered": "recovered: put in a refused guess's place",
+    "bonus": "bonus: behind a draft that passed whole",
+    "plain": "plain: no draft",
+    "refused": "refused guess",
+}
+STYLE = """
+text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif;font-size:14px;fill:#1f2328}
+.name{font-weight:600;font-size:16px}.quiet{fill:#59636e}.small{font-size:12px}.big{font-weight:700;font-size:26px}
+.mono,.mono tspan{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:13px}
+.line{stroke:#d1d9e0;stroke-width:1}.end{stroke:#59636e;stroke-width:1;stroke-dasharray:3 3}
+.accepted{fill:#009e73}.recovered{fill:#d55e00}.bonus{fill:#0072b2}.plain{fill:#8c959f}
+.refused{fill:none;stroke:#b6bfc8;stroke-width:1}.slash{stroke:#fff;stroke-width:1.5;fill:none}.dot{fill:#fff}
+tspan.accepted{fill:#00704f}tspan.recovered{fill:#b34700;font-weight:700}
+tspan.bonus{fill:#005f96;text-decoration:underline}tspan.plain{fill:#1f2328}
+@media (prefers-color-scheme:dark){
+text,tspan.plain{fill:#e6edf3}.quiet{fill:#9198a1}.line{stroke:#3d444d}.end{stroke:#9198a1}
+.accepted{fill:#1fb58a}.recovered{fill:#f0793a}.bonus{fill:#4aa8e8}.plain{fill:#7d8590}
+.refused{fill:none;stroke:#565e68}.slash{stroke:#0d1117}.dot{fill:#0d1117}
+tspan.accepted{fill:#3fd6a8}tspan.recovered{fill:#ff9a5c}tspan.bonus{fill:#7cc4f5}}
+""".strip()
+
+
+class Track(NamedTuple):
+    """One lane, in plain data. Its rounds ended at `ends` (seconds); the first began at `began`."""
+
+    name: str
+    trace: Trace
+    ends: Sequence[float]
+    began: float = 0.0
+    pieces: Sequence[str] = ()  # the text of each token, for the excerpt
+    verdict: str = ""  # in large letters behind the finish: "1.4x as fast"
+    note: str = ""  # below it: "identical text"
+
+
+def svg(tracks: Sequence[Track], title: str, lines: int = 3) -> str:
+    """Draw the tracks one below the other; `lines` of the last one's text stand under them."""
+    longest = max((track.ends[-1] for track in tracks if track.ends), default=1.0) or 1.0
+    scale = (WIDTH - 2 * MARGIN) / longest
+    body, y = [f'<text x="{MARGIN:g}" y="34" class="big" style="font-size:20px">{escape(title)}</text>'], 52.0
+    for track in tracks:
+        height = _tallest(track) * (BOX + GAP)
+        finish = MARGIN + (track.ends[-1] if track.ends else 0) * scale
+        roomy = WIDTH - MARGIN - finish >= 150
+        body += _heading(track, y + 16, not roomy)
+        body += _verdict(track, finish, y + 30 + height) if roomy else []
+        body += _skyline(track, y + 30 + height, scale)
+        y += 30 + height + 12
+    body += _axis(y, longest, scale)
+    y += 40
+    if lines and tracks and tracks[-1].pieces:
+        excerpt = _excerpt(tracks[-1], y + 14, lines)
+        body += excerpt
+        y += 19 * len(excerpt) + 14
+    y = _legend(body, y + 12, tracks)
+    summary = escape("; ".join(f"{t.name}: {_figures(t)} {t.verdict} {t.note}".strip() for t in tracks))
+    named = f'<title id="t">{escape(title)}</title><desc id="d">{summary}</desc>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {y:g}" role="img" aria-labelledby="t d">'
+    return "\n".join([head, named, f"<style>{STYLE}</style>", *body, "</svg>", ""])
+
+
+def _tallest(track: Track) -> int:
+    """Boxes of the highest column."""
+    return max((len(r.emitted) + _refused(r.tokens, r.path) for r in track.trace.rounds), default=1)
+
+
+def _refused(tokens: Sequence[int], path: Sequence[int]) -> int:
+    """Hollow boxes on a column: the guesses that came to nothing, less the one whose place a token took."""
+    return max(len(tokens) - len(path) - 1, 0)
+
+
+def _figures(track: Track) -> str:
+    emitted = sum(len(r.emitted) for r in track.trace.rounds)
+    calls = len(track.trace.rounds)
+    seconds = track.ends[-1] if track.ends else 0.0
+    rate = f" · {seconds:.2f} s · {emitted / seconds:.0f} tokens/s" if seconds else ""
+    return f"{emitted} tokens · {calls} calls · {emitted / max(calls, 1):.2f} tokens per call{rate}"
+
+
+def _heading(track: Track, y: float, judged: bool) -> list[str]:
+    """Name and figures; with the verdict where there is no room for it behind the finish."""
+    said = ", ".join(filter(None, (track.verdict, track.note))) if judged else ""
+    after = f'<tspan class="quiet" dx="12">{escape(said)}</tspan>' if said else ""
+    return [
+        f'<text x="{MARGIN:g}" y="{y:g}" class="name">{escape(track.name)}{after}</text>',
+        f'<text x="{WIDTH - MARGIN:g}" y="{y:g}" text-anchor="end" class="quiet">{_figures(track)}</text>',
+    ]
+
+
+def _skyline(track: Track, floor: float, scale: float) -> list[str]:
+    """One path for each kind of box, one for each kind of mark; then the finish, with its verdict beside it."""
+    boxes: dict[str, list[str]] = {kind: [] for kind in (*KINDS, "refused")}
+    slashes: list[str] = []
+    dots: list[str] = []
+    began = track.began
+    for round, end in zip(track.trace.rounds, track.ends, strict=True):
+        x, wide = MARGIN + began * scale, max((end - began) * scale - 1, 0.8)
+        kinds = [*round.origins[: len(round.emitted)], *["refused"] * _refused(round.tokens, round.path)]
+        for level, kind in enumerate(kinds):
+            y = floor - (level + 1) * (BOX + GAP) + GAP
+            if kind == "refused":
+                boxes[kind].append(_box(x + 0.5, y + 0.5, max(wide - 1, 0.5), BOX - 1))
+                continue
+            boxes[kind].append(_box(x, y, wide, BOX))
+            if wide >= 4:
+                middle = x + wide / 2
+                if kind == "recovered":
+                    slashes.append(f"M{middle - 2:.1f} {y + 10.5:.1f}l4-6")
+                if kind == "bonus":
+                    dots.append(f"M{middle - 1.6:.1f} {y + BOX / 2:.1f}a1.6 1.6 0 1 0 3.2 0a1.6 1.6 0 1 0-3.2 0")
+        began = end
+    drawn = [f'<path class="{kind}" d="{"".join(d)}"/>' for kind, d in boxes.items() if d]
+    drawn += [f'<path class="{mark}" d="{"".join(d)}"/>' for mark, d in (("slash", slashes), ("dot", dots)) if d]
+    drawn.append(f'<path class="line" d="M{MARGIN:g} {floor + 1.5:g}H{WIDTH - MARGIN:g}"/>')
+    finish = MARGIN + began * scale
+    drawn.append(f'<path class="end" d="M{finish:.1f} {floor - _tallest(track) * (BOX + GAP):.1f}V{floor + 8:.1f}"/>')
+    return drawn
+
+
+def _verdict(track: Track, finish: float, floor: float) -> list[str]:
+    """What the finish means, in large letters behind it."""
+    x, size = finish + 14, min(26.0, 1.6 * (WIDTH - MARGIN - finish - 14) / max(len(track.verdict), 1))
+    return [
+        f'<text x="{x:.1f}" y="{floor - 30:.1f}" class="big" style="font-size:{size:.0f}px">'
+        f"{escape(track.verdict)}</text>",
+        f'<text x="{x:.1f}" y="{floor - 8:.1f}" class="quiet">{escape(track.note)}</text>',
+    ]
+
+
+def _box(x: float, y: float, wide: float, high: float) -> str:
+    return f"M{x:.1f} {y:.1f}h{wide:.1f}v{high:g}h-{wide:.1f}z"
+
+
+def _axis(y: float, longest: float, scale: float) -> list[str]:
+    """Ticks at a round step, about eight of them."""
+    step = next((s for p in range(-4, 6) for s in (10.0**p, 2 * 10.0**p, 5 * 10.0**p) if longest / s <= 9), longest)
+    marks: list[str] = []
+    for i in range(int(longest / step) + 1):
+        x = MARGIN + i * step * scale
+        anchor = "start" if i == 0 else "middle"
+        marks.append(
+            f'<text x="{x:.1f}" y="{y + 16:g}" text-anchor="{anchor}" class="quiet small">{i * step:g} s</text>'
+        )
+        marks.append(f'<path class="line" d="M{x:.1f} {y - 2:g}v5"/>')
+    return marks
+
+
+def _excerpt(track: Track, y: float, lines: int) -> list[str]:
+    """The first lines of the text in one width of letter, each token in its colour."""
+    limit, rows, used = 110, [[]], 0  # type: tuple[int, list[list[str]], int]
+    for piece, kind in zip(track.pieces, track.trace.origins, strict=False):
+        shown = visible(piece).replace("\n", " ").replace("\t", " ")
+        if used + len(shown) > limit:
+            if len(rows) == lines:
+                rows[-1].append('<tspan class="plain"> …</tspan>')
+                break
+            rows, used, shown = [*rows, []], 0, shown.lstrip()
+        used += len(shown)
+        rows[-1].append(f'<tspan class="{kind}">{escape(shown)}</tspan>')
+    return [
+        f'<text x="{MARGIN:g}" y="{y + 19 * i:g}" class="mono" xml:space="preserve">{"".join(row)}</text>'
+        for i, row in enumerate(rows)
+    ]
+
+
+def _legend(body: list[str], y: float, tracks: Sequence[Track]) -> float:
+    """What the colours and marks mean, for the kinds that occur; returns where the picture ends."""
+    seen = {kind for track in tracks for kind in track.trace.origins}
+    if any(_refused(r.tokens, r.path) for track in tracks for r in track.trace.rounds):
+        seen.add("refused")
+    x = MARGIN
+    for kind, meaning in MEANING.items():
+        if kind not in seen:
+            continue
+        wide = 28 + 6.3 * len(meaning)
+        if x + wide > WIDTH - MARGIN:
+            x, y = MARGIN, y + 22
+        body.append(f'<path class="{kind}" d="{_box(x, y, 11, 13)}"/>')
+        if kind == "recovered":
+            body.append(f'<path class="slash" d="M{x + 3.5:.1f} {y + 9.5:.1f}l4-6"/>')
+        if kind == "bonus":
+            body.append(f'<circle class="dot" cx="{x + 5.5:.1f}" cy="{y + 6.5:.1f}" r="1.6"/>')
+        body.append(f'<text x="{x + 17:.1f}" y="{y + 11:.1f}" class="small">{escape(meaning)}</text>')
+        x += wide
+    return y + 26

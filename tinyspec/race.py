@@ -1,0 +1,176 @@
+"""A race: several decoders write from the same prompt, each on its own clock.
+
+Each step is timed alone, with nothing else running. The lane whose clock is behind takes the next step, so that what a
+spectator sees at any moment is how far each would have come by then. Drawing, and turning ids into text, happen between
+the steps, while every clock stands still. A clock covers the prompt (for a technique with a draft model, the draft's
+prompt too) and every round; loading models is outside.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+from tinyspec.decoding.decode import Round
+from tinyspec.decoding.trace import Statistics, Trace, distinct
+from tinyspec.generation import Running
+from tinyspec.lm.transformer import Model
+
+WARM_UP = 4  # rounds that run before any clock does: the first calls of a process pay for caches and thread pools
+
+
+@dataclass
+class Lane:
+    """One decoder's race. Times are seconds on its own clock."""
+
+    method: str
+    prefill: float = 0.0
+    rounds: list[float] = field(default_factory=list)  # how long each round took
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)  # the text that each token completed; "" inside a character
+    stats: Statistics = field(default_factory=Statistics)
+    trace: Trace = field(default_factory=Trace)
+    finished: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """What the clock shows."""
+        return self.prefill + sum(self.rounds)
+
+    @property
+    def ends(self) -> list[float]:
+        """When each round ended."""
+        return list(accumulate(self.rounds, initial=self.prefill))[1:]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / len(self.tokens) if self.tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    @property
+    def distinct(self) -> float:
+        """Share of distinct 4-grams: looping text flatters every drafter."""
+        return distinct(self.tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "method": self.method,
+            **self.stats.as_dict(),
+            "prefill_seconds": self.prefill,
+            "tokens_per_second": self.tokens_per_second,
+            "distinct_4grams": self.distinct,
+            "finish_reason": self.finished,
+            "text": self.text,
+            "tokens": self.tokens,
+        }
+
+
+Start = Callable[[], Running]  # a new request, with its prompt run
+Watch = Callable[[Sequence[Lane]], None]
+
+
+def warm_up(starts: Sequence[Start]) -> None:
+    """Run the first rounds of every request, untimed."""
+    for start in starts:
+        for _ in zip(range(WARM_UP), start(), strict=False):
+            pass
+
+
+def race(
+    model: Model,
+    starts: Sequence[tuple[str, Start]],
+    watch: Watch | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Lane]:
+    """Run the requests against each other, one lane each; among equal clocks the first listed goes first.
+
+    watch  is shown all lanes after every step, off the clock
+    """
+    lanes = [Lane(method) for method, _ in starts]
+    running: list[Running] = []
+    gc.collect()
+    for lane, (_, start) in zip(lanes, starts, strict=True):
+        began = clock()
+        request = start()
+        lane.prefill = clock() - began
+        lane.stats, lane.trace = request.stats, request.trace  # they grow with every round
+        running.append(request)
+    steps = [iter(request) for request in running]
+    texts = [model.tokenizer.stream() if model.has_tokenizer else None for _ in lanes]
+    while behind := [i for i, lane in enumerate(lanes) if lane.finished is None]:
+        i = min(behind, key=lambda i: lanes[i].seconds)
+        lane = lanes[i]
+        began = clock()
+        round: Round | None = next(steps[i], None)
+        took = clock() - began
+        if round is None:  # the iterator has nothing to run: its request is over
+            lane.finished = running[i].decoder.finished
+            lane.stats.seconds = lane.seconds
+            if (text := texts[i]) is not None and (rest := text.flush()) and lane.pieces:
+                lane.pieces[-1] += rest
+        else:
+            lane.rounds.append(took)
+            lane.tokens += round.tokens
+            lane.pieces += [text.push([token]) if (text := texts[i]) is not None else "" for token in round.tokens]
+        if watch is not None:
+            watch(lanes)
+    return lanes
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first position where two texts differ; None where they are identical.
+
+    >>> first_difference([1, 2, 3], [1, 2, 4]), first_difference([1, 2], [1, 2])
+    (2, None)
+    """
+    for at, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return at
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One technique against plain decoding, over all repeats.
+
+    ratio      how many times as fast as plain decoding: ratio of the medians of seconds per token. Below 1: a slow-down
+    ratios     the same of each repeat
+    identical  whether every text is plain decoding's; None where it need not be (temperature above 0)
+    """
+
+    method: str
+    ratio: float
+    ratios: list[float]
+    identical: bool | None
+    differs_at: int | None  # the first position that differs, in the first repeat that does
+
+
+def compare(repeats: Sequence[Sequence[Lane]], greedy: bool) -> list[Outcome]:
+    """Judge every lane against the first, which is plain decoding. `repeats[r][i]` is lane i of repeat r."""
+    outcomes: list[Outcome] = []
+    for i in range(1, len(repeats[0])):
+        pairs = [(lanes[0], lanes[i]) for lanes in repeats]
+        plain, fast = (median(pair[k].seconds_per_token for pair in pairs) for k in (0, 1))
+        differences = [first_difference(a.tokens, b.tokens) for a, b in pairs]
+        at = next((d for d in differences if d is not None), None)
+        outcomes.append(
+            Outcome(
+                repeats[0][i].method,
+                plain / fast if fast else 1.0,
+                [a.seconds_per_token / b.seconds_per_token if b.tokens else 1.0 for a, b in pairs],
+                at is None if greedy else None,
+                at if greedy else None,
+            )
+        )
+    return outcomes
