@@ -1,14 +1,15 @@
 """Keys and values by slot, and what is known of each slot.
 
-A session's committed tokens stand in slots 0..n-1 (slot == position); its uncommitted nodes stand behind them in any order.
-Each slot has keys and values for the layers where `present` says so: a row that left early has fewer, and reading a layer
-that is missing is an error, never silence.
+A session's committed tokens stand in slots 0..n-1 (slot == position), its uncommitted nodes behind them. Each slot has
+keys and values for the layers where `present` says so: a row that left early has fewer, and reading a layer that is
+missing is an error, never silence.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyspec.lm.config import Config
@@ -19,7 +20,7 @@ class Cache:
 
     def __init__(self, config: Config, dtype: torch.dtype, device: torch.device, capacity: int = 64):
         self.config = config
-        self.present = np.zeros((capacity, config.n_layers), dtype=bool)
+        self.present: NDArray[np.bool_] = np.zeros((capacity, config.n_layers), dtype=np.bool_)
         shape = (config.n_layers, 2, config.n_kv_heads, capacity, config.head_dim)
         self._hold(torch.zeros(shape, dtype=dtype, device=device))
 
@@ -32,6 +33,7 @@ class Cache:
     def capacity(self) -> int:
         return len(self.present)
 
+    @torch.inference_mode()  # the store is written to in this mode, so it may come from it
     def reserve(self, slots: int) -> None:
         """Make room for slots 0..slots-1, at least doubling, so that growth is linear in all."""
         if slots <= self.capacity:
@@ -39,29 +41,25 @@ class Cache:
         room = max(slots, 2 * self.capacity)
         grown = self.store.new_zeros((*self.store.shape[:3], room, self.store.shape[4]))
         grown[:, :, :, : self.capacity] = self.store
-        present = np.zeros((room, self.config.n_layers), dtype=bool)
+        present = np.zeros((room, self.config.n_layers), dtype=np.bool_)
         present[: self.capacity] = self.present
         self.present = present
         self._hold(grown)
 
-    def write(self, layer: int, slots: Sequence[int], k: Tensor, v: Tensor) -> None:
+    def write(self, layer: int, where: slice | Tensor, k: Tensor, v: Tensor) -> None:
         """k and v [n, KV, hd] into n slots of a layer."""
-        first, n = slots[0], len(slots)
-        where: slice | Tensor
-        if n == 1 or list(slots) == list(range(first, first + n)):
-            where = slice(first, first + n)
-        else:
-            where = torch.tensor(slots, device=self.store.device)
         self.keys[layer][:, where] = k.transpose(0, 1)
         self.values[layer][:, where] = v.transpose(0, 1)
 
+    @torch.inference_mode()
     def move(self, old: Sequence[int], first: int) -> None:
         """Slots `old`, in this order, become slots first, first + 1, ...: the path gather after a commit."""
-        target = range(first, first + len(old))
-        if list(old) == list(target):
-            return
-        self.store[:, :, :, first : first + len(old)] = self.store[:, :, :, torch.tensor(old, device=self.store.device)]
-        self.present[first : first + len(old)] = self.present[list(old)]
+        stay = next((i for i, slot in enumerate(old) if slot != first + i), len(old))
+        old, first = list(old[stay:]), first + stay
+        if old:
+            moved = self.store[:, :, :, torch.tensor(old, device=self.store.device)]
+            self.store[:, :, :, first : first + len(old)] = moved
+            self.present[first : first + len(old)] = self.present[old]
 
     def clone(self) -> "Cache":
         """An independent copy."""

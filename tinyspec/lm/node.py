@@ -1,8 +1,12 @@
 """One token of a session: where it stands, how far it was computed and from where it can go on."""
 
+from collections.abc import Iterable, Mapping
+
 from torch import Tensor
 
 from tinyspec.lm.plan import Plan
+
+FULL = Plan()
 
 
 class Node:
@@ -12,19 +16,19 @@ class Node:
     plan      the plan it was computed under; reach: sublayers done under it
     states    sublayer -> state [d] that enters it, to continue from
     row       logits [V], computed from the state after `row_at` sublayers
-    hidden    [taps, d]
+    shown     layer -> state [d] that a drafter asked to see
     filled    keys and values above `reach` were made without running the layers
-    exact     the keys and values are those a full pass would give
+    exact     nothing it looked at was filled
     """
 
     __slots__ = (
-        "children", "exact", "filled", "hidden", "parent", "plan", "position", "probe", "reach", "row", "row_at", "slot",
-        "states", "taps", "token",
+        "children", "exact", "filled", "parent", "plan", "position", "probe", "reach", "row", "row_at", "shown", "slot",
+        "states", "token",
     )  # fmt: skip
 
     def __init__(self, token: int, parent: "Node | None", probe: bool = False):
         self.token, self.parent, self.probe = token, parent, probe
-        self.position = 0 if parent is None else parent.position + 1
+        self.position: int = 0 if parent is None else parent.position + 1
         self.slot = -1
         self.children: dict[int, Node] = {}
         if parent is not None and not probe:
@@ -33,53 +37,75 @@ class Node:
 
     def forget(self) -> None:
         """Back to not computed at all."""
-        self.plan, self.reach, self.row_at = Plan(), 0, 0
+        self.plan, self.reach, self.row_at = FULL, 0, 0
         self.states: dict[int, Tensor] = {}
         self.row: Tensor | None = None
-        self.hidden: Tensor | None = None
-        self.taps: tuple[int, ...] = ()
+        self.shown: dict[int, Tensor] = {}
         self.filled, self.exact = False, True
 
-    def state(self, sublayer: int) -> Tensor | None:
-        return self.states.get(sublayer)
+    def agrees(self, plan: Plan, n_layers: int) -> int:
+        """How many of the sublayers it has done hold under this plan."""
+        return self.reach if plan == self.plan else min(self.reach, self.plan.differs(plan, n_layers))
 
-    def entry(self, plan: Plan, stop: int, n_layers: int) -> tuple[int, Tensor | None]:
-        """The last sublayer it can enter at on the way to `stop` under `plan`, with the state (None: the embedding)."""
-        common = self.reach if plan == self.plan else min(self.reach, self.plan.differs(plan, n_layers))
-        usable = [at for at in self.states if at <= min(common, stop)]
-        return (max(usable), self.states[max(usable)]) if usable else (0, None)
+    def lacks(self, plan: Plan, stop: int, n_layers: int, taps: Iterable[int], head: bool) -> bool:
+        """Whether it must be run to show these taps, and the head's row, at `stop` under `plan`."""
+        if self.plan != plan or self.reach < stop or (head and (self.row is None or self.row_at != stop)):
+            return True
+        return any(tap not in self.shown or (tap == n_layers and self.row_at != stop) for tap in taps)
 
-    def arrive(self, plan: Plan, stop: int, kept: dict[int, Tensor]) -> None:
-        """Computed up to `stop` under `plan`, leaving these states behind."""
-        self.plan, self.reach, self.filled, self.exact = plan, stop, False, True
-        self.states = kept
+    def entry(self, plan: Plan, stop: int, n_layers: int, taps: Iterable[int] = ()) -> tuple[int, Tensor | None]:
+        """The last sublayer it can enter at on the way to `stop` under `plan`, with the state (None: the embedding).
 
-    def settle(self, end: int) -> None:
-        """Committed and no longer the newest: only an unfinished one keeps its state."""
-        self.row, self.hidden = None, None
-        if self.reach >= end:
-            self.states = {}
+        A tap that was not asked for before lies on the way, so it is entered below it.
+        """
+        agreed = min(self.agrees(plan, n_layers), stop)
+        for tap in taps:
+            if tap < n_layers and (tap not in self.shown or 2 * tap > agreed):
+                agreed = min(agreed, 2 * tap)
+        at = max((at for at in self.states if at <= agreed), default=0)
+        return at, self.states.get(at)
 
-    def detach(self) -> None:
-        """Drop a probe; its parent never listed it."""
-        self.parent, self.slot = None, -1
+    def arrive(self, plan: Plan, start: int, stop: int, states: Mapping[int, Tensor]) -> None:
+        """Was run from `start` to `stop` under `plan`, leaving these states; what lies beyond stays if it agrees."""
+        if plan != self.plan or self.filled or stop > self.reach:
+            self.plan, self.reach, self.row, self.filled = plan, stop, None, False
+            self.states = {at: state for at, state in self.states.items() if 0 < at <= start}
+        for at, state in states.items():
+            if at > start:  # before `start` the row had not entered
+                self.states[at] = state
+
+    def part(self, plan: Plan, n_layers: int) -> bool:
+        """Keep only what also holds under this plan; whether anything had to go."""
+        agreed = self.agrees(plan, n_layers)
+        if agreed == self.reach:
+            return False
+        self.plan, self.reach, self.row, self.row_at = plan, agreed, None, 0
+        self.states = {at: state for at, state in self.states.items() if at <= agreed}
+        self.shown = {tap: state for tap, state in self.shown.items() if 2 * tap <= agreed}
+        return True
+
+    def settle(self) -> None:
+        """Committed and no longer the newest: nobody asks for its row or states again."""
+        self.row, self.shown = None, {}
+
+    def release(self) -> None:
+        """Dropped with all below it. Parents and children hold each other, so the large tensors are let go here."""
+        for node in (self, *self.descendants()):
+            node.forget()
+            node.parent, node.slot, node.children = None, -1, {}
 
     def descendants(self) -> "list[Node]":
         """All below, parents before children."""
-        below: list[Node] = []
-        stack = list(self.children.values())
-        while stack:
-            node = stack.pop(0)
-            below.append(node)
-            stack.extend(node.children.values())
+        below = list(self.children.values())
+        for node in below:  # grows while it is walked
+            below.extend(node.children.values())
         return below
 
     def copy(self, parent: "Node | None") -> "Node":
         """The same computed token under another parent, without its children."""
         twin = Node(self.token, None)
-        twin.parent = parent
         for name in self.__slots__:
             if name not in ("parent", "children"):
                 setattr(twin, name, getattr(self, name))
-        twin.states = dict(self.states)
+        twin.parent, twin.states, twin.shown = parent, dict(self.states), dict(self.shown)
         return twin

@@ -38,26 +38,22 @@ class Runner:
         prefill: bool = False,
         copying: bool = False,
     ) -> Scores:
-        """One forward over these nodes, each from where it was left up to sublayer `stop`."""
+        """One forward over these nodes (parents before children), each from where it was left up to sublayer `stop`."""
         plan = plan or self.plan
         n_layers, vocabulary = self.model.config.n_layers, self.model.config.vocab_size
-        nodes = sorted(nodes, key=lambda node: node.position)  # parents before children
-        wanted = set(heads)
-        starts: list[int] = []
-        entering: list[Tensor] = []
-        given: list[bool] = []
-        for node in nodes:
-            start, state = node.entry(plan, stop, n_layers)
-            if start == 0 and node.token >= vocabulary and self.probes is not None:
-                state = self.probes[node.token - vocabulary].to(self.model.device)
-            starts.append(start)
-            given.append(state is not None)
-            entering += [] if state is None else [state]
+        device = self.model.device
+        entries = [node.entry(plan, stop, n_layers, taps) for node in nodes]
+        starts = [start for start, _ in entries]
+        states = [
+            self._embedding(node, vocabulary) if state is None else state
+            for node, (_, state) in zip(nodes, entries, strict=True)
+        ]
+        entering = [state for state in states if state is not None]
         high, mask = visibility(nodes)
         if not copying:
             self._check(nodes, starts, stop, plan, mask, high)
-        device = self.model.device
         probing = self.prefix is not None and any(node.probe for node in nodes)
+        wanted = set(heads)
         feed = Feed(
             cache=self.cache,
             plan=plan,
@@ -68,8 +64,9 @@ class Runner:
             stop=stop,
             high=high,
             mask=None if mask is None else torch.from_numpy(mask).to(device),
+            columns=None if plan.visible is None else torch.tensor(columns(nodes, high), device=device),
             entering=torch.stack(entering) if entering else None,
-            given=given if entering else None,
+            given=[state is not None for state in states] if entering else None,
             heads=[i for i, node in enumerate(nodes) if node in wanted],
             taps=taps,
             # left where the plan stops, and where the session's own plan would go another way
@@ -82,19 +79,43 @@ class Runner:
         )
         scores = self.gate([feed])[0]
         rows = iter(scores.logits)
-        for i, node in enumerate(nodes):
-            first = (starts[i] + 1) // 2  # the first layer whose attention was run
-            present = self.cache.present[node.slot]
-            present[first:] = False
-            present[[layer for layer in range(first, (stop + 1) // 2) if 2 * layer not in plan.skip]] = True
+        for i, (node, start) in enumerate(zip(nodes, starts, strict=True)):
+            self._mark(node, plan, start, stop)
             if copying:
-                node.filled, node.exact = True, False
+                node.filled = True
                 continue
-            node.arrive(plan, stop, {at: kept[i] for at, kept in feed.kept.items()})
-            node.taps, node.hidden = taps, scores.hidden[:, i] if taps else None
+            above = node.parent
+            node.exact = (node.exact or start == 0) and (above is None or (above.exact and not above.filled))
+            if node.plan != plan:  # what was shown below the parting still holds
+                node.shown = {tap: state for tap, state in node.shown.items() if 2 * tap <= start}
+            node.arrive(plan, start, stop, {at: kept[i] for at, kept in feed.kept.items()})
+            if node.row_at != stop:  # what the head read and said at another exit
+                node.row = None
+                node.shown.pop(n_layers, None)
+            for tap, state in zip(taps, scores.hidden[:, i], strict=True):
+                if 2 * tap >= start or tap == n_layers:
+                    node.shown[tap] = state
             if node in wanted:
-                node.row, node.row_at = next(rows), stop
+                node.row = next(rows)
+            node.row_at = stop
         return scores
+
+    def _embedding(self, node: Node, vocabulary: int) -> Tensor | None:
+        """The embedding an id beyond the vocabulary names."""
+        if node.token < vocabulary or self.probes is None:
+            return None
+        return self.probes[node.token - vocabulary].to(self.model.device)
+
+    def _mark(self, node: Node, plan: Plan, start: int, stop: int) -> None:
+        """Note the layers whose keys and values the node now has, and forget those that no longer belong to it."""
+        first = (start + 1) // 2  # the first layer whose attention was run
+        present = self.cache.present[node.slot : node.slot + 1]
+        if node.plan != plan or node.filled:
+            present[:, first:] = False
+        if plan.skip:
+            present[:, [layer for layer in range(first, (stop + 1) // 2) if 2 * layer not in plan.skip]] = True
+        else:
+            present[:, first : (stop + 1) // 2] = True
 
     def _check(
         self,
@@ -106,13 +127,13 @@ class Runner:
         high: int,
     ) -> None:
         """Every attention read has its keys: no position is silently missing in a layer that will be read."""
-        seen = np.ones(high, dtype=bool) if mask is None else mask.any(axis=0)
+        seen: NDArray[np.bool_] = np.ones(high, dtype=np.bool_) if mask is None else np.any(mask, axis=0)
         seen[[node.slot for node in nodes]] = False  # they bring their own
         read = [layer for layer in range((min(starts) + 1) // 2, (stop + 1) // 2) if 2 * layer not in plan.skip]
-        held = self.cache.present[:high][seen][:, read]
-        if not held.all():
-            row, column = (int(index[0]) for index in (~held).nonzero())
-            slot = int(seen.nonzero()[0][row])
+        slots = np.flatnonzero(seen)
+        missing = np.argwhere(~self.cache.present[np.ix_(slots, np.array(read, dtype=int))])
+        if len(missing):
+            slot, column = int(slots[missing[0][0]]), int(missing[0][1])
             raise RuntimeError(f"slot {slot} has no keys in layer {read[column]}: fill() it or run it first")
 
 
@@ -134,3 +155,14 @@ def visibility(nodes: Sequence[Node]) -> tuple[int, NDArray[np.bool_] | None]:
         if at is not None:
             mask[row, : at.slot + 1] = True
     return high, mask
+
+
+def columns(nodes: Sequence[Node], high: int) -> NDArray[np.int64]:
+    """Position of the token in each slot 0..high-1 that any of these rows may look at: [high]."""
+    where = np.arange(high)
+    for node in nodes:
+        at: Node | None = node
+        while at is not None and at.slot != at.position:
+            where[at.slot] = at.position
+            at = at.parent
+    return where

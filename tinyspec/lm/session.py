@@ -1,13 +1,13 @@
 """A session: one text, the guesses that hang from it, and how far each has been computed.
 
-Committed tokens stand in slots 0..n-1; behind them stand nodes, keyed by their path: scoring a tree twice, or growing it
-depth by depth, runs only what has not been run. A node remembers under which plan it was computed, how many sublayers it
-has reached, and the state it can continue from. That makes draft trees, half-run children, LayerSkip's continuation and
-postponed fills one mechanism. The newest committed token is left unrun: it is fed with the first tree.
+Guesses are keyed by their path: scoring a tree twice, or growing it depth by depth, runs only what has not been run. A
+node remembers under which plan it was computed, how many sublayers it has reached, and the states it can continue from.
+That makes draft trees, half-run children, LayerSkip's continuation and postponed fills one mechanism. The newest
+committed token is left unrun: it is fed with the first tree.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +17,15 @@ from tinyspec.lm.feed import Call, Scores
 from tinyspec.lm.node import Node
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.runner import SLAB, Gate, Runner
+from tinyspec.lm.text import Text
 from tinyspec.lm.transformer import Model
-from tinyspec.tree import ROOT, TokenTree
+from tinyspec.tree import TokenTree
+
+if TYPE_CHECKING:
+    from tinyspec.lm.view import View
 
 
-class Session:
+class Session(Text):
     """One request on one model under one plan (the whole model unless told otherwise).
 
     `gate` stands in front of `Model.forward`: batching and concurrency are other gates.
@@ -30,89 +34,40 @@ class Session:
     def __init__(
         self, model: Model, *, plan: Plan | None = None, ledger: list[Call] | None = None, gate: Gate | None = None
     ):
-        self.model, self.plan = model, plan or Plan()
+        self.plan = plan or Plan()
         self.runner = Runner(model, self.plan, [] if ledger is None else ledger, gate or model.forward)
-        self.cache = self.runner.cache
-        self.committed: list[Node] = []
-        self._ready = 0  # committed tokens before this one have keys and values in every layer of the plan
-        self.scored: list[Node] = []  # nodes of the last tree, by its indices
-        self._extras: list[Node] = []  # probes of the last tree
+        super().__init__(model, self.runner.cache)
+        self._ready = 0  # committed tokens before this one are done for good; the newest never is: views rerun it
 
     # ------------------------------------------------------------------ the text
 
     @property
-    def text(self) -> list[int]:
-        """Committed token ids."""
-        return [node.token for node in self.committed]
-
-    def __len__(self) -> int:
-        return len(self.committed)
-
-    @property
     def cache_exact(self) -> bool:
         """Whether the cache is what teacher-forcing the text would give. A session that ran every layer says yes."""
-        return all(node.exact for node in self.committed[: self._ready])
-
-    def append(self, tokens: Iterable[int]) -> None:
-        """Commit forced tokens. Nodes that already spell them are kept with what they computed; nothing is run."""
-        fresh: list[Node] = []
-        tip = self.committed[-1] if self.committed else None
-        for token in tokens:
-            if not 0 <= token < self.model.config.vocab_size:
-                raise TinyspecError(f"token id {token} is outside the vocabulary of {self.model.config.vocab_size}")
-            found = tip.children.get(token) if tip else None
-            tip = found or Node(token, tip)
-            fresh.append(tip)
-        limit = self.model.config.max_positions
-        if len(self) + len(fresh) > limit:
-            raise TinyspecError(
-                f"{len(self) + len(fresh)} tokens do not fit into the context of {limit} tokens of {self.model.name}: "
-                "shorten the prompt"
-            )
-        if fresh:
-            self._adopt_path(fresh)
+        self._advance_ready()
+        return all(node.exact and not node.filled for node in self.committed[: self._ready])
 
     def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
-        """Commit forced tokens and run all but the last. Returns the hidden states of the rows run, no logits."""
-        self.append(tokens)
-        hidden: list[Tensor] = []
-        end = max(len(self) - 1, 0)
-        while True:
-            todo = self._stale(self.committed[self._ready : end])[:SLAB]
-            if not todo:
-                break
-            scores = self.runner.run(todo, self._end, taps=tuple(taps), prefill=True)
-            hidden.append(scores.hidden)
-            self._advance_ready()
-        width = self.model.config.d_model
-        empty = torch.empty(len(taps), 0, width, dtype=self.model.dtype, device=self.model.device)
-        rows = torch.cat([empty, *hidden], dim=1)
-        return Scores(self._no_logits(), rows, [self._end // 2] * rows.shape[1])
+        """Commit forced tokens and run all but the last; no logits.
 
-    def commit(self, path: Sequence[int], next: int | None) -> None:
-        """Keep a path of the last scored tree, then `next` (unrun). What hangs below survives, all else is dropped."""
-        nodes = [self.scored[i] for i in path]
-        if any(node.probe for node in nodes):
-            raise ValueError("a probe cannot be committed")
-        tip = nodes[-1] if nodes else self.committed[-1]
-        if next is not None:
-            nodes.append(tip.children.get(next) or Node(next, tip))
-        if nodes:
-            self._adopt_path(nodes)
-        self.scored = []
+        Shows the hidden states of every position from the one that was newest before (the first, in an empty session)
+        up to the last but one, whether they had to be run or not.
+        """
+        n_layers, taps = self.model.config.n_layers, self._taps(taps, self._end)
+        first = max(len(self) - 1, 0)
+        self.append(tokens)
+        shown = self.committed[first:-1]
+        late = [node for node in shown if node.lacks(self.plan, self._end, n_layers, taps, head=False)]
+        todo = [*(node for node in self._behind(self._end) if node.position < first), *late]
+        for at in range(0, len(todo), SLAB):
+            self.runner.run(todo[at : at + SLAB], self._end, taps=taps, prefill=True)
+        states = self._states(shown, taps)
+        self._advance_ready()
+        return Scores(self._no_logits(), states, [self._end // 2] * len(shown))
 
     def rewind(self, length: int) -> None:
         """Take back committed text to `length` tokens. The new newest token will be run again."""
-        if not 0 <= length <= len(self):
-            raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
-        if length == len(self):
-            return
-        del self.committed[length:]
-        self.scored, self._extras = [], []
-        if self.committed:
-            tip = self.committed[-1]
-            tip.forget()
-            self.cache.present[tip.slot] = False
+        super().rewind(length)
         self._ready = min(self._ready, max(length - 1, 0))
 
     def end(self) -> None:
@@ -133,9 +88,10 @@ class Session:
 
     # ------------------------------------------------------------------ computing
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = (), plan: Plan | None = None) -> Scores:
+    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
         """The target's rows for the root and every node. Runs only what is missing, in one forward."""
-        return self._grow(tree, tuple(taps), plan or self.plan, None, head=True)
+        scores, self.scored = self.grow(tree, taps, self.plan)
+        return scores
 
     def advance(self, tree: TokenTree, layer: int, taps: Sequence[int] = (), head: bool = False) -> Scores:
         """Run a tree up to the end of `layer` layers and leave it there; a later `score` continues.
@@ -144,7 +100,8 @@ class Session:
         """
         if not 0 <= layer <= self.model.config.n_layers:
             raise TinyspecError(f"layer {layer} is out of range: {self.model.name} has {self.model.config.n_layers}")
-        return self._grow(tree, tuple(taps), self.plan, 2 * layer, head)
+        scores, self.scored = self.grow(tree, taps, self.plan, stop=2 * layer, head=head)
+        return scores
 
     def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
         """Give committed tokens that left early the keys and values they lack.
@@ -152,26 +109,29 @@ class Session:
         copy       the state at their exit is copied up: keys and values of the layers above are made from it (CALM)
         recompute  the layers are run after all; this is also what the next `score` does to whatever is left (postpone)
         """
-        chosen = range(len(self)) if slots is None else slots
-        todo = [self.committed[i] for i in chosen if 0 < self.committed[i].reach < self._end]
-        if not todo:
-            return
-        if how == "recompute":
-            self.runner.run(todo, self._end)
-        else:
-            if any(node.state(node.reach) is None for node in todo):
+        n_layers = self.model.config.n_layers
+        chosen = [self.committed[i] for i in (range(len(self)) if slots is None else sorted(slots))]
+        todo = [
+            node for node in chosen if node.reach > 0 and node.lacks(self.plan, self._end, n_layers, (), head=False)
+        ]
+        if how == "copy":
+            todo = [node for node in todo if not node.filled]
+            if any(node.agrees(self.plan, n_layers) not in node.states for node in todo):
                 raise ValueError("the exit states of these tokens are gone: only 'recompute' can fill them")
-            self.runner.run(todo, self._end, copying=True)
-        self._advance_ready()
+        if todo:
+            self.runner.run(todo, self._end, copying=how == "copy")
+            self._advance_ready()
 
     def adopt(self, rows: Tensor | None, prefix: tuple[Tensor, Tensor] | None = None) -> None:
         """Probe embeddings [m, d], named by ids V, V + 1, ...; and K and V [L, KV, P, hd] that probes alone may see."""
         c = self.model.config
         if rows is not None and rows.shape[-1] != c.d_model:
             raise ValueError(f"probe embeddings are [m, {c.d_model}], got {tuple(rows.shape)}")
-        if prefix is not None and (prefix[0].shape[0], *prefix[0].shape[1::2]) != (c.n_layers, c.n_kv_heads, c.head_dim):
+        shape = (c.n_layers, c.n_kv_heads, c.head_dim)
+        if prefix is not None and any((*part.shape[:2], part.shape[3]) != shape for part in prefix):
             raise ValueError(f"a probe prefix is [{c.n_layers}, {c.n_kv_heads}, P, {c.head_dim}] twice")
         self.runner.probes, self.runner.prefix = rows, prefix
+        self.adopted = 0 if rows is None else len(rows)
 
     def view(self, plan: Plan) -> "View":
         """The same weights, text and nodes under another plan."""
@@ -189,96 +149,77 @@ class Session:
         wide = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         return torch.empty(0, self.model.config.vocab_size, dtype=wide, device=self.model.device)
 
-    def _stale(self, nodes: Iterable[Node], plan: Plan | None = None) -> list[Node]:
-        plan = plan or self.plan
-        end = plan.sublayers(self.model.config.n_layers)
-        return [node for node in nodes if not (node.filled or (node.plan == plan and node.reach >= end))]
+    def _taps(self, taps: Sequence[int], stop: int) -> tuple[int, ...]:
+        """The layers a drafter asks to see: those that are run, or the top (n_layers), which the head reads."""
+        for tap in taps:
+            if not (0 <= 2 * tap <= stop or tap == self.model.config.n_layers):
+                raise ValueError(f"tap {tap} is not among the {stop // 2} layers that are run")
+        return tuple(taps)
+
+    def _states(self, nodes: Sequence[Node], taps: tuple[int, ...]) -> Tensor:
+        """What these nodes show: [taps, n, d]."""
+        if not (nodes and taps):
+            return self.cache.store.new_empty(len(taps), len(nodes), self.model.config.d_model)
+        return torch.stack([torch.stack([node.shown[tap] for node in nodes]) for tap in taps])
+
+    def _behind(self, stop: int) -> list[Node]:
+        """Committed tokens before the newest that are not at `stop` yet: appended, or left early and not filled."""
+        n_layers, late = self.model.config.n_layers, self.committed[self._ready : -1]
+        return [n for n in late if not n.filled and n.lacks(self.plan, stop, n_layers, (), head=False)]
 
     def _advance_ready(self) -> None:
-        while self._ready < len(self) and not self._stale((self.committed[self._ready],)):
+        n_layers = self.model.config.n_layers
+        while self._ready < len(self) - 1:
+            node = self.committed[self._ready]
+            if not node.filled and node.lacks(self.plan, self._end, n_layers, (), head=False):
+                break
+            node.settle()
+            if not node.filled:  # one that left early may be run further
+                node.states = {}
             self._ready += 1
 
     def _adopt_path(self, nodes: list[Node]) -> None:
-        """Make nodes committed: they and the subtree below the last move into contiguous slots."""
-        for probe in self._extras:
-            probe.detach()
-        self._extras = []
-        if self.committed:
-            self.committed[-1].children = {}
-        for node in nodes[:-1]:
-            node.children = {}
-        first = len(self)
-        self.committed.extend(nodes)
-        self._seat([*nodes, *nodes[-1].descendants()], first)
-        for node in self.committed[max(first - 1, 0) : -1]:
-            node.settle(self._end)
-        self._advance_ready()
+        """What a view computed above tokens that are committed now looked at them as the view ran them: that goes."""
+        super()._adopt_path(nodes)
+        for node in (nodes[-1], *nodes[-1].descendants()) if nodes else ():
+            if node.part(self.plan, self.model.config.n_layers):
+                self.cache.present[node.slot, (node.reach + 1) // 2 :] = False
 
-    def _seat(self, nodes: list[Node], first: int) -> None:
-        """Give nodes the slots first, first + 1, ..., moving what they have computed."""
-        self.cache.reserve(first + len(nodes))
-        kept = [node.slot if node.slot >= 0 else first + i for i, node in enumerate(nodes)]
-        self.cache.move(kept, first)
-        for i, node in enumerate(nodes):
-            if node.slot < 0:
-                self.cache.present[first + i] = False
-            node.slot = first + i
+    def grow(
+        self,
+        tree: TokenTree,
+        taps: Sequence[int],
+        plan: Plan,
+        stop: int | None = None,
+        head: bool = True,
+        trunk: Sequence[Node] = (),
+    ) -> tuple[Scores, list[Node]]:
+        """Hang the tree below the newest token (or a view's trunk), run what is missing, and read it off.
 
-    def _grow(self, tree: TokenTree, taps: tuple[int, ...], plan: Plan, stop: int | None, head: bool) -> Scores:
-        """Add the tree's nodes below the newest token, run what is missing under the plan, and read it off."""
-        if not self.committed:
-            raise TinyspecError("there is no text yet: extend the session with a prompt first")
-        root = self.committed[-1]
-        self._plant(root, tree)
-        end = plan.sublayers(self.model.config.n_layers)
+        Returns the scores, and the node of every tree entry.
+        """
+        n_layers = self.model.config.n_layers
+        end = plan.sublayers(n_layers)
         stop = end if stop is None else min(stop, end)
-        rows = [root, *self.scored]
-        unique = list(dict.fromkeys(rows))  # equal paths are one node and one row
-        behind = self._stale(self.committed[self._ready : -1])  # appended, or left early and not filled
-        for node in unique:
-            if node.taps != taps and node.reach:
-                node.forget()  # states that were not asked for then cannot be shown now
-        todo = [n for n in unique if n.plan != plan or n.reach < stop or (head and (n.row is None or n.row_at != stop))]
-        together = todo and plan == self.plan and stop == self._end
-        while behind and (len(behind) > SLAB or not together):
-            self.runner.run(behind[:SLAB], self._end)
+        taps = self._taps(taps, stop)
+        above = [self._newest(), *trunk]
+        nodes = self._plant(above, tree)
+        rows = [above.pop(), *nodes]
+        todo = [n for n in dict.fromkeys(rows) if n.lacks(plan, stop, n_layers, taps, head)]  # equal paths are one row
+        above = [n for n in above if n.lacks(plan, stop, n_layers, (), head=False)]
+        behind = self._behind(min(stop, self._end))
+        while behind and (plan != self.plan or len(behind) > SLAB):
+            self.runner.run(behind[:SLAB], min(stop, self._end))
             behind = behind[SLAB:]
-        if todo:
-            self.runner.run([*behind, *todo], stop, heads=todo if head else (), taps=taps, plan=plan)
-        logits = torch.stack([n.row for n in rows if n.row is not None]) if head else self._no_logits()
-        hidden = [n.hidden for n in rows if n.hidden is not None]
-        width = self.model.config.d_model
-        states = torch.stack(hidden, dim=1) if taps else self.cache.store.new_empty(0, len(rows), width)
+        fresh = None
+        if todo or above or behind:
+            fresh = self.runner.run([*behind, *above, *todo], stop, heads=todo if head else (), taps=taps, plan=plan)
+        if not head:
+            logits = self._no_logits()
+        elif fresh is not None and todo == rows:
+            logits = fresh.logits
+        else:
+            logits = torch.stack([n.row for n in rows if n.row is not None])
+        scores = Scores(logits, self._states(rows, taps), [stop // 2] * len(rows))
         self._advance_ready()
-        return Scores(logits, states, [n.row_at // 2 if head else n.reach // 2 for n in rows])
-
-    def _plant(self, root: Node, tree: TokenTree) -> None:
-        """Find or make the node of every tree entry; probes are always made anew."""
-        vocabulary = self.model.config.vocab_size
-        adopted = 0 if self.runner.probes is None else len(self.runner.probes)
-        for probe in self._extras:
-            probe.detach()
-        self._extras, self.scored = [], []
-        free = self._first_free()
-        for token, up, probe in zip(tree.tokens, tree.parents, tree.probe, strict=True):
-            parent = root if up == ROOT else self.scored[up]
-            if parent.probe and not probe:
-                raise ValueError("a probe cannot be the parent of a guess")
-            if not 0 <= token < vocabulary + (adopted if probe else 0):
-                raise TinyspecError(f"token id {token} is outside the vocabulary of {vocabulary}")
-            node = None if probe else parent.children.get(token)
-            if node is None:
-                node = Node(token, parent, probe=probe)
-                self._extras += [node] if probe else []
-            if node.slot < 0:
-                if node.position >= self.model.config.max_positions:
-                    raise TinyspecError(f"the draft reaches beyond the context of {self.model.config.max_positions}")
-                node.slot, free = free, free + 1
-                self.cache.reserve(free)
-                self.cache.present[node.slot] = False
-            self.scored.append(node)
-
-    def _first_free(self) -> int:
-        """The slot behind everything that is held."""
-        held = [n.slot for n in self.committed[-1].descendants()]
-        return max([len(self) - 1, *held]) + 1
+        return scores, nodes

@@ -1,10 +1,11 @@
 """One decoder-only transformer, of which GPT-2 and LLaMA are configurations.
 
-Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). What differs between the families is a setting each:
-LayerNorm or RMSNorm, learned positions or rotations, one key per query head or per group, a plain or a gated MLP, biases.
+Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). What differs between the families is a setting
+each: LayerNorm or RMSNorm, learned positions or rotations, one key per query head or per group, a plain or a gated MLP,
+biases.
 
-`Model.forward(feeds)` is the only place that computes at inference. It is ragged: every session passes its own rows, and a
-batch is nothing but several feeds. `Model.teach(ids)` is the same blocks over dense text with gradients, for training.
+`Model.forward(feeds)` is the only place that computes at inference. It is ragged: every session passes its own rows,
+and a batch is nothing but several feeds. `Model.teach(ids)` is the same blocks over dense text with gradients.
 """
 
 import math
@@ -25,6 +26,7 @@ from tinyspec.lm.rope import rotate, rotations
 from tinyspec.lm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from tinyspec.lm.gate import Gate
     from tinyspec.lm.session import Session
 
 
@@ -109,11 +111,15 @@ class Model:
         weights = {name: w.detach().cpu() for name, w in self.weights.items()}
         checkpoint.write(Path(folder), self.config, weights, self._tokenizer)
 
-    def session(self, ledger: list[Call] | None = None) -> "Session":
-        """A new text to extend."""
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    def session(self, ledger: "list[Call] | None" = None, gate: "Gate | None" = None) -> "Session":
+        """A new text to extend; `gate` stands in front of `forward` (a batch waits there for company)."""
         from tinyspec.lm.session import Session  # the session stands on the model; this is its front door
 
-        return Session(self, ledger=ledger)
+        return Session(self, ledger=ledger, gate=gate.through(self) if gate else None)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Next-token logits after every prefix of `ids`: [len, V], float32 (float64 for a float64 model)."""
@@ -136,10 +142,10 @@ class Model:
         c = self.config
         fused = linear(self._norm(x, block.norm1, block.norm1_bias), block.qkv, block.qkv_bias)
         heads = fused.view(*x.shape[:-1], c.n_heads + 2 * c.n_kv_heads, c.head_dim)
-        turned, v = heads.split((c.n_heads + c.n_kv_heads, c.n_kv_heads), dim=-2)
+        turned, v = heads[..., : -c.n_kv_heads, :], heads[..., -c.n_kv_heads :, :]
         if c.positions == "rope":
             turned = rotate(turned, cos, sin)
-        q, k = turned.split((c.n_heads, c.n_kv_heads), dim=-2)
+        q, k = turned[..., : c.n_heads, :], turned[..., c.n_heads :, :]
         return q, k, v
 
     def _mlp(self, block: Block, x: Tensor) -> Tensor:
@@ -153,7 +159,7 @@ class Model:
         return linear(h, block.down, block.down_bias)
 
     def teach(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
-        """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what joins the residual."""
+        """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what joins the stream."""
         x = F.embedding(ids, self.weights["embed"])
         if self.config.positions == "learned":
             x = x + self.weights["positions"][: ids.shape[1]]
@@ -185,29 +191,33 @@ class Model:
             cos, sin = cos[span], sin[span]
         taps: list[dict[int, Tensor]] = [{} for _ in feeds]
         works = [0] * len(feeds)  # (row, sublayer) evaluations
+        events = {0}.union(*(feed.events() for feed in feeds))  # between these, the same rows are computed
+        counts, chosen, active, places = sizes, None, list[Sequence[int]](), list[slice | Tensor]()
         for sublayer in range(2 * self.config.n_layers + 1):
-            for feed, seen, start, size in zip(feeds, taps, offsets, sizes, strict=True):
-                if sublayer in feed.snapshot:
-                    feed.kept[sublayer] = x[start : start + size]
-                if sublayer % 2 == 0 and sublayer // 2 in feed.taps:
-                    seen[sublayer // 2] = x[start : start + size]
-            active = [feed.active(sublayer) for feed in feeds]  # rows of each feed that are computed here
-            for i, rows in enumerate(active):
-                works[i] += len(rows)
-            counts = [len(rows) for rows in active]
+            if sublayer in events:
+                for feed, seen, start, size in zip(feeds, taps, offsets, sizes, strict=True):
+                    if sublayer in feed.snapshot:
+                        feed.kept[sublayer] = x[start : start + size]
+                    if sublayer % 2 == 0 and sublayer // 2 in feed.taps:
+                        seen[sublayer // 2] = x[start : start + size]
+                active = [feed.active(sublayer) for feed in feeds]  # rows of each feed that are computed from here
+                places = [feed.places(rows) if rows else slice(0) for feed, rows in zip(feeds, active, strict=True)]
+                counts, chosen = [len(rows) for rows in active], None
+                if counts != sizes:
+                    flat = [start + row for start, rows in zip(offsets, active, strict=True) for row in rows]
+                    chosen = torch.tensor(flat, device=self.device)
             if not any(counts):
                 continue
-            chosen = None
-            if counts != sizes:
-                flat = [start + row for start, rows in zip(offsets, active, strict=True) for row in rows]
-                chosen = torch.tensor(flat, device=self.device)
+            works = [work + count for work, count in zip(works, counts, strict=True)]
             h = x if chosen is None else x[chosen]
             block = self.blocks[sublayer // 2]
             if sublayer % 2:
                 h = h + self._mlp(block, h)
             else:
                 turn = (cos, sin) if chosen is None or not len(cos) else (cos[chosen], sin[chosen])
-                mixed = linear(self._mix(block, sublayer // 2, feeds, active, h, turn), block.out, block.out_bias)
+                mixed = linear(
+                    self._mix(block, sublayer // 2, feeds, active, places, h, turn), block.out, block.out_bias
+                )
                 copied = [feed.copying for feed, rows in zip(feeds, active, strict=True) for _ in rows]
                 if any(copied):  # these rows only leave keys and values behind
                     mixed = mixed.masked_fill(torch.tensor(copied, device=self.device)[:, None], 0)
@@ -220,7 +230,9 @@ class Model:
 
     def _enter(self, feed: Feed) -> Tensor:
         """The state each row starts from, [n, d]: its embedding, or what it had when it was left."""
-        ids = feed.tokens if feed.given is None else [0 if g else t for t, g in zip(feed.tokens, feed.given, strict=True)]
+        ids = (
+            feed.tokens if feed.given is None else [0 if g else t for t, g in zip(feed.tokens, feed.given, strict=True)]
+        )
         x = F.embedding(torch.tensor(ids, device=self.device), self.weights["embed"])
         if feed.given is not None and feed.entering is not None:
             x[torch.tensor(feed.given, device=self.device)] = feed.entering.to(x.dtype)
@@ -235,6 +247,7 @@ class Model:
         layer: int,
         feeds: Sequence[Feed],
         active: list[Sequence[int]],
+        places: list[slice | Tensor],
         h: Tensor,
         turn: tuple[Tensor, Tensor],
     ) -> Tensor:
@@ -242,12 +255,12 @@ class Model:
         q, k, v = self._qkv(block, h, *turn)
         outs: list[Tensor] = []
         at = 0
-        for feed, rows in zip(feeds, active, strict=True):
+        for feed, rows, where in zip(feeds, active, places, strict=True):
             if not rows:
                 continue
             mine = slice(at, at + len(rows))
             at += len(rows)
-            feed.cache.write(layer, [feed.slots[row] for row in rows], k[mine], v[mine])
+            feed.cache.write(layer, where, k[mine], v[mine])
             if feed.copying:
                 outs.append(q[mine].flatten(1))
                 continue

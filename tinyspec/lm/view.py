@@ -1,17 +1,19 @@
 """A view: the same weights, text and nodes under another plan.
 
-A view has a text of its own beyond the session's: its trunk, a chain of the session's uncommitted nodes. So a decoder can
-run on a view (LayerSkip's draft, TriForce's middle level) while the session knows its trunk as nodes that it may verify;
-what both plans compute alike is computed once.
+A view has a text of its own beyond the session's: its trunk, a chain of the session's uncommitted nodes. So a decoder
+can run on a view (LayerSkip's draft, TriForce's middle level) while the session knows its trunk as nodes that it may
+verify; what both plans compute alike is computed once.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
+from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.node import Node
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
-from tinyspec.tree import ROOT, TokenTree
+from tinyspec.tree import TokenTree
 
 
 class View:
@@ -22,6 +24,7 @@ class View:
     def __init__(self, session: Session, plan: Plan):
         self.session, self.plan = session, plan
         self._trunk: list[Node] = []
+        self._nodes: list[Node] = []  # of the last tree, by its indices
         self._at: int | None = None  # rewound into the session's text: where; None: at its end
 
     @property
@@ -38,19 +41,29 @@ class View:
         kept = [node for node in self._trunk if node.position >= len(self.session)]
         hangs = bool(kept) and bool(self.session.committed) and kept[0].parent is self.session.committed[-1]
         self._trunk = kept if hangs else []
+        if self._at is not None and self._at >= len(self.session):
+            self._at = None
 
     def append(self, tokens: Iterable[int]) -> None:
         """Go on with these tokens; inside the session's own text they must agree with it."""
         self._follow()
+        self._nodes = []
+        limit = self.session.model.config.max_positions
         for token in tokens:
-            if self._at is not None and self._at < len(self.session):
+            if self._at is not None:
                 if self.session.committed[self._at].token != token:
                     raise ValueError("a view cannot leave its session's committed text")
                 self._at += 1
                 self._at = None if self._at == len(self.session) else self._at
-            else:
-                tip = self._trunk[-1] if self._trunk else self.session.committed[-1]
-                self._trunk.append(tip.children.get(token) or Node(token, tip))
+                continue
+            if not 0 <= token < self.session.model.config.vocab_size:
+                raise TinyspecError(f"token id {token} is outside the vocabulary")
+            if not self.session.committed:
+                raise TinyspecError("there is no text yet: extend the view's session with a prompt first")
+            tip = self._trunk[-1] if self._trunk else self.session.committed[-1]
+            if tip.position + 1 >= limit:
+                raise TinyspecError(f"the draft reaches beyond the context of {limit}")
+            self._trunk.append(tip.children.get(token) or Node(token, tip))
 
     def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
         """Commit forced tokens to the trunk. They run with the next tree; no hidden states are shown."""
@@ -62,30 +75,27 @@ class View:
         self._follow()
         if self._at is not None:
             raise ValueError("the view stands inside its session's text: extend it first")
-        trunk = TokenTree.chain([node.token for node in self._trunk])
-        n = len(self._trunk)
-        whole = TokenTree(
-            (*trunk.tokens, *tree.tokens),
-            (*trunk.parents, *(n - 1 if parent == ROOT else n + parent for parent in tree.parents)),
-            (*trunk.laws, *tree.laws),
-            (*trunk.probe, *tree.probe),
-        )
-        scores = self.session.score(whole, taps, plan=self.plan)
-        self._trunk = self.session.scored[:n]
-        self._nodes = self.session.scored[n:]
-        return Scores(scores.logits[n:], scores.hidden[:, n:], scores.layers[n:])
+        scores, self._nodes = self.session.grow(tree, taps, self.plan, trunk=self._trunk)
+        return scores
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
         """Grow the trunk by a path of the last tree, then `next`."""
-        self._trunk += [self._nodes[i] for i in path]
-        if next is not None:
-            self.append((next,))
+        self._follow()
+        nodes = [self._nodes[i] for i in path]
+        for tip, node in pairwise((self._trunk[-1] if self._trunk else self.session.committed[-1], *nodes)):
+            if node.probe or node.parent is not tip:
+                raise ValueError(f"{list(path)} is not a path of guesses down the view's last tree")
+        self._trunk += nodes
+        self.append(() if next is None else (next,))
 
     def rewind(self, length: int) -> None:
         """Take back the trunk; inside the session's text only the reading position moves."""
-        self._follow()
+        if not 0 <= length <= len(self):
+            raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
+        self._nodes = []
         self._trunk = self._trunk[: max(length - len(self.session), 0)]
         self._at = length if length < len(self.session) else None
 
     def end(self) -> None:
-        self._trunk, self._at = [], None
+        """Back to the session's own text."""
+        self._trunk, self._nodes, self._at = [], [], None

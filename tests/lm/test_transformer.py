@@ -1,0 +1,244 @@
+"""The one place that computes: ragged, in every family, precision and on every device."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lm.oracle import Oracle
+from tests.lm.small import GPT2, LLAMA, model
+from tinyspec.lm import ops
+from tinyspec.lm.cache import Cache
+from tinyspec.lm.config import Config
+from tinyspec.lm.feed import Call, Feed
+from tinyspec.lm.plan import Plan, Visible
+from tinyspec.lm.rope import frequencies
+from tinyspec.lm.transformer import Model
+from tinyspec.tree import ROOT, TokenTree
+
+L, V = LLAMA.n_layers, LLAMA.vocab_size
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+TREE = TokenTree((1, 2, 1, 3), (ROOT, 0, ROOT, 2), (None,) * 4, (False,) * 4)
+CONFIGS = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "qwen2": replace(LLAMA, qkv_bias=True, family="qwen2"),
+    "biases everywhere": replace(LLAMA, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "untied": replace(LLAMA, tied=False),
+    "one key for all": replace(LLAMA, n_kv_heads=1),
+    "wide heads": replace(LLAMA, head_dim=6),
+    "linear": replace(LLAMA, rope_scaling={"rope_type": "linear", "factor": 4.0}),
+    "llama3": replace(
+        LLAMA,
+        rope_theta=50.0,
+        rope_scaling={
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+}  # fmt: skip
+every = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="NO CUDA DEVICE: not tested"),
+        ],
+    ),
+]
+
+
+def close(a: torch.Tensor, b: torch.Tensor, atol: float = 1e-10) -> None:
+    torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=atol)
+
+
+@every
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_configuration_computes_what_the_oracle_says(config: Config, device: str) -> None:
+    m = model(config)
+    expected = torch.tensor(np.array([t.logits for t in Oracle(m).text(IDS)]))
+    m = m.to(device=device)
+    close(m.logits(IDS), expected)
+    session = m.session()
+    session.extend(IDS[:4])
+    close(session.score(TokenTree.chain(IDS[4:])).logits, expected[3:])
+
+
+@every
+def test_teaching_equals_inference_and_has_gradients(config: Config) -> None:
+    m = model(config)
+    for weight in m.parameters():
+        weight.requires_grad_()
+    logits = m.teach(torch.tensor([IDS, IDS[::-1]]))
+    assert logits.shape == (2, len(IDS), V)
+    close(logits[0].detach(), m.logits(IDS))
+    logits.square().mean().backward()
+    assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in m.parameters())
+    session = m.session()
+    session.extend(IDS)
+    close(session.score(TokenTree()).logits[0], m.logits(IDS)[-1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 0), (torch.float32, 1e-4), (torch.float16, 0.1), (torch.bfloat16, 0.8)]
+)
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_every_precision_runs(config: Config, dtype: torch.dtype, bound: float, device: str) -> None:
+    exact = model(config)
+    m = exact.to(device=device, dtype=dtype)
+    assert (m.dtype, m.device.type) == (dtype, device)
+    session = m.session()
+    session.extend(IDS, taps=(0, L))
+    session.view(Plan(last=2, visible=Visible.everywhere((0, 1), 5, L, config.n_kv_heads))).score(TREE)
+    scores = session.score(TREE, taps=(1,))
+    assert scores.hidden.dtype == dtype
+    assert scores.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    close(scores.logits[0].double(), exact.logits(IDS)[-1], max(bound, 1e-10) * max(1, exact.logits(IDS).abs().max()))
+    session.commit([2, 3], 5)
+    assert session.score(TokenTree()).logits.isfinite().all()
+
+
+# ------------------------------------------------------------------ ragged
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
+    """B21, B22: other lengths, plans, entries and exits beside a row change nothing in it."""
+    m = model(data.draw(st.sampled_from([LLAMA, GPT2])))
+    kv = m.config.n_kv_heads
+    plans = [Plan(), Plan(last=1), Plan(skip=frozenset({1, 4})), Plan(visible=Visible.everywhere((0,), 2, L, kv))]
+    caught: list[Feed] = []
+
+    def catch(feeds):  # type: ignore[no-untyped-def]
+        caught.extend(feeds)
+        raise StopIteration
+
+    def prepare(seed: int):  # type: ignore[no-untyped-def]
+        """A session with a feed on its way, the same for the same seed."""
+        n, half, plan = seed % 5 + 1, seed // 5 % 3, plans[seed // 15 % 4]
+        session = m.session([])
+        session.extend([(seed + i) % V for i in range(n)])
+        if half:
+            session.advance(TokenTree.chain([1, 2]), half)
+        if half == 2:
+            session.commit([0], 3)
+        session.runner.gate = catch
+        with pytest.raises(StopIteration):
+            session.view(plan).score(TREE, taps=(1,))
+        return session
+
+    seeds = data.draw(st.lists(st.integers(0, 59), min_size=2, max_size=4))
+    alone = []
+    for seed in seeds:
+        prepare(seed)
+        alone.append(m.forward([caught.pop()])[0])
+    sessions = [prepare(seed) for seed in seeds]
+    together = m.forward(caught)
+    for one, other, session in zip(alone, together, sessions, strict=True):
+        close(one.logits, other.logits, 1e-12)
+        close(one.hidden, other.hidden, 1e-12)
+        assert session.runner.ledger[-1].rows == len(other.layers)
+
+
+def test_the_ledger_counts_rows_layers_heads_and_prefills() -> None:
+    m = model(LLAMA)
+    ledger: list[Call] = []
+    session = m.session(ledger)
+    session.extend([1, 2, 3, 4])
+    session.score(TREE)
+    session.advance(TokenTree.chain([7, 8, 9]), 2)
+    session.view(Plan(skip=frozenset({0, 3, 5}))).score(TokenTree())
+    assert ledger == [
+        Call("model", 3, 3 * L, 0, prefill=True),
+        Call("model", 4, 4 * L, 4),
+        Call("model", 3, 3 * 2, 0),
+        Call("model", 1, L - 1.5, 1),
+    ]
+
+
+def test_a_feed_needs_no_ledger() -> None:
+    m = model(LLAMA)
+    feed = Feed(Cache(LLAMA, m.dtype, m.device), Plan(), [3], [0], [0], [0], 2 * L, 1, heads=[0])
+    close(m.forward([feed])[0].logits, m.logits([3]))
+
+
+# ------------------------------------------------------------------ the operations
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(0, 9))
+def test_the_product_turned_round_is_the_product(n: int, i: int, o: int, bias: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, w, b = (torch.randn(*shape, generator=generator) for shape in ((n, i), (o, i), (o,)))
+    plain = torch.nn.functional.linear(x.double(), w.double(), b.double() if bias else None)
+    close(ops.linear(x, w, b if bias else None).double(), plain, 1e-4)
+    assert ops.linear(x, w).shape == (n, o)
+
+
+def test_the_product_turned_round_has_gradients() -> None:
+    w = torch.randn(5, 4, requires_grad=True)
+    ops.linear(torch.ones(1, 4), w).sum().backward()
+    assert w.grad is not None
+    close(w.grad, torch.ones(5, 4))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.integers(1, 7), st.sampled_from([(4, 4), (4, 2), (6, 1)]), st.data())
+def test_attention_is_a_weighted_mean_of_what_is_seen(n: int, m: int, heads, data: st.DataObject) -> None:
+    h, kv = heads
+    generator = torch.Generator().manual_seed(n * 10 + m)
+    q, k, v = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((n, h, 4), (kv, m, 4), (kv, m, 4)))
+    shape = data.draw(st.sampled_from([None, (n, m), (kv, n, m)]))
+    mask = None if shape is None else torch.rand(*shape, generator=generator) < 0.6
+    if mask is not None:
+        mask[..., 0] = True
+    out = ops.attend(q, k, v, mask).view(n, h, 4)
+    for row in range(n):
+        for head in range(h):
+            group = head * kv // h
+            seen = (
+                range(m)
+                if mask is None
+                else (mask if mask.ndim == 2 else mask[group])[row].nonzero().flatten().tolist()
+            )
+            scores = torch.stack([q[row, head] @ k[group, at] / 2 for at in seen])
+            mean = sum(p * v[group, at] for p, at in zip(scores.softmax(0), seen, strict=True))
+            close(out[row, head], mean)
+
+
+def test_llama3_scaling_keeps_fast_waves_and_stretches_slow_ones() -> None:
+    scaled = CONFIGS["llama3"]
+    wide = replace(scaled, head_dim=32)
+    old, new = frequencies(replace(wide, rope_scaling=None)), frequencies(wide)
+    wavelength = 2 * torch.pi / old
+    fast, slow = wavelength < 32 / 4, wavelength > 32
+    assert fast.any()
+    assert slow.any()
+    assert (~(fast | slow)).any()
+    close(new[fast], old[fast], 0)
+    close(new[slow], old[slow] / 8, 1e-8)
+    between = ~(fast | slow)
+    assert ((new[between] < old[between]) & (new[between] > old[between] / 8)).all()
+
+
+def test_linear_scaling_divides_positions() -> None:
+    close(frequencies(CONFIGS["linear"]) * 4, frequencies(LLAMA), 1e-8)
+
+
+def test_an_unknown_scaling_is_named() -> None:
+    with pytest.raises(Exception, match="'yarn' is not known here; known: default, linear, llama3"):
+        frequencies(replace(LLAMA, rope_scaling={"rope_type": "yarn"}))
+
+
+def test_a_model_describes_itself_and_moves() -> None:
+    m = model(LLAMA)
+    assert "3 layers of 16" in repr(m)
+    assert m.to(dtype=torch.float32).dtype == torch.float32
+    assert Model.random(LLAMA, seed=1).weights["embed"].std() < 0.03
