@@ -94,8 +94,10 @@ class _Stream:
 class Seeded(_Stream):
     """Philox streams keyed by a hash of (seed, path of roles and rounds): the same on any machine, in any order of use.
 
-    >>> [Seeded(7).split("draft", 0).draw([0.5, 0.5]), Seeded(7).split("draft", 0).draw([0.5, 0.5])]
-    [0, 0]
+    >>> a, b = Seeded(7), Seeded(7)
+    >>> used_first = b.split("verify", 0).uniforms(3)
+    >>> bool((a.split("draft", 0).uniforms(5) == b.split("draft", 0).uniforms(5)).all())
+    True
     """
 
     CHUNK = 16  # uniforms made at a time, a multiple of Philox's four
