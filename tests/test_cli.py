@@ -316,3 +316,18 @@ def test_training_errors_are_one_line(tmp_path: Path) -> None:
     assert "[shape]" in failed(run(*call))
     assert "KEY=VALUE" in failed(run(*call, "--set", "lr"))
     assert run("train", "lm", "--recipe", str(tmp_path / "none.toml"), "--out", "x").exit_code == 2
+
+
+def test_bench_prints_figures_and_keeps_samples_for_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tinyspec.bench import core
+
+    figures = {"ratio": 1.25, "samples": {"a": [1.0]}, "greedy": {"prompts": [{"x": 1}], "tokens_per_call": 2.5}}
+    monkeypatch.setattr(core, "measure", lambda rounds, quiet: figures | {"rounds": rounds})
+    out = tmp_path / "core.json"
+    result = run("bench", "core", "--rounds", "3", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "ratio: 1.25" in result.stdout
+    assert "  tokens per call: 2.5" in result.stdout
+    assert "samples" not in result.stdout
+    assert json.loads(out.read_text(encoding="utf-8")) == figures | {"rounds": 3}
+    assert json.loads(run("bench", "core", "--json").stdout)["samples"] == {"a": [1.0]}

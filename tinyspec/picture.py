@@ -18,8 +18,8 @@ BOX, GAP = 15.0, 2.0  # height of a token's box, space between boxes
 KINDS = ("accepted", "recovered", "bonus", "plain")
 MEANING = {
     "accepted": "accepted: the draft guessed it",
-    "recovered": "recovered: put in a refused guess's place",
-    "bonus": "bonus: behind a draft that passed whole",
+    "recovered": "recovered: replaces a refused guess",
+    "bonus": "bonus: the whole draft passed",
     "plain": "plain: no draft",
     "refused": "refused guess",
 }
