@@ -1,17 +1,21 @@
-"""Tiny random models as checkpoint folders, with a tokenizer trained on the spot: what a command can be tried on."""
+"""What commands are tried on, and how: tiny random models as folders, a tokenizer trained on the spot, a runner."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
+from click.testing import CliRunner, Result
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from tinyspec.cli import main
 from tinyspec.lm.config import Config
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Model
 
 TEXT = "the cat sat on the mat and the dog sat on the log, and then the cat and the dog ran to the house. " * 4
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 class Zoo(NamedTuple):
@@ -37,3 +41,17 @@ def tiny_zoo(folder: Path) -> Zoo:
         weights = Model.random(config, scale=0.3).weights
         Model(config, weights, Tokenizer(backend, {}, TEMPLATE if name == names.big else None), "m").save(name)
     return names
+
+
+def run(*args: str, stdin: str | None = None) -> Result:
+    """A command, in this process."""
+    return CliRunner().invoke(main, list(args), input=stdin)
+
+
+def failed(result: Result) -> str:
+    """The one line of an error."""
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("tinyspec: ")
+    return lines[0]
