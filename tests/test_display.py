@@ -7,8 +7,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.zoo import Zoo, tiny_zoo
-from tinyspec.display import STYLES, Growing, Stage, coloured, legend, ratio_in_words, report, statistics, visible
-from tinyspec.generation import generate, start
+from tinyspec.display import STYLES, Stage, coloured, legend, ratio_in_words, report, statistics, visible
+from tinyspec.generation import Growing, generate, start
 from tinyspec.models import load
 from tinyspec.race import compare, race
 

@@ -5,8 +5,7 @@ that it survives a terminal without colours. Characters that would steer a termi
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
@@ -16,9 +15,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from tinyspec.decoding.decode import Round
 from tinyspec.decoding.trace import Statistics
-from tinyspec.generation import Running
 from tinyspec.race import Lane, Outcome
 
 STYLES = {
@@ -195,36 +192,6 @@ def verdict(outcome: Outcome, promise: str) -> str:
 
 
 # ---------------------------------------------------------------------- text as it grows
-
-
-@dataclass
-class Growing:
-    """A request's text in pieces that may be shown: never half a character, nothing that may become a stop string."""
-
-    running: Running
-    text: str = ""
-    shown: int = field(default=0)
-
-    def __iter__(self) -> Iterator[str]:
-        stop, pieces = self.running.decoder.stop, self.running.model.tokenizer.stream()
-        for round in self.running:
-            self.text = stop.trim(self.text + pieces.push(_tokens(round)))
-            finished = self.running.decoder.finished
-            yield self._upto(len(self.text) - (0 if finished else stop.withheld(self.text)))
-        self.text = stop.trim(self.text + pieces.flush())
-        yield self._upto(len(self.text))
-
-    def rest(self) -> str:
-        """What was held back when it was interrupted."""
-        return self._upto(len(self.text))
-
-    def _upto(self, end: int) -> str:
-        piece, self.shown = self.text[self.shown : end], max(self.shown, end)
-        return piece
-
-
-def _tokens(round: Round) -> list[int]:
-    return list(round.tokens)
 
 
 def statistics(stats: Statistics, reason: str) -> str:

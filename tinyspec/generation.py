@@ -132,6 +132,8 @@ def generate(model: Model, prompt: Prompt | Sequence[Prompt], **options: Any) ->
         return _finish(start(model, prompt, **options))  # type: ignore[arg-type]
     seed = options.pop("seed", 0)
     rows: Sequence[Any] = prompt
+    drafts = _drafts(model, find(options.get("method", "autoregressive")), options.get("draft"))
+    options["draft"] = drafts[0] if drafts else None  # loaded once, so that all rows share it and batch
 
     def job(row: int) -> Any:
         return lambda gate: _finish(start(model, rows[row], seed=seed + row, gate=gate, **options))
@@ -139,20 +141,35 @@ def generate(model: Model, prompt: Prompt | Sequence[Prompt], **options: Any) ->
     return run_together([job(row) for row in range(len(rows))])
 
 
+@dataclass
+class Growing:
+    """A request's text in pieces that may be shown: never half a character, nothing that may become a stop string."""
+
+    running: Running
+    text: str = ""
+    shown: int = 0
+
+    def __iter__(self) -> Iterator[str]:
+        stop, pieces = self.running.decoder.stop, self.running.model.tokenizer.stream()
+        for round in self.running:
+            self.text = stop.trim(self.text + pieces.push(list(round.tokens)))
+            finished = self.running.decoder.finished
+            yield self._upto(len(self.text) - (0 if finished else stop.withheld(self.text)))
+        self.text = stop.trim(self.text + pieces.flush())
+        yield self.rest()
+
+    def rest(self) -> str:
+        """What was held back (when it was interrupted)."""
+        return self._upto(len(self.text))
+
+    def _upto(self, end: int) -> str:
+        piece, self.shown = self.text[self.shown : end], max(self.shown, end)
+        return piece
+
+
 def stream(model: Model, prompt: Prompt, **options: Any) -> Iterator[str]:
     """The new text as it grows, in pieces that never end in half a character or inside what may become a stop string."""
-    running = start(model, prompt, **options)
-    pieces = model.tokenizer.stream()
-    text, shown = "", 0
-    for round in running:
-        text = running.decoder.stop.trim(text + pieces.push(list(round.tokens)))
-        safe = len(text) - (0 if running.decoder.finished else running.decoder.stop.withheld(text))
-        if safe > shown:
-            yield text[shown:safe]
-            shown = safe
-    rest = running.decoder.stop.trim(text + pieces.flush())
-    if len(rest) > shown:
-        yield rest[shown:]
+    return (piece for piece in Growing(start(model, prompt, **options)) if piece)
 
 
 def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
@@ -206,7 +223,7 @@ def _drafts(model: Model, card: Card, draft: Model | str | None) -> list[Model]:
             f"{card.name} needs a draft model and the card of {model.name} names none: pass draft=... "
             f"(a smaller model with the same tokenizer), or a method without one: {free}"
         )
-    small = draft if isinstance(draft, Model) else models.load(draft, device=str(model.device))
+    small = draft if isinstance(draft, Model) else models.load(draft, device=model.device, dtype=model.dtype)
     ours, theirs = model.config.vocab_size, small.config.vocab_size
     same = not (model.has_tokenizer and small.has_tokenizer) or model.tokenizer.same_vocabulary(small.tokenizer)
     if ours != theirs or not same:

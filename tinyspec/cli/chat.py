@@ -96,8 +96,8 @@ class _Conversation:
 
     def answer(self, said: str) -> None:
         """One turn. A message that the context has no room for is taken back, and said so."""
-        from tinyspec.display import Growing, statistics, visible
-        from tinyspec.generation import prompt_ids, start
+        from tinyspec.display import statistics, visible
+        from tinyspec.generation import Growing, prompt_ids, start
 
         asked = [*self.messages, {"role": "user", "content": said}]
         ids, room = prompt_ids(self.model, asked), self.model.config.max_positions

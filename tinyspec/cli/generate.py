@@ -62,8 +62,8 @@ def generate(
     base.settle(ctx, knobs, [method])
     target, small = base.load_all(model, draft, [method], device, dtype)
 
-    from tinyspec.display import Growing, statistics, visible
-    from tinyspec.generation import start
+    from tinyspec.display import statistics, visible
+    from tinyspec.generation import Growing, start
 
     stops = [s.replace("\\n", "\n").replace("\\t", "\t") for s in stop]
     texts = [base.read_text(path) for path in references]
