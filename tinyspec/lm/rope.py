@@ -23,7 +23,9 @@ def frequencies(config: Config) -> Tensor:
     if kind == "llama3":
         return _llama3(freq, scaling)
     if kind != "default":
-        raise TinyspecError(f"config.json: rope_scaling type '{kind}' is not known here; known: default, linear, llama3")
+        raise TinyspecError(
+            f"config.json: rope_scaling type '{kind}' is not known here; known: default, linear, llama3"
+        )
     return freq
 
 
