@@ -137,8 +137,10 @@ def load(
         raise TinyspecError(f"{name}: no such folder or .gguf file")
     if path is None and "/" not in name:
         raise _unknown(name)
-    parts = checkpoint.read(path if path is not None else name)
-    want = want or (torch.float32 if where.type == "cpu" else parts.weights["embed"].dtype)
+    if want is None and where.type == "cpu":
+        want = torch.float32
+    parts = checkpoint.read(path if path is not None else name, dtype=want if where.type == "cpu" else None)
+    want = want or parts.weights["embed"].dtype
     try:
         weights = {key: weight.to(where, want) for key, weight in parts.weights.items()}
         return Model(parts.config, weights, parts.tokenizer, parts.name)

@@ -99,8 +99,16 @@ def hold(name: str, dtype: str, tokens: int) -> None:
     weights = sum(w.numel() * w.element_size() for w in model.parameters())
     c = model.config
     cache = 2 * c.n_layers * c.kv_dim * (len(ids) + tokens) * model.head.element_size()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(most, weights, cache)
+    print(high_water(), weights, cache)
+
+
+def high_water() -> int:
+    """The most memory this process has held, in bytes. getrusage would also count what its parent held before it."""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def measure(

@@ -9,8 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
@@ -43,9 +43,10 @@ class Parts(NamedTuple):
     name: str
 
 
-def read(name_or_path: str | Path, progress: bool = True) -> Parts:
+def read(name_or_path: str | Path, progress: bool = True, dtype: torch.dtype | None = None) -> Parts:
     """Read a checkpoint folder, a .gguf file, or (with one "/", and no such path here) a hub id, which is fetched.
 
+    dtype converts a folder's tensors as each is read, so that both precisions are never held whole (None: as stored).
     A folder without tokenizer.json gives `tokenizer=None`. Raises TinyspecError, one line that names the file, the
     field and what to do, for whatever is missing, damaged, contradictory, or not computed here.
     """
@@ -53,7 +54,7 @@ def read(name_or_path: str | Path, progress: bool = True) -> Parts:
     if not path.exists() and isinstance(name_or_path, str) and name_or_path.count("/") == 1:
         from tinyspec.lm import hub
 
-        return read_folder(hub.snapshot(name_or_path, progress), name=name_or_path)
+        return read_folder(hub.snapshot(name_or_path, progress), name_or_path, dtype)
     if path.suffix == ".gguf":
         from tinyspec.lm import gguf_file
 
@@ -65,18 +66,18 @@ def read(name_or_path: str | Path, progress: bool = True) -> Parts:
         raise TinyspecError(f"{path}: not a .gguf file; a safetensors checkpoint is named by its folder")
     if not path.is_dir():
         raise TinyspecError(f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file")
-    return read_folder(path, name=path.resolve().name)
+    return read_folder(path, path.resolve().name, dtype)
 
 
-def read_folder(folder: Path, name: str) -> Parts:
+def read_folder(folder: Path, name: str, dtype: torch.dtype | None = None) -> Parts:
     """Read config.json, the safetensors (one file, or shards with their index) and the tokenizer of a folder."""
     config = from_hf(_json(folder / "config.json"), str(folder / "config.json"))
     tokenizer = None
     if any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         tokenizer = Tokenizer.from_folder(folder)
     config = _with_tokens(config, folder, tokenizer)
-    with _tensors(folder) as (tensors, file):
-        weights = naming.to_ours(config, tensors, str(file))
+    tensors, file = _tensors(folder)
+    weights = naming.to_ours(config, tensors, str(file), dtype=dtype)
     return Parts(config, weights, tokenizer, name)
 
 
@@ -109,36 +110,28 @@ def _with_tokens(config: Config, folder: Path, tokenizer: Tokenizer | None) -> C
     return replace(config, bos=bos, eos=eos, add_bos=add_bos and bos is not None and bos < config.vocab_size)
 
 
-@contextmanager
-def _tensors(folder: Path) -> Iterator[tuple[dict[str, Callable[[], Tensor]], Path]]:
+def _tensors(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], Path]:
     """Every tensor of the folder by name, as a call that reads it; and the file to name in errors."""
     single, index = folder / "model.safetensors", folder / _INDEX
-    handles: dict[str, Any] = {}
-    try:
-        if single.is_file():
-            handle = handles[single.name] = _open(single)
-            yield {name: partial(_get, handle, name, single) for name in handle.keys()}, single  # noqa: SIM118
-        elif index.is_file():
-            where = _index(index)
-            for shard in sorted(set(where.values())):
-                if not (folder / shard).is_file():
-                    raise TinyspecError(f"{folder / shard}: missing, but {_INDEX} names it; fetch it again")
-                handles[shard] = _open(folder / shard)
-            held = {name: shard for shard, handle in handles.items() for name in handle.keys()}  # noqa: SIM118
-            for name, shard in where.items():
-                if held.get(name) != shard:
-                    raise TinyspecError(f"{folder / shard}: tensor {name!r} is missing, but {_INDEX} places it there")
-            yield {name: partial(_get, handles[shard], name, folder / shard) for name, shard in held.items()}, index
-        else:
-            pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
-            raise TinyspecError(
-                f"{folder / pickles[0]}: {_CONVERT}"
-                if pickles
-                else f"{single}: missing, and so is {_INDEX}; nothing but safetensors is read"
-            )
-    finally:
-        for handle in handles.values():
-            handle.__exit__(None, None, None)
+    if single.is_file():
+        return {name: partial(_get, name, single) for name in _names(single)}, single
+    if index.is_file():
+        where = _index(index)
+        held: dict[str, str] = {}
+        for shard in sorted(set(where.values())):
+            if not (folder / shard).is_file():
+                raise TinyspecError(f"{folder / shard}: missing, but {_INDEX} names it; fetch it again")
+            held |= dict.fromkeys(_names(folder / shard), shard)
+        for name, shard in where.items():
+            if held.get(name) != shard:
+                raise TinyspecError(f"{folder / shard}: tensor {name!r} is missing, but {_INDEX} places it there")
+        return {name: partial(_get, name, folder / shard) for name, shard in held.items()}, index
+    pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+    raise TinyspecError(
+        f"{folder / pickles[0]}: {_CONVERT}"
+        if pickles
+        else f"{single}: missing, and so is {_INDEX}; nothing but safetensors is read"
+    )
 
 
 def _index(file: Path) -> dict[str, str]:
@@ -159,18 +152,22 @@ def _index(file: Path) -> dict[str, str]:
     return where
 
 
-def _open(file: Path) -> Any:
+def _names(file: Path) -> list[str]:
+    """The tensors of a file."""
     try:
-        handle: Any = safetensors.safe_open(str(file), framework="pt")
-        return handle.__enter__()
+        with safetensors.safe_open(str(file), framework="pt") as handle:
+            return list(handle.keys())
     except (safetensors.SafetensorError, OSError, ValueError, MemoryError) as error:
         size = file.stat().st_size
         raise TinyspecError(f"{file}: truncated or damaged ({error}; {size} bytes); fetch or save it again") from error
 
 
-def _get(handle: Any, name: str, file: Path) -> Tensor:
+def _get(name: str, file: Path) -> Tensor:
+    """One tensor. The file is opened anew: a tensor is a view into the mapped file, and an open handle would keep all
+    that was read of it in memory after the tensors were converted."""
     try:
-        tensor: Tensor = handle.get_tensor(name)
+        with safetensors.safe_open(str(file), framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
     except Exception as error:  # a dtype torch lacks, or a file cut short since it was opened
         raise TinyspecError(f"{file}: {name!r} cannot be read ({error})") from error
     return tensor

@@ -87,9 +87,13 @@ def layout(config: Config, gguf: bool = False) -> dict[str, Source]:
 
 
 def to_ours(
-    config: Config, theirs: Mapping[str, Callable[[], Tensor]], file: str, gguf: bool = False
+    config: Config,
+    theirs: Mapping[str, Callable[[], Tensor]],
+    file: str,
+    gguf: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Our weights from their tensors, each read by a call, so that no more than one is held twice.
+    """Our weights (in `dtype`, None: as stored) from their tensors, each read by a call: no more than one is held twice.
 
     Raises TinyspecError, naming `file` and the tensor, for one that is missing, left over, of another shape than
     config.json says, not a float, or not finite.
@@ -114,8 +118,9 @@ def to_ours(
             shape = (rows, *shapes[name][1:])
             _check(tensor, shape[::-1] if source.transposed else shape, f"{file}: {have[their_name]}")
             parts.append(tensor.t() if source.transposed else tensor)
-        ours[name] = (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
-    if head in have and not torch.equal(theirs[have[head]](), ours["embed"]):
+        fused = torch.cat(parts) if len(parts) > 1 else parts[0]
+        ours[name] = (fused if dtype is None else fused.to(dtype)).contiguous()
+    if head in have and not torch.equal(theirs[have[head]]().to(ours["embed"].dtype), ours["embed"]):
         raise TinyspecError(
             f"{file}: {head} differs from the embedding, but config.json ties them; set tie_word_embeddings to false"
         )
