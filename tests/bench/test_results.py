@@ -88,3 +88,11 @@ def test_a_result_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     save(tmp_path / "deep" / "r.json", {"x": 1})
     assert load(tmp_path / "deep" / "r.json") == {"x": 1}
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["r.json"]
+
+
+def test_the_readme_quotes_the_committed_results() -> None:
+    from tinyspec.bench import summary
+
+    root = Path(__file__).parent.parent.parent
+    said = (root / "README.md").read_text(encoding="utf-8")
+    assert summary.text(root / "tutorials" / "results") in said

@@ -1,0 +1,101 @@
+"""The README's figures, written from the committed results: `python -m tinyspec.bench.summary tutorials/results`.
+
+A test holds the README to this text, so that no number in it can be older than the result it came from.
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+def load(folder: Path, name: str) -> dict[str, Any]:
+    """One committed result."""
+    result: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def verdict(ratio: float) -> str:
+    """A ratio in words; a slow-down is called one.
+
+    >>> verdict(1.5), verdict(0.8)
+    ('1.50x', '0.80x (a slow-down)')
+    """
+    return f"{ratio:.2f}x" + ("" if ratio >= 1 else " (a slow-down)")
+
+
+def machine(result: dict[str, Any]) -> str:
+    """Where and when it was measured."""
+    m = result["machine"]
+    units = " with " + ", ".join(m["units"]) if m["units"] else ""
+    return f"{m['cores']} cores of {m['cpu']}{units}, {m['threads']} threads, torch {m['torch']}, {result['date']}"
+
+
+def races(result: dict[str, Any]) -> list[str]:
+    """The race: one row a temperature."""
+    lines = [
+        "| temperature | wall clock against plain | tokens per target call | drafted tokens accepted | distinct 4-grams |",
+        "|---|---|---|---|---|",
+    ]
+    for key, figures in result.items():
+        if key.startswith("temperature "):
+            lines.append(
+                f"| {key.removeprefix('temperature ')} | {verdict(figures['ratio'])} | {figures['tokens_per_call']:.2f} | "
+                f"{figures['acceptance']:.0%} | {figures['distinct_4grams']:.2f} |"
+            )
+    return lines
+
+
+def plain(result: dict[str, Any]) -> list[str]:
+    """Plain decoding against transformers: one row a dtype."""
+    lines = [
+        "| dtype | tinyspec, tokens/s | transformers, tokens/s | ratio | memory over weights and cache |",
+        "|---|---|---|---|---|",
+    ]
+    for dtype in ("float32", "bfloat16"):
+        figures = result[dtype]
+        pace, memory = figures["tokens_per_second"], figures["memory"]
+        over = (memory["peak"] - memory["weights"] - memory["cache"]) / 2**20
+        lines.append(
+            f"| {dtype} | {pace['tinyspec']} | {pace['transformers']} | {verdict(figures['ratio'])} | {over:.0f} MiB |"
+        )
+    return lines
+
+
+def text(folder: Path) -> str:
+    """The section of the README."""
+    race, bare, core, peer = (load(folder, name) for name in ("race", "plain", "core", "peer"))
+    greedy = race["temperature 0.0"]
+    micro = core["microseconds"]
+    drawn = {name: median(taken) for name, taken in core["samples"].items()}
+    return "\n".join(
+        [
+            f"All on {machine(race)}; arms interleaved in one run, ratios of medians, raw samples in",
+            "[`tutorials/results/`](tutorials/results).",
+            "",
+            f"**The race** (`{race['command']}`): the bundled pair on ten openings from books that neither was trained on, "
+            f"{race['tokens']} tokens each. Greedy text was identical on {greedy['identical']} of {len(greedy['prompts'])}.",
+            "",
+            *races(race),
+            "",
+            f"**Plain decoding** (`{bare['command']}`): SmolLM2-135M-Instruct, {bare['tokens']} tokens, batch 1, against "
+            "transformers' `generate` on the same weights.",
+            "",
+            *plain(bare),
+            "",
+            f"**Equality** (`{peer['command']}`): greedy float32 tokens against transformers on {peer['questions']} "
+            f"Spec-Bench questions: {peer['identical']} of {len(peer['rows'])} identical, {peer['mismatches']} of "
+            f"{peer['tokens']:,} tokens differ (allowed only where the two best logits are within {peer['gap']:g}).",
+            "",
+            f"**Kernels** (`{core['command']}`) at a vocabulary of {core['vocabulary']:,}: temperature, top-p and draw take "
+            f"{micro['warp_draw']:.0f} us, {drawn['warp_draw'] / drawn['transformers_processors']:.2f} of transformers' "
+            f"processors and {drawn['warp_draw'] / drawn['torch_top_k_first']:.2f} of torch with the 1,024 best first; "
+            f"verifying five drafted tokens takes {micro['walk']:.0f} us, "
+            f"{drawn['transformers_verify'] / drawn['walk']:.0f}x faster than transformers'.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(text(Path(sys.argv[1])))
