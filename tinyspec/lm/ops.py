@@ -7,17 +7,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+TURNED = 6  # rows up to which torch's float32 product is faster turned round
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., i] times weight [o, i] transposed, plus bias [o]: [..., o].
 
-    torch's float32 product of one or two rows runs on one thread of a CPU at a fraction of the memory's speed. The same
-    product turned round (weight @ x, with a second column of zeros) is a matrix product that uses all threads; in
-    bfloat16 the plain form is the faster one.
+    torch's float32 product of a few rows runs on one thread of a CPU at a fraction of the memory's speed. The same product
+    turned round (weight @ x) is a matrix product that uses all threads; a single row is doubled, for with one column it
+    would be a vector again. In bfloat16, and on one thread, the plain form is the faster one.
     """
-    if x.ndim == 2 and len(x) <= 3 and x.dtype == torch.float32 and x.device.type == "cpu" and not weight.requires_grad:
-        columns = x.t() if len(x) > 1 else torch.cat((x, torch.zeros_like(x))).t()
-        y = torch.mm(weight, columns).t()[: len(x)]
+    n = x.shape[0]
+    if (
+        n <= TURNED
+        and x.ndim == 2
+        and x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and torch.get_num_threads() > 1
+    ):
+        columns = x.t() if n > 1 else torch.cat((x, x)).t()
+        y = torch.mm(weight, columns).t()[:n]
         return y if bias is None else y + bias
     return F.linear(x, weight, bias)
 
@@ -29,12 +38,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     Returns [n, H * hd]. The query heads of a group are stacked as rows, so keys are never copied once per head.
     """
     n, heads, width = q.shape
-    groups = heads // len(k)
-    stacked = q.view(n, len(k), groups, width).permute(1, 2, 0, 3).reshape(1, len(k), groups * n, width)
+    shared = k.shape[0]
+    groups = heads // shared
+    stacked = q.view(n, shared, groups, width).permute(1, 2, 0, 3).reshape(1, shared, groups * n, width)
     if mask is not None:
         mask = mask.repeat(groups, 1) if mask.ndim == 2 else mask.repeat(1, groups, 1)
     out = F.scaled_dot_product_attention(stacked, k[None], v[None], attn_mask=mask)
-    return out.view(len(k), groups, n, width).permute(2, 0, 1, 3).reshape(n, heads * width)
+    return out.view(shared, groups, n, width).permute(2, 0, 1, 3).reshape(n, heads * width)
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

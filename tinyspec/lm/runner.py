@@ -127,6 +127,8 @@ class Runner:
         high: int,
     ) -> None:
         """Every attention read has its keys: no position is silently missing in a layer that will be read."""
+        if mask is None and self.cache.present[: high - 1].all():  # the usual case, for next to nothing
+            return
         seen: NDArray[np.bool_] = np.ones(high, dtype=np.bool_) if mask is None else np.any(mask, axis=0)
         seen[[node.slot for node in nodes]] = False  # they bring their own
         read = [layer for layer in range((min(starts) + 1) // 2, (stop + 1) // 2) if 2 * layer not in plan.skip]

@@ -214,7 +214,7 @@ class Model:
             if sublayer % 2:
                 h = h + self._mlp(block, h)
             else:
-                turn = (cos, sin) if chosen is None or not len(cos) else (cos[chosen], sin[chosen])
+                turn = (cos, sin) if chosen is None or not cos.shape[0] else (cos[chosen], sin[chosen])
                 mixed = linear(
                     self._mix(block, sublayer // 2, feeds, active, places, h, turn), block.out, block.out_bias
                 )
@@ -281,7 +281,7 @@ class Model:
             seen[self.config.n_layers] = final
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         if feed.heads and final is not None:
-            rows = final if len(feed.heads) == len(x) else final[torch.tensor(feed.heads, device=self.device)]
+            rows = final if len(feed.heads) == x.shape[0] else final[torch.tensor(feed.heads, device=self.device)]
             logits = linear(rows, self.head).to(wide)
         else:
             logits = x.new_empty((0, self.config.vocab_size), dtype=wide)
