@@ -75,7 +75,8 @@ def text(folder: Path) -> str:
             "[`tutorials/results/`](tutorials/results).",
             "",
             f"**The race** (`{race['command']}`): the bundled pair on ten openings from books that neither was trained on, "
-            f"{race['tokens']} tokens each. Greedy text was identical on {greedy['identical']} of {len(greedy['prompts'])}.",
+            f"{race['tokens']} tokens each, repetition penalty {race['repetition_penalty']}. "
+            f"Greedy text was identical on {greedy['identical']} of {len(greedy['prompts'])}.",
             "",
             *races(race),
             "",

@@ -54,6 +54,9 @@ def bench() -> None:
     click.option(
         "--temperature", "-t", "temperatures", type=float, multiple=True, default=(0.0, 0.8), show_default=True
     ),
+    click.option(
+        "--repetition-penalty", type=float, default=1.2, show_default=True, help="For both arms: 1 lets text loop."
+    ),
     _results,
 )
 @click.pass_context

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.lm.cache import Cache
+from tinyspec.lm.ops import stacked
 from tinyspec.lm.plan import Heads, Plan
 
 
@@ -84,6 +85,7 @@ class Feed:
     ledger: list[Call] | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)  # written by forward: sublayer -> states [n, d]
     _allowed: dict[Heads, Tensor] = field(default_factory=dict)
+    _stacked: Tensor | None = None
 
     def events(self) -> set[int]:
         """The sublayers where the rows that are computed may change, or a state is wanted."""
@@ -105,6 +107,14 @@ class Feed:
         if n == 1 or slots == list(range(first, first + n)):
             return slice(first, first + n)
         return torch.tensor(slots, device=self.cache.store.device)
+
+    def looks(self, layer: int, rows: Sequence[int], groups: int) -> Tensor | None:
+        """The mask `ops.attend` takes for these rows in this layer; where no layer differs it is made once."""
+        if self.plan.visible is not None or self.prefix is not None or len(rows) != len(self.tokens):
+            return self.sees(layer, rows)
+        if self._stacked is None and self.mask is not None:
+            self._stacked = stacked(self.mask, groups, self.cache.store.dtype)
+        return self._stacked
 
     def sees(self, layer: int, rows: Sequence[int]) -> Tensor | None:
         """Where these rows may look in this layer: bool [n, P + high], [KV, n, P + high] by head, or None."""

@@ -34,17 +34,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of n rows over m keys, each key/value head shared by H / KV query heads.
 
-    q [n, H, hd], k and v [KV, m, hd], mask bool [n, m] or [KV, n, m], True where a row may look (None: everywhere).
+    q [n, H, hd], k and v [KV, m, hd], mask bool [n, m] or [KV, n, m], True where a row may look (None: everywhere), or what
+    `stacked` made of it.
     Returns [n, H * hd]. The query heads of a group are stacked as rows, so keys are never copied once per head.
     """
     n, heads, width = q.shape
     shared = k.shape[0]
     groups = heads // shared
-    stacked = q.view(n, shared, groups, width).permute(1, 2, 0, 3).reshape(1, shared, groups * n, width)
-    if mask is not None:
-        mask = mask.repeat(groups, 1) if mask.ndim == 2 else mask.repeat(1, groups, 1)
-    out = F.scaled_dot_product_attention(stacked, k[None], v[None], attn_mask=mask)
+    rows = q.view(n, shared, groups, width).permute(1, 2, 0, 3).reshape(1, shared, groups * n, width)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = stacked(mask, groups, q.dtype)
+    out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask)
     return out.view(shared, groups, n, width).permute(2, 0, 1, 3).reshape(n, heads * width)
+
+
+def stacked(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """A bool mask once for every query head of a group, as what is added to scores: 0 or -inf, [.., groups * n, m].
+
+    It is the same in every layer, so it is made once a pass.
+    """
+    tall = mask.repeat(groups, 1) if mask.ndim == 2 else mask.repeat(1, groups, 1)
+    return torch.zeros(tall.shape, dtype=dtype, device=mask.device).masked_fill_(~tall, -torch.inf)
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ class Model:
                 outs.append(q[mine].flatten(1))
                 continue
             keys, values = feed.cache.keys[layer][:, : feed.high], feed.cache.values[layer][:, : feed.high]
-            mask = feed.sees(layer, rows)
+            mask = feed.looks(layer, rows, self.config.n_heads // self.config.n_kv_heads)
             if feed.prefix is not None:  # only probes look at it; it stands before everything
                 keys = torch.cat((feed.prefix[0][layer].to(keys.dtype), keys), dim=1)
                 values = torch.cat((feed.prefix[1][layer].to(values.dtype), values), dim=1)

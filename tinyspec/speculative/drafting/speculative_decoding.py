@@ -65,7 +65,7 @@ def lenient(lenience: float) -> Verifier:
     drafts=1,
     lossy=("lenience", 1.0),
     knobs=(
-        Knob("gamma", 4, "tokens the draft model proposes in a round", low=1),
+        Knob("gamma", 3, "tokens the draft model proposes in a round", low=1),
         Knob("lenience", 1.0, "scale on q before the comparison; below 1 it is lossy", low=1e-3, high=1.0),
     ),
 )
