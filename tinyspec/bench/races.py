@@ -46,7 +46,11 @@ def measure(
 
                 def arm(which: str, text: str = prompt["text"], t: float = temperature, seed: int = number) -> Any:
                     extra = knobs if which == method else {}
-                    settings = {"max_new_tokens": tokens, "temperature": t, "repetition_penalty": repetition_penalty}
+                    settings: dict[str, Any] = {
+                        "max_new_tokens": tokens,
+                        "temperature": t,
+                        "repetition_penalty": repetition_penalty,
+                    }
                     return lambda: start(model, text, method=which, draft=draft, seed=seed, **settings, **extra)
 
                 arms = [("autoregressive", arm("autoregressive")), (method, arm(method))]
