@@ -214,7 +214,7 @@ def test_methods_lists_the_registry() -> None:
     assert {"name", "family", "paper", "guarantee", "knobs"} <= set(listed[0])
     table = run("methods").output
     assert all(name in table for name in names)
-    assert "gamma=4" in table
+    assert "gamma=3" in table
     described = run("methods", "speculative_decoding").output
     assert "Leviathan" in described
     assert "--gamma 4" in described

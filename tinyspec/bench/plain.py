@@ -54,6 +54,7 @@ def peer(path: Path, dtype: torch.dtype) -> Any:
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
     theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    theirs.generation_config.eos_token_id = None  # no end: a minimum length would forbid the token and change the text
     return theirs.eval()
 
 
@@ -65,7 +66,6 @@ def peer_decode(theirs: Any, ids: list[int], tokens: int) -> list[int]:
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=tokens,
-            min_new_tokens=tokens,
             do_sample=False,
             pad_token_id=0,
         )
