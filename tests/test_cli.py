@@ -217,7 +217,7 @@ def test_methods_lists_the_registry() -> None:
     assert "gamma=3" in table
     described = run("methods", "speculative_decoding").output
     assert "Leviathan" in described
-    assert "--gamma 4" in described
+    assert "--gamma 3" in described
     assert "did you mean 'llma'" in failed(run("methods", "lmla"))
 
 
