@@ -174,7 +174,7 @@ class Decoder:
         return 1 << 30 if left is None else max(left[0] - 1, 0)
 
     def step(self, chance: Chance) -> Round:
-        """One round. Raises StopIteration's cousin, a ValueError, once the text is finished."""
+        """One round. Raises ValueError once the text is finished."""
         if self.finished:
             raise ValueError(f"the text is finished ({self.finished})")
         mark = len(self.ledger)
