@@ -1,0 +1,1 @@
+"""What each guarantee means, as code."""

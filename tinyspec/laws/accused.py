@@ -1,0 +1,96 @@
+"""What a law says when it speaks: nothing of the library's insides, only the smallest case in the words of the task."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """The smallest case found: what went in, what had to come out, what came out.
+
+    law       name of the law that was broken
+    case      what went in, in order: p, q, draft, warp, uniforms, ...
+    expected  what the law demands
+    got       what the implementation did
+    """
+
+    law: str
+    case: dict[str, Any]
+    expected: Any
+    got: Any
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; numbers that JSON has no word for (fractions) are written as text."""
+        return {
+            "law": self.law,
+            "case": {name: _plain(value) for name, value in self.case.items()},
+            "expected": _plain(self.expected),
+            "got": _plain(self.got),
+        }
+
+    def __str__(self) -> str:
+        shown = [f"  {name} = {show(value)}" for name, value in self.case.items()]
+        return "\n".join(
+            [f"broken: {self.law}", *shown, f"expected {show(self.expected)}", f"got      {show(self.got)}"]
+        )
+
+
+class Accused(AssertionError):
+    """A law found a counterexample."""
+
+    def __init__(self, counterexample: Counterexample):
+        super().__init__(str(counterexample))
+        self.counterexample = counterexample
+
+
+@dataclass
+class Evidence:
+    """What a law looked at when it found nothing wrong. Adds up."""
+
+    law: str
+    cases: int = 0
+    branches: int = 0
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def __add__(self, other: "Evidence") -> "Evidence":
+        return Evidence(
+            self.law,
+            self.cases + other.cases,
+            self.branches + other.branches,
+            self.seconds + other.seconds,
+            [*self.notes, *other.notes],
+        )
+
+
+def accuse(law: str, expected: Any, got: Any, **case: Any) -> None:
+    """Raise Accused for this case."""
+    raise Accused(Counterexample(law, case, expected, got))
+
+
+def show(value: Any) -> str:
+    """A value as a reader of the task would write it: 1/3 for a fraction, six digits for a float.
+
+    >>> from fractions import Fraction
+    >>> show({(0, 1): Fraction(1, 3), (1,): 0.25})
+    '{(0, 1): 1/3, (1,): 0.25}'
+    """
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{show(k)}: {show(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(show, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(show, value)) + "]"
+    if hasattr(value, "tolist"):
+        return show(value.tolist())
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {show(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,1 @@
+"""Small defects from the field, each killed by the law meant for it."""
