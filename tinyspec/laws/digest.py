@@ -1,0 +1,276 @@
+"""A digest of everything that a decoder is: two with the same digest will do the same, whatever happens next.
+
+The exact laws merge branches after a round only where digests agree. If something were left out (noise drawn once and used
+again, a counter, a global), branches that differ in it would be merged and the law of a biased decoder could come out right.
+So the whole object graph is walked: attributes, slots, containers, closures and defaults of functions, data of classes, and
+the globals that their code names (reach.py). What cannot be seen through is an error, never skipped. Shared objects are
+numbered, so that two names for one list differ from two equal lists; floats are rounded to 1e-12.
+
+Not followed: modules, the standard library and the numerical libraries (their global random states are compared by `law`
+before and after), and what the caller names as `outside`: ledgers, to which nothing listens.
+"""
+
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from enum import Enum
+from fractions import Fraction
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.reach import ATOMS, reach
+from tinyspec.laws.tables import TableModel
+
+DECIMALS = 12
+CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+def digest(thing: object, outside: Iterable[object] = ()) -> bytes:
+    """The digest of an object and of all that can be reached from it. Raises TinyspecError for what it cannot see through.
+
+    outside  objects that are not looked into (compared by identity)
+
+    >>> digest([1, (2, 0.5)]) == digest([1, (2, 0.5 + 1e-15)]), digest([1]) == digest([True])
+    (True, False)
+    """
+    walk = _Walk(outside)
+    walk.see(thing)
+    return blake2b("\0".join(walk.said).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class _Walk:
+    """One walk over an object graph; `said` is what it found, as words."""
+
+    def __init__(self, outside: Iterable[object]):
+        self.said: list[str] = []
+        self._numbers: dict[int, int] = {}  # id -> when it was first met
+        self._alive: list[object] = []  # so that no id is used twice
+        self._outside = {id(thing): f"outside {i}" for i, thing in enumerate(outside)}
+
+    def see(self, thing: Any) -> None:
+        """Write an object down: values as they are, things with an identity once, then by number."""
+        kind = type(thing)
+        if kind in _VALUES:
+            self.said.append(_VALUES[kind](thing))
+            return
+        mark = id(thing)
+        if mark in self._outside:
+            self.said.append(self._outside[mark])
+            return
+        if kind is tuple:  # no identity worth the name
+            self.said.append(f"tuple {len(thing)}")
+            for item in thing:
+                self.see(item)
+            return
+        if mark in self._numbers:
+            self.said.append(f"again {self._numbers[mark]}")
+            return
+        self._numbers[mark] = len(self._numbers)
+        self._alive.append(thing)
+        look = _LOOKS.get(kind)
+        if look is None:
+            look = next((_LOOKS[base] for base in _BASES if issubclass(kind, base)), _Walk.object)
+        look(self, thing)
+
+    # ------------------------------------------------------------------ containers and numbers
+
+    def list(self, thing: Any) -> None:
+        self.said.append(f"list {len(thing)}")
+        for item in thing:
+            self.see(item)
+
+    def dict(self, thing: Any) -> None:
+        """In order: what iterates over it sees the order."""
+        self.said.append(f"dict {len(thing)}")
+        for key, value in thing.items():
+            self.see(key)
+            self.see(value)
+
+    def set(self, thing: Any) -> None:
+        """By the digests of its members: their order is chance."""
+        members = list(thing)
+        self.said.append(f"set {len(members)}")
+        for _, i in sorted((digest(member), i) for i, member in enumerate(members)):
+            self.see(members[i])
+
+    def array(self, thing: Any) -> None:
+        self.said.append(f"array {thing.dtype} {thing.shape}")
+        if thing.dtype == object:
+            self.list(thing.ravel().tolist())
+        else:
+            self.said.append(_bytes(thing))
+
+    def tensor(self, thing: torch.Tensor) -> None:
+        self.said.append(f"tensor {thing.dtype} {tuple(thing.shape)} {thing.device}")
+        flat = thing.detach().cpu()
+        exact = flat if flat.dtype in (torch.float64, torch.int64, torch.bool) else flat.to(torch.float64)
+        self.said.append(_bytes(exact.numpy()))
+
+    def table(self, thing: TableModel) -> None:
+        """What it remembers is a function of what it is."""
+        self.said.append(f"table {thing.seed} {thing.vocabulary} {thing.zeros} {thing.floats} {thing.config}")
+        self.see(thing.rows)
+
+    # ------------------------------------------------------------------ code
+
+    def function(self, thing: types.FunctionType) -> None:
+        """The code, what it was given, what it encloses, and the data that it finds by name."""
+        self.said.append(f"code {thing.__module__} {thing.__qualname__} {thing.__code__.co_firstlineno}")
+        for part in (thing.__defaults__, thing.__kwdefaults__, thing.__dict__ or None):
+            self.see(part)
+        for cell in thing.__closure__ or ():
+            self.cell(cell)
+        self.data(thing)
+
+    def data(self, owner: Any) -> None:
+        """What a class or function reaches through names: what can change is seen anew each time."""
+        names, places = reach(owner)
+        for get, name, before in names:  # many, and nearly always as they were
+            if get(name) is not before:
+                self.said.append(f"data {name}")
+                self.see(get(name))
+        for place in places:
+            value = place.value()
+            if value is not None or place.before is not None:
+                self.said.append(f"data {place.name}")
+                self.see(value)
+
+    def cell(self, thing: types.CellType) -> None:
+        try:
+            value = thing.cell_contents
+        except ValueError:
+            self.said.append("empty cell")
+        else:
+            self.see(value)
+
+    def method(self, thing: types.MethodType) -> None:
+        self.see(thing.__func__)
+        self.see(thing.__self__)
+
+    def builtin(self, thing: types.BuiltinFunctionType) -> None:
+        self.said.append(f"builtin {thing.__qualname__}")
+        if not isinstance(thing.__self__, types.ModuleType):
+            self.see(thing.__self__)
+
+    def partial(self, thing: Any) -> None:
+        for part in (thing.func, thing.args, thing.keywords):
+            self.see(part)
+
+    def module(self, thing: types.ModuleType) -> None:
+        self.said.append(f"module {thing.__name__}")
+
+    def type(self, thing: type) -> None:
+        """A class: its name, and the data that it and its methods reach."""
+        self.said.append(f"class {thing.__module__}.{thing.__qualname__}")
+        self.data(thing)
+
+    # ------------------------------------------------------------------ everything else
+
+    def object(self, thing: Any) -> None:
+        """Attributes and slots; contents, where a class extends a container; else what it says to pickle of itself."""
+        kind = type(thing)
+        self.see(kind)
+        form = _FORMS.get(kind)
+        if form is None:
+            form = _FORMS[kind] = (_alien(kind), _slots(kind))
+        if form[0]:
+            self.reduced(thing)
+            return
+        for container, look in ((dict, _Walk.dict), ((list, tuple), _Walk.list), ((set, frozenset), _Walk.set)):
+            if isinstance(thing, container):
+                look(self, thing)
+        if isinstance(thing, (int, str, float, bytes)):
+            self.said.append(repr(thing))
+        for name in form[1]:
+            if hasattr(thing, name):
+                self.said.append(name)
+                self.see(getattr(thing, name))
+        for name, value in getattr(thing, "__dict__", {}).items():
+            self.said.append(name)
+            self.see(value)
+
+    def reduced(self, thing: Any) -> None:
+        """Compiled objects: their own `__getstate__`, else what pickle would keep."""
+        kind = type(thing)
+        own: Any = kind.__getstate__
+        try:
+            if own is not object.__getstate__:
+                state = thing.__getstate__()
+            else:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    state = thing.__reduce_ex__(2)
+        except Exception as error:
+            raise TinyspecError(
+                f"the digest cannot see into a {kind.__module__}.{kind.__qualname__}, so branches cannot be merged: "
+                "give it a __getstate__ that returns all of its state"
+            ) from error
+        self._alive.append(state)
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, (types.FunctionType, types.BuiltinFunctionType)):  # how to rebuild it: no state
+                self.said.append(part.__qualname__)
+            else:
+                self.see(list(part) if hasattr(part, "__next__") else part)
+
+    def opaque(self, thing: Any) -> None:
+        what = type(thing).__qualname__
+        raise TinyspecError(f"the digest cannot see into a {what}, so branches cannot be merged: keep a list instead")
+
+    def weak(self, thing: Any) -> None:
+        self.see(thing())
+
+    def enum(self, thing: Enum) -> None:
+        self.said.append(f"enum {type(thing).__qualname__}.{thing.name}")
+
+    def generator(self, thing: torch.Generator) -> None:
+        self.see(thing.get_state())
+
+
+def _bytes(array: Any) -> str:
+    if array.dtype.kind in "fc":
+        array = np.round(array, DECIMALS) + 0.0  # no negative zero
+    return bytes(np.ascontiguousarray(array).tobytes()).hex()
+
+
+def _alien(kind: type) -> bool:
+    """Whether a class has compiled bases, whose state is in neither attributes nor slots nor contents."""
+    made = [base for base in kind.__mro__ if not base.__flags__ & (1 << 9)]  # heap types are made by Python code
+    known = {object, *CONTAINERS, int, str, float, bytes, BaseException, Exception}
+    return any(base not in known for base in made) or hasattr(kind, "__pyx_capi__") or _compiled(kind)
+
+
+def _compiled(kind: type) -> bool:
+    """Compiled classes may be heap types too; they have methods that are not functions."""
+    method = vars(kind).get("__init__", vars(kind).get("__new__"))
+    return method is not None and not isinstance(method, (types.FunctionType, staticmethod, classmethod))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else [s for s in slots if s not in ("__dict__", "__weakref__")]
+    return tuple(names)
+
+
+_FORMS: dict[type, tuple[bool, tuple[str, ...]]] = {}  # class -> whether it is compiled, its slots
+_VALUES: dict[type, Callable[[Any], str]] = {
+    **{kind: lambda x, kind=kind: f"{kind.__name__} {x!r}" for kind in ATOMS},  # type: ignore[misc]
+    float: lambda x: f"float {round(x, DECIMALS) + 0.0!r}",
+    Fraction: lambda x: f"fraction {x.numerator}/{x.denominator}",
+}
+_LOOKS: dict[type, Callable[[_Walk, Any], None]] = {
+    list: _Walk.list, dict: _Walk.dict, set: _Walk.set, frozenset: _Walk.set, np.ndarray: _Walk.array,
+    torch.Tensor: _Walk.tensor, torch.Generator: _Walk.generator, types.FunctionType: _Walk.function,
+    types.CellType: _Walk.cell, types.MethodType: _Walk.method, types.BuiltinFunctionType: _Walk.builtin,
+    partial: _Walk.partial, types.ModuleType: _Walk.module, type: _Walk.type, weakref.ref: _Walk.weak,
+    TableModel: _Walk.table, types.GeneratorType: _Walk.opaque, types.CoroutineType: _Walk.opaque,
+    types.AsyncGeneratorType: _Walk.opaque, Enum: _Walk.enum, np.generic: _Walk.array,
+}  # fmt: skip
+_BASES = (Enum, torch.Tensor, np.ndarray, np.generic, type, types.ModuleType, weakref.ref, TableModel)

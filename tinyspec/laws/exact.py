@@ -1,0 +1,213 @@
+"""The exact law: the joint probability of a decoder's first tokens over several rounds, by walking every outcome.
+
+`law` executes a whole decoder under `Exhaustive` chance. After each round branches that have come to the same state are
+merged, and sameness is the digest of everything the decoder is. `reference` is what that law must equal: plain decoding,
+written here once more over the rows of the target and over warpers of its own, so that it shares no line with what it judges.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.laws.accused import accuse
+from tinyspec.laws.digest import digest
+
+Text = tuple[int, ...]
+Conditional = Callable[[Text], Any]
+"""context -> row of the target, unwarped: [V] Fractions, or float64 logits."""
+
+JOINT = "joint law"
+QUIET = "global random states untouched"
+
+
+class Law(dict[Text, Any]):
+    """Texts of new tokens and their probabilities (Fractions, or floats).
+
+    branches  outcomes of rounds that were walked
+    states    decoder states, after merging
+    """
+
+    branches = 0
+    states = 0
+
+
+def law(
+    factory: Callable[[], Decoder],
+    tokens: int = 3,
+    prompt: Sequence[int] = (0,),
+    merge: bool = True,
+    outside: Callable[[Decoder], Iterable[object]] = lambda decoder: (),
+    rounds: int | None = None,
+) -> Law:
+    """The exact joint law of the first `tokens` new tokens; shorter texts where the decoder stopped.
+
+    factory  makes the decoder anew for every branch; where nothing is new yet, the prompt is given to it
+    merge    whether branches that are in the same state after a round are walked on once
+    outside  parts of a decoder that cannot change what it will do (its ledger is one always)
+    rounds   stop after so many rounds; texts are then as long as they are
+
+    Raises Accused where the decoder touched a global random state: such a decoder has no exact law.
+    """
+    noise = _global_noise()
+    joint = Law()
+    waiting: dict[Any, tuple[list[int], Any]] = {b"": ([], 1)}  # state -> (choices that lead there, probability)
+    done = 0
+    while waiting:
+        ahead: dict[Any, tuple[list[int], Any]] = {}
+        for choices, probability in waiting.values():
+            joint.states += 1
+            for decoder, taken, chance in _branches(factory, prompt, choices, done):
+                joint.branches += 1
+                mass = probability * chance
+                over = decoder.finished or len(decoder.new) >= tokens or done + 1 == rounds
+                if over:
+                    text = tuple(decoder.new[:tokens])
+                    joint[text] = joint.get(text, 0) + mass
+                    continue
+                key = digest(decoder, (decoder.ledger, *outside(decoder))) if merge else joint.branches
+                known = ahead.get(key)
+                ahead[key] = (taken, mass) if known is None else (known[0], known[1] + mass)
+        waiting, done = ahead, done + 1
+    if _global_noise() != noise:
+        accuse(QUIET, "random, numpy.random and torch as they were", "a global random state was used")
+    return joint
+
+
+def _branches(
+    factory: Callable[[], Decoder], prompt: Sequence[int], choices: list[int], done: int
+) -> "Iterable[tuple[Decoder, list[int], Any]]":
+    """Every outcome of round `done`, after the rounds before it went by `choices`."""
+    for (decoder, before), probability, taken in _walk(lambda chance: _play(factory, prompt, chance, done), choices):
+        yield decoder, taken, probability / before
+
+
+def _play(factory: Callable[[], Decoder], prompt: Sequence[int], chance: Exhaustive, done: int) -> tuple[Decoder, Any]:
+    """A decoder after its prompt, `done` rounds and one more; and how probable the former were."""
+    decoder = factory()
+    if not decoder.context:
+        decoder.extend(prompt)
+    before: Any = chance.probability
+    for number in range(done + 1):
+        before = chance.probability if number == done else before
+        if not decoder.finished:
+            decoder.step(chance)
+    return decoder, before
+
+
+def _walk(function: Callable[[Exhaustive], Any], fixed: list[int]) -> Iterable[tuple[Any, Any, list[int]]]:
+    """`Exhaustive.walk` below a fixed beginning; also tells the choices of each outcome."""
+    from tinyspec.decoding.exhaustive import _Script
+
+    choices = list(fixed)
+    while True:
+        script = _Script(choices)
+        outcome = function(Exhaustive(script))
+        trail = script.taken
+        yield outcome, script.probability, [choice for choice, _ in trail]
+        while len(trail) > len(fixed) and trail[-1][0] + 1 == trail[-1][1]:
+            trail.pop()
+        if len(trail) <= len(fixed):
+            return
+        choices = [choice for choice, _ in trail[:-1]] + [trail[-1][0] + 1]
+
+
+def _global_noise() -> tuple[Any, ...]:
+    state: Any = np.random.get_state(legacy=True)  # noqa: NPY002
+    return random.getstate(), state[1].tobytes(), state[2], torch.get_rng_state().numpy().tobytes()
+
+
+# ---------------------------------------------------------------------- the reference
+
+
+@dataclass
+class Reference:
+    """Plain decoding: draw from the target's warped row, until a stop.
+
+    row     the target's conditionals
+    warp    the user's sampling settings
+    """
+
+    row: Conditional
+    warp: Warp = field(default_factory=Warp)
+    stop: Stop = field(default_factory=Stop)
+    limit: int | None = None  # positions of the context, prompt included
+    _rows: dict[Text, Any] = field(default_factory=dict)
+
+    def next(self, context: Text) -> list[Any]:
+        """The warped row after a context: Fractions or floats."""
+        if context not in self._rows:
+            self._rows[context] = warped(self.row(context), context, self.warp)
+        return self._rows[context]  # type: ignore[no-any-return]
+
+    def law(self, tokens: int = 3, prompt: Sequence[int] = (0,)) -> Law:
+        """The joint law of the first `tokens` new tokens."""
+        joint, prompt = Law(), tuple(prompt)
+        wanted = tokens if self.stop.max_new_tokens is None else min(tokens, self.stop.max_new_tokens)
+        wanted = wanted if self.limit is None else min(wanted, self.limit - len(prompt))
+        open_texts: list[tuple[Text, Any]] = [((), 1)]
+        for text, probability in open_texts:  # grows while it is walked
+            if len(text) >= wanted or self._ended(text):
+                joint[text] = joint.get(text, 0) + probability
+                continue
+            for token, x in enumerate(self.next((*prompt, *text))):
+                if x > 0:
+                    open_texts.append(((*text, token), probability * x))
+        return joint
+
+    def _ended(self, text: Text) -> bool:
+        by_token = bool(text) and text[-1] in self.stop.eos
+        return by_token or any(text[-len(s) :] == s for s in self.stop.sequences)
+
+
+def warped(row: Any, context: Sequence[int], warp: Warp) -> list[Any]:
+    """The law after the warpers, as design and manual define them: weights of Fractions exactly, logits in floats."""
+    if isinstance(row, (list, tuple)):
+        power = 1 if warp.temperature == 0 else round(1 / Fraction(str(warp.temperature)).limit_denominator(9))
+        weights: list[Any] = [Fraction(x) ** power for x in row]
+        number: Callable[[Any], Any] = lambda x: Fraction(str(x))  # noqa: E731
+    else:
+        scores = [float(x) for x in row]
+        for token in set(context):
+            x = scores[token]
+            scores[token] = x * warp.repetition_penalty if x < 0 else x / warp.repetition_penalty
+        top = max(scores)
+        weights = [math.exp((x - top) / (warp.temperature or 1.0)) for x in scores]
+        weights = [float(x == top) for x in scores] if warp.temperature == 0 else weights
+        number = float
+    by_weight = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
+    kept = by_weight[: 1 if warp.temperature == 0 else warp.top_k]
+    if warp.top_p is not None and warp.temperature > 0:
+        whole, reached, nucleus = sum(weights[t] for t in kept), 0, list[int]()
+        for token in kept:
+            if nucleus and reached >= number(warp.top_p) * whole:
+                break
+            nucleus.append(token)
+            reached = reached + weights[token]
+        kept = nucleus
+    floor = 0 if warp.min_p is None else number(warp.min_p) * weights[by_weight[0]]
+    kept = [token for token in kept if weights[token] >= floor and weights[token] > 0]
+    mass = sum(weights[token] for token in kept)
+    return [weights[t] / mass if t in kept else 0 * weights[t] for t in range(len(weights))]
+
+
+# ---------------------------------------------------------------------- the comparison
+
+
+def compare(
+    expected: dict[Text, Any], got: dict[Text, Any], within: float = 0.0, law: str = JOINT, **case: Any
+) -> None:
+    """Raise Accused unless two laws agree: exactly, or each probability `within` so much. Says the first text that differs."""
+    for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):
+        ours, theirs = got.get(text, 0), expected.get(text, 0)
+        if ours != theirs if within == 0 else not abs(ours - theirs) <= within:
+            accuse(law, {text: theirs}, {text: ours}, **case)
