@@ -1,0 +1,286 @@
+"""What the papers prove, as laws of an implementation: each takes the code to judge and searches for a counterexample.
+
+A verifier is judged on small rational p and q, every outcome of chance walked, so "with probability" means exactly that.
+The oracles are a few lines of fractions of their own and call nothing that is judged. A law that finds a counterexample
+raises `Accused` with the first, which is the smallest; a crash of the implementation is its own and goes through.
+The theorems about a transformer's passes are in `passes`.
+"""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import product
+from time import perf_counter
+from typing import Any
+
+from tinyspec.decoding.chance import Exhaustive
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import Verdict
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.small import Exact, but, overlap, pairs, positive_part
+from tinyspec.laws.transport import drafts, kseq_share, naive, optimum
+from tinyspec.tree import ROOT, TokenTree
+
+Verifier = Callable[[TokenTree, Any, Any], Verdict]
+Draft = Callable[[Exact, int, Exhaustive], tuple[Sequence[int], Sequence[Exact | None]]]
+"""(q, k, chance) -> the tokens of k siblings, in the order in which they will stand, and the law declared for each."""
+
+ACCEPTANCE = "acceptance = 1 - TV(p, q) (Leviathan et al. 2023, theorem 3.5)"
+TOKENS = "tokens of a round = (1 - alpha^(gamma+1)) / (1 - alpha) (Leviathan et al. 2023, equation 1)"
+PREDICTION = "predicted tokens = the mean over accept and refuse patterns (Leviathan et al. 2023, equation 1)"
+PLANNER = "planned gamma has the greatest gain, and gains where alpha > c (Leviathan et al. 2023, corollary 3.9)"
+LENIENCE = "lenience l: P(x) <= p(x) / l (Leviathan et al. 2023, appendix A.5)"
+REJECTION = "recursive rejection refuses k drafts with the product of its distances (SpecInfer, arXiv 2305.09781)"
+TRANSPORT = "acceptance of k drafts <= the optimal transport (SpecTr, arXiv 2310.15141)"
+MATCHING = "acceptance of k drafts >= sampling and matching (SpecInfer, arXiv 2305.09781)"
+KSEQ = "acceptance of k drafts >= (1 - (1 - 1/k)^k) of the optimal transport (SpecTr's K-SEQ, arXiv 2310.15141)"
+ORDER = "siblings without replacement stand in the order they were drawn (MCSD, arXiv 2401.06706)"
+
+
+class Given(dict[int, Sequence[Fraction]]):
+    """The target's rows by node, as a verifier reads them; `soft` are the rows before temperature 0 sharpened them."""
+
+    def __init__(self, rows: dict[int, Exact], soft: dict[int, Exact] | None = None):
+        super().__init__({node: list(row) for node, row in rows.items()})
+        self.soft = soft or rows
+        self.warp = Warp(temperature=0.0 if soft else 1.0)
+
+    def warped(self, node: int, warp: Warp) -> list[Fraction]:
+        return list(self.soft[node])
+
+
+def with_replacement(q: Exact, k: int, chance: Exhaustive) -> tuple[Sequence[int], Sequence[Exact | None]]:
+    """k i.i.d. siblings."""
+    return [chance.draw(q) for _ in range(k)], [q] * k
+
+
+def without_replacement(q: Exact, k: int, chance: Exhaustive) -> tuple[Sequence[int], Sequence[Exact | None]]:
+    """k siblings, each from what its earlier siblings left of q; fewer where q is used up."""
+    tokens: list[int] = []
+    laws: list[Exact] = []
+    row: Exact | None = q
+    while row is not None and len(tokens) < k:
+        laws.append(row)
+        tokens.append(chance.draw(row))
+        row = but(row, tokens[-1])
+    return tokens, laws
+
+
+def siblings(verifier: Verifier, draft: Draft, p: Exact, q: Exact, k: int) -> tuple[Fraction, dict[int, Fraction], int]:
+    """One position with k siblings: (probability that one is accepted, law of the first token, branches walked)."""
+
+    def play(chance: Exhaustive) -> tuple[bool, int | None]:
+        tokens, laws = draft(q, k, chance.split("draft", 0))
+        n = len(tokens)
+        tree = TokenTree(tokens, (ROOT,) * n, [None if law is None else list(law) for law in laws], (False,) * n)
+        verdict = verifier(tree, Given(dict.fromkeys(range(ROOT, n), p)), chance.split("verify", 0))
+        return bool(verdict.path), tokens[verdict.path[0]] if verdict.path else verdict.next
+
+    accepted, law, branches = Fraction(0), dict[int, Fraction](), 0
+    for (passed, token), probability in Exhaustive.walk(play):
+        branches += 1
+        accepted += probability if passed else 0
+        if token is not None:
+            law[token] = law.get(token, Fraction(0)) + probability
+    return accepted, law, branches
+
+
+def acceptance(verifier: Verifier, largest: int = 6) -> Evidence:
+    """A draft token x ~ q passes with probability sum_x min(p, q) = 1 - TV(p, q)."""
+    began, cases, branches = perf_counter(), 0, 0
+    for p, q in pairs(largest=largest):
+        got, _, walked = siblings(verifier, with_replacement, p, q, 1)
+        cases, branches = cases + 1, branches + walked
+        if got != overlap(p, q):
+            accuse(ACCEPTANCE, overlap(p, q), got, p=p, q=q)
+    return Evidence(ACCEPTANCE, cases, branches, perf_counter() - began)
+
+
+def tokens_of_a_round(verifier: Verifier, gamma: int = 3, largest: int = 5) -> Evidence:
+    """Where every position has the same p and q, a chain of gamma commits 1 + alpha + ... + alpha^gamma on average."""
+    began, cases, branches = perf_counter(), 0, 0
+    for (p, q), length in product(pairs(largest=largest), range(1, gamma + 1)):
+
+        def count(chance: Exhaustive, p: Exact = p, q: Exact = q, length: int = length) -> int:
+            stream = chance.split("draft", 0)
+            tree = TokenTree.chain([stream.draw(q) for _ in range(length)], [list(q)] * length)
+            verdict = verifier(tree, Given(dict.fromkeys(range(ROOT, length), p)), chance.split("verify", 0))
+            return len(verdict.path) + (verdict.next is not None)
+
+        outcomes = list(Exhaustive.walk(count))
+        got = sum(n * probability for n, probability in outcomes)
+        alpha = overlap(p, q)
+        expected = sum(alpha**i for i in range(length + 1))
+        cases, branches = cases + 1, branches + len(outcomes)
+        if got != expected:
+            accuse(TOKENS, expected, got, p=p, q=q, gamma=length, alpha=alpha)
+    return Evidence(TOKENS, cases, branches, perf_counter() - began)
+
+
+def predicted_tokens(predict: Callable[[Any, int], Any], gamma: int = 6, whole: int = 6) -> Evidence:
+    """A formula for the tokens of a round, against every pattern of accepted and refused tokens."""
+    began, cases, branches = perf_counter(), 0, 0
+    for length, part in product(range(gamma + 1), range(whole + 1)):
+        alpha, mean = Fraction(part, whole), Fraction(0)
+        for passes in product((True, False), repeat=length):
+            until = passes.index(False) if False in passes else length
+            odds = Fraction(1)
+            for passed in passes:
+                odds *= alpha if passed else 1 - alpha
+            mean += odds * (until + 1)  # the recovered or the bonus token
+            branches += 1
+        cases += 1
+        got = predict(alpha, length)
+        if abs(got - mean) > 1e-12:
+            accuse(PREDICTION, mean, got, alpha=alpha, gamma=length)
+    return Evidence(PREDICTION, cases, branches, perf_counter() - began)
+
+
+def planner(plan: Callable[[float, float], int], longest: int = 64) -> Evidence:
+    """plan(alpha, c) against every gamma up to `longest`; c is what a draft step costs in target calls.
+
+    With gamma = 1 the gain is (1 + alpha) / (1 + c), so the best is at least that; where alpha <= c no gamma gains,
+    because 1 + alpha + ... + alpha^gamma <= 1 + gamma c.
+    """
+    began, cases = perf_counter(), 0
+    costs = [Fraction(0), *(Fraction(1, n) for n in (100, 20, 10, 5, 3, 2, 1))]
+    for cost, tenths in product(costs, range(10)):
+        alpha, tokens = Fraction(tenths, 10), Fraction(1)
+        gains = [Fraction(1)]
+        for gamma in range(1, longest + 1):
+            tokens = 1 + alpha * tokens  # the first token passes, and a shorter round follows
+            gains.append(tokens / (1 + gamma * cost))
+        best, cases = max(gains), cases + 1
+        assert best >= (1 + alpha) / (1 + cost) if alpha > cost else best == 1  # the corollary, of the oracle itself
+        gamma = plan(float(alpha), float(cost))
+        got = gains[gamma] if 0 <= gamma <= longest else Fraction(0)
+        if got < best * (1 - Fraction(1, 10**12)):
+            accuse(
+                PLANNER, {"gamma": gains.index(best), "gain": best}, {"gamma": gamma, "gain": got}, alpha=alpha, c=cost
+            )
+    return Evidence(PLANNER, cases, 0, perf_counter() - began)
+
+
+def lenience_cap(lenient: Callable[[Any], Verifier], largest: int = 5) -> Evidence:
+    """lenient(l) makes a verifier that compares p with l q: it accepts sum min(q, p / l), and no token becomes more than
+    1 / l times as likely, neither the first nor a second behind it. At l = 1 the cap leaves nothing but p.
+
+    Why, with the residual r = norm(max(0, p - l q)): where q >= p / l, r is 0 and P(x) = min(q, p / l) = p / l. Elsewhere
+    P(x) = q + R (p - l q) / N, N = sum max(0, p - l q), R = P(refused) = sum max(0, l q - p) / l; N - l R = 1 - l >= 0, so
+    R / N <= 1 / l and P(x) <= p / l. With the plain residual norm(max(0, p - q)): R <= sum max(0, q - p), so P(x) <= p
+    where p > q, and P(x) = min(q, p / l) elsewhere.
+
+    At temperature 0 every committed token x has p(x) >= l max p, and a drafted one that has is accepted.
+    """
+    began, cases, branches = perf_counter(), 0, 0
+    for (p, q), lenience in product(pairs(largest=largest), (Fraction(1), Fraction(1, 2), Fraction(1, 3))):
+        behind = tuple(reversed(p))
+        verifier = lenient(lenience)
+
+        def play(
+            chance: Exhaustive, p: Exact = p, q: Exact = q, behind: Exact = behind, verifier: Verifier = verifier
+        ) -> tuple[bool, tuple[int, ...]]:
+            stream = chance.split("draft", 0)
+            tree = TokenTree.chain([stream.draw(q), stream.draw(q)], [list(q)] * 2)
+            verdict = verifier(tree, Given({ROOT: p, 0: behind, 1: p}), chance.split("verify", 0))
+            said = (*tree.spelled(verdict.path), *(() if verdict.next is None else (verdict.next,)))
+            return bool(verdict.path), said[:2]
+
+        law: dict[tuple[int, ...], Fraction] = {}
+        passed = Fraction(0)
+        for (accepted, said), probability in Exhaustive.walk(play):
+            branches += 1
+            passed += probability if accepted else 0
+            for n in range(1, len(said) + 1):
+                law[said[:n]] = law.get(said[:n], Fraction(0)) + probability
+        cases += 1
+        caps = {said: p[said[0]] / lenience * (behind[said[1]] / lenience if len(said) == 2 else 1) for said in law}
+        over = min((said for said in law if law[said] > caps[said]), default=None, key=len)
+        if over is not None:
+            accuse(LENIENCE, f"P{over} <= {caps[over]}", law[over], p=p, p_behind=behind, q=q, lenience=lenience)
+        expected = sum(min(b, a / lenience) for a, b in zip(p, q, strict=True))
+        if passed != expected:
+            accuse(LENIENCE, f"acceptance {expected}", passed, p=p, q=q, lenience=lenience)
+        _lenient_greedy(verifier, lenience, p, q)
+    return Evidence(LENIENCE, cases, branches, perf_counter() - began)
+
+
+def _lenient_greedy(verifier: Verifier, lenience: Fraction, p: Exact, q: Exact) -> None:
+    sharp: Exact = tuple(Fraction(i == p.index(max(p))) for i in range(len(p)))
+    for token in (x for x, mass in enumerate(q) if mass):
+        tree = TokenTree.chain([token], [list(q)])
+        rows = dict.fromkeys((ROOT, 0), sharp)
+        for verdict, _ in Exhaustive.walk(lambda c: verifier(tree, Given(rows, dict.fromkeys((ROOT, 0), p)), c)):  # noqa: B023
+            said = token if verdict.path else verdict.next
+            if bool(verdict.path) != (p[token] >= lenience * max(p)) or said is None or p[said] < lenience * max(p):
+                want = f"a token with p >= {lenience * max(p)}; a drafted one is kept"
+                accuse(LENIENCE, want, verdict, p=p, draft=token, lenience=lenience, temperature=0)
+
+
+def recursive_rejection(verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
+    """The i-th sibling is tested against what the refusals before it left of p: all k fail with probability
+    TV(p_1, q_1) TV(p_2, q_2) ..., p_i+1 = norm(max(0, p_i - q_i)); without replacement, averaged over the refused draws."""
+    began, cases, branches = perf_counter(), 0, 0
+    for (p, q), k, replace in product(pairs(largest=largest), range(1, most + 1), (True, False)):
+        draft = with_replacement if replace else without_replacement
+        got, _, walked = siblings(verifier, draft, p, q, k)
+        expected = 1 - _all_refused(p, q, k, replace)
+        cases, branches = cases + 1, branches + walked
+        if got != expected:
+            accuse(REJECTION, expected, got, p=p, q=q, k=k, replacement=replace)
+    return Evidence(REJECTION, cases, branches, perf_counter() - began)
+
+
+def _all_refused(p: Exact, q: Exact | None, k: int, replace: bool) -> Fraction:
+    if k == 0 or q is None:
+        return Fraction(1)
+    left = positive_part(p, q)
+    if left is None:
+        return Fraction(0)
+    if replace:
+        return (1 - overlap(p, q)) * _all_refused(left, q, k - 1, replace)
+    refused = [(x, b - a) for x, (a, b) in enumerate(zip(p, q, strict=True)) if b > a]
+    return sum((mass * _all_refused(left, but(q, x), k - 1, replace) for x, mass in refused), Fraction(0))
+
+
+def several_drafts(verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
+    """Between two bounds: never above the optimal transport, with or without replacement; with i.i.d. drafts never below
+    sampling y ~ p and keeping it if it is among them.
+
+    The lower bound by induction on k: max(0, p - q) <= p (1 - q), so TV(p, q) times the bound on what is left of p is at
+    most sum_x max(0, p - q) (1 - q)^(k-1) <= sum_x p (1 - q)^k.
+    """
+    began, cases, branches = perf_counter(), 0, 0
+    for (p, q), k, replace in product(pairs(largest=largest), range(1, most + 1), (True, False)):
+        got, _, walked = siblings(verifier, with_replacement if replace else without_replacement, p, q, k)
+        cases, branches = cases + 1, branches + walked
+        best = optimum(p, drafts(q, k, replace))
+        if got > best:
+            accuse(TRANSPORT, f"at most {best}", got, p=p, q=q, k=k, replacement=replace)
+        if replace and got < naive(p, q, k):
+            accuse(MATCHING, f"at least {naive(p, q, k)}", got, p=p, q=q, k=k)
+    return Evidence(TRANSPORT, cases, branches, perf_counter() - began)
+
+
+def kseq(verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
+    """K-SEQ's promise, for k i.i.d. drafts; the proof is in `transport.kseq_share`."""
+    began, cases, branches = perf_counter(), 0, 0
+    for (p, q), k in product(pairs(largest=largest), range(1, most + 1)):
+        got, _, walked = siblings(verifier, with_replacement, p, q, k)
+        cases, branches = cases + 1, branches + walked
+        bound = kseq_share(k) * optimum(p, drafts(q, k, replace=True))
+        if got < bound:
+            accuse(KSEQ, f"at least {bound}", got, p=p, q=q, k=k)
+    return Evidence(KSEQ, cases, branches, perf_counter() - began)
+
+
+def draw_order(draft: Draft, verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
+    """Each sibling declares the law it was drawn from given the *earlier* ones, so sorting the siblings afterwards, with
+    the laws left in place or taken along, changes what the walk emits. In draw order it emits p."""
+    began, cases, branches = perf_counter(), 0, 0
+    for (p, q), k in product(pairs(largest=largest), range(2, most + 1)):
+        _, law, walked = siblings(verifier, draft, p, q, k)
+        cases, branches = cases + 1, branches + walked
+        got = tuple(law.get(x, Fraction(0)) for x in range(len(p)))
+        if got != p:
+            accuse(ORDER, p, got, p=p, q=q, k=k)
+    return Evidence(ORDER, cases, branches, perf_counter() - began)
