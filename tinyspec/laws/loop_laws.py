@@ -1,0 +1,197 @@
+"""Laws for the loop: what comes out, and with which noise. Where it ends is in stop_laws.py.
+
+Each takes a `Parts`, searches its cases smallest first, raises `Accused` with the first that breaks it, and returns
+`Evidence`. What must come out is worked out here from the tables themselves; no part that is judged has a say in it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Decoder, Drafter, NoDraft
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.sampling import Warp
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.exact import JOINT, Law, Reference
+from tinyspec.laws.noise import Name, Noise
+from tinyspec.laws.parts import Parts
+from tinyspec.laws.row_laws import normal
+from tinyspec.laws.tables import TableModel
+from tinyspec.tree import ROOT, TokenTree
+
+ONE, TWO, BOTH, FEW = "chain of 1", "chain of 2", "2 siblings", "2 siblings without replacement"
+POINTS, BESIDE = "the tokens 1, 0", "the tokens 0 | 1 side by side"
+
+Table = tuple[tuple[int, ...], ...]
+"""Weights of the next token, one row for each token that the text may end with; one row alone: the same everywhere."""
+
+
+def model(table: Table) -> TableModel:
+    """A table model whose rows are these weights, by the last token."""
+    return TableModel(vocabulary=len(table[0]), rows=lambda context: table[context[-1] % len(table)])
+
+
+def said(table: Table) -> Any:
+    """A table in a counterexample: one law, or one for each last token."""
+    laws = [normal(weights) for weights in table]
+    return laws[0] if len(laws) == 1 else {f"after {token}": law for token, law in enumerate(laws)}
+
+
+class Always(NoDraft):
+    """Proposes the same tokens whatever the text is, one after the other or side by side; no law is declared."""
+
+    def __init__(self, tokens: Sequence[int], side_by_side: bool = False):
+        self.tokens, self.side_by_side = tuple(tokens), side_by_side
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        if not self.side_by_side or room < 1:
+            return TokenTree.chain(self.tokens[:room])
+        n = len(self.tokens)
+        return TokenTree(self.tokens, (ROOT,) * n, (None,) * n, (False,) * n)
+
+
+class Halving(Warp):
+    """A penalty that is exact: a token that the text holds already has half its weight."""
+
+    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
+        weights = [x / 2 if token in history else x for token, x in enumerate(logits)]
+        return [x / sum(weights) for x in weights]
+
+
+# ------------------------------------------------------------------ what comes out
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target and a draft, how guesses are made of the draft's law, the warpers, and how many tokens are looked at."""
+
+    p: Table
+    q: Table
+    draft: str
+    tokens: int
+    warp: Warp | None = None
+
+    def decoder(self, parts: Parts) -> Decoder:
+        """The decoder made of these parts."""
+        warp = self.warp or parts.warp()
+        return parts.decoder(model(self.p).session(), self._drafter(parts), parts.walk, warp=warp)
+
+    def _drafter(self, parts: Parts) -> Drafter:
+        if self.draft == POINTS:
+            return Always((1, 0))
+        if self.draft == BESIDE:
+            return Always((0, 1), side_by_side=True)
+        small = model(self.q).session()
+        if self.draft in (ONE, TWO):
+            return parts.drafter(small, 1 if self.draft == ONE else 2, frozenset())
+        return parts.siblings(small, 2, self.draft == BOTH)
+
+    def expected(self, n: int) -> Law:
+        """The law of the first n tokens of plain decoding."""
+        if isinstance(self.warp, Halving):
+            warp = self.warp
+            return Reference(lambda text: warp(normal(self.p[0]), text)).law(n)
+        return Reference(lambda text: normal(self.p[text[-1] % len(self.p)]), self.warp or Warp()).law(n)
+
+    def shown(self) -> dict[str, Any]:
+        """For a counterexample."""
+        warp = {} if self.warp is None else {"warp": self.warp}
+        return {"p": said(self.p), "q": said(self.q), "draft": self.draft, **warp}
+
+
+SMALL: list[tuple[Table, Table]] = [
+    (((1, 0),), ((0, 1),)),
+    (((0, 1),), ((1, 1),)),
+    (((1, 1),), ((0, 1),)),
+    (((1, 1),), ((1, 1),)),
+    (((1, 1),), ((1, 3),)),
+    (((1, 3),), ((3, 1),)),
+    (((1, 0), (0, 1)), ((1, 1),)),
+    (((1, 3), (3, 1)), ((1, 1),)),
+    (((1, 1, 0),), ((0, 1, 1),)),
+    (((0, 1, 2),), ((2, 1, 1),)),
+]
+WIDE: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
+WIDER: Table = ((2, 1, 1), (1, 1, 2), (1, 3, 1))
+
+
+def cases() -> Iterator[Case]:
+    """Smallest first: one guess, two in a chain, two side by side, every warper."""
+    for p, q in SMALL:
+        for draft in (ONE, TWO, BOTH, FEW, POINTS, BESIDE):
+            yield Case(p, q, draft, 3 if len(p[0]) == 2 and draft == TWO else 2)
+    for draft in (ONE, TWO, BOTH, FEW):
+        yield Case(WIDE, WIDER, draft, 2)
+    for knobs in (
+        {"temperature": 0.0},
+        {"temperature": 0.5},
+        {"top_k": 1},
+        {"top_k": 2},
+        {"top_p": 0.5},
+        {"min_p": 0.7},
+    ):
+        for p, q in ((((1, 2),), ((2, 1),)), (WIDE, WIDER)):
+            yield Case(p, q, ONE, 2, Warp(**knobs))
+    yield Case(((1, 1),), ((1, 1),), TWO, 2, Halving(repetition_penalty=2.0))
+    yield Case(((1, 1, 2),), ((1, 1, 1),), TWO, 3, Halving(repetition_penalty=2.0))
+
+
+def joint(make: Callable[[], Decoder], tokens: int) -> tuple[dict[tuple[int, ...], Any], int]:
+    """The law of the first tokens over as many rounds as they take, and how many branches it took to see it."""
+    branches = 0
+
+    def run(chance: Exhaustive) -> tuple[int, ...]:
+        nonlocal branches
+        branches += 1
+        decoder, noise = make(), Noise(chance)
+        decoder.extend((0,))
+        while len(decoder.new) < tokens:
+            decoder.step(noise)
+        return tuple(decoder.new[:tokens])
+
+    return Exhaustive.law(run), branches
+
+
+def joint_law(parts: Parts) -> Evidence:
+    """The tokens of several rounds are distributed as the target's own, also where the same noise is used twice."""
+    seen, branches = 0, 0
+    for case in cases():
+        law, walked = joint(lambda case=case: case.decoder(parts), case.tokens)  # type: ignore[misc]
+        seen, branches = seen + 1, branches + walked
+        for n in range(1, case.tokens + 1):  # the shortest text whose law is wrong
+            got: dict[tuple[int, ...], Any] = {}
+            for text, x in law.items():
+                got[text[:n]] = got.get(text[:n], 0) + x
+            expected = case.expected(n)
+            if any(_unlike(got.get(text, 0), expected.get(text, 0)) for text in (*got, *expected)):
+                accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **case.shown(), tokens=n)
+    return Evidence(JOINT, seen, branches)
+
+
+def _unlike(x: Any, y: Any) -> bool:
+    """Whether two probabilities differ; only where a part computes in floats may they differ by rounding."""
+    return bool(abs(x - y) > 1e-12 if isinstance(x, float) else x != y)
+
+
+def chance_ledger(parts: Parts) -> Evidence:
+    """No two decisions of a request share a uniform, over eight rounds."""
+    name, rounds = "chance ledger", 8
+    for draft in (ONE, TWO, BOTH, FEW):
+        case = Case(((1, 3),), ((3, 1),), draft, 1)
+
+        def request(chance: Exhaustive, case: Case = case) -> list[Name]:
+            decoder, noise = case.decoder(parts), Noise(chance)
+            decoder.extend((0,))
+            for _ in range(rounds):
+                decoder.step(noise)
+            return noise.reads
+
+        reads, _ = next(iter(Exhaustive.walk(request)))
+        twice = [uniform for at, uniform in enumerate(reads) if uniform in reads[:at]]
+        if twice:
+            accuse(name, "every uniform used once", f"{twice[0]} again", **case.shown(), uniforms=reads)
+    return Evidence(name, 4)
+
+
+LAWS = {JOINT: joint_law, "chance ledger": chance_ledger}

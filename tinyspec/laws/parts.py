@@ -1,0 +1,113 @@
+"""The parts a decoder is made of, as one record: a mutant is the record with one part replaced.
+
+A law that judges parts takes a `Parts` and builds what it needs from it, so the same law judges the library, every mutant,
+and a reader's own part.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinyspec import generation
+from tinyspec._core import NgramIndex
+from tinyspec.decoding import sampling, trace
+from tinyspec.decoding.chance import Chance, Replay, Seeded
+from tinyspec.decoding.decode import Decoder, Drafter, Laws, NoDraft, Round, Target, Verifier
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.trace import Statistics
+from tinyspec.decoding.verify import residual, walk, without
+from tinyspec.lm.feed import Feed, Scores
+from tinyspec.lm.session import Session
+from tinyspec.lm.transformer import Model
+from tinyspec.lm.view import View
+from tinyspec.tree import ROOT, Row, TokenTree
+
+Forward = Callable[[Sequence[Feed]], list[Scores]]
+
+
+class Siblings(NoDraft):
+    """Proposes k tokens side by side from a model's next law: drawn independently, or without replacement.
+
+    Each carries its law given the earlier siblings: q again, or q without what was drawn before.
+    """
+
+    def __init__(self, model: Target, k: int, replace: bool):
+        self.model, self.k, self.replace = model, k, replace
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.model.extend(tokens)
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        if room < 1:
+            return TokenTree()
+        q = Laws(self.model.score(TokenTree()), warp, context, TokenTree())[ROOT]
+        if self.replace:
+            tokens, laws = [chance.draw(q) for _ in range(self.k)], [q] * self.k
+        else:
+            tokens, laws = chance.order(q, self.k), []
+            for token in tokens:
+                laws.append(q)
+                q = without(q, token)
+        n = len(tokens)
+        return TokenTree(tokens, (ROOT,) * n, laws, (False,) * n)
+
+    def observe(self, round: Round) -> None:
+        self.model.append(round.tokens)
+
+    def rewind(self, length: int) -> None:
+        self.model.rewind(length)
+
+    def end(self) -> None:
+        self.model.end()
+
+
+def through(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+    """What stands between sessions and their model: nothing."""
+    return forward(feeds)
+
+
+def session(model: Model) -> Session:
+    """A session on a model, as `model.session()` makes it."""
+    return Session(model)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Every part that a law judges and a mutant may replace; the defaults are the library's.
+
+    walk        the verifier
+    residual    the law after a refusal
+    warp        from logits to a law
+    drafter     (model, gamma, ends): a chain drawn from a model
+    siblings    (model, k, replace): tokens drawn side by side
+    index       the n-gram index of the drafters that copy
+    decoder     the loop;  stop  where a text ends
+    replay, seeded   where decisions come from;  race  the exponential race on given noise
+    statistics, origins, logprobs   what is reported of a round
+    session, view    text, nodes and cache on a model
+    forward     what stands between sessions and the model
+    """
+
+    walk: Verifier = walk
+    residual: Callable[[Row, Row], Row] = residual
+    warp: Callable[..., Warp] = Warp
+    drafter: Callable[[Target, int, frozenset[int]], Drafter] = ModelDraft
+    siblings: Callable[[Target, int, bool], Drafter] = Siblings
+    index: Callable[[int], Any] = NgramIndex
+    decoder: type[Decoder] = Decoder
+    stop: Callable[..., Stop] = Stop
+    replay: Callable[[Sequence[Any]], Replay] = Replay
+    seeded: Callable[[int], Seeded] = Seeded
+    race: Callable[[Row, Any], int] = sampling.race
+    statistics: Callable[[], Statistics] = Statistics
+    origins: Callable[[Round], tuple[str, ...]] = trace.origins
+    logprobs: Callable[[Round], list[float]] = generation._logprobs
+    session: Callable[[Model], Session] = session
+    view: Callable[..., View] = View
+    forward: Callable[[Forward, Sequence[Feed]], list[Scores]] = through
+
+
+PARTS = Parts()
+"""The library's own."""

@@ -1,0 +1,171 @@
+"""Laws for what acts on one row: the warpers, the residual, drawing at the edges, ids outside of the vocabulary, look-up.
+
+Each law takes a `Parts`, searches its cases smallest first, raises `Accused` with the first that breaks it, and returns
+`Evidence`. The definitions they compare with are written here from the papers' formulas and call nothing of the library.
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from tinyspec.decoding.sampling import Warp
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.exact import warped
+from tinyspec.laws.parts import Parts
+from tinyspec.tree import ROOT, TokenTree
+
+LAST = 1 - 2**-53  # the largest uniform there is
+EDGES = (0.0, LAST)
+
+PAIRS = [
+    ((1, 0), (0, 1)),
+    ((0, 1), (1, 1)),
+    ((1, 1), (1, 1)),
+    ((1, 3), (3, 1)),
+    ((0, 1, 0), (1, 1, 1)),
+    ((0, 1, 2), (2, 1, 1)),
+]
+"""Weights of p and q, smallest first: disjoint, p without some of q's tokens, equal, crossing."""
+
+WARPS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.5},
+    {"top_k": 1},
+    {"top_k": 2},
+    {"top_p": 0.7},
+    {"min_p": 0.4},
+    {"temperature": 0.5, "top_p": 0.8},
+    {"top_k": 2, "top_p": 0.7},
+]
+
+
+def normal(weights: Sequence[int]) -> list[Fraction]:
+    """Weights as a law."""
+    return [Fraction(w, sum(weights)) for w in weights]
+
+
+# ------------------------------------------------------------------ warpers
+
+
+def warp_is_its_definition(parts: Parts) -> Evidence:
+    """Temperature, top-k, top-p, min-p, in exact and in floating numbers; no law is made of NaN or +inf."""
+    name, cases = "warp is its definition", 0
+    got: Any
+    for weights in ((1, 2), (2, 2), (1, 1, 1), (1, 2, 3), (2, 1, 2), (3, 1, 2, 3)):
+        for knobs in WARPS:
+            warp, cases = parts.warp(**knobs), cases + 1
+            expected = warped(normal(weights), (), Warp(**knobs))
+            got = list(warp([Fraction(w) for w in weights]))
+            if got != expected:
+                accuse(name, expected, got, weights=weights, warp=knobs)
+            floats = warp(np.log(np.array(weights, np.float64)))
+            if not np.allclose(floats, np.array(expected, np.float64), rtol=0, atol=1e-12):
+                accuse(name, expected, floats, logits=[f"log {w}" for w in weights], warp=knobs)
+    for logits in ([math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf]):
+        for knobs in ({}, {"temperature": 0.0}):
+            cases += 1
+            try:
+                got = list(parts.warp(**knobs)(np.array(logits)))
+            except TinyspecError:
+                continue
+            accuse(name, "an error: these logits define no law", got, logits=logits, warp=knobs)
+    return Evidence(name, cases)
+
+
+# ------------------------------------------------------------------ the residual
+
+
+def residual_is_a_law(parts: Parts) -> Evidence:
+    """residual(p, q) is max(0, p - q) over its sum; where p and q agree up to rounding, it is still a law within p."""
+    name, cases = "residual is a law", 0
+    half = [0.5, 0.5]
+    close = [[1.0, 0.0], half, [np.nextafter(0.5, 0), np.nextafter(0.5, 1)], [0.25, 0.75]]
+    for p, q in [*((a, b) for a in close for b in close), *((normal(a), normal(b)) for a, b in PAIRS)]:
+        cases += 1
+        arrays = [np.array(row, np.float64) for row in (p, q)]
+        got = np.asarray(parts.residual(*arrays), np.float64)
+        left = np.maximum(arrays[0] - arrays[1], 0)
+        case = {"p": p, "q": q}
+        if not (np.isfinite(got).all() and abs(got.sum() - 1) < 1e-9):
+            accuse(name, "finite numbers that sum to 1", got, **case)
+        if (got[arrays[0] == 0] > 0).any():
+            accuse(name, "nothing where p is 0", got, **case)
+        if left.sum() > 1e-9 and not np.allclose(got, left / left.sum(), rtol=0, atol=1e-12):
+            accuse(name, left / left.sum(), got, **case)
+    return Evidence(name, cases)
+
+
+# ------------------------------------------------------------------ edges
+
+
+def support(parts: Parts) -> Evidence:
+    """No token of probability zero, whatever the noise: uniforms of 0 and 1 - 2^-53, race noise of 0 and infinity."""
+    name, cases = "support", 0
+    for row, u in product([(0, 1), (1, 0), (0, 1, 0), (0, 1, 2, 0)], EDGES):
+        cases += 1
+        token = parts.replay([u]).draw(normal(row))
+        if row[token] == 0:
+            accuse(name, "a token that p allows", token, p=normal(row), uniform=u)
+    for noise, row in product(product([0.0, -0.0, 5e-324, math.inf, 1.0], repeat=2), ((0, 1), (1, 0))):
+        cases += 1
+        token = parts.race(np.array(row, np.float64), np.array(noise))
+        if not 0 <= token < 2 or row[token] == 0:
+            accuse(name, "a token that p allows", token, p=row, noise=noise)
+    for (wp, wq), us in product(PAIRS, product(EDGES, repeat=2)):
+        p, q = normal(wp), normal(wq)
+        for x in (x for x in range(len(q)) if q[x] > 0):
+            cases += 1
+            verdict = parts.walk(TokenTree.chain([x], [q]), [p, p], parts.replay([*us, 0.0]))  # type: ignore[arg-type]
+            said = [x] * len(verdict.path) + ([] if verdict.next is None else [verdict.next])
+            if any(p[token] == 0 for token in said):
+                accuse(name, "tokens that p allows", said, p=p, q=q, draft=[x], uniforms=us)
+    return Evidence(name, cases)
+
+
+def vocabulary(parts: Parts) -> Evidence:
+    """A drafted id that the target does not know, or a draft's law of another length, is an error and never a token."""
+    name, cases = "vocabulary", 0
+    half, third = normal((1, 1)), normal((1, 1, 1))
+    for token, q in ((-1, None), (2, None), (-1, half), (0, third), (0, normal((1,)))):
+        cases += 1
+        tree = TokenTree.chain([token], [q])
+        try:
+            verdict = parts.walk(tree, {ROOT: half, 0: half}, parts.replay([0.75, 0.5, 0.5]))  # type: ignore[arg-type]
+        except TinyspecError:
+            continue
+        accuse(name, "an error that names the token or the two sizes", verdict, p=half, q=q, draft=[token])
+    return Evidence(name, cases)
+
+
+# ------------------------------------------------------------------ look-up
+
+
+def lookup_is_a_search(parts: Parts) -> Evidence:
+    """What the n-gram index finds is what a search through the text finds: the longest suffix, its last occurrence."""
+    name, cases = "lookup is a search", 0
+    for big in (2, 70_000):  # ids that do not fit into 16 bits as well
+        for text in (t for n in range(2, 6) for t in product((1, big), repeat=n)):
+            index, cases = parts.index(3), cases + 1
+            index.append(0, text)
+            expected: list[int] = []
+            for n in (1, 2, 3):
+                ends = [at for at in range(n, len(text)) if text[at - n : at] == text[-n:]]
+                expected = list(text[ends[-1] : ends[-1] + 2]) if ends and n < len(text) else expected
+            got = list(index.lookup(text, 2, 3, 1, "last"))
+            if got != expected:
+                accuse(name, expected, got, text=text, suffix="the last 3, then 2, then 1 tokens", k=2)
+    return Evidence(name, cases)
+
+
+LAWS = {
+    "warp is its definition": warp_is_its_definition,
+    "residual is a law": residual_is_a_law,
+    "support": support,
+    "vocabulary": vocabulary,
+    "lookup is a search": lookup_is_a_search,
+}
