@@ -1,0 +1,252 @@
+"""A tree in one pass is its paths one by one, and a cache is what a fresh pass leaves; on broken sessions neither is."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import tinyspec
+from tests.laws.test_theorems import killed
+from tests.lm.small import GPT2, LLAMA, model
+from tinyspec.decoding.decode import NoDraft
+from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.laws import passes
+from tinyspec.laws.dense import dense
+from tinyspec.lm.feed import Feed, Scores
+from tinyspec.lm.plan import Plan, Visible
+from tinyspec.lm.session import Session
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import find, techniques
+from tinyspec.tree import ROOT, TokenTree
+
+MODELS = {"llama": model(LLAMA), "gpt2": model(replace(GPT2, n_kv_heads=2))}
+M = MODELS["llama"]
+models = pytest.mark.parametrize("m", MODELS.values(), ids=MODELS.keys())
+REFERENCES = [[token for _ in range(3) for token in range(LLAMA.vocab_size)], [1, 1, 2, 1, 1, 2]]
+
+
+@pytest.fixture(scope="module", params=["float64", "float32"])
+def zoo(request) -> tuple[Model, Model, float]:
+    """The bundled pair, and how far a row may be off: float32 sums some hundred terms a layer, twelve layers deep."""
+    pair = [tinyspec.load(name, dtype=request.param) for name in ("storyteller", "apprentice")]
+    return *pair, 1e-10 if request.param == "float64" else 3e-5
+
+
+def held_by(card, target: passes.Begin, draft: passes.Begin, **options) -> passes.Evidence:
+    references = REFERENCES if card.copies else ()
+    return passes.cache_after_every_round(card.make, target, [draft] * card.drafts, references=references, **options)
+
+
+# ------------------------------------------------------------------------------------------------ the judge itself
+
+
+@models
+def test_the_plain_pass_is_the_model_trained(m: Model) -> None:
+    """Its logits are those of the pass that training differentiates, which shares no line with it."""
+    text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+    with torch.no_grad():
+        expected = m.teach(torch.tensor([text]))[0].numpy()
+    np.testing.assert_allclose(dense(m, text).logits, expected, atol=1e-11)
+
+
+@models
+def test_the_plain_pass_follows_a_plan(m: Model) -> None:
+    session = Session(m, plan=Plan(last=2, skip=frozenset({0, 3})))
+    session.extend([3, 1, 4, 1, 5])
+    assert passes.committed_slots(session) == 4 * 1
+    found = dense(m, [3, 1, 4, 1, 5], session.plan)
+    np.testing.assert_allclose(session.score(TokenTree()).logits[0].numpy(), found.logits[-1], atol=1e-11)
+    assert [keys is None for keys in found.keys] == [True, False, True]
+    with pytest.raises(ValueError, match="sees everything"):
+        dense(m, [1], Plan(visible=Visible.everywhere((0,), 1, LLAMA.n_layers, 2)))
+
+
+# ---------------------------------------------------------------------------------------------- the code is lawful
+
+
+@models
+def test_node_logits_are_path_logits(m: Model) -> None:
+    assert passes.node_logits(m.session).cases == 432
+
+
+@models
+def test_permuted_siblings_say_the_same(m: Model) -> None:
+    assert passes.sibling_order(m.session, walk).cases == 30
+
+
+@models
+@pytest.mark.parametrize("name", techniques())
+def test_committed_slots_are_a_fresh_forward_after_every_round(m: Model, name: str) -> None:
+    draft = model(replace(m.config, n_layers=2), seed=5)
+    evidence = held_by(find(name), m.session, draft.session)
+    assert evidence.branches > 1000
+
+
+def test_the_bundled_storyteller_is_lawful(zoo: tuple[Model, Model, float]) -> None:
+    target, draft, tolerance = zoo
+    passes.node_logits(target.session, cases=1, rounds=2, nodes=4, tolerance=tolerance)
+    passes.sibling_order(target.session, walk, cases=4, tolerance=tolerance)
+    held_by(find("speculative_decoding"), target.session, draft.session, texts=2, tokens=8, tolerance=tolerance)
+
+
+def test_a_token_that_left_early_is_judged_as_far_as_it_ran() -> None:
+    session = M.session()
+    session.extend([3, 1, 4, 1, 5])
+    session.advance(TokenTree.chain([9]), 2)
+    session.commit([0], 2)
+    assert passes.committed_slots(session) == 4 * 3 + 2 * 2
+    session.fill("copy")
+    session.score(TokenTree.chain([6]))
+    session.commit([0], 5)  # token 2 was run in full, but looked at what was copied up
+    assert not session.cache_exact
+    assert passes.committed_slots(session) == 4 * 3 + 2 * 2
+    session.cache.keys[1][:, 5] += 1e-6
+    killed(passes.SLOTS, lambda: passes.committed_slots(session))
+
+
+# ------------------------------------------------------------------------------------------------ what they kill
+
+
+def gated(change: Callable[[Feed], None]) -> passes.Begin:
+    """Sessions whose feeds are changed on their way to the model."""
+
+    def gate(feeds: Sequence[Feed]) -> list[Scores]:
+        for feed in feeds:
+            change(feed)
+        return M.forward(feeds)
+
+    return lambda: Session(M, gate=gate)
+
+
+def flat_positions(feed: Feed) -> None:
+    feed.positions = list(feed.slots)
+
+
+def siblings_visible(feed: Feed) -> None:
+    if feed.mask is not None:
+        feed.mask = torch.arange(feed.high)[None] <= torch.tensor(feed.slots)[:, None]
+
+
+def parent_hidden(feed: Feed) -> None:
+    if feed.mask is not None:
+        deep = [row for row, at in enumerate(feed.positions) if at > min(feed.positions) + 1]
+        for row in deep:
+            above = [slot for slot in range(feed.slots[row]) if feed.mask[row, slot]]
+            feed.mask[row, above[-1]] = False
+
+
+def late_positions(feed: Feed) -> None:
+    if not feed.prefill:
+        feed.positions = [at + 1 for at in feed.positions]
+
+
+class NotGathered(Session):
+    """Commits a path and leaves its keys and values where they were."""
+
+    def _seat(self, nodes, first):
+        self.cache.move = lambda old, to: None
+        super()._seat(nodes, first)
+
+
+class KeepsGuesses(Session):
+    """Takes what is computed in the newest token's slot, a refused guess's keys, for its own."""
+
+    def commit(self, path, next):
+        guessed = len(self.scored)
+        super().commit(path, next)
+        self.trust(guessed)
+
+    def append(self, tokens):
+        guessed = len(self.scored)
+        super().append(tokens)
+        self.trust(guessed)
+
+    def trust(self, guessed: int) -> None:
+        newest = self.committed[-1] if self.committed else None
+        if guessed and newest and not newest.reach:
+            newest.reach = newest.row_at = 2 * self.model.config.n_layers
+            newest.row = torch.zeros(self.model.config.vocab_size, dtype=torch.float64)
+            self.cache.present[newest.slot] = True
+
+
+class Forgets(Session):
+    """Takes the whole text back and forth instead of a few guesses: the cache is empty after every round."""
+
+    def commit(self, path, next):
+        super().commit(path, next)
+        text = self.text
+        self.rewind(0)
+        self.append(text)
+
+
+@pytest.mark.parametrize("change", [flat_positions, siblings_visible, parent_hidden, late_positions])
+def test_node_logits_kill_a_wrong_mask_or_position(change) -> None:
+    killed(passes.NODES, lambda: passes.node_logits(gated(change)))
+
+
+@pytest.mark.parametrize("change", [flat_positions, siblings_visible])
+def test_permuting_siblings_kills_what_knows_their_order(change) -> None:
+    killed(passes.SIBLINGS, lambda: passes.sibling_order(gated(change), walk))
+
+
+@pytest.mark.parametrize("begin", [NotGathered, KeepsGuesses], ids=["path not gathered", "rejected keys kept"])
+def test_node_logits_kill_a_wrong_commit(begin) -> None:
+    killed(passes.NODES, lambda: passes.node_logits(lambda: begin(M)))
+
+
+def test_permuting_siblings_kills_a_greedy_walk_of_the_first_child() -> None:
+    def first_child(tree: TokenTree, p, chance) -> Verdict:
+        path, at = (), ROOT
+        while at + 1 < len(tree.tokens):
+            node = next((i for i, parent in enumerate(tree.parents) if parent == at), None)
+            if node is None or not p[at][tree.tokens[node]]:
+                break
+            path, at = (*path, node), node
+        return Verdict(path, int(np.argmax(p[at])))
+
+    killed(passes.SIBLINGS, lambda: passes.sibling_order(M.session, first_child))
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [lambda: KeepsGuesses(M), lambda: Forgets(M), gated(late_positions)],
+    ids=["rejected keys kept", "cache reset", "positions off by one"],
+)
+def test_committed_slots_kill_a_wrong_target(begin) -> None:
+    draft = model(LLAMA, seed=5)
+    killed(passes.SLOTS, lambda: held_by(find("speculative_decoding"), begin, draft.session))
+
+
+def test_committed_slots_kill_a_path_that_is_not_gathered() -> None:
+    """A chain needs no gathering: a second child is accepted here."""
+
+    class Two(NoDraft):
+        def propose(self, context, room, warp, chance):
+            best = int(dense(M, context).logits[-1].argmax())
+            tokens = ((best + 1) % LLAMA.vocab_size, best)
+            return TokenTree(tokens, (ROOT, ROOT), (None, None), (False, False)) if room else TokenTree()
+
+    def bush(request):
+        return request.decoder(Two(), walk)
+
+    passes.cache_after_every_round(bush, M.session)
+    killed(passes.SLOTS, lambda: passes.cache_after_every_round(bush, lambda: NotGathered(M)))
+
+
+def test_committed_slots_kill_a_stale_draft() -> None:
+    """The draft model keeps what it computed for tokens that the target refused."""
+    draft = model(LLAMA, seed=5)
+    killed(passes.SLOTS, lambda: held_by(find("speculative_decoding"), M.session, lambda: KeepsGuesses(draft)))
+
+
+def test_trees_are_reordered_only_among_siblings() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        tree = passes.random_tree(rng, 7, [1, 2])
+        other, old = passes.reordered(rng, tree)
+        assert sorted(old) == list(range(7))
+        for node, was in enumerate(old):
+            assert [old[i] for i in other.path(node)] == list(tree.path(was))

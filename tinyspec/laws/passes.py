@@ -1,0 +1,213 @@
+"""Laws of what a session computes: a tree in one pass is its paths one by one, and a cache is what a fresh pass leaves.
+
+The judge is `dense`: the whole text, prompt and path, in one plain pass. The implementation is a function that begins an
+empty session; whatever the session does with masks, positions, slots, gathered paths and leftovers must not show.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from tinyspec.decoding.chance import Chance, Seeded
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import Verdict
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.dense import Array, dense
+from tinyspec.lm.session import Session
+from tinyspec.technique import Request
+from tinyspec.tree import ROOT, TokenTree
+
+NODES = "node logits = path logits (SpecInfer's tree attention, arXiv 2305.09781)"
+SIBLINGS = "permuting siblings changes no logits and no greedy output"
+SLOTS = "committed slots = a fresh forward, up to their reach, after every round"
+
+Begin = Callable[[], Session]
+
+
+def random_tree(rng: random.Random, nodes: int, names: Sequence[int]) -> TokenTree:
+    """A tree of so many nodes spelled with few names, so that siblings are often equal."""
+    parents = [rng.randrange(ROOT, i) for i in range(nodes)]
+    return TokenTree([rng.choice(names) for _ in parents], parents, (None,) * nodes, (False,) * nodes)
+
+
+def reordered(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, list[int]]:
+    """The same tree with siblings, and with them their subtrees, in another order; and the old index of every node."""
+    order: list[int] = []
+    waiting = [i for i, parent in enumerate(tree.parents) if parent == ROOT]
+    while waiting:  # any node whose parent stands already
+        order.append(waiting.pop(rng.randrange(len(waiting))))
+        waiting += [i for i, parent in enumerate(tree.parents) if parent == order[-1]]
+    new = {old: i for i, old in enumerate(order)} | {ROOT: ROOT}
+    moved = [new[tree.parents[old]] for old in order]
+    return TokenTree(tree.spelled(order), moved, [tree.laws[i] for i in order], [tree.probe[i] for i in order]), order
+
+
+def node_logits(begin: Begin, *, cases: int = 4, rounds: int = 3, nodes: int = 7, tolerance: float = 1e-10) -> Evidence:
+    """Every row of a scored tree, over several rounds of score and commit, against the path alone.
+
+    tolerance  of the greatest magnitude in the row
+    """
+    began, looked = perf_counter(), 0
+    for case, size in ((case, size) for size in range(nodes + 1) for case in range(cases)):
+        rng = random.Random(f"{size}:{case}")
+        session = begin()
+        names = _names(rng, session)
+        session.extend([rng.choice(names) for _ in range(1 + size + case)])
+        for _ in range(rounds):
+            tree = random_tree(rng, size, names)
+            text = session.text
+            scores = session.score(tree)
+            for node in range(ROOT, size):
+                expected = dense(session.model, [*text, *tree.spelled(tree.path(node))]).logits[-1]
+                _agree(NODES, expected, scores.logits[node + 1], tolerance, text, tree, node=node)
+                looked += 1
+            session.commit(tree.path(rng.randrange(ROOT, size)), rng.choice([*names, None]) if size else names[0])
+            if session.text == text:
+                session.append(names[:1])
+    return Evidence(NODES, looked, 0, perf_counter() - began)
+
+
+def sibling_order(
+    begin: Begin,
+    verifier: Callable[[TokenTree, Any, Chance], Verdict],
+    *,
+    cases: int = 30,
+    nodes: int = 6,
+    tolerance: float = 1e-10,
+) -> Evidence:
+    """The same tree with its siblings in another order: the same row at every node, and greedily the same tokens, which
+    are the ones that the highest logits of the plain pass spell down the tree."""
+    began = perf_counter()
+    for case in range(cases):
+        rng = random.Random(case)
+        prompt_length, size = 1 + case % 5, 2 + case * (nodes - 1) // cases
+        plain = begin()
+        names = _names(rng, plain)
+        text = [rng.choice(names) for _ in range(prompt_length)]
+        plain.extend(text)
+        names = [*names, int(dense(plain.model, text).logits[-1].argmax())]  # something that greedy decoding takes
+        tree = random_tree(rng, size, names)
+        other, old = reordered(rng, tree)
+        turned = begin()
+        turned.extend(text)
+        rows, moved = plain.score(tree).logits, turned.score(other).logits
+        for node in range(ROOT, size):
+            expected = rows[ROOT + 1] if node == ROOT else rows[old[node] + 1]
+            _agree(SIBLINGS, _array(expected), moved[node + 1], tolerance, text, other, node=node, was=tree.tokens)
+        spelled = _greedily(plain, text, tree)
+        for shape, logits in ((tree, rows), (other, moved)):
+            sharp = {node: _one_hot(logits[node + 1]) for node in range(ROOT, size)}
+            verdict = verifier(shape, sharp, Seeded(case))
+            said = (*shape.spelled(verdict.path), verdict.next)
+            if said != spelled:
+                accuse(SIBLINGS, spelled, said, text=text, tokens=tuple(shape.tokens), parents=tuple(shape.parents))
+    return Evidence(SIBLINGS, cases, 0, perf_counter() - began)
+
+
+def _greedily(session: Session, text: Sequence[int], tree: TokenTree) -> tuple[int, ...]:
+    """Follow the best token of the plain pass as long as some node spells it, one token beyond."""
+    paths = {tree.spelled(tree.path(node)) for node in range(len(tree.tokens))}
+    said: tuple[int, ...] = ()
+    while True:
+        said = (*said, int(dense(session.model, [*text, *said]).logits[-1].argmax()))
+        if said not in paths:
+            return said
+
+
+def committed_slots(session: Session, tolerance: float = 1e-10, run: bool = True) -> int:
+    """Compare every committed slot but the newest with a fresh pass over the text, in the layers it has reached; returns
+    how many (slot, layer) were compared.
+
+    run  also demand that each has been run at all (a draft's session may be behind its text, a target's may not)
+
+    A token that left early, and one that looked at keys copied up for such a token, is compared as far as it was run
+    exactly: such a session does not say `cache_exact`.
+    """
+    text, cache = session.text, session.cache
+    fresh = dense(session.model, text, session.plan)
+    compared, lawful = 0, session.cache_exact
+    for slot, node in enumerate(session.committed[:-1]):
+        if run and not cache.present[slot].any():
+            accuse(SLOTS, "keys and values", "none", text=text, slot=slot)
+        if not (lawful or node.exact):
+            continue
+        for layer in np.flatnonzero(cache.present[slot]):
+            if not lawful and layer >= (node.reach + 1) // 2:
+                break  # copied up
+            for name, expected, held in (("key", fresh.keys, cache.keys), ("value", fresh.values, cache.values)):
+                want = expected[layer]
+                if want is not None:
+                    got = _array(held[layer][:, slot])
+                    if not np.abs(got - want[slot]).max() <= tolerance * max(1.0, float(np.abs(want).max())):
+                        where = {"slot": slot, "layer": int(layer)}
+                        accuse(SLOTS, want[slot].ravel()[:4], got.ravel()[:4], text=text, of=name, **where)
+            compared += 1
+    return compared
+
+
+def cache_after_every_round(
+    make: Callable[[Request], Decoder],
+    target: Begin,
+    drafts: Sequence[Begin] = (),
+    *,
+    references: Sequence[Sequence[int]] = (),
+    texts: int = 4,
+    tokens: int = 16,
+    tolerance: float = 1e-10,
+) -> Evidence:
+    """Run whole requests, greedily and by sampling, and look into the caches of target and drafts after every round."""
+    began, rounds, compared = perf_counter(), 0, 0
+    for case in range(texts):
+        rng = random.Random(case)
+        session, small = target(), [begin() for begin in drafts]
+        names = _names(rng, session)
+        request = Request(
+            session,
+            small,
+            warp=Warp(temperature=float(case % 2)),
+            stop=Stop(max_new_tokens=tokens),
+            references=references,
+            positions=session.model.config.max_positions,
+        )
+        decoder, chance = make(request), Seeded(case)
+        decoder.extend([rng.choice(names) for _ in range(2 + 3 * case)])
+        while not decoder.finished:
+            decoder.step(chance)
+            rounds += 1
+            compared += committed_slots(session, tolerance)
+            for other in small:
+                if len(other):
+                    compared += committed_slots(other, tolerance, run=False)
+        decoder.end()
+    return Evidence(SLOTS, rounds, compared, perf_counter() - began, [f"{compared} (slot, layer) compared"])
+
+
+def _names(rng: random.Random, session: Session) -> list[int]:
+    return rng.sample(range(session.model.config.vocab_size), 3)
+
+
+def _one_hot(logits: Any) -> Array:
+    row = np.zeros(len(logits))
+    row[int(logits.argmax())] = 1.0
+    return row
+
+
+def _array(tensor: Any) -> Array:
+    found: Array = tensor.detach().double().cpu().numpy()
+    return found
+
+
+def _agree(
+    law: str, expected: Array, got: Any, tolerance: float, text: Sequence[int], tree: TokenTree, **case: Any
+) -> None:
+    """Accuse unless the two rows agree; shows the logit that is furthest off."""
+    off = np.abs(_array(got) - expected)
+    worst = int(np.nan_to_num(off, nan=np.inf).argmax())
+    if not off[worst] <= tolerance * max(1.0, float(np.abs(expected).max())):
+        where = {"text": tuple(text), "tokens": tuple(tree.tokens), "parents": tuple(tree.parents), **case}
+        accuse(law, float(expected[worst]), float(_array(got)[worst]), **where, logit_of=worst)
