@@ -4,77 +4,26 @@ A table stands where a transformer stands: it has layers, keys and values, views
 token above a sublayer is a hash of its state below, of its position, and of the keys and values it may look at, *as they were
 written when those tokens were run*; the head turns the last state into small integer weights. So a missing ancestor, a
 sibling that is seen, a wrong position, keys that are stale or from another exit, and a skipped or repeated layer all change
-the law of the next token, and an exact law sees them. The text and the views are in tabletext.py and tableview.py; they are
+the law of the next token, and an exact law sees them. Texts and views are in tablesession.py and tableview.py; they are
 written apart from lm.session, whose meaning they share, and compared with it in tests/laws/test_tables.py.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from tinyspec.laws.hashes import Given, Hashes, seen
+from tinyspec.laws.tablesession import TableSession
 from tinyspec.lm.config import Config
 from tinyspec.lm.feed import Call
 from tinyspec.lm.plan import Plan
 
-if TYPE_CHECKING:
-    from tinyspec.laws.tabletext import TableSession
+__all__ = ["TableModel", "TableSession"]
 
 FULL = Plan()
-HEAVIEST = 4  # weights are 0..4: small enough that a counterexample can be read
-
-
-class Hashes:
-    """The network whose states are hashes. `hash` of a tuple of integers is the same in every run and process."""
-
-    def __init__(self, seed: int, vocabulary: int, zeros: bool):
-        self.seed, self.vocabulary, self.zeros = seed, vocabulary, zeros
-
-    def embed(self, token: int) -> Any:
-        """The state that enters the first layer."""
-        return hash((self.seed, 11, token))
-
-    def keys(self, layer: int, state: Any, position: int) -> Any:
-        """What later tokens see of this one in this layer."""
-        return hash((state, layer, position))
-
-    def attend(self, layer: int, state: Any, seen: Sequence[Any]) -> Any:
-        """The state after attention; `seen` are keys by position, the token's own last."""
-        return hash((state, layer, *seen))
-
-    def feed_forward(self, layer: int, state: Any) -> Any:
-        """The state after the other half of a layer."""
-        return hash((state, layer))
-
-    def weights(self, state: Any) -> Sequence[Any]:
-        """Weights of the next token: 0 (or 1, without zeros) to 4, not all zero."""
-        low = 0 if self.zeros else 1
-        row = [low + (hash((state, 13, token)) >> 9) % (HEAVIEST + 1 - low) for token in range(self.vocabulary)]
-        return row if any(row) else [1, *row[1:]]
-
-
-class Given:
-    """The network whose states are the tokens it saw: for conditionals written by hand."""
-
-    def __init__(self, rows: Callable[[tuple[int, ...]], Sequence[Any]]):
-        self.rows = rows
-
-    def embed(self, token: int) -> Any:
-        return (token,)
-
-    def keys(self, layer: int, state: Any, position: int) -> Any:
-        return (position, state[-1])
-
-    def attend(self, layer: int, state: Any, seen: Sequence[Any]) -> Any:
-        return tuple(token for _, token in seen)
-
-    def feed_forward(self, layer: int, state: Any) -> Any:
-        return state
-
-    def weights(self, state: Any) -> Sequence[Any]:
-        return self.rows(state)
 
 
 class TableModel:
@@ -117,10 +66,8 @@ class TableModel:
         what = "by hand" if self.rows is not None else f"seed={self.seed}"
         return f"TableModel({what}, V={self.vocabulary}, {self.config.n_layers} layers)"
 
-    def session(self, ledger: list[Call] | None = None, gate: Any = None) -> "TableSession":
+    def session(self, ledger: list[Call] | None = None, gate: Any = None) -> TableSession:
         """A new text. There is nothing to batch, so a gate is let stand."""
-        from tinyspec.laws.tabletext import TableSession
-
         return TableSession(self, ledger=ledger)
 
     def head(self, state: Any) -> Any:
@@ -156,11 +103,3 @@ class TableModel:
                 for row, state in enumerate(states)
             ]
         return states
-
-
-def seen(plan: Plan, layer: int, row: int, at: int) -> bool:
-    """Whether the row at a position may look at another position under a plan (its first head speaks for all)."""
-    heads = None if plan.visible is None else plan.visible.layers[layer]
-    if plan.visible is None or heads is None or at == row or at >= plan.visible.since:
-        return True
-    return heads[0] is None or at in heads[0]
