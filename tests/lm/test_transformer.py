@@ -165,7 +165,7 @@ def test_the_ledger_counts_rows_layers_heads_and_prefills() -> None:
 
 def test_a_feed_needs_no_ledger() -> None:
     m = model(LLAMA)
-    feed = Feed(Cache(LLAMA, m.dtype, m.device), Plan(), [3], [0], [0], [0], 2 * L, 1, heads=[0])
+    feed = Feed(Cache(LLAMA, m.dtype, m.device), Plan(), [3], [0], [0], [0], 2 * L, 1, [(1, ())], heads=[0])
     close(m.forward([feed])[0].logits, m.logits([3]))
 
 

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinyspec.lm.cache import Cache
 from tinyspec.lm.ops import stacked
 from tinyspec.lm.plan import Heads, Plan
+
+Seen = tuple[int, tuple[int, ...]]
+"""Slots a row sees: 0..prefix-1, where slot == position, and then others, in the order of their positions."""
 
 
 class Scores(NamedTuple):
@@ -51,8 +55,7 @@ class Feed:
     tokens, positions, slots  [n]
     starts    [n] sublayer each row enters at (0: from its embedding)
     stop      sublayer where all rows stop
-    mask      bool [n, high], or None where each row sees slots 0..high-1
-    columns   [high] position of the token in each slot; only needed where the plan restricts what is visible
+    seen      [n] what each row sees, itself included, in the order of its path: slots 0..prefix-1, then these
     entering  [m, d] states of the rows with starts > 0, in order; also of probe rows with an embedding of their own
     given     [n] whether a row takes its state from `entering`
     heads     rows whose logits are wanted
@@ -71,8 +74,7 @@ class Feed:
     starts: list[int]
     stop: int
     high: int
-    mask: Tensor | None = None
-    columns: Tensor | None = None
+    seen: list[Seen]
     entering: Tensor | None = None
     given: list[bool] | None = None
     heads: list[int] = field(default_factory=list)
@@ -84,7 +86,7 @@ class Feed:
     prefill: bool = False
     ledger: list[Call] | None = None
     kept: dict[int, Tensor] = field(default_factory=dict)  # written by forward: sublayer -> states [n, d]
-    _allowed: dict[Heads, Tensor] = field(default_factory=dict)
+    _lists: dict[Heads, list[list[Seen]]] = field(default_factory=dict)
     _stacked: Tensor | None = None
 
     def events(self) -> set[int]:
@@ -112,36 +114,46 @@ class Feed:
         """The mask `ops.attend` takes for these rows in this layer; where no layer differs it is made once."""
         if self.plan.visible is not None or self.prefix is not None or len(rows) != len(self.tokens):
             return self.sees(layer, rows)
-        if self._stacked is None and self.mask is not None:
-            self._stacked = stacked(self.mask, groups, self.cache.store.dtype)
+        if self._stacked is None and (mask := self.sees(layer, rows)) is not None:
+            self._stacked = stacked(mask, groups, self.cache.store.dtype)
         return self._stacked
 
-    def sees(self, layer: int, rows: Sequence[int]) -> Tensor | None:
-        """Where these rows may look in this layer: bool [n, P + high], [KV, n, P + high] by head, or None."""
-        whole = len(rows) == len(self.tokens)
-        mask = self.mask if self.mask is None or whole else self.mask[list(rows)]
+    def paths(self, layer: int, rows: Sequence[int]) -> tuple[int, list[Seen]]:
+        """What these rows see in this layer, in the order of their paths: (1, one entry a row), or (KV, one a row and head)."""
         visible = self.plan.visible
         heads = visible.layers[layer] if visible else None
-        device = self.cache.store.device
-        if visible is not None and heads is not None:
-            if heads not in self._allowed:
-                self._allowed[heads] = self._window(heads, visible.since)
-            allowed = self._allowed[heads] if whole else self._allowed[heads][:, list(rows)]
-            mask = allowed if mask is None else mask & allowed
-        if self.prefix is not None and self.probes is not None:
-            if mask is None:
-                mask = torch.ones(len(rows), self.high, dtype=torch.bool, device=device)
-            shown = self.probes[list(rows)][:, None].expand(*mask.shape[:-1], self.prefix[0].shape[2])
-            mask = torch.cat((shown, mask), dim=-1)
-        return mask
+        if visible is None or heads is None:
+            return 1, self.seen if len(rows) == len(self.seen) else [self.seen[row] for row in rows]
+        if heads not in self._lists:
+            self._lists[heads] = [
+                [_visible(seen, slot, chosen, visible.since) for chosen in heads]
+                for seen, slot in zip(self.seen, self.slots, strict=True)
+            ]
+        return len(heads), [entry for row in rows for entry in self._lists[heads][row]]
 
-    def _window(self, heads: Heads, since: int) -> Tensor:
-        """What a visible set lets every row see: bool [KV, n, high]. A row always sees itself."""
-        device = self.cache.store.device
-        columns = torch.arange(self.high, device=device) if self.columns is None else self.columns
-        window = (columns >= since).expand(len(heads), len(self.tokens), -1).clone()
-        for head, positions in enumerate(heads):
-            chosen = torch.tensor(sorted(positions or ()), dtype=torch.long, device=device)
-            window[head] |= True if positions is None else torch.isin(columns, chosen)
-        window[:, range(len(self.slots)), self.slots] = True
-        return window
+    def sees(self, layer: int, rows: Sequence[int]) -> Tensor | None:
+        """`paths` as a mask: bool [n, P + high], [KV, n, P + high] by head, or None where all rows see slots 0..high-1."""
+        heads, entries = self.paths(layer, rows)
+        lead = 0 if self.prefix is None or self.probes is None else self.prefix[0].shape[2]
+        if heads == 1 and not lead and all(seen == (self.high, ()) for seen in entries):
+            return None
+        mask = np.zeros((len(rows), heads, lead + self.high), dtype=bool)
+        for row, (prefix, extra) in zip(mask.reshape(-1, lead + self.high), entries, strict=True):
+            row[lead : lead + prefix] = True
+            row[[lead + slot for slot in extra]] = True
+        if lead and self.probes is not None:
+            mask[:, :, :lead] = self.probes[list(rows)].cpu().numpy()[:, None, None]
+        wanted = mask[:, 0] if heads == 1 else mask.swapaxes(0, 1)
+        return torch.from_numpy(np.ascontiguousarray(wanted)).to(self.cache.store.device)
+
+
+def _visible(seen: Seen, slot: int, chosen: frozenset[int] | None, since: int) -> Seen:
+    """What a visible set leaves of what a row sees. A row always sees itself. Committed tokens stand where slot == position."""
+    if chosen is None:
+        return seen
+    prefix, extra = seen
+    recent = range(min(max(since, 0), prefix), prefix)
+    old = [position for position in sorted(chosen) if position < recent.start]
+    guesses = [s for at, s in enumerate(extra, prefix) if at >= since or at in chosen or s == slot]
+    own = [slot] if slot < prefix and slot not in recent and slot not in chosen else []
+    return 0, (*old, *own, *recent, *guesses)

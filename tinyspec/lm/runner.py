@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyspec.lm.cache import Cache
-from tinyspec.lm.feed import Call, Feed, Scores
+from tinyspec.lm.feed import Call, Feed, Scores, Seen
 from tinyspec.lm.node import Node
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.transformer import Model
@@ -49,9 +49,9 @@ class Runner:
             for node, (_, state) in zip(nodes, entries, strict=True)
         ]
         entering = [state for state in states if state is not None]
-        high, mask = visibility(nodes)
+        high, seen = visibility(nodes)
         if not copying:
-            self._check(nodes, starts, stop, plan, mask, high)
+            self._check(nodes, starts, stop, plan, seen, high)
         probing = self.prefix is not None and any(node.probe for node in nodes)
         wanted = set(heads)
         feed = Feed(
@@ -63,8 +63,7 @@ class Runner:
             starts=starts,
             stop=stop,
             high=high,
-            mask=None if mask is None else torch.from_numpy(mask).to(device),
-            columns=None if plan.visible is None else torch.tensor(columns(nodes, high), device=device),
+            seen=seen,
             entering=torch.stack(entering) if entering else None,
             given=[state is not None for state in states] if entering else None,
             heads=[i for i, node in enumerate(nodes) if node in wanted],
@@ -123,13 +122,19 @@ class Runner:
         starts: list[int],
         stop: int,
         plan: Plan,
-        mask: NDArray[np.bool_] | None,
+        paths: list[Seen],
         high: int,
     ) -> None:
         """Every attention read has its keys: no position is silently missing in a layer that will be read."""
-        if mask is None and self.cache.present[: high - 1].all():  # the usual case, for next to nothing
-            return
-        seen: NDArray[np.bool_] = np.ones(high, dtype=np.bool_) if mask is None else np.any(mask, axis=0)
+        own = {node.slot for node in nodes}
+        low = min(own)
+        if self.cache.present[:low].all() and all(s < low or s in own for _, more in paths for s in more):
+            prefixes = [prefix for prefix, _ in paths if prefix > low]
+            if not prefixes or own.issuperset(range(low, max(prefixes))):
+                return  # the usual case, for next to nothing
+        seen: NDArray[np.bool_] = np.zeros(high, dtype=np.bool_)
+        seen[: max(prefix for prefix, _ in paths)] = True
+        seen[[slot for _, more in paths for slot in more]] = True
         seen[[node.slot for node in nodes]] = False  # they bring their own
         read = [layer for layer in range((min(starts) + 1) // 2, (stop + 1) // 2) if 2 * layer not in plan.skip]
         slots = np.flatnonzero(seen)
@@ -139,32 +144,18 @@ class Runner:
             raise RuntimeError(f"slot {slot} has no keys in layer {read[column]}: fill() it or run it first")
 
 
-def visibility(nodes: Sequence[Node]) -> tuple[int, NDArray[np.bool_] | None]:
-    """What each row may look at: (high, bool [n, high]); the mask is None where every row sees all of 0..high-1.
+def visibility(nodes: Sequence[Node]) -> tuple[int, list[Seen]]:
+    """What each row sees: (slots in use, for each row a prefix of committed slots and the slots of its other ancestors).
 
     A row sees every committed slot up to its own, its ancestors, and itself; never a sibling. Ancestors stand in lower
     slots, so a row whose slot equals its position has nothing but ancestors below it.
     """
-    high = max(node.slot for node in nodes) + 1
-    if len(nodes) == 1 and nodes[0].slot == nodes[0].position:
-        return high, None
-    mask = np.zeros((len(nodes), high), dtype=bool)
-    for row, node in enumerate(nodes):
-        at: Node | None = node
-        while at is not None and at.slot != at.position:
-            mask[row, at.slot] = True
-            at = at.parent
-        if at is not None:
-            mask[row, : at.slot + 1] = True
-    return high, mask
-
-
-def columns(nodes: Sequence[Node], high: int) -> NDArray[np.int64]:
-    """Position of the token in each slot 0..high-1 that any of these rows may look at: [high]."""
-    where = np.arange(high)
+    seen: list[Seen] = []
     for node in nodes:
+        path: list[int] = []
         at: Node | None = node
         while at is not None and at.slot != at.position:
-            where[at.slot] = at.position
+            path.append(at.slot)
             at = at.parent
-    return where
+        seen.append((0 if at is None else at.slot + 1, tuple(reversed(path))))
+    return max(node.slot for node in nodes) + 1, seen

@@ -159,7 +159,9 @@ class Session(Text):
     def _states(self, nodes: Sequence[Node], taps: tuple[int, ...]) -> Tensor:
         """What these nodes show: [taps, n, d]."""
         if not (nodes and taps):
-            return self.cache.store.new_empty(len(taps), len(nodes), self.model.config.d_model)
+            return torch.empty(
+                len(taps), len(nodes), self.model.config.d_model, dtype=self.model.stream, device=self.model.device
+            )
         return torch.stack([torch.stack([node.shown[tap] for node in nodes]) for tap in taps])
 
     def _behind(self, stop: int) -> list[Node]:

@@ -11,40 +11,23 @@ and a batch is nothing but several feeds. `Model.teach(ids)` is the same blocks 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
+from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
+from tinyspec.lm.engine import Engine, packable
 from tinyspec.lm.feed import Call, Feed, Scores
-from tinyspec.lm.ops import attend, attend_causal, linear
-from tinyspec.lm.rope import rotate, rotations
 from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.tree import TokenTree
 
 if TYPE_CHECKING:
     from tinyspec.lm.gate import Gate
     from tinyspec.lm.session import Session
-
-
-class Block(NamedTuple):
-    """The weights of one layer; a bias or the gain of a norm that the family lacks is None."""
-
-    norm1: Tensor
-    norm1_bias: Tensor | None
-    qkv: Tensor  # [q_dim + 2 kv_dim, d]
-    qkv_bias: Tensor | None
-    out: Tensor  # [d, q_dim]
-    out_bias: Tensor | None
-    norm2: Tensor
-    norm2_bias: Tensor | None
-    up: Tensor  # [2 f, d]: gate, then up; [f, d] where there is no gate
-    up_bias: Tensor | None
-    down: Tensor  # [d, f]
-    down_bias: Tensor | None
 
 
 class Model:
@@ -53,21 +36,25 @@ class Model:
     def __init__(
         self, config: Config, weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = None, name: str = "model"
     ):
-        self.config, self.weights, self._tokenizer, self.name = config, dict(weights), tokenizer, name
-        w = self.weights
-        self.blocks = [
-            Block(
-                *(
-                    w.get(f"{i}.{part}.{kind}")  # type: ignore[arg-type]
-                    for part in ("norm1", "qkv", "out", "norm2", "up", "down")
-                    for kind in ("weight", "bias")
-                )
-            )
-            for i in range(config.n_layers)
-        ]
-        self.head = w["embed"] if config.tied else w["head"]
-        self.dtype, self.device = self.head.dtype, self.head.device
-        self.cos, self.sin = rotations(config, self.dtype, self.device)
+        self.config, self._tokenizer, self.name = config, tokenizer, name
+        self._path: Blocks | Engine = Blocks(config, dict(weights))
+        self.dtype, self.device = self._path.embed.dtype, self._path.embed.device
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """By name; unpacked when asked for where the compiled path has packed them."""
+        return self._path.weights
+
+    @property
+    def stream(self) -> torch.dtype:
+        """The type of the states between layers: what a tap shows."""
+        return torch.float32 if isinstance(self.pack()._path, Engine) else self.dtype
+
+    def pack(self) -> "Model":
+        """Turn to the compiled path where there is one for these weights; done at the first forward, or before by `load`."""
+        if isinstance(self._path, Blocks) and packable(self.config, self._path.weights):
+            self._path = Engine(self.config, self._path.weights)
+        return self
 
     @classmethod
     def random(cls, config: Config, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.02) -> "Model":
@@ -123,54 +110,18 @@ class Model:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Next-token logits after every prefix of `ids`: [len, V], float32 (float64 for a float64 model)."""
+        if isinstance(self.pack()._path, Engine) and len(ids):
+            session = self.session()
+            session.extend(ids[:1])
+            return session.score(TokenTree.chain(ids[1:])).logits
         with torch.no_grad():
             rows = self.teach(torch.tensor([list(ids)], device=self.device))[0]
         return rows if rows.dtype == torch.float64 else rows.float()
 
-    # ------------------------------------------------------------------ the blocks, for any leading shape [..., d]
-
-    def _norm(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-        if self.config.norm == "rms":
-            return F.rms_norm(x, (x.shape[-1],), gain, self.config.norm_eps)
-        return F.layer_norm(x, (x.shape[-1],), gain, bias, self.config.norm_eps)
-
-    def _final_norm(self, x: Tensor) -> Tensor:
-        return self._norm(x, self.weights["norm.weight"], self.weights.get("norm.bias"))
-
-    def _qkv(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [..., H, hd], keys and values [..., KV, hd], rotated to their positions."""
-        c = self.config
-        fused = linear(self._norm(x, block.norm1, block.norm1_bias), block.qkv, block.qkv_bias)
-        heads = fused.view(*x.shape[:-1], c.n_heads + 2 * c.n_kv_heads, c.head_dim)
-        turned, v = heads[..., : -c.n_kv_heads, :], heads[..., -c.n_kv_heads :, :]
-        if c.positions == "rope":
-            turned = rotate(turned, cos, sin)
-        q, k = turned[..., : c.n_heads, :], turned[..., c.n_heads :, :]
-        return q, k, v
-
-    def _mlp(self, block: Block, x: Tensor) -> Tensor:
-        h = linear(self._norm(x, block.norm2, block.norm2_bias), block.up, block.up_bias)
-        activation = F.silu if self.config.activation == "silu" else _gelu_new
-        if self.config.gated:
-            gate, up = h.chunk(2, dim=-1)
-            h = activation(gate) * up
-        else:
-            h = activation(h)
-        return linear(h, block.down, block.down_bias)
-
     def teach(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
         """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what joins the stream."""
-        x = F.embedding(ids, self.weights["embed"])
-        if self.config.positions == "learned":
-            x = x + self.weights["positions"][: ids.shape[1]]
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
-        x = F.dropout(x, dropout) if dropout else x
-        for block in self.blocks:
-            h = linear(attend_causal(*self._qkv(block, x, cos, sin)), block.out, block.out_bias)
-            x = x + (F.dropout(h, dropout) if dropout else h)
-            h = self._mlp(block, x)
-            x = x + (F.dropout(h, dropout) if dropout else h)
-        return linear(self._final_norm(x), self.head)
+        path = self._path if isinstance(self._path, Blocks) else Blocks(self.config, dict(self.weights))
+        return path.teach(ids, dropout)
 
     # ------------------------------------------------------------------ inference
 
@@ -181,117 +132,54 @@ class Model:
         Rows of all feeds stand in one matrix, so each weight is read once for all of them; only attention is per feed.
         A row that enters late (`starts` > 0) waits with its state unchanged until its sublayer comes.
         """
-        sizes = [len(feed.tokens) for feed in feeds]
+        path = self.pack()._path
+        n_layers, sizes = self.config.n_layers, [len(feed.tokens) for feed in feeds]
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        x = torch.cat([self._enter(feed) for feed in feeds]) if len(feeds) > 1 else self._enter(feeds[0])  # [n, d]
-        cos, sin = self.cos, self.sin
-        if self.config.positions == "rope":
-            where = [p for feed in feeds for p in feed.positions]
-            span = slice(where[0], where[0] + 1) if len(where) == 1 else torch.tensor(where, device=self.device)
-            cos, sin = cos[span], sin[span]
+        entered = [path.enter(feed) for feed in feeds]
+        x = torch.cat(entered) if len(feeds) > 1 else entered[0]  # [n, d]
         taps: list[dict[int, Tensor]] = [{} for _ in feeds]
         works = [0] * len(feeds)  # (row, sublayer) evaluations
-        events = {0}.union(*(feed.events() for feed in feeds))  # between these, the same rows are computed
-        counts, chosen, active, places = sizes, None, list[Sequence[int]](), list[slice | Tensor]()
-        for sublayer in range(2 * self.config.n_layers + 1):
-            if sublayer in events:
-                for feed, seen, start, size in zip(feeds, taps, offsets, sizes, strict=True):
-                    if sublayer in feed.snapshot:
-                        feed.kept[sublayer] = x[start : start + size]
-                    if sublayer % 2 == 0 and sublayer // 2 in feed.taps:
-                        seen[sublayer // 2] = x[start : start + size]
-                active = [feed.active(sublayer) for feed in feeds]  # rows of each feed that are computed from here
-                places = [feed.places(rows) if rows else slice(0) for feed, rows in zip(feeds, active, strict=True)]
-                counts, chosen = [len(rows) for rows in active], None
-                if counts != sizes:
-                    flat = [start + row for start, rows in zip(offsets, active, strict=True) for row in rows]
-                    chosen = torch.tensor(flat, device=self.device)
-            if not any(counts):
+        marks = sorted(
+            {0, 2 * n_layers}.union(*(feed.events() for feed in feeds))
+        )  # between these, the rows stay the same
+        for first, last in zip(marks, [*marks[1:], marks[-1]], strict=True):
+            for feed, seen, start, size in zip(feeds, taps, offsets, sizes, strict=True):
+                if first in feed.snapshot:
+                    feed.kept[first] = x[start : start + size]
+                if first % 2 == 0 and first // 2 in feed.taps:
+                    seen[first // 2] = x[start : start + size]
+            active = [feed.active(first) for feed in feeds]
+            counts = [len(rows) for rows in active]
+            if not any(counts) or first == last:
                 continue
-            works = [work + count for work, count in zip(works, counts, strict=True)]
+            works = [work + count * (last - first) for work, count in zip(works, counts, strict=True)]
+            chosen = None
+            if counts != sizes:
+                flat = [start + row for start, rows in zip(offsets, active, strict=True) for row in rows]
+                chosen = torch.tensor(flat, device=self.device)
             h = x if chosen is None else x[chosen]
-            block = self.blocks[sublayer // 2]
-            if sublayer % 2:
-                h = h + self._mlp(block, h)
-            else:
-                turn = (cos, sin) if chosen is None or not cos.shape[0] else (cos[chosen], sin[chosen])
-                mixed = linear(
-                    self._mix(block, sublayer // 2, feeds, active, places, h, turn), block.out, block.out_bias
-                )
-                copied = [feed.copying for feed, rows in zip(feeds, active, strict=True) for _ in rows]
-                if any(copied):  # these rows only leave keys and values behind
-                    mixed = mixed.masked_fill(torch.tensor(copied, device=self.device)[:, None], 0)
-                h = h + mixed
+            h = path.span(feeds, active, h, first, last)
             x = h if chosen is None else x.index_copy(0, chosen, h)
-        return [
-            self._leave(feed, x[start : start + size], seen, work)
-            for feed, seen, start, size, work in zip(feeds, taps, offsets, sizes, works, strict=True)
-        ]
+        return self._leave(feeds, x, taps, works)
 
-    def _enter(self, feed: Feed) -> Tensor:
-        """The state each row starts from, [n, d]: its embedding, or what it had when it was left."""
-        ids = (
-            feed.tokens if feed.given is None else [0 if g else t for t, g in zip(feed.tokens, feed.given, strict=True)]
-        )
-        x = F.embedding(torch.tensor(ids, device=self.device), self.weights["embed"])
-        if feed.given is not None and feed.entering is not None:
-            x[torch.tensor(feed.given, device=self.device)] = feed.entering.to(x.dtype)
-        if self.config.positions == "learned":
-            fresh = torch.tensor([s == 0 for s in feed.starts], device=self.device)[:, None]
-            x = x + fresh * self.weights["positions"][torch.tensor(feed.positions, device=self.device)]
-        return x
-
-    def _mix(
-        self,
-        block: Block,
-        layer: int,
-        feeds: Sequence[Feed],
-        active: list[Sequence[int]],
-        places: list[slice | Tensor],
-        h: Tensor,
-        turn: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Attention of the active rows, each feed over its own slots: [rows, q_dim]."""
-        q, k, v = self._qkv(block, h, *turn)
-        outs: list[Tensor] = []
-        at = 0
-        for feed, rows, where in zip(feeds, active, places, strict=True):
-            if not rows:
-                continue
-            mine = slice(at, at + len(rows))
-            at += len(rows)
-            feed.cache.write(layer, where, k[mine], v[mine])
-            if feed.copying:
-                outs.append(q[mine].flatten(1))
-                continue
-            keys, values = feed.cache.keys[layer][:, : feed.high], feed.cache.values[layer][:, : feed.high]
-            mask = feed.looks(layer, rows, self.config.n_heads // self.config.n_kv_heads)
-            if feed.prefix is not None:  # only probes look at it; it stands before everything
-                keys = torch.cat((feed.prefix[0][layer].to(keys.dtype), keys), dim=1)
-                values = torch.cat((feed.prefix[1][layer].to(values.dtype), values), dim=1)
-            outs.append(attend(q[mine], keys, values, mask))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def _leave(self, feed: Feed, x: Tensor, seen: dict[int, Tensor], work: int) -> Scores:
-        """Head, taps and the ledger entry of one feed."""
-        final = None
-        if feed.heads or self.config.n_layers in feed.taps:
-            final = self._final_norm(x)
-        if self.config.n_layers in feed.taps and final is not None:
-            seen[self.config.n_layers] = final
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        if feed.heads and final is not None:
-            rows = final if len(feed.heads) == x.shape[0] else final[torch.tensor(feed.heads, device=self.device)]
-            logits = linear(rows, self.head).to(wide)
-        else:
-            logits = x.new_empty((0, self.config.vocab_size), dtype=wide)
-        hidden = torch.stack([seen[t] for t in feed.taps]) if feed.taps else x.new_empty((0, len(x), x.shape[1]))
-        if feed.ledger is not None:
-            fills = work if feed.copying else 0
-            ran = 0.0 if feed.copying else work / 2
-            feed.ledger.append(Call(self.name, len(x), ran, len(feed.heads), fills, feed.prefill))
-        return Scores(logits, hidden, [feed.stop // 2] * len(x))
-
-
-def _gelu_new(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+    def _leave(self, feeds: Sequence[Feed], x: Tensor, taps: list[dict[int, Tensor]], works: list[int]) -> list[Scores]:
+        """Head, taps and ledger entries: one product with the vocabulary matrix for all feeds."""
+        offset, parts, wanted = 0, list[Tensor](), list[int]()
+        for feed, seen in zip(feeds, taps, strict=True):
+            part = x[offset : offset + len(feed.tokens)]
+            if self.config.n_layers in feed.taps:
+                seen[self.config.n_layers] = self._path.final(part)
+            wanted += [offset + row for row in feed.heads]
+            offset += len(feed.tokens)
+            parts.append(part)
+        rows = x if len(wanted) == len(x) else x[torch.tensor(wanted, dtype=torch.long, device=self.device)]
+        logits = self._path.head(rows)
+        scores, at = list[Scores](), 0
+        for feed, part, seen, work in zip(feeds, parts, taps, works, strict=True):
+            hidden = torch.stack([seen[t] for t in feed.taps]) if feed.taps else x.new_empty((0, len(part), x.shape[1]))
+            if feed.ledger is not None:
+                fills, ran = (work, 0.0) if feed.copying else (0, work / 2)
+                feed.ledger.append(Call(self.name, len(part), ran, len(feed.heads), fills, feed.prefill))
+            scores.append(Scores(logits[at : at + len(feed.heads)], hidden, [feed.stop // 2] * len(part)))
+            at += len(feed.heads)
+        return scores

@@ -1,0 +1,273 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""The compiled transformer: packed matrices, and layers that run over a few rows in one call. The C behind it is in
+compute.h (what there is), slab.h (the kernels), layers.c (the driver) and pool.c (the threads).
+
+All arithmetic is float32; weights, keys and values may be stored as bfloat16. A row's result depends on the row and on
+what it sees alone: not on the rows beside it, the threads, the slots, or how a text was split.
+"""
+
+from libc.stdint cimport uint16_t
+from libc.stdlib cimport calloc, free, malloc
+
+
+cdef extern from "compute.h" nogil:
+    int BLOCK
+    ctypedef struct Matrix:
+        const void *data
+        const float *bias
+        int out
+        int inputs "in"
+        int half
+
+    ctypedef struct Norm:
+        const float *gain
+        const float *bias
+
+    ctypedef struct Layer:
+        Norm norm1
+        Norm norm2
+        Matrix qkv
+        Matrix out
+        Matrix up
+        Matrix down
+
+    ctypedef struct Stack:
+        int layers, d, heads, shared, width, hidden, rms, gated, silu, half
+        float eps, scale
+        const Layer *layer
+        Norm final
+        Matrix head
+
+    ctypedef struct Row:
+        char *cache
+        const float *cos
+        const float *sin
+        int capacity, slot, lead
+        const float *lead_keys
+        const float *lead_values
+
+    ctypedef struct Sight:
+        const int *prefix
+        const int *start
+        const int *extra
+        int heads
+
+    ctypedef struct Kernel:
+        const char *name
+
+    ctypedef struct How:
+        const Kernel *kernel
+        int threads
+
+    const Kernel *kernel_best()
+    const Kernel *kernel_named(const char *name)
+    int compute_product(How how, const Matrix *w, const float *x, int rows, float *y)
+    int compute_layers(How how, const Stack *s, int first, int last, const Row *row, int rows, Sight sight, int mute, float *x)
+    int compute_head(How how, const Stack *s, const float *x, int rows, float *normed, float *logits)
+
+
+cdef const Kernel *chosen = kernel_best()
+
+
+def kernels():
+    """Names of the kernels this processor can run, the best first."""
+    return [name for name in ("avx512", "avx2", "portable") if kernel_named(name.encode()) != NULL]
+
+
+def kernel():
+    """The kernel in use."""
+    return chosen.name.decode()
+
+
+def use(str name):
+    """Use another kernel from now on (tests and benchmarks do). Raises ValueError where this processor lacks it."""
+    global chosen
+    cdef const Kernel *found = kernel_named(name.encode())
+    if found == NULL:
+        raise ValueError(f"this processor has no kernel '{name}': it has {', '.join(kernels())}")
+    chosen = found
+
+
+cdef class Packed:
+    """A weight matrix [out, in] in blocks of 16 outputs, as `pack` lays it out: float32 [blocks, in, 16], or bfloat16 (given
+    as its bits, uint16) [blocks, in / 2, 16, 2]; bias [out] or None. Keeps what it was made from alive."""
+
+    cdef Matrix matrix
+    cdef object _held
+
+    def __init__(self, data, int out, int inputs, const float[::1] bias=None):
+        cdef const float[::1] whole
+        cdef const uint16_t[::1] bits
+        flat = data.reshape(-1)
+        self.matrix.half = flat.dtype.itemsize == 2
+        if flat.size != (out + 15) // 16 * 16 * inputs or (self.matrix.half and inputs % 2):
+            raise ValueError(f"{flat.size} numbers are no packed matrix [{out}, {inputs}]")
+        if bias is not None and bias.shape[0] != out:
+            raise ValueError(f"a bias of {bias.shape[0]} for {out} outputs")
+        if self.matrix.half:
+            bits = flat
+            self.matrix.data = &bits[0]
+        else:
+            whole = flat
+            self.matrix.data = &whole[0]
+        if bias is not None:
+            self.matrix.bias = &bias[0]
+        self.matrix.out, self.matrix.inputs = out, inputs
+        self._held = (flat, bias)
+
+    def product(self, const float[:, ::1] x, float[:, ::1] y, int threads):
+        """y [k, out] = x [k, in] W' + bias."""
+        if x.shape[1] != self.matrix.inputs or y.shape[1] != self.matrix.out or x.shape[0] != y.shape[0]:
+            raise ValueError(f"{x.shape[0]} rows of {x.shape[1]} do not fit a matrix [{self.matrix.out}, {self.matrix.inputs}]")
+        cdef How how = How(chosen, threads)
+        if x.shape[0]:
+            with nogil:
+                compute_product(how, &self.matrix, &x[0, 0], <int>x.shape[0], &y[0, 0])
+
+
+cdef void _norm(Norm *norm, const float[::1] gain, const float[::1] bias, list held):
+    held.append((gain, bias))
+    norm.gain = &gain[0]
+    norm.bias = NULL
+    if bias is not None:
+        norm.bias = &bias[0]
+
+
+cdef class Engine:
+    """All layers of a model, the final norm and the head.
+
+    layers  for each: (norm1 gain, norm1 bias, qkv, out, norm2 gain, norm2 bias, up, down); biases may be None
+    cos, sin [positions, width], the sign of the turn folded into sin; None: positions are not turned
+    """
+
+    cdef Stack stack
+    cdef Layer *_layers
+    cdef list _held
+    cdef const float[:, ::1] cos
+    cdef const float[:, ::1] sin
+
+    def __cinit__(self, layers, *args, **kwargs):
+        self._layers = <Layer *>calloc(len(layers), sizeof(Layer))
+        if self._layers == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        free(self._layers)
+
+    def __init__(self, layers, final, Packed head, *, int heads, int shared, int width, int hidden, bint rms, bint gated,
+                 bint silu, bint half, float eps, float scale, cos=None, sin=None):
+        cdef Stack *s = &self.stack
+        cdef Packed qkv, out, up, down
+        self._held = [head, layers]
+        s.layers, s.d, s.heads, s.shared, s.width, s.hidden = len(layers), head.matrix.inputs, heads, shared, width, hidden
+        s.rms, s.gated, s.silu, s.half, s.eps, s.scale = rms, gated, silu, half, eps, scale
+        for i, (gain1, bias1, qkv, out, gain2, bias2, up, down) in enumerate(layers):
+            _norm(&self._layers[i].norm1, gain1, bias1, self._held)
+            _norm(&self._layers[i].norm2, gain2, bias2, self._held)
+            self._layers[i].qkv, self._layers[i].out = qkv.matrix, out.matrix
+            self._layers[i].up, self._layers[i].down = up.matrix, down.matrix
+            shapes = [(m["out"], m["in"]) for m in (_shape(qkv), _shape(out), _shape(up), _shape(down))]
+            if shapes != [((heads + 2 * shared) * width, s.d), (s.d, heads * width), ((1 + gated) * hidden, s.d), (s.d, hidden)]:
+                raise ValueError(f"layer {i} has matrices {shapes}")
+        s.layer, s.head = self._layers, head.matrix
+        _norm(&s.final, final[0], final[1], self._held)
+        if cos is not None:
+            self.cos, self.sin = cos, sin
+
+    def run(self, float[:, ::1] x, int first, int last, list feeds, int threads, bint mute=False):
+        """Sublayers first..last-1 over all rows x [n, d] in place (mute: leave keys and values, keep x).
+
+        feeds   one a session: (address of its cache, capacity, slots, positions, sight, probe prefix)
+                sight: (heads, [(prefix, extra slots)] a row, or a row and key/value head)
+                probe prefix: None, or (which rows see it, keys, values as float32 [layers, shared, P, width])
+        """
+        cdef int n = <int>x.shape[0], heads = 1, at = 0, entries = 0, total = 0, entry = 0
+        cdef Row *rows
+        cdef int *prefix
+        cdef int *extra
+        cdef const float[:, :, :, ::1] keys
+        cdef const float[:, :, :, ::1] values
+        cdef Sight sight
+        cdef How how = How(chosen, threads)
+        cdef int failed
+        if not 0 <= first <= last <= 2 * self.stack.layers or x.shape[1] != self.stack.d:
+            raise ValueError(f"sublayers {first} to {last} over rows of {x.shape[1]}")
+        if n == 0:
+            return
+        for feed in feeds:
+            heads = max(heads, <int>feed[4][0])
+            entries += len(feed[4][1])
+            total += sum([len(more) for _, more in feed[4][1]])
+        if heads > 1:  # rows whose heads all see the same are written out once a head
+            feeds = [_spread(feed, heads) for feed in feeds]
+            entries, total = heads * n, sum([len(more) for feed in feeds for _, more in feed[4][1]])
+        if entries != heads * n:
+            raise ValueError(f"{entries} lists of visible slots for {n} rows")
+        rows = <Row *>calloc(n, sizeof(Row))
+        prefix = <int *>malloc((2 * entries + 1 + total + 1) * sizeof(int))
+        if rows == NULL or prefix == NULL:
+            free(rows)
+            free(prefix)
+            raise MemoryError
+        try:
+            extra = prefix + 2 * entries + 1
+            sight = Sight(prefix, prefix + entries, extra, heads)
+            prefix[entries] = total = 0
+            for address, capacity, slots, positions, (_, seen), lead in feeds:
+                for i in range(len(slots)):
+                    rows[at].cache = <char *><size_t>address
+                    rows[at].capacity, rows[at].slot = capacity, slots[i]
+                    if not 0 <= rows[at].slot < rows[at].capacity:
+                        raise ValueError(f"slot {slots[i]} of {capacity}")
+                    if self.cos is not None:
+                        if not 0 <= positions[i] < self.cos.shape[0]:
+                            raise ValueError(f"position {positions[i]} of {self.cos.shape[0]}")
+                        rows[at].cos, rows[at].sin = &self.cos[<int>positions[i], 0], &self.sin[<int>positions[i], 0]
+                    if lead is not None and lead[0][i]:
+                        keys, values = lead[1], lead[2]
+                        rows[at].lead = <int>keys.shape[2]
+                        if rows[at].lead:
+                            rows[at].lead_keys, rows[at].lead_values = &keys[0, 0, 0, 0], &values[0, 0, 0, 0]
+                    at += 1
+                for length, more in seen:
+                    prefix[entry] = length
+                    if not 0 <= prefix[entry] <= <int>capacity:
+                        raise ValueError(f"{length} visible slots of {capacity}")
+                    for slot in more:
+                        if not 0 <= slot < capacity:
+                            raise ValueError(f"slot {slot} of {capacity}")
+                        extra[total] = slot
+                        total += 1
+                    entry += 1
+                    prefix[entries + entry] = total
+            with nogil:
+                failed = compute_layers(how, &self.stack, first, last, rows, n, sight, mute, &x[0, 0])
+            if failed:
+                raise MemoryError
+        finally:
+            free(rows)
+            free(prefix)
+
+    def head(self, const float[:, ::1] x, float[:, ::1] normed, float[:, ::1] logits, int threads):
+        """The final norm of rows x [n, d] into `normed`, and their logits [n, vocabulary] (None: not wanted)."""
+        cdef How how = How(chosen, threads)
+        cdef float *to = NULL
+        if normed.shape[0] != x.shape[0] or x.shape[1] != self.stack.d or normed.shape[1] != self.stack.d:
+            raise ValueError(f"rows of {x.shape[1]} for a model of {self.stack.d}")
+        if x.shape[0] == 0:
+            return
+        if logits is not None:
+            if logits.shape[0] != x.shape[0] or logits.shape[1] != self.stack.head.out:
+                raise ValueError(f"logits are [{x.shape[0]}, {self.stack.head.out}]")
+            to = &logits[0, 0]
+        with nogil:
+            compute_head(how, &self.stack, &x[0, 0], <int>x.shape[0], &normed[0, 0], to)
+
+
+cdef _shape(Packed m):
+    return {"out": m.matrix.out, "in": m.matrix.inputs}
+
+
+def _spread(feed, heads):
+    address, capacity, slots, positions, (own, seen), lead = feed
+    return address, capacity, slots, positions, (heads, seen if own == heads else [s for s in seen for _ in range(heads)]), lead

@@ -1,0 +1,101 @@
+/* What the compiled transformer is made of: a pool of threads, packed matrices, attention, and the driver of layers. */
+#ifndef TINYSPEC_COMPUTE_H
+#define TINYSPEC_COMPUTE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { BLOCK = 16, TILE = 96 }; /* outputs that stand together in a packed matrix; rows that go through all layers together */
+
+/* A weight matrix [out, in] in blocks of 16 outputs. float32: [blocks][in][16]; bfloat16: [blocks][in / 2][16][2]. */
+typedef struct {
+    const void *data;
+    const float *bias; /* [out] or NULL */
+    int out, in, half; /* half: bfloat16 */
+} Matrix;
+
+typedef struct {
+    const float *gain, *bias; /* bias NULL: RMSNorm */
+} Norm;
+
+typedef struct {
+    Norm norm1, norm2;
+    Matrix qkv, out, up, down;
+} Layer;
+
+typedef struct {
+    int layers, d, heads, shared, width, hidden; /* shared: key/value heads; width: of a head; hidden: of the MLP */
+    int rms, gated, silu, half;                  /* half: keys and values are bfloat16 */
+    float eps, scale;
+    const Layer *layer;
+    Norm final;
+    Matrix head;
+} Stack;
+
+/* One row of a pass. Its keys are summed in this order: slots 0..prefix-1, then `extra`; before them the probe prefix. */
+typedef struct {
+    char *cache;          /* [layers, 2, shared, capacity, width] */
+    const float *cos, *sin; /* [width] of its position, the sign of the turn folded into sin; NULL: no turn */
+    int capacity, slot;
+    int lead;             /* keys of the probe prefix, [layers, shared, lead, width], float32 */
+    const float *lead_keys, *lead_values;
+} Row;
+
+/* What each row sees: entry (row * heads + head) with `heads` 1 (all alike) or one a key/value head. */
+typedef struct {
+    const int *prefix, *start, *extra;
+    int heads;
+} Sight;
+
+/* ---- pool.c: run a job on n threads; the caller is thread 0. A job meets at barriers and takes numbers from a counter. */
+typedef struct Team Team;
+typedef void (*Job)(void *what, Team *team, int thread);
+void team_run(int threads, Job job, void *what);
+void team_barrier(Team *team);
+int team_take(Team *team, int counter, int step); /* the next `step` numbers of one of 4 counters: the first of them */
+void team_reset(Team *team, int counter);         /* by one thread, where no other takes from it */
+int team_size(const Team *team);
+
+/* ---- kernels, chosen once for this processor */
+typedef struct {
+    const char *name;
+    int rows;     /* rows of a slab */
+    int rounds_x; /* the bfloat16 product reads its rows as bfloat16 */
+    void (*product)(const Matrix *w, int first, int last, const float *x, int ldx, int rows, float *y, int ldy, int add,
+                    uint16_t *scratch);
+    void (*attend)(const Stack *s, const Row *row, int layer, int head, const int *seen, int prefix, int extra,
+                   const float *q, float *out, float *scores);
+    void (*activate)(float *h, const float *up, int n, int silu); /* h = f(h) [* up] */
+} Kernel;
+const Kernel *kernel_best(void);
+const Kernel *kernel_named(const char *name); /* NULL: not on this processor */
+
+/* ---- layers.c: y = x W' + b for rows (the head, and `linear` alone); sublayers first..last-1 over rows x [rows, d] */
+typedef struct {
+    const Kernel *kernel;
+    int threads;
+} How;
+int compute_product(How how, const Matrix *w, const float *x, int rows, float *y);
+/* mute: the rows leave keys and values in every layer and keep their state. 0, or -1: out of memory. */
+int compute_layers(How how, const Stack *s, int first, int last, const Row *row, int rows, Sight sight, int mute, float *x);
+int compute_head(How how, const Stack *s, const float *x, int rows, float *normed, float *logits);
+
+static inline float widen(uint16_t h) {
+    union {
+        uint32_t i;
+        float f;
+    } u = {(uint32_t)h << 16};
+    return u.f;
+}
+
+/* To the nearest bfloat16, ties to even; a NaN stays one. */
+static inline uint16_t narrow(float f) {
+    union {
+        float f;
+        uint32_t i;
+    } u = {f};
+    if ((u.i & 0x7fffffff) > 0x7f800000) return (uint16_t)((u.i >> 16) | 64);
+    return (uint16_t)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
+}
+
+#endif

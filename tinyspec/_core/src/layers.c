@@ -1,0 +1,184 @@
+/* The driver: the sublayers of a pass over a few rows, each a handful of phases that the team's threads share.
+ *
+ * Rows go through all layers in tiles, so that a tile's states stay in the cache; a row never looks at a later one. In a
+ * phase the threads take pieces of the work from a counter, and meet at a barrier before the next phase reads the result.
+ */
+#include "compute.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    const Kernel *kernel;
+    const Stack *s;
+    int first, last, rows, mute;
+    const Row *row;
+    Sight sight;
+    float *x, *normed, *wide, *mixed, *scores; /* scores: [threads][room] */
+    size_t room;
+} Pass;
+
+enum { PIECE = 8, COLUMNS = 256 }; /* blocks of outputs, and columns to activate, that a thread takes at a time */
+
+/* A phase of the job: its counter, reset two phases ahead, when nobody takes from it any more. */
+static int phase(Team *team, int thread, int *number) {
+    int counter = ++*number & 3;
+    team_barrier(team);
+    if (thread == 0) team_reset(team, (counter + 2) & 3);
+    return counter;
+}
+
+static void product(const Kernel *kernel, Team *team, int counter, const Matrix *w, const float *x, int ldx,
+                    int rows, float *y, int add) {
+    int blocks = (w->out + BLOCK - 1) / BLOCK;
+    int piece = blocks / (4 * team_size(team)) & ~3; /* a few pieces a thread, whole groups of blocks */
+    piece = piece < 4 ? 4 : piece > PIECE ? PIECE : piece;
+    for (int at; (at = team_take(team, counter, piece)) < blocks;)
+        kernel->product(w, at, at + piece < blocks ? at + piece : blocks, x, ldx, rows, y, w->out, add, NULL);
+}
+
+static void norm_row(const Stack *s, const Norm *norm, const float *x, float *y) {
+    int d = s->d;
+    float lane[BLOCK] = {0}, mean = 0.0f;
+    if (!s->rms) {
+        for (int i = 0; i < d; i++) lane[i % BLOCK] += x[i];
+        for (int i = 0; i < BLOCK; i++) mean += lane[i];
+        mean /= (float)d;
+        memset(lane, 0, sizeof lane);
+    }
+    int whole = d / BLOCK * BLOCK;
+    for (int i = 0; i < whole; i += BLOCK)
+        for (int l = 0; l < BLOCK; l++) lane[l] += (x[i + l] - mean) * (x[i + l] - mean);
+    for (int i = whole; i < d; i++) lane[i - whole] += (x[i] - mean) * (x[i] - mean);
+    for (int n = BLOCK / 2; n; n /= 2)
+        for (int l = 0; l < n; l++) lane[l] += lane[l + n];
+    float scale = 1.0f / sqrtf(lane[0] / (float)d + s->eps);
+    for (int i = 0; i < d; i++) y[i] = (x[i] - mean) * scale * norm->gain[i];
+    if (norm->bias)
+        for (int i = 0; i < d; i++) y[i] += norm->bias[i];
+}
+
+static void norms(const Stack *s, Team *team, int counter, const Norm *norm, const float *x, int rows, float *y) {
+    for (int r; (r = team_take(team, counter, 1)) < rows;) norm_row(s, norm, x + (size_t)r * s->d, y + (size_t)r * s->d);
+}
+
+/* Turn queries and keys to the row's position, and put keys and values where the row's slot is. */
+static void place(const Stack *s, const Row *row, int layer, float *qkv) {
+    const int width = s->width, half = width / 2;
+    if (row->cos)
+        for (int h = 0; h < s->heads + s->shared; h++) {
+            float *v = qkv + (size_t)h * width;
+            for (int i = 0; i < half; i++) {
+                float a = v[i], b = v[i + half];
+                v[i] = a * row->cos[i] + b * row->sin[i];
+                v[i + half] = b * row->cos[i + half] + a * row->sin[i + half];
+            }
+        }
+    const size_t plane = (size_t)row->capacity * width;
+    for (int part = 0; part < 2; part++)
+        for (int h = 0; h < s->shared; h++) {
+            const float *from = qkv + (size_t)(s->heads + part * s->shared + h) * width;
+            const size_t to = ((size_t)(2 * layer + part) * s->shared + h) * plane + (size_t)row->slot * width;
+            if (s->half)
+                for (int i = 0; i < width; i++) ((uint16_t *)row->cache)[to + i] = narrow(from[i]);
+            else
+                memcpy((float *)row->cache + to, from, (size_t)width * sizeof(float));
+        }
+}
+
+static void attention(const Pass *p, Team *team, int thread, int counter, int layer, int base, int rows) {
+    const Stack *s = p->s;
+    const int group = s->heads / s->shared, columns = (s->heads + 2 * s->shared) * s->width;
+    for (int item; (item = team_take(team, counter, 1)) < rows * s->shared;) {
+        const int r = item / s->shared, head = item % s->shared;
+        const int entry = (base + r) * p->sight.heads + (p->sight.heads > 1 ? head : 0);
+        const int *seen = p->sight.extra + p->sight.start[entry];
+        p->kernel->attend(s, p->row + base + r, layer, head, seen, p->sight.prefix[entry],
+                          p->sight.start[entry + 1] - p->sight.start[entry],
+                          p->wide + (size_t)r * columns + (size_t)head * group * s->width,
+                          p->mixed + ((size_t)r * s->heads + (size_t)head * group) * s->width,
+                          p->scores + (size_t)thread * p->room);
+    }
+}
+
+static void run(void *what, Team *team, int thread) {
+    const Pass *p = what;
+    const Stack *s = p->s;
+    int number = 0;
+    for (int base = 0; base < p->rows; base += TILE) {
+        const int rows = p->rows - base < TILE ? p->rows - base : TILE;
+        float *x = p->x + (size_t)base * s->d;
+        for (int sub = p->first; sub < p->last; sub++) {
+            const Layer *layer = s->layer + sub / 2;
+            if (sub % 2 && p->mute) continue;
+            norms(s, team, phase(team, thread, &number), sub % 2 ? &layer->norm2 : &layer->norm1, x, rows, p->normed);
+            const Matrix *enter = sub % 2 ? &layer->up : &layer->qkv;
+            product(p->kernel, team, phase(team, thread, &number), enter, p->normed, s->d, rows, p->wide, 0);
+            int counter = phase(team, thread, &number);
+            if (sub % 2) {
+                const int pieces = (s->hidden + COLUMNS - 1) / COLUMNS;
+                for (int item; (item = team_take(team, counter, 1)) < rows * pieces;) {
+                    const int at = item % pieces * COLUMNS, n = s->hidden - at < COLUMNS ? s->hidden - at : COLUMNS;
+                    float *h = p->wide + (size_t)(item / pieces) * enter->out + at;
+                    p->kernel->activate(h, s->gated ? h + s->hidden : NULL, n, s->silu);
+                }
+            } else {
+                for (int r; (r = team_take(team, counter, 1)) < rows;)
+                    place(s, p->row + base + r, sub / 2, p->wide + (size_t)r * enter->out);
+                if (p->mute) continue;
+                attention(p, team, thread, phase(team, thread, &number), sub / 2, base, rows);
+            }
+            const Matrix *leave = sub % 2 ? &layer->down : &layer->out;
+            product(p->kernel, team, phase(team, thread, &number), leave, sub % 2 ? p->wide : p->mixed,
+                    sub % 2 ? enter->out : leave->in, rows, x, 1);
+        }
+    }
+}
+
+int compute_layers(How how, const Stack *s, int first, int last, const Row *row, int rows, Sight sight, int mute, float *x) {
+    const size_t tile = rows < TILE ? rows : TILE, columns = (size_t)(s->heads + 2 * s->shared) * s->width;
+    const size_t up = (size_t)s->hidden * (s->gated ? 2 : 1), wide = columns > up ? columns : up;
+    const size_t mixed = (size_t)s->heads * s->width;
+    size_t most = 1;
+    for (int i = 0; i < rows * sight.heads; i++) {
+        size_t n = (size_t)row[i / sight.heads].lead + (size_t)sight.prefix[i] + (size_t)(sight.start[i + 1] - sight.start[i]);
+        most = n > most ? n : most;
+    }
+    const size_t room = most * (size_t)(s->heads / s->shared) + BLOCK; /* threads write to different cache lines */
+    float *all = malloc((tile * ((size_t)s->d + wide + mixed) + (size_t)how.threads * room) * sizeof(float));
+    if (!all) return -1;
+    float *w = all + tile * (size_t)s->d, *m = w + tile * wide;
+    Pass pass = {how.kernel, s, first, last, rows, mute, row, sight, x, all, w, m, m + tile * mixed, room};
+    team_run(how.threads, run, &pass);
+    free(all);
+    return 0;
+}
+
+typedef struct {
+    const Kernel *kernel;
+    const Stack *s;
+    const Matrix *w;
+    const float *x;
+    int rows;
+    float *normed, *y;
+} Single;
+
+static void run_single(void *what, Team *team, int thread) {
+    const Single *p = what;
+    int number = 0;
+    if (p->s) norms(p->s, team, phase(team, thread, &number), &p->s->final, p->x, p->rows, p->normed);
+    if (p->y) product(p->kernel, team, phase(team, thread, &number), p->w, p->s ? p->normed : p->x, p->w->in, p->rows, p->y, 0);
+}
+
+int compute_product(How how, const Matrix *w, const float *x, int rows, float *y) {
+    Single job = {how.kernel, NULL, w, x, rows, NULL, y};
+    team_run(how.threads, run_single, &job);
+    return 0;
+}
+
+int compute_head(How how, const Stack *s, const float *x, int rows, float *normed, float *logits) {
+    Single job = {how.kernel, s, &s->head, x, rows, normed, logits};
+    team_run(how.threads, run_single, &job);
+    return 0;
+}

@@ -1,0 +1,171 @@
+"""The blocks of the transformer in torch: what the compiled path computes, on any device and in any type, with gradients.
+
+Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). What differs between the families is a setting
+each: LayerNorm or RMSNorm, learned positions or rotations, one key per query head or per group, a plain or a gated MLP,
+biases.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyspec.lm.config import Config
+from tinyspec.lm.feed import Feed
+from tinyspec.lm.ops import attend, attend_causal, linear
+from tinyspec.lm.rope import rotate, rotations
+
+
+class Block(NamedTuple):
+    """The weights of one layer; a bias or the gain of a norm that the family lacks is None."""
+
+    norm1: Tensor
+    norm1_bias: Tensor | None
+    qkv: Tensor  # [q_dim + 2 kv_dim, d]
+    qkv_bias: Tensor | None
+    out: Tensor  # [d, q_dim]
+    out_bias: Tensor | None
+    norm2: Tensor
+    norm2_bias: Tensor | None
+    up: Tensor  # [2 f, d]: gate, then up; [f, d] where there is no gate
+    up_bias: Tensor | None
+    down: Tensor  # [d, f]
+    down_bias: Tensor | None
+
+
+class Blocks:
+    """All layers, the final norm and the head, on weights with the names of `Config.shapes()`."""
+
+    def __init__(self, config: Config, weights: dict[str, Tensor]):
+        self.config, self.weights = config, weights
+        self.embed = weights["embed"]
+        parts = [
+            f"{part}.{kind}" for part in ("norm1", "qkv", "out", "norm2", "up", "down") for kind in ("weight", "bias")
+        ]
+        self.layers = [
+            Block(*(weights.get(f"{i}.{part}") for part in parts))  # type: ignore[arg-type]
+            for i in range(config.n_layers)
+        ]
+        self.vocabulary = self.embed if config.tied else weights["head"]  # [V, d]
+        self.device = self.embed.device
+        self.cos, self.sin = rotations(config, self.embed.dtype, self.device)
+
+    def _norm(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        if self.config.norm == "rms":
+            return F.rms_norm(x, (x.shape[-1],), gain, self.config.norm_eps)
+        return F.layer_norm(x, (x.shape[-1],), gain, bias, self.config.norm_eps)
+
+    def _qkv(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [..., H, hd], keys and values [..., KV, hd], rotated to their positions."""
+        c = self.config
+        fused = linear(self._norm(x, block.norm1, block.norm1_bias), block.qkv, block.qkv_bias)
+        heads = fused.view(*x.shape[:-1], c.n_heads + 2 * c.n_kv_heads, c.head_dim)
+        turned, v = heads[..., : -c.n_kv_heads, :], heads[..., -c.n_kv_heads :, :]
+        if c.positions == "rope":
+            turned = rotate(turned, cos, sin)
+        q, k = turned[..., : c.n_heads, :], turned[..., c.n_heads :, :]
+        return q, k, v
+
+    def _mlp(self, block: Block, x: Tensor) -> Tensor:
+        h = linear(self._norm(x, block.norm2, block.norm2_bias), block.up, block.up_bias)
+        activation = F.silu if self.config.activation == "silu" else _gelu_new
+        if self.config.gated:
+            gate, up = h.chunk(2, dim=-1)
+            h = activation(gate) * up
+        else:
+            h = activation(h)
+        return linear(h, block.down, block.down_bias)
+
+    def teach(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
+        """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what joins the stream."""
+        x = F.embedding(ids, self.embed)
+        if self.config.positions == "learned":
+            x = x + self.weights["positions"][: ids.shape[1]]
+        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        x = F.dropout(x, dropout) if dropout else x
+        for block in self.layers:
+            h = linear(attend_causal(*self._qkv(block, x, cos, sin)), block.out, block.out_bias)
+            x = x + (F.dropout(h, dropout) if dropout else h)
+            h = self._mlp(block, x)
+            x = x + (F.dropout(h, dropout) if dropout else h)
+        return linear(self.final(x), self.vocabulary)
+
+    # ------------------------------------------------------------------ inference
+
+    def enter(self, feed: Feed) -> Tensor:
+        """The state each row starts from, [n, d]: its embedding, or what it had when it was left."""
+        ids = (
+            feed.tokens if feed.given is None else [0 if g else t for t, g in zip(feed.tokens, feed.given, strict=True)]
+        )
+        x = F.embedding(torch.tensor(ids, device=self.device), self.embed)
+        if feed.given is not None and feed.entering is not None:
+            x[torch.tensor(feed.given, device=self.device)] = feed.entering.to(x.dtype)
+        if self.config.positions == "learned":
+            fresh = torch.tensor([s == 0 for s in feed.starts], device=self.device)[:, None]
+            x = x + fresh * self.weights["positions"][torch.tensor(feed.positions, device=self.device)]
+        return x
+
+    def span(self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int) -> Tensor:
+        """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""
+        places = [feed.places(rows) if rows else slice(0) for feed, rows in zip(feeds, active, strict=True)]
+        turn = self.cos, self.sin
+        if self.config.positions == "rope":
+            where = [feed.positions[row] for feed, rows in zip(feeds, active, strict=True) for row in rows]
+            turn = self.cos[where], self.sin[where]
+        copied = [feed.copying for feed, rows in zip(feeds, active, strict=True) for _ in rows]
+        for sublayer in range(first, last):
+            block = self.layers[sublayer // 2]
+            if sublayer % 2:
+                x = x + self._mlp(block, x)
+                continue
+            mixed = linear(self._mix(block, sublayer // 2, feeds, active, places, x, turn), block.out, block.out_bias)
+            if any(copied):  # these rows only leave keys and values behind
+                mixed = mixed.masked_fill(torch.tensor(copied, device=self.device)[:, None], 0)
+            x = x + mixed
+        return x
+
+    def _mix(
+        self,
+        block: Block,
+        layer: int,
+        feeds: Sequence[Feed],
+        active: list[Sequence[int]],
+        places: list[slice | Tensor],
+        h: Tensor,
+        turn: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Attention of the active rows, each feed over its own slots: [rows, q_dim]."""
+        q, k, v = self._qkv(block, h, *turn)
+        outs: list[Tensor] = []
+        at = 0
+        for feed, rows, where in zip(feeds, active, places, strict=True):
+            if not rows:
+                continue
+            mine = slice(at, at + len(rows))
+            at += len(rows)
+            feed.cache.write(layer, where, k[mine], v[mine])
+            if feed.copying:
+                outs.append(q[mine].flatten(1))
+                continue
+            keys, values = feed.cache.keys[layer][:, : feed.high], feed.cache.values[layer][:, : feed.high]
+            mask = feed.looks(layer, rows, self.config.n_heads // self.config.n_kv_heads)
+            if feed.prefix is not None:  # only probes look at it; it stands before everything
+                keys = torch.cat((feed.prefix[0][layer].to(keys.dtype), keys), dim=1)
+                values = torch.cat((feed.prefix[1][layer].to(values.dtype), values), dim=1)
+            outs.append(attend(q[mine], keys, values, mask))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def final(self, x: Tensor) -> Tensor:
+        """The final norm of rows x [n, d], as the head reads it."""
+        return self._norm(x, self.weights["norm.weight"], self.weights.get("norm.bias"))
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits [n, V] of rows x [n, d] before the final norm: float32, float64 for a float64 model."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return linear(self.final(x), self.vocabulary).to(wide)
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")

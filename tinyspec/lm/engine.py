@@ -1,0 +1,203 @@
+"""The compiled path of the transformer: the same blocks, layers at a time, on packed weights, bit for bit row-invariant.
+
+On a CPU, in float32 and bfloat16, this is what computes; `transformer.py` says in torch what it computes, and remains the
+path for other devices and types, for gradients, and where nothing was compiled. All arithmetic is float32, also between
+layers: bfloat16 is how weights, keys and values are stored. The packed weights are the only copy; who asks for a weight by
+name gets it unpacked.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinyspec import _core
+from tinyspec.lm.config import Config
+from tinyspec.lm.feed import Feed
+from tinyspec.lm.rope import rotations
+
+BLOCK = 16  # outputs that stand together in a packed matrix
+
+
+def packable(config: Config, weights: Mapping[str, Tensor]) -> bool:
+    """Whether the compiled path can run these weights: on a CPU, float32 or bfloat16, not being trained."""
+    first = weights["embed"]
+    if _core.compute is None or first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    dtypes = {w.dtype for w in weights.values()}
+    if len(dtypes) > 1 or any(w.requires_grad or w.device.type != "cpu" for w in weights.values()):
+        return False
+    pairs = all(width % 2 == 0 for width in (config.d_model, config.q_dim, config.d_ff))
+    return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and pairs)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[out, in] as the kernels read it: float32 [blocks, in, 16], bfloat16 [blocks, in / 2, 16, 2], padded."""
+    out, inputs = weight.shape
+    blocks = -(-out // BLOCK)
+    together = 1 if weight.dtype == torch.float32 else 2
+    packed = torch.zeros(blocks, inputs // together, BLOCK, together, dtype=weight.dtype)
+    whole = out // BLOCK
+    grouped = weight[: whole * BLOCK].view(whole, BLOCK, inputs // together, together)
+    packed[:whole] = grouped.transpose(1, 2)
+    if whole < blocks:
+        rest = weight[whole * BLOCK :].view(-1, inputs // together, together)
+        packed[whole, :, : len(rest)] = rest.transpose(0, 1)
+    return packed
+
+
+def unpack(packed: Tensor, out: int) -> Tensor:
+    """What `pack` was given: [out, in]."""
+    blocks, steps, _, together = packed.shape
+    return packed.transpose(1, 2).reshape(blocks * BLOCK, steps * together)[:out]
+
+
+def rows(packed: Tensor, ids: Tensor) -> Tensor:
+    """Some rows of a packed matrix, [n, in], as float32."""
+    return packed[ids // BLOCK, :, ids % BLOCK].flatten(1).float()
+
+
+class Opened(Mapping[str, Tensor]):
+    """Weights by name, the packed ones unpacked when they are asked for."""
+
+    def __init__(self, packed: Mapping[str, Tensor], plain: Mapping[str, Tensor], config: Config):
+        self._packed, self._plain, self._shapes = packed, plain, config.shapes()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return unpack(self._packed[name], self._shapes[name][0]) if name in self._packed else self._plain[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+class Engine:
+    """Packed weights and the compiled layers that run over them. Empties `weights` as it packs them, to hold one copy."""
+
+    def __init__(self, config: Config, weights: dict[str, Tensor]):
+        self.config = config
+        half = weights["embed"].dtype == torch.bfloat16
+        packed: dict[str, Tensor] = {}
+        plain: dict[str, Tensor] = {}
+        for name in config.shapes():
+            weight = weights.pop(name).detach()
+            if weight.ndim == 2 and name != "positions":
+                packed[name] = pack(weight)
+            else:
+                plain[name] = weight
+        self.weights = Opened(packed, plain, config)
+        self.embed, self._positions = packed["embed"], plain.get("positions")
+        assert _core.compute is not None
+        matrices = {name: self._matrix(name, packed, plain) for name in packed if name != "embed" or config.tied}
+        layers = [
+            tuple(
+                part
+                for norm, *names in (("norm1", "qkv", "out"), ("norm2", "up", "down"))
+                for part in (*_gain(plain, f"{i}.{norm}"), *(matrices[f"{i}.{name}.weight"] for name in names))
+            )
+            for i in range(config.n_layers)
+        ]
+        turned = config.positions == "rope"
+        cos, sin = rotations(config, torch.float32, torch.device("cpu"))
+        self._compiled: Any = _core.compute.Engine(
+            layers,
+            _gain(plain, "norm"),
+            matrices["embed" if config.tied else "head"],
+            heads=config.n_heads,
+            shared=config.n_kv_heads,
+            width=config.head_dim,
+            hidden=config.d_ff,
+            rms=config.norm == "rms",
+            gated=config.gated,
+            silu=config.activation == "silu",
+            half=half,
+            eps=config.norm_eps,
+            scale=1 / math.sqrt(config.head_dim),
+            cos=cos[:, 0].numpy() if turned else None,
+            sin=sin[:, 0].numpy() if turned else None,
+        )
+
+    def _matrix(self, name: str, packed: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> Any:
+        assert _core.compute is not None
+        out, inputs = self.config.shapes()[name]
+        bias = plain.get(name.removesuffix("weight") + "bias")
+        bits = packed[name].view(torch.uint16) if packed[name].dtype == torch.bfloat16 else packed[name]
+        return _core.compute.Packed(bits.numpy(), out, inputs, None if bias is None else bias.float().numpy())
+
+    def enter(self, feed: Feed) -> Tensor:
+        """The state each row starts from: [n, d]."""
+        given = feed.given or [False] * len(feed.tokens)
+        ids = [0 if g else token for token, g in zip(feed.tokens, given, strict=True)]
+        x = rows(self.embed, torch.tensor(ids))
+        if feed.entering is not None:
+            x[torch.tensor(given)] = feed.entering.float()
+        if self._positions is not None:
+            fresh = torch.tensor([start == 0 for start in feed.starts])[:, None]
+            x = x + fresh * self._positions[torch.tensor(feed.positions)].float()
+        return x
+
+    def span(self, feeds: Sequence[Feed], active: Sequence[Sequence[int]], x: Tensor, first: int, last: int) -> Tensor:
+        """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""
+        x = x.clone()
+        at = 0
+        groups: dict[bool, list[tuple[Feed, Sequence[int], slice]]] = {False: [], True: []}
+        for feed, chosen in zip(feeds, active, strict=True):
+            if chosen:
+                groups[feed.copying].append((feed, chosen, slice(at, at + len(chosen))))
+            at += len(chosen)
+        for copying, group in groups.items():
+            if not group:
+                continue
+            if len(group) == at or groups[not copying] == []:
+                self._run(x, group, first, last, copying)
+            else:
+                where = torch.cat([torch.arange(part.start, part.stop) for _, _, part in group])
+                own = x[where]
+                self._run(own, group, first, last, copying)
+                x[where] = own
+        return x
+
+    def _run(
+        self, x: Tensor, group: list[tuple[Feed, Sequence[int], slice]], first: int, last: int, copying: bool
+    ) -> None:
+        numbers = x.numpy()
+        layered = any(feed.plan.visible is not None for feed, _, _ in group)  # what is seen may change with the layer
+        marks = [first, *range(first // 2 * 2 + 2, last, 2), last] if layered else [first, last]
+        for begin, end in pairwise(marks):
+            sessions = [self._session(feed, chosen, begin // 2) for feed, chosen, _ in group]
+            self._compiled.run(numbers, begin, end, sessions, torch.get_num_threads(), copying)
+
+    def _session(self, feed: Feed, chosen: Sequence[int], layer: int) -> tuple[Any, ...]:
+        lead = None
+        if feed.prefix is not None and feed.probes is not None:
+            keys, values = (part.float().contiguous().numpy() for part in feed.prefix)
+            lead = (feed.probes[list(chosen)].tolist(), keys, values)
+        slots, positions = feed.slots, feed.positions
+        if len(chosen) != len(slots):
+            slots, positions = [slots[row] for row in chosen], [positions[row] for row in chosen]
+        cache = feed.cache
+        return cache.store.data_ptr(), cache.capacity, slots, positions, feed.paths(layer, chosen), lead
+
+    def final(self, x: Tensor) -> Tensor:
+        """The final norm of rows x [n, d], as the head reads it."""
+        normed = torch.empty_like(x)
+        self._compiled.head(x.numpy(), normed.numpy(), None, torch.get_num_threads())
+        return normed
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits [n, V], float32, of rows x [n, d] before the final norm."""
+        logits = np.empty((len(x), self.config.vocab_size), np.float32)
+        self._compiled.head(x.contiguous().numpy(), np.empty(x.shape, np.float32), logits, torch.get_num_threads())
+        return torch.from_numpy(logits)
+
+
+def _gain(plain: Mapping[str, Tensor], norm: str) -> tuple[Any, Any]:
+    """Gain and bias of a norm as float32 arrays; no bias: None."""
+    bias = plain.get(f"{norm}.bias")
+    return plain[f"{norm}.weight"].float().numpy(), None if bias is None else bias.float().numpy()
