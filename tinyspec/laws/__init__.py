@@ -1,1 +1,27 @@
-"""What each guarantee means, as code."""
+"""What each guarantee means, as code.
+
+from tinyspec.laws import check
+
+check(my_verifier)              # proves it exact on every small case, or shows the smallest one that it gets wrong
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinyspec.laws.accused import Accused
+    from tinyspec.laws.checking import check
+
+__all__ = ["Accused", "check"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, and nothing before."""
+    if name == "check":
+        from tinyspec.laws.checking import check
+
+        return check
+    if name == "Accused":
+        from tinyspec.laws.accused import Accused
+
+        return Accused
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,207 @@
+"""`tinyspec.laws.check`: prove or refute a reader's own verifier, drafter or decoding function, given as a plain function.
+
+The function is run on every outcome of its chance, on targets and drafts of two to four tokens, the smallest first. A proof
+is exact on these cases: in Fractions where the function computes with them, else in float64 up to a tolerance. A refutation
+is the smallest case found, in the words of the task.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.accused import Accused, Counterexample, Evidence, show
+from tinyspec.laws.cases import shrink
+from tinyspec.laws.dice import Dice
+from tinyspec.laws.forms import NUMBERS, Form, Law, Misfit, Rounds, last_parameter, needed
+from tinyspec.laws.forms_house import KINDS, House
+from tinyspec.laws.forms_text import Drafting, Generation, OwnDrafting
+from tinyspec.laws.uniform import NotEnumerable
+
+GIVE_UP = 25  # cases that raise before anything is said of the law: then the function does not fit its form
+AGAIN = 12  # runs of an accused case that must agree, so that a function with noise of its own is told so instead
+
+
+class Proof(list[Evidence]):
+    """What was looked at; printed, one line a law."""
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{e.law}: kept in {e.cases} cases, {e.branches} outcomes, {e.seconds:.1f} s"
+            + "".join(f" ({note})" for note in e.notes)
+            for e in self
+        )
+
+
+def check(
+    verifier: Callable[..., Any] | None = None,
+    *,
+    drafter: Callable[..., Any] | None = None,
+    generate: Callable[..., Any] | None = None,
+    trees: Sequence[str] = tuple(KINDS),
+    corners: bool = True,
+    seed: int = 0,
+    seconds: float = 10.0,
+    tolerance: float = 1e-6,
+) -> Proof:
+    """Prove functions exact, or raise Accused with the smallest counterexample; its text is made to be read.
+
+    verifier    verify(p_rows, q_rows, draft, rng) -> tokens; rows are [gamma + 1, V] and [gamma, V], draft gamma ids; returns
+                the accepted tokens and one more. Or verify(tree, p, chance) -> Verdict, known by the name `chance`
+    drafter     draft(q, context, gamma, rng) -> (tokens, laws); q(context) -> row; a law is a row or None
+    generate    generate(p, q, gamma, n, rng) -> tokens: the first n, from the empty context
+    trees       the trees a house verifier is judged on; a verifier of chains is given ("chain",)
+    corners     whether a uniform of exactly 0 must not bring out a token that p forbids
+    seed        of the larger cases, which are drawn
+    seconds     for each function, after which the search stops and says so
+    tolerance   in float64; the largest deviation that passed is noted
+
+    rng stands for numpy.random.Generator, for a function without arguments, or for a list of uniforms (gamma + 1 of them).
+    Raises TinyspecError where no verdict is possible: the function fails on every small case, or draws in a way that cannot
+    be enumerated.
+    """
+    forms: list[Form] = []
+    if verifier is not None:
+        if last_parameter(verifier) == "chance":
+            for kind in trees:
+                if kind not in KINDS:
+                    raise TinyspecError(f"no trees of the kind {kind!r}: there are {', '.join(KINDS)}")
+                house = House(verifier, tolerance)
+                house.kind = kind
+                forms.append(house)
+        else:
+            forms.append(Rounds(verifier, tolerance))
+    if drafter is not None:
+        forms.append((OwnDrafting if needed(drafter) <= 2 else Drafting)(drafter, tolerance))
+    if generate is not None:
+        forms.append(Generation(generate, tolerance))
+    if not forms:
+        raise TinyspecError("nothing to check: give a verifier, a drafter or a decoding function (generate=)")
+    proof = Proof()
+    for form in forms:
+        try:
+            proof.append(_Search(form, seconds / (len(trees) if isinstance(form, House) else 1)).run(seed, corners))
+        except Accused as accused:
+            raise accused.with_traceback(None) from None
+    return proof
+
+
+class _Search:
+    """One function on its cases, smallest first."""
+
+    def __init__(self, form: Form, seconds: float):
+        self.form, self.seconds = form, seconds
+        self.numbers = NUMBERS  # those that the function was not seen to fail with while later ones worked
+        self.worked = ""  # the numbers it computed with last
+        self.crash: tuple[Any, dict[str, Exception]] | None = None
+        self.branches = self.made = 0
+
+    def run(self, seed: int, corners: bool) -> Evidence:
+        """Evidence, or Accused."""
+        began = time.perf_counter()
+        done, crashes, tried, notes, small = 0, 0, 0, list[str](), list[Any]()
+        for case in self.form.cases(seed):
+            if time.perf_counter() - began > self.seconds:
+                notes.append(f"stopped after {self.seconds:g} s")
+                break
+            tried += 1
+            law = self.law(case)
+            if law is None:
+                crashes += 1
+                if crashes == tried == GIVE_UP:
+                    break
+                continue
+            done += 1
+            if self.form.judge(case, law) is not None:
+                self.accuse(case, began)
+            if case.vocabulary == 2 and case.gamma <= 2 and any(0 in row for row in case.p.laws):
+                small.append(case)
+        if self.crash is not None:
+            self.give_up(*self.crash)
+        if corners:
+            for case in small[:150]:
+                if time.perf_counter() - began > self.seconds:
+                    break
+                self.corner(case)
+        rounding = f"in floating point, to {self.form.worst:.0e}" if self.form.worst else "exactly"
+        notes.insert(0, rounding)
+        return Evidence(self.form.law, done, self.branches, time.perf_counter() - began, notes)
+
+    def give_up(self, case: Any, errors: dict[str, Exception]) -> None:
+        """Say where the function failed, and how: with the numbers that it otherwise computes with, else with each."""
+        if self.worked in errors:
+            errors = {self.worked: errors[self.worked]}
+        said = dict[str, list[str]]()
+        for numbers, error in errors.items():
+            said.setdefault(f"{type(error).__name__}: {error}", []).append(numbers)
+        how = "; ".join(f"{text} (on rows of {', '.join(numbers)})" for text, numbers in said.items())
+        shown = "; ".join(f"{name} = {show(value)}" for name, value in self.form.shown(case).items())
+        raise TinyspecError(f"no verdict: the {self.form.what} failed at {shown}: {how}") from list(errors.values())[-1]
+
+    def law(self, case: Any, zero: int | None = None) -> Law | None:
+        """The probability of every outcome, in Fractions if it can be; None where the function raises."""
+        errors = dict[str, Exception]()
+        for place, numbers in enumerate(self.numbers):
+            try:
+                law = self.enumerate(case, numbers, zero)
+            except (NotEnumerable, Misfit):
+                raise
+            except Exception as error:
+                errors[numbers] = error
+                continue
+            self.numbers, self.worked = self.numbers[place:], numbers
+            return law
+        if self.crash is None and zero is None:
+            self.crash = (case, errors)
+        return None
+
+    def enumerate(self, case: Any, numbers: str, zero: int | None) -> Law:
+        """Run the function once for each way its chance can go."""
+
+        def play(chance: Exhaustive) -> Any:
+            dice = Dice(chance, zero, case.gamma + 1)
+            outcome = self.form.play(case, numbers, dice, chance)
+            self.made = max(self.made, dice.made)
+            return outcome
+
+        law: Law = {}
+        for outcome, probability in Exhaustive.walk(play):
+            self.branches += 1
+            law[outcome] = law.get(outcome, 0) + probability
+        return law
+
+    def accuse(self, case: Any, began: float) -> None:
+        """Raise the accusation of the smallest case that this one leads to."""
+
+        def broken(other: Any) -> bool:
+            if time.perf_counter() - began > self.seconds:
+                return False
+            law = self.law(other)
+            return law is not None and self.form.judge(other, law) is not None
+
+        crash, case = self.crash, shrink(case, broken)
+        self.crash = crash
+        first = self.law(case)
+        assert first is not None
+        for _ in range(AGAIN):
+            if time.perf_counter() - began > 2 * self.seconds:
+                break
+            if self.law(case) != first:
+                raise Misfit(
+                    f"no verdict: the {self.form.what} gives other results when it is run again: it draws from a generator "
+                    "that cannot be enumerated. Draw from the rng that it is given, from numpy.random or from random"
+                )
+        found: Counterexample | None = self.form.judge(case, first)
+        assert found is not None
+        raise Accused(found)
+
+    def corner(self, case: Any) -> None:
+        """Pin one uniform after the other to exactly 0."""
+        number, self.made = 0, 1
+        while number < self.made:
+            law = self.law(case, zero=number)
+            found = None if law is None else self.form.corner(case, law, number)
+            if found is not None:
+                raise Accused(found)
+            number += 1

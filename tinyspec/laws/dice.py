@@ -1,0 +1,248 @@
+"""A stand-in for a random generator that walks every outcome: numpy's, the module random's, or a list of uniforms.
+
+A reader's sampler is judged as it was written. Whatever it draws with (`rng.random()`, `rng.choice(V, p=row)`,
+`np.random.rand(n)`, `random.choices(...)`, `uniforms[i]`) is answered by uniforms whose comparisons branch (uniform.py).
+`seed` starts a stream from its beginning, as it does in numpy: code that reseeds in its loop meets the same noise again.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.laws.uniform import TINY, NotEnumerable, Span, Uniform
+
+Shape = int | tuple[int, ...] | None
+
+
+class _Shared:
+    """What all generators of one run have in common."""
+
+    def __init__(self, chance: Exhaustive, zero: int | None) -> None:
+        self.chance, self.zero = chance, zero
+        self.streams: dict[Any, list[Span]] = {}
+        self.made = 0
+
+
+class Dice:
+    """Looks like numpy.random.Generator; iterating over it or indexing it gives uniforms.
+
+    zero    the number of the uniform that is exactly 0.0, or None
+    length  how many uniforms it has where it is indexed or has its length taken
+    """
+
+    def __init__(self, chance: Exhaustive, zero: int | None = None, length: int | None = None) -> None:
+        self._begin(_Shared(chance, zero), object(), length)
+
+    def _begin(self, shared: _Shared, key: Any, length: int | None = None) -> None:
+        self._shared, self._length, self._given = shared, length, list[Uniform]()
+        self._start(key)
+
+    def _start(self, key: Any) -> None:
+        self._stream, self._at = self._shared.streams.setdefault(key, []), 0
+
+    @property
+    def chance(self) -> Exhaustive:
+        """What decides: the library's own form of chance."""
+        return self._shared.chance
+
+    @property
+    def made(self) -> int:
+        """Uniforms used so far, by every generator of this run."""
+        return self._shared.made
+
+    def _next(self) -> Uniform:
+        if self._at == len(self._stream):
+            shared = self._shared
+            self._stream.append(Span(shared.chance, shared.made == shared.zero))
+            shared.made += 1
+        self._at += 1
+        return Uniform(self._stream[self._at - 1])
+
+    def seed(self, seed: Any = None) -> None:
+        """Start a stream; the same seed gives the same noise again."""
+        self._start(object() if seed is None else ("seed", str(seed)))
+
+    def generator(self, seed: Any = None) -> "Dice":
+        """numpy.random.default_rng."""
+        if isinstance(seed, Dice):
+            return seed
+        child = Dice.__new__(Dice)
+        child._begin(self._shared, object() if seed is None else ("generator", str(seed)))
+        child._at = 0
+        return child
+
+    # ------------------------------------------------------------------ numpy
+
+    def random(self, size: Shape = None, **kwargs: Any) -> Any:
+        """Uniforms in [0, 1)."""
+        return _shaped(self._next, size)
+
+    random_sample = sample = ranf = random
+
+    def rand(self, *shape: int) -> Any:
+        """Uniforms in [0, 1), by dimensions."""
+        return self.random(shape or None)
+
+    def uniform(self, low: Any = 0, high: Any = 1, size: Shape = None) -> Any:
+        """Uniforms in [low, high)."""
+        return _shaped(lambda: low + (high - low) * self._next(), size)
+
+    def choice(self, a: Any, size: Shape = None, replace: bool = True, p: Any = None, **kwargs: Any) -> Any:
+        """One of range(a) or of a sequence, with the probabilities p; raises ValueError for those that numpy refuses."""
+        n = a if isinstance(a, (int, np.integer)) else len(a)
+        row = [Fraction(1, int(n))] * int(n) if p is None else _law(p, int(n))
+
+        def one() -> Any:
+            token = self._pick(row)
+            if not replace:
+                row[token] = 0 * row[token]
+            return token if isinstance(a, (int, np.integer)) else a[token]
+
+        return _shaped(one, size)
+
+    def multinomial(self, n: int, pvals: Any, size: Shape = None) -> Any:
+        """How often each token came in n draws."""
+        row = _law(pvals, len(pvals))
+
+        def counts() -> Any:
+            drawn = np.zeros(len(row), int)
+            for _ in range(n):
+                drawn[self._pick(row)] += 1
+            return drawn
+
+        return counts() if size is None else np.array([counts() for _ in range(math.prod(np.atleast_1d(size)))])
+
+    def integers(self, low: int, high: int | None = None, size: Shape = None, **kwargs: Any) -> Any:
+        """Integers in [low, high), or in [0, low)."""
+        start, stop = (0, low) if high is None else (low, high)
+        return _shaped(lambda: start + self._pick([Fraction(1, stop - start)] * (stop - start)), size)
+
+    def binomial(self, n: int, p: Any, size: Shape = None) -> Any:
+        """How many of n uniforms lie below p."""
+        return _shaped(lambda: sum(bool(self._next() < p) for _ in range(n)), size)
+
+    # ------------------------------------------------------------------ the module random
+
+    def choices(
+        self, population: Sequence[Any], weights: Any = None, *, cum_weights: Any = None, k: int = 1
+    ) -> list[Any]:
+        """k of the population, with replacement."""
+        if cum_weights is not None:
+            weights = [b - a for a, b in zip([0, *cum_weights], cum_weights, strict=False)]
+        row = [Fraction(1)] * len(population) if weights is None else list(weights)
+        if not sum(row) > 0:
+            raise ValueError("Total of weights must be greater than zero")
+        return [population[self._pick(row)] for _ in range(k)]
+
+    # ------------------------------------------------------------------ a list of uniforms
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("this generator has no length")
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        while len(self._given) < len(self):
+            self._given.append(self._next())
+        return self._given[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(lambda: self._next(), None) if self._length is None else iter(self[:])
+
+    def __next__(self) -> Any:
+        return self._next()
+
+    def __call__(self) -> Any:
+        return self._next()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NotEnumerable(
+            f"rng.{name} cannot be enumerated: draw with rng.random(), rng.uniform(), rng.choice(n, p=row), "
+            "rng.integers() or rng.multinomial()"
+        )
+
+    def _pick(self, row: Sequence[Any]) -> int:
+        """Inverse CDF with one uniform, as numpy's choice does it: u lies below the cumulative sum for the first time."""
+        mass = sum(row)
+        least = TINY * mass if isinstance(mass, float) else 0
+        support = [token for token, x in enumerate(row) if x > least]
+        u, reached = self._next(), 0 * mass
+        for token in support[:-1]:
+            reached = reached + row[token]
+            if u < reached / mass:
+                return token
+        return support[-1]
+
+
+def _law(p: Any, n: int) -> list[Any]:
+    """The probabilities, refused with ValueError where numpy refuses them."""
+    row = [x.item() if hasattr(x, "item") else x for x in p]
+    if len(row) != n:
+        raise ValueError("'a' and 'p' must have same size")
+    if any(x != x for x in row):
+        raise ValueError("probabilities contain NaN")
+    if any(x < 0 for x in row):
+        raise ValueError("probabilities are not non-negative")
+    if abs(sum(row) - 1) > 1e-8:
+        raise ValueError("probabilities do not sum to 1")
+    return row
+
+
+def _shaped(one: Callable[[], Any], size: Shape) -> Any:
+    if size is None:
+        return one()
+    shape = tuple(int(n) for n in np.atleast_1d(size))
+    drawn = [one() for _ in range(math.prod(shape))]
+    if any(isinstance(x, Uniform) for x in drawn):
+        array = np.empty(len(drawn), object)
+        array[:] = drawn
+        return array.reshape(shape)
+    return np.array(drawn).reshape(shape)
+
+
+_NUMPY = {
+    name: name for name in ("random", "random_sample", "sample", "ranf", "rand", "uniform", "choice", "multinomial")
+} | {
+    "binomial": "binomial",
+    "randint": "integers",
+    "seed": "seed",
+    "default_rng": "generator",
+    "RandomState": "generator",
+}
+_PYTHON = {name: name for name in ("random", "choice", "choices", "seed")}
+
+
+@contextmanager
+def everywhere(dice: Dice) -> Iterator[None]:
+    """While it lasts, the global generators of numpy and of the module random are these dice; no global state moves."""
+    numpys, pythons = {n: getattr(np.random, n) for n in _NUMPY}, {n: getattr(random, n) for n in _PYTHON}
+
+    def between(a: Any = 0, b: Any = 1) -> Any:
+        return dice.uniform(a, b)
+
+    def whole(a: int, b: int) -> Any:
+        return dice.integers(a, b + 1)
+
+    span: dict[str, Any] = {"uniform": between, "randint": whole, "randrange": dice.integers}
+    pythons |= {n: getattr(random, n) for n in span}
+    try:
+        for name, ours in _NUMPY.items():
+            setattr(np.random, name, getattr(dice, ours))
+        for name, ours in _PYTHON.items():
+            setattr(random, name, getattr(dice, ours))
+        for name, function in span.items():
+            setattr(random, name, function)
+        yield
+    finally:
+        for name, theirs in numpys.items():
+            setattr(np.random, name, theirs)
+        for name, theirs in pythons.items():
+            setattr(random, name, theirs)

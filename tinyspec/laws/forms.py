@@ -1,0 +1,234 @@
+"""The forms a reader's function may have, how each is called, and what its outcomes must add up to.
+
+    verify(p_rows, q_rows, draft, rng) -> tokens      one round on plain rows
+    verify(tree, p, chance) -> Verdict                one round as the library's verifiers do it
+    draft(q, context, gamma, rng) -> (tokens, laws)   what is proposed, and the law each token was drawn from (or None)
+    generate(p, q, gamma, n, rng) -> tokens           a whole decoding function; p and q are functions from a context to a row
+
+`draft(context, rng)` is a drafter with a model of its own. A last argument called `chance` gets the library's `Chance`; a
+function that names no generator draws from `numpy.random`, `random` or `torch`. Rows are lists of Fractions, and where the
+function cannot compute with those, numpy rows of float64, or else torch's.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.accused import Counterexample
+from tinyspec.laws.cases import Case, of_a_round
+from tinyspec.laws.dice import Dice, everywhere
+from tinyspec.laws.dice_torch import torch_everywhere
+
+Text = tuple[int, ...]
+GENERATORS = ("rng", "generator", "random_state", "uniforms", "random", "u", "us", "chance")
+
+
+class Misfit(TinyspecError):
+    """The function has another form than the one it was announced as."""
+
+
+class Outcome(NamedTuple):
+    """One way a run can go: what was drafted, what came out, the laws a drafter declared, and what is wrong in itself."""
+
+    draft: Text
+    tokens: Text
+    laws: tuple[Any, ...] = ()
+    problem: str = ""
+
+
+Law = dict[Outcome, Any]
+"""The probability of every outcome."""
+
+
+NUMBERS: tuple[str, ...] = ("fractions", "numpy", "torch")
+"""What rows are made of, in the order in which they are offered to a function."""
+
+
+def plain(row: Any, numbers: str) -> Any:
+    """A row, or a list of rows, as the reader's function gets it, its own copy."""
+    if numbers == "fractions":
+        return [list(x) if isinstance(x, (list, tuple)) else x for x in row]
+    array = np.array(row, np.float64)
+    return array if numbers == "numpy" else torch.tensor(array)
+
+
+def ids(result: Any, what: str) -> Text:
+    """The token ids that a function returned."""
+    try:
+        tokens = result.tolist() if hasattr(result, "tolist") else list(result)
+        if len(tokens) == 1 and isinstance(tokens[0], (list, tuple)):
+            tokens = tokens[0]  # a batch of one
+        return tuple(int(x) for x in tokens)
+    except (TypeError, ValueError):
+        raise Misfit(f"a {what} returns a list of token ids; this one returned {result!r}") from None
+
+
+def pretty(x: Any) -> Any:
+    """A float that is a small fraction up to rounding, as that fraction."""
+    if not isinstance(x, float):
+        return x
+    near = Fraction(x).limit_denominator(5000)
+    return near if abs(x - near) < 1e-11 else x
+
+
+def last_parameter(function: Callable[..., Any]) -> str:
+    """The name of a function's last argument."""
+    try:
+        return next(reversed(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return ""
+
+
+def needed(function: Callable[..., Any]) -> int:
+    """How many arguments a function must be given; a large number where that cannot be seen."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 99
+    if any(x.kind is x.VAR_POSITIONAL for x in parameters):
+        return 99
+    return sum(x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD) for x in parameters)
+
+
+def takes(function: Callable[..., Any], given: int) -> str | None:
+    """How a function takes its generator beside `given` arguments: "" last in line, a name, or None: not at all."""
+    if needed(function) > given:
+        return ""
+    return next((name for name in inspect.signature(function).parameters if name in GENERATORS), None)
+
+
+@dataclass
+class Form:
+    """One reader's function: subclasses say how to play a case and how to judge what came out."""
+
+    function: Callable[..., Any]
+    tolerance: float = 1e-6
+    worst: float = 0.0  # the largest deviation that was still let pass
+    what = "function"
+    law = "joint law"
+
+    def cases(self, seed: int) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def play(self, case: Any, numbers: str, dice: Dice, chance: Exhaustive) -> Outcome:
+        raise NotImplementedError
+
+    def judge(self, case: Any, law: Law) -> Counterexample | None:
+        raise NotImplementedError
+
+    def shown(self, case: Any) -> dict[str, Any]:
+        return {"p": case.p.shown(case.gamma), "q": case.q.shown(case.gamma - 1)}
+
+    def call(self, dice: Dice, *given: Any) -> Any:
+        """The function on these arguments, the generator last, by name, or not at all."""
+        keyword = takes(self.function, len(given))
+        generator: Any = dice.chance if last_parameter(self.function) == "chance" else dice
+        with np.errstate(all="ignore"), everywhere(dice), torch_everywhere(dice):
+            if keyword is None:
+                return self.function(*given)
+            return self.function(*given, **{keyword: generator}) if keyword else self.function(*given, generator)
+
+    def same(self, expected: Any, got: Any) -> bool:
+        """Equal: as fractions, or as floats up to the tolerance."""
+        if not isinstance(expected - got, float):
+            return bool(expected == got)
+        apart = abs(float(expected - got))
+        if not apart <= self.tolerance:
+            return False
+        self.worst = max(self.worst, apart)
+        return True
+
+    def corner(self, case: Any, law: Law, number: int) -> Counterexample | None:
+        """What must not happen even where a uniform is exactly 0: a token that p forbids."""
+        for draft, tokens, _, _ in law:
+            for place, token in enumerate(tokens[: case.tokens]):
+                if not (0 <= token < case.vocabulary) or case.p.law(tokens[:place])[token] > 0:
+                    continue
+                shown = self.shown(case) | ({"draft": list(draft)} if draft else {})
+                shown["uniforms"] = f"number {number + 1} is exactly 0.0, which rng.random() may return"
+                return Counterexample("impossible token", shown, f"no token {token}: p forbids it", list(tokens))
+        return None
+
+    def compare(self, case: Case, law: Law) -> Counterexample | None:
+        """The law of the first token, of the first two, ...: each must be the target's. Short outputs go on with p."""
+        for count in range(1, case.tokens + 1):
+            expected, got = case.p.joint(count), dict[Text, Any]()
+            for outcome, mass in law.items():
+                texts = {outcome.tokens[:count]: mass}
+                if len(outcome.tokens) < count:
+                    texts = case.p.joint(count, outcome.tokens, mass)
+                for text, x in texts.items():
+                    got[text] = got.get(text, 0) + x
+            if all(self.same(expected.get(text, Fraction(0)), got.get(text, 0)) for text in {*expected, *got}):
+                continue
+            return Counterexample(self.law, *self.report(case, law, count, expected, got))
+        return None
+
+    def report(
+        self, case: Case, law: Law, count: int, expected: dict[Text, Any], got: dict[Text, Any]
+    ) -> tuple[dict[str, Any], Any, Any]:
+        """The case, the expected law and the law that came out, as the reader would write them down."""
+        drafts: dict[Text, Any] = {}
+        outputs: dict[Text, dict[Text, Any]] = {}
+        for outcome, mass in law.items():
+            drafts[outcome.draft] = drafts.get(outcome.draft, 0) + mass
+            came = outputs.setdefault(outcome.draft, {})
+            came[outcome.tokens] = came.get(outcome.tokens, 0) + mass
+        shown = self.shown(case)
+        if len(drafts) == 1:
+            shown["draft"] = list(next(iter(drafts)))
+        else:
+            shown["draft"] = {draft: pretty(mass) for draft, mass in sorted(drafts.items())}
+            if sum(map(len, outputs.values())) <= 12:
+                shown["output of each draft"] = {
+                    draft: {text: pretty(x / drafts[draft]) for text, x in sorted(came.items())}
+                    for draft, came in sorted(outputs.items())
+                }
+        if count == 1:
+            shown["compared"] = "the law of the first token"
+            tokens = range(case.vocabulary)
+            return (
+                shown,
+                *([pretty(texts.get((token,), Fraction(0))) for token in tokens] for texts in (expected, got)),
+            )  # type: ignore[return-value]
+        shown["compared"] = f"the law of the first {count} tokens (where a round gives fewer, p goes on)"
+        every = sorted({*expected, *got})
+        return (
+            shown,
+            *({text: pretty(texts.get(text, Fraction(0))) for text in every} for texts in (expected, got)),
+        )  # type: ignore[return-value]
+
+
+class Rounds(Form):
+    """verify(p_rows, q_rows, draft, rng) -> tokens."""
+
+    what = "verifier"
+
+    def cases(self, seed: int) -> Iterator[Case]:
+        return of_a_round(seed)
+
+    def play(self, case: Case, numbers: str, dice: Dice, chance: Exhaustive) -> Outcome:
+        draft: Text = ()
+        for _ in range(case.gamma):
+            draft = (*draft, chance.draw(case.q.law(draft)))
+        p = plain([case.p.law(draft[:place]) for place in range(case.gamma + 1)], numbers)
+        q = plain([case.q.law(draft[:place]) for place in range(case.gamma)], numbers)
+        result = self.call(dice, p, q, list(draft))
+        return Outcome(draft, ids(result, self.what))
+
+    def judge(self, case: Case, law: Law) -> Counterexample | None:
+        for outcome in law:
+            n = len(outcome.tokens)
+            fits = 1 <= n <= case.tokens and all(0 <= token < case.vocabulary for token in outcome.tokens)
+            if outcome.problem or not fits:
+                expected = outcome.problem or f"1 to {case.tokens} token ids below {case.vocabulary}"
+                shown = self.shown(case) | {"draft": list(outcome.draft)}
+                return Counterexample("tokens of a round", shown, expected, list(outcome.tokens))
+        return self.compare(case, law)

@@ -1,0 +1,85 @@
+"""The library's own form of a verifier, verify(tree, p, chance) -> Verdict, judged on four kinds of trees."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import Verdict
+from tinyspec.laws.cases import Case, of_a_round
+from tinyspec.laws.dice import Dice
+from tinyspec.laws.forms import Misfit, Outcome, Rounds, Text, plain
+from tinyspec.laws.small import but
+from tinyspec.tree import ROOT, TokenTree
+
+
+class House(Rounds):
+    """verify(tree, p, chance) -> Verdict, on one kind of tree."""
+
+    kind = "chain"
+
+    def cases(self, seed: int) -> Iterator[Case]:
+        cases = [case for case in of_a_round(seed) if case.gamma < 3]
+        return iter(cases if self.kind == "chain" else cases[::4])
+
+    def shown(self, case: Case) -> dict[str, Any]:
+        return super().shown(case) | {"tree": KINDS[self.kind]}
+
+    def play(self, case: Case, numbers: str, dice: Dice, chance: Exhaustive) -> Outcome:
+        tree = self.tree(case, numbers, chance.split("draft", 0))
+        verdict: Verdict = self.function(tree, Given(tree, case, numbers), chance.split("verify", 0))
+        if not hasattr(verdict, "path"):
+            raise Misfit(f"verify(tree, p, chance) returns a Verdict; this one returned {verdict!r}")
+        path, problem, text = tuple(verdict.path), "", tuple[int, ...]()
+        for node in path:  # siblings may be equal: a child of either goes on
+            if not 0 <= node < len(tree.tokens) or tree.spelled(tree.path(tree.parents[node])) != text:
+                problem = f"a path down the tree with parents {list(tree.parents)}, not the nodes {list(path)}"
+                break
+            text = (*text, tree.tokens[node])
+        tokens = () if problem else tree.spelled(path)
+        return Outcome(tuple(tree.tokens), (*tokens, *(() if verdict.next is None else (verdict.next,))), (), problem)
+
+    def tree(self, case: Case, numbers: str, chance: Exhaustive) -> TokenTree:
+        """A draft of this kind; two siblings at the root, each with a child where gamma is 2."""
+        if self.kind in ("chain", "point masses"):
+            chain: Text = ()
+            for _ in range(case.gamma):
+                chain = (*chain, chance.draw(case.q.law(chain)))
+            laws = [plain(case.q.law(chain[:place]), numbers) for place in range(case.gamma)]
+            return TokenTree.chain(chain, laws if self.kind == "chain" else None)
+        tokens, parents, kept = list[int](), list[int](), list[Any]()
+        law: Any = case.q.law(())
+        for _ in range(2):
+            if law is None:
+                break
+            tokens.append(chance.draw(law))
+            parents.append(ROOT)
+            kept.append(law)
+            law = law if self.kind == "siblings" else but(law, tokens[-1])
+        for node, token in enumerate(tuple(tokens)) if case.gamma > 1 else ():
+            law = case.q.law((token,))
+            tokens.append(chance.draw(law))
+            parents.append(node)
+            kept.append(law)
+        return TokenTree(tokens, parents, [plain(law, numbers) for law in kept], (False,) * len(tokens))
+
+
+KINDS = {
+    "chain": "a chain drawn from q, its laws declared",
+    "point masses": "a chain without laws: each token is judged as a point mass",
+    "siblings": "two siblings drawn from q, independently",
+    "without replacement": "two siblings drawn from q without replacement",
+}
+
+
+class Given:
+    """The target's rows as a house verifier reads them: p[ROOT], p[node]."""
+
+    def __init__(self, tree: TokenTree, case: Case, numbers: str):
+        self.tree, self.case, self.numbers, self.warp = tree, case, numbers, Warp()
+
+    def __getitem__(self, node: int) -> Any:
+        return plain(self.case.p.law(self.tree.spelled(self.tree.path(node))), self.numbers)
+
+    def warped(self, node: int, warp: Warp) -> Any:
+        return self[node]

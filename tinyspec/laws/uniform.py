@@ -1,0 +1,217 @@
+"""A uniform that is never drawn: what is known of it is an interval, and every comparison splits the interval in two.
+
+Code that was written for a random generator compares its uniforms with numbers: `u < p / q`, `cdf.searchsorted(u)`. Each
+such question has two answers, with probabilities that follow from the interval in which u is known to lie. To walk both
+answers of every question is to walk every outcome of the code, as it stands, with its exact probability.
+"""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.errors import TinyspecError
+
+TINY = 1e-12  # where floats split an interval off that is smaller than this, they mean the same point
+
+
+class NotEnumerable(TinyspecError):
+    """The code asks for a random number itself, or for one whose outcomes cannot be listed."""
+
+
+class Span:
+    """The interval [low, high) that holds one uniform; a pinned one is exactly 0, which a generator may return."""
+
+    __slots__ = ("chance", "high", "low", "pinned")
+
+    def __init__(self, chance: Exhaustive, pinned: bool = False) -> None:
+        self.chance, self.pinned = chance, pinned
+        self.low: Any = Fraction(0)
+        self.high: Any = Fraction(0 if pinned else 1)
+
+    def below(self, cut: Any) -> bool:
+        """Whether u < cut, both ways where both are possible. That u == cut has probability zero and is not walked."""
+        if cut <= self.low or cut >= self.high:
+            return bool(cut >= self.high)
+        ratio = (cut - self.low) / (self.high - self.low)
+        if isinstance(ratio, float) and not TINY < ratio < 1 - TINY:
+            return ratio > 0.5
+        answer = self.chance.accept(ratio)
+        if answer:
+            self.high = cut
+        else:
+            self.low = cut
+        return answer
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+class Uniform:
+    """A monotone function of a uniform: it can be compared with numbers, scaled, shifted, and its logarithm taken.
+
+    >>> half = Fraction(1, 2)
+    >>> def twice(chance):
+    ...     u = Uniform(Span(chance))
+    ...     return u < half, 2 * u < half
+    >>> for outcome, probability in sorted(Exhaustive.law(twice).items()): print(outcome, probability)
+    (False, False) 1/2
+    (True, False) 1/4
+    (True, True) 1/4
+    """
+
+    __slots__ = ("_forward", "_inverse", "_rising", "_span")
+
+    def __init__(
+        self,
+        span: Span,
+        forward: Callable[[Any], Any] = _same,
+        inverse: Callable[[Any], Any] = _same,
+        rising: bool = True,
+    ) -> None:
+        self._span, self._forward, self._inverse, self._rising = span, forward, inverse, rising
+
+    # ------------------------------------------------------------------ questions
+
+    def _less(self, other: Any, equal: bool) -> Any:
+        """Whether this is < other (<= with `equal`); NotImplemented for an array, which asks element by element."""
+        x = _number(other)
+        if x is NotImplemented:
+            return x
+        if isinstance(x, Uniform):
+            if x is self:
+                return equal
+            raise NotEnumerable(
+                "two uniforms are compared with each other: only comparisons of a uniform with a number can be listed"
+            )
+        if self._span.pinned:
+            value = self._forward(self._span.low)
+            return bool(value <= x if equal else value < x)
+        below = self._span.below(self._inverse(x))
+        return below if self._rising else not below
+
+    def _more(self, other: Any, equal: bool) -> Any:
+        x = _number(other)
+        if isinstance(x, float) and x != x:
+            return False
+        answer = self._less(x, not equal)
+        return answer if answer is NotImplemented else not answer
+
+    def __lt__(self, other: Any) -> Any:
+        return False if _is_nan(other) else self._less(other, False)
+
+    def __le__(self, other: Any) -> Any:
+        return False if _is_nan(other) else self._less(other, True)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._more(other, False)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._more(other, True)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (self._span.pinned and bool(self._forward(self._span.low) == other))
+
+    __hash__ = object.__hash__
+
+    def __floor__(self) -> int:
+        """int(u * n): which of the unit intervals it lies in."""
+        ends = [self._forward(self._span.low), self._forward(self._span.high)]
+        floor, top = math.floor(min(ends)), max(ends)
+        assert isinstance(floor, int)
+        while floor + 1 < top and self >= floor + 1:
+            floor += 1
+        return floor
+
+    __int__ = __trunc__ = __floor__
+
+    def __float__(self) -> Any:
+        raise NotEnumerable(
+            "the code asks for the value of a random number: compare it with a number (u < p / q), "
+            "or draw with rng.choice(V, p=row)"
+        )
+
+    __index__ = __round__ = __bool__ = __float__
+
+    def item(self) -> "Uniform":
+        """What numpy's scalars have."""
+        return self
+
+    # ------------------------------------------------------------------ functions of it
+
+    def _affine(self, scale: Any, shift: Any) -> Any:
+        if scale is NotImplemented or shift is NotImplemented:
+            return NotImplemented
+        if isinstance(scale, Uniform) or isinstance(shift, Uniform):
+            raise NotEnumerable("two uniforms are added or multiplied: their outcomes cannot be listed")
+        if scale == 0:
+            return shift
+        forward, inverse = self._forward, self._inverse
+        return Uniform(
+            self._span,
+            lambda u: scale * forward(u) + shift,
+            lambda x: inverse((x - shift) / scale),
+            self._rising == (scale > 0),
+        )
+
+    def __add__(self, other: Any) -> Any:
+        return self._affine(Fraction(1), _number(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        x = _number(other)
+        return x if x is NotImplemented else self._affine(Fraction(1), -x)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._affine(Fraction(-1), _number(other))
+
+    def __neg__(self) -> Any:
+        return self._affine(Fraction(-1), Fraction(0))
+
+    def __mul__(self, other: Any) -> Any:
+        return self._affine(_number(other), Fraction(0))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        x = _number(other)
+        return x if x is NotImplemented else self._affine(1 / x, Fraction(0))
+
+    def log(self) -> "Uniform":
+        """What numpy.log asks of an object."""
+        forward, inverse = self._forward, self._inverse
+
+        def logarithm(u: Any) -> float:
+            x = forward(u)
+            return math.log(x) if x > 0 else -math.inf
+
+        return Uniform(self._span, logarithm, lambda x: inverse(_exp(x)), self._rising)
+
+
+def _exp(x: Any) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
+
+
+def _is_nan(x: Any) -> bool:
+    return isinstance(x, float) and x != x
+
+
+def _number(x: Any) -> Any:
+    """A plain number: ints as fractions, scalars of numpy and torch as floats; NotImplemented for an array."""
+    if isinstance(x, (float, Fraction, Uniform)) and not isinstance(x, np.generic):
+        return x
+    if isinstance(x, int):
+        return Fraction(x)
+    if isinstance(x, np.ndarray) and x.ndim:
+        return NotImplemented
+    if hasattr(x, "item"):  # scalars of numpy and torch
+        return _number(x.item())
+    return NotImplemented
