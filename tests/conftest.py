@@ -16,9 +16,11 @@ settings.load_profile("ci" if os.environ.get("CI") else os.environ.get("HYPOTHES
 
 
 def included(source: Path) -> list[Path]:
-    """The .pxd files beside a .pyx that it names."""
+    """The .pxd files beside a .pyx that it names, and its own."""
     text = source.read_text()
-    return [file for file in source.parent.glob("*.pxd") if f"tinyspec._core.{file.stem} cimport" in text]
+    own = source.with_suffix(".pxd")
+    named = [file for file in source.parent.glob("*.pxd") if f"tinyspec._core.{file.stem} cimport" in text]
+    return [file for file in [own, *named] if file.exists()]
 
 
 def stale_kernels(core: Path = CORE) -> list[str]:

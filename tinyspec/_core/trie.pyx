@@ -15,28 +15,8 @@ from tinyspec.errors import TinyspecError
 
 WHICH = ("first", "last", "frequent")
 
-cdef struct Node:
-    int parent, token, link, count     # count: occurrences of the n-gram
-    int first, last                    # slots that continue it, a list through Slot links of its depth
-    int best, child, older, younger    # most frequent child; children as a doubly linked list
-    int depth
-
-cdef struct Slot:
-    int token, before, after           # neighbours in its own text
-
-
 cdef class NgramIndex:
     """Find where the last tokens occurred before, and what came next (see the twin for examples)."""
-
-    cdef readonly int max_n
-    cdef Node* nodes
-    cdef Slot* slots
-    cdef int* links                    # [slot, 2 * max_n]: previous and next slot that continues the same n-gram
-    cdef int* table                    # hash of nodes, -1 empty
-    cdef int* spell                    # [max_n + 2]: work space
-    cdef int node_room, node_top, node_free, slot_room, slot_top, slot_free, live
-    cdef int64_t table_size
-    cdef dict texts                    # text -> (last slot, length, node of its longest final n-gram, n <= max_n)
 
     def __cinit__(self, int max_n):
         if max_n < 1:
@@ -241,6 +221,25 @@ cdef class NgramIndex:
         if self.slots[slot].before >= 0:
             self.slots[self.slots[slot].before].after = -1
         self.slots[slot].after, self.slot_free = self.slot_free, slot
+
+    def __getstate__(self):
+        """All it knows, as its twin keeps it: texts, and for every n-gram the places (text, position) that continue it."""
+        cdef int slot, node, state, length
+        cdef dict texts = {}, where = {}, places = {}
+        for text, (slot, length, _) in self.texts.items():
+            texts[text] = [0] * length
+            while slot >= 0:
+                length -= 1
+                where[slot], texts[text][length] = (text, length), self.slots[slot].token
+                slot = self.slots[slot].before
+        for node in range(1, self.node_top):
+            slot, state, gram = self.nodes[node].first if self.nodes[node].count > 0 else -1, node, ()
+            while slot >= 0 and state > 0:
+                gram, state = (self.nodes[state].token, *gram), self.nodes[state].parent
+            while slot >= 0:
+                places.setdefault(gram, []).append(where[slot])
+                slot = self.links[<size_t> slot * 2 * self.max_n + 2 * self.nodes[node].depth - 1]
+        return {"max_n": self.max_n, "texts": texts, "places": places}
 
     def length(self, text):
         """Tokens of a text; 0 for one never seen."""
