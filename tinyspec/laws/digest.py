@@ -10,13 +10,14 @@ Not followed: modules, the standard library and the numerical libraries (their g
 before and after), and what the caller names as `outside`: ledgers, to which nothing listens.
 """
 
+import threading
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from enum import Enum
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any
 
@@ -29,6 +30,7 @@ from tinyspec.laws.tables import TableModel
 
 DECIMALS = 12
 CONTAINERS = (list, tuple, dict, set, frozenset)
+PYTHONS = {object, *CONTAINERS, int, str, float, bytes, BaseException, Exception}
 
 
 def digest(thing: object, outside: Iterable[object] = ()) -> bytes:
@@ -196,31 +198,36 @@ class _Walk:
             self.see(value)
 
     def reduced(self, thing: Any) -> None:
-        """Compiled objects: their own `__getstate__`, else what pickle would keep."""
+        """Compiled objects: what pickle would keep of them, which is all there is."""
         kind = type(thing)
-        own: Any = kind.__getstate__
         try:
-            if own is not object.__getstate__:
-                state = thing.__getstate__()
-            else:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    state = thing.__reduce_ex__(2)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                state = thing.__reduce_ex__(2)
         except Exception as error:
             raise TinyspecError(
                 f"the digest cannot see into a {kind.__module__}.{kind.__qualname__}, so branches cannot be merged: "
                 "give it a __getstate__ that returns all of its state"
             ) from error
         self._alive.append(state)
-        for part in state if isinstance(state, tuple) else (state,):
-            if isinstance(part, (types.FunctionType, types.BuiltinFunctionType)):  # how to rebuild it: no state
-                self.said.append(part.__qualname__)
+        for place, part in enumerate(state if isinstance(state, tuple) else (state,)):
+            if place == 0 and not isinstance(part, type):  # a function that would rebuild it: no state
+                self.said.append(f"made by {part.__qualname__}")
             else:
-                self.see(list(part) if hasattr(part, "__next__") else part)
+                self.see(list(part) if place > 2 and part is not None else part)  # there pickle iterates over items
+
+    def cache(self, thing: Any) -> None:
+        """What a cache holds cannot be seen; that it was used can."""
+        self.said.append(f"cache {thing.cache_info()}")
+        self.see(thing.__wrapped__)
 
     def opaque(self, thing: Any) -> None:
         what = type(thing).__qualname__
         raise TinyspecError(f"the digest cannot see into a {what}, so branches cannot be merged: keep a list instead")
+
+    def local(self, thing: threading.local) -> None:
+        self.see(type(thing))
+        self.see(vars(thing))  # this thread's
 
     def weak(self, thing: Any) -> None:
         self.see(thing())
@@ -239,24 +246,26 @@ def _bytes(array: Any) -> str:
 
 
 def _alien(kind: type) -> bool:
-    """Whether a class has compiled bases, whose state is in neither attributes nor slots nor contents."""
-    made = [base for base in kind.__mro__ if not base.__flags__ & (1 << 9)]  # heap types are made by Python code
-    known = {object, *CONTAINERS, int, str, float, bytes, BaseException, Exception}
-    return any(base not in known for base in made) or hasattr(kind, "__pyx_capi__") or _compiled(kind)
+    """Whether instances hold more than attributes, slots and contents: memory that only compiled code can see."""
+    word = object.__basicsize__ // 2
+    while kind not in PYTHONS:
+        own = vars(kind)
+        base = kind.__base__ or object
+        named = len(_own_slots(kind)) + ("__dict__" in own) + ("__weakref__" in own)
+        if kind.__basicsize__ - base.__basicsize__ > named * word:
+            return True
+        kind = base
+    return False
 
 
-def _compiled(kind: type) -> bool:
-    """Compiled classes may be heap types too; they have methods that are not functions."""
-    method = vars(kind).get("__init__", vars(kind).get("__new__"))
-    return method is not None and not isinstance(method, (types.FunctionType, staticmethod, classmethod))
+def _own_slots(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    named = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in named if name not in ("__dict__", "__weakref__")]
 
 
 def _slots(kind: type) -> tuple[str, ...]:
-    names: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else [s for s in slots if s not in ("__dict__", "__weakref__")]
-    return tuple(names)
+    return tuple(name for base in kind.__mro__ for name in _own_slots(base))
 
 
 _FORMS: dict[type, tuple[bool, tuple[str, ...]]] = {}  # class -> whether it is compiled, its slots
@@ -270,7 +279,7 @@ _LOOKS: dict[type, Callable[[_Walk, Any], None]] = {
     torch.Tensor: _Walk.tensor, torch.Generator: _Walk.generator, types.FunctionType: _Walk.function,
     types.CellType: _Walk.cell, types.MethodType: _Walk.method, types.BuiltinFunctionType: _Walk.builtin,
     partial: _Walk.partial, types.ModuleType: _Walk.module, type: _Walk.type, weakref.ref: _Walk.weak,
-    TableModel: _Walk.table, types.GeneratorType: _Walk.opaque, types.CoroutineType: _Walk.opaque,
-    types.AsyncGeneratorType: _Walk.opaque, Enum: _Walk.enum, np.generic: _Walk.array,
+    TableModel: _Walk.table, threading.local: _Walk.local, types.GeneratorType: _Walk.opaque, types.CoroutineType: _Walk.opaque,
+    types.AsyncGeneratorType: _Walk.opaque, type(lru_cache(len)): _Walk.cache, Enum: _Walk.enum, np.generic: _Walk.array,
 }  # fmt: skip
-_BASES = (Enum, torch.Tensor, np.ndarray, np.generic, type, types.ModuleType, weakref.ref, TableModel)
+_BASES = (Enum, torch.Tensor, np.ndarray, np.generic, type, types.ModuleType, weakref.ref, threading.local, TableModel)
