@@ -1,0 +1,235 @@
+"""Every kernel equals its pure twin to the bit, and a device decides as it does; the laws that say so each kill something."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tinyspec import _core
+from tinyspec._core import fallback, reference
+from tinyspec.decoding import verify
+from tinyspec.decoding.chance import Replay
+from tinyspec.laws import devices, twins
+from tinyspec.laws.accused import Accused
+from tinyspec.laws.search import st
+
+compiled = pytest.mark.skipif(not _core.COMPILED, reason="the pure twins are in use: there is no kernel to compare")
+
+
+@compiled
+@pytest.mark.parametrize("name", twins.TWINS)
+def test_a_kernel_equals_its_twin_bit_for_bit(name: str) -> None:
+    assert twins.twin(name, getattr(_core, name), examples=200, large=3).cases >= 150
+
+
+def test_every_function_of_the_core_has_a_twin() -> None:
+    functions = {name for name in _core.__all__ if name.islower() and callable(getattr(_core, name))}
+    assert functions == set(twins.TWINS)
+
+
+def test_the_front_doors_decide_as_the_twin_on_the_same_uniforms() -> None:
+    assert devices.replayed().cases == devices.decided().cases == 150
+
+
+@pytest.mark.parametrize("name", devices.kernels())
+def test_torch_operations_decide_as_the_twins(name: str) -> None:
+    evidence = devices.on_device(name, devices.kernels()[name])
+    excused = int(evidence.notes[0].split()[1])
+    assert excused < evidence.cases // 10  # a law that lets everything off proves nothing
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", devices.kernels())
+def test_a_cuda_device_decides_as_the_twins(name: str) -> None:
+    devices.on_device(name, devices.kernels("cuda")[name])
+
+
+# --- each law kills -------------------------------------------------------------------------------------------------
+
+KNOBS = ("history", "temperature", "top_k", "top_p", "min_p", "penalty")
+
+
+def changed(**other: Any) -> Callable[..., Any]:
+    """The twin's warp with some knob overruled."""
+    return lambda logits, *knobs: fallback.warp(logits, *(other.get(n, k) for n, k in zip(KNOBS, knobs, strict=True)))
+
+
+def tie_to_the_highest(logits: Any, history: Any, temperature: float, *knobs: Any) -> Any:
+    turned = [len(logits) - 1 - token for token in history]
+    return fallback.warp(logits[::-1].copy(), turned, temperature, *knobs)[::-1].copy()
+
+
+def punished_twice(logits: Any, history: Any, temperature: float, *knobs: Any) -> Any:
+    return fallback.warp(np.array(reference.penalise(logits.tolist(), history, knobs[-1])), history, temperature, *knobs)
+
+
+def summed_in_one_go(row: Any, u: float) -> int:
+    if not 0 < row.sum() < math.inf:
+        return fallback.pick(row, u)
+    behind = np.flatnonzero((np.cumsum(row) > u * np.cumsum(row)[-1]) & (row > 0))
+    return int(behind[0] if len(behind) else np.flatnonzero(row)[-1])
+
+
+def at_zero(row: Any, u: float) -> int:
+    sound = fallback.pick(row, u)
+    return 0 if u == 0 else sound
+
+
+def with_replacement(row: Any, uniforms: Any) -> list[int]:
+    return [fallback.pick(row, u) for u in uniforms.tolist() if row.sum() > 0]
+
+
+def unguarded_race(row: Any, noise: Any) -> int:
+    fallback.race(row, noise)
+    with np.errstate(all="ignore"):
+        return int(np.argmin(noise / row))
+
+
+def far_apart(p: Any, q: Any) -> Any:
+    left = fallback.residual(p, q)
+    return left if (p == q).all() else abs(p - q) / abs(p - q).sum()
+
+
+def softened(row: Any, q: Any) -> Any:
+    left = np.maximum(fallback.residual(row, q) * 0 + row - q, 0)
+    return left / (left.sum() + 1e-6) if left.any() else row
+
+
+def walking(
+    accept: Callable[[float, float], bool] = lambda u, ratio: u < ratio,
+    refuse: Callable[..., Any] = reference.refuse,
+    draw: Callable[[Any, float], int] = reference.pick,
+    fresh: bool = True,
+) -> Callable[..., Any]:
+    """The twin's walk with one of its moves replaced."""
+
+    def walk(tokens: Any, parents: Any, laws: Any, probe: Any, p: Any, uniforms: Any) -> Any:
+        given, lists = devices.Given(uniforms.tolist()), [None if q is None else q.tolist() for q in laws]
+        first = uniforms[0] if len(uniforms) else 0.0
+        take = given.next if fresh else lambda: given.next() * 0 + first
+        said = reference.walk(
+            tokens,
+            parents,
+            lists,
+            probe,
+            fallback.Lists(p),
+            lambda ratio: bool(accept(take(), ratio)),
+            lambda row: draw(row, take()),
+            refuse,
+        )
+        return (*said, len(uniforms) - len(given.rest))
+
+    return walk
+
+
+def keep(row: Any, q: Any, token: int, last: bool) -> Any:
+    return row
+
+
+def forgetful(row: Any, q: Any, token: int, last: bool) -> Any:
+    return reference.refuse(row, None, token, last)
+
+
+def tree(function: Callable[..., Any], spoil: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda *given: spoil(function(*given))
+
+
+def any_sibling(mask: Any) -> Any:
+    return np.maximum(mask, np.tril(np.ones_like(mask)) * (len(mask) > 3))
+
+
+def first_of_its_token(tokens: Any, parents: Any) -> Any:
+    fallback.unique_paths(tokens, parents)
+    return np.array([list(tokens).index(token) for token in tokens], np.int32)
+
+
+DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
+    ("pick", "another order of summing", summed_in_one_go),
+    ("pick", "u = 0 gives token 0", at_zero),
+    ("order", "with replacement", with_replacement),
+    ("race", "0 / 0 wins", unguarded_race),
+    ("warp", "ties go to the highest id", tie_to_the_highest),
+    ("warp", "the penalty hits twice", punished_twice),
+    ("warp", "no min-p", changed(min_p=None)),
+    ("warp", "temperature 0 is nearly 0", lambda *k: changed(temperature=k[2] or 1e-3)(*k)),
+    ("warp", "float32 inside", lambda logits, *k: fallback.warp(logits, *k).astype(np.float32).astype(np.float64)),
+    ("draw", "the history is forgotten", lambda *k: fallback.draw(k[0], [], *k[2:])),
+    ("residual", "the absolute difference", far_apart),
+    ("residual", "eps in the normaliser", softened),
+    ("without", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row)),
+    ("walk", "u <= ratio", walking(accept=lambda u, ratio: u <= ratio)),
+    ("walk", "a ratio is never quite 1", walking(accept=lambda u, ratio: u < min(ratio, 1 - 2**-53))),
+    ("walk", "the residual is p", walking(refuse=keep)),
+    ("walk", "every law is a point mass", walking(refuse=forgetful)),
+    ("walk", "one uniform for all", walking(fresh=False)),
+    ("walk", "the bonus is the likeliest", walking(draw=lambda row, u: max(range(len(row)), key=row.__getitem__))),
+    ("ancestors", "a sibling is seen", tree(fallback.ancestors, any_sibling)),
+    ("depths", "the root's children have depth 0", tree(fallback.depths, lambda depth: depth - 1)),
+    ("unique_paths", "equal tokens are one row", first_of_its_token),
+]
+
+
+@pytest.mark.parametrize(("name", "defect", "kernel"), DEFECTS, ids=[f"{name}: {defect}" for name, defect, _ in DEFECTS])
+def test_a_defective_kernel_is_accused(name: str, defect: str, kernel: Callable[..., Any]) -> None:
+    with pytest.raises(Accused) as caught:
+        twins.twin(name, kernel)
+    assert (caught.value.counterexample.law, caught.value.counterexample.case["kernel"]) == ("twin", name)
+
+
+def test_an_accusation_names_the_smallest_rows() -> None:
+    with pytest.raises(Accused) as caught:
+        twins.twin("residual", far_apart)
+    found = caught.value.counterexample
+    print(found)
+
+
+class SpendthriftChance(Replay):
+    """Never puts back what the kernel did not need."""
+
+    def unread(self, count: int) -> None:
+        return None
+
+
+class EagerChance(Replay):
+    """Accepts a uniform that equals the ratio."""
+
+    def accept(self, ratio: Any) -> bool:
+        return bool(self._next() <= ratio)
+
+
+def test_defects_behind_the_front_doors_are_accused() -> None:
+    with pytest.raises(Accused):
+        devices.replayed(chance=SpendthriftChance)
+    with pytest.raises(Accused):
+        devices.decided(chance=EagerChance)
+    with pytest.raises(Accused):  # a law that is rounded once more on its way
+        devices.replayed(walk=lambda tree, p, chance: verify.walk(tree._replace(laws=[narrow(q) for q in tree.laws]), p, chance))
+
+
+def narrow(q: Any) -> Any:
+    return None if q is None else torch.as_tensor(q).to(torch.bfloat16)
+
+
+ON_CPU = devices.kernels()
+DEVICE_DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
+    ("pick", "a sum that equals u wins", lambda row, u: int(ON_CPU["pick"](row, u) * 0 + np.searchsorted(np.cumsum(row), u * row.sum()))),
+    ("pick", "float32 inside", lambda row, u: ON_CPU["pick"](row.astype(np.float32), u)),
+    ("order", "with replacement", with_replacement),
+    ("race", "0 / 0 wins", unguarded_race),
+    ("warp", "ties go to the highest id", tie_to_the_highest),
+    ("warp", "top-p without the token that crosses", lambda *k: ON_CPU["warp"](*k[:4], k[4] and k[4] * 0.7, *k[5:])),
+    ("residual", "no clamp", lambda p, q: ON_CPU["residual"](p, q) * 0 + (p - q) / abs(p - q).sum()),
+    ("without", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row)),
+    ("walk", "the residual is p", walking(refuse=keep)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "defect", "kernel"), DEVICE_DEFECTS, ids=[f"{n}: {d}" for n, d, _ in DEVICE_DEFECTS])
+def test_a_defective_device_is_accused(name: str, defect: str, kernel: Callable[..., Any]) -> None:
+    with pytest.raises(Accused) as caught:
+        devices.on_device(name, kernel)
+    assert caught.value.counterexample.law == "twin on a device"

@@ -1,0 +1,276 @@
+"""The same decisions by another road: a draft's laws that lie in narrow tensors, and the torch operations that serve a GPU.
+
+On the CPU every dtype is read as float64 exactly, so the front doors of `decoding` decide as the twin does, to the bit. A
+device adds in its own order: it must decide the same unless a uniform, a ratio or a knob lies within n * eps of a boundary.
+Whether one does is worked out from the case alone: the twin's own lines run over numbers that carry a bound on what
+rounding may have done to them, and every comparison that the bound leaves open is noted.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tinyspec._core import reference
+from tinyspec.decoding import device, verify
+from tinyspec.decoding.chance import Replay
+from tinyspec.errors import TinyspecError
+from tinyspec.laws import strategies
+from tinyspec.laws.about import Doubt
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.search import search, st
+from tinyspec.laws.strategies import FEW, REAL_VOCABULARY, SIZES, Knobs, Walk
+from tinyspec.laws.twins import TWINS, Case, Kernel, brief, outcome
+from tinyspec.tree import TokenTree
+
+EPS = 2.0**-52
+TINY = 1e-290  # below this a share of a law decides nothing, and denormal numbers round coarsely
+
+KINDS: dict[str, Callable[[NDArray[Any]], Any]] = {
+    "float64 array": np.ascontiguousarray,
+    "float64 tensor": torch.tensor,
+    "float32 tensor": partial(torch.tensor, dtype=torch.float32),
+    "bfloat16 tensor": partial(torch.tensor, dtype=torch.bfloat16),
+}
+"""How a draft's law may lie in the memory of the host."""
+
+
+# --- front doors ----------------------------------------------------------------------------------------------------
+
+
+class Given:
+    """Uniforms for the twin, one at a time, and how many are left."""
+
+    def __init__(self, uniforms: Sequence[Any]):
+        self.rest = list(uniforms)
+
+    def next(self) -> Any:
+        if not self.rest:
+            raise TinyspecError("used up")
+        return self.rest.pop(0)
+
+    def accept(self, ratio: Any) -> bool:
+        return bool(self.next() < ratio)
+
+
+def replayed(
+    walk: Callable[..., Any] = verify.walk, chance: Callable[..., Any] = Replay, examples: int = 150
+) -> Evidence:
+    """Law: a walk under `Replay`, whatever the draft's laws lie in, says what the twin says of the numbers in them, and
+    leaves as many uniforms."""
+
+    def judge(drawn: tuple[str, Walk]) -> None:
+        kind, case = drawn
+        laws = [None if law is None else KINDS[kind](law) for law in case.laws]
+        tree, given = TokenTree(case.tokens, case.parents, laws, case.probe), Given(case.uniforms.tolist())
+
+        def ours() -> Any:
+            stream = chance(case.uniforms.tolist())
+            return (*walk(tree, case.p, stream), stream.left)
+
+        def theirs() -> Any:
+            lists = {node: row.tolist() for node, row in case.p.items()}
+            columns = case.tokens, case.parents, [None if law is None else _numbers(law) for law in laws], case.probe
+            said = reference.walk(*columns, lists, given.accept, lambda row: reference.pick(row, given.next()))
+            return (*said, len(given.rest))
+
+        expected, got = outcome(theirs, {}), outcome(ours, {})
+        if expected != got:
+            shown = {key: brief(value) for key, value in case._asdict().items()}
+            accuse("twin", expected, got, kernel="walk under Replay", laws_lie_in=kind, **shown)
+
+    evidence = Evidence("twin")
+    for sizes in (FEW, SIZES):
+        cases = st.tuples(st.sampled_from(list(KINDS)), sizes.flatmap(strategies.walks))
+        evidence += search(cases, judge, "twin", examples // 2)
+    return evidence
+
+
+def decided(chance: Callable[..., Any] = Replay, examples: int = 150) -> Evidence:
+    """Law: what a chance makes of its uniforms by `accept`, `draw` and `order` is what the twin's lines make of them."""
+
+    @st.composite
+    def questions(draw: st.DrawFn) -> tuple[list[tuple[str, Any, int]], list[float]]:
+        asked: list[tuple[str, Any, int]] = []
+        uniforms: list[float] = []
+        for _ in range(draw(st.integers(1, 4))):
+            kind = draw(st.sampled_from(["accept", "draw", "order"]))
+            row = draw(strategies.rows(draw(st.integers(1, 4))))
+            ratio = draw(st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+            times = draw(st.integers(1, 3)) if kind == "order" else 1
+            asked.append((kind, ratio if kind == "accept" else row, times))
+            edges = [ratio] if kind == "accept" else strategies.borders(row)
+            uniforms += [draw(strategies.uniforms(edges)) for _ in range(times)]
+        return asked, uniforms
+
+    def judge(case: tuple[list[tuple[str, Any, int]], list[float]]) -> None:
+        asked, uniforms = case
+        stream, rest = chance(uniforms), list(uniforms)
+        for kind, what, times in asked:
+            expected: Any
+            if kind == "accept":
+                expected, got, used = rest[0] < what, stream.accept(what), 1
+            elif kind == "draw":
+                expected, got, used = reference.pick(what.tolist(), rest[0]), stream.draw(what), 1
+            else:
+                expected, got = reference.order(what.tolist(), rest[:times]), stream.order(what, times)
+                used = len(expected)
+            if (expected, len(rest) - used) != (got, stream.left):
+                accuse("twin", expected, got, kernel=kind, of=what, uniforms=rest, unread=stream.left)
+            rest = rest[used:]
+
+    return search(questions(), judge, "twin", examples)
+
+
+def _numbers(row: Any) -> list[float]:
+    return [float(x) for x in (row.double().numpy() if isinstance(row, torch.Tensor) else row)]
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+def kernels(where: str = "cpu") -> dict[str, Kernel]:
+    """device.py's operations on a device, as functions of ndarrays like the kernels they stand for."""
+
+    def there(x: Any) -> torch.Tensor:
+        return torch.tensor(x, device=where)
+
+    def move(operation: Callable[..., Any], rows: int) -> Kernel:
+        def run(*given: Any) -> Any:
+            made = operation(*map(there, given[:rows]), *given[rows:])
+            return made.cpu().numpy() if isinstance(made, torch.Tensor) else made
+
+        return run
+
+    def refuse(row: Any, q: Any, token: int, last: bool) -> Any:
+        return device.without(row, token) if q is None else device.residual(row, q)
+
+    def walk(tokens: Any, parents: Any, laws: Any, probe: Any, p: Mapping[int, Any], uniforms: Any) -> Any:
+        given, rows = Given(uniforms.tolist()), {node: there(row) for node, row in p.items()}
+        far = [None if law is None else there(law) for law in laws]
+        said = reference.walk(
+            tokens, parents, far, probe, rows, given.accept, lambda row: device.pick(row, given.next()), refuse
+        )
+        return (*said, len(uniforms) - len(given.rest))
+
+    return {
+        "pick": move(device.pick, 1),
+        "order": lambda row, uniforms: device.order(there(row), uniforms.tolist()),
+        "race": move(device.race, 1),
+        "warp": move(device.warp, 1),
+        "residual": move(device.residual, 2),
+        "without": move(device.without, 1),
+        "walk": walk,
+    }
+
+
+def on_device(name: str, kernel: Kernel, examples: int = 150, large: int = 2) -> Evidence:
+    """Law: an operation on a device decides as the twin does, unless the case lies on a boundary; rows differ by n * eps.
+
+    The notes say how many cases were let off because they lay on one.
+    """
+    off = 0
+
+    def judge(case: Case) -> None:
+        nonlocal off
+        expected, got = outcome(TWINS[name].define, case), outcome(kernel, case)
+        refused = isinstance(expected, str) or isinstance(got, str)
+        agreed = isinstance(expected, str) and isinstance(got, str) if refused else AGREE[name](case, expected, got)
+        if agreed is None:
+            off += 1
+        elif not agreed:
+            shown = {key: brief(x) for key, x in case.items()}
+            accuse("twin on a device", brief(expected), brief(got), kernel=name, **shown)
+
+    evidence = search(FEW.flatmap(TWINS[name].cases), judge, "twin on a device", examples // 2)
+    evidence += search(SIZES.flatmap(TWINS[name].cases), judge, "twin on a device", examples - examples // 2)
+    if large:
+        evidence += search(TWINS[name].cases(REAL_VOCABULARY), judge, "twin on a device", large)
+    evidence.notes.append(f"{name}: {off} of {evidence.cases} decided otherwise on a boundary")
+    return evidence
+
+
+def _doubtful(twin: Kernel, n: int, rows: Callable[[Doubt], Any]) -> bool:
+    """Whether a comparison of the twin was too close to call."""
+    doubt = Doubt(n)
+    twin(*rows(doubt))
+    return doubt.near
+
+
+def _equal(case: Case, expected: Any, got: Any) -> bool:
+    return bool(expected == got)
+
+
+def _drawn(case: Case, expected: Any, got: Any) -> bool | None:
+    """Picks and orders: tokens of positive probability, the twin's unless a cumulative sum lies at the uniform."""
+    row, last = case["row"], case.get("u", case.get("uniforms"))
+    tokens = got if isinstance(got, list) else [got]
+    if expected == got or len(set(tokens)) < len(tokens) or not all(0 <= t < len(row) and row[t] > 0 for t in tokens):
+        return bool(expected == got)
+    twin = reference.order if isinstance(got, list) else reference.pick
+    return None if _doubtful(twin, len(row), lambda doubt: (doubt.row(row), last)) else False
+
+
+def _walked(case: Case, expected: Any, got: Any) -> bool | None:
+    if expected == got:
+        return True
+
+    def doubted(doubt: Doubt) -> Any:
+        given = Given(case["uniforms"].tolist())
+        columns = [case[name] for name in ("tokens", "parents", "probe")]
+        laws = [None if law is None else doubt.row(law) for law in case["laws"]]
+        p = {node: doubt.row(row) for node, row in case["p"].items()}
+        draw = lambda row: reference.pick(row, given.next())  # noqa: E731
+        return (*columns[:2], laws, columns[2], p, given.accept, draw)
+
+    return None if _doubtful(reference.walk, len(case["p"][-1]), doubted) else False
+
+
+def _rows(case: Case, expected: Any, got: Any) -> bool:
+    """Residuals: the same support, and shares within a few n * eps."""
+    slack = 4 * (len(expected) + 4) * EPS
+    return bool((((expected > TINY) == (got > TINY)) & (abs(expected - got) <= slack * expected + TINY)).all())
+
+
+def _warped(case: Case, expected: Any, got: Any) -> bool | None:
+    if _rows(case, expected, got):
+        return True
+    scores, knobs = case["logits"], [case[name] for name in Knobs._fields]
+    whole = reference.warp(scores.tolist(), knobs[0], knobs[1], None, None, None, knobs[-1])
+    lawful = abs(got.sum() - 1) < 1e-9 and (np.array(whole)[got > TINY] > 0).all()
+    return None if lawful and not _firm(scores.tolist(), *knobs) else False
+
+
+def _firm(
+    scores: list[float], history: Any, temperature: float, top_k: Any, top_p: Any, min_p: Any, penalty: float
+) -> bool:
+    """Whether top-p and min-p could move a little, and a power of e round otherwise, without changing who is kept."""
+    n = len(scores)
+    loose = 8 * n * (EPS + 2.0 ** (n.bit_length() - 62))  # the twin counts a nucleus in units of 2^-(62 - bits of n)
+    kept = {
+        tuple(x > 0 for x in reference.warp(scores, history, temperature, top_k, share, floor, penalty))
+        for share in (top_p, *(min(1.0, top_p * (1 + sign * loose)) for sign in (-1, 1) if top_p is not None))
+        for floor in (min_p, *(min(1.0, min_p * (1 + sign * loose)) for sign in (-1, 1) if min_p is not None))
+    }
+    if len(kept) > 1 or temperature == 0:
+        return temperature == 0
+    final = reference.penalise(scores, history, penalty)
+    inside = [x for x, stays in zip(final, next(iter(kept)), strict=True) if stays]
+    outside = [x for x, stays in zip(final, next(iter(kept)), strict=True) if not stays]
+    gap = (min(inside) - max(outside, default=-np.inf)) / temperature
+    return not 0 < gap < 16 * EPS * max(1.0, abs(min(inside) - max(final)) / temperature)
+
+
+AGREE: dict[str, Callable[[Case, Any, Any], bool | None]] = {
+    "pick": _drawn,
+    "order": _drawn,
+    "race": _equal,
+    "warp": _warped,
+    "residual": _rows,
+    "without": _rows,
+    "walk": _walked,
+}
+"""Whether an outcome is the twin's; None where it is not and the case allows either."""

@@ -1,0 +1,208 @@
+"""What to try a sampler on: Hypothesis strategies for laws, drafts, trees, warps and uniforms, for readers too.
+
+Rows begin as small integer weights, so that zeros, ties, point masses and disjoint supports are common, and so that a
+counterexample shrinks to p = [0, 1], q = [1, 0]. Floats then get what integers lack: a neighbour one ulp away, a weight
+that drowns the others, denormal numbers. Uniforms fall on the edges that decide: 0, the largest below 1, the acceptance ratio
+itself, and their neighbours.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyspec.laws.search import st
+from tinyspec.tree import ROOT
+
+Floats = NDArray[np.float64]
+
+LAST = 1 - 2**-53
+"""The largest uniform: a stream gives 0 <= u < 1."""
+
+REAL_VOCABULARY = 49152
+FEW = st.sampled_from([2, 1, 3])
+SIZES = st.sampled_from([3, 7, 8, 9, 255, 256, 257, 300])
+"""Vocabularies: where a defect is easily read, and around the lanes and blocks in which kernels add."""
+
+
+# --- laws -----------------------------------------------------------------------------------------------------------
+
+
+def weights(size: int, most: int = 4) -> st.SearchStrategy[list[int]]:
+    """`size` whole numbers from 0 to `most`, not all of them 0."""
+    return st.lists(st.integers(0, most), min_size=size, max_size=size).filter(any)
+
+
+def exact_rows(size: int, most: int = 4) -> st.SearchStrategy[list[Fraction]]:
+    """A law in Fractions, [size]."""
+    return weights(size, most).map(lambda w: [Fraction(x, sum(w)) for x in w])
+
+
+def exact_pairs(size: int, most: int = 4) -> st.SearchStrategy[tuple[list[Fraction], list[Fraction]]]:
+    """A target's law p and a draft's law q, in Fractions: equal, overlapping or disjoint."""
+    return st.tuples(exact_rows(size, most), exact_rows(size, most))
+
+
+def _noise(size: int, seed: int) -> Floats:
+    return np.random.default_rng(seed).exponential(size=size) ** 3
+
+
+@st.composite
+def rows(draw: st.DrawFn, size: int) -> Floats:
+    """A law, float64 [size]: small weights, repeated where the row is long; some with what only floats have."""
+    few = np.array(draw(weights(min(size, 8))), np.float64)
+    row = np.resize(few, size)
+    at = draw(st.integers(0, size - 1))
+    kind = draw(st.sampled_from(["weights", "nudged", "one heavy", "denormal", "point", "noise"]))
+    if kind == "noise":
+        row = _noise(size, draw(st.integers(0, 999)))
+    elif kind == "one heavy":
+        row[at] += draw(st.sampled_from([1e-9, 1e9]))
+    elif kind == "point":
+        row = np.zeros(size)
+        row[at] = 1
+    row = row / row.sum() if row.sum() > 0 else np.full(size, 1 / size)
+    if kind == "nudged":
+        row[at] = max(0.0, np.nextafter(row[at], draw(st.sampled_from([0.0, 1.0]))))
+    elif kind == "denormal":
+        row[at] = draw(st.sampled_from([5e-324, 1e-308]))
+    if not row.sum() > 0:
+        row[at] = 1
+    return row
+
+
+@st.composite
+def pairs(draw: st.DrawFn, size: int) -> tuple[Floats, Floats]:
+    """p and q, float64 [size]: unrelated, equal, an ulp apart, shifted, or disjoint."""
+    p = draw(rows(size))
+    kind = draw(st.sampled_from(["unrelated", "equal", "an ulp apart", "shifted", "disjoint"]))
+    if kind == "equal":
+        return p, p.copy()
+    if kind == "an ulp apart":
+        return p, np.nextafter(p, np.roll(p, 1))
+    if kind == "shifted":
+        return p, np.roll(p, 1)
+    q = draw(rows(size))
+    if kind == "disjoint" and (q[p == 0] > 0).any():
+        q = np.where(p == 0, q, 0)
+        q /= q.sum()
+    return p, q
+
+
+# --- uniforms -------------------------------------------------------------------------------------------------------
+
+
+def uniforms(edges: Sequence[float] = ()) -> st.SearchStrategy[float]:
+    """0 <= u < 1, often on one of the edges that decide, or on the float before or behind it."""
+    marks = [0.0, 0.5, LAST]
+    for edge in edges:
+        marks += [float(u) for u in (edge, np.nextafter(edge, 0), np.nextafter(edge, 1)) if 0 <= u < 1]
+    return st.one_of(st.sampled_from(marks), st.floats(0, LAST))
+
+
+def borders(row: Floats) -> list[float]:
+    """Where an inverse CDF changes its mind: up to nine of the cumulative sums over the total."""
+    sums = np.cumsum(row)
+    with np.errstate(all="ignore"):
+        return [float(x) for x in (sums / sums[-1])[:: max(1, len(row) // 8)]]
+
+
+def ratios(
+    tokens: Sequence[int], parents: Sequence[int], laws: Sequence[Floats | None], p: dict[int, Floats]
+) -> list[float]:
+    """Every node's acceptance ratio where it is the first sibling that is tested, as far as it is below 1."""
+    found = []
+    with np.errstate(all="ignore"):
+        for token, parent, law in zip(tokens, parents, laws, strict=True):
+            ratio = float(p[parent][token] / (1 if law is None else law[token]))
+            found += [ratio] if 0 <= ratio < 1 else []
+    return found
+
+
+# --- trees ----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def shapes(draw: st.DrawFn, most: int = 6) -> list[int]:
+    """Parents of up to `most` nodes, each before its children; ROOT is -1."""
+    return [draw(st.integers(ROOT, node - 1)) for node in range(draw(st.integers(0, most)))]
+
+
+class Walk(NamedTuple):
+    """The arguments of a walk: a tree, the target's rows at ROOT and every node, the uniforms it may use."""
+
+    tokens: list[int]
+    parents: list[int]
+    laws: list[Floats | None]
+    probe: list[bool]
+    p: dict[int, Floats]
+    uniforms: Floats
+
+
+@st.composite
+def walks(draw: st.DrawFn, size: int, most: int = 6, probes: bool = True) -> Walk:
+    """A tree of drafts drawn from the laws they declare (or from none), siblings equal or not, and where to decide.
+
+    Two tokens and fewer have at most two nodes, so that a defect is first met where it is easily read.
+    """
+    parents = draw(shapes(most if size > 2 else 2))
+    tokens: list[int] = []
+    laws: list[Floats | None] = []
+    p = {ROOT: draw(rows(size))}
+    for _ in parents:
+        kind = draw(st.sampled_from(["own", "the target's", "none"]))
+        law = None if kind == "none" else draw(rows(size)) if kind == "own" else p[ROOT].copy()
+        may = [0, size - 1] if law is None else [int(token) for token in np.flatnonzero(law)[:4]]
+        tokens.append(draw(st.sampled_from(may)))
+        laws.append(law)
+    probe = [probes and draw(st.integers(0, 9)) == 9 for _ in parents]
+    p |= {node: draw(rows(size)) for node in range(len(parents))}
+    edges = ratios(tokens, parents, laws, p) + borders(p[ROOT])[:3]
+    return Walk(tokens, parents, laws, probe, p, np.array([draw(uniforms(edges)) for _ in range(len(parents) + 1)]))
+
+
+# --- warps ----------------------------------------------------------------------------------------------------------
+
+SCORES = st.one_of(
+    st.integers(-4, 4).map(float), st.floats(-50, 50, width=32), st.sampled_from([-np.inf, -0.0, 1e30, -1e30])
+)
+
+
+@st.composite
+def logits(draw: st.DrawFn, size: int) -> NDArray[Any]:
+    """Scores float32 or float64 [size] with at least one that is finite: few values, so that ties are common."""
+    few = draw(st.lists(SCORES, min_size=min(size, 10), max_size=min(size, 10)))
+    scores = np.resize(np.array(few), size)
+    if draw(st.booleans()):
+        scores = scores + np.resize(_noise(min(size, 400), draw(st.integers(0, 999))), size)
+    scores[draw(st.integers(0, size - 1))] = draw(st.integers(-5, 5))
+    return scores.astype(draw(st.sampled_from([np.float64, np.float32])))
+
+
+class Knobs(NamedTuple):
+    """What a warp is told besides the logits, in the kernels' order."""
+
+    history: list[int]
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    penalty: float
+
+
+@st.composite
+def knobs(draw: st.DrawFn, size: int, plain: bool = False) -> Knobs:
+    """Settings of a warp, the extreme ones included; `plain` keeps to those that people use."""
+    history = draw(st.lists(st.integers(0, size), max_size=4))
+    temperatures = [1.0, 0.5, 0.8, 3.0, 0.0] + ([] if plain else [1e-3, 1e-300])
+    shares = [None, 0.9, 0.5, 1.0] + ([] if plain else [1e-9, LAST])
+    return Knobs(
+        history,
+        draw(st.sampled_from(temperatures)),
+        draw(st.sampled_from([None, 1, 2, 5, size - 1 or 1, size, 1000])),
+        draw(st.one_of(st.sampled_from(shares), st.floats(0.01, 1))),
+        draw(st.sampled_from([None, 0.0, 0.1, 0.5, 1.0])),
+        draw(st.sampled_from([1.0, 1.3, 0.5])),
+    )

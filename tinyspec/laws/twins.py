@@ -1,0 +1,179 @@
+"""Pathwise twins: a kernel and the plain lines that define it take the same arguments and uniforms, and agree to the bit.
+
+An exact twin and an equal kernel are a proved kernel: the laws enumerate the twin over Fractions, and here the compiled
+functions are held to it. Each case is drawn by Hypothesis and shrunk, small vocabularies first, then a real one. Where the
+twin refuses (TinyspecError) the kernel must refuse too; any other exception is a crash and no verdict.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tinyspec._core import fallback
+from tinyspec.errors import TinyspecError
+from tinyspec.laws import strategies
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.search import search, st
+from tinyspec.laws.strategies import FEW, REAL_VOCABULARY, SIZES
+
+Case = dict[str, Any]
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A kernel's definition: the twin, and the arguments it is compared on for a vocabulary of a given size."""
+
+    define: Kernel
+    cases: Callable[[int], st.SearchStrategy[Case]]
+    sized: bool = True  # whether the size of a vocabulary says anything about it
+
+
+def outcome(function: Kernel, case: Mapping[str, Any]) -> Any:
+    """What a function gives, or the word "refuses"."""
+    try:
+        return function(*case.values())
+    except TinyspecError:
+        return "refuses"
+
+
+def bits(value: Any) -> Any:
+    """A value in a form that is equal only if every bit is."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, (list, tuple)):
+        return [bits(x) for x in value]
+    return value.hex() if isinstance(value, float) else value
+
+
+def brief(value: Any) -> Any:
+    """A long row for the eyes: its length and how it begins."""
+    if isinstance(value, np.ndarray) and value.size > 16:
+        return f"{value.size} numbers, {value[:6].tolist()} ..."
+    if isinstance(value, dict):
+        return {key: brief(x) for key, x in value.items()}
+    return [brief(x) for x in value] if isinstance(value, list) else value
+
+
+def same(name: str, kernel: Kernel, define: Kernel, case: Case) -> None:
+    """Accuse the kernel if it does not give what its twin gives."""
+    expected, got = outcome(define, case), outcome(kernel, case)
+    if bits(expected) != bits(got):
+        accuse("twin", brief(expected), brief(got), kernel=name, **{key: brief(x) for key, x in case.items()})
+
+
+def twin(name: str, kernel: Kernel, examples: int = 200, large: int = 4) -> Evidence:
+    """Law: this kernel equals its twin, bit for bit, on `examples` cases and on `large` of a real vocabulary's size.
+
+    >>> from tinyspec import _core
+    >>> twin("residual", _core.residual, examples=20, large=1).cases
+    21
+    """
+    known = TWINS[name]
+    judge = partial(same, name, kernel, known.define)
+    evidence = search(FEW.flatmap(known.cases), judge, "twin", examples // 2)
+    evidence += search(SIZES.flatmap(known.cases), judge, "twin", examples - examples // 2)
+    if large and known.sized:
+        evidence += search(known.cases(REAL_VOCABULARY), judge, "twin", large)
+    evidence.notes.append(name)
+    return evidence
+
+
+# --- what each is tried on ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def picks(draw: st.DrawFn, size: int) -> Case:
+    row = draw(strategies.rows(size))
+    if draw(st.integers(0, 19)) == 19:
+        row = np.where(row > 0, draw(st.sampled_from([0.0, np.inf, np.nan])), 0.0)
+    return {"row": row, "u": draw(strategies.uniforms(strategies.borders(row)))}
+
+
+@st.composite
+def orders(draw: st.DrawFn, size: int) -> Case:
+    row = draw(strategies.rows(size))
+    drawn = draw(st.lists(strategies.uniforms(strategies.borders(row)), max_size=6))
+    return {"row": row, "uniforms": np.array(drawn, np.float64)}
+
+
+@st.composite
+def races(draw: st.DrawFn, size: int) -> Case:
+    row = draw(strategies.rows(size)) * draw(st.sampled_from([1.0, 1.0, 1.0, 0.0]))
+    noise = np.random.default_rng(draw(st.integers(0, 999))).exponential(size=size)
+    for _ in range(draw(st.integers(0, 3))):  # what a generator can return and a division may stumble over
+        noise[draw(st.integers(0, size - 1))] = draw(st.sampled_from([0.0, -0.0, 5e-324, 0.5, np.inf]))
+    return {"row": row, "noise": noise}
+
+
+@st.composite
+def warps(draw: st.DrawFn, size: int) -> Case:
+    scores = draw(strategies.logits(size))
+    if draw(st.integers(0, 19)) == 19:
+        scores = draw(st.sampled_from([scores[:0], scores * np.float32(np.nan), np.full_like(scores, -np.inf)]))
+    elif draw(st.integers(0, 19)) == 19:
+        scores[draw(st.integers(0, size - 1))] = draw(st.sampled_from([np.nan, np.inf]))
+    return {"logits": scores, **draw(strategies.knobs(size))._asdict()}
+
+
+@st.composite
+def draws(draw: st.DrawFn, size: int) -> Case:
+    return {**draw(warps(size)), "u": draw(strategies.uniforms())}
+
+
+@st.composite
+def residuals(draw: st.DrawFn, size: int) -> Case:
+    p, q = draw(strategies.pairs(size))
+    return {"p": p, "q": q[1:] if draw(st.integers(0, 29)) == 29 else q}
+
+
+@st.composite
+def withouts(draw: st.DrawFn, size: int) -> Case:
+    return {"row": draw(strategies.rows(size)), "token": draw(st.integers(0, size - 1))}
+
+
+@st.composite
+def walks(draw: st.DrawFn, size: int) -> Case:
+    """Mostly trees that keep the drafter's contract; now and then an impossible token, or too few uniforms."""
+    case = draw(strategies.walks(size))
+    broken = draw(st.integers(0, 29))
+    if broken == 29 and case.tokens:
+        case.tokens[draw(st.integers(0, len(case.tokens) - 1))] = draw(st.sampled_from([-1, size, size - 1]))
+    if broken == 28:
+        case = case._replace(uniforms=case.uniforms[:-1])
+    return case._asdict()
+
+
+@st.composite
+def shapes(draw: st.DrawFn, size: int) -> Case:
+    parents = draw(strategies.shapes(12))
+    if parents and draw(st.integers(0, 9)) == 9:
+        at = draw(st.integers(0, len(parents) - 1))
+        parents[at] = draw(st.sampled_from([-2, at, at + 1]))
+    return {"parents": parents}
+
+
+@st.composite
+def spellings(draw: st.DrawFn, size: int) -> Case:
+    parents = draw(shapes(size))["parents"]
+    tokens = draw(st.lists(st.integers(0, 2), min_size=len(parents), max_size=len(parents)))
+    return {"tokens": tokens + [0] * (draw(st.integers(0, 19)) == 19), "parents": parents}
+
+
+TWINS: dict[str, Twin] = {
+    "pick": Twin(fallback.pick, picks),
+    "order": Twin(fallback.order, orders),
+    "race": Twin(fallback.race, races),
+    "warp": Twin(fallback.warp, warps),
+    "draw": Twin(fallback.draw, draws),
+    "residual": Twin(fallback.residual, residuals),
+    "without": Twin(fallback.without, withouts),
+    "walk": Twin(fallback.walk, walks),
+    "ancestors": Twin(fallback.ancestors, shapes, sized=False),
+    "depths": Twin(fallback.depths, shapes, sized=False),
+    "unique_paths": Twin(fallback.unique_paths, spellings, sized=False),
+}
+"""Every kernel that is a function, by name; the n-gram index has a history and is held to dictionaries by a machine."""
