@@ -7,16 +7,17 @@ written here once more over the rows of the target and over warpers of its own, 
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.exhaustive import Exhaustive, _Script
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.laws.accused import accuse
@@ -26,8 +27,11 @@ Text = tuple[int, ...]
 Conditional = Callable[[Text], Any]
 """context -> row of the target, unwarped: [V] Fractions, or float64 logits."""
 
+Choice = tuple[int, int]  # which of how many branches
+
 JOINT = "joint law"
 QUIET = "global random states untouched"
+REPEATS = "the same choices make the same run"
 
 
 class Law(dict[Text, Any]):
@@ -51,26 +55,27 @@ def law(
 ) -> Law:
     """The exact joint law of the first `tokens` new tokens; shorter texts where the decoder stopped.
 
-    factory  makes the decoder anew for every branch; where nothing is new yet, the prompt is given to it
+    factory  makes the decoder anew for every branch; where its text is empty, the prompt is given to it
     merge    whether branches that are in the same state after a round are walked on once
     outside  parts of a decoder that cannot change what it will do (its ledger is one always)
     rounds   stop after so many rounds; texts are then as long as they are
 
-    Raises Accused where the decoder touched a global random state: such a decoder has no exact law.
+    Raises Accused where the decoder touched a global random state, or did not repeat itself: neither has an exact law.
     """
     noise = _global_noise()
     joint = Law()
-    waiting: dict[Any, tuple[list[int], Any]] = {b"": ([], 1)}  # state -> (choices that lead there, probability)
+    waiting: dict[Any, tuple[list[Choice], Any]] = {b"": ([], 1)}  # state -> (choices that lead there, probability)
     done = 0
+    first: list[Choice] | None = None
     while waiting:
-        ahead: dict[Any, tuple[list[int], Any]] = {}
+        ahead: dict[Any, tuple[list[Choice], Any]] = {}
         for choices, probability in waiting.values():
             joint.states += 1
-            for decoder, taken, chance in _branches(factory, prompt, choices, done):
+            for (decoder, before), after, taken in _walk(partial(_play, factory, prompt, done), choices):
                 joint.branches += 1
-                mass = probability * chance
-                over = decoder.finished or len(decoder.new) >= tokens or done + 1 == rounds
-                if over:
+                first = taken if first is None else first
+                mass = probability * (after / before)
+                if decoder.finished or len(decoder.new) >= tokens or done + 1 == rounds:
                     text = tuple(decoder.new[:tokens])
                     joint[text] = joint.get(text, 0) + mass
                     continue
@@ -78,20 +83,15 @@ def law(
                 known = ahead.get(key)
                 ahead[key] = (taken, mass) if known is None else (known[0], known[1] + mass)
         waiting, done = ahead, done + 1
+    next(iter(_walk(partial(_play, factory, prompt, 0), first or [])))  # as at the start
     if _global_noise() != noise:
-        accuse(QUIET, "random, numpy.random and torch as they were", "a global random state was used")
+        accuse(
+            QUIET, "random, numpy.random and torch as they were", "a global random state was used", prompt=tuple(prompt)
+        )
     return joint
 
 
-def _branches(
-    factory: Callable[[], Decoder], prompt: Sequence[int], choices: list[int], done: int
-) -> "Iterable[tuple[Decoder, list[int], Any]]":
-    """Every outcome of round `done`, after the rounds before it went by `choices`."""
-    for (decoder, before), probability, taken in _walk(lambda chance: _play(factory, prompt, chance, done), choices):
-        yield decoder, taken, probability / before
-
-
-def _play(factory: Callable[[], Decoder], prompt: Sequence[int], chance: Exhaustive, done: int) -> tuple[Decoder, Any]:
+def _play(factory: Callable[[], Decoder], prompt: Sequence[int], done: int, chance: Exhaustive) -> tuple[Decoder, Any]:
     """A decoder after its prompt, `done` rounds and one more; and how probable the former were."""
     decoder = factory()
     if not decoder.context:
@@ -104,16 +104,32 @@ def _play(factory: Callable[[], Decoder], prompt: Sequence[int], chance: Exhaust
     return decoder, before
 
 
-def _walk(function: Callable[[Exhaustive], Any], fixed: list[int]) -> Iterable[tuple[Any, Any, list[int]]]:
-    """`Exhaustive.walk` below a fixed beginning; also tells the choices of each outcome."""
-    from tinyspec.decoding.exhaustive import _Script
+class _Path(_Script):
+    """Choices to follow, and how many there were to choose from when this way was first gone."""
 
-    choices = list(fixed)
+    def __init__(self, fixed: Sequence[Choice], choices: Sequence[int]):
+        super().__init__(choices)
+        self.fixed = fixed
+
+    def branch(self, options: Sequence[tuple[Any, Any]]) -> Any:
+        at = len(self.taken)
+        then = self.fixed[at][1] if at < len(self.fixed) else len(options)
+        if then != len(options) or (at < len(self.choices) and self.choices[at] >= len(options)):
+            before = [choice for choice, _ in self.taken]
+            accuse(REPEATS, f"{then} ways to go on", f"{len(options)} ways to go on", choices_so_far=before)
+        return super().branch(options)
+
+
+def _walk(function: Callable[[Exhaustive], Any], fixed: list[Choice]) -> Iterator[tuple[Any, Any, list[Choice]]]:
+    """`Exhaustive.walk` below a fixed beginning; also tells the choices of each outcome."""
+    choices = [choice for choice, _ in fixed]
     while True:
-        script = _Script(choices)
+        script = _Path(fixed, choices)
         outcome = function(Exhaustive(script))
         trail = script.taken
-        yield outcome, script.probability, [choice for choice, _ in trail]
+        if len(trail) < len(fixed):
+            accuse(REPEATS, f"{len(fixed)} choices", f"{len(trail)} choices", choices_so_far=[at for at, _ in fixed])
+        yield outcome, script.probability, list(trail)
         while len(trail) > len(fixed) and trail[-1][0] + 1 == trail[-1][1]:
             trail.pop()
         if len(trail) <= len(fixed):

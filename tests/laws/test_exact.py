@@ -1,0 +1,275 @@
+"""The exact law is exact, and it sees what a test of single tokens cannot."""
+
+import random
+from collections.abc import Callable, Sequence
+from fractions import Fraction as F
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Decoder, Laws, NoDraft
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import Verdict, pick, walk
+from tinyspec.laws.accused import Accused
+from tinyspec.laws.exact import JOINT, QUIET, REPEATS, Reference, compare, law, warped
+from tinyspec.laws.tables import TableModel, TableSession
+from tinyspec.lm.plan import Plan
+from tinyspec.tree import ROOT, TokenTree
+
+P, Q = TableModel(4), TableModel(3)
+WARPS = [Warp(), Warp(temperature=0.0), Warp(temperature=1 / 3), Warp(top_k=2), Warp(0.5, top_p=0.7), Warp(min_p=0.4)]
+
+
+def plain(model: TableModel = P, **options: Any) -> Decoder:
+    return Decoder(model.session(), NoDraft(), walk, **options)
+
+
+def drafted(
+    p: TableModel = P, q: TableModel = Q, gamma: int = 2, verifier: Any = walk, target: Any = None, **options: Any
+) -> Decoder:
+    return Decoder(target or p.session(), ModelDraft(q.session(), gamma), verifier, **options)
+
+
+def same(factory: Callable[[], Decoder], model: TableModel = P, tokens: int = 3, **options: Any) -> None:
+    warp = options.pop("warp", Warp())
+    compare(Reference(model.row, warp).law(tokens), law(factory, tokens, **options))
+
+
+# ---------------------------------------------------------------------- exactness
+
+
+def test_the_reference_is_the_product_of_conditionals() -> None:
+    joint = Reference(P.row).law(3, prompt=(1,))
+    assert sum(joint.values()) == 1
+    for text in product(range(3), repeat=3):
+        by_hand = P.row((1,))[text[0]] * P.row((1, text[0]))[text[1]] * P.row((1, *text[:2]))[text[2]]
+        assert joint.get(text, 0) == by_hand
+
+
+def test_the_reference_stops_where_a_text_ends() -> None:
+    stop = Stop(eos=frozenset({2}), sequences=((0, 1),), max_new_tokens=3)
+    joint = Reference(P.row, stop=stop).law(9)
+    assert sum(joint.values()) == 1
+    assert all(2 not in text[:-1] and (0, 1) not in pairwise(text[:-1]) for text in joint)
+    assert {len(text) for text in joint} == {1, 2, 3}
+    assert {len(text) for text in Reference(P.row, limit=3).law(9)} == {2}
+
+
+@pytest.mark.parametrize("warp", WARPS, ids=str)
+def test_plain_decoding_and_a_drafted_chain_have_the_reference_law(warp: Warp) -> None:
+    same(lambda: plain(warp=warp), warp=warp)
+    same(lambda: drafted(warp=warp), warp=warp)
+
+
+@given(st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any), st.sampled_from([0, 1, 0.5, 1 / 3]),
+       st.none() | st.integers(1, 4), st.none() | st.sampled_from([0.1, 0.5, 0.7, 0.9, 1.0]),
+       st.none() | st.sampled_from([0.0, 0.3, 0.5, 1.0]))  # fmt: skip
+def test_the_judges_warpers_are_those_of_the_house(
+    weights: list[int], temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
+) -> None:
+    warp = Warp(temperature, top_k, top_p, min_p)
+    exact = warped([F(x) for x in weights], (), warp)
+    assert exact == warp([F(x) for x in weights])
+    logits = np.log(np.maximum(weights, 1e-300))
+    np.testing.assert_allclose(warped(logits, (), warp), warp(logits), atol=1e-12)
+    penalty = Warp(0.7, repetition_penalty=1.3)
+    np.testing.assert_allclose(warped(logits, (1, 1, 2), penalty), penalty(logits, (1, 1, 2)), atol=1e-12)
+
+
+def test_merging_changes_nothing_but_the_work() -> None:
+    merged, whole = law(drafted, 3), law(drafted, 3, merge=False)
+    assert merged == whole
+    assert merged.branches < whole.branches / 2
+    assert merged.states < whole.states
+
+
+def test_a_law_is_exact_below_a_prompt_of_any_length_and_after_a_stop() -> None:
+    stop = Stop(eos=frozenset({1}), max_new_tokens=3)
+    compare(Reference(P.row, stop=stop).law(3, (2, 0, 1)), law(lambda: drafted(stop=stop), 3, (2, 0, 1)))
+    assert law(lambda: plain(stop=Stop(max_new_tokens=0)), 3) == {(): 1}
+
+
+def test_one_round_alone() -> None:
+    joint = law(drafted, 9, rounds=1)
+    assert sum(joint.values()) == 1
+    assert {len(text) for text in joint} == {1, 2, 3}
+
+
+def test_laws_in_floats_agree_to_twelve_digits() -> None:
+    p, q = TableModel(4, floats=True), TableModel(3, floats=True)
+    for warp in (Warp(0.7), Warp(repetition_penalty=1.3), Warp(0.7, top_p=0.8, repetition_penalty=0.8)):
+        got = law(lambda warp=warp: drafted(p, q, warp=warp), 3)  # type: ignore[misc]
+        compare(Reference(p.row, warp).law(3), got, within=1e-12)
+        assert got.branches > len(got)
+
+
+# ---------------------------------------------------------------------- what it must see
+
+
+def accused(factory: Callable[[], Decoder], tokens: int = 3, name: str = JOINT, **options: Any) -> None:
+    with pytest.raises(Accused) as caught:
+        same(factory, tokens=tokens, **options)
+    assert caught.value.counterexample.law == name
+
+
+def test_it_sees_a_biased_verifier() -> None:
+    def eager(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+        """Accepts with one part in a hundred more than it may."""
+        path: tuple[int, ...] = ()
+        for node, (token, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
+            row = p[path[-1] if path else ROOT]
+            assert q is not None
+            if not chance.accept(row[token] / q[token] * F(101, 100)):
+                left = [max(a - b, 0) for a, b in zip(row, q, strict=True)]
+                return Verdict(path, chance.draw(left if any(left) else row), (node,))
+            path = (*path, node)
+        return Verdict(path, chance.draw(p[path[-1] if path else ROOT]))
+
+    accused(lambda: drafted(verifier=eager), tokens=1)
+
+
+class Reuses(NoDraft):
+    """Noise is drawn in the first round and used in every round after it: sound for one token, and only for one."""
+
+    def __init__(self, where: Any):
+        self.where = where
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        if not self.where:
+            self.where.append(F(chance.draw([F(1, 8)] * 8), 8))
+        q = [F(1, 2), F(1, 4), F(1, 4)]
+        return TokenTree.chain([pick(q, self.where[0])], [q])
+
+
+def test_it_sees_noise_that_is_used_again_in_the_next_round_as_one_token_cannot() -> None:
+    def toy() -> Decoder:
+        return Decoder(P.session(), Reuses([]), walk)
+
+    same(toy, tokens=1)
+    accused(toy, tokens=2)
+    accused(toy, tokens=3, merge=False)
+
+
+class Enclosed(NoDraft):
+    """The same, with the noise in a closure."""
+
+    def __init__(self) -> None:
+        noise: list[F] = []
+
+        def propose(context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+            return Reuses(noise).propose(context, room, warp, chance)
+
+        self.propose = propose  # type: ignore[method-assign]
+
+
+class InTheClass(Reuses):
+    """The same, with the noise in the class: it even outlives the request."""
+
+    where: list[F] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        return None
+
+
+def test_noise_hidden_in_a_closure_is_not_merged_away_and_noise_in_a_class_is_not_repeated() -> None:
+    accused(lambda: Decoder(P.session(), Enclosed(), walk), tokens=2)
+    accused(lambda: Decoder(P.session(), InTheClass(), walk), tokens=2, name=REPEATS)
+
+
+class Counts(NoDraft):
+    """Copies the last token in every other round, by a counter that nothing else shows."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        self.told += chance.accept(F(1, 2))
+        return TokenTree.chain([context[-1]] if self.told % 2 else [])
+
+
+def test_a_counter_blocks_merging_and_its_law_is_right() -> None:
+    def counts() -> Decoder:
+        return Decoder(P.session(), Counts(), walk)
+
+    same(counts)
+    assert law(counts, 3).states > law(plain, 3).states
+
+
+def test_it_sees_global_noise() -> None:
+    class Global(NoDraft):
+        def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+            random.random()
+            return TokenTree()
+
+    accused(lambda: Decoder(P.session(), Global(), walk), name=QUIET)
+
+
+class Stale(TableSession):
+    """Rolling back forgets the tokens and keeps their keys and values: what comes to stand there inherits them."""
+
+    def rewind(self, length: int) -> None:
+        self.left = self.committed[length:]
+        super().rewind(length)
+
+    def _adopt_path(self, nodes: Any) -> None:
+        first = len(self)
+        super()._adopt_path(nodes)
+        for node, old in zip(self.committed[first:], getattr(self, "left", []), strict=False):
+            if old.states and not node.states:
+                node.states, node.keys, node.plan = list(old.states), list(old.keys), old.plan
+        self.left = []
+
+
+class DraftsIntoItsTarget(NoDraft):
+    """Tries a guess in the text itself and takes it back: what makes rolling back visible."""
+
+    def __init__(self, target: TableSession):
+        self.target = target
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        length = len(self.target)
+        self.target.append((2, 1, 0))
+        self.target.score(TokenTree())
+        self.target.rewind(length)
+        return TokenTree.chain([1])
+
+
+def test_it_sees_stale_keys_and_values() -> None:
+    def guessing(session: TableSession) -> Decoder:
+        return Decoder(session, DraftsIntoItsTarget(session), walk)
+
+    same(lambda: guessing(P.session()))
+    accused(lambda: guessing(Stale(P)), tokens=3)
+
+
+def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:
+    def exits(plan: Plan) -> Callable[[], Decoder]:
+        def make() -> Decoder:
+            session = P.session()
+            return Decoder(session, ModelDraft(session.view(plan), 2), walk)  # type: ignore[arg-type]
+
+        return make
+
+    for plan in (Plan(last=1), Plan(last=2), Plan(skip=frozenset({2, 3})), Plan()):
+        same(exits(plan))
+        target = TableSession(P, plan=plan)
+        right = Reference(lambda context, plan=plan: P.row(context, plan)).law(2)  # type: ignore[misc]
+        compare(right, law(lambda plan=plan: Decoder(TableSession(P, plan=plan), NoDraft(), walk), 2))  # type: ignore[misc]
+        if plan != Plan():
+            accused(lambda plan=plan: Decoder(TableSession(P, plan=plan), NoDraft(), walk), 2)  # type: ignore[misc]
+            assert target.plan == plan
+
+
+def test_the_smallest_text_that_differs_is_told() -> None:
+    with pytest.raises(Accused) as caught:
+        compare({(0,): F(1, 2), (1,): F(1, 2)}, {(0,): F(1, 3), (1,): F(2, 3)}, p=[F(1, 2), F(1, 2)])
+    told = caught.value.counterexample
+    assert (told.law, told.expected, told.got) == (JOINT, {(0,): F(1, 2)}, {(0,): F(1, 3)})
+    assert "p = [1/2, 1/2]" in str(told)
