@@ -1,0 +1,253 @@
+"""A statistical demo for real models: evidence, not proof.
+
+Where a law cannot be enumerated it can be sampled. The exact laws do not need this page; it shows on the model a reader
+cares about what a sample can say, and how little: a test that finds nothing has only excluded faults it had the power to
+find. So three figures are printed together:
+
+- the *G-test* of the first tokens of many texts against the target's own law, with its power: the smallest share of texts
+  in which the likeliest beginning might stand in place of a draw, and yet be found nine times in ten;
+- a *negative control*, which must fail: the field's commonest mistake, draft tokens chosen greedily and then judged by
+  the probability they would have had (the model drafts for itself here, so all of them pass);
+- an *e-value* (see `evalues`), which stays valid if one looks after every text and goes on as long as one likes; the
+  G-test's p is valid for the number of texts that was chosen beforehand, and for no other.
+
+The law is taken from `dense`, a plain float64 pass: nothing that is judged makes it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinyspec import generation
+from tinyspec.decoding.chance import Chance, Seeded
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.dense import dense
+from tinyspec.laws.evalues import EValue
+from tinyspec.laws.gtest import detectable, g_test, moved, power, simulated_power
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import Request, find
+from tinyspec.tree import Row, TokenTree
+
+OTHER = -1
+"""In a cell: any token but the likeliest ones. The cell ends there."""
+
+CONTROL = 100
+"""Texts of the negative control."""
+
+Cell = tuple[int, ...]
+
+
+# ---------------------------------------------------------------------------------------------------- the null law
+
+
+class Cells:
+    """The law of the first `tokens` new tokens, coarsened: at each step the `width` likeliest tokens and all others as one.
+
+    law  probability of each cell; a cell ends after `tokens` tokens, an end of text, or OTHER
+    """
+
+    def __init__(self, model: Model, prompt: Sequence[int], tokens: int, width: int, temperature: float):
+        self.law: dict[Cell, float] = {}
+        self.inner: set[Cell] = set()  # what cells begin with
+        waiting: list[tuple[Cell, float]] = [((), 1.0)]
+        for said, mass in waiting:  # grows while it is walked
+            if len(said) == tokens or (said and said[-1] in (OTHER, *model.config.eos)):
+                self.law[said] = mass
+                continue
+            self.inner.add(said)
+            logits = dense(model, [*prompt, *said]).logits[-1] / temperature
+            weights = np.exp(logits - logits.max())
+            row = weights / weights.sum()
+            likely = [int(x) for x in np.argsort(-row, kind="stable")[:width] if row[x] > 0]
+            waiting += [((*said, x), mass * float(row[x])) for x in likely]
+            rest = 1.0 - math.fsum(float(row[x]) for x in likely)
+            if len(likely) < len(row) and rest > 0:
+                waiting.append(((*said, OTHER), mass * rest))
+
+    def of(self, text: Sequence[int]) -> Cell:
+        """The cell a text falls into; one that is not in the law is impossible."""
+        said: Cell = ()
+        for token in text:
+            step = (*said, token)
+            if step in self.law:
+                return step
+            if step not in self.inner:
+                return (*said, OTHER)
+            said = step
+        return said
+
+
+# ------------------------------------------------------------------------------------------------------- the texts
+
+
+class SoftGreedy(ModelDraft):
+    """The negative control: proposes the draft's best token and declares the law it might have been drawn from."""
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        return super().propose(context, room, warp, _Best())  # type: ignore[arg-type]
+
+
+class _Best:
+    def draw(self, row: Row) -> int:
+        return int(np.argmax(row))
+
+
+def texts(decoder: Decoder, seed: int) -> Iterator[tuple[int, ...]]:
+    """New texts of a decoder that has read its prompt, for ever: each with noise of its own, and taken back after."""
+    prompt = len(decoder.context)
+    number = 0
+    while True:
+        chance = Seeded((seed << 64) + number)
+        while not decoder.finished:
+            decoder.step(chance)
+        text = tuple(decoder.new)
+        decoder.rewind(prompt)
+        yield text
+        number += 1
+
+
+def sample(
+    decoder: Decoder, cells: Cells, *, samples: int | None, seed: int, alpha: float,
+    watch: Callable[[EValue], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Draw texts and judge them. Without `samples`, until the e-value refutes the law or Ctrl-C: it allows that."""
+    running = EValue(cells.law)
+    until = None
+    try:
+        for text in islice(texts(decoder, seed), samples):
+            running.see(cells.of(text))
+            if until is None and running.refuted(alpha):
+                until = running.seen
+            if watch is not None:
+                watch(running)
+            if samples is None and until is not None:
+                break
+    except KeyboardInterrupt:
+        pass
+    whole = running.seen == samples  # the G-test is valid only for a number that was chosen beforehand
+    test = g_test(running.counts, cells.law) if whole else None
+    return {
+        "texts": running.seen,
+        "counts": [[list(cell), n] for cell, n in running.counts.items()],
+        "g": None if test is None else {**test._asdict(), "refuted": test.p < alpha},
+        "e": {"log10": running.log / math.log(10), "p": running.p, "refuted": running.refuted(alpha), "after": until},
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- the demo
+
+
+def demo(
+    model: Model,
+    draft: Model | str | None = None,
+    method: str = "speculative_decoding",
+    *,
+    prompt: generation.Prompt = "Once upon a time",
+    samples: int | None = 2000,
+    seed: int = 0,
+    tokens: int = 2,
+    width: int = 4,
+    temperature: float = 1.0,
+    alpha: float = 0.01,
+    watch: Callable[[EValue], None] | None = None,
+    **knobs: Any,
+) -> dict[str, Any]:
+    """Sample `method` on a real model and hold the texts against the model's own law; then the control, which must fail.
+
+    samples  texts, or None: until refuted or interrupted
+    alpha    level of both tests
+    watch    called with the running e-value after every text
+
+    bfloat16 rounds the law itself, so a model in it is run in float32, whose rounding no sample that fits into a life can see.
+    The same arguments give the same result, `seconds`
+    apart. Raises TinyspecError at temperature 0, where there is nothing to sample: compare the tokens.
+    """
+    if temperature <= 0:
+        raise TinyspecError("the demo samples: choose a temperature above 0 (greedy texts are compared token by token)")
+    if samples is not None and samples < 1:
+        raise TinyspecError(f"samples is {samples}: it must be 1 or more")
+    began = perf_counter()
+    model, small = _wide(model), _drafts(model, draft, method)
+    ids = generation.prompt_ids(model, prompt)
+    cells = Cells(model, ids, tokens, width, temperature)
+    options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": temperature}
+    real = generation.start(model, ids, method=method, draft=small, **options, **knobs).decoder
+    stop = real.stop
+    broken = Request(model.session(), warp=Warp(temperature), stop=stop).decoder(
+        SoftGreedy(model.session(), tokens, stop.eos), walk
+    )  # the model drafts for itself: every draft passes
+    broken.extend(ids)
+    found = sample(real, cells, samples=samples, seed=seed, alpha=alpha, watch=watch)
+    failing = sample(broken, cells, samples=CONTROL, seed=seed, alpha=alpha)
+    share = detectable(cells.law, samples, alpha) if samples else None
+    return {
+        "kind": "statistical demo: evidence, not proof",
+        "model": model.name,
+        "method": method,
+        "draft": small.name if small else None,
+        "prompt": list(ids),
+        "temperature": temperature,
+        "alpha": alpha,
+        "seed": seed,
+        "law": [[list(cell), mass] for cell, mass in cells.law.items()],
+        **found,
+        "power": None
+        if share is None or samples is None
+        else {
+            "share": share,
+            "moved": moved(cells.law, share),
+            "noncentral": power(cells.law, share, samples, alpha),
+            "simulated": simulated_power(cells.law, share, samples, alpha, seed),
+        },
+        "control": failing,
+        "control_failed": bool(failing["g"]["refuted"] and failing["e"]["refuted"]),
+        "refuted": bool(found["e"]["refuted"] or (found["g"] or {}).get("refuted")),
+        "seconds": perf_counter() - began,
+    }
+
+
+def _wide(model: Model) -> Model:
+    return model if model.dtype in (torch.float32, torch.float64) else model.to(dtype=torch.float32)
+
+
+def _drafts(model: Model, draft: Model | str | None, method: str) -> Model | None:
+    chosen = generation._drafts(model, find(method), draft)
+    return _wide(chosen[0]) if chosen else None
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The result in sentences."""
+    control, g, e = result["control"], result["g"], result["e"]
+    lines = [
+        f"{result['kind']}: {result['method']} on {result['model']}",
+        f"{result['texts']} texts against {len(result['law'])} cells of the model's own law, level {result['alpha']}",
+    ]
+    if g is not None:
+        lines.append(f"G-test   G = {g['statistic']:.1f}, {g['freedom']} degrees of freedom, p = {g['p']:.3g}")
+    if result["power"] is not None:
+        lines.append(
+            f"power    the likeliest text in place of {result['power']['share']:.1%} of the draws, a total variation of "
+            f"{result['power']['moved']:.3f}, is found\n         with probability {result['power']['noncentral']:.2f} "
+            f"({result['power']['simulated']:.2f} simulated)"
+        )
+    elif g is not None:
+        lines.append("power    none: with so few texts nothing would be found")
+    lines.append(f"e-value  10^{e['log10']:.1f} now; valid at any time: p = {e['p']:.3g}")
+    after = f"refuted after {control['e']['after']} texts" if control["e"]["refuted"] else "NOT refuted"
+    lines.append(f"control  greedy draft judged by its soft law: {after}, G-test p = {control['g']['p']:.3g}")
+    if not result["control_failed"]:
+        lines.append("void: the control passed, so these tests see nothing here; take more texts")
+    elif result["refuted"]:
+        lines.append("refuted: the texts do not have the model's law")
+    else:
+        lines.append("nothing found: no proof (`tinyspec laws` proves), only what the power above says")
+    return "\n".join(lines)
