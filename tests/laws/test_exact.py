@@ -234,10 +234,10 @@ class DraftsIntoItsTarget(NoDraft):
         self.target = target
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        length = len(self.target)
-        self.target.append((2, 1, 0))
-        self.target.score(TokenTree())
-        self.target.rewind(length)
+        if len(context) == 1:
+            self.target.append((2, 1, 0))
+            self.target.score(TokenTree())
+            self.target.rewind(1)
         return TokenTree.chain([1])
 
 
