@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from tinyspec.decoding.decode import Decoder, Target
 from tinyspec.decoding.sampling import Warp
@@ -39,6 +39,7 @@ class Knob:
     low: float | None = None
     high: float | None = None
     choices: tuple[Any, ...] = ()
+    small: tuple[Any, ...] = ()  # values the laws walk every outcome at; the first everywhere, each other one once
 
     def check(self, value: Any) -> Any:
         """The value in the default's type, or a one-line error that names the range."""
@@ -97,7 +98,15 @@ Builder = Callable[..., Decoder]
 
 @dataclass(frozen=True)
 class Card:
-    """What a technique is. `lossy` names a knob that trades the guarantee for speed, and its neutral value."""
+    """What a technique is, and what its laws must know of it.
+
+    lossy       the knob that trades the guarantee for speed, and its neutral value
+    kind        decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing, so no law
+    hidden      reads hidden states: no table can host it, so all is proved on small transformers
+    coupled     draws by `Chance.race`, whose noise rounds share: proved path by path
+    persistent  its state outlives a request
+    keeps       whose law is kept where it is not the user's model: in words; the laws then ask its own target
+    """
 
     name: str
     title: str
@@ -109,6 +118,11 @@ class Card:
     drafts: int = 0  # draft models it needs
     copies: bool = False  # takes reference texts
     lossy: tuple[str, Any] | None = None
+    kind: Literal["decoder", "refine", "analysis"] = "decoder"
+    hidden: bool = False
+    coupled: bool = False
+    persistent: bool = False
+    keeps: str = ""
 
     @property
     def doc(self) -> str:
@@ -164,12 +178,13 @@ def technique(
     drafts: int = 0,
     copies: bool = False,
     lossy: tuple[str, Any] | None = None,
+    **traits: Any,
 ) -> Callable[[Builder], Builder]:
-    """Register a builder under its file's name."""
+    """Register a builder under its file's name. `traits` are the other fields of a card."""
 
     def register(build: Builder) -> Builder:
         name = build.__module__.rpartition(".")[2]
-        _cards[name] = Card(name, title, paper, family, guarantee, tuple(knobs), build, drafts, copies, lossy)
+        _cards[name] = Card(name, title, paper, family, guarantee, tuple(knobs), build, drafts, copies, lossy, **traits)
         return build
 
     return register
