@@ -126,16 +126,11 @@ def flat_positions(feed: Feed) -> None:
 
 
 def siblings_visible(feed: Feed) -> None:
-    if feed.mask is not None:
-        feed.mask = torch.arange(feed.high)[None] <= torch.tensor(feed.slots)[:, None]
+    feed.seen = [(slot + 1, ()) for slot in feed.slots]
 
 
 def parent_hidden(feed: Feed) -> None:
-    if feed.mask is not None:
-        deep = [row for row, at in enumerate(feed.positions) if at > min(feed.positions) + 1]
-        for row in deep:
-            above = [slot for slot in range(feed.slots[row]) if feed.mask[row, slot]]
-            feed.mask[row, above[-1]] = False
+    feed.seen = [(prefix, (*own[:-2], *own[-1:])) for prefix, own in feed.seen]
 
 
 def late_positions(feed: Feed) -> None:
