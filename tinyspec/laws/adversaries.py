@@ -1,0 +1,105 @@
+"""Greedy equality: in float64, at temperature 0, the tokens are those of plain greedy decoding, whatever is drafted.
+
+The judge is a dense pass for every token: it knows no cache, no tree and no loop of ours.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from tinyspec.decoding.chance import Chance, Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.network import greedy
+from tinyspec.laws.stage import DRAFTS, Stage
+from tinyspec.technique import Card
+from tinyspec.tree import TokenTree
+
+GREEDY = "greedy equality"
+TOKENS = 14
+V = 5
+EOS = V - 1
+
+
+class Guess(NoDraft):
+    """Proposes a chain of three tokens, each of which it would stake everything on; its law says so.
+
+    token  the text so far -> the guess
+    """
+
+    def __init__(self, token: Callable[[Sequence[int]], int], vocabulary: int):
+        self.token, self.vocabulary = token, vocabulary
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        tokens: list[int] = []
+        for _ in range(min(3, room)):
+            tokens.append(self.token([*context, *tokens]))
+        return TokenTree.chain(tokens, [np.eye(self.vocabulary)[token] for token in tokens])
+
+
+def greedy_equality(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
+    """The technique with its own drafter on every kind of draft model, then its verifier under four strange drafters."""
+    base = Stage(card, seed=seed + 50, prompt=(0, 1, 2), vocabulary=V, deep=True, warp=Warp(0.0), largest=4)
+    for draft in DRAFTS if card.drafts or card.copies else DRAFTS[:1]:
+        stage = replace(base, draft=draft)
+        yield GREEDY, f"{draft} draft", lambda stage=stage: equal(stage)  # type: ignore[misc]
+    for strange in ("right", "wrong", "end of text", "random"):
+        yield GREEDY, f"its verifier, guesses always {strange}", lambda strange=strange: equal(base, strange)  # type: ignore[misc]
+
+
+def equal(stage: Stage, strange: str | None = None) -> Evidence:
+    """The same tokens with and without an end of text, over two prompts."""
+    begun, rounds = perf_counter(), 0
+    for stop in (Stop(max_new_tokens=TOKENS), Stop(eos=frozenset({EOS}), max_new_tokens=TOKENS)):
+        for prompt in (stage.prompt, (3,)):
+            here = replace(stage, prompt=prompt, stop=stop)
+            decoder = here.decoder()
+            if strange is not None:
+                decoder.drafter = Guess(guesser(here, strange), V)
+            got, expected = run(decoder, prompt), plain(here)
+            rounds += decoder.rounds
+            if got != expected:
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
+                    min(len(got), len(expected)),
+                )
+                accuse(
+                    GREEDY, expected[: at + 1], got[: at + 1], **here.words(), prompt=prompt,
+                    draft=strange or here.draft, logits=here.row((*prompt, *expected[:at])),
+                )  # fmt: skip
+    return Evidence(GREEDY, 4, rounds, perf_counter() - begun)
+
+
+def guesser(stage: Stage, strange: str) -> Callable[[Sequence[int]], int]:
+    """Whoever guesses always right, always wrong, always the end of text, or at random."""
+    if strange == "end of text":
+        return lambda text: EOS
+    if strange == "random":
+        return lambda text: (7 * len(text) + 3 * sum(text) + 1) % V
+    off = 0 if strange == "right" else 1
+    return lambda text: (greedy(stage.row(tuple(text)).tolist()) + off) % V
+
+
+def run(decoder: Decoder, prompt: Sequence[int]) -> list[int]:
+    """The new tokens of a whole request."""
+    decoder.extend(prompt)
+    chance = Seeded(0)
+    while not decoder.finished:
+        decoder.step(chance)
+    return decoder.new
+
+
+def plain(stage: Stage) -> list[int]:
+    """What plain greedy decoding says, by a dense pass a token."""
+    new: list[int] = []
+    while len(new) < TOKENS and not (new and new[-1] in stage.stop.eos):
+        new.append(greedy(stage.row((*stage.prompt, *new)).tolist()))
+    return new
+
+
+__all__: list[Any] = ["GREEDY", "Guess", "equal", "greedy_equality"]

@@ -1,0 +1,73 @@
+"""Techniques that draw by a race on shared noise: proved path by path, since continuous noise has no list of outcomes.
+
+Two statements make the law. On one seed, whatever is drafted, the tokens are the same, those of racing the target's law at
+every position: so drafting changes nothing. And a race alone has the law: the token that wins is distributed as the row.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from time import perf_counter
+
+from tinyspec.decoding.chance import Chance, Replay, Seeded
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.exact import Text
+from tinyspec.laws.stage import DRAFTS, Stage, told_warp
+from tinyspec.technique import Card
+
+PATHS = "same noise, same tokens"
+RACE = "a race has the law of its row"
+TOKENS, SEEDS = 8, 12
+WARPS = (Warp(), Warp(0.0), Warp(0.7, top_p=0.9))
+
+
+def coupled(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
+    """Every kind of draft, then the race itself."""
+    for warp in WARPS:
+        stage = Stage(
+            card, seed=seed, prompt=(0, 1), warp=warp, floats=True, stop=Stop(max_new_tokens=TOKENS), deep=card.hidden
+        )
+        for draft in DRAFTS if card.drafts or card.copies else DRAFTS[:1]:
+            here = replace(stage, draft=draft)
+            yield PATHS, f"{told_warp(warp)}, {draft} draft", lambda here=here: same_tokens(here)  # type: ignore[misc]
+    yield RACE, "two tokens", lambda: race_law(lambda uniforms: Replay(uniforms))
+
+
+def same_tokens(stage: Stage, seeds: int = SEEDS) -> Evidence:
+    """The decoder's tokens are those that win the races of the target's rows, position by position, on the same seed."""
+    begun, reference = perf_counter(), stage.reference()
+    for seed in range(seeds):
+        decoder, chance, races = stage.decoder(), Seeded(seed), Seeded(seed)
+        decoder.extend(stage.prompt)
+        while not decoder.finished:
+            decoder.step(chance)
+        text: Text = stage.prompt
+        while len(text) < len(stage.prompt) + TOKENS:
+            text = (*text, races.race(reference.next(text), len(text)))
+        expected, got = text[len(stage.prompt) :], tuple(decoder.new)
+        if got != expected:
+            accuse(PATHS, expected, got, **stage.words(), prompt=stage.prompt, draft=stage.draft, seed=seed)
+    return Evidence(PATHS, seeds, seeds, perf_counter() - begun)
+
+
+def race_law(chance: Callable[[list[float]], Chance], grid: int = 40) -> Evidence:
+    """Over two tokens the winner changes where theory says: with u0 given, token 1 wins until u1 = 1 - (1 - u0)^(p1/p0).
+
+    The exponential noise of a uniform is -log(1 - u), and the integral over u0 of 1 less those thresholds is p0. They are
+    found by bisection, so this is the law of the race itself and no sample of it.
+    """
+    begun, seen = perf_counter(), 0
+    for p in (0.5, 0.2, 0.9):
+        for i in range(grid):
+            u0 = (i + 0.5) / grid
+            low, high = 0.0, 1.0
+            for _ in range(50):
+                middle = (low + high) / 2
+                # token 1 wins while its own noise is small
+                low, high = (middle, high) if chance([u0, middle]).race([p, 1 - p], 0) == 1 else (low, middle)
+            expected, seen = 1 - (1 - u0) ** ((1 - p) / p), seen + 1
+            if not math.isclose(low, expected, abs_tol=1e-9):
+                accuse(RACE, expected, low, p=[p, 1 - p], u0=u0)
+    return Evidence(RACE, seen, 0, perf_counter() - begun)

@@ -1,0 +1,218 @@
+"""Where a technique is put to be judged: its builder, small models, adversaries in its draft's place, and the reference.
+
+A stage builds the same decoder again and again. Everything is rational or, on a transformer, float64; everything is made from
+a seed, so a case is its name and its number.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.laws.accused import accuse
+from tinyspec.laws.exact import JOINT, Law, Reference, Text, law
+from tinyspec.laws.network import greedy, network
+from tinyspec.laws.tables import TableModel
+from tinyspec.technique import Card, Knob, Request
+from tinyspec.tree import TokenTree
+
+DRAFTS = ("another", "right", "wrong", "stubborn")
+"""Who stands in for a draft model: another table, the target itself, one that always proposes what the target holds for
+least likely, one that always proposes the last token of the vocabulary (the end of text, where there is one)."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A technique on small models.
+
+    knobs       beside these, every whole-number knob is made small
+    vocabulary  V
+    seed        which target and drafts
+    floats      rows are float64 logits instead of Fractions
+    deep        a transformer of three layers instead of tables
+    draft       who drafts: one of DRAFTS
+    before      what the decoder has been through when the prompt comes
+    """
+
+    card: Card
+    knobs: dict[str, Any] = field(default_factory=dict)
+    warp: Warp = field(default_factory=Warp)
+    stop: Stop = field(default_factory=Stop)
+    prompt: Text = (0,)
+    vocabulary: int = 3
+    seed: int = 0
+    floats: bool = False
+    deep: bool = False
+    draft: str = "another"
+    positions: int | None = None
+    largest: int = 2
+    before: "Callable[[Stage, Decoder], Text | None] | None" = None
+
+    @cached_property
+    def target(self) -> Any:
+        """The model whose law is kept."""
+        if self.deep:
+            return network(self.seed, self.vocabulary)
+        zeros = (self.seed // 100 + self.seed) % 2 == 0
+        return TableModel(2 * self.seed + 1, self.vocabulary, zeros=zeros, floats=self.floats)
+
+    @cached_property
+    def drafts(self) -> list[Any]:
+        """Draft models; each further one differs."""
+        return [self._draft(number) for number in range(self.card.drafts)]
+
+    @cached_property
+    def references(self) -> list[list[int]]:
+        """Texts to copy from: what the target would say, or what it would not, or noise."""
+        if not self.card.copies:
+            return []
+        if self.draft in ("right", "wrong"):
+            pick = greedy if self.draft == "right" else _least
+            text = list(self.prompt)
+            for _ in range(6):
+                text.append(pick(self.row(tuple(text))))
+            return [text]
+        if self.draft == "stubborn":
+            return [[*range(self.vocabulary), *[self.vocabulary - 1] * 4]]
+        rng = random.Random(self.seed)
+        return [[rng.randrange(self.vocabulary) for _ in range(7)] for _ in range(2)]
+
+    def row(self, context: Text) -> Any:
+        """The target's conditionals by a pass of their own: [V] Fractions or logits."""
+        if self.card.keeps:  # the law of the technique's own target, asked for one text at a time
+            own = self.made().target
+            own.extend(context)
+            return own.score(TokenTree()).logits[0]
+        return _conditional(self.target, context)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every knob: as given, else neutral, else small."""
+        neutral = {} if self.card.lossy is None else dict([self.card.lossy])
+        return {knob.name: small(knob, self.largest) for knob in self.card.knobs} | neutral | self.knobs
+
+    def made(self) -> Decoder:
+        """A new decoder, with nothing behind it."""
+        ledger: list[Any] = []
+        request = Request(
+            target=self.target.session(ledger),
+            drafts=[model.session(ledger) for model in self.drafts],
+            warp=self.warp,
+            stop=self.stop,
+            references=self.references,
+            positions=self.positions,
+            ledger=ledger,
+        )
+        return self.card.make(request, **self.settings)
+
+    def decoder(self) -> Decoder:
+        """A new decoder with its past behind it, if it is to have one."""
+        decoder = self.made()
+        if self.before is not None:
+            self.before(self, decoder)
+        return decoder
+
+    def reference(self) -> Reference:
+        """What its law must be."""
+        return Reference(self.row, self.warp, self.stop, self.positions)
+
+    def law(self, tokens: int, rounds: int | None = None) -> Law:
+        """The exact law of what comes after the prompt."""
+        models = () if self.card.persistent else (self.target, *self.drafts)  # an online draft's weights are state
+        return law(self.decoder, tokens, self.prompt, rounds=rounds, outside=lambda decoder: models)
+
+    def judge(self, expected: Law, got: Law, prompt: Text, within: float, name: str = JOINT) -> None:
+        """Raise Accused unless the laws agree; tells the shortest text that differs, and p and q along it."""
+        for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):
+            ours, theirs = got.get(text, 0), expected.get(text, 0)
+            if ours == theirs or (within and abs(ours - theirs) <= within):
+                continue
+            reference = self.reference()
+            contexts = [(*prompt, *text[:i]) for i in range(len(text))]
+            case: dict[str, Any] = {**self.words(), "prompt": prompt, "text": text}
+            case["p along the text"] = [reference.next(context) for context in contexts]
+            for number, model in enumerate(self.drafts):
+                which = f"q of draft {number}" if len(self.drafts) > 1 else "q"
+                law = Reference(partial(_conditional, model), self.warp)
+                case[f"{which} along the text"] = [law.next(context) for context in contexts]
+            accuse(name, theirs, ours, **case)
+
+    def words(self) -> dict[str, Any]:
+        """The case in words."""
+        told: dict[str, Any] = {"method": self.card.name, "knobs": self.settings, "warp": told_warp(self.warp)}
+        if self.card.copies:
+            told["references"] = self.references
+        if self.stop != Stop():
+            told["stop"] = {k: v for k, v in vars(self.stop).items() if v}
+        return told
+
+    def _draft(self, number: int) -> Any:
+        if self.draft == "right":
+            return self.target
+        seed, v = 2 * self.seed + 2 + 1000 * number, self.vocabulary
+        if self.draft == "another":
+            return network(seed, v) if self.deep else TableModel(seed, v, floats=self.floats, name="draft")
+        exact = self if self.deep else replace(self, floats=False)
+        hold = (lambda context: _least(exact.row(context))) if self.draft == "wrong" else (lambda context: v - 1)
+        rows = lambda context: [int(token == hold(context)) for token in range(v)]  # noqa: E731
+        return TableModel(vocabulary=v, rows=rows, floats=self.floats or self.deep, name=self.draft)
+
+
+def _conditional(model: Any, context: Text) -> Any:
+    """A model's row by a pass of its own."""
+    return model.row(context) if isinstance(model, TableModel) else model.logits(context)[-1].numpy()
+
+
+def _least(row: Sequence[Any]) -> int:
+    """The least likely token, the highest id of equals."""
+    return min(range(len(row)), key=lambda token: (row[token], -token))
+
+
+def small(knob: Knob, largest: int) -> Any:
+    """A value at which every outcome can be walked: what the knob names, else no whole number above `largest`."""
+    if knob.small:
+        return knob.small[0]
+    if isinstance(knob.default, bool) or not isinstance(knob.default, int) or knob.choices:
+        return knob.default
+    return max(min(knob.default, largest), int(knob.low if knob.low is not None else 0))
+
+
+def told_warp(warp: Warp) -> str:
+    """The settings that differ from plain sampling.
+
+    >>> told_warp(Warp(0.5, top_k=2)), told_warp(Warp())
+    ('temperature 0.5, top_k 2', 'temperature 1')
+    """
+    plain = Warp()
+    told = [f"{name} {value}" for name, value in vars(warp).items() if value != getattr(plain, name)]
+    return ", ".join(told) or "temperature 1"
+
+
+# ---------------------------------------------------------------------- pasts
+
+
+def after_a_request(stage: Stage, decoder: Decoder) -> None:
+    """Another text was decoded and closed: nothing of it may be left but what a persistent technique learnt."""
+    _run(decoder, (1, 0), stage.seed, 4)
+    decoder.end()
+    decoder.rewind(0)
+
+
+def taken_back(stage: Stage, decoder: Decoder) -> None:
+    """The text went on for two rounds, was taken back to the prompt, and was corrected from outside by one token."""
+    _run(decoder, stage.prompt, stage.seed, 3)
+    decoder.rewind(len(stage.prompt))
+    decoder.extend((1,))
+
+
+def _run(decoder: Decoder, prompt: Text, seed: int, tokens: int) -> None:
+    decoder.extend(prompt)
+    chance = Seeded(seed)
+    for number in range(tokens):
+        if not decoder.finished:
+            decoder.step(chance.split("past", number))

@@ -1,0 +1,207 @@
+"""One suite a guarantee: the cases that a registered technique is held to, found from its card. There is no way to opt out.
+
+A case is a plain function with a name; `prove` runs them and adds up what they looked at. Where a technique's own knobs make
+too large a tree to walk, its card says smaller values (`Knob.small`).
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.adversaries import greedy_equality
+from tinyspec.laws.exact import JOINT, Law, Reference
+from tinyspec.laws.knobs import ladder, monotone
+from tinyspec.laws.network import WITHIN
+from tinyspec.laws.pathwise import coupled
+from tinyspec.laws.stage import DRAFTS, Stage, after_a_request, taken_back, told_warp
+from tinyspec.technique import Card, Guarantee, Knob
+
+FLOATS = 1e-12
+ROUND = "the laws of a round"
+
+SINGLE = [Warp(), *(Warp(t) for t in (0.0, 0.5, 1 / 3)), Warp(top_k=2), Warp(top_p=0.7), Warp(min_p=0.4)]
+PAIRS = [
+    *(Warp(t, k, p, m) for t in (0.5, 1 / 3, 0.0) for k, p, m in ((2, None, None), (None, 0.7, None), (None, None, 0.4))),
+    Warp(top_k=2, top_p=0.6), Warp(top_k=2, min_p=0.5), Warp(top_p=0.8, min_p=0.3),
+]  # fmt: skip
+IRRATIONAL = [Warp(0.7), Warp(1.3, top_p=0.8), Warp(repetition_penalty=1.3), Warp(0.7, 2, repetition_penalty=0.8)]
+DEEP = [Warp(top_k=2), Warp(0.7, top_p=0.6)]
+HIDDEN = [*DEEP, Warp(0.0), Warp(min_p=0.5), Warp(2.0, top_k=2, repetition_penalty=1.2)]
+
+Oracle = Callable[[Card], Evidence]
+ORACLES: dict[str, Oracle] = {}
+"""Techniques whose output law is nobody else's (APPROX), and those that rewrite a canvas: each brings its own exact oracle."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to look at: the law it belongs to, what is special about it, and how it is done. Raises Accused."""
+
+    law: str
+    title: str
+    run: Callable[[], Evidence]
+
+
+def oracle(name: str) -> Callable[[Oracle], Oracle]:
+    """Enter the oracle of a technique."""
+
+    def enter(function: Oracle) -> Oracle:
+        ORACLES[name] = function
+        return function
+
+    return enter
+
+
+def cases(card: Card, seed: int = 0) -> list[Case]:
+    """Everything that a technique is held to, the smallest first. Another seed: other tables, prompts and references."""
+    if card.kind == "analysis":
+        return []
+    if card.name in ORACLES:
+        return [Case("its own oracle", card.name, lambda: ORACLES[card.name](card))]
+    if card.kind == "refine" or card.guarantee is Guarantee.APPROX:
+        raise TinyspecError(f"{card.name} promises no other's law, so it must bring an oracle: see laws.suites.oracle")
+    if card.coupled:
+        return [*_by_paths(card, seed), *_greedy(card, seed), *_knobs(card, seed)]
+    if card.guarantee is Guarantee.GREEDY:
+        return [*_greedy(card, seed), *_knobs(card, seed)]
+    return [*_exact(card, seed), *_greedy(card, seed), *_knobs(card, seed)]
+
+
+# ---------------------------------------------------------------------- EXACT
+
+
+def _exact(card: Card, seed: int) -> Iterator[Case]:
+    """The joint law is the reference's: under every warper, stop, draft and past."""
+    base = Stage(card, seed=seed, prompt=_prompt(seed), deep=card.hidden, vocabulary=4 if card.hidden else 3)
+    if card.hidden:
+        for number, warp in enumerate(HIDDEN):
+            yield _joint(replace(base, warp=warp, seed=seed + 100 * number), 2 + (number == 0), told_warp(warp))
+        base = replace(base, warp=DEEP[0])
+    else:
+        tiny = replace(base, vocabulary=2)
+        yield _joint(tiny, 1, "V = 2, one token")
+        yield _joint(tiny, 2, "V = 2, two tokens")
+        for number, warp in enumerate([*SINGLE, *PAIRS]):
+            stage = replace(base, warp=warp, seed=seed + 100 * number, stop=Stop(max_new_tokens=3))
+            yield _joint(stage, 3, told_warp(warp))
+        yield _joint(replace(base, seed=seed + 7), 2, "no end in sight")
+        for number, warp in enumerate(IRRATIONAL):
+            stage = replace(base, warp=warp, floats=True, seed=seed + 100 * number, stop=Stop(max_new_tokens=3))
+            yield _joint(stage, 3, f"{told_warp(warp)}, in floats")
+        four = replace(base, largest=3, seed=seed + 8, stop=Stop(max_new_tokens=4))
+        yield _joint(four, 4, "four tokens, whole numbers to 3")
+        yield _single(replace(base, vocabulary=5, seed=seed + 9, warp=Warp(top_k=3)), "V = 5, one round")
+        for number, warp in enumerate(DEEP[:1]):
+            deep = replace(base, deep=True, vocabulary=4, warp=warp, seed=seed + number, stop=Stop(max_new_tokens=3))
+            yield _joint(deep, 3, f"a transformer, {told_warp(warp)}")
+    for number, draft in enumerate(DRAFTS[1:]):
+        if card.drafts or card.copies:
+            yield _joint(replace(base, draft=draft, seed=seed + 20 + number), 2, f"{draft} draft")
+    ends = Stop(eos=frozenset({base.vocabulary - 1}), max_new_tokens=3)
+    for draft in ("another", "stubborn"):
+        yield _joint(replace(base, stop=ends, draft=draft, seed=seed + 30), 3, f"end of text, {draft} draft")
+    stops = Stop(sequences=((0, 1), (1, 1, 0)), max_new_tokens=3)
+    yield _joint(replace(base, stop=stops, seed=seed + 31), 3, "stop sequences")
+    yield _joint(replace(base, positions=len(base.prompt) + 2, seed=seed + 32), 3, "the context's limit")
+    yield _joint(replace(base, before=after_a_request, seed=seed + 33), 2, "after another request")
+    yield _joint(replace(base, before=taken_back, seed=seed + 34), 2, "taken back and corrected", correction=(1,))
+    yield Case(ROUND, "as drafts of another level", lambda: rounds(replace(base, seed=seed + 35)))
+
+
+def _prompt(seed: int) -> tuple[int, ...]:
+    return (0, 1) if seed == 0 else tuple(random.Random(seed).randrange(2) for _ in range(1 + seed % 3))
+
+
+def _joint(stage: Stage, tokens: int, title: str, correction: tuple[int, ...] = ()) -> Case:
+    """The joint law of so many tokens."""
+
+    def run() -> Evidence:
+        begun = perf_counter()
+        prompt = (*stage.prompt, *correction)
+        expected, got = stage.reference().law(tokens, prompt), stage.law(tokens)
+        stage.judge(expected, got, prompt, _within(stage))
+        return Evidence(JOINT, 1, got.branches, perf_counter() - begun)
+
+    return Case(JOINT, title, run)
+
+
+def _within(stage: Stage) -> float:
+    return WITHIN if stage.deep else FLOATS if stage.floats or _float_knobs(stage) else 0.0
+
+
+def _float_knobs(stage: Stage) -> bool:
+    return any(isinstance(value, float) and value != int(value) for value in stage.settings.values())
+
+
+def _single(stage: Stage, title: str) -> Case:
+    """One round, continued as the reference continues: everything that a round may emit is judged, in a larger vocabulary."""
+
+    def run() -> Evidence:
+        begun = perf_counter()
+        got = stage.law(9, rounds=1)
+        longest, reference = max(map(len, got)), stage.reference()
+        whole = Law()
+        for text, probability in got.items():
+            for rest, more in reference.law(longest - len(text), (*stage.prompt, *text)).items():
+                whole[(*text, *rest)] = whole.get((*text, *rest), 0) + probability * more
+        stage.judge(reference.law(longest, stage.prompt), whole, stage.prompt, _within(stage))
+        return Evidence(JOINT, 1, got.branches, perf_counter() - begun)
+
+    return Case(JOINT, title, run)
+
+
+def rounds(stage: Stage, tokens: int = 12) -> Evidence:
+    """`Round.laws` is what its tokens are distributed as, so that a decoder can draft for another: the warped rows."""
+    begun = perf_counter()
+    reference, seen = stage.reference(), 0
+    for seed in range(3):
+        decoder, chance, text = stage.decoder(), Seeded(seed), stage.prompt
+        decoder.extend(text)
+        while len(decoder.new) < tokens:
+            round = decoder.step(chance)
+            for token, law in zip(round.tokens, round.laws, strict=True):
+                expected, got, seen = reference.next(text), list(law), seen + 1
+                if any(abs(a - b) > _within(stage) for a, b in zip(expected, got, strict=True)):
+                    accuse(ROUND, expected, got, **stage.words(), context=text, token=token)
+                text = (*text, token)
+    return Evidence(ROUND, seen, 0, perf_counter() - begun)
+
+
+# ---------------------------------------------------------------------- the others
+
+
+def _greedy(card: Card, seed: int) -> Iterator[Case]:
+    """At temperature 0 the tokens are those of plain greedy decoding, whatever is drafted."""
+    yield from (Case(law, title, run) for law, title, run in greedy_equality(card, seed))
+
+
+def _by_paths(card: Card, seed: int) -> Iterator[Case]:
+    """Shared noise cannot be enumerated: same seed, any drafter, same tokens; and the race alone has the law."""
+    yield from (Case(law, title, run) for law, title, run in coupled(card, seed))
+
+
+def _knobs(card: Card, seed: int) -> Iterator[Case]:
+    """Each choice and each further small value of a knob once; and a lossy knob costs less the further it is turned."""
+    base = Stage(card, seed=seed + 40, prompt=_prompt(seed), deep=card.hidden, vocabulary=4 if card.hidden else 3)
+    warp = Warp(0.0) if card.guarantee is Guarantee.GREEDY else DEEP[0] if card.hidden else Warp(0.5)
+    for knob in card.knobs:
+        for value in _others(knob):
+            stage = replace(base, knobs={knob.name: value}, warp=warp, stop=Stop(max_new_tokens=3))
+            if not card.coupled and not (card.lossy and card.lossy[0] == knob.name):
+                yield _joint(stage, 3, f"{knob.name} {value}")
+    if card.lossy is not None:
+        yield Case("cost falls as the knob is turned", card.lossy[0], lambda: monotone(base, ladder(card)))
+
+
+def _others(knob: Knob) -> list[Any]:
+    return [value for value in (knob.choices or knob.small[1:]) if value != knob.default or knob.small]
+
+
+__all__ = ["ORACLES", "Case", "Reference", "cases", "oracle", "rounds"]
