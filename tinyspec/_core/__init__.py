@@ -5,30 +5,26 @@
 
 import os
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 COMPILED: bool = False
 """Whether the compiled kernels run."""
 
-compute: "ModuleType | None" = None
-"""The compiled transformer; None where nothing was compiled: then torch computes."""
-
 PURE = os.environ.get("TINYSPEC_PURE", "0") not in ("", "0")
 
 if not PURE or TYPE_CHECKING:
     try:
-        from tinyspec._core import compute as _compute
+        from tinyspec._core import compute as compute  # the transformer; None below: then torch computes
         from tinyspec._core.sampling import draw, order, pick, race, residual, walk, warp, without
         from tinyspec._core.tree import ancestors, depths, unique_paths
         from tinyspec._core.trie import NgramIndex
 
         COMPILED = True
-        compute = _compute
     except ImportError:
         print("tinyspec: no compiled kernels found, using the slow pure-Python ones (same results)", file=sys.stderr)
 
 if not TYPE_CHECKING and not COMPILED:
+    compute = None
     from tinyspec._core.fallback import (
         NgramIndex,
         ancestors,
@@ -48,6 +44,7 @@ __all__ = [
     "COMPILED",
     "NgramIndex",
     "ancestors",
+    "compute",
     "depths",
     "draw",
     "order",

@@ -22,6 +22,11 @@ static inline V4 odd4(const uint16_t *p) {
     memcpy(&v, p, sizeof v);
     return (V4)(v & 0xffff0000u);
 }
+static inline V4 half4(const uint16_t *p) { return (V4){widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}; }
+static inline V4 max4(V4 a, V4 b) {
+    for (int i = 0; i < 4; i++) a[i] = a[i] > b[i] ? a[i] : b[i];
+    return a;
+}
 enum { AHEAD = 16 }; /* inputs whose weights are asked for before they are needed */
 
 #define SUFFIX _plain
@@ -40,6 +45,11 @@ enum { AHEAD = 16 }; /* inputs whose weights are asked for before they are neede
 #define FMA(a, b, c) ((a) * (b) + (c))
 #define MOST 6
 #endif
+#define ADD(a, b) ((a) + (b))
+#define MAX(a, b) max4(a, b)
+#define TOTAL(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
+#define CHAINS 4
+#define HALF(p) half4(p)
 #define EVEN(p) even4(p)
 #define ODD(p) odd4(p)
 #define SOME(k) ((k) == 1 ? 2 : 1)
@@ -50,6 +60,11 @@ enum { AHEAD = 16 }; /* inputs whose weights are asked for before they are neede
 #include <immintrin.h>
 #endif
 
+static inline __attribute__((always_inline, target("avx2,fma"))) float total8(__m256 v) {
+    __m128 a = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+}
 #define SUFFIX _avx2
 #define NAME "avx2"
 #define TARGET __attribute__((target("avx2,fma")))
@@ -59,6 +74,11 @@ enum { AHEAD = 16 }; /* inputs whose weights are asked for before they are neede
 #define STORE(p, v) _mm256_storeu_ps(p, v)
 #define SET(x) _mm256_set1_ps(x)
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define ADD(a, b) _mm256_add_ps(a, b)
+#define MAX(a, b) _mm256_max_ps(a, b)
+#define TOTAL(v) total8(v)
+#define CHAINS 4
+#define HALF(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define EVEN(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)(p)), 16))
 #define ODD(p) \
     _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *)(p)), _mm256_set1_epi32((int)0xffff0000)))
@@ -78,6 +98,11 @@ enum { AHEAD = 16 }; /* inputs whose weights are asked for before they are neede
 #define STORE(p, v) _mm512_storeu_ps(p, v)
 #define SET(x) _mm512_set1_ps(x)
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define ADD(a, b) _mm512_add_ps(a, b)
+#define MAX(a, b) _mm512_max_ps(a, b)
+#define TOTAL(v) _mm512_reduce_add_ps(v)
+#define CHAINS 2
+#define HALF(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define EVEN(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512((const void *)(p)), 16))
 #define ODD(p) \
     _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512((const void *)(p)), _mm512_set1_epi32((int)0xffff0000)))

@@ -1,6 +1,7 @@
 /* The kernels in terms of one vector type; kernels.c includes this once for each kind of processor.
  *
  * Before it is included: SUFFIX, NAME, TARGET, VEC (floats a vector), V, LOAD, STORE, SET, FMA(a, b, c) = a b + c,
+ * ADD, MAX, TOTAL (the sum of a vector by a fixed tree), HALF(from): VEC bfloat16 as floats, CHAINS (sums at a time in attention),
  * EVEN(from), ODD(from): the first or second of VEC pairs of bfloat16 as floats, MOST (rows of a slab), SOME(k): blocks at a time for k rows.
  *
  * The roofline decides: with one row each weight is used once, so a product is as fast as the weights arrive. Up to MOST
@@ -16,16 +17,20 @@ enum { FN(PARTS_) = BLOCK / VEC };
 
 /* What has been summed for one row and block goes to y: plus bias, plus what stands there already. */
 INLINE void FN(put)(const Matrix *w, int block, const V *sum, float *y, int add) {
+    const int at = block * BLOCK, n = w->out - at;
+    if (n >= BLOCK) {
+        _Pragma("GCC unroll 16") for (int p = 0; p < PARTS; p++) {
+            V v = w->bias ? ADD(sum[p], LOAD(w->bias + at + p * VEC)) : sum[p];
+            STORE(y + at + p * VEC, add ? ADD(LOAD(y + at + p * VEC), v) : v);
+        }
+        return;
+    }
     float out[BLOCK];
-    int at = block * BLOCK, n = w->out - at < BLOCK ? w->out - at : BLOCK;
     _Pragma("GCC unroll 16") for (int p = 0; p < PARTS; p++) STORE(out + p * VEC, sum[p]);
-    y += at;
-    if (w->bias)
-        for (int o = 0; o < n; o++) out[o] += w->bias[at + o];
-    if (add)
-        for (int o = 0; o < n; o++) y[o] += out[o];
-    else
-        for (int o = 0; o < n; o++) y[o] = out[o];
+    for (int o = 0; o < n; o++) {
+        float v = w->bias ? out[o] + w->bias[at + o] : out[o];
+        y[at + o] = add ? y[at + o] + v : v;
+    }
 }
 
 /* K rows against G neighbouring blocks. K and G are constants where this is inlined and every loop over them is unrolled,
@@ -148,27 +153,72 @@ static TARGET void FN(activate)(float *h, const float *up, int n, int silu) {
         for (int i = 0; i < n; i++) h[i] *= up[i];
 }
 
-/* A key or value [width] as floats; `half`: it is stored as bfloat16. */
-INLINE const float *FN(open)(const char *at, int half, int width, float *room) {
-    if (!half) return (const float *)at;
-    const uint16_t *h = (const uint16_t *)at;
-    for (int i = 0; i < width; i++) room[i] = widen(h[i]);
-    return room;
+/* VEC numbers of a key or value, from number i on; `half`: they are stored as bfloat16. One number: */
+INLINE V FN(some_of)(const char *p, int i, const int half) {
+    return half ? HALF((const uint16_t *)p + i) : LOAD((const float *)p + i);
+}
+INLINE float FN(one_of)(const char *p, int i, const int half) {
+    return half ? widen(((const uint16_t *)p)[i]) : ((const float *)p)[i];
 }
 
-/* q . k, summed in BLOCK lanes and then pairwise: the order depends on the width alone. */
-INLINE float FN(dot)(const float *q, const float *k, int width) {
-    float lane[BLOCK] = {0};
-    int whole = width / BLOCK * BLOCK;
-    V sum[PARTS];
-    UNROLL for (int p = 0; p < PARTS; p++) sum[p] = SET(0.0f);
-    for (int i = 0; i < whole; i += BLOCK)
-        UNROLL for (int p = 0; p < PARTS; p++) sum[p] = FMA(LOAD(q + i + p * VEC), LOAD(k + i + p * VEC), sum[p]);
-    UNROLL for (int p = 0; p < PARTS; p++) STORE(lane + p * VEC, sum[p]);
-    for (int i = whole; i < width; i++) lane[i - whole] += q[i] * k[i];
-    for (int n = BLOCK / 2; n; n /= 2)
-        for (int i = 0; i < n; i++) lane[i] += lane[i + n];
-    return lane[0];
+/* q . k, summed in VEC lanes, these by a fixed tree, then what is left over: the order depends on the width alone. */
+INLINE float FN(dot)(const float *q, const char *k, int width, const int half) {
+    V sum = SET(0.0f);
+    int i = 0;
+    for (; i + VEC <= width; i += VEC) sum = FMA(LOAD(q + i), FN(some_of)(k, i, half), sum);
+    float total = TOTAL(sum);
+    for (; i < width; i++) total += q[i] * FN(one_of)(k, i, half);
+    return total;
+}
+
+/* e[0..n-1] = exp(e - max e); returns their sum, in VEC lanes by index. */
+INLINE float FN(soft)(float *e, int n) {
+    V high = SET(e[0]), sum = SET(0.0f);
+    int j = 0;
+    for (; j + VEC <= n; j += VEC) high = MAX(LOAD(e + j), high);
+    float lane[VEC], most;
+    STORE(lane, high);
+    most = lane[0];
+    for (int l = 1; l < VEC; l++) most = lane[l] > most ? lane[l] : most;
+    for (; j < n; j++) most = e[j] > most ? e[j] : most;
+    for (j = 0; j < n; j++) e[j] = FN(exp)(e[j] - most);
+    for (j = 0; j + VEC <= n; j += VEC) sum = ADD(LOAD(e + j), sum);
+    float total = TOTAL(sum);
+    for (; j < n; j++) total += e[j];
+    return total;
+}
+
+/* Keys or values that stand `line` bytes apart: number j at slot list[j], or at slot j where there is no list. */
+typedef struct {
+    const char *base;
+    const int *list;
+    size_t line;
+    int count;
+} FN(Run);
+#define PLACE(run, j) ((run)->base + (size_t)((run)->list ? (run)->list[j] : (j)) * (run)->line)
+
+INLINE void FN(add_scores)(const Stack *s, const FN(Run) *run, const int half, const float *q, float *scores, int n) {
+    for (int j = 0; j < run->count; j++)
+        for (int g = 0; g < s->heads / s->shared; g++)
+            scores[(size_t)g * n + j] = FN(dot)(q + g * s->width, PLACE(run, j), s->width, half) * s->scale;
+}
+
+INLINE void FN(add_values)(const Stack *s, const FN(Run) *run, const int half, const float *scores, int n, float *out) {
+    for (int g = 0; g < s->heads / s->shared; g++) {
+        const float *e = scores + (size_t)g * n;
+        float *o = out + g * s->width;
+        int i = 0;
+        for (; i + CHAINS * VEC <= s->width; i += CHAINS * VEC) {
+            V sum[CHAINS];
+            UNROLL for (int c = 0; c < CHAINS; c++) sum[c] = LOAD(o + i + c * VEC);
+            for (int j = 0; j < run->count; j++)
+                UNROLL for (int c = 0; c < CHAINS; c++)
+                    sum[c] = FMA(SET(e[j]), FN(some_of)(PLACE(run, j), i + c * VEC, half), sum[c]);
+            UNROLL for (int c = 0; c < CHAINS; c++) STORE(o + i + c * VEC, sum[c]);
+        }
+        for (; i < s->width; i++)
+            for (int j = 0; j < run->count; j++) o[i] += e[j] * FN(one_of)(PLACE(run, j), i, half);
+    }
 }
 
 /* The attention of one row in one key/value head, for the query heads that share it.
@@ -179,42 +229,33 @@ INLINE float FN(dot)(const float *q, const float *k, int width) {
 static TARGET void FN(attend)(const Stack *s, const Row *row, int layer, int head, const int *seen, int prefix, int extra,
                               const float *q, float *out, float *scores) {
     const int width = s->width, group = s->heads / s->shared, n = row->lead + prefix + extra;
-    const size_t size = s->half ? 2 : 4, line = (size_t)width * size, plane = (size_t)row->capacity * line;
+    const size_t line = (size_t)width * (s->half ? 2 : 4), plane = (size_t)row->capacity * line;
     const char *keys = row->cache + ((size_t)(2 * layer) * s->shared + head) * plane, *values = keys + s->shared * plane;
     const size_t lead = ((size_t)layer * s->shared + head) * row->lead * width;
-    float room[width];
-#define AT(what, j)                                                                                                    \
-    (j < row->lead ? row->lead_##what + lead + (size_t)j * width                                                       \
-                   : FN(open)(what + (j - row->lead < prefix ? (size_t)(j - row->lead) : (size_t)seen[j - row->lead - prefix]) * line, \
-                              s->half, width, room))
-    for (int j = 0; j < n; j++) {
-        const float *key = AT(keys, j);
-        for (int g = 0; g < group; g++) scores[(size_t)g * n + j] = FN(dot)(q + g * width, key, width) * s->scale;
+    FN(Run) first = {(const char *)(row->lead_keys + lead), NULL, width * sizeof(float), row->lead};
+    FN(Run) then = {keys, NULL, line, prefix}, last = {keys, seen, line, extra};
+    float total[group], *at = scores + row->lead;
+    if (row->lead) FN(add_scores)(s, &first, 0, q, scores, n);
+    if (s->half) {
+        FN(add_scores)(s, &then, 1, q, at, n);
+        FN(add_scores)(s, &last, 1, q, at + prefix, n);
+    } else {
+        FN(add_scores)(s, &then, 0, q, at, n);
+        FN(add_scores)(s, &last, 0, q, at + prefix, n);
     }
-    float total[group];
-    for (int g = 0; g < group; g++) {
-        float *e = scores + (size_t)g * n, most = e[0], lane[BLOCK] = {0};
-        for (int j = 1; j < n; j++) most = e[j] > most ? e[j] : most;
-        for (int j = 0; j < n; j++) e[j] = FN(exp)(e[j] - most);
-        for (int j = 0; j < n; j++) lane[j % BLOCK] += e[j];
-        for (int m = BLOCK / 2; m; m /= 2)
-            for (int i = 0; i < m; i++) lane[i] += lane[i + m];
-        total[g] = lane[0];
-    }
+    for (int g = 0; g < group; g++) total[g] = FN(soft)(scores + (size_t)g * n, n);
     for (int i = 0; i < group * width; i++) out[i] = 0.0f;
-    for (int j = 0; j < n; j++) {
-        const float *value = AT(values, j);
-        for (int g = 0; g < group; g++) {
-            const float e = scores[(size_t)g * n + j];
-            float *o = out + g * width;
-            int i = 0;
-            for (; i + VEC <= width; i += VEC) STORE(o + i, FMA(SET(e), LOAD(value + i), LOAD(o + i)));
-            for (; i < width; i++) o[i] += e * value[i];
-        }
+    first.base = (const char *)(row->lead_values + lead), then.base = last.base = values;
+    if (row->lead) FN(add_values)(s, &first, 0, scores, n, out);
+    if (s->half) {
+        FN(add_values)(s, &then, 1, at, n, out);
+        FN(add_values)(s, &last, 1, at + prefix, n, out);
+    } else {
+        FN(add_values)(s, &then, 0, at, n, out);
+        FN(add_values)(s, &last, 0, at + prefix, n, out);
     }
     for (int g = 0; g < group; g++)
         for (int i = 0; i < width; i++) out[g * width + i] /= total[g];
-#undef AT
 }
 
 static const Kernel FN(kernel) = {NAME, MOST, 0, FN(product), FN(attend), FN(activate)};
@@ -236,6 +277,12 @@ static const Kernel FN(kernel) = {NAME, MOST, 0, FN(product), FN(attend), FN(act
 #undef SET
 #undef FMA
 #undef EVEN
+#undef HALF
+#undef ADD
+#undef MAX
+#undef TOTAL
+#undef CHAINS
+#undef PLACE
 #undef ODD
 #undef UNROLL
 #undef SOME
