@@ -3,7 +3,7 @@
 import click
 
 import tinyspec
-from tinyspec.cli import bench, chat, generate, methods, models, race, train
+from tinyspec.cli import bench, chat, generate, laws, methods, models, race, train
 from tinyspec.cli.base import Group
 
 
@@ -17,6 +17,7 @@ def main() -> None:
       tinyspec race                             plain against speculative decoding, side by side
       tinyspec generate "The old sailor said"   continue a text
       tinyspec methods                          every technique, with its guarantee and its knobs
+      tinyspec laws --all                       prove them, outcome by outcome
       tinyspec generate --help                  what a command takes, with examples
 
     Errors are one line on standard error and exit code 2; --debug (or TINYSPEC_DEBUG=1) adds the traceback.
@@ -28,6 +29,7 @@ for command in (
     generate.generate,
     chat.chat,
     methods.methods,
+    laws.laws,
     models.models,
     models.data,
     train.train,

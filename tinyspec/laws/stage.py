@@ -158,8 +158,11 @@ class Stage:
         if self.draft == "another":
             return network(seed, v) if self.deep else TableModel(seed, v, floats=self.floats, name="draft")
         exact = self if self.deep else replace(self, floats=False)
-        hold = (lambda context: _least(exact.row(context))) if self.draft == "wrong" else (lambda context: v - 1)
-        rows = lambda context: [int(token == hold(context)) for token in range(v)]  # noqa: E731
+
+        def rows(context: Text) -> list[int]:
+            held = _least(exact.row(context)) if self.draft == "wrong" else v - 1
+            return [int(token == held) for token in range(v)]
+
         return TableModel(vocabulary=v, rows=rows, floats=self.floats or self.deep, name=self.draft)
 
 

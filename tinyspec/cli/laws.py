@@ -1,0 +1,234 @@
+"""tinyspec laws: hold techniques to their guarantees by walking every outcome, and the laws to the field's mistakes."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinyspec.cli import base
+from tinyspec.errors import TinyspecError
+
+if TYPE_CHECKING:
+    from tinyspec.technique import Card
+
+Bar = Callable[[str, int, int], None]
+"""Shows what is under way: words, done, of how many."""
+
+
+@click.command("laws", cls=base.Command)
+@click.argument("methods", nargs=-1, metavar="[METHOD]...")
+@base.options(
+    click.option("--all", "everything", is_flag=True, help="Every technique there is."),
+    click.option("--thorough", is_flag=True, help="Ten times as many cases."),
+    click.option("--seeds", type=click.IntRange(1), help="Instead: a short sample of the cases on so many seeds."),
+    click.option(
+        "--resume", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE",
+        help="Keep what is done in this JSON file, and go on where it was left.",
+    ),
+    click.option("--mutants", is_flag=True, help="Which law kills each of the field's mistakes."),
+    click.option("--toys", is_flag=True, help="Which trap each toy falls into."),
+    click.option("--demo", is_flag=True, help="Sample a method on a real model: evidence, labelled as such."),
+    click.option("--model", "-m", default="storyteller", show_default=True, help="With --demo: the model."),
+    click.option("--samples", type=click.IntRange(1), default=2000, show_default=True, help="With --demo: texts."),
+    click.option("--json", "as_json", is_flag=True, help="JSON on standard output."),
+    click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
+)  # fmt: skip
+def laws(
+    methods: tuple[str, ...],
+    everything: bool,
+    thorough: bool,
+    seeds: int | None,
+    resume: Path | None,
+    mutants: bool,
+    toys: bool,
+    demo: bool,
+    model: str,
+    samples: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Prove a technique: walk every outcome of its decoder on small models and compare the law of its texts, exactly.
+
+    Prints, law by law, how many cases were looked at, how many outcomes were walked, and how long it took. A failure prints
+    the smallest case found (p, q, the text, expected, got) and ends with exit code 1.
+
+    \b
+    Examples:
+      tinyspec laws speculative_decoding
+      tinyspec laws --all --json
+      tinyspec laws --all --thorough --resume thorough.json
+      tinyspec laws llma --seeds 200 --resume seeds.json     nothing correct is ever accused
+      tinyspec laws --mutants                                who kills which mistake
+      tinyspec laws --toys
+      tinyspec laws --demo --samples 500 speculative_decoding
+    """
+    if mutants + toys + demo + bool(seeds) + thorough > 1:
+        raise TinyspecError("--mutants, --toys, --demo, --seeds and --thorough: choose one")
+    if mutants or toys:
+        _matrix("mutants" if mutants else "toys", as_json, quiet)
+    elif demo:
+        _demo(methods[0] if methods else "speculative_decoding", model, samples, as_json, quiet)
+    else:
+        from tinyspec.technique import find, techniques
+
+        if not (methods or everything):
+            raise TinyspecError("name a technique (see `tinyspec methods`), or say --all")
+        cards = list(techniques().values()) if everything else [find(name) for name in dict.fromkeys(methods)]
+        if seeds:
+            _seeds(cards, seeds, resume, as_json, quiet)
+        else:
+            _prove(cards, thorough, resume, as_json, quiet)
+
+
+def _prove(cards: "Sequence[Card]", thorough: bool, resume: Path | None, as_json: bool, quiet: bool) -> None:
+    from tinyspec.laws.prove import CI, THOROUGH, State, report
+
+    profile = THOROUGH if thorough else CI
+    state = State(resume, profile.name)
+    told: list[dict[str, Any]] = []
+    with _bar(quiet or as_json) as show:
+        for card in cards:
+            told.append(
+                report(card, profile, state, lambda card, at, of, case: show(f"{card.name}: {case.title}", at, of))
+            )
+    accused = [entry for entry in told if entry["accused"]]
+    if as_json:
+        click.echo(json.dumps({"profile": profile.name, "methods": told}))
+    else:
+        _table(told)
+        for entry in accused:
+            click.echo(f"\n{entry['method']} is accused\n{_words(entry['accused'])}")
+    if accused:
+        raise click.exceptions.Exit(1)
+
+
+def _seeds(cards: "Sequence[Card]", seeds: int, resume: Path | None, as_json: bool, quiet: bool) -> None:
+    from tinyspec.laws.prove import FIVE_SECONDS, State, nothing_correct_is_accused
+
+    state = State(resume, f"{FIVE_SECONDS.name}, by seed")
+    with _bar(quiet or as_json) as show:
+        told = nothing_correct_is_accused(cards, seeds, state, lambda card, seed: show(card.name, seed, seeds))
+    if as_json:
+        click.echo(json.dumps(told))
+    else:
+        for name, found in told["methods"].items():
+            click.echo(
+                f"{name}: {found['seeds']} seeds, {found['cases']} cases, {found['branches']} outcomes, "
+                f"{found['seconds']:.1f} s, accused {sum(entry['method'] == name for entry in told['accused'])} times"
+            )
+        for entry in told["accused"]:
+            click.echo(f"\n{entry['method']} on seed {entry['seed']}\n{_words(entry)}")
+    if told["accused"]:
+        raise click.exceptions.Exit(1)
+
+
+def _matrix(what: str, as_json: bool, quiet: bool) -> None:
+    """Defect by defect: the law whose verdict it was, and the counterexample. Exit code 1 where one survived."""
+    from importlib import import_module
+
+    with _bar(quiet or as_json) as show:
+        show(what, 0, 1)
+        lines: list[dict[str, Any]] = import_module(f"tinyspec.laws.{what}").matrix()
+    name = what.removesuffix("s")
+    if as_json:
+        click.echo(json.dumps(lines))
+    else:
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in (name, "killed by", "counterexample"):
+            table.add_column(column, overflow="fold")
+        for line in lines:
+            table.add_row(line[name], line["killed_by"] or "survived", _short(line["counterexample"]))
+        base.console().print(table, highlight=False, markup=False)
+        killed = sum(line["killed_by"] is not None for line in lines)
+        click.echo(f"{killed} of {len(lines)} {what} killed")
+    if any(line["killed_by"] is None for line in lines):
+        raise click.exceptions.Exit(1)
+
+
+def _demo(method: str, model: str, samples: int, as_json: bool, quiet: bool) -> None:
+    from tinyspec.laws.statistics import demo
+
+    target, draft = base.load_all(model, None, [method], "cpu", None)
+    done = 0
+    with _bar(quiet or as_json) as show:
+
+        def watch(value: Any) -> None:
+            nonlocal done
+            done += 1
+            show(f"{method} on {model}", done, samples)
+
+        told = demo(target, draft, method, samples=samples, watch=watch)
+    if as_json:
+        click.echo(json.dumps(told))
+    else:
+        for line in _lines(told):
+            click.echo(line)
+
+
+# ---------------------------------------------------------------------- showing
+
+
+@contextmanager
+def _bar(hidden: bool) -> Iterator[Bar]:
+    """A progress bar on standard error, at a terminal only."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=hidden or not console.is_terminal) as progress:
+        task = progress.add_task("", total=1)
+
+        def show(words: str, done: int, of: int) -> None:
+            progress.update(task, description=words, completed=done, total=of)
+
+        yield show
+
+
+def _table(told: Sequence[dict[str, Any]]) -> None:
+    """What was proved."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("method", "guarantee", "law", "cases", "outcomes", "seconds"):
+        table.add_column(column, justify="right" if column in ("cases", "outcomes", "seconds") else "left")
+    for entry in told:
+        head = (entry["method"], entry["guarantee"])
+        if entry["accused"]:
+            table.add_row(*head, f"ACCUSED: {entry['accused']['law']}", "", "", "")
+        elif entry["kind"] == "analysis":
+            table.add_row(*head, "an analysis: it decodes nothing", "", "", "")
+        for found in entry["proved"]:
+            table.add_row(*head, found["law"], str(found["cases"]), str(found["branches"]), f"{found['seconds']:.1f}")
+            head = ("", "")
+    base.console().print(table, highlight=False, markup=False)
+    proved = [found for entry in told for found in entry["proved"]]
+    cases, branches, seconds = (sum(found[key] for found in proved) for key in ("cases", "branches", "seconds"))
+    click.echo(f"{cases} cases, {branches} outcomes, {seconds:.1f} s")
+
+
+def _words(counterexample: dict[str, Any]) -> str:
+    """A counterexample, a line each."""
+    case = [f"  {name} = {value}" for name, value in counterexample["case"].items()]
+    law, expected, got = (counterexample[key] for key in ("law", "expected", "got"))
+    return "\n".join([f"broken: {law}", *case, f"expected {expected}", f"got      {got}"])
+
+
+def _short(counterexample: dict[str, Any] | None) -> str:
+    if counterexample is None:
+        return "-"
+    case = ", ".join(f"{name} {value}" for name, value in counterexample["case"].items())
+    return f"{case}: expected {counterexample['expected']}, got {counterexample['got']}"
+
+
+def _lines(told: dict[str, Any], indent: str = "") -> Iterator[str]:
+    for name, value in told.items():
+        if isinstance(value, dict):
+            yield f"{indent}{name}"
+            yield from _lines(value, indent + "  ")
+        else:
+            yield f"{indent}{name}: {value:.6g}" if isinstance(value, float) else f"{indent}{name}: {value}"

@@ -1,0 +1,172 @@
+"""Hold a technique to its guarantee, and say what was looked at.
+
+    from tinyspec.laws.prove import prove
+    prove(find("speculative_decoding"))     # [Evidence(law='joint law', cases=38, branches=1012, ...), ...]
+
+A profile says which cases are looked at, on how many seeds. Nothing is random: the same profile asks the same questions, so a
+run that was stopped goes on where it was (`State`).
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.accused import Accused, Evidence
+from tinyspec.laws.suites import Case, cases
+from tinyspec.technique import Card
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Which questions are asked.
+
+    seeds   each makes other tables, prompts and references
+    sample  how many cases of a seed's list are asked, chosen by the seed; None: all
+    """
+
+    name: str
+    seeds: Sequence[int] = (0,)
+    sample: int | None = None
+
+
+CI = Profile("ci")
+THOROUGH = Profile("thorough", range(10))
+FIVE_SECONDS = Profile("five-second", sample=16)
+PROFILES = {profile.name: profile for profile in (CI, THOROUGH, FIVE_SECONDS)}
+
+Watch = Callable[[Card, int, int, Case], None]
+"""Called before each case with the card, how many cases are done, how many there are, and the case."""
+
+
+def prove(
+    card: Card, profile: Profile = CI, state: "State | None" = None, watch: Watch | None = None
+) -> list[Evidence]:
+    """What was proved, one Evidence a law. Raises Accused at the first case that fails, the smallest first.
+
+    A technique of kind "analysis" decodes nothing, so there is nothing to prove: the list is empty.
+    """
+    asked = questions(card, profile)
+    found: dict[str, Evidence] = {}
+    for number, (key, case) in enumerate(asked):
+        if watch is not None:
+            watch(card, number, len(asked), case)
+        evidence = None if state is None else state.known(card.name, key)
+        if evidence is None:
+            evidence = case.run()
+            if state is not None:
+                state.enter(card.name, key, evidence)
+        known = found.get(evidence.law)
+        found[evidence.law] = evidence if known is None else known + evidence
+    if state is not None:
+        state.write()
+    return list(found.values())
+
+
+def questions(card: Card, profile: Profile) -> list[tuple[str, Case]]:
+    """Every case of a profile, with a name that is its own: seed, law, title."""
+    asked: list[tuple[str, Case]] = []
+    for seed in profile.seeds:
+        chosen = cases(card, seed)
+        if profile.sample is not None and len(chosen) > profile.sample:
+            places = sorted(random.Random(f"{card.name} {seed}").sample(range(len(chosen)), profile.sample))
+            chosen = [chosen[place] for place in places]
+        asked += [(f"{seed}: {case.law}: {case.title}", case) for case in chosen]
+    return asked
+
+
+class State:
+    """What is known already, in a JSON file that survives being stopped.
+
+    path     None: in memory only
+    profile  a file made under another profile is refused
+    """
+
+    def __init__(self, path: Path | None, profile: str):
+        self.path, self.profile = path, profile
+        self.done: dict[str, dict[str, dict[str, Any]]] = {}
+        self.accused: list[dict[str, Any]] = []
+        self._written = 0.0
+        if path is not None and path.exists():
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            profile, self.done, self.accused = data["profile"], data["done"], data["accused"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TinyspecError(f"{path} is not a file that --resume wrote: choose another name") from error
+        if profile != self.profile:
+            raise TinyspecError(
+                f"{path} was begun under the profile '{profile}', not '{self.profile}': choose another name"
+            )
+
+    def known(self, method: str, key: str) -> Evidence | None:
+        """What a case found when it was run before."""
+        entry = self.done.get(method, {}).get(key)
+        return None if entry is None else Evidence(**entry)
+
+    def enter(self, method: str, key: str, evidence: Evidence) -> None:
+        """Note what a case found; the file is at most two seconds behind."""
+        self.done.setdefault(method, {})[key] = asdict(evidence)
+        if monotonic() - self._written > 2:
+            self.write()
+
+    def blame(self, method: str, seed: int, accused: Accused) -> None:
+        """Note a counterexample."""
+        entry = {"method": method, "seed": seed, **accused.counterexample.as_dict()}
+        if entry not in self.accused:
+            self.accused.append(entry)
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file by a new one, so that no half of it is ever seen."""
+        if self.path is None:
+            return
+        text = json.dumps({"profile": self.profile, "done": self.done, "accused": self.accused}, indent=1)
+        beside = self.path.with_name(self.path.name + ".new")
+        beside.write_text(text + "\n", encoding="utf-8")
+        os.replace(beside, self.path)
+        self._written = monotonic()
+
+
+def report(card: Card, profile: Profile, state: State | None = None, watch: Watch | None = None) -> dict[str, Any]:
+    """`prove` as plain data: method, guarantee, what was proved, and the counterexample (None where there is none)."""
+    told: dict[str, Any] = {"method": card.name, "guarantee": card.guarantee.value, "kind": card.kind, "accused": None}
+    try:
+        evidence: Iterable[Evidence] = prove(card, profile, state, watch)
+    except Accused as accused:
+        return {**told, "proved": [], "accused": accused.counterexample.as_dict()}
+    return {**told, "proved": [asdict(e) for e in evidence]}
+
+
+def nothing_correct_is_accused(
+    cards: Sequence[Card], seeds: int, state: State, watch: Callable[[Card, int], None] | None = None
+) -> dict[str, Any]:
+    """The five-second profile on so many seeds of each technique: whoever is accused here is accused wrongly, or has a defect.
+
+    Returns what was looked at, by method, and every counterexample. Goes on where `state` was left.
+    """
+    told: dict[str, Any] = {}
+    for card in cards:
+        total = Evidence("all")
+        for seed in range(seeds):
+            if watch is not None:
+                watch(card, seed)
+            known = state.known(card.name, str(seed))
+            if known is None:
+                try:
+                    known = sum(prove(card, Profile("five-second", (seed,), FIVE_SECONDS.sample)), Evidence("all"))
+                except Accused as accused:
+                    state.blame(card.name, seed, accused)
+                    known = Evidence("all")
+                state.enter(card.name, str(seed), known)
+            total = total + known
+        state.write()
+        told[card.name] = {"seeds": seeds, "cases": total.cases, "branches": total.branches, "seconds": total.seconds}
+    return {"profile": FIVE_SECONDS.name, "methods": told, "accused": state.accused}
