@@ -75,8 +75,8 @@ def test_what_is_right_is_never_accused(verifier) -> None:
         theorems.several_drafts,
     )
     for law in laws:
-        evidence = law(verifier) if verifier is walk else law(verifier, largest=4)
-        assert evidence.branches > evidence.cases > (400 if verifier is walk else 90)
+        evidence = law(verifier, largest=4 if verifier is RIGHT or law is theorems.several_drafts else 5)
+        assert evidence.branches > evidence.cases >= 95
 
 
 @pytest.mark.parametrize(
