@@ -11,15 +11,16 @@ from typing import Any
 
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.accused import Accused, Counterexample, Evidence, show
-from tinyspec.laws.cases import shrink
-from tinyspec.laws.dice import Dice
+from tinyspec.laws.accused import Accused, Evidence, show
+from tinyspec.laws.cases import Case, shrink
+from tinyspec.laws.dice import NEGLIGIBLE, Dice, Negligible
 from tinyspec.laws.forms import NUMBERS, Form, Law, Misfit, Rounds, last_parameter, needed
 from tinyspec.laws.forms_house import KINDS, House
 from tinyspec.laws.forms_text import Drafting, Generation, OwnDrafting
 from tinyspec.laws.uniform import NotEnumerable
 
 GIVE_UP = 25  # cases that raise before anything is said of the law: then the function does not fit its form
+CORNERS = 60  # cases, of those in which p forbids a token, that are tried with a uniform of exactly 0
 AGAIN = 12  # runs of an accused case that must agree, so that a function with noise of its own is told so instead
 
 
@@ -87,6 +88,10 @@ def check(
     return proof
 
 
+class _OutOfTime(BaseException):
+    """A case has too many outcomes for the time that is left."""
+
+
 class _Search:
     """One function on its cases, smallest first."""
 
@@ -96,37 +101,40 @@ class _Search:
         self.worked = ""  # the numbers it computed with last
         self.crash: tuple[Any, dict[str, Exception]] | None = None
         self.branches = self.made = 0
+        self.until = 0.0
+        self.rare = ""  # how a run failed that is too improbable to count
 
     def run(self, seed: int, corners: bool) -> Evidence:
         """Evidence, or Accused."""
         began = time.perf_counter()
-        done, crashes, tried, notes, small = 0, 0, 0, list[str](), list[Any]()
-        for case in self.form.cases(seed):
-            if time.perf_counter() - began > self.seconds:
-                notes.append(f"stopped after {self.seconds:g} s")
-                break
-            tried += 1
-            law = self.law(case)
-            if law is None:
-                crashes += 1
-                if crashes == tried == GIVE_UP:
-                    break
-                continue
-            done += 1
-            if self.form.judge(case, law) is not None:
-                self.accuse(case, began)
-            if case.vocabulary == 2 and case.gamma <= 2 and any(0 in row for row in case.p.laws):
-                small.append(case)
+        self.until = began + self.seconds
+        cases, notes = 0, list[str]()
+        small = list[Any]()
+        try:
+            for tried, case in enumerate(self.form.cases(seed)):
+                law = self.law(case)
+                if law is None:
+                    if not cases and tried + 1 == GIVE_UP:
+                        break
+                    continue
+                cases += 1
+                if self.form.judge(case, law) is not None:
+                    self.accuse(case)
+                if case.vocabulary == 2 and case.tokens <= 3 and any(0 in row for row in case.p.laws):
+                    small.append(case)
+            if self.crash is None and corners:
+                for case in small[:CORNERS]:
+                    self.corner(case)
+        except _OutOfTime:
+            notes.append(f"stopped after {self.seconds:g} s")
         if self.crash is not None:
             self.give_up(*self.crash)
-        if corners:
-            for case in small[:150]:
-                if time.perf_counter() - began > self.seconds:
-                    break
-                self.corner(case)
-        rounding = f"in floating point, to {self.form.worst:.0e}" if self.form.worst else "exactly"
-        notes.insert(0, rounding)
-        return Evidence(self.form.law, done, self.branches, time.perf_counter() - began, notes)
+        if not cases:
+            raise TinyspecError(f"no verdict: the smallest case took more than {self.seconds:g} s")
+        notes.extend([self.rare] if self.rare else [])
+        exact = self.worked == "fractions" and not self.form.worst
+        notes.insert(0, "exactly" if exact else f"in floating point, to {max(self.form.worst, 1e-16):.0e}")
+        return Evidence(self.form.law, cases, self.branches, time.perf_counter() - began, notes)
 
     def give_up(self, case: Any, errors: dict[str, Exception]) -> None:
         """Say where the function failed, and how: with the numbers that it otherwise computes with, else with each."""
@@ -147,7 +155,7 @@ class _Search:
                 law = self.enumerate(case, numbers, zero)
             except (NotEnumerable, Misfit):
                 raise
-            except Exception as error:
+            except Exception as error:  # whatever the reader's code raises
                 errors[numbers] = error
                 continue
             self.numbers, self.worked = self.numbers[place:], numbers
@@ -160,41 +168,58 @@ class _Search:
         """Run the function once for each way its chance can go."""
 
         def play(chance: Exhaustive) -> Any:
+            if time.perf_counter() > self.until:
+                raise _OutOfTime
             dice = Dice(chance, zero, case.gamma + 1)
-            outcome = self.form.play(case, numbers, dice, chance)
-            self.made = max(self.made, dice.made)
-            return outcome
+            try:
+                return self.form.play(case, numbers, dice, chance)
+            except Negligible:
+                return None
+            except Exception as error:
+                if chance.probability > NEGLIGIBLE:
+                    raise
+                self.rare = (
+                    f"a run of probability {float(chance.probability):.0e} ends in {type(error).__name__}: {error}"
+                )
+                return None
+            finally:
+                self.made = max(self.made, dice.made)
 
         law: Law = {}
+        self.form.lost = 0.0
         for outcome, probability in Exhaustive.walk(play):
             self.branches += 1
-            law[outcome] = law.get(outcome, 0) + probability
-        return law
+            if outcome is None:
+                self.form.lost += float(probability)
+            else:
+                law[outcome] = law.get(outcome, 0) + probability
+        return {outcome: float(mass) for outcome, mass in law.items()} if self.form.lost else law
 
-    def accuse(self, case: Any, began: float) -> None:
+    def accuse(self, case: Any) -> None:
         """Raise the accusation of the smallest case that this one leads to."""
 
         def broken(other: Any) -> bool:
-            if time.perf_counter() - began > self.seconds:
-                return False
             law = self.law(other)
             return law is not None and self.form.judge(other, law) is not None
 
-        crash, case = self.crash, shrink(case, broken)
+        crash, found = self.crash, case
+        self.until += self.seconds  # there is something to say: shrinking and running again may take as long once more
+        try:
+            found = shrink(case, broken) if isinstance(case, Case) else case
+        except _OutOfTime:
+            self.until += self.seconds
         self.crash = crash
-        first = self.law(case)
+        first = self.law(found)
         assert first is not None
         for _ in range(AGAIN):
-            if time.perf_counter() - began > 2 * self.seconds:
-                break
-            if self.law(case) != first:
+            if self.law(found) != first:
                 raise Misfit(
                     f"no verdict: the {self.form.what} gives other results when it is run again: it draws from a generator "
-                    "that cannot be enumerated. Draw from the rng that it is given, from numpy.random or from random"
+                    "that cannot be enumerated. Draw from the rng that it is given, or from numpy.random, random or torch"
                 )
-        found: Counterexample | None = self.form.judge(case, first)
-        assert found is not None
-        raise Accused(found)
+        counterexample = self.form.judge(found, first)
+        assert counterexample is not None
+        raise Accused(counterexample)
 
     def corner(self, case: Any) -> None:
         """Pin one uniform after the other to exactly 0."""

@@ -19,6 +19,14 @@ from tinyspec.laws.uniform import TINY, NotEnumerable, Span, Uniform
 
 Shape = int | tuple[int, ...] | None
 
+# A run whose probability fell below this is not followed: loops that reject have no last outcome.
+NEGLIGIBLE = 1e-6
+MOST = 1000  # numbers that a run on two or three tokens may draw
+
+
+class Negligible(BaseException):
+    """This run is too improbable to matter. Not an Exception, so that the code that is run does not catch it."""
+
 
 class _Shared:
     """What all generators of one run have in common."""
@@ -59,6 +67,10 @@ class Dice:
     def _next(self) -> Uniform:
         if self._at == len(self._stream):
             shared = self._shared
+            if shared.made > 12 and shared.chance.probability < NEGLIGIBLE:  # (asked late: it takes time)
+                raise Negligible
+            if shared.made == MOST:
+                raise RuntimeError(f"it drew {MOST} random numbers and was not done")
             self._stream.append(Span(shared.chance, shared.made == shared.zero))
             shared.made += 1
         self._at += 1

@@ -120,6 +120,7 @@ class Context:
 
     text: Text
     gamma: int = 8  # uniforms it may index
+    tokens: int = 0
     vocabulary: int = 0
     p = Model(())
 
