@@ -30,7 +30,7 @@ class Proof(list[Evidence]):
     def __str__(self) -> str:
         return "\n".join(
             f"{e.law}: kept in {e.cases} cases, {e.branches} outcomes, {e.seconds:.1f} s"
-            + "".join(f" ({note})" for note in e.notes)
+            + (f" ({'; '.join(e.notes)})" if e.notes else "")
             for e in self
         )
 
@@ -55,7 +55,7 @@ def check(
     trees       the trees a house verifier is judged on; a verifier of chains is given ("chain",)
     corners     whether a uniform of exactly 0 must not bring out a token that p forbids
     seed        of the larger cases, which are drawn
-    seconds     for each function, after which the search stops and says so
+    seconds     of computing for each function, after which the search stops and says so
     tolerance   in float64; the largest deviation that passed is noted
 
     rng stands for numpy.random.Generator, for a function without arguments, or for a list of uniforms (gamma + 1 of them).
@@ -69,7 +69,7 @@ def check(
                 if kind not in KINDS:
                     raise TinyspecError(f"no trees of the kind {kind!r}: there are {', '.join(KINDS)}")
                 house = House(verifier, tolerance)
-                house.kind = kind
+                house.kind, house.about = kind, KINDS[kind]
                 forms.append(house)
         else:
             forms.append(Rounds(verifier, tolerance))
@@ -102,12 +102,11 @@ class _Search:
         self.crash: tuple[Any, dict[str, Exception]] | None = None
         self.branches = self.made = 0
         self.until = 0.0
-        self.rare = ""  # how a run failed that is too improbable to count
 
     def run(self, seed: int, corners: bool) -> Evidence:
         """Evidence, or Accused."""
         began = time.perf_counter()
-        self.until = began + self.seconds
+        self.until = time.process_time() + self.seconds
         cases, notes = 0, list[str]()
         small = list[Any]()
         try:
@@ -131,9 +130,10 @@ class _Search:
             self.give_up(*self.crash)
         if not cases:
             raise TinyspecError(f"no verdict: the smallest case took more than {self.seconds:g} s")
-        notes.extend([self.rare] if self.rare else [])
+        notes.extend([self.form.rare] if self.form.rare else [])
         exact = self.worked == "fractions" and not self.form.worst
         notes.insert(0, "exactly" if exact else f"in floating point, to {max(self.form.worst, 1e-16):.0e}")
+        notes = [self.form.about, *notes] if self.form.about else notes
         return Evidence(self.form.law, cases, self.branches, time.perf_counter() - began, notes)
 
     def give_up(self, case: Any, errors: dict[str, Exception]) -> None:
@@ -168,7 +168,7 @@ class _Search:
         """Run the function once for each way its chance can go."""
 
         def play(chance: Exhaustive) -> Any:
-            if time.perf_counter() > self.until:
+            if time.process_time() > self.until:
                 raise _OutOfTime
             dice = Dice(chance, zero, case.gamma + 1)
             try:
@@ -178,7 +178,7 @@ class _Search:
             except Exception as error:
                 if chance.probability > NEGLIGIBLE:
                     raise
-                self.rare = (
+                self.form.rare = (
                     f"a run of probability {float(chance.probability):.0e} ends in {type(error).__name__}: {error}"
                 )
                 return None

@@ -116,7 +116,9 @@ class Uniforms:
         name = function.__name__.strip("_")
         if name == "searchsorted" and isinstance(args[1], cls):
             right = (kwargs or {}).get("right") or (kwargs or {}).get("side") == "right"
-            return torch.tensor(np.searchsorted(_host(args[0]), args[1].array, "right" if right else "left"))
+            side: Any = "right" if right else "left"
+            found = [int(np.searchsorted(_host(args[0]), u, side)) for u in args[1].array.flat]
+            return torch.tensor(found).reshape(args[1].shape)  # one by one: numpy compares neighbouring keys
         if name == "log":
             return args[0].log()
         if name in ASKED:

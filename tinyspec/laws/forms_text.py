@@ -40,9 +40,9 @@ class Generation(Form):
         return Outcome((), ids(self.call(dice, p, q, case.gamma, case.tokens), self.what))
 
     def judge(self, case: Case, law: Law) -> Counterexample | None:
-        for outcome in law:
+        for outcome, mass in law.items():
             fits = len(outcome.tokens) >= case.tokens and all(0 <= t < case.vocabulary for t in outcome.tokens)
-            if not fits:
+            if not fits and not self.too_rare(outcome, mass):
                 expected = f"{case.tokens} token ids below {case.vocabulary}"
                 return Counterexample("tokens asked for", self.shown(case), expected, list(outcome.tokens))
         return self.compare(case, law)
