@@ -4,7 +4,7 @@ import importlib
 import math
 from dataclasses import replace
 from fractions import Fraction as F
-from itertools import islice, product
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -158,16 +158,22 @@ def test_the_power_that_is_stated_is_the_power() -> None:
 # ------------------------------------------------------------------------------------------------------- the texts
 
 
+def logs(text: list[int]) -> np.ndarray:
+    """The log of the law of the next token at temperature 0.7."""
+    row = dense(TARGET, text).logits[-1] / 0.7
+    return row - np.log(np.exp(row).sum())
+
+
 def test_cells_are_the_coarsened_law() -> None:
     cells = statistics.Cells(TARGET, PROMPT, 2, 3, 0.7)
     assert math.fsum(cells.law.values()) == pytest.approx(1)
     assert len(cells.law) == 3 * 4 + 1
     fine: dict[statistics.Cell, float] = {}
-    for first, second in product(range(LLAMA.vocab_size), repeat=2):
-        rows = [dense(TARGET, [*PROMPT, *said]).logits[-1] / 0.7 for said in ((), (first,))]
-        logs = [row - np.log(np.exp(row).sum()) for row in rows]
-        cell = cells.of((first, second))
-        fine[cell] = fine.get(cell, 0.0) + math.exp(logs[0][first] + logs[1][second])
+    root = logs(PROMPT)
+    for first in range(LLAMA.vocab_size):
+        for second, log in enumerate(logs([*PROMPT, first])):
+            cell = cells.of((first, second))
+            fine[cell] = fine.get(cell, 0.0) + math.exp(root[first] + log)
     assert fine == pytest.approx(cells.law)
     ends = replace(LLAMA, eos=(max(cells.law, key=lambda cell: cells.law[cell])[0],))
     assert (ends.eos[0],) in statistics.Cells(model(ends), PROMPT, 2, 3, 0.7).law
@@ -238,6 +244,17 @@ def test_a_refutation_and_a_blind_control_are_said() -> None:
     result = quick(samples=40)
     assert "refuted: the texts do not" in statistics.report({**result, "refuted": True})
     assert "void" in statistics.report({**result, "control_failed": False})
+    cells = statistics.Cells(TARGET, PROMPT, 2, LLAMA.vocab_size, 1.0)
+    del cells.law[max(cells.law, key=lambda cell: cells.law[cell])]
+    cells.law = {cell: mass / sum(cells.law.values()) for cell, mass in cells.law.items()}
+    request = Request(TARGET.session(), stop=statistics.generation.stopping(TARGET, (), 2))
+    decoder = request.decoder(NoDraft(), walk)
+    decoder.extend(PROMPT)
+    found = statistics.sample(decoder, cells, samples=100, seed=0, alpha=0.01)
+    assert found["e"]["p"] == 0 and found["e"]["log10"] is found["g"]["statistic"] is None  # JSON has no infinity
+    assert "G = infinite" in statistics.report({**result, **found}) and "10^infinite" in statistics.report(
+        {**result, **found}
+    )
 
 
 def test_what_cannot_be_sampled_is_refused(monkeypatch) -> None:

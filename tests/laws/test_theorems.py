@@ -10,7 +10,7 @@ from tinyspec.decoding.verify import Verdict, walk
 from tinyspec.laws import theorems
 from tinyspec.laws.accused import Accused, Evidence
 from tinyspec.laws.small import but, pairs
-from tinyspec.speculative.drafting.speculative_decoding import best_gamma, expected_tokens, lenient
+from tinyspec.speculative.drafting.speculative_decoding import best_gamma
 from tinyspec.tree import ROOT, TokenTree
 
 
@@ -66,16 +66,15 @@ def killed(law: str, run: Callable[[], Evidence]) -> Accused:
 # ---------------------------------------------------------------------------------------------- one position
 
 
-@pytest.mark.parametrize("verifier", [walk, RIGHT], ids=["walk", "toy"])
-def test_what_is_right_is_never_accused(verifier) -> None:
-    laws = (
+def test_what_is_right_is_never_accused() -> None:
+    """A second implementation, written here; that of the library is in test_theory."""
+    for law in (
         theorems.acceptance,
         theorems.tokens_of_a_round,
         theorems.recursive_rejection,
         theorems.several_drafts,
-    )
-    for law in laws:
-        evidence = law(verifier, largest=4 if verifier is RIGHT or law is theorems.several_drafts else 5)
+    ):
+        evidence = law(RIGHT, largest=4)
         assert evidence.branches > evidence.cases >= 95
 
 
@@ -105,11 +104,6 @@ def test_leviathan_equation_1_kills_a_wrong_count(broken: Toy) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the analysis
-
-
-def test_the_analysis_agrees_with_brute_force() -> None:
-    assert theorems.predicted_tokens(expected_tokens).branches > 800
-    assert theorems.planner(best_gamma).cases == 80
 
 
 @pytest.mark.parametrize(
@@ -143,8 +137,7 @@ def test_corollary_3_9_kills_a_wrong_planner(plan) -> None:
 # ---------------------------------------------------------------------------------------------------- lenience
 
 
-def test_lenience_is_capped() -> None:
-    assert theorems.lenience_cap(lenient).cases > 300
+def test_lenience_is_capped_with_either_residual() -> None:
     theorems.lenience_cap(lambda lenience: replace(RIGHT, lenience=lenience), largest=4)
     plain = Toy(left=lambda row, q: positive([a - b / sum(q) for a, b in zip(row, q, strict=True)]) or row)
     theorems.lenience_cap(lambda lenience: replace(plain, lenience=lenience), largest=4)  # the other residual
@@ -226,8 +219,6 @@ def test_k_seq_s_bound_kills_single_draft_rejection_called_k_seq() -> None:
 
 
 def test_children_in_draw_order_keep_the_law() -> None:
-    assert theorems.draw_order(theorems.without_replacement, walk).cases > 300
-
     def by_chance(q, k, chance):  # as a drafter draws them
         tokens = chance.order(q, k)
         laws = [q]

@@ -180,7 +180,7 @@ def cache_after_every_round(
     drafts: Sequence[Begin] = (),
     *,
     references: Sequence[Sequence[int]] = (),
-    texts: int = 4,
+    texts: int = 2,
     tokens: int = 16,
     tolerance: float = 1e-10,
 ) -> Evidence:

@@ -40,7 +40,7 @@ from tinyspec.tree import Row, TokenTree
 OTHER = -1
 """In a cell: any token but the likeliest ones. The cell ends there."""
 
-CONTROL = 100
+CONTROL = 60
 """Texts of the negative control."""
 
 Cell = tuple[int, ...]
@@ -138,9 +138,25 @@ def sample(
     return {
         "texts": running.seen,
         "counts": [[list(cell), n] for cell, n in running.counts.items()],
-        "g": None if test is None else {**test._asdict(), "refuted": test.p < alpha},
-        "e": {"log10": running.log / math.log(10), "p": running.p, "refuted": running.refuted(alpha), "after": until},
+        "g": None
+        if test is None
+        else {**test._asdict(), "statistic": _finite(test.statistic), "refuted": test.p < alpha},
+        "e": {
+            "log10": _finite(running.log / math.log(10)),
+            "p": running.p,
+            "refuted": running.refuted(alpha),
+            "after": until,
+        },
     }
+
+
+def _finite(x: float) -> float | None:
+    """JSON has no word for infinity."""
+    return x if math.isfinite(x) else None
+
+
+def _shown(x: float | None) -> str:
+    return "infinite" if x is None else f"{x:.1f}"
 
 
 # -------------------------------------------------------------------------------------------------------- the demo
@@ -232,7 +248,7 @@ def report(result: Mapping[str, Any]) -> str:
         f"{result['texts']} texts against {len(result['law'])} cells of the model's own law, level {result['alpha']}",
     ]
     if g is not None:
-        lines.append(f"G-test   G = {g['statistic']:.1f}, {g['freedom']} degrees of freedom, p = {g['p']:.3g}")
+        lines.append(f"G-test   G = {_shown(g['statistic'])}, {g['freedom']} degrees of freedom, p = {g['p']:.3g}")
     if result["power"] is not None:
         lines.append(
             f"power    the likeliest text in place of {result['power']['share']:.1%} of the draws, a total variation of "
@@ -241,7 +257,7 @@ def report(result: Mapping[str, Any]) -> str:
         )
     elif g is not None:
         lines.append("power    none: with so few texts nothing would be found")
-    lines.append(f"e-value  10^{e['log10']:.1f} now; valid at any time: p = {e['p']:.3g}")
+    lines.append(f"e-value  10^{_shown(e['log10'])} now; valid at any time: p = {e['p']:.3g}")
     after = f"refuted after {control['e']['after']} texts" if control["e"]["refuted"] else "NOT refuted"
     lines.append(f"control  greedy draft judged by its soft law: {after}, G-test p = {control['g']['p']:.3g}")
     if not result["control_failed"]:

@@ -1,0 +1,26 @@
+"""Every theorem holds for the library; what each of them kills is in test_theorems and test_passes."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tinyspec.laws import passes, theorems
+from tinyspec.laws.accused import Evidence
+from tinyspec.laws.theory import theory
+from tinyspec.technique import techniques
+
+THEORY = theory()
+
+
+@pytest.mark.parametrize("law", THEORY.values(), ids=THEORY)
+def test_it_holds(law: Callable[[], Evidence]) -> None:
+    evidence = law()
+    assert evidence.cases >= 20
+    assert evidence.seconds > 0
+    if evidence.law in (theorems.ACCEPTANCE, theorems.TRANSPORT, passes.SLOTS):
+        assert evidence.branches > evidence.cases  # outcomes walked, or slots compared
+
+
+def test_no_technique_is_left_out() -> None:
+    for name in techniques():
+        assert sum(f"committed slots of {name} on" in law for law in THEORY) == 2

@@ -1,0 +1,52 @@
+"""Every theorem, held against the library's own code."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from tinyspec.decoding.verify import walk
+from tinyspec.laws import passes, theorems
+from tinyspec.laws.accused import Evidence
+from tinyspec.lm.config import Config
+from tinyspec.lm.transformer import Model
+from tinyspec.speculative.drafting.speculative_decoding import best_gamma, expected_tokens, lenient
+from tinyspec.technique import techniques
+
+LLAMA = Config(
+    vocab_size=11, d_model=16, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, max_positions=64, tied=True
+)
+GPT2 = replace(
+    LLAMA, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4, qkv_bias=True,
+    out_bias=True, mlp_bias=True, family="gpt2",
+)  # fmt: skip
+
+
+def theory() -> dict[str, Callable[[], Evidence]]:
+    """Every theorem by name; called, it says what it looked at or raises `Accused`."""
+    laws: dict[str, Callable[[], Evidence]] = {
+        "acceptance": lambda: theorems.acceptance(walk),
+        "tokens of a round": lambda: theorems.tokens_of_a_round(walk),
+        "predicted tokens": lambda: theorems.predicted_tokens(expected_tokens),
+        "planner": lambda: theorems.planner(best_gamma),
+        "lenience": lambda: theorems.lenience_cap(lenient),
+        "recursive rejection": lambda: theorems.recursive_rejection(walk),
+        "several drafts": lambda: theorems.several_drafts(walk),
+        "draw order": lambda: theorems.draw_order(theorems.without_replacement, walk),
+    }
+    for config in (LLAMA, GPT2):  # weights so large that every layer, position and token changes the logits
+        target, draft = (Model.random(config, seed, torch.float64, scale=0.4) for seed in (0, 1))
+        on = f"on a random {config.family}"
+        laws[f"node logits {on}"] = partial(passes.node_logits, target.session)
+        laws[f"siblings {on}"] = partial(passes.sibling_order, target.session, walk)
+        for card in techniques().values():
+            texts = [[token for _ in range(2) for token in range(config.vocab_size)]] if card.copies else []
+            laws[f"committed slots of {card.name} {on}"] = partial(
+                passes.cache_after_every_round,
+                card.make,
+                target.session,
+                [draft.session] * card.drafts,
+                references=texts,
+            )
+    return laws
