@@ -151,7 +151,7 @@ def _matrix(what: str, as_json: bool, quiet: bool) -> None:
 
 
 def _demo(method: str, model: str, samples: int, as_json: bool, quiet: bool) -> None:
-    from tinyspec.laws.statistics import demo
+    from tinyspec.laws.statistics import demo, report
 
     target, draft = base.load_all(model, None, [method], "cpu", None)
     done = 0
@@ -166,8 +166,7 @@ def _demo(method: str, model: str, samples: int, as_json: bool, quiet: bool) -> 
     if as_json:
         click.echo(json.dumps(told))
     else:
-        for line in _lines(told):
-            click.echo(line)
+        click.echo(report(told))
 
 
 # ---------------------------------------------------------------------- showing
@@ -223,12 +222,3 @@ def _short(counterexample: dict[str, Any] | None) -> str:
         return "-"
     case = ", ".join(f"{name} {value}" for name, value in counterexample["case"].items())
     return f"{case}: expected {counterexample['expected']}, got {counterexample['got']}"
-
-
-def _lines(told: dict[str, Any], indent: str = "") -> Iterator[str]:
-    for name, value in told.items():
-        if isinstance(value, dict):
-            yield f"{indent}{name}"
-            yield from _lines(value, indent + "  ")
-        else:
-            yield f"{indent}{name}: {value:.6g}" if isinstance(value, float) else f"{indent}{name}: {value}"
