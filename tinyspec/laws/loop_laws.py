@@ -112,29 +112,26 @@ SMALL: list[tuple[Table, Table]] = [
     (((1, 1, 0),), ((0, 1, 1),)),
     (((0, 1, 2),), ((2, 1, 1),)),
 ]
+WARPS = ({"temperature": 0.0}, {"temperature": 0.5}, {"top_k": 1}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.7})
 WIDE: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
 WIDER: Table = ((2, 1, 1), (1, 1, 2), (1, 3, 1))
 
 
 def cases() -> Iterator[Case]:
-    """Smallest first: one guess, two in a chain, two side by side, every warper."""
+    """Smallest first: one guess, and under every warper; then two, in a chain and side by side; then larger tables."""
     for p, q in SMALL:
-        for draft in (ONE, TWO, BOTH, FEW, POINTS, BESIDE):
+        yield Case(p, q, ONE, 2)
+    for knobs in WARPS:
+        yield Case(((1, 2),), ((2, 1),), ONE, 2, Warp(**knobs))
+    yield Case(((1, 1),), ((1, 1),), ONE, 2, Halving(repetition_penalty=2.0))
+    for draft in (POINTS, BESIDE, TWO, BOTH, FEW):
+        for p, q in SMALL:
             yield Case(p, q, draft, 3 if len(p[0]) == 2 and draft == TWO else 2)
     for draft in (ONE, TWO, BOTH, FEW):
         yield Case(WIDE, WIDER, draft, 2)
-    for knobs in (
-        {"temperature": 0.0},
-        {"temperature": 0.5},
-        {"top_k": 1},
-        {"top_k": 2},
-        {"top_p": 0.5},
-        {"min_p": 0.7},
-    ):
-        for p, q in ((((1, 2),), ((2, 1),)), (WIDE, WIDER)):
-            yield Case(p, q, ONE, 2, Warp(**knobs))
-    yield Case(((1, 1),), ((1, 1),), TWO, 2, Halving(repetition_penalty=2.0))
-    yield Case(((1, 1, 2),), ((1, 1, 1),), TWO, 3, Halving(repetition_penalty=2.0))
+    for knobs in WARPS:
+        yield Case(WIDE, WIDER, ONE, 2, Warp(**knobs))
+    yield Case(((1, 1, 2),), ((1, 1, 1),), TWO, 2, Halving(repetition_penalty=2.0))
 
 
 def joint(make: Callable[[], Decoder], tokens: int) -> tuple[dict[tuple[int, ...], Any], int]:

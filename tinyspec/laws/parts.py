@@ -4,11 +4,11 @@ A law that judges parts takes a `Parts` and builds what it needs from it, so the
 and a reader's own part.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tinyspec import generation
+from tinyspec import _core, generation
 from tinyspec._core import NgramIndex
 from tinyspec.decoding import sampling, trace
 from tinyspec.decoding.chance import Chance, Replay, Seeded
@@ -73,6 +73,12 @@ def session(model: Model) -> Session:
     return Session(model)
 
 
+KERNELS: Mapping[str, Callable[..., Any]] = {
+    name: getattr(_core, name)
+    for name in ("pick", "order", "race", "warp", "residual", "without", "walk", "ancestors", "depths", "unique_paths")
+}
+
+
 @dataclass(frozen=True)
 class Parts:
     """Every part that a law judges and a mutant may replace; the defaults are the library's.
@@ -85,6 +91,7 @@ class Parts:
     index       the n-gram index of the drafters that copy
     decoder     the loop;  stop  where a text ends
     replay, seeded   where decisions come from;  race  the exponential race on given noise
+    kernels     the compiled functions of one row and one tree, by name
     statistics, origins, logprobs   what is reported of a round
     session, view    text, nodes and cache on a model
     forward     what stands between sessions and the model
@@ -101,6 +108,7 @@ class Parts:
     replay: Callable[[Sequence[Any]], Replay] = Replay
     seeded: Callable[[int], Seeded] = Seeded
     race: Callable[[Row, Any], int] = sampling.race
+    kernels: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: KERNELS)
     statistics: Callable[[], Statistics] = Statistics
     origins: Callable[[Round], tuple[str, ...]] = trace.origins
     logprobs: Callable[[Round], list[float]] = generation._logprobs

@@ -5,6 +5,7 @@ and the text.
 """
 
 import random
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -25,10 +26,12 @@ SEEDS = range(4)
 TABLES: list[tuple[Table, Table]] = [*(pair for pair in SMALL if len(pair[0]) == 1), (WIDE, WIDER)]
 
 
-def request(parts: Parts, p: Table, q: Table, gamma: int, most: int | None, seed: int = 0) -> tuple[Decoder, Any]:
+def request(
+    parts: Parts, p: Table, q: Table, gamma: int, most: int | None, seed: int = 0, eos: Sequence[int] = ()
+) -> tuple[Decoder, Any]:
     """A chain drafted from q for the target p, begun, and its chance."""
     drafter = parts.drafter(model(q).session(), gamma, frozenset()) if gamma else Always(())
-    stop = parts.stop(max_new_tokens=most)
+    stop = parts.stop(eos=frozenset(eos), max_new_tokens=most)
     decoder = parts.decoder(model(p).session(), drafter, parts.walk, stop=stop)
     decoder.extend((0,))
     return decoder, parts.seeded(seed)
@@ -48,8 +51,8 @@ def finished(decoder: Decoder, chance: Any) -> list[Round]:
 def trace_identities(parts: Parts) -> Evidence:
     """emitted = accepted + rounds that added a token of their own; tau * calls = emitted; all defined for no tokens."""
     name, seen = "trace identities", 0
-    for most, (p, q), gamma, seed in product(range(4), TABLES, (0, 1, 2), SEEDS):
-        decoder, chance = request(parts, p, q, gamma, most, seed)
+    for most, eos, (p, q), gamma, seed in product(range(4), ((), (0,)), TABLES, (0, 1, 2), SEEDS):
+        decoder, chance = request(parts, p, q, gamma, most, seed, eos)
         stats, seen = parts.statistics(), seen + 1
         rounds = finished(decoder, chance)
         for one in rounds:
@@ -67,7 +70,7 @@ def trace_identities(parts: Parts) -> Evidence:
         }
         got = {figure: value for figure, value in stats.as_dict().items() if figure in expected}
         if got != expected or accepted + own != n:
-            case = {"p": said(p), "q": said(q), "gamma": gamma, "max_new_tokens": most, "seed": seed}
+            case = {"p": said(p), "q": said(q), "gamma": gamma, "max_new_tokens": most, "eos": eos, "seed": seed}
             accuse(name, expected, got, **case, new=decoder.new, rounds=[one.tokens for one in rounds])
     return Evidence(name, seen)
 

@@ -40,8 +40,10 @@ WARPS: list[dict[str, Any]] = [
     {"top_p": 0.7},
     {"min_p": 0.4},
     {"temperature": 0.5, "top_p": 0.8},
-    {"top_k": 2, "top_p": 0.7},
+    {"top_k": 2, "top_p": 0.55},
 ]
+
+PENALTIES: list[dict[str, Any]] = [{"repetition_penalty": 2.0}, {"repetition_penalty": 0.5, "temperature": 0.7}]
 
 
 def normal(weights: Sequence[int]) -> list[Fraction]:
@@ -66,6 +68,12 @@ def warp_is_its_definition(parts: Parts) -> Evidence:
             floats = warp(np.log(np.array(weights, np.float64)))
             if not np.allclose(floats, np.array(expected, np.float64), rtol=0, atol=1e-12):
                 accuse(name, expected, floats, logits=[f"log {w}" for w in weights], warp=knobs)
+    for logits, history in product(([1.0, -1.0], [2.0, 0.5, -1.0]), ((), (0,), (1, 1), (0, 0, 1))):
+        for knobs in PENALTIES:
+            cases, got = cases + 1, parts.warp(**knobs)(np.array(logits), history)
+            expected = warped(np.array(logits), history, Warp(**knobs))
+            if not np.allclose(got, expected, rtol=0, atol=1e-12):
+                accuse(name, expected, got, logits=logits, history=history, warp=knobs)
     for logits in ([math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf]):
         for knobs in ({}, {"temperature": 0.0}):
             cases += 1

@@ -18,6 +18,7 @@ from tinyspec.laws.tables import TableModel
 from tinyspec.tree import TokenTree
 
 LETTERS = "abc"
+DEAF = (0, 0, 0, 0)  # guesses of one who does not ask how much room there is
 STOPS: list[dict[str, Any]] = [
     {},
     {"eos": {1}},
@@ -48,35 +49,39 @@ def ended(poem: Sequence[int], rule: dict[str, Any], most: int, limit: int | Non
 
 
 class Reciting(NoDraft):
-    """Proposes the next tokens of the text to come, or another chain at its end."""
+    """Proposes the next tokens of the text to come, and others after them. `deaf`: however little room there is."""
 
-    def __init__(self, poem: Sequence[int], gamma: int, then: Sequence[int] = ()):
-        self.poem, self.gamma, self.then = poem, gamma, then
+    def __init__(self, poem: Sequence[int], gamma: int, then: Sequence[int] = (), deaf: bool = False):
+        self.poem, self.gamma, self.then, self.deaf = poem, gamma, then, deaf
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         at = len(context) - 1
-        return TokenTree.chain([*self.poem[at : at + self.gamma], *self.then][:room])
+        chain = [*self.poem[at : at + self.gamma], *self.then]
+        return TokenTree.chain(chain if self.deaf else chain[:room])
 
 
 def endings() -> Iterator[tuple[tuple[int, ...], dict[str, Any], int, int | None, int, tuple[int, ...]]]:
     """(the text to come, stop rule, most new tokens, context left, right guesses, guesses after them), small first."""
     for most in range(5):
-        for poem in product(range(3 if most < 4 else 2), repeat=max(most, 1)):
+        for poem in product(range(3 if most < 3 else 2), repeat=max(most, 1)):
             for rule in STOPS:
                 for gamma, then in ((0, ()), (0, (1,)), (1, ()), (2, ()), (3, ()), (1, (2, 1))):
                     yield poem, rule, most, None, gamma, then
     for limit in range(4):
         yield (0, 2, 0, 0), {"eos": {1}}, 4, limit, 2, ()
+        yield (0, 2, 0, 0), {}, limit, None, 4, DEAF
 
 
-def _recite(parts: Parts, poem: Any, rule: Any, most: int, limit: int | None, gamma: int, then: Any) -> Decoder:
+def recite(parts: Parts, poem: Any, rule: Any, most: int, limit: int | None, gamma: int, then: Any) -> Decoder:
     target = TableModel(
         vocabulary=3, rows=lambda text: [int(x == (*poem, 0)[min(len(text) - 1, len(poem))]) for x in range(3)]
     )
     ends = {"eos": frozenset(rule.get("eos", ())), **{k: v for k, v in rule.items() if k != "eos"}}
     stop: Stop = parts.stop(**ends, max_new_tokens=most, decode=lambda ids: "".join(LETTERS[x] for x in ids))
     positions = None if limit is None else 1 + limit
-    decoder = parts.decoder(target.session(), Reciting(poem, gamma, then), parts.walk, stop=stop, positions=positions)
+    decoder = parts.decoder(
+        target.session(), Reciting(poem, gamma, then, then is DEAF), parts.walk, stop=stop, positions=positions
+    )
     decoder.extend((0,))
     return decoder
 
@@ -86,7 +91,7 @@ def stop(parts: Parts) -> Evidence:
     and stops and whatever was drafted; nothing comes after, and the reason is the one plain decoding gives."""
     name, seen = "stop", 0
     for poem, rule, most, limit, gamma, then in endings():
-        decoder, seen = _recite(parts, poem, rule, most, limit, gamma, then), seen + 1
+        decoder, seen = recite(parts, poem, rule, most, limit, gamma, then), seen + 1
         drafts = []
         while not decoder.finished and len(decoder.new) <= most:
             drafts.append(decoder.step(parts.seeded(decoder.rounds)).tree.tokens)
@@ -101,7 +106,7 @@ def room(parts: Parts) -> Evidence:
     """A draft is never deeper than one less than the tokens that are still wanted or that the context still holds."""
     name, seen = "room", 0
     for most, limit in product(range(1, 5), (None, 1, 2, 3)):
-        decoder, seen = _recite(parts, (0,) * 9, {}, most, limit, 3, ()), seen + 1
+        decoder, seen = recite(parts, (0,) * 9, {}, most, limit, 3, ()), seen + 1
         while not decoder.finished:
             left = min(most, most if limit is None else limit) - len(decoder.new)
             depth = len(decoder.step(parts.seeded(decoder.rounds)).tree.tokens)
@@ -121,7 +126,9 @@ def committed_text(parts: Parts) -> Evidence:
     """After every round the target's text is the prompt and what was made: nothing that a stop cut off, nothing less."""
     name, seen = "committed text", 0
     for poem, rule, most, limit, gamma, then in endings():
-        decoder, made, seen = _recite(parts, poem, rule, most, limit, gamma, then), [0], seen + 1
+        if not (gamma or then):
+            continue  # nothing to cut in a round of one token
+        decoder, made, seen = recite(parts, poem, rule, most, limit, gamma, then), [0], seen + 1
         while not decoder.finished and len(made) <= most:
             made += decoder.step(parts.seeded(decoder.rounds)).tokens
             text = list(decoder.target.text)  # type: ignore[attr-defined]

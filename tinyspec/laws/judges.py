@@ -1,0 +1,105 @@
+"""Every law that judges a `Parts`, by the name it accuses under.
+
+A mutant names the law that is meant for it; the law is looked up here. Laws that judge one function (a verifier, a kernel, the
+beginning of a session) are handed the part they judge.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.sampling import Warp
+from tinyspec.laws import cache_laws, contracts, loop_laws, passes, pathwise, report_laws, row_laws, stop_laws, theorems
+from tinyspec.laws.accused import Evidence
+from tinyspec.laws.cache_laws import FAMILIES, Through, Wrong, weights
+from tinyspec.laws.parts import Parts
+from tinyspec.laws.small import Exact
+from tinyspec.laws.tables import TableModel
+from tinyspec.technique import Request
+
+Law = Callable[[Parts], Evidence]
+
+
+def of_sessions(law: Callable[[Parts, passes.Begin], Evidence], families: Iterable[str] = FAMILIES) -> Law:
+    """A law of sessions, on a model of each family."""
+
+    def check(parts: Parts) -> Evidence:
+        models = [Through(weights(family), parts) for family in families]
+        first, *rest = (law(parts, lambda model=model: parts.session(model)) for model in models)  # type: ignore[misc]
+        return sum(rest, start=first)
+
+    return check
+
+
+def nodes(parts: Parts, begin: passes.Begin) -> Evidence:
+    """Node logits are path logits."""
+    return passes.node_logits(begin, cases=2, rounds=2, nodes=5)
+
+
+def _slots(parts: Parts, begin: passes.Begin) -> Evidence:
+    def make(request: Request) -> Decoder:
+        drafter = Wrong(weights("rotations"), 1, wide=True)
+        return parts.decoder(request.target, drafter, parts.walk, warp=request.warp, stop=request.stop)
+
+    return passes.cache_after_every_round(make, begin, texts=2, tokens=8)
+
+
+def _draw_order(parts: Parts) -> Evidence:
+    def draft(q: Exact, k: int, chance: Chance) -> tuple[Any, Any]:
+        drafter = parts.siblings(TableModel(vocabulary=len(q), rows=lambda text: q).session(), k, False)
+        drafter.extend((0,), None)  # type: ignore[arg-type]
+        tree = drafter.propose([0], k, Warp(), chance)
+        return tree.tokens, tree.laws
+
+    return theorems.draw_order(draft, parts.walk, largest=6, most=2)
+
+
+def _contract(law: str) -> Law:
+    """A contract of the drafters: of the chain, and of siblings without replacement."""
+
+    def check(parts: Parts) -> Evidence:
+        def chain(request: Request) -> Decoder:
+            drafter = parts.drafter(request.drafts[0], 2, frozenset())
+            return parts.decoder(request.target, drafter, parts.walk, warp=request.warp)
+
+        def siblings(request: Request) -> Decoder:
+            drafter = parts.siblings(request.drafts[0], 2, False)
+            return parts.decoder(request.target, drafter, parts.walk, warp=request.warp)
+
+        return contracts.contracts(chain, laws=(law,))[0] + contracts.contracts(siblings, laws=(law,))[0]
+
+    return check
+
+
+def _twins(parts: Parts) -> Evidence:
+    from tinyspec.laws.twins import twin  # needs Hypothesis
+
+    first, *rest = (twin(name, kernel, examples=60, large=0) for name, kernel in parts.kernels.items())
+    return sum(rest, start=first)
+
+
+@cache
+def judges() -> dict[str, Law]:
+    """Name -> law."""
+    return {
+        **loop_laws.LAWS,
+        **stop_laws.LAWS,
+        **report_laws.LAWS,
+        **row_laws.LAWS,
+        **cache_laws.LAWS,
+        **{law: _contract(law) for law in contracts.LAWS},
+        theorems.ACCEPTANCE: lambda parts: theorems.acceptance(parts.walk),
+        theorems.TOKENS: lambda parts: theorems.tokens_of_a_round(parts.walk, gamma=2),
+        theorems.REJECTION: lambda parts: theorems.recursive_rejection(parts.walk, largest=6, most=2),
+        theorems.TRANSPORT: lambda parts: theorems.several_drafts(parts.walk, largest=5, most=2),
+        theorems.MATCHING: lambda parts: theorems.several_drafts(parts.walk, largest=5, most=2),
+        theorems.KSEQ: lambda parts: theorems.kseq(parts.walk, largest=5, most=2),
+        theorems.ORDER: _draw_order,
+        "twin": _twins,
+        pathwise.RACE: lambda parts: pathwise.race_law(parts.replay, grid=10),
+        passes.NODES: of_sessions(nodes),
+        passes.SIBLINGS: of_sessions(lambda parts, begin: passes.sibling_order(begin, parts.walk, cases=10)),
+        passes.SLOTS: of_sessions(_slots),
+    }

@@ -1,0 +1,222 @@
+"""What can be seen of parts without asking any law. A defect that changes none of it would be no defect."""
+
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from tinyspec.decoding.sampling import Warp
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.cache_laws import FAMILIES, Through, trees, weights
+from tinyspec.laws.loop_laws import BOTH, FEW, ONE, SMALL, TWO, WIDE, WIDER, Case, Halving, joint
+from tinyspec.laws.parts import Parts
+from tinyspec.laws.report_laws import finished, request
+from tinyspec.laws.stop_laws import DEAF, STOPS, recite
+from tinyspec.lm.gate import run_together
+from tinyspec.lm.plan import Plan
+from tinyspec.lm.session import Session
+from tinyspec.tree import ROOT, TokenTree
+
+KNOBS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_k": 1},
+    {"top_p": 0.6},
+    {"top_k": 2, "top_p": 0.8},
+    {"repetition_penalty": 2.0},
+]
+
+
+def texts(parts: Parts) -> Any:
+    """Six tokens each for some tables, drafts, warps, one seed."""
+    made: list[list[int]] = []
+    for draft, (p, q) in product((ONE, TWO, BOTH, FEW), (*SMALL[4:6], (WIDE, WIDER))):
+        for warp in (None, Warp(top_k=1), Halving(repetition_penalty=2.0)):
+            decoder, chance = Case(p, q, draft, 6, warp).decoder(parts), parts.seeded(len(made))
+            decoder.extend((0,))
+            while len(decoder.new) < 6:
+                decoder.step(chance)
+            made.append(decoder.new)
+    return made
+
+
+def law(parts: Parts) -> Any:
+    """The exact law of two tokens from a chain of two."""
+    return joint(lambda: Case(((1, 1),), ((1, 3),), TWO, 2).decoder(parts), 2)[0]
+
+
+def sibling_law(parts: Parts) -> Any:
+    """The exact law of one token behind two independent siblings."""
+    return [joint(lambda p=p, q=q: Case(p, q, BOTH, 1).decoder(parts), 1)[0] for p, q in (*SMALL[8:], (WIDE, WIDER))]  # type: ignore[misc]
+
+
+def trees_drafted(parts: Parts) -> Any:
+    """The first trees of some drafters: tokens and declared laws."""
+    made = []
+    for draft, (p, q), seed in product((TWO, BOTH, FEW), (*SMALL[2:6], (WIDE, WIDER)), range(4)):
+        decoder = Case(p, q, draft, 6, Warp(top_k=2, temperature=0.5)).decoder(parts)
+        decoder.extend((0,))
+        tree = decoder.step(parts.seeded(seed)).tree
+        made.append((list(tree.tokens), [row if row is None else list(row) for row in tree.laws]))
+    return made
+
+
+def ends(parts: Parts) -> Any:
+    """Where a recited text ends under each stop rule, why, what the target holds, and how deep the drafts were."""
+    made = []
+    drafts_of = ((3, ()), (1, ()), (0, (1, 1)), (4, DEAF))
+    for rule, poem, most, (gamma, then) in product(
+        STOPS, ((0, 1, 1, 0), (1, 0, 0, 0), (2, 0, 0, 0)), (1, 4), drafts_of
+    ):
+        decoder, drafts = recite(parts, poem, rule, most, None, gamma, then), []
+        while not decoder.finished and len(decoder.new) <= most:
+            drafts.append(list(decoder.step(parts.seeded(decoder.rounds)).tree.tokens))
+        made.append((decoder.new, decoder.finished, list(decoder.target.text), drafts))  # type: ignore[attr-defined]
+    return made
+
+
+def figures(parts: Parts) -> Any:
+    """Statistics, origins and round laws of requests on tables; log-probabilities on a transformer."""
+    made: list[Any] = []
+    for most, eos, seed in product((0, 1, 4), ((), (1,)), range(4)):
+        decoder, chance = request(parts, WIDE, WIDER, 2, most, seed, eos)
+        stats = parts.statistics()
+        for one in finished(decoder, chance):
+            stats.count(one)
+            made += [parts.origins(one), [list(row) for row in one.laws]]
+        made.append(repr(stats.as_dict()))
+    target = weights("rotations")
+    small = parts.drafter(weights("rotations", seed=1).session(), 2, frozenset())
+    decoder = parts.decoder(target.session(), small, parts.walk, warp=Warp(temperature=0.5))
+    decoder.extend((1,))
+    return [*made, [parts.logprobs(decoder.step(parts.seeded(at))) for at in range(3)]]
+
+
+def rows(parts: Parts) -> Any:
+    """What the functions of one row give, at the edges too."""
+    made: list[Any] = []
+    for logits, history in product(([0.0, 1.0, 1.0], [2.0, -1.0, 0.5], [math.nan, 0.0, 1.0]), ((), (0, 0))):
+        for knobs in KNOBS:
+            try:
+                made.append(parts.warp(**knobs)(np.array(logits), history).tolist())
+            except TinyspecError:
+                made.append("refused")
+    for p, q in product(([1.0, 0.0], [0.5, 0.5]), repeat=2):
+        made.append(parts.residual(np.array(p), np.array(q)).tolist())
+    made += [parts.replay([0.0]).accept(0), parts.replay([0.0]).draw([0, 1]), parts.replay([0.5]).draw([0.5, 0.5])]
+    made.append(parts.race(np.array([0.0, 1.0]), np.array([0.0, 1.0])))
+    made.append([parts.replay([u, 0.5]).race([0.8, 0.2], 0) for u in (0.5, 0.95)])
+    index = parts.index(2)
+    index.append(0, [70_000, 4, 70_000, 5, 70_000])
+    return repr([*made, index.lookup([70_000], 2)])
+
+
+def kernels(parts: Parts) -> Any:
+    """Kernels at the edges: two near laws, a row with hardly any mass."""
+    row, tiny = np.array([0.1, 0.2, 0.7, 0.0]), np.array([5e-324, 0.0])
+    near = row + np.array([1e-9, -1e-9, 0.0, 0.0])
+    return parts.kernels["residual"](near, row).tolist(), parts.kernels["pick"](tiny, 0.75)
+
+
+def drafted_outside(parts: Parts) -> Any:
+    """What a verifier makes of an id that nobody knows, and of a draft with a smaller vocabulary."""
+    made: list[Any] = []
+    for token, q in ((-1, None), (0, [1.0])):
+        try:
+            tree = TokenTree.chain([token], [q])
+            made.append(parts.walk(tree, {-1: [0.5, 0.5], 0: [0.5, 0.5]}, parts.replay([0.1, 0.9])))  # type: ignore[arg-type]
+        except TinyspecError:
+            made.append("refused")
+    return made
+
+
+def states(parts: Parts) -> Any:
+    """Rows of trees, positions, and what a session says after a commit, a rewind, a fork, an exit and an end."""
+    made: list[Any] = []
+
+    def note(what: Any) -> None:
+        made.append(np.asarray(what).round(8).tolist())
+
+    for family, tree, node in ((f, t, n) for f in FAMILIES for t in trees()[2:5] for n in {ROOT, 0, len(t.tokens) - 1}):
+        if node >= len(tree.tokens):
+            continue
+        model = Through(weights(family), parts)
+        session = parts.session(model)
+        session.extend((1, 2, 3))
+        note(session.score(tree).logits)
+        made.append([feed.positions for feed in model.fed])
+        session.commit(tree.path(node), 4)
+        made.append(session.text)
+        twin = session.fork()
+        twin.rewind(2)
+        twin.extend([5] * 9)
+        note(session.score(TokenTree()).logits)
+        for length in (len(session), 2):
+            session.rewind(length)
+            made.append(session.text)
+        session.extend((6,))
+        note(session.score(TokenTree()).logits)
+        note(parts.view(session, Plan(last=1)).score(TokenTree()).logits)
+        session.advance(TokenTree.chain([2]), 1)
+        session.commit((0,), 3)
+        session.fill("recompute")
+        session.extend([1] * 70)
+        note(session.score(TokenTree()).logits)
+        session.end()
+        made.append(session.text)
+    return made
+
+
+def batches(parts: Parts) -> Any:
+    """What two requests that share every pass see."""
+    model = Through(weights("rotations"), parts)
+
+    def job(prompt: tuple[int, ...]) -> Any:
+        def run(gate: Any) -> Any:
+            session = Session(model, gate=gate.through(model))
+            session.extend(prompt)
+            return session.score(TokenTree()).logits.numpy().round(8).tolist()
+
+        return run
+
+    return run_together([job((2, 3, 4)), job((1, 5))])
+
+
+def noise_states(parts: Parts) -> Any:
+    """A request, the same again, and whether it moved the global generator of `random`."""
+    import random
+
+    made = []
+    for _ in range(2):
+        before = random.getstate()
+        decoder, chance = request(parts, WIDE, WIDER, 1, 6, 1)
+        finished(decoder, chance)
+        made.append((decoder.new, random.getstate() == before))
+    return made[0] == made[1], made[0][1]
+
+
+def uniforms(parts: Parts) -> Any:
+    """The names of the uniforms that eight rounds use."""
+    from tinyspec.decoding.exhaustive import Exhaustive
+    from tinyspec.laws.noise import Noise
+
+    def run(chance: Exhaustive) -> Any:
+        decoder, noise = Case(((1, 3),), ((3, 1),), ONE, 1).decoder(parts), Noise(chance)
+        decoder.extend((0,))
+        for _ in range(8):
+            decoder.step(noise)
+        return noise.reads
+
+    return next(iter(Exhaustive.walk(run)))[0]
+
+
+def greedy_texts(parts: Parts) -> Any:
+    """Six tokens at temperature 0 on tables."""
+    made = []
+    for (p, q), seed in product((*SMALL[2:6], (WIDE, WIDER)), range(3)):
+        decoder, chance = Case(p, q, TWO, 6, parts.warp(temperature=0.0)).decoder(parts), parts.seeded(seed)
+        decoder.extend((0,))
+        while len(decoder.new) < 6:
+            decoder.step(chance)
+        made.append(decoder.new)
+    return made
