@@ -145,14 +145,14 @@ def test_small_cells_are_put_together() -> None:
 
 def test_the_power_that_is_stated_is_the_power() -> None:
     for texts, alpha in ((300, 0.05), (2000, 0.01)):
-        share = gtest.detectable(NULL, texts, alpha)
+        share = gtest.detectable(NULL, "b", texts, alpha)
         assert share is not None
-        assert gtest.power(NULL, share, texts, alpha) == pytest.approx(0.9, abs=1e-3)
-        assert gtest.simulated_power(NULL, share, texts, alpha) == pytest.approx(0.9, abs=0.03)
-        assert gtest.power(NULL, 0.0, texts, alpha) == pytest.approx(alpha, abs=1e-6)
-        assert gtest.simulated_power(NULL, 0.0, texts, alpha) == pytest.approx(alpha, abs=0.02)
-    assert gtest.detectable(NULL, 4, 0.01) is None
-    assert gtest.moved(NULL, 0.1) == pytest.approx(0.05)
+        assert gtest.power(NULL, share, "b", texts, alpha) == pytest.approx(0.9, abs=1e-3)
+        assert gtest.simulated_power(NULL, share, "b", texts, alpha) == pytest.approx(0.9, abs=0.03)
+        assert gtest.power(NULL, 0.0, "b", texts, alpha) == pytest.approx(alpha, abs=1e-6)
+        assert gtest.simulated_power(NULL, 0.0, "b", texts, alpha) == pytest.approx(alpha, abs=0.02)
+    assert gtest.detectable(NULL, "b", 4, 0.01) is None
+    assert gtest.moved(NULL, 0.1, "a") == pytest.approx(0.05)
 
 
 # ------------------------------------------------------------------------------------------------------- the texts
@@ -168,6 +168,7 @@ def test_cells_are_the_coarsened_law() -> None:
     cells = statistics.Cells(TARGET, PROMPT, 2, 3, 0.7)
     assert math.fsum(cells.law.values()) == pytest.approx(1)
     assert len(cells.law) == 3 * 4 + 1
+    assert cells.greedy == (first := int(logs(PROMPT).argmax()), int(logs([*PROMPT, first]).argmax()))
     fine: dict[statistics.Cell, float] = {}
     root = logs(PROMPT)
     for first in range(LLAMA.vocab_size):

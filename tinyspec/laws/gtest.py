@@ -1,6 +1,6 @@
 """The G-test of counts against a known law, and its power: what it would have found, had it been there.
 
-A fault is described by a share: in that share of the texts the likeliest cell stands in place of a draw.
+A fault is described by a share and a cell: in that share of the texts, this cell stands in place of a draw.
 """
 
 import math
@@ -52,11 +52,11 @@ def _g(observed: Any, expected: Any) -> Any:
     return 2 * np.where(observed > 0, observed * np.log(np.maximum(observed, 1) / expected), 0.0).sum(axis=-1)
 
 
-def power(law: Mapping[Any, float], share: float, texts: int, alpha: float) -> float:
-    """The probability that the G-test finds, at level alpha, that in `share` of the texts the likeliest cell stands in
-    place of a draw: G is then noncentral chi-square, with 2 n KL(faulty, law) as its noncentrality."""
+def power(law: Mapping[Any, float], share: float, to: Any, texts: int, alpha: float) -> float:
+    """The probability that the G-test finds, at level alpha, that in `share` of the texts the cell `to` stands in place of
+    a draw: G is then noncentral chi-square, with 2 n KL(faulty, law) as its noncentrality."""
     stats = extra("scipy.stats")
-    null, faulty = _faulty(law, share, texts)
+    null, faulty = _faulty(law, share, to, texts)
     freedom = len(null) - 1
     if not freedom:
         return 0.0
@@ -65,34 +65,34 @@ def power(law: Mapping[Any, float], share: float, texts: int, alpha: float) -> f
 
 
 def simulated_power(
-    law: Mapping[Any, float], share: float, texts: int, alpha: float, seed: int = 0, runs: int = 2000
+    law: Mapping[Any, float], share: float, to: Any, texts: int, alpha: float, seed: int = 0, runs: int = 2000
 ) -> float:
     """The same without the noncentral approximation: how often the test rejects simulated counts of the faulty law."""
-    null, faulty = _faulty(law, share, texts)
+    null, faulty = _faulty(law, share, to, texts)
     counts = np.random.default_rng(seed).multinomial(texts, faulty, size=runs)
     critical = extra("scipy.stats").chi2.isf(alpha, len(null) - 1)
     return float((_g(counts, null * texts) >= critical).mean())
 
 
-def detectable(law: Mapping[Any, float], texts: int, alpha: float, wanted: float = 0.9) -> float | None:
+def detectable(law: Mapping[Any, float], to: Any, texts: int, alpha: float, wanted: float = 0.9) -> float | None:
     """The smallest share that is found with probability `wanted`; None where not even a fault in every text is."""
     low, high = 0.0, 1.0
-    if power(law, high, texts, alpha) < wanted:
+    if power(law, high, to, texts, alpha) < wanted:
         return None
     while high - low > 1e-6:
         middle = (low + high) / 2
-        low, high = (low, middle) if power(law, middle, texts, alpha) >= wanted else (middle, high)
+        low, high = (low, middle) if power(law, middle, to, texts, alpha) >= wanted else (middle, high)
     return high
 
 
-def moved(law: Mapping[Any, float], share: float) -> float:
+def moved(law: Mapping[Any, float], share: float, to: Any) -> float:
     """The total variation between the faulty law and the law."""
-    return share * (1 - max(law.values()))
+    return share * (1 - law[to])
 
 
-def _faulty(law: Mapping[Any, float], share: float, texts: int) -> tuple[Any, Any]:
-    null = np.array([math.fsum(law[c] for c in group) for group in pooled(law, texts)])
+def _faulty(law: Mapping[Any, float], share: float, to: Any, texts: int) -> tuple[Any, Any]:
+    groups = pooled(law, texts)
+    null = np.array([math.fsum(law[c] for c in group) for group in groups])
     null /= null.sum()
-    likeliest = np.eye(len(null))[int(null.argmax())]
-    faulty = (1 - share) * null + share * likeliest
-    return null, np.maximum(faulty, 1e-300)
+    there = np.array([float(to in group) for group in groups])
+    return null, np.maximum((1 - share) * null + share * there, 1e-300)

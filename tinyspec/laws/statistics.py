@@ -4,8 +4,8 @@ Where a law cannot be enumerated it can be sampled. The exact laws do not need t
 cares about what a sample can say, and how little: a test that finds nothing has only excluded faults it had the power to
 find. So three figures are printed together:
 
-- the *G-test* of the first tokens of many texts against the target's own law, with its power: the smallest share of texts
-  in which the likeliest beginning might stand in place of a draw, and yet be found nine times in ten;
+- the *G-test* of the first tokens of many texts against the target's own law, with its power: the smallest share of texts in
+  which the greedy text might stand in place of a draw and be found nine times in ten;
 - a *negative control*, which must fail: the field's commonest mistake, draft tokens chosen greedily and then judged by
   the probability they would have had (the model drafts for itself here, so all of them pass);
 - an *e-value* (see `evalues`), which stays valid if one looks after every text and goes on as long as one likes; the
@@ -52,12 +52,14 @@ Cell = tuple[int, ...]
 class Cells:
     """The law of the first `tokens` new tokens, coarsened: at each step the `width` likeliest tokens and all others as one.
 
-    law  probability of each cell; a cell ends after `tokens` tokens, an end of text, or OTHER
+    law     probability of each cell; a cell ends after `tokens` tokens, an end of text, or OTHER
+    greedy  the cell of the likeliest token at each step
     """
 
     def __init__(self, model: Model, prompt: Sequence[int], tokens: int, width: int, temperature: float):
         self.law: dict[Cell, float] = {}
         self.inner: set[Cell] = set()  # what cells begin with
+        self.greedy: Cell = ()
         waiting: list[tuple[Cell, float]] = [((), 1.0)]
         for said, mass in waiting:  # grows while it is walked
             if len(said) == tokens or (said and said[-1] in (OTHER, *model.config.eos)):
@@ -68,6 +70,8 @@ class Cells:
             weights = np.exp(logits - logits.max())
             row = weights / weights.sum()
             likely = [int(x) for x in np.argsort(-row, kind="stable")[:width] if row[x] > 0]
+            if said == self.greedy:
+                self.greedy = (*said, likely[0])
             waiting += [((*said, x), mass * float(row[x])) for x in likely]
             rest = 1.0 - math.fsum(float(row[x]) for x in likely)
             if len(likely) < len(row) and rest > 0:
@@ -171,7 +175,7 @@ def demo(
     samples: int | None = 2000,
     seed: int = 0,
     tokens: int = 2,
-    width: int = 4,
+    width: int = 6,
     temperature: float = 1.0,
     alpha: float = 0.01,
     watch: Callable[[EValue], None] | None = None,
@@ -204,7 +208,7 @@ def demo(
     broken.extend(ids)
     found = sample(real, cells, samples=samples, seed=seed, alpha=alpha, watch=watch)
     failing = sample(broken, cells, samples=CONTROL, seed=seed, alpha=alpha)
-    share = detectable(cells.law, samples, alpha) if samples else None
+    share = detectable(cells.law, cells.greedy, samples, alpha) if samples else None
     return {
         "kind": "statistical demo: evidence, not proof",
         "model": model.name,
@@ -220,9 +224,9 @@ def demo(
         if share is None or samples is None
         else {
             "share": share,
-            "moved": moved(cells.law, share),
-            "noncentral": power(cells.law, share, samples, alpha),
-            "simulated": simulated_power(cells.law, share, samples, alpha, seed),
+            "moved": moved(cells.law, share, cells.greedy),
+            "noncentral": power(cells.law, share, cells.greedy, samples, alpha),
+            "simulated": simulated_power(cells.law, share, cells.greedy, samples, alpha, seed),
         },
         "control": failing,
         "control_failed": bool(failing["g"]["refuted"] and failing["e"]["refuted"]),
@@ -251,7 +255,7 @@ def report(result: Mapping[str, Any]) -> str:
         lines.append(f"G-test   G = {_shown(g['statistic'])}, {g['freedom']} degrees of freedom, p = {g['p']:.3g}")
     if result["power"] is not None:
         lines.append(
-            f"power    the likeliest text in place of {result['power']['share']:.1%} of the draws, a total variation of "
+            f"power    the greedy text in place of {result['power']['share']:.1%} of the draws, a total variation of "
             f"{result['power']['moved']:.3f}, is found\n         with probability {result['power']['noncentral']:.2f} "
             f"({result['power']['simulated']:.2f} simulated)"
         )
