@@ -211,7 +211,7 @@ class _Walk:
             ) from error
         self._alive.append(state)
         for place, part in enumerate(state if isinstance(state, tuple) else (state,)):
-            if place == 0 and not isinstance(part, type):  # a function that would rebuild it: no state
+            if place == 0 and not isinstance(part, (type, str)):  # a function that would rebuild it: no state
                 self.said.append(f"made by {part.__qualname__}")
             else:
                 self.see(list(part) if place > 2 and part is not None else part)  # there pickle iterates over items

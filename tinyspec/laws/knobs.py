@@ -31,7 +31,7 @@ def ladder(card: Card) -> list[Any]:
     high = knob.high if knob.high is not None else max(1.0, 2 * float(neutral))
     far = low if abs(float(neutral) - low) >= abs(high - float(neutral)) else high
     steps = [neutral + (far - neutral) * i / STEPS for i in range(STEPS + 1)]
-    return [knob.check(round(step) if isinstance(knob.default, int) else step) for step in dict.fromkeys(steps)]
+    return list(dict.fromkeys(knob.check(round(step) if isinstance(knob.default, int) else step) for step in steps))
 
 
 def cost(stage: Stage, name: str, value: Any) -> tuple[Any, int]:

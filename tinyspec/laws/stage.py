@@ -7,7 +7,7 @@ a seed, so a case is its name and its number.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from tinyspec.decoding.chance import Seeded
@@ -166,6 +166,7 @@ class Stage:
         return TableModel(vocabulary=v, rows=rows, floats=self.floats or self.deep, name=self.draft)
 
 
+@lru_cache(maxsize=4096)
 def _conditional(model: Any, context: Text) -> Any:
     """A model's row by a pass of its own."""
     return model.row(context) if isinstance(model, TableModel) else model.logits(context)[-1].numpy()
@@ -201,21 +202,21 @@ def told_warp(warp: Warp) -> str:
 
 def after_a_request(stage: Stage, decoder: Decoder) -> None:
     """Another text was decoded and closed: nothing of it may be left but what a persistent technique learnt."""
-    _run(decoder, (1, 0), stage.seed, 4)
+    _run(decoder, (1, 0), stage.seed, 2)
     decoder.end()
     decoder.rewind(0)
 
 
 def taken_back(stage: Stage, decoder: Decoder) -> None:
     """The text went on for two rounds, was taken back to the prompt, and was corrected from outside by one token."""
-    _run(decoder, stage.prompt, stage.seed, 3)
+    _run(decoder, stage.prompt, stage.seed, 2)
     decoder.rewind(len(stage.prompt))
     decoder.extend((1,))
 
 
-def _run(decoder: Decoder, prompt: Text, seed: int, tokens: int) -> None:
+def _run(decoder: Decoder, prompt: Text, seed: int, rounds: int) -> None:
     decoder.extend(prompt)
     chance = Seeded(seed)
-    for number in range(tokens):
+    for number in range(rounds):
         if not decoder.finished:
             decoder.step(chance.split("past", number))

@@ -99,8 +99,10 @@ def _exact(card: Card, seed: int) -> Iterator[Case]:
         yield _joint(four, 4, "four tokens, whole numbers to 3")
         yield _single(replace(base, vocabulary=5, seed=seed + 9, warp=Warp(top_k=3)), "V = 5, one round")
         for number, warp in enumerate(DEEP[:1]):
-            deep = replace(base, deep=True, vocabulary=4, warp=warp, seed=seed + number, stop=Stop(max_new_tokens=3))
-            yield _joint(deep, 3, f"a transformer, {told_warp(warp)}")
+            wanted = 3 if card.drafts < 2 else 2
+            end = Stop(max_new_tokens=wanted)
+            deep = replace(base, deep=True, vocabulary=4, warp=warp, seed=seed + number, stop=end)
+            yield _joint(deep, wanted, f"a transformer, {told_warp(warp)}")
     for number, draft in enumerate(DRAFTS[1:]):
         if card.drafts or card.copies:
             yield _joint(replace(base, draft=draft, seed=seed + 20 + number), 2, f"{draft} draft")

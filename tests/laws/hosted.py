@@ -1,0 +1,342 @@
+"""Techniques of every shape that the book will need, each in a few lines: what the suites must be able to host."""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Round
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.laws.parts import Siblings
+from tinyspec.lm.feed import Scores
+from tinyspec.lm.plan import Plan
+from tinyspec.technique import Card, Guarantee, Knob, Request
+from tinyspec.tree import ROOT, TokenTree
+
+
+def card(build: Callable[..., Any], guarantee: Guarantee = Guarantee.EXACT, **fields: Any) -> Card:
+    """A card that is not registered."""
+    knobs = tuple(fields.pop("knobs", ()))
+    return Card(build.__name__, build.__name__, "no paper", "toy", guarantee, knobs, build, **fields)
+
+
+# ---- trees -----------------------------------------------------------------------------------------------------------
+
+
+def siblings(replace: bool) -> Card:
+    """Two tokens side by side, with or without replacement."""
+
+    def build(request: Request, *, k: int) -> Decoder:
+        return request.decoder(Siblings(request.drafts[0], k, replace), walk)
+
+    return card(build, drafts=1, knobs=[Knob("k", 4, "tokens side by side", low=1)])
+
+
+class Merged(NoDraft):
+    """Two models propose a token each and then one below it; equal tokens stand side by side."""
+
+    def __init__(self, models: Sequence[Any]):
+        self.models = models
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        for model in self.models:
+            model.extend(tokens)
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        tokens, parents, laws = list[int](), list[int](), list[Any]()
+        for model in self.models if room else ():
+            q = Laws(model.score(TokenTree()), warp, context, TokenTree())[ROOT]
+            tokens.append(chance.draw(q))
+            parents.append(ROOT)
+            laws.append(q)
+        if room > 1:
+            below = TokenTree.chain(tokens[:1])
+            q = Laws(self.models[0].score(below), warp, context, below)[0]
+            tokens.append(chance.draw(q))
+            parents.append(0)
+            laws.append(q)
+        return TokenTree(tokens, parents, laws, (False,) * len(tokens))
+
+    def observe(self, round: Round) -> None:
+        for model in self.models:
+            model.append(round.tokens)
+
+    def rewind(self, length: int) -> None:
+        for model in self.models:
+            model.rewind(length)
+
+    def end(self) -> None:
+        self.rewind(0)
+
+
+def two_models(request: Request) -> Decoder:
+    """SpecInfer in small: the drafts of two models in one tree."""
+    return request.decoder(Merged(request.drafts), walk)
+
+
+# ---- a decoder inside a decoder --------------------------------------------------------------------------------------
+
+
+class Inner(NoDraft):
+    """A decoder drafts: its tokens carry the law they were committed under."""
+
+    def __init__(self, decoder: Decoder, gamma: int, truthful: bool):
+        self.decoder, self.gamma, self.truthful, self.asked = decoder, gamma, truthful, 0
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.decoder.extend(tokens)
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        tokens, laws = list[int](), list[Any]()
+        while len(tokens) < min(self.gamma, room):
+            round = self.decoder.step(chance)
+            drawn = [self.decoder.drafter.last] * 9 if not self.truthful else round.laws  # type: ignore[attr-defined]
+            tokens += round.tokens
+            laws += drawn[: len(round.tokens)]
+        kept = min(self.gamma, room)
+        return TokenTree.chain(tokens[:kept], laws[:kept])
+
+    def observe(self, round: Round) -> None:
+        before = len(self.decoder.context) - len(self.decoder.context[self.told :])
+        self.decoder.rewind(before)
+        self.decoder.extend(round.tokens)
+
+    @property
+    def told(self) -> int:
+        return self.decoder.start
+
+    def rewind(self, length: int) -> None:
+        self.decoder.rewind(length)
+
+    def end(self) -> None:
+        self.decoder.end()
+
+
+class Remembers(ModelDraft):
+    """Tells the law of its last token, for the toy that takes it for the middle's."""
+
+    last: Any = None
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        tree = super().propose(context, room, warp, chance)
+        self.last = tree.laws[0] if tree.laws else None
+        return tree
+
+
+def cascade(truthful: bool) -> Card:
+    """The smallest drafts for the middle, the middle for the target. The toy declares the smallest's law."""
+
+    def build(request: Request) -> Decoder:
+        middle = Decoder(request.drafts[0], Remembers(request.drafts[1], 1), walk, warp=request.warp)
+        return request.decoder(Inner(middle, 2, truthful), walk)
+
+    return card(build, drafts=2)
+
+
+# ---- views, exits, hidden states -------------------------------------------------------------------------------------
+
+
+class Exits:
+    """A target that leaves after `layer` layers, and copies up the keys that are missing."""
+
+    def __init__(self, session: Any, layer: int):
+        self.session, self.layer = session, layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        if self.layer < self.session.model.config.n_layers:
+            return self.session.advance(tree, self.layer, taps, head=True)  # type: ignore[no-any-return]
+        return self.session.score(tree, taps)  # type: ignore[no-any-return]
+
+    def commit(self, path: Sequence[int], next: int | None) -> None:
+        self.session.commit(path, next)
+        self.session.fill("copy", range(len(self.session) - 1))
+
+
+def own_draft(plan: Plan, exact: bool = True) -> Card:
+    """Drafts with a part of its own layers. The toy judges with the first layer's rows as well."""
+
+    def build(request: Request) -> Decoder:
+        session: Any = request.target
+        if not exact:
+            request.target = Exits(session, 1)  # type: ignore[assignment]
+        return request.decoder(ModelDraft(session.view(plan), 2), walk)
+
+    return card(build)
+
+
+class Feels(NoDraft):
+    """Proposes what a linear head on the target's last hidden state holds for likeliest: it needs taps, so no table."""
+
+    taps = (2,)
+
+    def __init__(self, vocabulary: int, width: int):
+        self.head = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        self.state: Any = None
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        if scores.hidden.shape[1]:
+            self.state = scores.hidden[0, -1]
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        if self.state is None or room < 1:
+            return TokenTree()
+        q = warp(self.head @ self.state, context)
+        return TokenTree.chain([chance.draw(q)], [q])
+
+    def observe(self, round: Round) -> None:
+        self.state = round.scores.hidden[0, 0 if not round.verdict.path else round.verdict.path[-1] + 1]
+
+    def rewind(self, length: int) -> None:
+        self.state = None
+
+    def end(self) -> None:
+        self.state = None
+
+
+def feels(request: Request) -> Decoder:
+    """A head on hidden states."""
+    config = request.target.model.config  # type: ignore[attr-defined]
+    return request.decoder(Feels(config.vocab_size, config.d_model), walk)
+
+
+def early(request: Request, *, layers: int) -> Decoder:
+    """Early exit with a knob: all layers are neutral."""
+    request.target = Exits(request.target, layers)  # type: ignore[assignment]
+    return request.decoder(NoDraft(), walk)
+
+
+EARLY = card(
+    early, Guarantee.LOSSY, lossy=("layers", 3), knobs=[Knob("layers", 2, "layers that are run", low=1, high=3)]
+)
+
+
+# ---- shared noise, joint targets, stores -----------------------------------------------------------------------------
+
+
+class Races(NoDraft):
+    """Its draft races on the noise that the target will race on, so both often agree."""
+
+    def __init__(self, model: Any, gamma: int):
+        self.model, self.gamma, self.prompt = model, gamma, 0
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.model.extend(tokens)
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        tree = TokenTree()
+        for _ in range(min(self.gamma, room)):
+            q = Laws(self.model.score(tree), warp, context, tree)[len(tree.tokens) - 1]
+            tree = TokenTree.chain([*tree.tokens, chance.race(q, len(context) + len(tree.tokens))])
+        return tree
+
+    def observe(self, round: Round) -> None:
+        self.model.append(round.tokens)
+
+    def rewind(self, length: int) -> None:
+        self.model.rewind(length)
+
+    def end(self) -> None:
+        self.model.end()
+
+
+def racing(shift: int) -> Card:
+    """Gumbel coupling. The toy numbers its races by rounds in place of positions when it verifies."""
+
+    def match(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+        path: tuple[int, ...] = ()
+        while True:
+            at = len(p.context) + len(path) if not shift else len(path) + shift
+            token = chance.race(p[path[-1] if path else ROOT], at)
+            if len(path) == len(tree.tokens) or tree.tokens[len(path)] != token:
+                return Verdict(path, token)
+            path = (*path, len(path))
+
+    def build(request: Request) -> Decoder:
+        return request.decoder(Races(request.drafts[0], 3), match)
+
+    return card(build, drafts=1, coupled=True)
+
+
+class Contrast:
+    """Joint target: the expert's row where the amateur agrees that a token is possible. Two sessions score one tree."""
+
+    cache_exact = True
+
+    def __init__(self, expert: Any, amateur: Any):
+        self.both = (expert, amateur)
+
+    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        expert, amateur = (session.score(tree, taps) for session in self.both)
+        rows: Any = [self.row(p, q) for p, q in zip(expert.logits, amateur.logits, strict=True)]
+        return Scores(rows if isinstance(rows[0], list) else torch.stack(rows), expert.hidden, expert.layers)
+
+    @staticmethod
+    def row(p: Any, q: Any) -> Any:
+        if not isinstance(p, list):
+            return torch.as_tensor(p) + torch.log(2 - torch.as_tensor(q).softmax(-1))
+        return [x * (Fraction(2) - y) for x, y in zip(p, q, strict=True)]
+
+    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
+        expert, _ = (session.extend(tokens, taps) for session in self.both)
+        return expert  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        def all_of_them(*args: Any) -> None:
+            for session in self.both:
+                getattr(session, name)(*args)
+
+        return all_of_them
+
+
+def contrast(request: Request) -> Decoder:
+    """Its law is its own: the card says so, and the suites ask its own target."""
+    expert, amateur = request.target, request.drafts[0]
+    request.target = Contrast(expert, amateur)  # type: ignore[assignment]
+    return request.decoder(NoDraft(), walk)
+
+
+class Store(NoDraft):
+    """Remembers what followed each token, over requests: the card says it is persistent."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, int] = {}
+        self.last: int | None = None
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.learn(tokens)
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self.last is not None:
+                self.after[self.last] = token
+            self.last = token
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        known = self.after.get(context[-1])
+        return TokenTree.chain([known] if known is not None and room else [])
+
+    def observe(self, round: Round) -> None:
+        self.learn(round.tokens)
+
+    def rewind(self, length: int) -> None:
+        self.last = None
+
+    def end(self) -> None:
+        self.last = None
+
+
+def store(request: Request) -> Decoder:
+    """Token recycling in small."""
+    return request.decoder(Store(), walk)
+
+
+def planner(request: Request) -> Any:
+    """An analysis decodes nothing."""
+    raise AssertionError("nobody builds a planner")

@@ -1,0 +1,280 @@
+"""Every registered technique is held to its guarantee; the suites host every shape of technique, and see their defects."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.laws import hosted
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Decoder, Laws, NoDraft
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import Verdict, pick, walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws import suites
+from tinyspec.laws.accused import Accused, Evidence
+from tinyspec.laws.adversaries import GREEDY
+from tinyspec.laws.exact import JOINT
+from tinyspec.laws.knobs import COST, ladder
+from tinyspec.laws.pathwise import PATHS, race_law
+from tinyspec.laws.prove import CI, FIVE_SECONDS, Profile, State, nothing_correct_is_accused, prove, questions
+from tinyspec.laws.stage import small
+from tinyspec.laws.suites import ROUND, cases
+from tinyspec.lm.plan import Plan
+from tinyspec.technique import Card, Guarantee, Knob, Request, find, techniques
+from tinyspec.tree import ROOT, TokenTree
+
+
+@pytest.mark.parametrize("name", techniques())
+def test_every_registered_technique_is_proved(name: str) -> None:
+    card = find(name)
+    proved = {evidence.law: evidence for evidence in prove(card)}
+    if card.kind == "analysis":
+        assert not proved
+    elif name in suites.ORACLES:
+        assert proved
+    else:
+        assert {GREEDY} <= set(proved)
+        if card.guarantee is not Guarantee.GREEDY:
+            law = PATHS if card.coupled else JOINT
+            assert proved[law].cases >= (9 if card.hidden or card.coupled else 30)
+            assert proved[law].branches >= 50
+        assert (COST in proved) == (card.lossy is not None)
+
+
+# ---------------------------------------------------------------------- what they host
+
+HOSTED = {
+    "with replacement": hosted.siblings(True),
+    "without replacement": hosted.siblings(False),
+    "two models": hosted.card(hosted.two_models, drafts=2),
+    "cascade": hosted.cascade(True),
+    "exit draft": hosted.own_draft(Plan(last=1)),
+    "skipping draft": hosted.own_draft(Plan(skip=frozenset({2, 3}))),
+    "heads": hosted.card(hosted.feels, hidden=True),
+    "early exit": hosted.EARLY,
+    "coupling": hosted.racing(0),
+    "contrast": hosted.card(hosted.contrast, drafts=1, keeps="the expert less the amateur"),
+    "store": hosted.card(hosted.store, persistent=True),
+    "greedy": hosted.card(hosted.store, Guarantee.GREEDY),
+}
+
+
+@pytest.mark.parametrize("name", HOSTED)
+def test_they_host_techniques_of_every_shape(name: str) -> None:
+    """A sample of the cases: a registered technique runs them all."""
+    assert sum(evidence.cases for evidence in prove(HOSTED[name], Profile("sample", (0, 1), 8))) >= 16
+
+
+def test_an_analysis_has_no_law_and_is_not_built() -> None:
+    assert prove(hosted.card(hosted.planner, kind="analysis")) == []
+
+
+def test_who_keeps_nobodys_law_must_bring_an_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    for card in (hosted.card(hosted.planner, kind="refine"), hosted.card(hosted.planner, Guarantee.APPROX)):
+        with pytest.raises(TinyspecError, match="oracle"):
+            prove(card)
+        with monkeypatch.context() as patch:
+            patch.setitem(suites.ORACLES, card.name, lambda card: Evidence("brute force", 3))
+            assert [(e.law, e.cases) for e in prove(card)] == [("brute force", 3)]
+
+
+# ---------------------------------------------------------------------- what they see
+
+
+def broken(card: Card, build: Callable[..., Decoder]) -> Card:
+    return replace(card, build=build, knobs=(), lossy=None)
+
+
+class Reuses(NoDraft):
+    """Noise drawn in the first round serves all rounds."""
+
+    noise: Any = None
+
+    def __init__(self, request: Request):
+        self.vocabulary = request.target.model.config.vocab_size  # type: ignore[attr-defined]
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        if not room:
+            return TokenTree()
+        if self.noise is None:
+            self.noise = chance.draw([0.25] * 4) / 4
+        q = [[0.5, 0.5], [0.25, 0.25, 0.5], [0.25] * 4, [0.25] * 4 + [0.0]][self.vocabulary - 2]
+        return TokenTree.chain([pick(q, self.noise)], [q])
+
+
+def no_bonus_from_the_right_row(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+    verdict = walk(tree, p, chance)
+    return verdict if not verdict.path else Verdict(verdict.path, chance.draw(p[ROOT]), verdict.refused)
+
+
+class Late(Decoder):
+    """Tells its tokens' laws one row late."""
+
+    def step(self, chance: Chance) -> Any:
+        round = super().step(chance)
+        return round._replace(laws=(*round.laws[1:], *round.laws[:1]))
+
+
+SPECULATIVE = find("speculative_decoding")
+
+
+def draft_of(request: Request) -> ModelDraft:
+    return ModelDraft(request.drafts[0], 2, request.stop.eos)
+
+
+BROKEN: dict[str, tuple[Card, str]] = {
+    "noise used again": (broken(find("autoregressive"), lambda request: request.decoder(Reuses(request), walk)), JOINT),
+    "bonus from the wrong row": (
+        broken(SPECULATIVE, lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row)),
+        JOINT,
+    ),
+    "the end of text is not the end": (
+        broken(find("autoregressive"), lambda request: Decoder(request.target, NoDraft(), walk, warp=request.warp)),
+        JOINT,
+    ),
+    "the smallest's law is declared": (hosted.cascade(False), JOINT),
+    "judged by the exit's rows": (hosted.own_draft(Plan(last=1), exact=False), JOINT),
+    "races numbered by the round": (hosted.racing(3), PATHS),
+    "an exit that is not neutral": (replace(hosted.EARLY, lossy=("layers", 2)), JOINT),
+    "a knob that makes it dearer": (
+        replace(hosted.EARLY, build=lambda request, layers: hosted.early(request, layers=3 if layers == 3 else 4 - layers)),
+        COST,
+    ),
+    "laws told one row late": (
+        broken(SPECULATIVE, lambda request: Late(request.target, draft_of(request), walk, warp=request.warp,
+                                                 stop=request.stop, positions=request.positions)),
+        ROUND,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_they_accuse_what_is_broken(name: str) -> None:
+    card, law = BROKEN[name]
+    with pytest.raises(Accused) as caught:
+        prove(card)
+    assert caught.value.counterexample.law == law
+
+
+def test_a_greedy_promise_is_judged_at_temperature_0() -> None:
+    def build(request: Request) -> Decoder:
+        return request.decoder(NoDraft(), lambda tree, p, chance: Verdict((), len(p.context) % 3))
+
+    with pytest.raises(Accused) as caught:
+        prove(hosted.card(build, Guarantee.GREEDY))
+    assert caught.value.counterexample.law == GREEDY
+
+
+def test_a_counterexample_is_small_and_speaks_of_p_and_q() -> None:
+    with pytest.raises(Accused) as caught:
+        prove(broken(SPECULATIVE, lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row)))
+    told = caught.value.counterexample
+    assert len(told.case["text"]) == 2
+    assert len(told.case["p along the text"]) == len(told.case["q along the text"]) == 2
+    assert len(told.case["p along the text"][0]) == 2  # V
+    assert json.dumps(told.as_dict())
+
+
+def test_the_race_law_sees_a_race_that_is_none() -> None:
+    class First:
+        def __init__(self, uniforms: list[float]):
+            self.uniforms = uniforms
+
+        def race(self, row: Any, position: int) -> int:
+            return int(self.uniforms[1] < self.uniforms[0])  # as if both were as likely
+
+    with pytest.raises(Accused):
+        race_law(First)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- profiles
+
+
+def test_a_knob_is_made_small_unless_its_card_says_how() -> None:
+    assert small(Knob("k", 15, "", low=1), 2) == 2
+    assert small(Knob("k", 1, ""), 2) == 1
+    assert small(Knob("k", 9, "", low=4), 2) == 4
+    assert small(Knob("k", 9, "", small=(3, 5)), 2) == 3
+    assert small(Knob("on", True, ""), 2) is True
+    assert small(Knob("x", 0.3, ""), 2) == 0.3
+    assert small(Knob("which", 5, "", choices=(5, 7)), 2) == 5
+
+
+def test_every_choice_and_every_small_value_of_a_knob_is_proved_once() -> None:
+    titles = {case.title for case in cases(find("llma"))}
+    assert {"which first", "which frequent", "own False"} <= titles
+    card = replace(hosted.siblings(True), knobs=(Knob("k", 4, "", small=(2, 1)),))
+    assert "k 1" in {case.title for case in cases(card)}
+
+
+def test_the_ladder_of_a_knob_starts_at_its_neutral_value() -> None:
+    assert ladder(SPECULATIVE)[0] == 1.0
+    assert ladder(SPECULATIVE) == sorted(ladder(SPECULATIVE), reverse=True)
+    assert ladder(hosted.EARLY) == [3, 2, 1]
+    choice = replace(hosted.EARLY, lossy=("layers", 3), knobs=(Knob("layers", 3, "", choices=(1, 2, 3)),))
+    assert ladder(choice) == [3, 2, 1]
+
+
+def test_a_profile_asks_the_same_questions_every_time() -> None:
+    card = find("llma")
+    first, again = ([key for key, _ in questions(card, profile)] for profile in (CI, CI))
+    assert first == again
+    assert len(set(first)) == len(first)
+    sample = [key for key, _ in questions(card, FIVE_SECONDS)]
+    assert len(sample) == FIVE_SECONDS.sample
+    assert set(sample) < set(first)
+    thorough = questions(card, Profile("x", range(10)))
+    assert len(thorough) == 10 * len(first)
+
+
+def test_what_was_proved_is_not_proved_again(tmp_path: Path) -> None:
+    file, profile = tmp_path / "state.json", Profile("short", sample=4)
+    card = find("autoregressive")
+    begun = prove(card, profile, State(file, profile.name))
+    calls: list[int] = []
+
+    def build(request: Request) -> Decoder:
+        calls.append(1)
+        return request.decoder(NoDraft(), walk)
+
+    assert prove(replace(card, build=build), profile, State(file, profile.name)) == begun
+    assert not calls
+    with pytest.raises(TinyspecError, match="begun under"):
+        State(file, "thorough")
+    file.write_text("[]")
+    with pytest.raises(TinyspecError, match="not a file"):
+        State(file, profile.name)
+
+
+def test_a_run_over_seeds_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    file = tmp_path / "seeds.json"
+    cards = [find("autoregressive")]
+
+    class Stop(Exception):
+        pass
+
+    def stop(card: Card, seed: int) -> None:
+        if seed == 1:
+            raise Stop
+
+    state = State(file, "seeds")
+    with pytest.raises(Stop):
+        nothing_correct_is_accused(cards, 2, state, stop)
+    state.write()
+    told = nothing_correct_is_accused(cards, 2, State(file, "seeds"))
+    whole = nothing_correct_is_accused(cards, 2, State(None, "seeds"))
+    assert told["accused"] == whole["accused"] == []
+    for key in ("seeds", "cases", "branches"):
+        assert told["methods"]["autoregressive"][key] == whole["methods"]["autoregressive"][key]
+
+
+def test_an_accusation_on_one_seed_is_noted_and_the_run_goes_on(tmp_path: Path) -> None:
+    card = BROKEN["bonus from the wrong row"][0]
+    told = nothing_correct_is_accused([card], 2, State(tmp_path / "s.json", "seeds"))
+    assert {entry["law"] for entry in told["accused"]} == {JOINT}
+    assert told["methods"][card.name]["seeds"] == 2

@@ -1,0 +1,139 @@
+"""Laws of `tinyspec laws`: what it prints, in a pipe and as JSON, how it ends, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.zoo import failed, run
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Decoder, Laws
+from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.laws import mutants, prove, statistics, toys
+from tinyspec.technique import Card, Guarantee, Request
+from tinyspec.tree import ROOT, TokenTree
+
+
+@pytest.fixture(autouse=True)
+def _few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is tried, not the techniques."""
+    monkeypatch.setattr(prove, "CI", prove.Profile("ci", sample=5))
+    monkeypatch.setattr(prove, "THOROUGH", prove.Profile("thorough", (0, 1), 5))
+    monkeypatch.setattr(prove, "FIVE_SECONDS", prove.Profile("five-second", sample=2))
+
+
+@pytest.fixture
+def biased(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A registered technique whose bonus is drawn from the wrong row."""
+
+    def wrong(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+        verdict = walk(tree, p, chance)
+        return verdict if not verdict.path else Verdict(verdict.path, chance.draw(p[ROOT]), verdict.refused)
+
+    def build(request: Request) -> Decoder:
+        from tinyspec.decoding.modeldraft import ModelDraft
+
+        return request.decoder(ModelDraft(request.drafts[0], 2, request.stop.eos), wrong)
+
+    from tinyspec import technique
+
+    card = Card("biased", "Biased", "none", "toy", Guarantee.EXACT, (), build, drafts=1)
+    monkeypatch.setattr(technique, "_cards", {**technique.techniques(), "biased": card})
+    monkeypatch.setattr(prove, "CI", prove.Profile("ci"))
+    return card.name
+
+
+def test_it_prints_what_was_proved() -> None:
+    result = run("laws", "autoregressive", "llma")
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.output
+    for word in ("autoregressive", "llma", "exact", "joint law", "cases", "outcomes", "seconds"):
+        assert word in result.output
+
+
+def test_as_json() -> None:
+    told = json.loads(run("laws", "--all", "--json").stdout)
+    assert told["profile"] == "ci"
+    assert {"autoregressive", "speculative_decoding", "llma"} <= {entry["method"] for entry in told["methods"]}
+    for entry in told["methods"]:
+        assert entry["accused"] is None
+        assert sum(law["cases"] for law in entry["proved"]) >= 5
+
+
+def test_an_accusation_is_told_in_the_words_of_the_task_and_ends_with_code_1(biased: str) -> None:
+    result = run("laws", biased)
+    assert result.exit_code == 1
+    for word in ("ACCUSED: joint law", "broken: joint law", "p along the text", "q along the text", "expected", "got"):
+        assert word in result.output
+    result = run("laws", biased, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["methods"][0]["accused"]["law"] == "joint law"
+
+
+def test_the_thorough_profile_goes_on_where_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "thorough.json"
+    first = json.loads(run("laws", "llma", "--thorough", "--resume", str(file), "--json").stdout)
+    assert len(json.loads(file.read_text())["done"]["llma"]) == 10
+    assert json.loads(run("laws", "llma", "--thorough", "--resume", str(file), "--json").stdout) == first
+    assert "begun under" in failed(run("laws", "llma", "--resume", str(file)))
+
+
+def test_seeds_count_what_they_looked_at(tmp_path: Path) -> None:
+    file = tmp_path / "seeds.json"
+    result = run("laws", "llma", "--seeds", "2", "--resume", str(file))
+    assert result.exit_code == 0, result.output
+    assert "llma: 2 seeds" in result.output
+    assert "accused 0 times" in result.output
+    told = json.loads(run("laws", "llma", "--seeds", "3", "--resume", str(file), "--json").stdout)
+    assert told["methods"]["llma"]["seeds"] == 3
+    assert told["accused"] == []
+
+
+def test_seeds_tell_who_was_accused(biased: str) -> None:
+    result = run("laws", biased, "--seeds", "3")
+    assert result.exit_code == 1
+    assert "broken: " in result.output
+
+
+@pytest.mark.parametrize(("what", "module"), [("mutants", mutants), ("toys", toys)])
+def test_the_matrices_are_printed(monkeypatch: pytest.MonkeyPatch, what: str, module: Any) -> None:
+    name = what[:-1]
+    killed = {
+        name: "always accepts",
+        "killed_by": "joint law",
+        "counterexample": {"case": {"p": "[1, 0]"}, "expected": "1", "got": "0"},
+    }
+    monkeypatch.setattr(module, "matrix", lambda: [killed], raising=False)
+    result = run("laws", f"--{what}")
+    assert result.exit_code == 0, result.output
+    assert "always accepts" in result.output
+    assert "joint law" in result.output
+    assert f"1 of 1 {what} killed" in result.output
+    assert json.loads(run("laws", f"--{what}", "--json").stdout) == [killed]
+    lives = {name: "drifts", "killed_by": None, "counterexample": None}
+    monkeypatch.setattr(module, "matrix", lambda: [killed, lives], raising=False)
+    result = run("laws", f"--{what}")
+    assert result.exit_code == 1
+    assert "survived" in result.output
+
+
+def test_the_demo_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyspec.cli import base
+
+    told = {"kind": "statistical demo: evidence, not proof", "texts": 3}
+    monkeypatch.setattr(base, "load_all", lambda *args: (None, None))
+    monkeypatch.setattr(statistics, "demo", lambda *args, **options: told)
+    monkeypatch.setattr(statistics, "report", lambda told: told["kind"])
+    result = run("laws", "--demo", "--samples", "3")
+    assert result.exit_code == 0, result.output
+    assert "evidence, not proof" in result.output
+    assert json.loads(run("laws", "--demo", "--json").stdout) == told
+
+
+def test_what_it_refuses(tmp_path: Path) -> None:
+    assert "--all" in failed(run("laws"))
+    assert "llma" in failed(run("laws", "lmla"))
+    assert "choose one" in failed(run("laws", "--mutants", "--toys"))
+    (tmp_path / "x.json").write_text("no")
+    assert "--resume" in failed(run("laws", "llma", "--resume", str(tmp_path / "x.json")))
