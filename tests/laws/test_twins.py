@@ -14,7 +14,6 @@ from tinyspec.decoding import verify
 from tinyspec.decoding.chance import Replay
 from tinyspec.laws import devices, twins
 from tinyspec.laws.accused import Accused
-from tinyspec.laws.search import st
 
 compiled = pytest.mark.skipif(not _core.COMPILED, reason="the pure twins are in use: there is no kernel to compare")
 
@@ -22,7 +21,7 @@ compiled = pytest.mark.skipif(not _core.COMPILED, reason="the pure twins are in 
 @compiled
 @pytest.mark.parametrize("name", twins.TWINS)
 def test_a_kernel_equals_its_twin_bit_for_bit(name: str) -> None:
-    assert twins.twin(name, getattr(_core, name), examples=200, large=3).cases >= 150
+    assert twins.twin(name, getattr(_core, name)).cases > 150
 
 
 def test_every_function_of_the_core_has_a_twin() -> None:
@@ -31,14 +30,14 @@ def test_every_function_of_the_core_has_a_twin() -> None:
 
 
 def test_the_front_doors_decide_as_the_twin_on_the_same_uniforms() -> None:
-    assert devices.replayed().cases == devices.decided().cases == 150
+    assert min(devices.replayed().cases, devices.decided().cases) > 100
 
 
 @pytest.mark.parametrize("name", devices.kernels())
 def test_torch_operations_decide_as_the_twins(name: str) -> None:
     evidence = devices.on_device(name, devices.kernels()[name])
-    excused = int(evidence.notes[0].split()[1])
-    assert excused < evidence.cases // 10  # a law that lets everything off proves nothing
+    excused = int(evidence.notes[-1].split()[0])
+    assert excused < evidence.cases / 8  # a law that lets everything off proves nothing
 
 
 @pytest.mark.cuda
@@ -64,7 +63,9 @@ def tie_to_the_highest(logits: Any, history: Any, temperature: float, *knobs: An
 
 
 def punished_twice(logits: Any, history: Any, temperature: float, *knobs: Any) -> Any:
-    return fallback.warp(np.array(reference.penalise(logits.tolist(), history, knobs[-1])), history, temperature, *knobs)
+    return fallback.warp(
+        np.array(reference.penalise(logits.tolist(), history, knobs[-1])), history, temperature, *knobs
+    )
 
 
 def summed_in_one_go(row: Any, u: float) -> int:
@@ -173,7 +174,9 @@ DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "defect", "kernel"), DEFECTS, ids=[f"{name}: {defect}" for name, defect, _ in DEFECTS])
+@pytest.mark.parametrize(
+    ("name", "defect", "kernel"), DEFECTS, ids=[f"{name}: {defect}" for name, defect, _ in DEFECTS]
+)
 def test_a_defective_kernel_is_accused(name: str, defect: str, kernel: Callable[..., Any]) -> None:
     with pytest.raises(Accused) as caught:
         twins.twin(name, kernel)
@@ -183,8 +186,9 @@ def test_a_defective_kernel_is_accused(name: str, defect: str, kernel: Callable[
 def test_an_accusation_names_the_smallest_rows() -> None:
     with pytest.raises(Accused) as caught:
         twins.twin("residual", far_apart)
-    found = caught.value.counterexample
-    print(found)
+    case = caught.value.counterexample.case
+    assert ({*case["p"]}, {*case["q"]}) == ({0.0, 1.0}, {0.0, 1.0})
+    assert str(caught.value).splitlines()[2:4] == ["  p = [0, 1]", "  q = [1, 0]"]
 
 
 class SpendthriftChance(Replay):
@@ -207,22 +211,29 @@ def test_defects_behind_the_front_doors_are_accused() -> None:
     with pytest.raises(Accused):
         devices.decided(chance=EagerChance)
     with pytest.raises(Accused):  # a law that is rounded once more on its way
-        devices.replayed(walk=lambda tree, p, chance: verify.walk(tree._replace(laws=[narrow(q) for q in tree.laws]), p, chance))
+        devices.replayed(
+            walk=lambda tree, p, chance: verify.walk(tree._replace(laws=[narrow(q) for q in tree.laws]), p, chance)
+        )
 
 
 def narrow(q: Any) -> Any:
     return None if q is None else torch.as_tensor(q).to(torch.bfloat16)
 
 
+def not_beyond(row: Any, u: float) -> int:
+    ON_CPU["pick"](row, u)
+    return int(np.searchsorted(np.cumsum(row), u * row.sum()))
+
+
 ON_CPU = devices.kernels()
 DEVICE_DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
-    ("pick", "a sum that equals u wins", lambda row, u: int(ON_CPU["pick"](row, u) * 0 + np.searchsorted(np.cumsum(row), u * row.sum()))),
-    ("pick", "float32 inside", lambda row, u: ON_CPU["pick"](row.astype(np.float32), u)),
+    ("pick", "a sum that equals u * total wins", not_beyond),
+    ("pick", "u = 0 gives token 0", at_zero),
     ("order", "with replacement", with_replacement),
     ("race", "0 / 0 wins", unguarded_race),
     ("warp", "ties go to the highest id", tie_to_the_highest),
     ("warp", "top-p without the token that crosses", lambda *k: ON_CPU["warp"](*k[:4], k[4] and k[4] * 0.7, *k[5:])),
-    ("residual", "no clamp", lambda p, q: ON_CPU["residual"](p, q) * 0 + (p - q) / abs(p - q).sum()),
+    ("residual", "no clamp", lambda p, q: p if (p == q).all() else (p - q) / abs(p - q).sum()),
     ("without", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row)),
     ("walk", "the residual is p", walking(refuse=keep)),
 ]  # fmt: skip

@@ -21,9 +21,10 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import strategies
 from tinyspec.laws.about import Doubt
 from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.grids import GRIDS
 from tinyspec.laws.search import search, st
-from tinyspec.laws.strategies import FEW, REAL_VOCABULARY, SIZES, Knobs, Walk
-from tinyspec.laws.twins import TWINS, Case, Kernel, brief, outcome
+from tinyspec.laws.strategies import SIZES, Knobs, Walk
+from tinyspec.laws.twins import TWINS, Case, Kernel, brief, judged, outcome
 from tinyspec.tree import TokenTree
 
 EPS = 2.0**-52
@@ -57,7 +58,7 @@ class Given:
 
 
 def replayed(
-    walk: Callable[..., Any] = verify.walk, chance: Callable[..., Any] = Replay, examples: int = 150
+    walk: Callable[..., Any] = verify.walk, chance: Callable[..., Any] = Replay, examples: int = 120
 ) -> Evidence:
     """Law: a walk under `Replay`, whatever the draft's laws lie in, says what the twin says of the numbers in them, and
     leaves as many uniforms."""
@@ -82,14 +83,15 @@ def replayed(
             shown = {key: brief(value) for key, value in case._asdict().items()}
             accuse("twin", expected, got, kernel="walk under Replay", laws_lie_in=kind, **shown)
 
-    evidence = Evidence("twin")
-    for sizes in (FEW, SIZES):
-        cases = st.tuples(st.sampled_from(list(KINDS)), sizes.flatmap(strategies.walks))
-        evidence += search(cases, judge, "twin", examples // 2)
-    return evidence
+    cases, grid = st.tuples(st.sampled_from(list(KINDS)), SIZES.flatmap(strategies.walks)), 0
+    for case in GRIDS["walk"]():
+        kind = list(KINDS)[grid % len(KINDS)]
+        judge((kind, Walk(**case)))
+        grid += 1
+    return Evidence("twin", grid) + search(cases, judge, "twin", examples)
 
 
-def decided(chance: Callable[..., Any] = Replay, examples: int = 150) -> Evidence:
+def decided(chance: Callable[..., Any] = Replay, examples: int = 120) -> Evidence:
     """Law: what a chance makes of its uniforms by `accept`, `draw` and `order` is what the twin's lines make of them."""
 
     @st.composite
@@ -167,7 +169,7 @@ def kernels(where: str = "cpu") -> dict[str, Kernel]:
     }
 
 
-def on_device(name: str, kernel: Kernel, examples: int = 150, large: int = 2) -> Evidence:
+def on_device(name: str, kernel: Kernel, examples: int = 120, large: int = 2) -> Evidence:
     """Law: an operation on a device decides as the twin does, unless the case lies on a boundary; rows differ by n * eps.
 
     The notes say how many cases were let off because they lay on one.
@@ -185,11 +187,8 @@ def on_device(name: str, kernel: Kernel, examples: int = 150, large: int = 2) ->
             shown = {key: brief(x) for key, x in case.items()}
             accuse("twin on a device", brief(expected), brief(got), kernel=name, **shown)
 
-    evidence = search(FEW.flatmap(TWINS[name].cases), judge, "twin on a device", examples // 2)
-    evidence += search(SIZES.flatmap(TWINS[name].cases), judge, "twin on a device", examples - examples // 2)
-    if large:
-        evidence += search(TWINS[name].cases(REAL_VOCABULARY), judge, "twin on a device", large)
-    evidence.notes.append(f"{name}: {off} of {evidence.cases} decided otherwise on a boundary")
+    evidence = judged(name, judge, "twin on a device", examples, large)
+    evidence.notes.append(f"{off} of {evidence.cases} decided otherwise on a boundary")
     return evidence
 
 

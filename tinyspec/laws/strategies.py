@@ -22,9 +22,8 @@ LAST = 1 - 2**-53
 """The largest uniform: a stream gives 0 <= u < 1."""
 
 REAL_VOCABULARY = 49152
-FEW = st.sampled_from([2, 1, 3])
-SIZES = st.sampled_from([3, 7, 8, 9, 255, 256, 257, 300])
-"""Vocabularies: where a defect is easily read, and around the lanes and blocks in which kernels add."""
+SIZES = st.sampled_from([2, 3, 1, 7, 8, 9, 255, 256, 257, 300])
+"""Vocabularies: the smallest, then those around the lanes and blocks in which kernels add."""
 
 
 # --- laws -----------------------------------------------------------------------------------------------------------
@@ -95,11 +94,10 @@ def pairs(draw: st.DrawFn, size: int) -> tuple[Floats, Floats]:
 
 
 def uniforms(edges: Sequence[float] = ()) -> st.SearchStrategy[float]:
-    """0 <= u < 1, often on one of the edges that decide, or on the float before or behind it."""
-    marks = [0.0, 0.5, LAST]
-    for edge in edges:
-        marks += [float(u) for u in (edge, np.nextafter(edge, 0), np.nextafter(edge, 1)) if 0 <= u < 1]
-    return st.one_of(st.sampled_from(marks), st.floats(0, LAST))
+    """0 <= u < 1, often on one of the edges that decide, or on the float before or behind it, or a little farther off."""
+    marks = st.sampled_from([0.0, 0.5, LAST, *(edge for edge in edges if 0 <= edge < 1)])
+    beside = [u for edge in edges for u in (np.nextafter(edge, 0), np.nextafter(edge, 1), edge - 2**-36, edge + 2**-36)]
+    return st.one_of(marks, st.sampled_from([float(u) for u in (2**-53, *beside) if 0 <= u < 1]), st.floats(0, LAST))
 
 
 def borders(row: Floats) -> list[float]:
@@ -142,12 +140,9 @@ class Walk(NamedTuple):
 
 
 @st.composite
-def walks(draw: st.DrawFn, size: int, most: int = 6, probes: bool = True) -> Walk:
-    """A tree of drafts drawn from the laws they declare (or from none), siblings equal or not, and where to decide.
-
-    Two tokens and fewer have at most two nodes, so that a defect is first met where it is easily read.
-    """
-    parents = draw(shapes(most if size > 2 else 2))
+def walks(draw: st.DrawFn, size: int, most: int = 6) -> Walk:
+    """A tree of drafts drawn from the laws they declare (or from none), siblings equal or not, and where to decide."""
+    parents = draw(shapes(most))
     tokens: list[int] = []
     laws: list[Floats | None] = []
     p = {ROOT: draw(rows(size))}
@@ -157,10 +152,11 @@ def walks(draw: st.DrawFn, size: int, most: int = 6, probes: bool = True) -> Wal
         may = [0, size - 1] if law is None else [int(token) for token in np.flatnonzero(law)[:4]]
         tokens.append(draw(st.sampled_from(may)))
         laws.append(law)
-    probe = [probes and draw(st.integers(0, 9)) == 9 for _ in parents]
+    probe = [draw(st.integers(0, 9)) == 9 for _ in parents]
     p |= {node: draw(rows(size)) for node in range(len(parents))}
     edges = ratios(tokens, parents, laws, p) + borders(p[ROOT])[:3]
-    return Walk(tokens, parents, laws, probe, p, np.array([draw(uniforms(edges)) for _ in range(len(parents) + 1)]))
+    given = [draw(uniforms(edges)) for _ in range(len(parents) + 1)]
+    return Walk(tokens, parents, laws, probe, p, np.array(given))
 
 
 # --- warps ----------------------------------------------------------------------------------------------------------
@@ -193,16 +189,28 @@ class Knobs(NamedTuple):
 
 
 @st.composite
-def knobs(draw: st.DrawFn, size: int, plain: bool = False) -> Knobs:
-    """Settings of a warp, the extreme ones included; `plain` keeps to those that people use."""
-    history = draw(st.lists(st.integers(0, size), max_size=4))
-    temperatures = [1.0, 0.5, 0.8, 3.0, 0.0] + ([] if plain else [1e-3, 1e-300])
-    shares = [None, 0.9, 0.5, 1.0] + ([] if plain else [1e-9, LAST])
-    return Knobs(
-        history,
-        draw(st.sampled_from(temperatures)),
-        draw(st.sampled_from([None, 1, 2, 5, size - 1 or 1, size, 1000])),
-        draw(st.one_of(st.sampled_from(shares), st.floats(0.01, 1))),
-        draw(st.sampled_from([None, 0.0, 0.1, 0.5, 1.0])),
-        draw(st.sampled_from([1.0, 1.3, 0.5])),
-    )
+def knobs(draw: st.DrawFn, size: int) -> Knobs:
+    """Settings of a warp: some turned, the others neutral (all at once, one would hide what the others do)."""
+    turned = draw(st.sets(st.sampled_from(["temperature", "penalty", "top_k", "top_p", "min_p"]), max_size=4))
+    drawn: dict[str, Any] = {"temperature": 1.0, "penalty": 1.0}
+    for name in sorted(turned):
+        drawn[name] = draw(_USUAL[name] | _EXTREME[name])
+    seen = st.lists(st.integers(0, size), min_size="penalty" in turned, max_size=4)
+    settings: Any = {name: drawn.get(name) for name in Knobs._fields[1:]}
+    return Knobs(draw(seen), **settings)
+
+
+_USUAL: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.sampled_from([0.5, 0.8, 3.0, 0.0]),
+    "penalty": st.sampled_from([1.3, 0.5]),
+    "top_k": st.sampled_from([1, 2, 5, 299]),
+    "top_p": st.sampled_from([0.5, 0.9, 0.3]),
+    "min_p": st.sampled_from([0.1, 0.5]),
+}
+_EXTREME: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.sampled_from([1e-3, 1e-300]),
+    "penalty": st.sampled_from([1e-3, 1e3]),
+    "top_k": st.sampled_from([256, 1000]),
+    "top_p": st.sampled_from([1e-9, LAST, 1.0]) | st.floats(0.01, 1),
+    "min_p": st.sampled_from([0.0, 1.0]),
+}

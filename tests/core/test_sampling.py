@@ -1,0 +1,78 @@
+"""Sampling at its edges. That every kernel equals its twin bit for bit is a law (tests/laws/test_twins.py); here is what both
+must be: lawful draws, ties to the lowest id, errors that are one sentence."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinyspec import _core
+from tinyspec._core import fallback, reference
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.strategies import SIZES, Floats, Walk, borders, rows, uniforms, walks
+
+cores = pytest.mark.parametrize("core", [_core, fallback])
+
+
+@given(SIZES.flatmap(rows), st.data())
+def test_a_draw_is_a_token_that_the_row_allows(row: Floats, data: st.DataObject) -> None:
+    given = np.array(data.draw(st.lists(uniforms(borders(row)), min_size=1, max_size=6)))
+    assert row[_core.pick(row, given[0])] > 0
+    drawn = _core.order(row, given)
+    assert len(set(drawn)) == len(drawn) == min(len(given), np.count_nonzero(row))
+    assert all(row[token] > 0 for token in drawn)
+    noise = np.resize(given, len(row))
+    assert row[_core.race(row, noise)] > 0
+
+
+@given(SIZES.flatmap(walks))
+def test_a_walk_uses_one_uniform_a_tested_node_and_one_for_the_draw(case: Walk) -> None:
+    path, _, refused, used = _core.walk(*case)
+    assert used == len(path) + len(refused) + 1
+    assert not any(case.probe[node] for node in (*path, *refused))
+
+
+def test_equal_weights_across_a_whole_vocabulary_keep_the_lowest_ids() -> None:
+    row = _core.warp(np.zeros(5000), (), 1.0, 7, None, None, 1.0)
+    assert np.flatnonzero(row).tolist() == list(range(7))
+    row = _core.warp(np.zeros(1000), (), 1.0, None, 0.25, None, 1.0)
+    assert np.flatnonzero(row).tolist() == list(range(250))
+
+
+@cores
+def test_bad_rows_are_one_sentence(core) -> None:  # type: ignore[no-untyped-def]
+    knobs = ((), 1.0, None, None, None, 1.0)
+    for bad in ([math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf], []):
+        with pytest.raises(TinyspecError, match=r"logits|no law"):
+            core.warp(np.array(bad, np.float64), *knobs)
+    with pytest.raises(TinyspecError, match="sum is 0"):
+        core.pick(np.zeros(3), 0.5)
+    with pytest.raises(TinyspecError, match="pad it"):
+        core.residual(np.ones(3) / 3, np.ones(2) / 2)
+    with pytest.raises(TinyspecError, match="without mass"):
+        core.race(np.zeros(2), np.ones(2))
+
+
+@cores
+def test_a_walk_that_cannot_be_judged_is_one_sentence(core) -> None:  # type: ignore[no-untyped-def]
+    walk = ([0], [-1], [None], [False], {-1: np.ones(2) / 2, 0: np.ones(2) / 2})
+    with pytest.raises(TinyspecError, match="used up"):
+        core.walk(*walk, np.array([0.1]))
+    with pytest.raises(TinyspecError, match="outside"):
+        core.walk([2], *walk[1:], np.array([0.1, 0.1]))
+    with pytest.raises(TinyspecError, match="declare None"):
+        core.walk([0], [-1], [np.array([0.0, 1.0])], *walk[3:], np.array([0.1, 0.1]))
+
+
+@cores
+def test_a_noise_of_zero_never_crowns_an_impossible_token(core) -> None:  # type: ignore[no-untyped-def]
+    assert core.race(np.array([0.0, 1.0]), np.array([0.0, math.inf])) == 1
+
+
+def test_the_twin_sums_blocks_in_lanes() -> None:
+    row = [float(x) for x in np.random.default_rng(1).random(1000)]
+    assert math.isclose(reference.total(row), math.fsum(row), rel_tol=1e-14)
+    lanes = [1e16, 1.0] + [0.0] * 6 + [0.0, 1.0] + [0.0] * 6  # 1 + 1 in the second lane survives beside 1e16
+    assert reference.total(lanes) == 1e16 + 2

@@ -1,0 +1,145 @@
+"""The smallest cases of every kernel, all of them, in order of size: the first that fails is the one to read.
+
+Rows have one to three tokens and weights with small common denominators; uniforms stand on 0, on the largest below 1, and on
+the edges that decide. What is left to chance (long rows, deep trees, odd floats) is in strategies.py.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from tinyspec.laws import small
+from tinyspec.laws.strategies import LAST, Floats, borders
+from tinyspec.tree import ROOT
+
+Case = dict[str, Any]
+
+
+def _float(row: Any) -> Floats:
+    return np.array([float(x) for x in row])
+
+
+def pairs(largest: int) -> list[tuple[Floats, Floats]]:
+    """Every p and q of two and three tokens whose denominators add up to at most `largest`; few tokens first."""
+    return [(_float(p), _float(q)) for p, q in small.pairs((2, 3), largest)]
+
+
+ROWS = [_float(row) for vocabulary in (1, 2, 3) for whole in (1, 2, 3) for row in small.rows(vocabulary, whole)]
+
+
+def edges(*rows: Floats) -> list[float]:
+    """0, the largest uniform, and where these rows change their mind."""
+    found = {x for row in rows for x in borders(row) if 0 < x < 1}
+    return [0.0, *sorted(found), LAST]
+
+
+def picks() -> Iterator[Case]:
+    for row in [*ROWS, np.zeros(2), np.array([np.inf, 0.0])]:
+        for u in edges(row):
+            yield {"row": row, "u": u}
+
+
+def orders() -> Iterator[Case]:
+    for row in ROWS:
+        for n in range(4):
+            for uniforms in product((0.0, 0.5, LAST), repeat=n):
+                yield {"row": row, "uniforms": np.array(uniforms, np.float64)}
+
+
+def races() -> Iterator[Case]:
+    for row in [*ROWS, np.zeros(2)]:
+        for noise in product((0.0, 1.0, np.inf), repeat=len(row)):
+            yield {"row": row, "noise": np.array(noise)}
+
+
+SETTINGS: list[Case] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.5},
+    {"top_k": 1},
+    {"top_k": 2},
+    {"top_p": 0.5},
+    {"top_p": 0.9},
+    {"min_p": 0.5},
+    {"history": [0], "penalty": 2.0},
+    {"history": [0, 1, 0], "penalty": 0.5},
+    {"history": [1], "penalty": 2.0, "temperature": 0.0},
+    {"temperature": 0.5, "top_k": 2, "top_p": 0.9},
+]
+NEUTRAL: Case = {"history": [], "temperature": 1.0, "top_k": None, "top_p": None, "min_p": None, "penalty": 1.0}
+
+
+def warps() -> Iterator[Case]:
+    for size in (1, 2, 3):
+        for logits in product((0.0, 1.0, -np.inf) if size > 2 else (0.0, 1.0, -1.0, -np.inf, np.nan), repeat=size):
+            for setting in SETTINGS:
+                yield {"logits": np.array(logits), **NEUTRAL, **setting}
+
+
+def draws() -> Iterator[Case]:
+    for case in warps():
+        for u in (0.0, 0.5, LAST):
+            yield {**case, "u": u}
+
+
+def residuals() -> Iterator[Case]:
+    for p, q in pairs(6):
+        yield {"p": p, "q": q}
+
+
+def withouts() -> Iterator[Case]:
+    for row in ROWS:
+        for token in range(len(row)):
+            yield {"row": row, "token": token}
+
+
+def walks() -> Iterator[Case]:
+    """One guess, drawn from q or a point mass; then two, side by side and in a chain. Rows are the same everywhere."""
+    for parents, largest, size in (([ROOT], 5, 2), ([ROOT], 4, 3), ([ROOT, ROOT], 3, 2), ([ROOT, 0], 3, 2)):
+        for p, q in (pair for pair in pairs(largest) if len(pair[0]) == size):
+            for law in (q, None):
+                may = range(len(p)) if law is None else np.flatnonzero(q).tolist()
+                for tokens in product(may, repeat=len(parents)):
+                    ratio = float(p[tokens[0]] / (1 if law is None else q[tokens[0]]))
+                    tests = [0.0, *([float(np.nextafter(ratio, 0)), ratio] if 0 < ratio < 1 else []), LAST]
+                    for uniforms in product(*[tests] * len(parents), (0.0, 0.5, LAST)):
+                        yield {
+                            "tokens": list(tokens),
+                            "parents": parents,
+                            "laws": [law] * len(parents),
+                            "probe": [False] * len(parents),
+                            "p": dict.fromkeys(range(-1, len(parents)), p),
+                            "uniforms": np.array(uniforms),
+                        }
+
+
+def shapes() -> Iterator[Case]:
+    for n in range(5):
+        for parents in product(*(range(ROOT, node) for node in range(n))):
+            yield {"parents": list(parents)}
+    yield from ({"parents": [0]}, {"parents": [-2]}, {"parents": [ROOT, 1]})
+
+
+def spellings() -> Iterator[Case]:
+    for shape in shapes():
+        for tokens in product(range(2), repeat=len(shape["parents"])):
+            yield {"tokens": list(tokens), **shape}
+    yield {"tokens": [0], "parents": []}
+
+
+GRIDS: dict[str, Callable[[], Iterator[Case]]] = {
+    "pick": picks,
+    "order": orders,
+    "race": races,
+    "warp": warps,
+    "draw": draws,
+    "residual": residuals,
+    "without": withouts,
+    "walk": walks,
+    "ancestors": shapes,
+    "depths": shapes,
+    "unique_paths": spellings,
+}
+"""By the kernel's name."""
