@@ -1,184 +1,33 @@
-"""What a drafter owes to the verifier, for every token whose law it declares (a law of None owes nothing).
+"""The contracts of a drafter as laws: every technique's drafter, under every warper and in every dtype.
 
-    truthful drafter   the token is drawn from the law that is declared for it
-    presence           whether it is in the tree does not depend on which token it is
-    examined tokens    a token that a verifier has looked at is not proposed again with its law
-
-All three say one thing: among all runs in which the text is the same, the verifier has looked at the same earlier guesses, and
-the same law is declared for a node, the token at that node is distributed as this law says. `offences` tests just that, by
-enumeration, and names the contract by what the drafter drew: from that very law in this round (then something kept or
-dropped it for what it is), in an earlier round (then it has been looked at), or never.
+What the contracts are stands in offences.py, which finds the breaches; here is what drafters are tried on.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.sampling import Warp
 from tinyspec.laws.accused import Accused, Counterexample, Evidence
+from tinyspec.laws.offences import EXAMINED, LAWS, PRESENCE, TRUTHFUL, looked_at, offences
+from tinyspec.laws.stage import Stage
 from tinyspec.laws.tables import TableModel
-from tinyspec.technique import Request
-from tinyspec.tree import Row, TokenTree
+from tinyspec.technique import Card, Request
 
-TRUTHFUL, PRESENCE, EXAMINED = "truthful drafter", "presence", "examined tokens"
-LAWS = (TRUTHFUL, PRESENCE, EXAMINED)
+__all__ = ["EXAMINED", "LAWS", "PRESENCE", "TRUTHFUL", "contracts", "looked_at", "of_technique", "offences"]
+
 EXPECTED = {
     TRUTHFUL: "tokens drawn from the declared law",
     PRESENCE: "tokens drawn from the declared law, proposed whatever they are",
     EXAMINED: "tokens of the declared law that no verifier has looked at (else declare None)",
 }
-ROUNDING = 1e-12  # float64 rows; the draws of a row and the row itself are the same numbers in any dtype
 
 Make = Callable[[Request], Decoder]
 """What is judged: a technique's builder, or a function that puts a drafter into a decoder."""
-
-
-class Offence(NamedTuple):
-    """A node whose token is not distributed as declared.
-
-    context  the text when it was proposed;  before: the guesses looked at before it;  got: the law it has
-    """
-
-    law: str
-    context: tuple[int, ...]
-    before: tuple[int, ...]
-    declared: list[Any]
-    got: list[Any]
-
-
-class _Watched:
-    """A chance that notes which token was drawn from which row."""
-
-    def __init__(self, chance: Any, log: Counter[tuple[Any, int]]):
-        self._chance, self._log = chance, log
-
-    def split(self, role: str, round: int) -> "_Watched":
-        return _Watched(self._chance.split(role, round), self._log)
-
-    def draw(self, row: Row) -> int:
-        token: int = self._chance.draw(row)
-        self._log[_key(row), token] += 1
-        return token
-
-    def order(self, row: Row, k: int) -> list[int]:
-        tokens: list[int] = self._chance.order(row, k)
-        left = list(row)
-        for token in tokens:
-            self._log[_key(left), token] += 1
-            left[token] = 0 * left[token]
-        return tokens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._chance, name)
-
-
-class _Draws:
-    """The chance of a decoder whose draws for drafting are noted, round by round."""
-
-    def __init__(self, chance: Exhaustive):
-        self._chance = chance
-        self.log: list[Counter[tuple[Any, int]]] = []
-
-    def split(self, role: str, round: int) -> Any:
-        stream = self._chance.split(role, round)
-        if role != "draft":
-            return stream
-        self.log.append(Counter())
-        return _Watched(stream, self.log[-1])
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-    """A law as something that can be looked up: normalised, floats to twelve digits."""
-    numbers = row.tolist() if hasattr(row, "tolist") else list(row)
-    mass = sum(numbers)
-    return tuple(x / mass if isinstance(x, Fraction) else round(x / mass, 12) for x in numbers)
-
-
-def looked_at(tree: TokenTree, node: int) -> list[int]:
-    """The nodes a verifier has tested when it comes to `node`: down its path, siblings in order up to the accepted one.
-
-    >>> looked_at(TokenTree((5, 7, 7, 4, 3), (-1, -1, -1, 1, 2), (None,) * 5, (False,) * 5), 4)
-    [0, 1, 3]
-    """
-    spelled = [tree.spelled(tree.path(parent)) for parent in tree.parents]
-    text, tested = spelled[node], list[int]()
-    for depth in range(len(text) + 1):
-        for other, above in enumerate(spelled):
-            if tree.probe[other] or above != text[:depth]:
-                continue
-            if depth == len(text) and other == node:
-                break
-            tested.append(other)
-            if depth < len(text) and tree.tokens[other] == text[depth]:
-                break
-    return tested
-
-
-def offences(
-    factory: Callable[[], Decoder], prompt: Sequence[int] = (0,), rounds: int = 1
-) -> tuple[list[Offence], int]:
-    """Every offence in the trees of the first `rounds` rounds, the shortest text first; and how many runs there were."""
-    groups: dict[Any, dict[int, Any]] = {}  # what is given -> token -> probability
-    names: dict[Any, set[str]] = {}
-    runs = 0
-
-    def run(chance: Exhaustive) -> list[tuple[Any, int, str]]:
-        decoder, events = factory(), list[tuple[Any, int, str]]()
-        draws: Any = _Draws(chance)
-        if not decoder.context:
-            decoder.extend(prompt)
-        for number in range(rounds):
-            if decoder.finished:
-                break
-            context = tuple(decoder.context)
-            if number + 1 < rounds:
-                tree = decoder.step(draws).tree
-            else:
-                stream: Chance = draws.split("draft", decoder.rounds)
-                tree = decoder.drafter.propose(decoder.context, decoder.room, decoder.warp, stream)
-            left = Counter(draws.log[-1])
-            for node, law in enumerate(tree.laws):
-                if law is not None and not tree.probe[node]:
-                    before = tuple((tree.tokens[i], None if tree.laws[i] is None else _key(tree.laws[i]))
-                                   for i in looked_at(tree, node))  # fmt: skip
-                    declared = _key(law)
-                    drawn = (declared, tree.tokens[node])
-                    left[drawn] -= 1  # a draw explains one node
-                    name = PRESENCE if left[drawn] >= 0 else TRUTHFUL
-                    if name == TRUTHFUL and any(log[drawn] for log in draws.log[:-1]):
-                        name = EXAMINED
-                    events.append(((context, before, declared), tree.tokens[node], name))
-        return events
-
-    for events, probability in Exhaustive.walk(run):
-        runs += 1
-        for given, token, name in events:
-            group = groups.setdefault(given, {})
-            group[token] = group.get(token, 0) + probability
-            names.setdefault(given, set()).add(name)
-    found = []
-    for given, group in groups.items():
-        context, before, declared = given
-        mass = sum(group.values())
-        got = [group.get(token, 0 * mass) / mass for token in range(len(declared))]
-        if any(not _same(a, b) for a, b in zip(declared, got, strict=True)) or max(group) >= len(declared):
-            name = next(law for law in (EXAMINED, TRUTHFUL, PRESENCE) if law in names[given])
-            found.append(Offence(name, context, tuple(token for token, _ in before), list(declared), got))
-    return sorted(found, key=lambda offence: (len(offence.context), len(offence.before), offence.context)), runs
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) if isinstance(a, Fraction) and isinstance(b, Fraction) else abs(a - b) <= ROUNDING
-
-
-# ---------------------------------------------------------------------- what drafters are tried on
 
 
 class _Typed(TableModel):
@@ -260,7 +109,6 @@ def contracts(make: Make, drafts: int = 1, laws: Sequence[str] = LAWS) -> list[E
     """
     evidence = {law: Evidence(law) for law in laws}
     for setting in settings():
-        began = time.perf_counter()
         target, models = setting.model(0), [setting.model(1 + i) for i in range(drafts)]
 
         def factory(
@@ -268,22 +116,47 @@ def contracts(make: Make, drafts: int = 1, laws: Sequence[str] = LAWS) -> list[E
         ) -> Decoder:
             return make(Request(target.session(), [model.session() for model in models], setting.warp))
 
-        found, runs = offences(factory, rounds=setting.rounds)
-        for offence in found:
-            if offence.law in laws:
-                raise Accused(_counterexample(setting, offence))
-        for law in laws:
-            evidence[law] += Evidence(law, 1, runs, time.perf_counter() - began)
+        for found in judged(factory, (0,), setting.rounds, laws, setting.shown()):
+            evidence[found.law] += found
     return list(evidence.values())
 
 
-def _counterexample(setting: Setting, offence: Offence) -> Counterexample:
-    case = setting.shown() | {
-        "text": list(offence.context),
-        "looked at before": list(offence.before),
-        "declared": offence.declared,
-    }
-    return Counterexample(offence.law, case, EXPECTED[offence.law], offence.got)
+def judged(
+    factory: Callable[[], Decoder],
+    prompt: Sequence[int] = (0,),
+    rounds: int = 1,
+    laws: Sequence[str] = LAWS,
+    case: dict[str, Any] | None = None,
+) -> list[Evidence]:
+    """The contracts on the first rounds of any decoder; raises Accused. `case` says which one it is."""
+    began = time.perf_counter()
+    found, runs = offences(factory, prompt, rounds)
+    for offence in found:
+        if offence.law in laws:
+            shown = (case or {}) | {
+                "text": list(offence.context),
+                "looked at before": list(offence.before),
+                "declared": offence.declared,
+            }
+            raise Accused(Counterexample(offence.law, shown, EXPECTED[offence.law], offence.got))
+    return [Evidence(law, 1, runs, time.perf_counter() - began) for law in laws]
+
+
+def of_technique(card: Card) -> list[Evidence]:
+    """The contracts of a registered technique: on tables, or on small transformers where it reads hidden states.
+
+    None for what has no drafter, and for one that races: shared noise cannot be enumerated, and a raced guess declares no law.
+    """
+    if card.kind != "decoder" or card.coupled:
+        return []
+    if not card.hidden:
+        return contracts(lambda request: card.make(request, **Stage(card).settings), card.drafts)
+    evidence = {law: Evidence(law) for law in LAWS}
+    for warp, rounds in ((Warp(top_k=2), 2), (Warp(temperature=0.7), 1), (Warp(top_p=0.6), 1)):
+        stage = Stage(card, warp=warp, deep=True, vocabulary=4)
+        for found in judged(stage.made, stage.prompt, rounds, case=stage.words()):
+            evidence[found.law] += found
+    return list(evidence.values())
 
 
 def truthful(make: Make, drafts: int = 1) -> Evidence:
