@@ -1,0 +1,45 @@
+"""Every technique passes its traps, and for each trap there is a toy that falls into it."""
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+
+from tinyspec.laws import toys
+from tinyspec.laws.toys import Toy, Trap
+from tinyspec.technique import techniques
+
+TOYS, TRAPS = toys.toys(), toys.traps()
+
+
+def names(entries: list[tuple[str, Any]]) -> list[str]:
+    return [f"{technique}: {getattr(entry, 'name', entry.law)}" for technique, entry in entries]
+
+
+@pytest.mark.parametrize(("technique", "trap"), TRAPS, ids=names(TRAPS))
+def test_a_technique_passes_its_traps_and_a_toy_falls_into_each(technique: str, trap: Trap) -> None:
+    assert trap.check(trap.real()).cases > 0
+    assert (technique, trap.law) in {(name, toy.law) for name, toy in TOYS}
+
+
+@pytest.mark.parametrize(("technique", "toy"), TOYS, ids=names(TOYS))
+def test_a_toy_is_short_and_falls_into_its_trap(technique: str, toy: Toy) -> None:
+    line = toys.judge(technique, toy)
+    assert line["killed_by"] == toy.law, line.get("survived")
+    assert line["counterexample"]["expected"] != line["counterexample"]["got"]
+    json.dumps(line)
+    assert len(inspect.getsource(toy.build).splitlines()) <= 20
+
+
+def test_every_technique_has_a_toy() -> None:
+    assert {technique for technique, _ in TOYS} == techniques().keys()
+
+
+def test_a_crash_is_no_verdict() -> None:
+    def crashes(request: Any, **knobs: Any) -> Any:
+        raise ZeroDivisionError
+
+    technique, trap = TRAPS[0]
+    assert "ZeroDivisionError" in toys.judge(technique, Toy("crashes", trap.law, crashes))["survived"]
+    assert "found nothing" in toys.judge(technique, Toy("none", trap.law, trap.real()))["survived"]

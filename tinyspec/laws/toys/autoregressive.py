@@ -1,0 +1,56 @@
+"""Plain decoding: even the baseline can be got wrong."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.cache_laws import weights
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.lm.feed import Call
+from tinyspec.technique import Request
+
+ROWS = "every token of the text is run once"
+
+
+def runs_each_token_once(build: Callable[..., Decoder]) -> Evidence:
+    """The prompt and n new tokens are len(prompt) + n - 1 rows: a cache spares the rest, and the last is never run."""
+    seen = 0
+    for prompt, n in product(((1,), (1, 2, 3)), (1, 4)):
+        ledger, seen = list[Call](), seen + 1
+        target = weights("rotations").session(ledger)
+        decoder = build(Request(target, (), Warp(temperature=0.0), Stop(max_new_tokens=n), ledger=ledger))
+        decoder.extend(prompt)
+        while not decoder.finished:
+            decoder.step(Seeded(decoder.rounds))
+        rows = sum(call.rows for call in ledger)
+        if rows != len(prompt) + n - 1:
+            accuse(ROWS, len(prompt) + n - 1, rows, prompt=prompt, new_tokens=n, counted="rows that were run")
+    return Evidence(ROWS, seen)
+
+
+# ------------------------------------------------------------------ toys
+
+
+class Rereading(Decoder):
+    """Runs the whole text for every token."""
+
+    def step(self, chance: Any) -> Any:
+        text = list(self.context)
+        self.target.rewind(0)
+        self.target.extend(text)
+        return super().step(chance)
+
+
+def without_cache(request: Request) -> Decoder:
+    """The first program one writes."""
+    return Rereading(request.target, NoDraft(), walk, warp=request.warp, stop=request.stop, ledger=request.ledger)
+
+
+TRAPS = [Trap(ROWS, runs_each_token_once, card("autoregressive"))]
+TOYS = [Toy("no cache", ROWS, without_cache)]

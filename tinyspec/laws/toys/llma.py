@@ -1,0 +1,113 @@
+"""LLMA (Yang et al. 2023): what makes it LLMA and not prompt lookup."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import walk
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.reciter import Counted, recited
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.lm.feed import Scores
+from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.technique import Request
+from tinyspec.tree import TokenTree
+
+OUTSIDE = "a reference outside of the prompt is copied from"
+BLOCKS = "a text copied whole takes ceil(N / (k + 1)) calls"
+ONCE = "a reference is read once"
+LONGEST = "the longest match is copied"
+
+Build = Callable[..., Decoder]
+
+
+def uses_what_is_not_in_the_prompt(build: Build) -> Evidence:
+    """A text that only a reference holds takes fewer calls than tokens."""
+    for n in (3, 6, 12):
+        poem = list(range(1, n + 3))
+        rounds = recited(build, poem, n, [poem], k=15).rounds
+        if rounds == n:
+            accuse(OUTSIDE, f"fewer than {n} calls", rounds, prompt=poem[:2], reference=poem, new_tokens=n)
+    return Evidence(OUTSIDE, 3)
+
+
+def copies_in_blocks(build: Build) -> Evidence:
+    """Every call but the last commits k + 1 tokens."""
+    for n, k in product((4, 9, 30), (1, 3, 15)):
+        poem = list(range(1, n + 3))
+        rounds = recited(build, poem, n, [poem], k=k).rounds
+        if rounds != -(-n // (k + 1)):
+            accuse(BLOCKS, -(-n // (k + 1)), rounds, prompt=poem[:2], reference=poem, new_tokens=n, k=k)
+    return Evidence(BLOCKS, 9)
+
+
+def reads_once(build: Build) -> Evidence:
+    """However many tokens are made, a reference is gone through once, when the request is prepared."""
+    for n in (2, 8):
+        poem = list(range(1, n + 3))
+        reference = Counted(poem)
+        recited(build, poem, n, [reference], k=1)
+        if reference.read != 1:
+            accuse(ONCE, "read once", f"read {reference.read} times", reference=poem, new_tokens=n, k=1)
+    return Evidence(ONCE, 2)
+
+
+def copies_the_longest(build: Build) -> Evidence:
+    """Of two places that agree with the end of the text, the one that agrees further back is continued."""
+    poem = [1, 2, 7, 8]
+    for references in ([[1, 2, 7, 8], [9, 2, 5, 5]], [[9, 2, 5, 5], [1, 2, 7, 8]]):
+        rounds = recited(build, poem, 2, references, k=15).rounds
+        if rounds != 1:
+            accuse(LONGEST, "1 call", f"{rounds} calls", prompt=poem[:2], text_to_come=poem[2:], references=references)
+    return Evidence(LONGEST, 2)
+
+
+# ------------------------------------------------------------------ toys
+
+
+def prompt_lookup(request: Request, k: int) -> Decoder:
+    """Searches what the text itself has said."""
+    return request.decoder(Copying([], 1, 8, k, "last", own=True), walk)
+
+
+def one_at_a_time(request: Request, k: int) -> Decoder:
+    """Copies a token a call: it follows the reference, and gains a factor of two at most."""
+    return request.decoder(Copying(request.references, 1, 8, 1, "last", own=True), walk)
+
+
+class Rebuilding(NoDraft):
+    """Builds the index anew for every draft."""
+
+    def __init__(self, references: Sequence[Sequence[int]], k: int):
+        self.references, self.k = references, k
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
+        fresh = Copying(self.references, 1, 8, self.k, "last", own=True)
+        fresh.extend(context, Scores(None, None, ()))  # type: ignore[arg-type]
+        return fresh.propose(context, room, warp, chance)
+
+
+def rebuilt(request: Request, k: int) -> Decoder:
+    """An index that is rebuilt each step."""
+    return request.decoder(Rebuilding(request.references, k), walk)
+
+
+def last_token_only(request: Request, k: int) -> Decoder:
+    """Continues the last place that agrees with the newest token."""
+    return request.decoder(Copying(request.references, 1, 1, k, "last", own=True), walk)
+
+
+TRAPS = [
+    Trap(OUTSIDE, uses_what_is_not_in_the_prompt, card("llma")),
+    Trap(BLOCKS, copies_in_blocks, card("llma")),
+    Trap(ONCE, reads_once, card("llma")),
+    Trap(LONGEST, copies_the_longest, card("llma")),
+]
+TOYS = [
+    Toy("prompt lookup", OUTSIDE, prompt_lookup),
+    Toy("a token a call", BLOCKS, one_at_a_time),
+    Toy("index rebuilt each step", ONCE, rebuilt),
+    Toy("the newest token alone is matched", LONGEST, last_token_only),
+]
