@@ -90,6 +90,14 @@ def test_seeds_count_what_they_looked_at(tmp_path: Path) -> None:
     assert told["accused"] == []
 
 
+def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
+    for call in (("--seeds", "1"), ("--thorough",)):
+        file = tmp_path / "result.json"
+        assert run("laws", "autoregressive", *call, "--out", str(file)).exit_code == 0
+        result = json.loads(file.read_text(encoding="utf-8"))
+        assert {"command", "commit", "date", "machine", "profile", "methods"} <= set(result)
+
+
 def test_seeds_tell_who_was_accused(biased: str) -> None:
     result = run("laws", biased, "--seeds", "3")
     assert result.exit_code == 1

@@ -28,6 +28,7 @@ Bar = Callable[[str, int, int], None]
         "--resume", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE",
         help="Keep what is done in this JSON file, and go on where it was left.",
     ),
+    click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the result, with its origin, here."),
     click.option("--mutants", is_flag=True, help="Which law kills each of the field's mistakes."),
     click.option("--toys", is_flag=True, help="Which trap each toy falls into."),
     click.option("--demo", is_flag=True, help="Sample a method on a real model: evidence, labelled as such."),
@@ -42,6 +43,7 @@ def laws(
     thorough: bool,
     seeds: int | None,
     resume: Path | None,
+    out: Path | None,
     mutants: bool,
     toys: bool,
     demo: bool,
@@ -60,7 +62,7 @@ def laws(
       tinyspec laws speculative_decoding
       tinyspec laws --all --json
       tinyspec laws --all --thorough --resume thorough.json
-      tinyspec laws llma --seeds 200 --resume seeds.json     nothing correct is ever accused
+      tinyspec laws llma --seeds 200 --resume state.json     nothing correct is ever accused
       tinyspec laws --mutants                                who kills which mistake
       tinyspec laws --toys
       tinyspec laws --demo --samples 500 speculative_decoding
@@ -78,12 +80,14 @@ def laws(
             raise TinyspecError("name a technique (see `tinyspec methods`), or say --all")
         cards = list(techniques().values()) if everything else [find(name) for name in dict.fromkeys(methods)]
         if seeds:
-            _seeds(cards, seeds, resume, as_json, quiet)
+            _seeds(cards, seeds, resume, out, as_json, quiet)
         else:
-            _prove(cards, thorough, resume, as_json, quiet)
+            _prove(cards, thorough, resume, out, as_json, quiet)
 
 
-def _prove(cards: "Sequence[Card]", thorough: bool, resume: Path | None, as_json: bool, quiet: bool) -> None:
+def _prove(
+    cards: "Sequence[Card]", thorough: bool, resume: Path | None, out: Path | None, as_json: bool, quiet: bool
+) -> None:
     from tinyspec.laws.prove import CI, THOROUGH, State, report
 
     profile = THOROUGH if thorough else CI
@@ -95,8 +99,10 @@ def _prove(cards: "Sequence[Card]", thorough: bool, resume: Path | None, as_json
                 report(card, profile, state, lambda card, at, of, case: show(f"{card.name}: {case.title}", at, of))
             )
     accused = [entry for entry in told if entry["accused"]]
+    result = {"profile": profile.name, "methods": told}
+    _keep(out, result)
     if as_json:
-        click.echo(json.dumps({"profile": profile.name, "methods": told}))
+        click.echo(json.dumps(result))
     else:
         _table(told)
         for entry in accused:
@@ -105,12 +111,15 @@ def _prove(cards: "Sequence[Card]", thorough: bool, resume: Path | None, as_json
         raise click.exceptions.Exit(1)
 
 
-def _seeds(cards: "Sequence[Card]", seeds: int, resume: Path | None, as_json: bool, quiet: bool) -> None:
+def _seeds(
+    cards: "Sequence[Card]", seeds: int, resume: Path | None, out: Path | None, as_json: bool, quiet: bool
+) -> None:
     from tinyspec.laws.prove import FIVE_SECONDS, State, nothing_correct_is_accused
 
     state = State(resume, f"{FIVE_SECONDS.name}, by seed")
     with _bar(quiet or as_json) as show:
         told = nothing_correct_is_accused(cards, seeds, state, lambda card, seed: show(card.name, seed, seeds))
+    _keep(out, told)
     if as_json:
         click.echo(json.dumps(told))
     else:
@@ -123,6 +132,14 @@ def _seeds(cards: "Sequence[Card]", seeds: int, resume: Path | None, as_json: bo
             click.echo(f"\n{entry['method']} on seed {entry['seed']}\n{_words(entry)}")
     if told["accused"]:
         raise click.exceptions.Exit(1)
+
+
+def _keep(out: Path | None, result: dict[str, Any]) -> None:
+    """Write a result with the command, commit, machine and date it comes from."""
+    if out is not None:
+        from tinyspec.bench.harness import report, save
+
+        save(out, report(result))
 
 
 def _matrix(what: str, as_json: bool, quiet: bool) -> None:

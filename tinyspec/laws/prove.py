@@ -12,6 +12,8 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -84,7 +86,7 @@ class State:
     """What is known already, in a JSON file that survives being stopped.
 
     path     None: in memory only
-    profile  a file made under another profile is refused
+    profile  a file made under another profile, or with other code, is refused
     """
 
     def __init__(self, path: Path | None, profile: str):
@@ -92,19 +94,23 @@ class State:
         self.done: dict[str, dict[str, dict[str, Any]]] = {}
         self.accused: list[dict[str, Any]] = []
         self._written = 0.0
+        fingerprint()
         if path is not None and path.exists():
             self._read(path)
 
     def _read(self, path: Path) -> None:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            profile, self.done, self.accused = data["profile"], data["done"], data["accused"]
+            profile, code = data["profile"], data["code"]
+            self.done, self.accused = data["done"], data["accused"]
         except (ValueError, KeyError, TypeError) as error:
             raise TinyspecError(f"{path} is not a file that --resume wrote: choose another name") from error
         if profile != self.profile:
             raise TinyspecError(
                 f"{path} was begun under the profile '{profile}', not '{self.profile}': choose another name"
             )
+        if code != fingerprint():
+            raise TinyspecError(f"{path} was begun with other code, which proves nothing of this: choose another name")
 
     def known(self, method: str, key: str) -> Evidence | None:
         """What a case found when it was run before."""
@@ -128,11 +134,21 @@ class State:
         """Replace the file by a new one, so that no half of it is ever seen."""
         if self.path is None:
             return
-        text = json.dumps({"profile": self.profile, "done": self.done, "accused": self.accused}, indent=1)
+        whole = {"profile": self.profile, "code": fingerprint(), "done": self.done, "accused": self.accused}
+        text = json.dumps(whole, indent=1)
         beside = self.path.with_name(self.path.name + ".new")
         beside.write_text(text + "\n", encoding="utf-8")
         os.replace(beside, self.path)
         self._written = monotonic()
+
+
+@cache
+def fingerprint() -> str:
+    """Of the code that is judged and that judges, as it was when this process began: everything below the command line."""
+    package, above = Path(__file__).parent.parent, ("cli", "bench")
+    files = [file for file in sorted(package.rglob("*.py*")) if file.relative_to(package).parts[0] not in above]
+    sources = [file.read_bytes() for file in files if file.suffix in (".py", ".pyx", ".pxd")]
+    return blake2b(b"\0".join(sources), digest_size=8).hexdigest()
 
 
 def report(card: Card, profile: Profile, state: State | None = None, watch: Watch | None = None) -> dict[str, Any]:
