@@ -1,10 +1,12 @@
 """generate and stream: from a prompt to tokens, by any technique."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from tinyspec import models
@@ -239,6 +241,13 @@ def _drafts(model: Model, card: Card, draft: Model | str | None) -> list[Model]:
 def _logprobs(round: Round) -> list[float]:
     """log p of each token of a round, from the target's raw rows."""
     rows = [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
-    logits = round.scores.logits[rows]
-    picked = logits[torch.arange(len(rows)), torch.tensor(round.tokens, device=logits.device)]
-    return [float(x) for x in picked - logits.logsumexp(dim=-1)]
+    if round.scores.logits.device.type != "cpu":
+        logits = round.scores.logits[rows]
+        picked = logits[torch.arange(len(rows)), torch.tensor(round.tokens, device=logits.device)]
+        return [float(x) for x in picked - logits.logsumexp(dim=-1)]
+    values, logprobs = round.scores.logits.numpy(), list[float]()
+    for row, token in zip(rows, round.tokens, strict=True):
+        logits = values[row]
+        most = logits.max()
+        logprobs.append(float(logits[token] - most) - math.log(float(np.exp(logits - most).sum(dtype=np.float64))))
+    return logprobs

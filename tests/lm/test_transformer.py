@@ -97,7 +97,7 @@ def test_every_precision_runs(config: Config, dtype: torch.dtype, bound: float, 
     session.extend(IDS, taps=(0, L))
     session.view(Plan(last=2, visible=Visible.everywhere((0, 1), 5, L, config.n_kv_heads))).score(TREE)
     scores = session.score(TREE, taps=(1,))
-    assert scores.hidden.dtype == dtype
+    assert scores.hidden.dtype == m.stream
     assert scores.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     close(scores.logits[0].double(), exact.logits(IDS)[-1], max(bound, 1e-10) * max(1, exact.logits(IDS).abs().max()))
     session.commit([2, 3], 5)

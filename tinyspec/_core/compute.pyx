@@ -59,6 +59,7 @@ cdef extern from "compute.h" nogil:
         const Kernel *kernel
         int threads
 
+    float widen(uint16_t h)
     const Kernel *kernel_best()
     const Kernel *kernel_named(const char *name)
     int compute_product(How how, const Matrix *w, const float *x, int rows, float *y)
@@ -125,6 +126,29 @@ cdef class Packed:
                 compute_product(how, &self.matrix, &x[0, 0], <int>x.shape[0], &y[0, 0])
 
 
+    def rows(self, ids, float[:, ::1] to):
+        """Rows of the matrix by number, as float32, into `to` [n, in]: an embedding is looked up in the packed head."""
+        cdef int inputs = self.matrix.inputs, id, i
+        cdef size_t base
+        cdef const float *whole = <const float *>self.matrix.data
+        cdef const uint16_t *bits = <const uint16_t *>self.matrix.data
+        if to.shape[0] != len(ids) or to.shape[1] != inputs:
+            raise ValueError(f"{len(ids)} rows of {inputs} do not fit")
+        cdef Py_ssize_t at
+        for at in range(len(ids)):
+            id = ids[at]
+            if not 0 <= id < self.matrix.out:
+                raise ValueError(f"row {id} of {self.matrix.out}")
+            base = <size_t>(id // 16) * 16 * inputs
+            id = id % 16
+            if self.matrix.half:
+                for i in range(inputs):
+                    to[at, i] = widen(bits[base + <size_t>(i // 2) * 32 + 2 * id + i % 2])
+            else:
+                for i in range(inputs):
+                    to[at, i] = whole[base + <size_t>i * 16 + id]
+
+
 cdef void _norm(Norm *norm, const float[::1] gain, const float[::1] bias, list held):
     held.append((gain, bias))
     norm.gain = &gain[0]
@@ -145,6 +169,7 @@ cdef class Engine:
     cdef list _held
     cdef const float[:, ::1] cos
     cdef const float[:, ::1] sin
+    cdef bint turned
 
     def __cinit__(self, layers, *args, **kwargs):
         self._layers = <Layer *>calloc(len(layers), sizeof(Layer))
@@ -171,7 +196,8 @@ cdef class Engine:
                 raise ValueError(f"layer {i} has matrices {shapes}")
         s.layer, s.head = self._layers, head.matrix
         _norm(&s.final, final[0], final[1], self._held)
-        if cos is not None:
+        self.turned = cos is not None
+        if self.turned:
             self.cos, self.sin = cos, sin
 
     def run(self, float[:, ::1] x, int first, int last, list feeds, int threads, bint mute=False):
@@ -219,7 +245,7 @@ cdef class Engine:
                     rows[at].capacity, rows[at].slot = capacity, slots[i]
                     if not 0 <= rows[at].slot < rows[at].capacity:
                         raise ValueError(f"slot {slots[i]} of {capacity}")
-                    if self.cos is not None:
+                    if self.turned:
                         if not 0 <= positions[i] < self.cos.shape[0]:
                             raise ValueError(f"position {positions[i]} of {self.cos.shape[0]}")
                         rows[at].cos, rows[at].sin = &self.cos[<int>positions[i], 0], &self.sin[<int>positions[i], 0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import Warp, in_memory
 from tinyspec.decoding.stop import Reason, Stop
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
@@ -39,6 +39,7 @@ class Laws:
     def __init__(self, scores: Scores, warp: Warp, context: Sequence[int], tree: TokenTree):
         self.scores, self.warp, self.context, self.tree = scores, warp, context, tree
         self._rows: dict[int, Row] = {}
+        self._logits: Any = None
 
     def __getitem__(self, node: int) -> Row:
         if node not in self._rows:
@@ -47,7 +48,9 @@ class Laws:
 
     def warped(self, node: int, warp: Warp) -> Row:
         """The node's row under another warp (lenience at temperature 0 looks at the unsharpened law)."""
-        logits: Any = self.scores.logits[node + 1]
+        if self._logits is None:
+            self._logits = in_memory(self.scores.logits)
+        logits = self._logits[node + 1]
         history = self.context
         if warp.repetition_penalty != 1.0:
             history = [*self.context, *self.tree.spelled(self.tree.path(node))]

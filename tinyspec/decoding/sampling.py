@@ -40,6 +40,17 @@ def on_host(row: Any) -> NDArray[np.float64]:
     return np.ascontiguousarray(row, np.float64)
 
 
+def in_memory(logits: Any) -> Any:
+    """Rows of logits, as an array where they are a CPU tensor: a row of an array is had ten times as fast."""
+    if (
+        isinstance(logits, torch.Tensor)
+        and logits.device.type == "cpu"
+        and logits.dtype in (torch.float32, torch.float64)
+    ):
+        return logits.detach().numpy()
+    return logits
+
+
 def rational(knob: float | Fraction) -> Fraction:
     """A knob as the number that was written: 0.9 is nine tenths, not the nearest double."""
     return knob if isinstance(knob, Fraction) else Fraction(str(knob))

@@ -33,14 +33,14 @@ class Cache:
     def capacity(self) -> int:
         return len(self.present)
 
-    @torch.inference_mode()  # the store is written to in this mode, so it may come from it
     def reserve(self, slots: int) -> None:
         """Make room for slots 0..slots-1, at least doubling, so that growth is linear in all."""
         if slots <= self.capacity:
             return
         room = max(slots, 2 * self.capacity)
-        grown = self.store.new_zeros((*self.store.shape[:3], room, self.store.shape[4]))
-        grown[:, :, :, : self.capacity] = self.store
+        with torch.inference_mode():  # the store is written to in this mode, so it may come from it
+            grown = self.store.new_zeros((*self.store.shape[:3], room, self.store.shape[4]))
+            grown[:, :, :, : self.capacity] = self.store
         present = np.zeros((room, self.config.n_layers), dtype=np.bool_)
         present[: self.capacity] = self.present
         self.present = present
@@ -51,15 +51,16 @@ class Cache:
         self.keys[layer][:, where] = k.transpose(0, 1)
         self.values[layer][:, where] = v.transpose(0, 1)
 
-    @torch.inference_mode()
     def move(self, old: Sequence[int], first: int) -> None:
         """Slots `old`, in this order, become slots first, first + 1, ...: the path gather after a commit."""
         stay = next((i for i, slot in enumerate(old) if slot != first + i), len(old))
         old, first = list(old[stay:]), first + stay
-        if old:
+        if not old:
+            return
+        with torch.inference_mode():
             moved = self.store[:, :, :, torch.tensor(old, device=self.store.device)]
             self.store[:, :, :, first : first + len(old)] = moved
-            self.present[first : first + len(old)] = self.present[old]
+        self.present[first : first + len(old)] = self.present[old]
 
     def clone(self) -> "Cache":
         """An independent copy."""

@@ -56,11 +56,6 @@ def unpack(packed: Tensor, out: int) -> Tensor:
     return packed.transpose(1, 2).reshape(blocks * BLOCK, steps * together)[:out]
 
 
-def rows(packed: Tensor, ids: Tensor) -> Tensor:
-    """Some rows of a packed matrix, [n, in], as float32."""
-    return packed[ids // BLOCK, :, ids % BLOCK].flatten(1).float()
-
-
 class Opened(Mapping[str, Tensor]):
     """Weights by name, the packed ones unpacked when they are asked for."""
 
@@ -94,7 +89,8 @@ class Engine:
         self.weights = Opened(packed, plain, config)
         self.embed, self._positions = packed["embed"], plain.get("positions")
         assert _core.compute is not None
-        matrices = {name: self._matrix(name, packed, plain) for name in packed if name != "embed" or config.tied}
+        matrices = {name: self._matrix(name, packed, plain) for name in packed}
+        self._lookup = matrices["embed"]
         layers = [
             tuple(
                 part
@@ -132,9 +128,11 @@ class Engine:
 
     def enter(self, feed: Feed) -> Tensor:
         """The state each row starts from: [n, d]."""
-        given = feed.given or [False] * len(feed.tokens)
-        ids = [0 if g else token for token, g in zip(feed.tokens, given, strict=True)]
-        x = rows(self.embed, torch.tensor(ids))
+        ids, given = feed.tokens, feed.given
+        if given is not None:
+            ids = [0 if g else token for token, g in zip(feed.tokens, given, strict=True)]
+        x = torch.empty(len(ids), self.config.d_model)
+        self._lookup.rows(ids, x.numpy())
         if feed.entering is not None:
             x[torch.tensor(given)] = feed.entering.float()
         if self._positions is not None:
@@ -144,33 +142,33 @@ class Engine:
 
     def span(self, feeds: Sequence[Feed], active: Sequence[Sequence[int]], x: Tensor, first: int, last: int) -> Tensor:
         """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""
-        x = x.clone()
+        x = x.clone()  # who took a snapshot holds the old states
+        if len(feeds) == 1:
+            self._run(x, [(feeds[0], active[0])], first, last, feeds[0].copying)
+            return x
         at = 0
-        groups: dict[bool, list[tuple[Feed, Sequence[int], slice]]] = {False: [], True: []}
+        groups: dict[bool, list[tuple[Feed, Sequence[int]]]] = {False: [], True: []}
+        spans: dict[bool, list[int]] = {False: [], True: []}
         for feed, chosen in zip(feeds, active, strict=True):
             if chosen:
-                groups[feed.copying].append((feed, chosen, slice(at, at + len(chosen))))
+                groups[feed.copying].append((feed, chosen))
+                spans[feed.copying].extend(range(at, at + len(chosen)))
             at += len(chosen)
         for copying, group in groups.items():
-            if not group:
-                continue
-            if len(group) == at or groups[not copying] == []:
+            if len(spans[copying]) == at:
                 self._run(x, group, first, last, copying)
-            else:
-                where = torch.cat([torch.arange(part.start, part.stop) for _, _, part in group])
-                own = x[where]
+            elif group:  # some rows run and others only leave keys and values: apart
+                own = x[spans[copying]]
                 self._run(own, group, first, last, copying)
-                x[where] = own
+                x[spans[copying]] = own
         return x
 
-    def _run(
-        self, x: Tensor, group: list[tuple[Feed, Sequence[int], slice]], first: int, last: int, copying: bool
-    ) -> None:
+    def _run(self, x: Tensor, group: list[tuple[Feed, Sequence[int]]], first: int, last: int, copying: bool) -> None:
         numbers = x.numpy()
-        layered = any(feed.plan.visible is not None for feed, _, _ in group)  # what is seen may change with the layer
+        layered = any(feed.plan.visible is not None for feed, _ in group)  # what is seen may change with the layer
         marks = [first, *range(first // 2 * 2 + 2, last, 2), last] if layered else [first, last]
         for begin, end in pairwise(marks):
-            sessions = [self._session(feed, chosen, begin // 2) for feed, chosen, _ in group]
+            sessions = [self._session(feed, chosen, begin // 2) for feed, chosen in group]
             self._compiled.run(numbers, begin, end, sessions, torch.get_num_threads(), copying)
 
     def _session(self, feed: Feed, chosen: Sequence[int], layer: int) -> tuple[Any, ...]:

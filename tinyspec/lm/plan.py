@@ -23,7 +23,7 @@ class Visible:
         return cls((((frozenset(positions),) * n_kv_heads),) * n_layers, since)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """A way through the layers. Sublayer 2l is the attention of layer l, 2l + 1 its feed-forward part.
 
@@ -35,6 +35,20 @@ class Plan:
     last: int | None = None
     skip: frozenset[int] = frozenset()
     visible: Visible | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """Most comparisons are of a plan with itself."""
+        if self is other:
+            return True
+        same = isinstance(other, Plan) and (self.last, self.skip, self.visible) == (
+            other.last,
+            other.skip,
+            other.visible,
+        )
+        return same
+
+    def __hash__(self) -> int:
+        return hash((self.last, self.skip, self.visible))
 
     def sublayers(self, n_layers: int) -> int:
         """Where this plan stops, in sublayers."""
@@ -48,6 +62,8 @@ class Plan:
         >>> Plan(last=3).differs(Plan(), 12), Plan(skip=frozenset({4, 9})).differs(Plan(), 12)
         (6, 4)
         """
+        if self is other:
+            return 2 * n_layers
         ends = {self.sublayers(n_layers), other.sublayers(n_layers)}
         firsts = [2 * n_layers, *(min(ends) for _ in range(len(ends) - 1)), *(self.skip ^ other.skip)]
         if self.visible != other.visible:

@@ -77,7 +77,7 @@ class Runner:
             ledger=self.ledger,
         )
         scores = self.gate([feed])[0]
-        rows = iter(scores.logits)
+        rows = iter(scores.logits) if len(scores.logits) > 1 else iter([scores.logits[0]] if len(scores.logits) else [])
         for i, (node, start) in enumerate(zip(nodes, starts, strict=True)):
             self._mark(node, plan, start, stop)
             if copying:
@@ -91,9 +91,10 @@ class Runner:
             if node.row_at != stop:  # what the head read and said at another exit
                 node.row = None
                 node.shown.pop(n_layers, None)
-            for tap, state in zip(taps, scores.hidden[:, i], strict=True):
-                if 2 * tap >= start or tap == n_layers:
-                    node.shown[tap] = state
+            if taps:
+                for tap, state in zip(taps, scores.hidden[:, i], strict=True):
+                    if 2 * tap >= start or tap == n_layers:
+                        node.shown[tap] = state
             if node in wanted:
                 node.row = next(rows)
             node.row_at = stop

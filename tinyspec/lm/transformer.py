@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from tinyspec.lm.session import Session
 
 
+_NOTHING = torch.empty(0, 0, 0)
+
+
 class Model:
     """Weights that compute. `weights` is flat, with the names of `Config.shapes()`."""
 
@@ -125,14 +128,19 @@ class Model:
 
     # ------------------------------------------------------------------ inference
 
-    @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> list[Scores]:
         """Run every feed's rows through the layers its plan names. The only place that computes; writes the ledger.
 
         Rows of all feeds stand in one matrix, so each weight is read once for all of them; only attention is per feed.
         A row that enters late (`starts` > 0) waits with its state unchanged until its sublayer comes.
         """
-        path = self.pack()._path
+        if isinstance(self.pack()._path, Engine):
+            return self._forward(feeds)
+        with torch.inference_mode():
+            return self._forward(feeds)
+
+    def _forward(self, feeds: Sequence[Feed]) -> list[Scores]:
+        path = self._path
         n_layers, sizes = self.config.n_layers, [len(feed.tokens) for feed in feeds]
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         entered = [path.enter(feed) for feed in feeds]
@@ -164,22 +172,21 @@ class Model:
 
     def _leave(self, feeds: Sequence[Feed], x: Tensor, taps: list[dict[int, Tensor]], works: list[int]) -> list[Scores]:
         """Head, taps and ledger entries: one product with the vocabulary matrix for all feeds."""
-        offset, parts, wanted = 0, list[Tensor](), list[int]()
+        offset, wanted = 0, list[int]()
         for feed, seen in zip(feeds, taps, strict=True):
-            part = x[offset : offset + len(feed.tokens)]
             if self.config.n_layers in feed.taps:
-                seen[self.config.n_layers] = self._path.final(part)
+                seen[self.config.n_layers] = self._path.final(x[offset : offset + len(feed.tokens)])
             wanted += [offset + row for row in feed.heads]
             offset += len(feed.tokens)
-            parts.append(part)
-        rows = x if len(wanted) == len(x) else x[torch.tensor(wanted, dtype=torch.long, device=self.device)]
+        rows = x if len(wanted) == offset else x[torch.tensor(wanted, dtype=torch.long, device=self.device)]
         logits = self._path.head(rows)
         scores, at = list[Scores](), 0
-        for feed, part, seen, work in zip(feeds, parts, taps, works, strict=True):
-            hidden = torch.stack([seen[t] for t in feed.taps]) if feed.taps else x.new_empty((0, len(part), x.shape[1]))
+        for feed, seen, work in zip(feeds, taps, works, strict=True):
+            hidden = torch.stack([seen[t] for t in feed.taps]) if feed.taps else _NOTHING
             if feed.ledger is not None:
                 fills, ran = (work, 0.0) if feed.copying else (0, work / 2)
-                feed.ledger.append(Call(self.name, len(part), ran, len(feed.heads), fills, feed.prefill))
-            scores.append(Scores(logits[at : at + len(feed.heads)], hidden, [feed.stop // 2] * len(part)))
+                feed.ledger.append(Call(self.name, len(feed.tokens), ran, len(feed.heads), fills, feed.prefill))
+            own = logits if len(feeds) == 1 else logits[at : at + len(feed.heads)]
+            scores.append(Scores(own, hidden, [feed.stop // 2] * len(feed.tokens)))
             at += len(feed.heads)
         return scores

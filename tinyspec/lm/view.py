@@ -38,8 +38,10 @@ class View:
 
     def _follow(self) -> None:
         """The session has gone on: drop what is committed by now, or everything if it went another way."""
-        kept = [node for node in self._trunk if node.position >= len(self.session)]
-        hangs = bool(kept) and bool(self.session.committed) and kept[0].parent is self.session.committed[-1]
+        committed = self.session.committed
+        kept = [node for node in self._trunk if node.position >= len(committed)]
+        # its parent would not do: a token that was committed and taken back still names the parent that has dropped it
+        hangs = bool(kept and committed) and committed[-1].children.get(kept[0].token) is kept[0]
         self._trunk = kept if hangs else []
         if self._at is not None and self._at >= len(self.session):
             self._at = None
