@@ -96,9 +96,9 @@ def hold(name: str, dtype: str, tokens: int) -> None:
     model = models.load(name, dtype=dtype)
     ids = model.tokenizer.encode(PROMPT)
     decode(model, ids, tokens)
-    weights = sum(w.numel() * w.element_size() for w in model.parameters())
     c = model.config
-    cache = 2 * c.n_layers * c.kv_dim * (len(ids) + tokens) * model.head.element_size()
+    weights = c.parameters() * model.dtype.itemsize
+    cache = 2 * c.n_layers * c.kv_dim * (len(ids) + tokens) * model.dtype.itemsize
     print(high_water(), weights, cache)
 
 

@@ -31,17 +31,122 @@ _results = base.options(
 )
 
 
-@click.group("bench", cls=base.Group)
-def bench() -> None:
-    """Measure: warm up, take turns, quote ratios of medians, keep raw samples.
+@click.group("bench", cls=base.Group, invoke_without_command=True)
+@base.options(
+    click.option("--model", "-m", default="smollm2", show_default=True, help="Name, folder, .gguf file or hub id."),
+    click.option("--draft", help="The draft model. [default: the one that the model's card names]"),
+    click.option("--dtype", default="bfloat16", show_default=True, help="float32, bfloat16, float16, float64."),
+    click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:0."),
+    click.option("--threads", type=click.IntRange(1), help="Threads of every arm. [default: torch's choice]"),
+    click.option(
+        "--methods", multiple=True, default=("llma",), show_default=True, metavar="LIST",
+        help="NAME or NAME:knob=value:knob=value, with commas between; plain decoding always takes part.",
+    ),
+    click.option("--chapter", help="All techniques of a chapter that this model can run."),
+    click.option(
+        "--peers", multiple=True, metavar="LIST",
+        help="transformers[:lookup=10|:assistant=MODEL], llama.cpp[:weights=q8_0].",
+    ),
+    click.option(
+        "--tasks", multiple=True, default=("spec_bench,edits",), show_default=True, metavar="LIST",
+        help="spec_bench (or one of its six), human_eval, gsm8k, edits, books; all.",
+    ),
+    click.option("--prompts", type=click.IntRange(1), default=10, show_default=True, help="Prompts of each task."),
+    _tokens(64),
+    click.option("--until-eos", is_flag=True, help="Answers end where plain greedy decoding's do. [default: nowhere]"),
+    _rounds(3),
+    click.option("--temperature", "-t", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-p", type=float, help="Keep the fewest tokens whose probability reaches p."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the first round; each round adds 1."),
+    click.option("--curve/--no-curve", "curves", default=True, help="Cost curve and ceilings. [default: on]"),
+    click.option("--memory/--no-memory", "memories", default=True, help="Peak memory. [default: on]"),
+    click.option("--resume", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Go on with this file."),
+    click.option("--svg", type=click.Path(file_okay=False, path_type=Path), help="Draw pictures into this folder."),
+    click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables here."),
+    _results,
+)  # fmt: skip
+@click.pass_context
+def bench(ctx: click.Context, /, **options: Any) -> None:
+    """Measure: every method and peer on the same prompts, in turns, against plain decoding.
+
+    Ratios are taken within a turn and are medians; a slow-down is printed as one. With --out, all samples are written as
+    they come, and an interrupted run goes on with --resume. The commands below measure one thing each.
 
     \b
     Examples:
+      tinyspec bench --methods llma,llma:k=8 --prompts 3 --rounds 1
+      tinyspec bench --model storyteller --methods speculative_decoding:gamma=2 --tasks books
+      tinyspec bench --peers transformers,transformers:lookup=10,llama.cpp --out results/bench.json
+      tinyspec bench --chapter speculative --model storyteller --tasks books,edits
+      tinyspec bench --resume results/bench.json --rounds 5
+      tinyspec bench --device cuda --dtype bfloat16 --no-memory
       tinyspec bench race --rounds 5 --out results/race.json
-      tinyspec bench core
-      tinyspec bench plain --model smollm2
-      tinyspec bench peer --model smollm2
     """
+    given = {name for name in options if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    if ctx.invoked_subcommand is not None:
+        if given:
+            stray = min(given, key=list(options).index)
+            raise click.UsageError(
+                f"options of `bench {ctx.invoked_subcommand}` stand behind its name ({stray} before it)", ctx
+            )
+        return
+    _harness(options, given)
+
+
+def _harness(options: dict[str, Any], given: set[str]) -> None:
+    """The harness: from options to settings, and from a result to what is shown."""
+    from dataclasses import fields
+
+    from tinyspec.bench import run
+    from tinyspec.bench.plan import Settings, read_arms
+    from tinyspec.bench.tasks import expand
+
+    options["tasks"] = expand([name.strip() for part in options["tasks"] for name in part.split(",") if name.strip()])
+    for kind in ("methods", "peers"):
+        options[kind] = tuple(arm.label for arm in read_arms(options[kind]))
+    if options["chapter"] is not None and "methods" not in given:
+        options["methods"] = ()
+    names = [field.name for field in fields(Settings)]
+    resume, out = options["resume"], options["out"]
+    if resume is not None and options["chapter"] is not None:
+        raise click.UsageError("--resume goes on with the methods of the file: leave --chapter away")
+    book = run.begin(
+        Settings(**{name: options[name] for name in names}),
+        out,
+        resume,
+        **({name: options[name] for name in names if name in given} if resume is not None else {}),
+    )
+    try:
+        result = run.bench(
+            book,
+            chapter=options["chapter"],
+            curves=options["curves"],
+            memories=options["memories"],
+            quiet=options["quiet"],
+        )
+    except KeyboardInterrupt:
+        if book.path is not None and book.path.exists():
+            click.echo(f"\ninterrupted; go on with: tinyspec bench --resume {book.path}", err=True)
+        raise
+    _present(result, options, book.path)
+
+
+def _present(result: dict[str, Any], options: dict[str, Any], path: Path | None) -> None:
+    from tinyspec.bench import figures, report
+
+    if options["as_json"]:
+        click.echo(json.dumps(result))
+    else:
+        base.console().print(report.show(result), highlight=False)
+    if options["markdown"] is not None:
+        options["markdown"].write_text(report.markdown(result), encoding="utf-8")
+    written = [
+        path,
+        options["markdown"],
+        *(figures.write(options["svg"], result) if options["svg"] is not None else []),
+    ]
+    for file in (file for file in written if file is not None):
+        click.echo(f"written: {file}", err=True)
 
 
 @bench.command("race", cls=base.KnobCommand)

@@ -1,0 +1,206 @@
+"""An arm: whoever is asked for the tokens of a job and is timed. Here are ours; `peers.py` and `llamacpp.py` have the others.
+
+Two spans are timed for every request. `prefill` lasts until the prompt but for its last token has been read, `decode` from
+there until the last token is known. A peer that cannot be asked to stop reading there ends its prefill with its first
+tokens, and these are then not counted as made in `decode`. Tokens are counted from the ids that came back, by one counter
+for all arms.
+"""
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tinyspec import models
+from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
+from tinyspec.bench.tasks import Job
+from tinyspec.decoding.trace import Statistics
+from tinyspec.errors import TinyspecError
+from tinyspec.generation import start
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import find
+
+Clock = Callable[[], float]
+
+
+class Made(NamedTuple):
+    """What an arm did for one job. Seconds, ids, and counts; a count is None where the arm cannot tell.
+
+    calls        rounds: forwards of the target after the prefill
+    draft_calls  forwards of a draft model
+    nodes        tokens that were proposed, and verified in those calls
+    accepted     proposed tokens that were kept
+    silent       rounds that kept no token of their own behind the accepted ones (the stop cut it off)
+    truncated    tokens that were decided and cut off by the stop
+    row_layers   (row, layer) evaluations of the target
+    early        ids that were known when `prefill` ended: `decode` is the time of the others
+    """
+
+    prefill: float
+    decode: float
+    ids: tuple[int, ...]
+    calls: int
+    draft_calls: int = 0
+    nodes: int | None = None
+    accepted: int | None = None
+    silent: int | None = None
+    truncated: int | None = None
+    row_layers: float | None = None
+    early: int = 0
+
+
+class Arm(Protocol):
+    """One contestant. `run` may be called any number of times, and owes nothing to earlier calls."""
+
+    @property
+    def label(self) -> str: ...
+
+    def run(self, job: Job, seed: int, clock: Clock) -> Made:
+        """`job.tokens` new ids for the job; `seed` matters where the temperature is above 0."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what was loaded."""
+
+
+class Own:
+    """One of our techniques on our model."""
+
+    def __init__(self, spec: ArmSpec, model: Model, settings: Settings, draft: Model | None = None):
+        self.label, self.model, self.draft = spec.label, endless(model), draft
+        self.options: dict[str, Any] = {
+            "method": spec.name,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            **dict(spec.knobs),
+        }
+
+    def run(self, job: Job, seed: int, clock: Clock) -> Made:
+        """The bare loop: no text is made of the ids, and no log-probabilities."""
+        wait = waiting(self.model.device)
+        begun = clock()
+        running = start(
+            self.model, list(job.ids), draft=self.draft, max_new_tokens=job.tokens, seed=seed, **self.options
+        )
+        decoder, chance, stats = running.decoder, running.chance, Statistics()
+        wait()
+        read = clock()
+        silent = truncated = 0
+        while not decoder.finished:
+            round = decoder.step(chance)
+            stats.count(round)
+            silent += len(round.tokens) == len(round.verdict.path)
+            truncated += round.truncated
+        wait()
+        done = clock()
+        ids = tuple(decoder.new)
+        decoder.end()
+        return Made(
+            read - begun, done - read, ids, stats.target_calls, stats.draft_calls, stats.drafted, stats.accepted,
+            silent, truncated, stats.row_layers,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        return None
+
+
+def endless(model: Model) -> Model:
+    """The same model, for which no token ends a text: an answer is as long as it was asked to be."""
+    twin = copy.copy(model.pack())  # packing empties the old weights: once, and before there are two of it
+    twin.config = replace(model.config, eos=())
+    return twin
+
+
+def waiting(device: torch.device) -> Callable[[], None]:
+    """What to call before a clock is read: a CUDA device works on after the call that set it to work."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None
+
+
+def balance(made: Made, job: Job, label: str) -> None:
+    """Refuse books that do not add up: every arm made what was asked, and every token is accepted or a round's own.
+
+    tokens = accepted + rounds - silent, after the cut. A benchmark that breaks this counts a bonus twice, or not at
+    all, or tokens that were cut off, and its tau is worth nothing.
+    """
+    tokens = len(made.ids)
+    if tokens != job.tokens:
+        raise RuntimeError(f"{label} made {tokens} tokens for {job.key}, not the {job.tokens} that all arms make")
+    if made.accepted is None or made.silent is None:
+        return
+    if tokens != made.accepted + made.calls - made.silent:
+        raise RuntimeError(
+            f"{label}: the books of {job.key} do not balance: {tokens} tokens, but {made.accepted} accepted + "
+            f"{made.calls} rounds - {made.silent} without a token of their own"
+        )
+
+
+def quiet_moment() -> None:
+    """Collect garbage now, so that it is not collected inside somebody's time."""
+    gc.collect()
+
+
+def load(settings: Settings, any_method: bool = False) -> tuple[Model, Model | None]:
+    """The model, and its draft model where an arm needs one and there is one; with `any_method`, wherever there is one."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    wanted = any_method or any(find(arm.name).drafts for arm in settings.arms if not arm.peer)
+    model = models.load(settings.model, device=settings.device, dtype=settings.dtype)
+    name = settings.draft if settings.draft is not None else model.config.extra.get("draft")
+    if not wanted or name is None:
+        return model, None
+    return model, models.load(name, device=settings.device, dtype=settings.dtype)
+
+
+def own_arms(settings: Settings, model: Model, draft: Model | None) -> list[Arm]:
+    """Our arms, plain decoding first; a knob that is wrong is said now."""
+    specs = [spec for spec in settings.arms if not spec.peer]
+    for spec in specs:
+        find(spec.name).settings(dict(spec.knobs))
+    return [Own(spec, model, settings, draft) for spec in specs]
+
+
+def chapter(name: str, settings: Settings, model: Model, draft: Model | None, job: Job) -> tuple[list[str], list[str]]:
+    """The techniques of a chapter that can run on this model, and of the others what each lacks, in words."""
+    can, cannot = list[str](), list[str]()
+    for method in methods_of(name):
+        try:
+            Own(ArmSpec(method), model, settings, draft).run(
+                job._replace(tokens=min(job.tokens, 2)), 0, time.perf_counter
+            )
+            can.append(method)
+        except TinyspecError as error:
+            cannot.append(f"{method}: {error}")
+    return can, cannot
+
+
+def methods_of(name: str) -> list[str]:
+    """Names of a chapter's techniques that extend a text. A technique's file says which chapter it is of."""
+    from tinyspec.errors import nearest
+    from tinyspec.technique import CHAPTERS, techniques
+
+    known = [chapter.rpartition(".")[2] for chapter in CHAPTERS]
+    if name not in known:
+        raise TinyspecError(f"there is no chapter '{name}': {nearest(name, known)}")
+    return [
+        method
+        for method, card in techniques().items()
+        if card.kind == "decoder" and card.build.__module__.split(".")[1] == name and method != PLAIN
+    ]
+
+
+def reference(model: Model, known: Mapping[str, Sequence[int]], keep: Callable[[str, list[int]], None]) -> Any:
+    """Plain greedy decoding's answer to a job: from `known`, else made now and handed to `keep`."""
+    plain = Own(ArmSpec(PLAIN), model, Settings())
+
+    def answer(job: Job) -> Sequence[int]:
+        if job.key not in known:
+            keep(job.key, list(plain.run(job, 0, time.perf_counter).ids))
+        return known[job.key]
+
+    return answer

@@ -1,0 +1,100 @@
+"""Our weights as a .gguf file, for llama.cpp: the same numbers, in float32, bfloat16 or q8_0, without a tokenizer.
+
+The benchmark hands llama.cpp token ids and takes ids back, so the file says "no vocabulary". What differs from our own
+layout is undone here: fused matrices are split, and the rows of LLaMA's queries and keys stand in llama.cpp's order.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.config import Config
+from tinyspec.lm.naming import layout
+from tinyspec.lm.rope import frequencies
+from tinyspec.lm.transformer import Model
+
+KINDS = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
+
+
+def write(path: Path, model: Model, kind: str) -> None:
+    """Write the file. Vectors stay float32, as llama.cpp wants them; matrices are of `kind`.
+
+    TinyspecError for a kind it does not know, or rows that are no multiple of 32 where q8_0 needs blocks of them.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quantize
+
+    if kind not in KINDS:
+        raise TinyspecError(f"llama.cpp's weights are {', '.join(KINDS)} here, not '{kind}'")
+    c, wanted = model.config, GGMLQuantizationType[KINDS[kind]]
+    writer: Any = GGUFWriter(path, c.family)
+    _metadata(writer, c)
+    if c.rope_scaling and c.rope_scaling.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _slower(c))
+    for ours, source in layout(c, gguf=True).items():
+        parts = torch.split(model.weights[ours].detach().cpu().float(), list(source.rows))
+        for name, part in zip(source.names, parts, strict=True):
+            numbers = _permuted(part, c, name).contiguous().numpy()
+            if numbers.ndim == 1 or wanted == GGMLQuantizationType.F32:
+                writer.add_tensor(name, numbers)
+                continue
+            if kind == "q8_0" and numbers.shape[1] % 32:
+                raise TinyspecError(f"q8_0 works on blocks of 32, and {name} has rows of {numbers.shape[1]}")
+            writer.add_tensor(name, quantize(numbers, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _metadata(writer: Any, c: Config) -> None:
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_tokenizer_model("none")
+    writer.add_context_length(c.max_positions)
+    writer.add_embedding_length(c.d_model)
+    writer.add_block_count(c.n_layers)
+    writer.add_feed_forward_length(c.d_ff)
+    writer.add_head_count(c.n_heads)
+    if c.norm == "rms":
+        writer.add_layer_norm_rms_eps(c.norm_eps)
+    else:
+        writer.add_layer_norm_eps(c.norm_eps)
+    if c.positions == "learned":
+        return
+    writer.add_head_count_kv(c.n_kv_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rope_theta)
+    if c.rope_scaling and c.rope_scaling.get("rope_type") == "linear":
+        from gguf import RopeScalingType
+
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(c.rope_scaling["factor"]))
+
+
+def _slower(c: Config) -> Any:
+    """What llama.cpp divides each frequency by: [head_dim / 2]."""
+    from dataclasses import replace
+
+    return (frequencies(replace(c, rope_scaling=None)) / frequencies(c)).float().numpy()
+
+
+def _permuted(rows: Tensor, c: Config, name: str) -> Tensor:
+    """Queries and keys of LLaMA in llama.cpp's order, which turns neighbouring pairs; everything else as it is."""
+    if c.family != "llama":
+        return rows
+    heads = {"attn_q": c.n_heads, "attn_k": c.n_kv_heads}.get(name.split(".")[-2])
+    return rows if heads is None else permute(rows, heads)
+
+
+def permute(rows: Tensor, heads: int) -> Tensor:
+    """The rows of a head (i, i + hd/2) side by side: what `gguf_file.unpermute` undoes.
+
+    >>> permute(torch.tensor([0, 1, 2, 3]), heads=1).tolist()
+    [0, 2, 1, 3]
+    """
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

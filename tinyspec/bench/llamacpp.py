@@ -1,0 +1,159 @@
+"""llama.cpp as an arm, through llama-cpp-python: the same weights as a .gguf file made for the run, the same ids.
+
+    llama.cpp                  weights in the run's dtype
+    llama.cpp:weights=q8_0     or float32, bfloat16
+
+Only its C interface is used: ids in, one forward, its own sampler, id out. Nothing of Python stands between two tokens but
+that loop.
+"""
+
+import ctypes
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinyspec.bench import gguf_export
+from tinyspec.bench.arms import Clock, Made
+from tinyspec.bench.plan import ArmSpec, Settings
+from tinyspec.bench.tasks import Job
+from tinyspec.errors import TinyspecError, nearest
+from tinyspec.lm.transformer import Model
+
+BATCH = 512  # tokens of a prompt that it reads together
+SPARE = 64  # cache slots beyond the context: the curve's rows
+_silence: list[Any] = []  # what C calls instead of writing a log: kept, for it is called later
+
+
+def library() -> Any:
+    """The bindings, silenced. TinyspecError, in one line, where they are not installed."""
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp":
+            raise TinyspecError("the peer llama.cpp is not installed: pip install 'tinyspec[peers]'") from None
+        raise TinyspecError(
+            f"llama-cpp-python is installed but does not load ({error}); pip install --force-reinstall 'tinyspec[peers]'"
+        ) from None
+    lib: Any = llama_cpp
+    if not _silence:
+        _silence.append(lib.llama_log_callback(lambda level, text, data: None))
+        lib.llama_log_set(_silence[0], ctypes.c_void_p(0))
+        lib.llama_backend_init()
+    return lib
+
+
+def export(spec: ArmSpec, settings: Settings, model: Model, folder: Path) -> Path:
+    """The weights that this arm runs on, as a file in the folder. What is wrong with the arm is said before it is written."""
+    library()
+    knobs = dict(spec.knobs)
+    if strange := next((name for name in knobs if name != "weights"), None):
+        raise TinyspecError(f"{spec.name} has no knob '{strange}': {nearest(strange, ['weights'])}")
+    if model.device.type != "cpu":
+        raise TinyspecError("the peer llama.cpp is measured on the CPU only: leave it out with --device cuda")
+    gguf_export.write(folder / "model.gguf", model, str(knobs.get("weights", settings.dtype)))
+    return folder / "model.gguf"
+
+
+class Llama:
+    """A model and a context of llama.cpp, from a .gguf file that may go once it is loaded."""
+
+    def __init__(self, spec: ArmSpec, settings: Settings, path: Path):
+        self.label, self.lib, self.warp = spec.label, library(), (settings.temperature, settings.top_p)
+        how = self.lib.llama_model_default_params()
+        how.use_mmap, how.n_gpu_layers = False, 0
+        self.model = self.lib.llama_model_load_from_file(str(path).encode(), how)
+        if not self.model:
+            raise TinyspecError(f"llama.cpp does not load {settings.model}: it may not know this architecture")
+        how = self.lib.llama_context_default_params()
+        how.n_ctx = self.lib.llama_model_n_ctx_train(self.model) + SPARE
+        how.n_batch = how.n_ubatch = BATCH
+        how.n_threads = how.n_threads_batch = torch.get_num_threads()
+        how.no_perf = True
+        self.context = self.lib.llama_init_from_model(self.model, how)
+        if not self.context:
+            raise TinyspecError("llama.cpp could not make a context: out of memory?")
+        self.memory = self.lib.llama_get_memory(self.context)
+        self.weights: int | None = int(self.lib.llama_model_size(self.model))
+
+    @classmethod
+    def of(cls, spec: ArmSpec, settings: Settings, model: Model) -> "Llama":
+        """From a model of ours."""
+        with tempfile.TemporaryDirectory() as folder:
+            return cls(spec, settings, export(spec, settings, model, Path(folder)))
+
+    def run(self, job: Job, seed: int, clock: Clock) -> Made:
+        """Its own loop: forward, sample, forward."""
+        sampler = self._sampler(seed)
+        self.lib.llama_memory_clear(self.memory, False)
+        sample, decode, context = self.lib.llama_sampler_sample, self.lib.llama_decode, self.context
+        batch_of, one = self.lib.llama_batch_get_one, (self.lib.llama_token * 1)(job.ids[-1])
+        ids: list[int] = []
+        begun = clock()
+        self.read(job.ids[:-1])
+        read = clock()
+        for _ in range(job.tokens):
+            if decode(context, batch_of(one, 1)):
+                raise RuntimeError("llama_decode failed")
+            token = sample(sampler, context, -1)
+            ids.append(token)
+            one[0] = token
+        done = clock()
+        self.lib.llama_sampler_free(sampler)
+        return Made(read - begun, done - read, tuple(ids), job.tokens, nodes=0)
+
+    def read(self, ids: Any) -> None:
+        """Run ids behind what is cached, many at a time."""
+        for at in range(0, len(ids), BATCH):
+            part = ids[at : at + BATCH]
+            array = (self.lib.llama_token * len(part))(*part)
+            if self.lib.llama_decode(self.context, self.lib.llama_batch_get_one(array, len(part))):
+                raise RuntimeError("llama_decode failed")
+
+    def forwards(self, cached: int) -> "Forwards":
+        """What its cost curve is measured on."""
+        return Forwards(self, cached)
+
+    def close(self) -> None:
+        if self.model:
+            self.lib.llama_free(self.context)
+            self.lib.llama_model_free(self.model)
+            self.model = self.context = None
+
+    def _sampler(self, seed: int) -> Any:
+        temperature, top_p = self.warp
+        chain = self.lib.llama_sampler_chain_init(self.lib.llama_sampler_chain_default_params())
+        if temperature == 0:
+            self.lib.llama_sampler_chain_add(chain, self.lib.llama_sampler_init_greedy())
+            return chain
+        self.lib.llama_sampler_chain_add(chain, self.lib.llama_sampler_init_temp(temperature))
+        if top_p is not None:
+            self.lib.llama_sampler_chain_add(chain, self.lib.llama_sampler_init_top_p(top_p, 1))
+        self.lib.llama_sampler_chain_add(chain, self.lib.llama_sampler_init_dist(seed))
+        return chain
+
+
+class Forwards:
+    """Forwards over k tokens behind `cached` others; every token's logits are asked for, as a verifier would."""
+
+    def __init__(self, llama: Llama, cached: int):
+        self.llama, self.cached, self.label, self.weights = llama, cached, llama.label, llama.weights
+        self.lib = llama.lib
+        self.lib.llama_memory_clear(llama.memory, False)
+        llama.read([7 * i % 97 for i in range(cached)])
+        self.batch = self.lib.llama_batch_init(BATCH, 0, 1)
+
+    def prepare(self, k: int) -> None:
+        """Take back what the last forward added, and lay out the next."""
+        self.lib.llama_memory_seq_rm(self.llama.memory, 0, self.cached, -1)
+        batch = self.batch
+        batch.n_tokens = k
+        for i in range(k):
+            batch.token[i], batch.pos[i] = 7 * i % 97, self.cached + i
+            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, 1
+
+    def run(self, k: int) -> None:
+        if self.lib.llama_decode(self.llama.context, self.batch):
+            raise RuntimeError("llama_decode failed")
+        self.lib.llama_synchronize(self.llama.context)

@@ -1,0 +1,84 @@
+"""The run itself: rounds of turns, in each of which every arm does the same job, in an order that moves on.
+
+Machines are shared and noisy. Arms that are timed one after the other compare two moods of the machine; here all arms do a job
+within one turn, who goes first changes with every turn, and ratios are taken within a turn (`tally.py`). The clock is
+handed in, so that the tests of all this need no wall time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from tinyspec.bench.arms import Arm, Clock, balance, quiet_moment
+from tinyspec.bench.book import Book, Sample
+from tinyspec.bench.tasks import Job
+
+T = TypeVar("T")
+WARM_UP = 8  # tokens that every arm makes before any is timed: first calls pay for caches and thread pools
+
+
+def turned(arms: Sequence[T], turn: int) -> list[T]:
+    """The arms in the order of a turn: rotated by one each turn, and the other way round after every full rotation.
+
+    >>> ["".join(turned("abc", turn)) for turn in range(6)]
+    ['abc', 'bca', 'cab', 'cba', 'bac', 'acb']
+    """
+    at = turn % len(arms)
+    order = [*arms[at:], *arms[:at]]
+    return order if turn // len(arms) % 2 == 0 else order[::-1]
+
+
+def left(book: Book, jobs: Sequence[Job], arms: Sequence[Arm]) -> int:
+    """How many requests are still to be timed."""
+    labels = [arm.label for arm in arms]
+    turns = ((job, round) for round in range(book.settings.rounds) for job in jobs)
+    return len(arms) * sum(not book.has(job, round, labels) for job, round in turns)
+
+
+def warm_up(arms: Sequence[Arm], job: Job, clock: Clock) -> None:
+    """Let every arm make some tokens that are not counted."""
+    for arm in arms:
+        arm.run(job._replace(tokens=min(job.tokens, WARM_UP)), 0, clock)
+
+
+def run(
+    book: Book,
+    jobs: Sequence[Job],
+    arms: Sequence[Arm],
+    clock: Clock,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Do every turn that the book does not have yet, and save the book after each. Rounds are outermost, so that what an
+    interrupted run leaves is a whole measurement of fewer rounds."""
+    labels, greedy = [arm.label for arm in arms], book.settings.temperature == 0
+    for round in range(book.settings.rounds):
+        for number, job in enumerate(jobs):
+            if book.has(job, round, labels):
+                continue
+            done: dict[str, Sample] = {}
+            for arm in turned(arms, round * len(jobs) + number):
+                done[arm.label] = _timed(arm, job, round, book, clock, greedy)
+                tick()
+            book.add([done[label] for label in labels])
+            book.save()
+
+
+def _timed(arm: Arm, job: Job, round: int, book: Book, clock: Clock, greedy: bool) -> Sample:
+    quiet_moment()
+    made = arm.run(job, book.settings.seed + round, clock)
+    balance(made, job, arm.label)
+    same = agreeing(made.ids, book.references[job.key]) if greedy else None
+    return Sample(
+        job.task, job.prompt, job.turn, arm.label, round, made.prefill, made.decode, len(made.ids),
+        len(made.ids) - made.early, made.calls, made.draft_calls, made.nodes, made.accepted, made.silent,
+        made.truncated, made.row_layers, same,
+    )  # fmt: skip
+
+
+def agreeing(ids: Sequence[int], reference: Sequence[int]) -> int:
+    """How many ids at the front are the reference's. The reference may be longer.
+
+    >>> agreeing([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    pairs = enumerate(zip(ids, reference, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(ids), len(reference)))

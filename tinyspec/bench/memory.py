@@ -1,0 +1,59 @@
+"""Peak memory of an arm: the most that a fresh process held, which loaded the model, read a prompt and made some tokens."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinyspec.bench import arms, llamacpp, peers
+from tinyspec.bench.plain import high_water
+from tinyspec.bench.plan import ArmSpec, Settings
+from tinyspec.bench.tasks import Job
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.transformer import Model
+
+
+def peak(spec: ArmSpec, settings: Settings, model: Model, job: Job) -> dict[str, int]:
+    """{"peak": bytes of the process, "device": bytes on a CUDA device or 0}, of one arm doing one job.
+
+    A .gguf file for llama.cpp is written here, outside the process that is measured.
+    """
+    alone = replace(settings, methods=() if spec.peer else (spec.label,), peers=(spec.label,) if spec.peer else ())
+    asked: dict[str, Any] = {"label": spec.label, "settings": alone.as_dict(), "job": job._asdict()}
+    code = "from tinyspec.bench import memory; memory.hold()"
+    with tempfile.TemporaryDirectory() as folder:
+        if spec.name == "llama.cpp":
+            asked["file"] = str(llamacpp.export(spec, settings, model, Path(folder)))
+        done = subprocess.run([sys.executable, "-c", code], input=json.dumps(asked), capture_output=True, text=True)
+    try:
+        found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise TinyspecError(f"the memory of {spec.label} was not measured: its process ended with {last}") from None
+    return found
+
+
+def hold() -> None:
+    """In a process of its own: what standard input describes; prints the figures. A peer is alone in it."""
+    asked: dict[str, Any] = json.load(sys.stdin)
+    settings, spec = Settings.from_dict(asked["settings"]), ArmSpec.read(asked["label"])
+    job = Job(**{**asked["job"], "ids": tuple(asked["job"]["ids"])})
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    arm: arms.Arm
+    if spec.name == "llama.cpp":
+        arm = llamacpp.Llama(spec, settings, Path(asked["file"]))
+    elif spec.peer:
+        arm = peers.Transformers(spec, peers.loaded(settings.model, settings), settings)
+    else:
+        model, draft = arms.load(settings)
+        arm = arms.Own(spec, model, settings, draft)
+    arm.run(job, settings.seed, time.perf_counter)
+    device = torch.cuda.max_memory_allocated() if settings.device.startswith("cuda") else 0
+    print(json.dumps({"peak": high_water(), "device": device}))

@@ -1,0 +1,173 @@
+"""transformers as an arm: plain `generate`, prompt lookup, an assistant model. Same weights, same ids, same number of tokens.
+
+    transformers               plain decoding
+    transformers:lookup=10     prompt lookup decoding, 10 tokens a guess (and :ngram=2, the longest match)
+    transformers:assistant=apprentice    assisted decoding (and :tokens=5, how many it guesses)
+
+`generate` reads the prompt and makes its first tokens in one step, so its prefill ends with that step; a cache that was
+filled before is not handed to it, for assisted decoding then makes other tokens (seen with 5.23).
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinyspec import models
+from tinyspec.bench.arms import Arm, Clock, Made, waiting
+from tinyspec.bench.plan import ArmSpec, Settings
+from tinyspec.bench.tasks import Job
+from tinyspec.errors import TinyspecError, nearest
+from tinyspec.lm.transformer import Model
+
+KNOBS = ("lookup", "ngram", "assistant", "tokens")
+
+
+def arms(specs: list[ArmSpec], settings: Settings, model: Model) -> list[Arm]:
+    """The peers of a run. TinyspecError, in one line, for one that is not installed or a knob that it does not have."""
+    made: list[Arm] = []
+    theirs: Any = None
+    for spec in specs:
+        if spec.name == "llama.cpp":
+            from tinyspec.bench.llamacpp import Llama
+
+            made.append(Llama.of(spec, settings, model))
+            continue
+        theirs = theirs or loaded(settings.model, settings, model)
+        made.append(Transformers(spec, theirs, settings))
+    return made
+
+
+def loaded(name: str, settings: Settings, model: Model | None = None) -> Any:
+    """transformers' model of the same weights; what is no folder that it reads (a .gguf file) is saved as one first."""
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError:
+        raise TinyspecError("the peer transformers is not installed: pip install 'tinyspec[peers]'") from None
+    quiet: Any = logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    path = models.find(name)
+    with tempfile.TemporaryDirectory() as folder:
+        if path is None or not path.is_dir():
+            (model or models.load(name, dtype=settings.dtype)).save(folder)
+            path = Path(folder)
+        theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.dtype))
+    theirs.generation_config.eos_token_id = None  # no end: a minimum length would forbid the token and change the text
+    return theirs.to(settings.device).eval()
+
+
+class Transformers:
+    """`generate`, as its manual says to call it."""
+
+    def __init__(self, spec: ArmSpec, theirs: Any, settings: Settings):
+        self.label, self.theirs, self.device = spec.label, theirs, torch.device(settings.device)
+        knobs = dict(spec.knobs)
+        for name in knobs:
+            if name not in KNOBS:
+                raise TinyspecError(f"{spec.name} has no knob '{name}': {nearest(name, KNOBS)}")
+        self.assistant: Any = None
+        self.options: dict[str, Any] = {"do_sample": settings.temperature > 0, "pad_token_id": 0}
+        if settings.temperature > 0:
+            self.options |= {"temperature": settings.temperature, "top_p": settings.top_p or 1.0, "top_k": 0}
+        if "lookup" in knobs:
+            self.options["prompt_lookup_num_tokens"] = int(knobs["lookup"])
+            self.options["max_matching_ngram_size"] = int(knobs.get("ngram", 2))
+        if "assistant" in knobs:
+            self.assistant = loaded(str(knobs["assistant"]), settings)
+            if "tokens" in knobs:
+                self.assistant.generation_config.num_assistant_tokens = int(knobs["tokens"])
+            self.options["assistant_model"] = self.assistant
+
+    def run(self, job: Job, seed: int, clock: Clock) -> Made:
+        """`generate`. The mask is passed: without one it hides the prompt's own end-of-turn token."""
+        prompt = torch.tensor([job.ids], device=self.device)
+        wait, first = waiting(self.device), list[tuple[float, int]]()
+
+        def step(ids: Any, *_: Any, **__: Any) -> Any:
+            """Called after every step, as a rule that never stops: notes when the first ended, and its tokens."""
+            if not first:
+                wait()
+                first.append((clock(), ids.shape[1] - len(job.ids)))
+            return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+        torch.manual_seed(seed)
+        rows, calls = Counted(self.theirs), Counted(self.assistant)
+        with torch.no_grad(), rows, calls:
+            begun = clock()
+            out = self.theirs.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=job.tokens,
+                stopping_criteria=[step],
+                **self.options,
+            )
+            wait()
+            done = clock()
+        ids = tuple(int(token) for token in out[0, len(job.ids) :])
+        read, early = first[0]
+        guessing = "prompt_lookup_num_tokens" in self.options or self.assistant is not None
+        nodes = rows.rows - len(job.ids) - (rows.calls - 1) if guessing else 0
+        return Made(read - begun, done - read, ids, rows.calls, calls.calls, nodes, early=early)
+
+    def forwards(self, cached: int) -> "Forwards":
+        """What its cost curve is measured on."""
+        return Forwards(self.theirs, cached, self.device)
+
+    def close(self) -> None:
+        self.theirs = self.assistant = None
+
+
+class Counted:
+    """Counts a model's forwards, and the rows that went into them, while it is entered. None: nothing to count."""
+
+    def __init__(self, model: Any):
+        self.model, self.calls, self.rows = model, 0, 0
+        self._hook: Any = None
+
+    def __enter__(self) -> "Counted":
+        if self.model is not None:
+            self._hook = self.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _count(self, _: Any, args: Any, kwargs: Any) -> None:
+        ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+        self.calls += 1
+        self.rows += int(ids.shape[1])
+
+
+class Forwards:
+    """Forwards of transformers' model over k tokens behind `cached` others, and how many bytes of weights each reads."""
+
+    label = "transformers"
+
+    def __init__(self, theirs: Any, cached: int, device: torch.device):
+        from transformers import DynamicCache
+
+        self.theirs, self.cached, self.device = theirs, cached, device
+        self.cache: Any = DynamicCache(config=theirs.config)
+        self.wait = waiting(device)
+        self.weights: int | None = None  # what ours read: the same weights
+        self._forward(cached)
+        self.added = 0
+
+    def prepare(self, k: int) -> None:
+        """Take back what the last forward added."""
+        if self.added:
+            self.cache.crop(-self.added)
+        self.added = k
+
+    def run(self, k: int) -> None:
+        self._forward(k)
+        self.wait()
+
+    @torch.no_grad()
+    def _forward(self, k: int) -> None:
+        ids = torch.arange(k, device=self.device)[None] % self.theirs.config.vocab_size
+        self.theirs(input_ids=ids, past_key_values=self.cache, use_cache=True)

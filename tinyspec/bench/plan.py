@@ -1,0 +1,154 @@
+"""What a run of the harness is: the arms that race, and every setting that a sample depends on.
+
+An arm is written NAME or NAME:knob=value:knob=value. `autoregressive` is plain decoding, the arm that others are measured
+against; it takes part in every run. Two runs whose settings agree may share samples, which is what --resume asks.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from tinyspec.errors import TinyspecError, nearest
+
+PLAIN = "autoregressive"
+PEERS = ("transformers", "llama.cpp")
+GROWING = ("rounds",)  # settings that a resumed run may enlarge: they add samples and change none
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """An arm by name, with its knobs in the order given."""
+
+    name: str
+    knobs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """As it was written, which is its name in tables and files.
+
+        >>> ArmSpec("llma", (("k", 8), ("own", False))).label
+        'llma:k=8:own=false'
+        """
+        return ":".join([self.name, *(f"{name}={_written(value)}" for name, value in self.knobs)])
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is somebody else's program."""
+        return self.name in PEERS
+
+    @classmethod
+    def read(cls, text: str) -> "ArmSpec":
+        """Back from its label. Values are numbers, true and false where they look like it, else texts.
+
+        >>> ArmSpec.read("llma:k=8:own=false").knobs
+        (('k', 8), ('own', False))
+        """
+        name, *pairs = text.strip().split(":")
+        knobs = dict[str, Any]()
+        for pair in pairs:
+            knob, equals, value = pair.partition("=")
+            if not (equals and knob and value):
+                raise TinyspecError(f"'{text.strip()}': '{pair}' is not knob=value; write NAME:knob=value:knob=value")
+            if (knob := knob.strip().replace("-", "_")) in knobs:
+                raise TinyspecError(f"'{text.strip()}': {knob} is given twice")
+            knobs[knob] = _value(value.strip())
+        return cls(name, tuple(knobs.items()))
+
+
+def _value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if value is None or isinstance(value, (bool, int, float)) else text
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def read_arms(texts: Iterable[str]) -> list[ArmSpec]:
+    """Arms from comma-separated lists, none twice.
+
+    >>> [arm.label for arm in read_arms(["llma, speculative_decoding:gamma=2", "llma"])]
+    ['llma', 'speculative_decoding:gamma=2']
+    """
+    parts = [part for text in texts for part in text.split(",") if part.strip()]
+    return list(dict.fromkeys(ArmSpec.read(part) for part in parts))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a sample depends on, beside the code and the machine.
+
+    methods, peers  labels of arms
+    tasks           task groups, as `tinyspec.bench.tasks.TASKS` names them
+    prompts         how many of each group, spread over it
+    tokens          new tokens of each answer; an end-of-text id ends nothing, so that all arms make the same number
+    until_eos       answers are as long as plain greedy decoding's up to its first end-of-text id, `tokens` at most
+    draft           the draft model, for arms that need one; None: the one that the model's card names
+    threads         of this process, which every arm uses; None: torch's choice
+    """
+
+    model: str = "smollm2"
+    draft: str | None = None
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    threads: int | None = None
+    methods: tuple[str, ...] = (PLAIN,)
+    peers: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    prompts: int = 10
+    tokens: int = 64
+    until_eos: bool = False
+    rounds: int = 3
+    temperature: float = 0.0
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (("prompts", 1), ("tokens", 1), ("rounds", 1)):
+            if getattr(self, name) < low:
+                raise TinyspecError(f"{name} is {getattr(self, name)}: it must be at least {low}")
+        if unknown := next((a.name for a in read_arms(self.peers) if not a.peer), None):
+            raise TinyspecError(f"there is no peer '{unknown}': {nearest(unknown, PEERS)}")
+
+    @property
+    def arms(self) -> list[ArmSpec]:
+        """All arms, plain decoding first."""
+        return list(dict.fromkeys([ArmSpec(PLAIN), *read_arms(self.methods), *read_arms(self.peers)]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the result file."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> "Settings":
+        """Back from `as_dict`. TinyspecError for a setting that this version does not know, or lacks."""
+        names = {field.name for field in fields(cls)}
+        if strange := sorted(names ^ set(given)):
+            raise TinyspecError(f"the file's settings are of another version ({', '.join(strange)}): start anew")
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        return cls(**values)
+
+    def enlarged(self, given: Mapping[str, Any]) -> "Settings":
+        """These settings with what the command line gave. Only what adds samples may differ: else they would not agree.
+
+        >>> Settings(rounds=3).enlarged({"rounds": 5}).rounds
+        5
+        """
+        wanted = replace(self, **given)
+        for name, value in given.items():
+            if name not in GROWING and value != getattr(self, name):
+                raise TinyspecError(
+                    f"--resume: the file's samples were taken with {name} {_shown(getattr(self, name))}, "
+                    f"not {_shown(value)}; leave it out, or start anew without --resume"
+                )
+        if wanted.rounds < self.rounds:
+            raise TinyspecError(f"--resume: the file asks for {self.rounds} rounds; --rounds may only add to them")
+        return wanted
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

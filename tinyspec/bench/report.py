@@ -1,0 +1,176 @@
+"""What a run shows: tables for a terminal, the same in Markdown. Slow-downs are printed as slow-downs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+SHORT = {"mt_bench": "MT-bench", "translation": "transl.", "summarization": "summ.", "math_reasoning": "maths",
+         "rag": "RAG", "qa": "QA", "human_eval": "HumanEval", "gsm8k": "GSM8K"}  # fmt: skip
+Rows = list[list[str]]
+
+
+class Grid:
+    """A table in plain data: a title, a header, rows of texts. The first column is a name, the others are numbers."""
+
+    def __init__(self, title: str, header: Sequence[str], rows: Rows):
+        self.title, self.header, self.rows = title, list(header), rows
+
+    def rich(self) -> Table:
+        table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for i, name in enumerate(self.header):
+            table.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        lines = [self.header, ["---"] + ["---:"] * (len(self.header) - 1), *self.rows]
+        cells = [" | ".join(cell.replace("\n", " ") for cell in line) for line in lines]
+        return f"**{self.title}**\n\n" + "\n".join(f"| {line} |" for line in cells)
+
+
+def speed(five: Mapping[str, float] | None) -> str:
+    """A speed-up with its quartiles; a slow-down says so.
+
+    >>> speed({"min": 1, "q1": 1.2, "median": 1.5, "q3": 1.75, "max": 2})
+    '1.50 (1.20-1.75)'
+    >>> speed({"min": 0.5, "q1": 0.7, "median": 0.8, "q3": 0.9, "max": 1})
+    '0.80 slower (0.70-0.90)'
+    """
+    if five is None:
+        return "-"
+    slower = " slower" if round(five["median"], 2) < 1 else ""
+    return f"{five['median']:.2f}{slower} ({five['q1']:.2f}-{five['q3']:.2f})"
+
+
+def ratio(value: float | None) -> str:
+    """A ratio without a spread.
+
+    >>> ratio(1.234), ratio(0.5), ratio(None)
+    ('1.23', '0.50 slower', '-')
+    """
+    return "-" if value is None else f"{value:.2f}" + (" slower" if round(value, 2) < 1 else "")
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def grids(result: Mapping[str, Any]) -> Iterator[Grid]:
+    """All tables of a result."""
+    figures, settings = result["figures"], result["settings"]
+    names = list(figures["tasks"])
+    heads = [SHORT.get(name, name) for name in names]
+    arms = list(figures["overall"])
+    many = len(names) > 1
+    rows = [
+        [
+            arm,
+            *(speed(figures["tasks"][name][arm]["speedup"]) for name in names),
+            *([ratio(figures["overall"][arm]["mean"])] if many else []),
+        ]
+        for arm in arms
+    ]
+    yield Grid(
+        "Times as fast as plain decoding, behind the prompt: median of prompts (quartiles)",
+        ["", *heads, *(["mean"] if many else [])],
+        rows,
+    )
+    yield Grid(
+        "What it took",
+        ["", "tokens/s", "with prompt", "tau", "target calls/token", "draft calls/token", "nodes/token", "layers/token",
+         "same text", "peak MiB"],
+        [_counted(result, arm) for arm in arms],
+    )  # fmt: skip
+    for peer, ratios in figures["against"].items():
+        others = [arm for arm in arms if arm in ratios and arm != peer and ratios[arm]]
+        shown = [[arm, *(ratio(ratios[arm].get(n)) for n in names), ratio(ratios[arm]["mean"])] for arm in others]
+        yield Grid(f"Times as fast as {peer}", ["", *heads, "mean"], shown)
+    if "curve_figures" in result:
+        yield _curve(result["curve_figures"], settings)
+
+
+def _counted(result: Mapping[str, Any], arm: str) -> list[str]:
+    of = result["figures"]["overall"][arm]
+    held = result.get("memory", {}).get(arm)
+    same = "-" if of["identical"] is None else f"{of['identical']} of {of['jobs']}"
+    return [
+        arm,
+        number(of["tokens_per_second"], 1),
+        ratio(of["request"]),
+        number(of["tau"]),
+        number(of["calls_per_token"]),
+        number(of["draft_calls_per_token"]),
+        number(of["nodes_per_token"]),
+        number(of["layers_per_token"], 1),
+        same,
+        "-" if held is None else f"{held['peak'] / 2**20:.0f}",
+    ]
+
+
+def _curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
+    curves = figures["curves"]
+    ks = list(next(iter(curves.values()))["rows"])
+    header = ["new tokens", *(f"{label}\n{what}" for label in curves for what in ("ms", "t(k)/t(1)", "over the floor"))]
+    rows = [
+        [
+            k,
+            *(
+                text
+                for curve in curves.values()
+                for row in [curve["rows"][k]]
+                for text in (number(row["milliseconds"], 1), number(row["against_one"]), number(row.get("over")))
+            ),
+        ]
+        for k in ks
+    ]
+    tops = (f"{figures['bandwidth'] / 1e9:.1f} GB/s", f"{figures['peak'] / 1e9:.0f} billion operations/s")
+    return Grid(
+        f"One forward behind {figures['cached']} cached tokens, {settings['dtype']}; the floor is the larger of "
+        f"weights at {tops[0]} ({_best(figures, 'bandwidth')}) and arithmetic at {tops[1]} ({_best(figures, 'peak')})",
+        header,
+        rows,
+    )
+
+
+def _best(figures: Mapping[str, Any], kind: str) -> str:
+    reached: Mapping[str, float] = figures["ceilings"][kind]
+    return max(reached, key=lambda who: reached[who], default="nobody")
+
+
+def notes(result: Mapping[str, Any]) -> list[str]:
+    """What must be known beside the tables, a line each."""
+    settings, m = result["settings"], result["machine"]
+    how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
+    units = " with " + ", ".join(m["units"]) if m["units"] else ""
+    lines = [
+        f"{settings['model']}, {settings['dtype']} on {settings['device']}, {how}, {settings['tokens']} tokens an answer"
+        f"{' at most' if settings['until_eos'] else ' (an end of text ends nothing)'}, {settings['rounds']} rounds",
+        f"{m['cores']} cores of {m['cpu']}{units}, {m['threads']} threads, torch {m['torch']}, {result['date']}, "
+        f"commit {result['commit']}",
+    ]
+    commits = list(dict.fromkeys(str(sitting["commit"]) for sitting in result["sittings"]))
+    if len(commits) > 1:
+        lines.append(f"samples of several commits: {', '.join(commits)}")
+    lines += [f"left out: {reason}" for reason in result["skipped"]]
+    for label, curve in result.get("curve_figures", {}).get("curves", {}).items():
+        if curve["falls"]:
+            lines.append(f"{label}: cost falls at {', '.join(map(str, curve['falls']))} new tokens")
+    for name, text in result.get("texts", {}).items():
+        if text["distinct_4grams"] < 0.8:
+            lines.append(f"{name}: only {text['distinct_4grams']:.0%} of plain text's 4-grams are distinct: it loops")
+    return lines
+
+
+def show(result: Mapping[str, Any]) -> RenderableType:
+    """All of it, for a terminal."""
+    return Group(*(grid.rich() for grid in grids(result)), *notes(result))
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The same for a page. The command that made it comes first."""
+    tables = [grid.markdown() for grid in grids(result)]
+    return "\n\n".join([f"`{result['command']}`", *tables, "\n".join(f"- {line}" for line in notes(result))]) + "\n"

@@ -1,0 +1,149 @@
+"""A whole run of `tinyspec bench`: what is asked, by whom it is answered, what everything costs, in one file.
+
+In this order: plain greedy decoding answers every prompt once (that is what texts are compared with, and what a
+conversation's second turn looks back on); every arm warms up; the cost curve and the machine's two ceilings are measured in
+common rounds; the turns; the peak memory of each arm in a process of its own.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinyspec.bench import arms as own
+from tinyspec.bench import curve, measure, memory, peers, tally, tasks
+from tinyspec.bench.arms import Arm, Clock
+from tinyspec.bench.book import Book
+from tinyspec.bench.harness import progress, report
+from tinyspec.bench.plan import ArmSpec, Settings
+from tinyspec.bench.tasks import Job
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.transformer import Model
+
+CURVE_ROUNDS = 7
+
+
+def begin(settings: Settings, out: Path | None = None, resume: Path | None = None, **given: Any) -> Book:
+    """A new book, or that of the file to resume, in which `given` may only enlarge what was settled."""
+    if resume is None:
+        return Book(settings, out, _stamp(settings))
+    if out is not None and out != resume:
+        raise TinyspecError("--resume writes to the file that it resumes: leave --out away")
+    book = Book.open(resume, _stamp)
+    book.settings = book.settings.enlarged(given)
+    return book
+
+
+def _stamp(settings: Settings) -> dict[str, Any]:
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    return report({})
+
+
+def bench(
+    book: Book,
+    *,
+    chapter: str | None = None,
+    curves: bool = True,
+    memories: bool = True,
+    quiet: bool = False,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """Do what the book does not have yet, and return all of it. The book is saved after every part."""
+    model, draft = own.load(book.settings, any_method=chapter is not None)
+    jobs = asked(book, model, quiet)
+    if chapter is not None and not book.samples:
+        can, book.skipped = own.chapter(chapter, book.settings, model, draft, jobs[0])
+        book.settings = replace(book.settings, methods=tuple(dict.fromkeys([*book.settings.methods, *can])))
+    contestants = own.own_arms(book.settings, model, draft)
+    contestants += peers.arms([spec for spec in book.settings.arms if spec.peer], book.settings, model)
+    try:
+        measure.warm_up(contestants, jobs[0], clock)
+        if curves and "curve" not in book.rest:
+            book.rest["curve"] = costs(model, contestants, clock, quiet)
+            book.save()
+        still = measure.left(book, jobs, contestants)
+        with progress(f"{model.name}: {len(contestants)} arms, {len(jobs)} prompts", still, quiet) as tick:
+            measure.run(book, jobs, contestants, clock, tick)
+    finally:
+        for arm in contestants:
+            arm.close()
+    if memories:
+        peaks(
+            book,
+            [spec for spec in book.settings.arms if spec.label not in book.rest.get("memory", {})],
+            model,
+            jobs,
+            quiet,
+        )
+    book.rest |= conclude(book, model)
+    book.save()
+    return book.as_dict()
+
+
+def asked(book: Book, model: Model, quiet: bool) -> list[Job]:
+    """The jobs, with plain greedy decoding's answer to each in the book."""
+    settings = book.settings
+    found = [item for task in settings.tasks for item in tasks.items(task, settings.prompts)]
+    answer = own.reference(model, book.references, book.references.__setitem__)
+    with progress("plain greedy decoding answers", len(found), quiet) as tick:
+        jobs = list[Job]()
+        for item in found:
+            fresh = tasks.jobs(model, [item], settings.tokens, answer, settings.until_eos)
+            if settings.temperature == 0:
+                for job in fresh:
+                    answer(job)
+            jobs += fresh
+            tick()
+    if not jobs:
+        raise TinyspecError("nothing is asked: name at least one task with --tasks")
+    book.expect(jobs)
+    return jobs
+
+
+def costs(model: Model, arms: Sequence[Arm], clock: Clock, quiet: bool) -> dict[str, Any]:
+    """Raw seconds of the forwards of ours and of every peer, and of the meters of both ceilings."""
+    cached = min(curve.CACHED, model.config.max_positions - max(curve.KS) - 1)
+    if cached < 1:
+        raise TinyspecError(f"the context of {model.name} is too short for a cost curve: pass --no-curve")
+    forwards: dict[str, curve.Forwards] = {}
+    for arm in arms:
+        made = forwards_of(arm, cached)
+        if made is not None:
+            forwards.setdefault(made.label, made)
+    every = [curve.OwnForwards(model, cached), *forwards.values()]
+    meters = curve.meters(model)
+    steps = (CURVE_ROUNDS + 1) * (len(every) * len(curve.KS) + len(meters))
+    with progress("cost curve and ceilings", steps, quiet) as tick:
+        raw = curve.measure(every, meters, CURVE_ROUNDS, clock, tick)
+    return {"cached": cached, **raw}
+
+
+def forwards_of(arm: Arm, cached: int) -> curve.Forwards | None:
+    """A peer's bare forwards; None for an arm of ours."""
+    make: Callable[[int], curve.Forwards] | None = getattr(arm, "forwards", None)
+    return None if make is None else make(cached)
+
+
+def peaks(book: Book, specs: Sequence[ArmSpec], model: Model, jobs: Sequence[Job], quiet: bool) -> None:
+    """Peak memory of each arm doing the first job."""
+    with progress("peak memory, a process each", len(specs), quiet) as tick:
+        for spec in specs:
+            book.rest.setdefault("memory", {})[spec.label] = memory.peak(spec, book.settings, model, jobs[0])
+            book.save()
+            tick()
+
+
+def conclude(book: Book, model: Model) -> Mapping[str, Any]:
+    """Figures, from what the book holds."""
+    labels = [spec.label for spec in book.settings.arms]
+    made: dict[str, Any] = {"figures": tally.tally(book.samples, labels)}
+    if book.settings.temperature == 0:
+        made["texts"] = tally.texts(book.references, model.config.eos)
+    if "curve" in book.rest:
+        raw = book.rest["curve"]
+        made["curve_figures"] = curve.figures(raw, model.config, model.dtype.itemsize, raw["cached"])
+    return made

@@ -1,0 +1,181 @@
+"""From samples to figures. Everything here is a function of the samples alone, so that a test can recompute it.
+
+A speed-up is taken where it is fair: within a turn, in which both arms did the same job in the same mood of the machine.
+The ratio of a job is the median of its rounds' ratios; that of a task the median of its jobs', with the least, the greatest
+and the quartiles beside it; that of a run the mean of its tasks', each task counting once. A ratio below 1 is a slow-down.
+Two costs are compared: `decode`, seconds a token from the prompt's end on, and `request`, the prompt included.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from tinyspec.bench.book import Sample
+from tinyspec.bench.plan import PLAIN, ArmSpec
+from tinyspec.bench.tasks import COPYING, SPEC_BENCH
+from tinyspec.decoding.trace import distinct
+
+Cost = Callable[[Sample], float]
+
+
+def decode(sample: Sample) -> float:
+    """Seconds a token, once the prompt is read. An arm whose prefill made all of its tokens has none."""
+    return sample.decode / sample.timed if sample.timed else 0.0
+
+
+def request(sample: Sample) -> float:
+    """Seconds a token of the whole request."""
+    return (sample.prefill + sample.decode) / sample.tokens
+
+
+def five(values: Sequence[float]) -> dict[str, float]:
+    """A median with its spread.
+
+    >>> five([1.0, 2.0, 3.0, 4.0, 9.0])
+    {'min': 1.0, 'q1': 2.0, 'median': 3.0, 'q3': 4.0, 'max': 9.0}
+    """
+    q1, middle, q3 = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"min": min(values), "q1": q1, "median": middle, "q3": q3, "max": max(values)}
+
+
+def paired(samples: Iterable[Sample], base: str, arm: str, cost: Cost = decode) -> dict[str, float]:
+    """Of every job that both did, how many times as fast as `base` the arm was: the median over their common rounds."""
+    costs: dict[str, dict[tuple[str, int], float]] = {base: {}, arm: {}}
+    for sample in samples:
+        if sample.arm in costs and (seconds := cost(sample)) > 0:
+            costs[sample.arm][sample.job, sample.round] = seconds
+    ratios: dict[str, list[float]] = {}
+    for (job, round), seconds in costs[arm].items():
+        if (job, round) in costs[base]:
+            ratios.setdefault(job, []).append(costs[base][job, round] / seconds)
+    return {job: median(found) for job, found in ratios.items()}
+
+
+def by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Samples of each task, in the order they come."""
+    tasks: dict[str, list[Sample]] = {}
+    for sample in samples:
+        tasks.setdefault(sample.task, []).append(sample)
+    return tasks
+
+
+def counts(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """Machine-independent figures of one arm. tau is tokens per target call; a figure is None where a count is."""
+    tokens, calls = sum(s.tokens for s in samples), sum(s.calls for s in samples)
+
+    def total(values: Sequence[float | None]) -> float | None:
+        return None if any(value is None for value in values) else sum(value for value in values if value is not None)
+
+    nodes, accepted = total([s.nodes for s in samples]), total([s.accepted for s in samples])
+    layers = total([s.row_layers for s in samples])
+    return {
+        "tau": tokens / calls,
+        "calls_per_token": calls / tokens,
+        "draft_calls_per_token": sum(s.draft_calls for s in samples) / tokens,
+        "nodes_per_token": None if nodes is None else nodes / tokens,
+        "acceptance": None if accepted is None or not nodes else accepted / nodes,
+        "layers_per_token": None if layers is None else layers / tokens,
+    }
+
+
+def task(samples: Sequence[Sample], arm: str, base: str = PLAIN) -> dict[str, Any]:
+    """All figures of one arm on one task's samples."""
+    own = [s for s in samples if s.arm == arm]
+    jobs = {s.job: [t for t in own if t.job == s.job] for s in own}
+    ratios = list(paired(samples, base, arm).values())
+    whole = list(paired(samples, base, arm, request).values())
+    seconds = [median(map(decode, rounds)) for rounds in jobs.values()]
+    same = [s.same for s in own if s.same is not None]
+    return {
+        "jobs": len(jobs),
+        "speedup": five(ratios) if ratios else None,
+        "request": five(whole) if whole else None,
+        "tokens_per_second": len(seconds) / sum(seconds) if sum(seconds) else None,
+        "milliseconds_per_token": five([1e3 * s for s in seconds]),
+        "identical": sum(all(s.same == s.tokens for s in rounds) for rounds in jobs.values()) if same else None,
+        "tokens_before_a_difference": sum(same) / sum(s.tokens for s in own) if same else None,
+        **counts(own),
+    }
+
+
+def tally(samples: Sequence[Sample], arms: Sequence[str]) -> dict[str, Any]:
+    """Figures by task and arm; of each arm over all tasks; and every arm against every peer."""
+    tasks = {name: {arm: task(own, arm) for arm in arms} for name, own in by_task(samples).items()}
+    peers = [arm for arm in arms if ArmSpec.read(arm).peer]
+    against = {peer: compare(samples, arms, [peer]) for peer in peers}
+    for family, members in families(peers).items():
+        if len(members) > 1:
+            against[f"{family}, best setting"] = compare(samples, arms, members)
+    return {"tasks": tasks, "overall": {arm: overall(tasks, samples, arm) for arm in arms}, "against": against}
+
+
+def overall(tasks: Mapping[str, Mapping[str, Any]], samples: Sequence[Sample], arm: str) -> dict[str, Any]:
+    """An arm over the tasks: means of their medians, over all, Spec-Bench's six, and those that copy; the worst task."""
+    ratios = {name: arms[arm]["speedup"]["median"] for name, arms in tasks.items() if arms[arm]["speedup"]}
+    own = [s for s in samples if s.arm == arm]
+    found = {name: arms[arm]["identical"] for name, arms in tasks.items()}
+    worst = min(ratios, key=lambda name: ratios[name], default=None)
+    pace = [arms[arm]["tokens_per_second"] for arms in tasks.values() if arms[arm]["tokens_per_second"]]
+    return {
+        "mean": fmean(ratios.values()) if ratios else None,
+        "spec_bench": fmean(ratios[t] for t in SPEC_BENCH) if all(t in ratios for t in SPEC_BENCH) else None,
+        "copying": fmean(ratios[t] for t in COPYING) if all(t in ratios for t in COPYING) else None,
+        "worst": None if worst is None else [worst, ratios[worst]],
+        "request": _mean([arms[arm]["request"]["median"] for arms in tasks.values() if arms[arm]["request"]]),
+        "tokens_per_second": _mean(pace),
+        "jobs": sum(arms[arm]["jobs"] for arms in tasks.values()),
+        "identical": None if None in found.values() else sum(found.values()),
+        **counts(own),
+    }
+
+
+def compare(samples: Sequence[Sample], arms: Sequence[str], others: Sequence[str]) -> dict[str, dict[str, float]]:
+    """How many times as fast as the others each arm is, by task and on the mean. Several others are one in its best setting,
+    and which is best is found for every task anew."""
+    found: dict[str, dict[str, float]] = {}
+    for arm in arms:
+        ratios: dict[str, float] = {}
+        for name, own in by_task(samples).items():
+            medians = [median(r.values()) for other in others if (r := paired(own, other, arm))]
+            if medians:
+                ratios[name] = min(medians)
+        if ratios:
+            found[arm] = {**ratios, "mean": fmean(ratios.values())}
+    return found
+
+
+def families(labels: Sequence[str]) -> dict[str, list[str]]:
+    """Labels that differ only in the values of their knobs.
+
+    >>> families(["transformers", "transformers:lookup=3", "transformers:lookup=10"])
+    {'transformers': ['transformers'], 'transformers:lookup': ['transformers:lookup=3', 'transformers:lookup=10']}
+    """
+    found: dict[str, list[str]] = {}
+    for label in labels:
+        spec = ArmSpec.read(label)
+        found.setdefault(":".join([spec.name, *(name for name, _ in spec.knobs)]), []).append(label)
+    return found
+
+
+def texts(references: Mapping[str, Sequence[int]], eos: Sequence[int]) -> dict[str, dict[str, float]]:
+    """What plain greedy decoding wrote, by task: the share of distinct 4-grams (text that loops flatters every drafter), and of
+    tokens behind the first end of text."""
+    tasks: dict[str, list[Sequence[int]]] = {}
+    for job, ids in references.items():
+        tasks.setdefault(job.split("/")[0], []).append(ids)
+    return {
+        name: {
+            "distinct_4grams": fmean(distinct(ids) for ids in written),
+            "behind_the_end": fmean(_behind(ids, eos) for ids in written),
+        }
+        for name, written in tasks.items()
+    }
+
+
+def _behind(ids: Sequence[int], eos: Sequence[int]) -> float:
+    end = next((at for at, token in enumerate(ids) if token in eos), len(ids) - 1)
+    return (len(ids) - 1 - end) / len(ids) if ids else 0.0
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

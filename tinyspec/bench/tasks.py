@@ -1,0 +1,147 @@
+"""What is asked: Spec-Bench in its six groups, HumanEval, GSM8K, 20 edits of our own, and continuations of the valid books.
+
+Spec-Bench (Xia et al. 2024, arXiv 2401.07851) counts MT-bench's eight categories as one group; its questions have two turns.
+So that every arm reads the same ids, the answer that stands in a second turn's prompt is plain greedy decoding's, up to
+its first end of text. A model with a chat template is asked through it; another one continues the plain text.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import NamedTuple, TypeVar
+
+from tinyspec import data
+from tinyspec.errors import TinyspecError, nearest
+from tinyspec.lm.transformer import Model
+
+T = TypeVar("T")
+SPEC_BENCH = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+TASKS = (*SPEC_BENCH, "human_eval", "gsm8k", "edits", "books")
+GROUPS = {"spec_bench": SPEC_BENCH, "all": TASKS}  # names for several tasks
+COPYING = ("summarization", "rag", "edits")  # answers that copy from their prompts
+
+Answer = Callable[["Job"], Sequence[int]]
+
+
+class Item(NamedTuple):
+    """A prompt of a task. `turns` are what the user says; one without `chat` is continued, not answered."""
+
+    task: str
+    id: str
+    turns: tuple[str, ...]
+    chat: bool = True
+
+
+class Job(NamedTuple):
+    """One request: ids to read and how many tokens to write. Every arm gets the same.
+
+    cropped  ids left out at the front because the model's context is short
+    """
+
+    task: str
+    prompt: str
+    turn: int
+    ids: tuple[int, ...]
+    tokens: int
+    cropped: int = 0
+
+    @property
+    def key(self) -> str:
+        """Its name in a result file."""
+        return f"{self.task}/{self.prompt}/{self.turn}"
+
+
+def expand(names: Sequence[str]) -> tuple[str, ...]:
+    """Tasks from names of tasks and of several of them, in the order of the book.
+
+    >>> expand(["edits", "spec_bench"])[-2:]
+    ('rag', 'edits')
+    """
+    known = [*GROUPS, *TASKS]
+    if strange := next((name for name in names if name not in known), None):
+        raise TinyspecError(f"there is no task '{strange}': {nearest(strange, known)}")
+    wanted = {task for name in names for task in GROUPS.get(name, (name,))}
+    return tuple(task for task in TASKS if task in wanted)
+
+
+def spread(entries: Sequence[T], n: int) -> list[T]:
+    """n of the entries, evenly over all of them; all where there are no more.
+
+    >>> spread("abcdefgh", 4)
+    ['a', 'c', 'e', 'g']
+    """
+    return [entries[i * len(entries) // n] for i in range(n)] if n < len(entries) else list(entries)
+
+
+def items(task: str, n: int) -> list[Item]:
+    """n prompts of a task, spread over it. TinyspecError, with the command that helps, where its data is not there."""
+    if task in SPEC_BENCH:
+        named = SPEC_BENCH[1:]
+        asked = [q for q in data.spec_bench() if q.category == task or (task == "mt_bench" and q.category not in named)]
+        return [Item(task, str(q.id), q.turns) for q in spread(asked, n)]
+    if task == "human_eval":
+        return [Item(task, p.id.rpartition("/")[2], (_complete(p.prompt),)) for p in spread(data.human_eval(), n)]
+    if task == "gsm8k":
+        sums = list(enumerate(data.gsm8k("test")))
+        return [Item(task, str(i), (s.question,)) for i, s in spread(sums, n)]
+    if task == "edits":
+        return [Item(task, e["id"], (f"{e['instruction']}\n\n{e['text']}",)) for e in spread(edits(), n)]
+    return [Item(task, str(i), (text,), chat=False) for i, text in spread(list(enumerate(openings())), n)]
+
+
+def edits() -> list[dict[str, str]]:
+    """The committed edit prompts: [{"id", "kind", "instruction", "text"}]. Their answers mostly copy `text`."""
+    found: list[dict[str, str]] = json.loads(files("tinyspec.bench").joinpath("edits.json").read_text("utf-8"))
+    return found
+
+
+def openings() -> list[str]:
+    """Openings of paragraphs from the three books that no model of the zoo was trained on."""
+    found = json.loads(files("tinyspec.bench").joinpath("prompts.json").read_text("utf-8"))
+    return [entry["text"] for entry in found]
+
+
+def _complete(code: str) -> str:
+    return f"Complete this Python function. Write out the whole function.\n\n```python\n{code.strip()}\n```"
+
+
+def jobs(model: Model, items: Sequence[Item], tokens: int, answer: Answer, until_eos: bool = False) -> list[Job]:
+    """The requests of these prompts, a turn each, in order.
+
+    answer  plain greedy decoding's ids for a job: it is what a second turn looks back on, and with `until_eos` it
+            tells how long an answer is
+    """
+    made: list[Job] = []
+    for item in items:
+        said: list[dict[str, str]] = []
+        for turn, asked in enumerate(item.turns):
+            said.append({"role": "user", "content": asked})
+            ids = _ids(model, item, said)
+            room = model.config.max_positions - tokens
+            if room < 1:
+                raise TinyspecError(f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens")
+            job = Job(item.task, item.id, turn, tuple(ids[-room:]), tokens, max(len(ids) - room, 0))
+            last = turn == len(item.turns) - 1
+            if until_eos or not last:
+                reply = ended(answer(job), model.config.eos)
+                job = job._replace(tokens=len(reply)) if until_eos else job
+                said.append({"role": "assistant", "content": model.tokenizer.decode(reply)})
+            made.append(job)
+    return made
+
+
+def ended(ids: Sequence[int], eos: Sequence[int]) -> list[int]:
+    """Ids up to the first end of text, which is kept.
+
+    >>> ended([5, 0, 7], [0])
+    [5, 0]
+    """
+    at = next((i for i, token in enumerate(ids) if token in eos), len(ids) - 1)
+    return list(ids[: at + 1])
+
+
+def _ids(model: Model, item: Item, said: Sequence[dict[str, str]]) -> list[int]:
+    if item.chat and model.tokenizer.has_chat:
+        return model.tokenizer.chat(said)
+    bos = [model.config.bos] if model.config.add_bos and model.config.bos is not None else []
+    return bos + model.tokenizer.encode("\n\n".join(message["content"] for message in said))
