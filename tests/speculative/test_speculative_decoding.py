@@ -61,8 +61,8 @@ def test_trap_a_greedy_draft_judged_by_its_soft_law_is_biased_and_the_law_sees_i
 
 
 def test_the_bonus_token_follows_a_draft_that_passes_whole() -> None:
-    d = made(1, 1, Warp(temperature=0.0), gamma=3)
-    d.drafter.model.zeros = True  # the draft is the target: everything passes
+    request = Request(Table(1), [Table(1)], warp=Warp(temperature=0.0))  # the draft is the target: everything passes
+    d = CARD.make(request, gamma=3)
     d.extend((0,))
     assert len(d.step(Seeded(0)).tokens) == 4
 
