@@ -209,6 +209,16 @@ def test_a_view_is_read_from_the_text_it_was_rewound_into() -> None:
     assert view.text == session.text
 
 
+def test_a_trunk_whose_beginning_was_committed_and_taken_back_is_gone() -> None:
+    session = begun()
+    view = session.view(Plan(last=1))
+    view.extend([1, 2])
+    session.extend([1])
+    session.rewind(N)  # nobody looked at the view in between
+    assert view.text == PROMPT
+    close(view.score(EMPTY).logits, rows(M, PROMPT, [], EMPTY, Plan(last=1)))
+
+
 def test_a_view_refuses_what_a_session_refuses() -> None:
     session = M.session()
     view = session.view(Plan(last=1))
