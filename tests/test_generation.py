@@ -1,6 +1,7 @@
 """generate and stream: one face for every technique."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,6 +40,20 @@ def test_greedy_text_is_plain_decodings_whatever_the_method(
     assert other.tokens == plain.tokens
     assert other.text == plain.text
     assert other.finish_reason == plain.finish_reason == "length"
+
+
+@pytest.mark.parametrize("ends", [2, 9, 20])
+def test_a_draft_with_a_shorter_context_stops_drafting_and_the_text_goes_on(
+    model: Model, draft: Model, ends: int
+) -> None:
+    """Also where the prompt alone is longer than the draft's context (2)."""
+    short = Model(replace(draft.config, max_positions=ends), draft.weights, draft.tokenizer, "short")
+    plain = tinyspec.generate(model, "the cat sat on the", max_new_tokens=40)
+    other = tinyspec.generate(
+        model, "the cat sat on the", method="speculative_decoding", draft=short, max_new_tokens=40
+    )
+    assert (other.tokens, other.finish_reason) == (plain.tokens, plain.finish_reason)
+    assert (other.stats.drafted > 0) == (ends > 2)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -119,7 +119,8 @@ def start(
         warp=warp,
         stop=stopping(model, stop, max_new_tokens),
         references=[model.tokenizer.encode(r) if isinstance(r, str) else list(r) for r in references],
-        positions=min(m.config.max_positions for m in (model, *drafts)),
+        positions=model.config.max_positions,
+        reach=[d.config.max_positions for d in drafts],
         ledger=ledger,
     )
     return Running(card.make(request, **knobs), model, ids, seed)

@@ -69,6 +69,7 @@ class Request:
 
     references  texts (token ids) that may be copied from, beside the prompt
     positions   tokens the target's context holds; None: no limit
+    reach       tokens each draft's context holds; empty: no limit
     ledger      where sessions write their calls
     """
 
@@ -78,6 +79,7 @@ class Request:
     stop: Stop = field(default_factory=Stop)
     references: Sequence[Sequence[int]] = ()
     positions: int | None = None
+    reach: Sequence[int] = ()
     ledger: list[Call] = field(default_factory=list)
 
     def decoder(self, drafter: Any, verifier: Any) -> Decoder:

@@ -14,18 +14,32 @@ class ModelDraft(NoDraft):
 
     The text so far is kept in the draft's own session, so each proposed token costs one row, and tokens that the target
     accepted are not run again. Behind a fully accepted draft the last token's row is missing: it is run with the next
-    proposal.
+    proposal. Where the text outgrows the draft's own context of `positions` tokens (None: no limit), it proposes nothing
+    and the target goes on alone.
     """
 
-    def __init__(self, model: Target, gamma: int, ends: frozenset[int] = frozenset()):
-        self.model, self.gamma, self.ends = model, gamma, ends
+    def __init__(self, model: Target, gamma: int, ends: frozenset[int] = frozenset(), positions: int | None = None):
+        self.model, self.gamma, self.ends, self.positions = model, gamma, ends, positions
+        self.length = 0  # of the draft's own text
+        self.left_behind = False  # the text went on beyond its context
+
+    def _follow(self, tokens: Sequence[int]) -> bool:
+        """Whether the draft's text can go on with these tokens."""
+        fits = self.positions is None or self.length + len(tokens) <= self.positions
+        self.left_behind = self.left_behind or not fits
+        self.length += 0 if self.left_behind else len(tokens)
+        return not self.left_behind
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.model.extend(tokens)
+        if self._follow(tokens):
+            self.model.extend(tokens)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         tree = TokenTree()
-        for _ in range(min(self.gamma, room)):
+        if self.left_behind:
+            return tree
+        deepest = self.gamma if self.positions is None else min(self.gamma, self.positions - self.length)
+        for _ in range(min(deepest, room)):
             laws = Laws(self.model.score(tree), warp, context, tree)
             law = laws[len(tree.tokens) - 1]
             token = chance.draw(law)
@@ -35,10 +49,14 @@ class ModelDraft(NoDraft):
         return tree
 
     def observe(self, round: Round) -> None:
-        self.model.append(round.tokens)
+        if self._follow(round.tokens):
+            self.model.append(round.tokens)
 
     def rewind(self, length: int) -> None:
-        self.model.rewind(length)
+        if length <= self.length:  # back inside its own text
+            self.model.rewind(length)
+            self.length, self.left_behind = length, False
 
     def end(self) -> None:
         self.model.end()
+        self.length, self.left_behind = 0, False

@@ -71,7 +71,8 @@ def lenient(lenience: float) -> Verifier:
 )
 def speculative_decoding(request: Request, *, gamma: int, lenience: float) -> Decoder:
     """A draft model guesses a chain of gamma tokens; the target walks it."""
-    drafter = ModelDraft(request.drafts[0], gamma, request.stop.eos)
+    reach = request.reach[0] if request.reach else None
+    drafter = ModelDraft(request.drafts[0], gamma, request.stop.eos, reach)
     return request.decoder(drafter, walk if lenience == 1 else lenient(lenience))
 
 
