@@ -119,12 +119,14 @@ def _unknown(name: str) -> TinyspecError:
 def load(
     name_or_path: str | Path, device: "str | torch.device" = "cpu", dtype: "str | torch.dtype | None" = None
 ) -> "Model":
-    """Load a model by name, path or hub id. `dtype` None: float32 on a CPU, else the dtype of the stored weights.
+    """Load a model by name, path or hub id. `dtype` None: the dtype of the stored weights; on a CPU float32 where the
+    compiled kernels are missing or do not know it.
 
     Raises TinyspecError, one line, for an unknown name, a damaged checkpoint, a device that is not there or too small.
     """
     import torch
 
+    from tinyspec import _core
     from tinyspec.lm import checkpoint
     from tinyspec.lm.transformer import Model
 
@@ -137,13 +139,18 @@ def load(
         raise TinyspecError(f"{name}: no such folder or .gguf file")
     if path is None and "/" not in name:
         raise _unknown(name)
-    if want is None and where.type == "cpu":
+    compiled = _core.compute is not None
+    if want is None and where.type == "cpu" and not compiled:
         want = torch.float32
     parts = checkpoint.read(path if path is not None else name, dtype=want if where.type == "cpu" else None)
-    want = want or parts.weights["embed"].dtype
+    stored = parts.weights["embed"].dtype
+    if want is None:
+        want = stored if where.type != "cpu" or stored in (torch.float32, torch.bfloat16) else torch.float32
     try:
-        weights = {key: weight.to(where, want) for key, weight in parts.weights.items()}
-        return Model(parts.config, weights, parts.tokenizer, parts.name)
+        weights = {key: parts.weights.pop(key).to(where, want) for key in list(parts.weights)}
+        model = Model(parts.config, weights, parts.tokenizer, parts.name)
+        weights.clear()  # packing keeps one copy, if nobody else holds another
+        return model.pack()
     except torch.OutOfMemoryError as error:
         size = parts.config.parameters() * want.itemsize / 2**30
         raise TinyspecError(

@@ -154,7 +154,7 @@ def where_options(function: F) -> F:
     return options(
         click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
         click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:0."),
-        click.option("--dtype", default=None, help="float32, bfloat16, float16, float64. [default: float32 on a CPU]"),
+        click.option("--dtype", default=None, help="float32, bfloat16, float16, float64. [default: as stored]"),
     )(function)
 
 

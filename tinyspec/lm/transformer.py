@@ -56,7 +56,9 @@ class Model:
     def pack(self) -> "Model":
         """Turn to the compiled path where there is one for these weights; done at the first forward, or before by `load`."""
         if isinstance(self._path, Blocks) and packable(self.config, self._path.weights):
-            self._path = Engine(self.config, self._path.weights)
+            weights = self._path.weights
+            del self._path  # it holds the weights too, and two copies may not fit
+            self._path = Engine(self.config, weights)
         return self
 
     @classmethod
