@@ -1,0 +1,218 @@
+"""Machines: sessions, forks and views against lists and fresh forwards, the n-gram index against a search through texts.
+
+Every defect here must be seen by the machine that is meant for it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.laws.family import Family
+from tests.laws.indices import Indices
+from tinyspec._core import fallback
+from tinyspec.lm.cache import Cache
+from tinyspec.lm.plan import Plan
+from tinyspec.lm.session import Session
+from tinyspec.lm.view import View
+from tinyspec.tree import TokenTree
+
+
+def checked(examples: int, *phases: Phase) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=30,
+        phases=phases or tuple(Phase),
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+Family.TestCase.settings = checked(60)
+TestFamilies = Family.TestCase
+
+
+class Twins(Indices):
+    begin = fallback.NgramIndex
+
+
+Indices.TestCase.settings = Twins.TestCase.settings = checked(60)
+TestIndices = Indices.TestCase
+TestTwinsOfIndices = Twins.TestCase
+
+
+# --- what the machine kills -----------------------------------------------------------------------------------------
+
+
+class SharedCache(Session):
+    """A fork that writes into the cache it was forked from."""
+
+    def fork(self) -> Session:
+        twin = super().fork()
+        twin.runner.cache = twin.cache = self.cache
+        return twin
+
+
+class ShortRewind(Session):
+    """A rewind by one that takes back nothing, as a slice to -0 does."""
+
+    def rewind(self, length: int) -> None:
+        super().rewind(length if length != len(self) - 1 else len(self))
+
+
+class Restless(Session):
+    """A score that runs its guesses again."""
+
+    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Any:
+        for node in self.committed[-1].descendants() if self.committed else ():
+            node.forget()
+        return super().score(tree, taps)
+
+
+class Blind(View):
+    """A view that does not hear that its session has gone on."""
+
+    def _follow(self) -> None:
+        return None
+
+
+class Trusting(View):
+    """A view that asks a token who its parent is, and not the parent whose children are."""
+
+    def _follow(self) -> None:
+        committed = self.session.committed
+        kept = [node for node in self._trunk if node.position >= len(committed)]
+        self._trunk = kept if kept and committed and kept[0].parent is committed[-1] else []
+        if self._at is not None and self._at >= len(committed):
+            self._at = None
+
+
+class Forgetful(View):
+    """A view that is computed by the whole model where it has a trunk."""
+
+    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Any:
+        self._follow()
+        scores, self._nodes = self.session.grow(tree, taps, Plan() if self._trunk else self.plan, trunk=self._trunk)
+        return scores
+
+
+def showing(kind: type[View]) -> type[Session]:
+    """Sessions with such views."""
+
+    class Showing(Session):
+        def view(self, plan: Plan) -> View:
+            return kind(self, plan)
+
+    return Showing
+
+
+class KeysAlone(Cache):
+    """Moves keys and leaves the values where they were."""
+
+    def move(self, old: Sequence[int], first: int) -> None:
+        values = self.store[:, 1].clone()
+        super().move(old, first)
+        self.store[:, 1] = values
+
+
+class Unsorted(Cache):
+    """Moves slots one after the other, so that a later one reads what an earlier one has overwritten."""
+
+    def move(self, old: Sequence[int], first: int) -> None:
+        for at, slot in reversed(list(enumerate(old))):
+            super().move([slot], first + at)
+
+
+def keeping(kind: type[Cache]) -> type[Session]:
+    """Sessions with such a cache."""
+
+    class Keeping(Session):
+        def __init__(self, *given: Any, **options: Any):
+            super().__init__(*given, **options)
+            self.cache.__class__ = kind
+
+    return Keeping
+
+
+DEFECTS: dict[str, type[Session]] = {
+    "a fork shares the cache": SharedCache,
+    "a rewind by one takes nothing back": ShortRewind,
+    "guesses are run again": Restless,
+    "a view does not follow": showing(Blind),
+    "a trunk outlives what it hung from": showing(Trusting),
+    "a trunk is run by the whole model": showing(Forgetful),
+    "values stay behind": keeping(KeysAlone),
+    "slots are overwritten while they move": keeping(Unsorted),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_machine_sees(defect: str) -> None:
+    class Broken(Family):
+        begin = DEFECTS[defect]
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Broken, settings=checked(60, Phase.generate))
+
+
+class Blockwise(fallback.NgramIndex):
+    """Overlooks n-grams that straddle two appends."""
+
+    def append(self, text: int, tokens: Any) -> None:
+        self.borders = {*getattr(self, "borders", ()), (text, self.length(text))}
+        super().append(text, tokens)
+
+    def lookup(self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last") -> list[int]:
+        known = self._places
+        whole = lambda gram, text, end: not any((text, at) in self.borders for at in range(end - len(gram) + 1, end))  # noqa: E731
+        self._places = {gram: [at for at in places if whole(gram, *at)] for gram, places in known.items()}
+        found = super().lookup(suffix, k, max_n, min_n, which)
+        self._places = known
+        return found
+
+
+class LastIsFirst(fallback.NgramIndex):
+    """Takes the place that stands last in a text for the one that was appended last."""
+
+    def lookup(self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last") -> list[int]:
+        order = {gram: list(places) for gram, places in self._places.items()}
+        self._places = {gram: sorted(places) for gram, places in order.items()}
+        found = super().lookup(suffix, k, max_n, min_n, which)
+        self._places = order
+        return found
+
+
+class Greedy(fallback.NgramIndex):
+    """Takes the shortest match."""
+
+    def lookup(self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last") -> list[int]:
+        return super().lookup(suffix, k, min_n, min_n, which)
+
+
+class Endless(fallback.NgramIndex):
+    """A continuation runs on into the next text."""
+
+    def lookup(self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last") -> list[int]:
+        found = super().lookup(suffix, k, max_n, min_n, which)
+        more = [token for line in self._texts.values() for token in line]
+        return (found + more)[:k] if found else found
+
+
+INDEX_DEFECTS = {
+    "n-grams across two appends are lost": Blockwise,
+    "the shortest match wins": Greedy,
+    "the last text counts for the last appended": LastIsFirst,
+    "a continuation crosses the end of its text": Endless,
+}
+
+
+@pytest.mark.parametrize("defect", INDEX_DEFECTS)
+def test_the_machine_of_indices_sees(defect: str) -> None:
+    class Broken(Indices):
+        begin = INDEX_DEFECTS[defect]
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Broken, settings=checked(60, Phase.generate))
