@@ -6,7 +6,10 @@ beginning of a session) are handed the part they judge.
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import product
 from typing import Any
+
+import torch
 
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder
@@ -22,11 +25,15 @@ from tinyspec.technique import Request
 Law = Callable[[Parts], Evidence]
 
 
-def of_sessions(law: Callable[[Parts, passes.Begin], Evidence], families: Iterable[str] = FAMILIES) -> Law:
-    """A law of sessions, on a model of each family."""
+def of_sessions(
+    law: Callable[[Parts, passes.Begin], Evidence],
+    families: Iterable[str] = FAMILIES,
+    dtypes: Iterable[torch.dtype] = (torch.float64,),
+) -> Law:
+    """A law of sessions, on a model of each family and dtype."""
 
     def check(parts: Parts) -> Evidence:
-        models = [Through(weights(family), parts) for family in families]
+        models = [Through(weights(family).to(dtype=dtype), parts) for family, dtype in product(families, dtypes)]
         first, *rest = (law(parts, lambda model=model: parts.session(model)) for model in models)  # type: ignore[misc]
         return sum(rest, start=first)
 
@@ -36,6 +43,10 @@ def of_sessions(law: Callable[[Parts, passes.Begin], Evidence], families: Iterab
 def nodes(parts: Parts, begin: passes.Begin) -> Evidence:
     """Node logits are path logits."""
     return passes.node_logits(begin, cases=2, rounds=2, nodes=5)
+
+
+def _rows(parts: Parts, begin: passes.Begin) -> Evidence:
+    return passes.row_identity(begin, cases=5)
 
 
 def _slots(parts: Parts, begin: passes.Begin) -> Evidence:
@@ -101,5 +112,6 @@ def judges() -> dict[str, Law]:
         pathwise.RACE: lambda parts: pathwise.race_law(parts.replay, grid=10),
         passes.NODES: of_sessions(nodes),
         passes.SIBLINGS: of_sessions(lambda parts, begin: passes.sibling_order(begin, parts.walk, cases=10)),
+        passes.ROWS: of_sessions(_rows, dtypes=(torch.float32, torch.bfloat16)),
         passes.SLOTS: of_sessions(_slots),
     }

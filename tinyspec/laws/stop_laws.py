@@ -63,13 +63,13 @@ class Reciting(NoDraft):
 def endings() -> Iterator[tuple[tuple[int, ...], dict[str, Any], int, int | None, int, tuple[int, ...]]]:
     """(the text to come, stop rule, most new tokens, context left, right guesses, guesses after them), small first."""
     for most in range(5):
+        yield (0,) * 4, {}, most, None, 4, DEAF
         for poem in product(range(3 if most < 3 else 2), repeat=max(most, 1)):
             for rule in STOPS:
                 for gamma, then in ((0, ()), (0, (1,)), (1, ()), (2, ()), (3, ()), (1, (2, 1))):
                     yield poem, rule, most, None, gamma, then
     for limit in range(4):
         yield (0, 2, 0, 0), {"eos": {1}}, 4, limit, 2, ()
-        yield (0, 2, 0, 0), {}, limit, None, 4, DEAF
 
 
 def recite(parts: Parts, poem: Any, rule: Any, most: int, limit: int | None, gamma: int, then: Any) -> Decoder:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tinyspec.laws.accused import Accused
 from tinyspec.laws.judges import Law, judges
+from tinyspec.laws.mutants.catalogue import CATALOGUE
 from tinyspec.laws.parts import PARTS, Parts
 
 KINDS = ("verifiers", "walks", "drafters", "loop", "rows", "reports", "caches")
@@ -79,17 +80,26 @@ def equivalents() -> list[Equivalent]:
 
 def judge(mutant: Mutant) -> dict[str, Any]:
     """One line of the matrix: killed_by is the law whose verdict it was, or None (then `survived` says what happened)."""
-    line: dict[str, Any] = {"mutant": mutant.name, "bug": mutant.bug, "host": mutant.host, "law": mutant.law}
+    met = "; ".join(CATALOGUE[bug] for bug in mutant.bug.split(", "))
+    line: dict[str, Any] = {
+        "mutant": mutant.name,
+        "bug": mutant.bug,
+        "met": met,
+        "host": mutant.host,
+        "law": mutant.law,
+    }
     try:
         evidence = judges()[mutant.law](mutant.parts)
     except Accused as accused:
-        counterexample = accused.counterexample
-        return {**line, "killed_by": counterexample.law, "counterexample": counterexample.as_dict()}
+        found = accused.counterexample
+        if found.law == mutant.law:
+            return {**line, "killed_by": found.law, "counterexample": found.as_dict()}
+        return {**line, "killed_by": None, "counterexample": None, "survived": f"accused by another law: {found.law}"}
     except Exception as crash:  # a crash is not a verdict
         return {**line, "killed_by": None, "counterexample": None, "survived": f"{type(crash).__name__}: {crash}"}
     return {**line, "killed_by": None, "counterexample": None, "survived": f"{evidence.cases} cases found nothing"}
 
 
 def matrix() -> list[dict[str, Any]]:
-    """Every mutant judged by the law meant for it: mutant, bug, host, law, killed_by, counterexample."""
+    """Every mutant judged by the law meant for it: mutant, bug, met (where), host, law, killed_by, counterexample."""
     return [judge(mutant) for mutant in mutants()]

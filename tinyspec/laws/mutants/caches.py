@@ -13,7 +13,7 @@ from tinyspec.laws.judges import nodes, of_sessions
 from tinyspec.laws.mutants import Equivalent, Mutant
 from tinyspec.laws.mutants import witnesses as see
 from tinyspec.laws.parts import PARTS, Forward
-from tinyspec.laws.passes import NODES, SIBLINGS, SLOTS
+from tinyspec.laws.passes import NODES, ROWS, SIBLINGS, SLOTS
 from tinyspec.lm.cache import Cache
 from tinyspec.lm.feed import Feed, Scores
 from tinyspec.lm.plan import Plan
@@ -142,6 +142,21 @@ def rows_one_late(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
     return [one._replace(logits=one.logits.roll(1, 0)) for one in forward(feeds)]  # right: one
 
 
+def several_rows_elsewhere(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+    """One row is multiplied by the vocabulary matrix in our order of summation, several rows in torch's."""
+    model: Model = forward.__self__  # type: ignore[attr-defined]
+    for feed in feeds:
+        feed.taps = (*feed.taps, model.config.n_layers)
+    made = []
+    for one, feed in zip(forward(feeds), feeds, strict=True):
+        rows, one = one.hidden[-1], one._replace(hidden=one.hidden[:-1])
+        if len(feed.heads) > 1:
+            head = model.weights["embed"].to(rows.dtype)
+            one = one._replace(logits=rows[feed.heads] @ head.T)  # right: one order for any number of rows
+        made.append(one)
+    return made
+
+
 def padding_seen(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
     """The rows of a batch are padded to one length, and the padding is looked at."""
     longest = max(feed.high for feed in feeds)
@@ -185,6 +200,7 @@ MUTANTS = [
     _pass("siblings seen", "B24", siblings_seen, SIBLINGS),
     _pass("parent unseen", "B24", parent_unseen, NODES),
     _pass("rows one late", "B16", rows_one_late, NODES),
+    _pass("several rows through another kernel", "B38", several_rows_elsewhere, ROWS, see.bits),
     _pass("padding seen", "B21", padding_seen, BATCH, see.batches),
     _pass("batch rows swapped", "B22", rows_swapped, BATCH, see.batches),
 ]

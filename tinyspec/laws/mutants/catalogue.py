@@ -68,7 +68,6 @@ WAITING = {
     "B20": "caches that drop what they can no longer see; here eviction is a visible set, and a rollback always defined",
     "B25": "drafts made by heads",
     "B36": "drafts with another tokenizer; today they are refused by name",
-    "B38": "a law of bits over compiled kernels, for bfloat16",
     "B43": "the benchmark, which stands above the laws; its own tests hold it to this",
     "B44": "the benchmark, as above",
     "S2": "typical acceptance and its relatives",

@@ -143,7 +143,7 @@ MUTANTS = [
     _chain("drawn filtered, declared raw", "B4", FilteredDrawRawLaw, TRUTHFUL),
     _chain("declared in a narrower dtype", "B5", Rounded, TRUTHFUL),
     _chain("only likely guesses kept", "slip", LikelyOnly, PRESENCE),
-    _chain("refused guess proposed again", "slip", Stubborn, EXAMINED, see.law),
+    _chain("refused guess proposed again", "slip", Stubborn, EXAMINED, see.chains),
     _siblings("without replacement, each declared as the first", "slip", Unconditional, JOINT),
     _siblings("siblings sorted after the draw", "slip", Sorted, theorems.ORDER),
     Mutant("index stores 16 bits", "B35", "lookup is a search", replace(PARTS, index=SixteenBits), see.rows),

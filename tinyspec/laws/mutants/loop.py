@@ -147,7 +147,7 @@ def with_eos(change: Any) -> Any:
     return lambda **rule: Stop(**{**rule, "eos": change(rule["eos"])})
 
 
-def _noise(name: str, bug: str, decoder: Any, law: str = JOINT, witness: Any = see.law) -> Mutant:
+def _noise(name: str, bug: str, decoder: Any, law: str = JOINT, witness: Any = see.chains) -> Mutant:
     return Mutant(name, bug, law, replace(PARTS, decoder=decoder), witness)
 
 

@@ -92,6 +92,10 @@ def not_normalised(p: Any, at: int, node: int, row: Any, q: Any) -> Any:
     return left if sum(left) else row  # right: over its sum, for the next sibling's ratio
 
 
+def of_p_itself(p: Any, at: int, node: int, row: Any, q: Any) -> Any:
+    return residual(p[at], q)  # right: row, which earlier siblings' refusals have made of it
+
+
 def of_the_row_before(p: Any, at: int, node: int, row: Any, q: Any) -> Any:
     return residual(p[max(at - 1, ROOT)], q)  # right: row, that is p[at] where nothing was refused before
 
@@ -101,8 +105,8 @@ def absolute(p: Any, at: int, node: int, row: Any, q: Any) -> Any:
     return [w / sum(weights) for w in weights]
 
 
-def _entry(name: str, bug: str, verifier: Verifier, law: str = JOINT) -> Mutant:
-    return Mutant(name, bug, law, replace(PARTS, walk=verifier), see.texts)
+def _entry(name: str, bug: str, verifier: Verifier, law: str = JOINT, witness: Any = see.chains) -> Mutant:
+    return Mutant(name, bug, law, replace(PARTS, walk=verifier), witness)
 
 
 MUTANTS = [
@@ -123,8 +127,10 @@ MUTANTS = [
     _entry(
         "a sample of the target for each sibling", "B8", judge(lambda row, q, x, at: row[x], lambda p, at, *_: p[at])
     ),
-    _entry("refusal of a sibling forgotten", "slip", judge(rest=lambda p, at, node, row, q: residual(p[at], q))),
-    _entry("residual not normalised between siblings", "slip", judge(rest=not_normalised), theorems.REJECTION),
+    _entry("refusal of a sibling forgotten", "slip", judge(rest=of_p_itself), JOINT, see.siblings),
+    _entry(
+        "residual not normalised between siblings", "slip", judge(rest=not_normalised), theorems.REJECTION, see.siblings
+    ),
     _entry("every sibling accepted", "slip", judge(ratio=lambda row, q, x, at: 1), theorems.TRANSPORT),
     # the last token
     _entry("no bonus token", "slip", judge(last=lambda p, tree, at: None), theorems.TOKENS),

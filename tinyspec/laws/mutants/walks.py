@@ -174,7 +174,7 @@ class _Scaled(OneUniform):
         return int(self.chance.draw([2 * x for x in row]))
 
 
-def _entry(name: str, bug: str, verifier: Verifier, law: str = JOINT, witness: Any = see.texts) -> Mutant:
+def _entry(name: str, bug: str, verifier: Verifier, law: str = JOINT, witness: Any = see.chains) -> Mutant:
     return Mutant(name, bug, law, replace(PARTS, walk=verifier), witness)
 
 
@@ -182,13 +182,13 @@ MUTANTS = [
     _entry("accepted anywhere in the draft", "B1", accepted_anywhere),
     _entry("one uniform for all positions", "B32, S6", one_uniform),
     _entry("recovered token lost", "B16, S7", recovered_token_lost),
-    _entry("equal siblings merged", "slip", merged_duplicates, JOINT, see.sibling_law),
+    _entry("equal siblings merged", "slip", merged_duplicates, JOINT, see.siblings),
     _entry("sampled and matched, without a ratio", "B8", sampled_and_matched, theorems.ACCEPTANCE),
-    _entry("only the first sibling tested", "slip", only_the_first, theorems.KSEQ),
+    _entry("only the first sibling tested", "slip", only_the_first, theorems.KSEQ, see.siblings),
     _entry("half of the guesses not looked at", "slip", lazily, theorems.MATCHING),
     _entry("draft warped, target not", "B6", reading(lambda laws, node: laws.warped(node, Warp()))),
     _entry("warped only at the last token", "B7", unwarped_until_the_end),
-    _entry("penalty forgets the guesses", "B7", reading(of_the_text_alone)),
+    _entry("penalty forgets the guesses", "B7", reading(of_the_text_alone), JOINT, see.penalised),
     _entry("temperature 0 judged by the soft law", "B14, S5", reading(soft), "greedy equality", see.greedy_texts),
     _entry("placeholder -1 accepted", "B37, B35", trusting, "vocabulary", see.drafted_outside),
 ]

@@ -1,15 +1,20 @@
 """What can be seen of parts without asking any law. A defect that changes none of it would be no defect."""
 
 import math
+import random
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
+import torch
 
+from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.sampling import Warp
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.cache_laws import FAMILIES, Through, trees, weights
-from tinyspec.laws.loop_laws import BOTH, FEW, ONE, SMALL, TWO, WIDE, WIDER, Case, Halving, joint
+from tinyspec.laws.loop_laws import BOTH, FEW, ONE, SMALL, TWO, WIDE, WIDER, Case, Halving
+from tinyspec.laws.noise import Noise
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.report_laws import finished, request
 from tinyspec.laws.stop_laws import DEAF, STOPS, recite
@@ -27,27 +32,33 @@ KNOBS: list[dict[str, Any]] = [
 ]
 
 
-def texts(parts: Parts) -> Any:
-    """Six tokens each for some tables, drafts, warps, one seed."""
-    made: list[list[int]] = []
-    for draft, (p, q) in product((ONE, TWO, BOTH, FEW), (*SMALL[4:6], (WIDE, WIDER))):
-        for warp in (None, Warp(top_k=1), Halving(repetition_penalty=2.0)):
-            decoder, chance = Case(p, q, draft, 6, warp).decoder(parts), parts.seeded(len(made))
-            decoder.extend((0,))
-            while len(decoder.new) < 6:
-                decoder.step(chance)
-            made.append(decoder.new)
-    return made
+def outcomes(parts: Parts, cases: Sequence[Case], tokens: int = 2) -> Any:
+    """For each case the exact law of (the first tokens, the rounds they took)."""
+
+    def run(chance: Exhaustive, case: Case) -> Any:
+        decoder, noise = case.decoder(parts), Noise(chance)
+        decoder.extend((0,))
+        while len(decoder.new) < tokens:
+            decoder.step(noise)
+        return tuple(decoder.new), decoder.rounds
+
+    return [Exhaustive.law(lambda chance, case=case: run(chance, case)) for case in cases]  # type: ignore[misc]
 
 
-def law(parts: Parts) -> Any:
-    """The exact law of two tokens from a chain of two."""
-    return joint(lambda: Case(((1, 1),), ((1, 3),), TWO, 2).decoder(parts), 2)[0]
+def chains(parts: Parts) -> Any:
+    """Outcomes of a chain of two over two tokens, and of one over three, and under a warper."""
+    warped = Case(((1, 2),), ((2, 1),), ONE, 2, Warp(top_k=1))
+    return outcomes(parts, [Case(*SMALL[4], TWO, 2), Case(*SMALL[7], TWO, 2), Case(*SMALL[9], ONE, 2), warped])
 
 
-def sibling_law(parts: Parts) -> Any:
-    """The exact law of one token behind two independent siblings."""
-    return [joint(lambda p=p, q=q: Case(p, q, BOTH, 1).decoder(parts), 1)[0] for p, q in (*SMALL[8:], (WIDE, WIDER))]  # type: ignore[misc]
+def siblings(parts: Parts) -> Any:
+    """Outcomes of two siblings, drawn independently and without replacement."""
+    return outcomes(parts, [Case(p, q, draft, 2) for p, q in (*SMALL[8:], (WIDE, WIDER)) for draft in (BOTH, FEW)], 1)
+
+
+def penalised(parts: Parts) -> Any:
+    """Outcomes under a penalty on what the text holds already."""
+    return outcomes(parts, [Case(((1, 1),), ((1, 1),), TWO, 2, Halving(repetition_penalty=2.0))])
 
 
 def trees_drafted(parts: Parts) -> Any:
@@ -137,7 +148,7 @@ def states(parts: Parts) -> Any:
     def note(what: Any) -> None:
         made.append(np.asarray(what).round(8).tolist())
 
-    for family, tree, node in ((f, t, n) for f in FAMILIES for t in trees()[2:5] for n in {ROOT, 0, len(t.tokens) - 1}):
+    for family, tree, node in ((f, t, n) for f in FAMILIES for t in trees()[3:5] for n in {ROOT, 0, len(t.tokens) - 1}):
         if node >= len(tree.tokens):
             continue
         model = Through(weights(family), parts)
@@ -167,6 +178,13 @@ def states(parts: Parts) -> Any:
     return made
 
 
+def bits(parts: Parts) -> Any:
+    """The rows of a tree in float32, to the bit."""
+    session = parts.session(Through(weights("rotations").to(dtype=torch.float32), parts))
+    session.extend((1, 2, 3))
+    return session.score(trees()[-2]).logits.tolist()
+
+
 def batches(parts: Parts) -> Any:
     """What two requests that share every pass see."""
     model = Through(weights("rotations"), parts)
@@ -184,8 +202,6 @@ def batches(parts: Parts) -> Any:
 
 def noise_states(parts: Parts) -> Any:
     """A request, the same again, and whether it moved the global generator of `random`."""
-    import random
-
     made = []
     for _ in range(2):
         before = random.getstate()
@@ -197,8 +213,6 @@ def noise_states(parts: Parts) -> Any:
 
 def uniforms(parts: Parts) -> Any:
     """The names of the uniforms that eight rounds use."""
-    from tinyspec.decoding.exhaustive import Exhaustive
-    from tinyspec.laws.noise import Noise
 
     def run(chance: Exhaustive) -> Any:
         decoder, noise = Case(((1, 3),), ((3, 1),), ONE, 1).decoder(parts), Noise(chance)

@@ -72,7 +72,9 @@ def judge(technique: str, toy: Toy) -> dict[str, Any]:
         evidence = trap.check(toy.build)
     except Accused as accused:
         found = accused.counterexample
-        return {**line, "killed_by": found.law, "counterexample": found.as_dict()}
+        if found.law == toy.law:
+            return {**line, "killed_by": found.law, "counterexample": found.as_dict()}
+        return {**line, "killed_by": None, "counterexample": None, "survived": f"accused by another law: {found.law}"}
     except Exception as crash:  # a crash is not a verdict
         return {**line, "killed_by": None, "counterexample": None, "survived": f"{type(crash).__name__}: {crash}"}
     return {**line, "killed_by": None, "counterexample": None, "survived": f"{evidence.cases} cases found nothing"}

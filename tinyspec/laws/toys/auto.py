@@ -1,0 +1,132 @@
+"""auto: what makes it a planner and not copying with a fixed size. Time is a clock that only a call moves."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.reciter import Reciter
+from tinyspec.laws.tables import TableSession
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.lm.feed import Scores
+from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.technique import Request
+from tinyspec.tree import TokenTree
+
+DEAR = "rows that cost more than they earn are not drafted"
+FREE = "where rows are free, long drafts are made"
+STOPS = "drafting stops where copies no longer hold"
+
+Build = Callable[..., Decoder]
+Seconds = Callable[[int], float]
+"""Rows of a call -> what it takes."""
+
+
+class Watch:
+    """A clock that stands still until it is moved."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Ticking(TableSession):
+    """A target whose calls take time by the number of their rows."""
+
+    def __init__(self, model: Any, watch: Watch, seconds: Seconds):
+        super().__init__(model)
+        self.watch, self.seconds = watch, seconds
+
+    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        self.watch.now += self.seconds(1 + len(tree.tokens))
+        return super().score(tree, taps)
+
+
+def took(build: Build, poem: list[int], references: Sequence[Sequence[int]], seconds: Seconds) -> tuple[float, Decoder]:
+    """How long a text of the target took, and the decoder after it. The first two tokens are the prompt."""
+    watch = Watch()
+    target = Ticking(Reciter(poem), watch, seconds)
+    stop, warp = Stop(max_new_tokens=len(poem) - 2), Warp(temperature=0.0)
+    decoder = build(Request(target, (), warp, stop, references=references, clock=watch))
+    decoder.extend(poem[:2])
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+    return watch.now, decoder
+
+
+POEM = list(range(1, 99))
+
+
+def astray(begin: int) -> list[list[int]]:
+    """References that say POEM up to there; and then, after any eight of its tokens, something else."""
+    return [POEM[:begin], *(POEM[i : i + 8] + [0] * 16 for i in range(begin - 8, len(POEM) - 8))]
+
+
+def heeds_the_cost(build: Build) -> Evidence:
+    """Every copy holds, but a row takes longer than a token: not much more time than plain decoding may be spent."""
+    for slope in (1.2, 1.5, 3.0):
+        plain = len(POEM) - 2
+        time, _ = took(build, POEM, [POEM], lambda rows, slope=slope: 1 + slope * (rows - 1))  # type: ignore[misc]
+        if time > 1.05 * plain:
+            accuse(
+                DEAR, f"at most {1.05 * plain:.1f}", round(time, 1), seconds_a_row=slope, plain=plain, reference=POEM
+            )
+    return Evidence(DEAR, 3)
+
+
+def drafts_long(build: Build) -> Evidence:
+    """A whole text that a reference holds is had in a sixth of the calls."""
+    calls = took(build, POEM, [POEM], lambda rows: 1.0)[1].rounds
+    if 6 * calls > len(POEM) - 2:
+        accuse(FREE, f"at most {(len(POEM) - 2) // 6} calls", calls, reference=POEM)
+    return Evidence(FREE, 1)
+
+
+def stops_when_copies_fail(build: Build) -> Evidence:
+    """Copies hold for a while, then never again: what failed is not tried for long. A further row takes a tenth."""
+    for begin in (24, 48):
+        seconds: Seconds = lambda rows: 0.9 + 0.1 * rows  # noqa: E731
+        good, _ = took(build, POEM[:begin], astray(begin), seconds)
+        whole, _ = took(build, POEM, astray(begin), seconds)
+        most = 1.15 * (len(POEM) - begin)
+        if whole - good > most:
+            accuse(
+                STOPS, f"at most {most:.1f}", round(whole - good, 1), plain=len(POEM) - begin, copies_hold_until=begin
+            )
+    return Evidence(STOPS, 2)
+
+
+# ------------------------------------------------------------------ toys
+
+
+def always(request: Request, k: int = 16) -> Decoder:
+    """Drafts what it can, whatever it costs."""
+    return request.decoder(Copying(request.references, 1, 8, k, "last", own=True), walk)
+
+
+def never(request: Request) -> Decoder:
+    """Plain decoding under another name: never slower."""
+    return request.decoder(NoDraft(), walk)
+
+
+def timid(request: Request) -> Decoder:
+    """A fixed size at which little is lost and little is gained."""
+    return always(request, k=1)
+
+
+TRAPS = [
+    Trap(DEAR, heeds_the_cost, card("auto")),
+    Trap(FREE, drafts_long, card("auto")),
+    Trap(STOPS, stops_when_copies_fail, card("auto")),
+]
+TOYS = [
+    Toy("whatever it costs", DEAR, always),
+    Toy("never", FREE, never),
+    Toy("one token whatever it costs", FREE, timid),
+    Toy("always as much as there is", STOPS, always),
+]
