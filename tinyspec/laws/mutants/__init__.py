@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyspec.laws.accused import Accused
+from tinyspec.laws.extra import extra
 from tinyspec.laws.judges import Law, judges
 from tinyspec.laws.mutants.catalogue import CATALOGUE
 from tinyspec.laws.parts import PARTS, Parts
@@ -102,4 +103,6 @@ def judge(mutant: Mutant) -> dict[str, Any]:
 
 def matrix() -> list[dict[str, Any]]:
     """Every mutant judged by the law meant for it: mutant, bug, met (where), host, law, killed_by, counterexample."""
+    for library in ("hypothesis", "scipy"):  # said once here: to a mutant it would look like a crash
+        extra(library)
     return [judge(mutant) for mutant in mutants()]
