@@ -23,7 +23,7 @@ def test_a_mutant_is_killed_by_its_law_and_does_something(mutant: Mutant) -> Non
     line = mutants.judge(mutant)
     assert line["killed_by"] == mutant.law, line.get("survived")
     assert line["counterexample"]["expected"] != line["counterexample"]["got"]
-    json.dumps(line)
+    json.dumps(line, allow_nan=False)
     if mutant.witness not in seen:
         seen[mutant.witness] = mutant.witness(PARTS)
     assert mutant.witness(mutant.parts) != seen[mutant.witness]

@@ -1,5 +1,6 @@
 """What a law says when it speaks: nothing of the library's insides, only the smallest case in the words of the task."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,4 +94,6 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
