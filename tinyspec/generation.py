@@ -122,6 +122,7 @@ def start(
         positions=model.config.max_positions,
         reach=[d.config.max_positions for d in drafts],
         ledger=ledger,
+        clock=None if gate else time.perf_counter,  # in a batch a call's time is the others' too
     )
     return Running(card.make(request, **knobs), model, ids, seed)
 
@@ -215,11 +216,13 @@ def _decode(model: Model, ids: list[int]) -> str:
 
 
 def _drafts(model: Model, card: Card, draft: Model | str | None) -> list[Model]:
-    """The draft models a method needs: what was given, else what the model's own card names."""
-    if card.drafts == 0:
+    """The draft models a method needs or can use: what was given, else what the model's own card names."""
+    if card.drafts == 0 and not card.optional_draft:
         return []
     if draft is None:
         draft = model.config.extra.get("draft")
+    if draft is None and card.drafts == 0:
+        return []
     if draft is None:
         free = ", ".join(name for name, other in techniques().items() if not other.drafts)
         raise TinyspecError(
@@ -236,7 +239,7 @@ def _drafts(model: Model, card: Card, draft: Model | str | None) -> list[Model]:
             f"the draft {small.name} has another vocabulary than {model.name} ({how}): "
             f"use a draft with the same tokenizer, or a method without a draft model: {free}"
         )
-    return [small] * card.drafts
+    return [small] * max(card.drafts, 1)
 
 
 def _logprobs(round: Round) -> list[float]:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from tinyspec.decoding.decode import Decoder, Target
+from tinyspec.decoding.goodput import Choose, Clock
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.errors import TinyspecError, nearest
@@ -71,6 +72,8 @@ class Request:
     positions   tokens the target's context holds; None: no limit
     reach       tokens each draft's context holds; empty: no limit
     ledger      where sessions write their calls
+    clock       what a technique may plan by, given where text is generated; None: no time passes
+    choose      decides in the place of a technique that plans; its law must be right whatever is chosen
     """
 
     target: Target
@@ -81,6 +84,8 @@ class Request:
     positions: int | None = None
     reach: Sequence[int] = ()
     ledger: list[Call] = field(default_factory=list)
+    clock: Clock | None = None
+    choose: Choose | None = None
 
     def decoder(self, drafter: Any, verifier: Any) -> Decoder:
         """The common loop around these parts."""
@@ -107,6 +112,7 @@ class Card:
     hidden      reads hidden states: no table can host it, so all is proved on small transformers
     coupled     draws by `Chance.race`, whose noise rounds share: proved path by path
     persistent  its state outlives a request
+    optional_draft  uses a draft model where there is one, and does without
     keeps       whose law is kept where it is not the user's model: in words; the laws then ask its own target
     """
 
@@ -125,6 +131,7 @@ class Card:
     coupled: bool = False
     persistent: bool = False
     keeps: str = ""
+    optional_draft: bool = False
 
     @property
     def doc(self) -> str:

@@ -246,13 +246,13 @@ def read_prompt(prompt: str | None, missing: str) -> str:
 
 
 def load_all(model: str, draft: str | None, methods: Sequence[str], device: str, dtype: str | None) -> tuple[Any, Any]:
-    """The model, and its draft model where one of the methods needs one (else None)."""
+    """The model, and its draft model where one of the methods needs or can use one (else None)."""
     import tinyspec
     from tinyspec.technique import find
 
     cards = [find(method) for method in methods]  # a misspelt method is said before anything is loaded
     target = tinyspec.load(model, device=device, dtype=dtype)
-    if draft is None and any(card.drafts for card in cards):
+    if draft is None and any(card.drafts or card.optional_draft for card in cards):
         draft = target.config.extra.get("draft")
     return target, None if draft is None else tinyspec.load(draft, device=device, dtype=dtype)
 

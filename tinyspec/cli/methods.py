@@ -54,6 +54,8 @@ def described(card: "Card") -> str:
     lines = [card.doc.strip(), "", f"guarantee: {card.guarantee.value}" + _neutral(card)]
     if card.drafts:
         lines.append("needs a draft model: --draft NAME")
+    if card.optional_draft:
+        lines.append("uses a draft model where there is one: --draft NAME")
     if card.copies:
         lines.append("copies from the prompt and from texts given by --reference FILE")
     lines.append("knobs:" if card.knobs else "knobs: none")

@@ -5,6 +5,7 @@ What the contracts are stands in offences.py, which finds the breaches; here is 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.sampling import Warp
 from tinyspec.laws.accused import Accused, Counterexample, Evidence
 from tinyspec.laws.offences import EXAMINED, LAWS, PRESENCE, TRUTHFUL, looked_at, offences
-from tinyspec.laws.stage import Stage
+from tinyspec.laws.stage import Stage, adversary
 from tinyspec.laws.tables import TableModel
 from tinyspec.technique import Card, Request
 
@@ -150,7 +151,9 @@ def of_technique(card: Card) -> list[Evidence]:
     if card.kind != "decoder" or card.coupled:
         return []
     if not card.hidden:
-        return contracts(lambda request: card.make(request, **Stage(card).settings), card.drafts)
+        settings = Stage(card).settings
+        drafts = card.drafts or int(card.optional_draft)
+        return contracts(lambda request: card.make(replace(request, choose=adversary), **settings), drafts)
     evidence = {law: Evidence(law) for law in LAWS}
     for warp, rounds in ((Warp(top_k=2), 2), (Warp(temperature=0.7), 1), (Warp(top_p=0.6), 1)):
         stage = Stage(card, warp=warp, deep=True, vocabulary=4)

@@ -15,7 +15,7 @@ class Reciter(TableModel):
     """A target that recites one text: the certain next token after each prefix."""
 
     def __init__(self, poem: Sequence[int]):
-        super().__init__(vocabulary=max(poem) + 1, rows=self._next)
+        super().__init__(vocabulary=max(poem) + 1, rows=self._next, positions=max(64, len(poem)))
         self.poem = poem
 
     def _next(self, text: Sequence[int]) -> list[int]:

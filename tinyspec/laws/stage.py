@@ -7,6 +7,7 @@ a seed, so a case is its name and its number.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -64,7 +65,7 @@ class Stage:
     @cached_property
     def drafts(self) -> list[Any]:
         """Draft models; each further one differs."""
-        return [self._draft(number) for number in range(self.card.drafts)]
+        return [self._draft(number) for number in range(self.card.drafts or self.card.optional_draft)]
 
     @cached_property
     def references(self) -> list[list[int]]:
@@ -107,6 +108,7 @@ class Stage:
             references=self.references,
             positions=self.positions,
             ledger=ledger,
+            choose=adversary,
         )
         return self.card.make(request, **self.settings)
 
@@ -184,6 +186,11 @@ def small(knob: Knob, largest: int) -> Any:
     if isinstance(knob.default, bool) or not isinstance(knob.default, int) or knob.choices:
         return knob.default
     return max(min(knob.default, largest), int(knob.low if knob.low is not None else 0))
+
+
+def adversary(ways: int, chance: Any) -> int:
+    """Who chooses for a technique that plans: anything may be chosen, so an exact law walks every choice."""
+    return int(chance.draw([Fraction(1, ways)] * ways))
 
 
 def told_warp(warp: Warp) -> str:

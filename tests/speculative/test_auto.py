@@ -1,0 +1,251 @@
+"""auto: the law under every policy, and a policy that follows what it measures."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from tests.table import Table
+from tests.zoo import tiny_zoo
+from tinyspec import generate, load
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.goodput import DRAFT, PLAIN, Curve, Goodput, Option
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.laws.exact import Reference
+from tinyspec.laws.stage import adversary
+from tinyspec.laws.tables import TableModel
+from tinyspec.laws.toys.auto import POEM, Ticking, Watch, astray, took
+from tinyspec.speculative.auto import kept
+from tinyspec.technique import Request, find
+
+CARD = find("auto")
+GREEDY = Warp(temperature=0.0)
+REFERENCES = [[0, 1, 1, 0, 0, 1, 0]]
+Choose = Callable[[int, Any], int]
+
+
+def request(choose: Choose | None, draft: bool, warp: Warp = GREEDY, tokens: int = 4) -> Request:
+    """A table model of two tokens."""
+    drafts = [Table(8, 2, zeros=False)] if draft else []
+    return Request(Table(3, 2, zeros=False), drafts, warp, Stop(max_new_tokens=tokens), REFERENCES, choose=choose)
+
+
+def every_policy(make: Callable[[Choose], Decoder], reference: Reference, tokens: int, prompt: tuple[int, ...]) -> int:
+    """Whatever has happened and whatever is chosen then, a round followed by plain decoding has the reference's law.
+
+    By induction from the last round backwards, every policy that looks at the past, at time, or at dice of its own then has
+    the reference's law: the choice is a branch, and laws are compared within each branch, not on average over them. The
+    past is all that could be seen of it: choices, trees, refusals and texts.
+    """
+    laws: dict[Any, dict[tuple[int, ...], Any]] = {}
+    for rounds in range(1, tokens + 1):
+
+        def play(chance: Exhaustive, rounds: int = rounds) -> Any:
+            choices: list[int] = []
+
+            def choose(ways: int, dice: Any) -> int:
+                choices.append(adversary(ways, dice))
+                return choices[-1]
+
+            decoder, past = make(choose), []
+            decoder.extend(prompt)
+            for _ in range(rounds):
+                if decoder.finished:
+                    return None
+                round = decoder.step(chance)
+                past.append((tuple(choices), tuple(round.tree.tokens), round.verdict, round.tokens))
+            return tuple(past[:-1]), tuple(choices), past[-1][-1]
+
+        for outcome, probability in Exhaustive.walk(play):
+            if outcome is not None:
+                past, choices, said = outcome
+                law = laws.setdefault((past, choices), {})
+                law[said] = law.get(said, 0) + probability
+    for (past, _), law in laws.items():
+        before = (*prompt, *(token for entry in past for token in entry[-1]))
+        left = len(prompt) + tokens - len(before)
+        mass = sum(law.values())
+        whole: dict[tuple[int, ...], Any] = {}
+        for said, probability in law.items():
+            for rest, more in reference.law(left - len(said), (*before, *said)).items():
+                whole[(*said, *rest)] = whole.get((*said, *rest), 0) + probability / mass * more
+        assert whole == reference.law(left, before)
+    return len(laws)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("warp", [Warp(), Warp(temperature=0.5)], ids=str)
+def test_the_joint_law_holds_under_every_policy(draft: bool, warp: Warp) -> None:
+    tokens = 3
+    reference = Reference(Table(3, 2, zeros=False).row, warp)
+    seen = every_policy(
+        lambda choose: CARD.make(request(choose, draft, warp, tokens), k=2, gamma=2), reference, tokens, (0, 1)
+    )
+    assert seen > (50 if draft else 15)  # pairs of a past and a choice
+    assert isinstance(next(iter(reference.law(1, (0, 1)).values())), Fraction)
+
+
+def test_a_choice_that_sees_the_token_being_drawn_is_found_out() -> None:
+    """The proof is not blind: keep a guess of the draft only if it is 0, under its declared law, and the law is another."""
+
+    class Peeking(NoDraft):
+        def __init__(self, draft: Any, choose: Choose):
+            self.draft, self.choose = draft, choose
+
+        def propose(self, context: Any, room: int, warp: Warp, chance: Any) -> Any:
+            tree = self.draft.propose(context, min(room, 1), warp, chance)
+            return type(tree)() if tree.tokens and tree.tokens[0] and self.choose(2, chance) else tree
+
+        def observe(self, round: Any) -> None:
+            self.draft.observe(round)
+
+        def extend(self, tokens: Any, scores: Any) -> None:
+            self.draft.extend(tokens, scores)
+
+    def make(choose: Choose) -> Decoder:
+        wanted = request(choose, True, Warp(), 2)
+        drafter: Any = CARD.make(wanted, k=2, gamma=2).drafter
+        return wanted.decoder(Peeking(drafter.draft, choose), walk)
+
+    with pytest.raises(AssertionError):
+        every_policy(make, Reference(Table(3, 2, zeros=False).row, Warp()), 2, (0, 1))
+
+
+# ------------------------------------------------------------------ the policy
+
+
+def test_where_rows_are_free_drafts_are_long_and_where_they_cost_a_token_there_are_none() -> None:
+    free, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0)
+    assert decoder.rounds == free <= 10
+    linear, decoder = took(CARD.make, POEM, [POEM], lambda rows: float(rows))
+    assert linear <= 1.01 * len(POEM)
+    assert decoder.rounds >= 0.9 * (len(POEM) - 2)
+    assert decoder.drafter.option == PLAIN
+
+
+def test_between_the_two_the_size_is_the_knee_of_the_curve() -> None:
+    """Up to nine rows are free, more take three times as long: eight guesses."""
+    _, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0 if rows <= 9 else 3.0)
+    curve = decoder.drafter.policy.curve
+    assert max(curve.sizes, key=lambda size: (1 + size) / curve.costs()[curve.place[size]]) == 8
+    assert curve.seconds[curve.place[8]] == 1.0
+
+
+def test_where_acceptance_collapses_drafting_stops() -> None:
+    _, decoder = took(CARD.make, POEM, astray(48), lambda rows: 0.9 + 0.1 * rows)
+    assert decoder.drafter.policy.accepts[5][0] < 0.2
+    assert decoder.drafter.option == PLAIN
+
+
+def test_trust_comes_back_without_running_a_row() -> None:
+    """A copy that was not run is compared with what came."""
+    policy = Goodput(Curve(4), Watch())
+    policy.accepts[1][0] = 0.0
+    decoder = Decoder(Table(3), NoDraft(), walk, warp=GREEDY)
+    decoder.extend([0])
+    for chance in map(Seeded, range(9)):
+        round = decoder.step(chance)
+        policy.learn(PLAIN, 1, [round.tokens[0], 0], round)
+    assert policy.accepts[1][0] > 0.8
+
+
+def test_nothing_is_drafted_before_plain_rounds_were_timed() -> None:
+    policy = Goodput(Curve(16), Watch())
+    assert policy.choose([Option(5, 16)]) == PLAIN
+    policy.curve.enter(0, 1.0)
+    assert policy.choose([Option(5, 16)]) == PLAIN
+    policy.curve.enter(0, 1.0)
+    assert policy.choose([Option(5, 16)]) == Option(5, 2)  # at most three times as wide as any round before it
+
+
+# ------------------------------------------------------------------ with a draft model
+
+
+def drafted(step: float, right: bool, tokens: int = 150) -> tuple[float, Any]:
+    """A text with a draft model: how long it took, where a call takes 1, a row more 0.05, and a step of the draft `step`."""
+    watch = Watch()
+
+    def target(context: Any) -> list[int]:
+        return [int(token == hash(tuple(context)) % 5) for token in range(5)]
+
+    models = [TableModel(vocabulary=5, rows=target, positions=400)]
+    models.append(models[0] if right else TableModel(vocabulary=5, rows=lambda context: [1] * 5, positions=400))
+    session = Ticking(models[0], watch, lambda rows: 0.95 + 0.05 * rows)
+    draft = Ticking(models[1], watch, lambda rows: step)
+    decoder = CARD.make(Request(session, [draft], Warp(), Stop(max_new_tokens=tokens), clock=watch), k=1)
+    decoder.extend([0])
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+    return watch.now, decoder
+
+
+def test_a_draft_model_is_switched_on_where_its_measured_goodput_beats_plain_and_nowhere_else() -> None:
+    for step, right in ((0.05, True), (0.3, True)):
+        seconds, decoder = drafted(step, right)
+        assert seconds < 0.85 * 150
+        assert decoder.drafter.option.source == DRAFT
+    for step, right in ((2.0, True), (0.2, False)):
+        seconds, _ = drafted(step, right)
+        assert seconds < 1.04 * 150
+
+
+def test_an_idle_draft_model_runs_nothing() -> None:
+    wanted = Request(Table(3), [draft := Table(4)], GREEDY, Stop(max_new_tokens=9), choose=lambda ways, chance: 0)
+    decoder = CARD.make(wanted)
+    decoder.extend([0, 1, 2])
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+    assert not draft.ledger
+
+
+# ------------------------------------------------------------------ requests
+
+
+def test_under_a_clock_of_its_own_a_request_is_deterministic() -> None:
+    one, two = (took(CARD.make, POEM, astray(48), lambda rows: 0.9 + 0.1 * rows)[1] for _ in range(2))
+    assert one.new == two.new == POEM[2:]
+    assert one.rounds == two.rounds
+    assert one.drafter.policy.accepts == two.drafter.policy.accepts
+
+
+def test_times_outlive_a_request_and_acceptances_do_not() -> None:
+    model, watch = Table(3).model, Watch()
+    wanted = Request(model.session(), clock=watch)
+    assert kept(wanted, 16) is kept(Request(model.session(), clock=watch), 16)
+    assert kept(wanted, 16) is not kept(Request(Table(3), clock=watch), 16)
+    assert kept(Request(model.session()), 16) is not kept(Request(model.session()), 16)
+    _, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0)
+    policy = decoder.drafter.policy
+    before = policy.accepts[5][0]
+    decoder.end()
+    assert policy.accepts[5][0] < before
+    assert policy.curve.seconds[0] == 1.0
+
+
+def test_greedy_text_is_plain_decodings_with_and_without_a_draft_and_the_statistics_add_up(tmp_path: Any) -> None:
+    zoo = tiny_zoo(tmp_path)
+    big, other = load(zoo.big, dtype="float64"), load(zoo.other, dtype="float64")  # the card of one names a draft
+    for model in (big, other):
+        plain = generate(model, "the cat sat on the mat, the cat", max_new_tokens=50)
+        auto: Any = generate(model, "the cat sat on the mat, the cat", method="auto", max_new_tokens=50)
+        assert auto.tokens == plain.tokens  # type: ignore[union-attr]
+        assert auto.stats.emitted == 50
+        assert auto.stats.target_calls + auto.stats.accepted >= 50  # a round that was cut has no token of its own
+        assert auto.stats.accepted <= auto.stats.drafted
+    batch: Any = generate(big, ["the cat", "the dog sat"], method="auto", max_new_tokens=20)
+    assert [g.tokens for g in batch] == [
+        generate(big, prompt, max_new_tokens=20).tokens  # type: ignore[union-attr]
+        for prompt in ("the cat", "the dog sat")
+    ]
+
+
+def test_what_failed_in_one_text_is_forgotten_in_the_next() -> None:
+    policy = Goodput(Curve(4), Watch())
+    policy.accepts[5][0] = 0.0
+    policy.forget()
+    assert policy.accepts[5][0] > 0.5

@@ -1,0 +1,159 @@
+"""Goodput: which draft, and how long, has the most expected tokens an expected second. The figures and the choice.
+
+The model of SmartSpec (Liu et al. 2024, arXiv 2406.14066) for one request. What a round costs is learnt by its number of
+guesses, what a guess earns by its source and position; both are exponential averages over priors. `auto` is the technique.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from tinyspec.decoding.decode import Round
+
+Clock = Callable[[], float]
+"""Seconds, from any beginning."""
+
+Choose = Callable[[int, Any], int]
+"""(number of ways to go on, chance) -> which: who stands in for a technique's own judgement."""
+
+GRID = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # guesses in a round: few sizes, so that each is measured often
+SLOPE, STEP = 0.1, 0.3  # prior cost of a further row, and of a draft model's step, in calls
+RATE, FALL, CLIP = 0.2, 0.5, 3.0  # weight of the newest figure, and of a time that is shorter; a long one counts as 3 x
+WARM, RAMP, MARGIN = 2, 3, 0.03  # plain rounds at first; growth of a round's width; gain below which nothing is drafted
+SHARE, EVERY, STALE = 0.01, 16, 64  # time for trials; rounds between them; rounds after which a size is old
+MATCHES = {5: 0.75, 3: 0.5, 2: 0.3, 1: 0.1}  # least length of a match -> prior chance that its first token holds
+DRAFT = 0  # the source that is no match
+
+
+class Option(NamedTuple):
+    """What a round may do. source: a bucket of MATCHES (copy), or DRAFT. size: guesses; as an offer, the most there are."""
+
+    source: int
+    size: int
+
+
+PLAIN = Option(DRAFT, 0)
+
+
+class Curve:
+    """Seconds of a round by the number of its guesses, and of a draft model's step, with its acceptance by position."""
+
+    def __init__(self, longest: int):
+        self.sizes = (*(size for size in GRID if size < longest), longest)
+        self.place = {size: at for at, size in enumerate(self.sizes)}
+        self.seconds: list[float | None] = [None] * len(self.sizes)
+        self.last = [0] * len(self.sizes)  # the round in which each size was last run
+        self.rounds = self.plain = self.widest = 0
+        self.asked = -STALE  # the round in which the draft model last guessed
+        self.step: float | None = None  # seconds of the draft model for a token; None: never measured
+        self.accepts = [0.5] + [0.75] * (longest - 1)
+        self._costs: list[float] | None = None
+
+    def enter(self, size: int, seconds: float) -> None:
+        """A round of this size took so long. A first figure stands as it is, but for outliers."""
+        self.rounds += 1
+        self.plain += size == 0
+        self.widest = max(self.widest, size)
+        at = self.place.get(size)
+        if at is None:
+            return  # cut short by the end of a text
+        self.last[at] = self.rounds
+        if seconds > 0:
+            most = seconds if self.seconds[0] is None else CLIP * self.costs()[at]
+            self.seconds[at] = timed(self.seconds[at], min(seconds, most))
+            self._costs = None
+
+    def costs(self) -> list[float]:
+        """Seconds of a round of each size: as measured, else on the slope of the next smaller (else larger) size that was."""
+        if self._costs is None:
+            base, self._costs = self.seconds[0] or 1.0, []
+            slopes = [
+                None if seconds is None else max(0.0, (seconds - base) / size)
+                for size, seconds in zip(self.sizes[1:], self.seconds[1:], strict=True)
+            ]
+            slope = next((slope for slope in slopes if slope is not None), SLOPE * base)
+            for size, seconds, own in zip(self.sizes, self.seconds, [None, *slopes], strict=True):
+                slope = slope if own is None else own
+                self._costs.append(base + slope * size if seconds is None else seconds)
+        return self._costs
+
+
+def timed(old: float | None, new: float) -> float:
+    """The exponential average of a time. It falls faster than it rises: whatever disturbs a measurement makes it longer."""
+    return new if old is None else old + (FALL if new < old else RATE) * (new - old)
+
+
+class Goodput:
+    """The policy: the (source, size) with the most expected tokens an expected second."""
+
+    def __init__(self, curve: Curve, clock: Clock):
+        self.curve, self.clock = curve, clock
+        self.began = self.ready = self.credit = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Another text: what was copied well in the last one says nothing of it."""
+        longest = self.curve.sizes[-1]
+        self.accepts = {n: [a] + [(1 + a) / 2] * (longest - 1) for n, a in MATCHES.items()}
+        self.accepts[DRAFT] = self.curve.accepts
+
+    def choose(self, offers: Sequence[Option]) -> Option:
+        """What to do, given the most that each source has to offer."""
+        return self._best(offers) if offers and self.curve.plain >= WARM else PLAIN
+
+    def _best(self, offers: Sequence[Option]) -> Option:
+        curve, costs = self.curve, self.curve.costs()
+        best, goodput = PLAIN, (1 + MARGIN) / costs[0]
+        due = curve.rounds % EVERY == 0 and self.credit > 0
+        trials = [(PLAIN, costs[0], 1.0, curve.rounds - curve.last[0])] if due else []
+        for source, most in offers:
+            accepts, known, step = self.accepts[source], True, 0.0
+            if source == DRAFT:
+                known, step = curve.step is not None, curve.step or STEP * costs[0]
+            expected = reach = 1.0
+            for at, (before, size) in enumerate(pairwise(curve.sizes), start=1):
+                if size > most or size >= RAMP * (curve.widest + 1):
+                    break
+                for accept in accepts[before:size]:
+                    reach *= accept
+                    expected += reach
+                cost = costs[at] + size * step
+                if known and expected > goodput * cost:
+                    best, goodput = Option(source, size), expected / cost
+                if due:  # of a draft model never tried nothing is expected
+                    age = curve.rounds - (curve.asked if source == DRAFT else curve.last[at])
+                    trials.append((Option(source, size), cost, expected if known else 1.0, age))
+        losses = [(age, cost - tokens / goodput, option) for option, cost, tokens, age in trials if age >= STALE]
+        affordable = [trial for trial in losses if trial[1] <= self.credit]
+        if affordable:
+            _, loss, best = max(affordable, key=lambda trial: (trial[0], -trial[1]))
+            self.credit -= max(loss, 0.0)
+        return best
+
+    def begin(self) -> None:
+        """Guesses are about to be made."""
+        self.began = self.clock()
+
+    def drafted(self, option: Option, size: int) -> None:
+        """So many guesses are there."""
+        self.ready = self.clock()
+        if option.source == DRAFT and size:
+            self.curve.asked = self.curve.rounds
+            self.curve.step = timed(self.curve.step, (self.ready - self.began) / size)
+
+    def learn(self, option: Option, source: int, copies: Sequence[int], round: Round) -> None:
+        """How long it took, and what held: of a copy also where it was not run, and one token beyond where it was."""
+        seconds, drafted = self.clock() - self.ready, len(round.tree.tokens)
+        self.curve.enter(drafted, seconds)
+        self.credit += SHARE * seconds
+        self._hold(source, [token == guess for token, guess in zip(round.tokens, copies, strict=False)])
+        if option.source == DRAFT and drafted and not round.truncated:
+            kept = len(round.verdict.path)
+            self._hold(DRAFT, [True] * kept + [False] * (drafted > kept))
+
+    def _hold(self, source: int, held: Sequence[bool]) -> None:
+        accepts = self.accepts[source]
+        for at, true in enumerate(held):
+            accepts[at] += RATE * (true - accepts[at])
+            if not true:
+                return  # what comes after a mismatch follows another text
