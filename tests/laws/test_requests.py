@@ -1,0 +1,209 @@
+"""Every registered technique under the laws of a whole request, and defects that each of these laws must see."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.laws.hosted import card
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Decoder, NoDraft, Round
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.trace import Statistics, origins
+from tinyspec.decoding.verify import walk
+from tinyspec.laws import requests
+from tinyspec.laws.accused import Accused, Evidence
+from tinyspec.lm.gate import run_together
+from tinyspec.technique import Card, Request, find, techniques
+from tinyspec.tree import TokenTree
+
+DECODERS = [name for name, known in techniques().items() if known.kind == "decoder"]
+
+
+@pytest.mark.parametrize("law", requests.LAWS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_technique_keeps_the_laws_of_a_request(name: str, law: str) -> None:
+    known = techniques()[name]
+    if not (known.persistent and law in (requests.SEED, requests.APART, requests.ROWS, requests.STOP)):
+        assert requests.LAWS[law](known).cases >= 8
+
+
+def test_what_is_drafted_is_accepted_often_enough_to_cross_a_stop() -> None:
+    for stage in requests.stages(find("speculative_decoding")):
+        if stage.draft == "right":
+            rounds = requests.finished(requests.begun(stage))
+            assert max(len(one.tokens) for one in rounds) > 1
+
+
+# --- what each law kills --------------------------------------------------------------------------------------------
+
+
+def drafting(kind: Callable[[Request], NoDraft], loop: type[Decoder] = Decoder) -> Card:
+    """A technique with such a drafter in such a loop."""
+
+    def build(request: Request) -> Decoder:
+        made = request.decoder(kind(request), walk)
+        made.__class__ = loop
+        return made
+
+    return card(build, drafts=1)
+
+
+def chain(request: Request) -> ModelDraft:
+    return ModelDraft(request.drafts[0], 2)
+
+
+class Shared(NoDraft):
+    """Remembers what was said, in the class: every request copies from all others."""
+
+    said: ClassVar[list[int]] = []
+
+    def __init__(self, request: Request):
+        return None
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        return TokenTree.chain(self.said[-2:][:room])
+
+    def observe(self, round: Round) -> None:
+        self.said.extend(round.tokens)
+
+
+class Python(NoDraft):
+    """Guesses by the global generator."""
+
+    def __init__(self, request: Request):
+        return None
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        return TokenTree.chain([random.randrange(3)][:room])
+
+
+class Torch(Python):
+    """Guesses by torch's global generator."""
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        return TokenTree.chain([int(torch.randint(3, ()))][:room])
+
+
+class Silent(Decoder):
+    """Does not report what was cut off."""
+
+    def step(self, chance: Chance) -> Round:
+        return super().step(chance)._replace(truncated=0)
+
+
+class Careless(ModelDraft):
+    """Looks ahead after the round was reported."""
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        self.model.score(TokenTree())
+
+
+class Late(Stop):
+    """Looks for a stop at the end of a block alone."""
+
+    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, str | None]:
+        kept, reason = super().cut(new, fresh, limit)
+        if reason in ("eos", "stop") and kept < len(fresh):
+            room = self.left(len(new), limit)
+            return (len(fresh), None) if room is None or room[0] > len(fresh) else room
+        return kept, reason
+
+
+class Blockwise(Stop):
+    """Looks for stops inside of a block alone."""
+
+    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, str | None]:
+        kept, reason = replace(self, max_new_tokens=None).alone(fresh)
+        room = self.left(len(new), limit)
+        return room if room is not None and room[0] < kept + (reason is None) else (kept, reason)
+
+    def alone(self, fresh: Sequence[int]) -> tuple[int, str | None]:
+        return super().cut((), fresh)
+
+
+class FirstEnd(Stop):
+    """Knows one end of text, though the model has several."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eos", frozenset(sorted(self.eos)[:1]))
+
+
+def stopping(kind: type[Stop]) -> Card:
+    """A technique whose loop has such a stop."""
+
+    def build(request: Request) -> Decoder:
+        request.stop = kind(**vars(request.stop))
+        return request.decoder(chain(request), walk)
+
+    return card(build, drafts=1)
+
+
+def swapped(jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
+    return run_together(list(jobs))[::-1]
+
+
+class Uncounted(Statistics):
+    """A round's own token is forgotten where the whole draft passed."""
+
+    def count(self, round: Round) -> None:
+        super().count(round)
+        self.emitted -= "bonus" in origins(round)
+
+
+class Proposed(Statistics):
+    """Counts every drafted token as accepted."""
+
+    def count(self, round: Round) -> None:
+        super().count(round)
+        self.accepted = self.drafted
+
+
+SOUND = drafting(chain)
+DEFECTS: dict[str, tuple[str, Callable[[], Evidence]]] = {
+    "a bonus is not counted": (requests.TRACE, lambda: requests.trace_identities(SOUND, Uncounted)),
+    "drafted is accepted": (requests.TRACE, lambda: requests.trace_identities(SOUND, Proposed)),
+    "a bonus is called accepted": (
+        requests.TRACE,
+        lambda: requests.trace_identities(SOUND, origins=lambda one: ["accepted"] * len(one.tokens)),
+    ),
+    "the cut is not told": (requests.TRACE, lambda: requests.trace_identities(drafting(chain, Silent))),
+    "a call after the report": (
+        requests.LEDGER,
+        lambda: requests.every_call_is_in_a_round(drafting(lambda request: Careless(request.drafts[0], 2))),
+    ),
+    "state in a class": (requests.SEED, lambda: requests.same_seed_same_output(drafting(Shared))),
+    "guesses by global chance": (requests.SEED, lambda: requests.same_seed_same_output(drafting(Python))),
+    "requests share a memory": (requests.APART, lambda: requests.two_requests_are_the_two_alone(drafting(Shared))),
+    "random moves": (requests.GLOBAL, lambda: requests.global_randomness_is_untouched(drafting(Python))),
+    "torch moves": (requests.GLOBAL, lambda: requests.global_randomness_is_untouched(drafting(Torch))),
+    "rows come back in another order": (requests.ROWS, lambda: requests.a_batch_row_is_the_row_alone(SOUND, swapped)),
+    "a stop inside a block is missed": (requests.STOP, lambda: requests.stop(stopping(Late))),
+    "a stop across two blocks is missed": (requests.STOP, lambda: requests.stop(stopping(Blockwise))),
+    "one end of text of several": (requests.STOP, lambda: requests.stop(stopping(FirstEnd))),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_law_of_requests_sees(defect: str) -> None:
+    law, judge = DEFECTS[defect]
+    with pytest.raises(Accused) as caught:
+        judge()
+    assert caught.value.counterexample.law == law
+    Shared.said.clear()
+
+
+def test_every_law_of_requests_kills_something() -> None:
+    assert {law for law, _ in DEFECTS.values()} == set(requests.LAWS)
+
+
+def test_the_sound_technique_behind_the_defects_is_not_accused() -> None:
+    for law in requests.LAWS.values():
+        law(SOUND)
+    assert requests.stop(stopping(Stop)).cases > 100

@@ -1,0 +1,294 @@
+"""Laws of a whole request, for any technique: what is reported adds up, and nothing but its seed decides what it says.
+
+Each takes a card and runs the technique's own decoder on small models (`Stage`), smallest first; what must come out is worked
+out from the rounds, from the text, or from a second run. The exact suites say that a technique's law is right; these say
+that two requests do not hear of each other, which no law of one request can see.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from math import isclose
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinyspec.decoding import trace
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, Round
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.trace import Statistics, Trace
+from tinyspec.decoding.verify import Verdict
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.network import network
+from tinyspec.laws.report_laws import _globals
+from tinyspec.laws.stage import Stage
+from tinyspec.lm.gate import run_together
+from tinyspec.technique import Card, Guarantee, Request
+
+TRACE = "trace identities"
+LEDGER = "every call is in a round"
+SEED = "same seed same output"
+APART = "two requests are the two alone"
+GLOBAL = "global randomness is untouched"
+ROWS = "a batch row is the row alone"
+STOP = "stop"
+
+CLOSE = 1e-10
+LETTERS = "abcdefgh"
+
+
+def stages(card: Card, seeds: Sequence[int] = range(4), tokens: int = 8) -> Iterator[Stage]:
+    """Small models under a technique, with drafts that are always right and drafts that are not; ends of text too."""
+    warp = Warp(0.0) if card.guarantee is Guarantee.GREEDY else Warp()
+    base = Stage(card, deep=card.hidden, vocabulary=4 if card.hidden else 3, warp=warp, prompt=(0, 1))
+    for seed, draft, eos in product(seeds, ("another", "right"), ((), (2,))):
+        stop = Stop(eos=frozenset(eos), max_new_tokens=tokens + seed)
+        yield replace(base, seed=seed, draft=draft, stop=stop)
+
+
+def begun(stage: Stage, prompt: Sequence[int] = ()) -> Decoder:
+    """A new request that has read its prompt."""
+    decoder = stage.decoder()
+    decoder.extend(prompt or stage.prompt)
+    return decoder
+
+
+def finished(decoder: Decoder, seed: int = 0) -> list[Round]:
+    """All rounds of a request."""
+    rounds, chance = list[Round](), Seeded(seed)
+    while not decoder.finished:
+        rounds.append(decoder.step(chance))
+    return rounds
+
+
+def said(rounds: Sequence[Round]) -> list[Any]:
+    """What can be seen of rounds: drafts, verdicts, tokens."""
+    return [(tuple(one.tree.tokens), one.verdict.path, one.verdict.next, one.tokens) for one in rounds]
+
+
+def decodes(card: Card) -> bool:
+    """Whether there is a text that grows: not for planners, nor for what rewrites a canvas."""
+    return card.kind == "decoder"
+
+
+# ---------------------------------------------------------------------- what is reported
+
+
+def trace_identities(
+    card: Card,
+    statistics: Callable[[], Statistics] = Statistics,
+    origins: Callable[[Round], Sequence[str]] = trace.origins,
+) -> Evidence:
+    """emitted = accepted + rounds with a `next` - truncated, round by round and in sum; tau * calls = emitted; the trace
+    tells every token once."""
+    started, seen = perf_counter(), 0
+    for stage in stages(card) if decodes(card) else ():
+        decoder, verdicts = begun(stage), list[Verdict]()
+        verifier = decoder.verifier
+
+        def listening(tree: Any, p: Any, chance: Any, verifier: Any = verifier, verdicts: Any = verdicts) -> Verdict:
+            verdicts.append(verifier(tree, p, chance))
+            return verdicts[-1]  # type: ignore[no-any-return]
+
+        decoder.verifier = listening
+        stats, log = statistics(), Trace(list(stage.prompt))
+        for one in (rounds := finished(decoder)):
+            stats.count(one)
+            log.add(one)
+        case = {**stage.words(), "rounds": [one.tokens for one in rounds]}
+        for number, (one, verdict) in enumerate(zip(rounds, verdicts, strict=True)):
+            seen += 1
+            allowed = len(verdict.path) + (verdict.next is not None)
+            last = number + 1 == len(rounds)
+            _equal(TRACE, allowed - one.truncated, len(one.tokens), **case, round=number, of="tokens of a round")
+            if one.truncated and not last:
+                accuse(TRACE, "nothing is cut off before the last round", one.truncated, **case, round=number)
+            kinds = list(origins(one))
+            expected = {"accepted": len(one.verdict.path), "other": int(one.verdict.next is not None)}
+            told = {"accepted": kinds.count("accepted"), "other": sum(kind != "accepted" for kind in kinds)}
+            _equal(TRACE, expected, told, **case, round=number, of="origins")
+        accepted, own = (
+            sum(counts) for counts in zip(*((len(v.path), v.next is not None) for v in verdicts), strict=True)
+        )
+        cut = sum(one.truncated for one in rounds)
+        _equal(TRACE, accepted + own - cut, len(decoder.new), **case, of="tokens in all")
+        _equal(TRACE, len(decoder.new), stats.emitted, **case, of="emitted")
+        _equal(TRACE, len(rounds), stats.target_calls, **case, of="target calls")
+        kept = sum(len(one.verdict.path) for one in rounds)
+        _equal(TRACE, (kept, True), (stats.accepted, stats.acceptance <= 1), **case, of="accepted, at most all")
+        if not isclose(stats.tokens_per_call * stats.target_calls, len(decoder.new), rel_tol=1e-12):
+            accuse(TRACE, len(decoder.new), stats.tokens_per_call * stats.target_calls, **case, of="tau * calls")
+        _equal(TRACE, decoder.new, [token for one in log.rounds for token in one.emitted], **case, of="trace")
+        _equal(TRACE, log, Trace.from_json(log.to_json()), **case, of="trace as JSON")
+    return Evidence(TRACE, seen, seconds=perf_counter() - started)
+
+
+def every_call_is_in_a_round(card: Card) -> Evidence:
+    """What the models ran for a request is its prefill and what its rounds report: no cost is hidden between them."""
+    started, seen = perf_counter(), 0
+    for stage in stages(card) if decodes(card) else ():
+        decoder = begun(stage)
+        prefill = len(decoder.ledger)
+        rounds, seen = finished(decoder), seen + 1
+        told = [call for one in rounds for call in (*one.draft_calls, *one.calls)]
+        case = {**stage.words(), "rounds": [one.tokens for one in rounds]}
+        _equal(LEDGER, len(decoder.ledger) - prefill, len(told), **case, of="calls")
+        _equal(LEDGER, decoder.ledger[prefill:], told, **case, of="calls, in order")
+    return Evidence(LEDGER, seen, seconds=perf_counter() - started)
+
+
+# ---------------------------------------------------------------------- who else is there
+
+
+def same_seed_same_output(card: Card) -> Evidence:
+    """A request says what its seed says, whatever ran before it and whatever was drawn from global generators."""
+    started, seen = perf_counter(), 0
+    for stage in stages(card) if decodes(card) and not card.persistent else ():
+        alone, seen = said(finished(begun(stage), 5)), seen + 1
+        for number, prompt in enumerate(((1,), (1, 0, 1))):
+            finished(begun(stage, prompt), number)
+        _draw_globally()
+        _equal(SEED, alone, said(finished(begun(stage), 5)), **stage.words(), before="two other requests")
+    return Evidence(SEED, seen, seconds=perf_counter() - started)
+
+
+def two_requests_are_the_two_alone(card: Card) -> Evidence:
+    """Two requests that take turns say what each says alone."""
+    started, seen = perf_counter(), 0
+    for stage in stages(card) if decodes(card) and not card.persistent else ():
+        prompts = (stage.prompt, (1, 0, 1))
+        alone, seen = [said(finished(begun(stage, prompt), at)) for at, prompt in enumerate(prompts)], seen + 1
+        both = [begun(stage, prompt) for prompt in prompts]
+        chances, rounds = [Seeded(at) for at in range(2)], [list[Round](), list[Round]()]
+        while not all(decoder.finished for decoder in both):
+            for at, decoder in enumerate(both):
+                if not decoder.finished:
+                    rounds[at].append(decoder.step(chances[at]))
+        _equal(APART, alone, [said(one) for one in rounds], **stage.words(), prompts=prompts)
+    return Evidence(APART, seen, seconds=perf_counter() - started)
+
+
+def global_randomness_is_untouched(card: Card) -> Evidence:
+    """The generators of random, numpy and torch stand where they stood: a user's own draws do not change."""
+    started, seen = perf_counter(), 0
+    for stage in stages(card) if decodes(card) else ():
+        decoder, before, seen = begun(stage), _globals(), seen + 1
+        finished(decoder)
+        moved = [library for library, state in _globals().items() if state != before[library]]
+        if moved:
+            accuse(GLOBAL, "no generator moved", f"moved: {', '.join(moved)}", **stage.words())
+    return Evidence(GLOBAL, seen, seconds=perf_counter() - started)
+
+
+def a_batch_row_is_the_row_alone(card: Card, together: Callable[..., list[Any]] = run_together) -> Evidence:
+    """Ragged requests whose forwards run as one say what each says alone, and their rows differ by rounding only (float64)."""
+    started, seen = perf_counter(), 0
+    prompts = [(0, 1), (2,), (1, 3, 0, 2, 1), (3, 3)]
+    warp = Warp(0.0) if card.guarantee is Guarantee.GREEDY else Warp(0.8, top_p=0.9)
+    for seed in range(3) if decodes(card) and not card.persistent else ():
+        stage = Stage(card, deep=True, vocabulary=4, seed=seed, warp=warp)
+
+        def row(number: int, gate: Any, stage: Stage = stage) -> list[Round]:
+            ledger: list[Any] = []
+            target, draft = network(stage.seed, 4), network(stage.seed + 2, 4)
+            request = Request(
+                target=target.session(ledger, gate),
+                drafts=[draft.session(ledger, gate) for _ in range(card.drafts)],
+                warp=stage.warp,
+                stop=Stop(max_new_tokens=4 + 2 * number),
+                references=stage.references,
+                ledger=ledger,
+            )
+            decoder = card.make(request, **stage.settings)
+            decoder.extend(prompts[number])
+            return finished(decoder, number)
+
+        alone = [row(number, None) for number in range(len(prompts))]
+        batch = together([lambda gate, number=number: row(number, gate) for number in range(len(prompts))])
+        for number, (one, other) in enumerate(zip(alone, batch, strict=True)):
+            seen += 1
+            case = {**stage.words(), "prompts": prompts, "row": number}
+            _equal(ROWS, said(one), said(other), **case)
+            for at, (mine, its) in enumerate(zip(one, other, strict=True)):
+                gap = float((mine.scores.logits - its.scores.logits).abs().max())
+                if gap > CLOSE:
+                    accuse(ROWS, f"logits within {CLOSE}", f"{gap} apart", **case, round=at)
+    return Evidence(ROWS, seen, seconds=perf_counter() - started)
+
+
+# ---------------------------------------------------------------------- where it ends
+
+
+def stop(card: Card, tokens: int = 6) -> Evidence:
+    """With a stop, the text is what it is without, up to the first place where a stop is complete: end tokens (none, one,
+    several), sequences and strings, wherever in a block they fall."""
+    started, seen = perf_counter(), 0
+    base = Stage(card, deep=card.hidden, vocabulary=4 if card.hidden else 3, warp=Warp(0.0), prompt=(0, 1))
+    for seed, draft in product(range(4), ("another", "right")) if decodes(card) and not card.persistent else ():
+        stage = replace(base, seed=seed, draft=draft, stop=Stop(max_new_tokens=tokens))
+        free = begun(stage)
+        finished(free)
+        for rule in _rules(free.new, base.vocabulary):
+            expected, seen = _ended(free.new, rule), seen + 1
+            decode = lambda ids: "".join(LETTERS[token] for token in ids)  # noqa: E731
+            decoder = begun(replace(stage, stop=Stop(**rule, max_new_tokens=tokens, decode=decode)))
+            rounds = finished(decoder)
+            case = {**stage.words(), "stop": rule, "text without a stop": free.new}
+            drafts = [tuple(one.tree.tokens) for one in rounds]
+            _equal(STOP, expected, (decoder.new, decoder.finished), **case, drafts=drafts)
+    return Evidence(STOP, seen, seconds=perf_counter() - started)
+
+
+def _rules(text: Sequence[int], vocabulary: int) -> Iterator[dict[str, Any]]:
+    """Stops that this text meets at every place, and some that it does not."""
+    for token in range(vocabulary):
+        yield {"eos": frozenset({token})}
+        yield {"eos": frozenset({token, vocabulary - 1, vocabulary + 5})}
+    pieces = {tuple(text[at : at + n]) for n in (1, 2, 3) for at in range(len(text) - n + 1)}
+    for piece in sorted(pieces):
+        yield {"sequences": (piece,)}
+        yield {"strings": ("".join(LETTERS[token] for token in piece),)}
+        yield {"eos": frozenset({piece[-1]}), "sequences": (piece, (vocabulary + 5,))}
+    yield {"sequences": ((vocabulary + 5,),), "strings": ("z",)}
+
+
+def _ended(text: Sequence[int], rule: dict[str, Any]) -> tuple[list[int], str]:
+    """Token by token, by the definition: where this text ends, and why."""
+    for n in range(1, len(text) + 1):
+        new = list(text[:n])
+        if new[-1] in rule.get("eos", ()):
+            return new, "eos"
+        spelled = "".join(LETTERS[token] for token in new)
+        if any(tuple(new[-len(s) :]) == s for s in rule.get("sequences", ())) or any(
+            s in spelled for s in rule.get("strings", ())
+        ):
+            return new, "stop"
+    return list(text), "length"
+
+
+def _equal(law: str, expected: Any, got: Any, **case: Any) -> None:
+    if expected != got:
+        accuse(law, expected, got, **case)
+
+
+def _draw_globally() -> None:
+    random.random()
+    np.random.random()  # noqa: NPY002
+    torch.rand(3)
+
+
+LAWS: dict[str, Callable[[Card], Evidence]] = {
+    TRACE: trace_identities,
+    LEDGER: every_call_is_in_a_round,
+    SEED: same_seed_same_output,
+    APART: two_requests_are_the_two_alone,
+    GLOBAL: global_randomness_is_untouched,
+    ROWS: a_batch_row_is_the_row_alone,
+    STOP: stop,
+}
+"""By name: what every registered technique is held to beside its guarantee."""

@@ -1,0 +1,108 @@
+"""Laws of text that comes in pieces: a stream is the whole decoding, and a stop string is found wherever tokens cut it.
+
+Tokens of a byte-level vocabulary end inside of characters; which do depends on the vocabulary, so both laws take a real
+tokenizer. Texts are drawn from all of Unicode, ids from the whole vocabulary, and both are split at any place.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tinyspec.decoding.stop import Stop
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.search import search, st
+from tinyspec.lm.detokenise import Detokeniser
+from tinyspec.lm.tokenizer import Tokenizer
+
+STREAM = "a stream is the whole decoding"
+STRINGS = "stop strings"
+BROKEN = "\ufffd"  # what half a character decodes to
+
+CHARACTERS = st.sampled_from("a b.eé€語🦊\n") | st.characters(exclude_categories=["Cs"])
+
+
+@st.composite
+def spellings(draw: st.DrawFn, tokenizer: Tokenizer, whole: bool = False) -> list[int]:
+    """Ids of some text; unless `whole`, also any ids at all, and texts that begin or end inside a character."""
+    kind = "text" if whole else draw(st.sampled_from(["text", "cut", "ids"]))
+    if kind == "ids":
+        return draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=12))
+    text = draw(st.text(CHARACTERS, max_size=16))
+    ids = tokenizer.encode(text if not whole else text.replace(BROKEN, ""))
+    first = draw(st.integers(0, len(ids))) if kind == "cut" else 0
+    return ids[first : draw(st.integers(first, len(ids)))] if kind == "cut" else ids
+
+
+@st.composite
+def split(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
+    """The ids in order, in blocks of any size, empty ones included."""
+    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=len(ids) + 1)))
+    return [list(ids[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+def streaming(tokenizer: Tokenizer, stream: Callable[[], Detokeniser] | None = None, examples: int = 200) -> Evidence:
+    """Law: the pieces, joined, are the decoding of all ids; nothing shown is taken back; no half character is shown.
+
+    A flushed stream begins a new text.
+    """
+
+    @st.composite
+    def cases(draw: st.DrawFn) -> list[list[int]]:
+        return draw(split(draw(spellings(tokenizer))))
+
+    def judge(blocks: list[list[int]]) -> None:
+        ids = [token for block in blocks for token in block]
+        whole, shown, pieces = tokenizer.decode(ids), "", (stream or tokenizer.stream)()
+        case = {"blocks": blocks, "tokens": [tokenizer.token_text(token) for token in ids]}
+        for block in blocks:
+            shown += pieces.push(block)
+            if not whole.startswith(shown):
+                accuse(STREAM, f"a beginning of {whole!r}", repr(shown), **case)
+        shown += pieces.flush()
+        if shown != whole:
+            accuse(STREAM, repr(whole), repr(shown), **case)
+        again = pieces.push(ids) + pieces.flush()
+        if again != whole:
+            accuse(STREAM, repr(whole), repr(again), **case, after="a flush")
+
+    return search(cases(), judge, STREAM, examples)
+
+
+def stop_strings(tokenizer: Tokenizer, stop: Callable[..., Stop] = Stop, examples: int = 200) -> Evidence:
+    """Law: a text ends with the token that completes a stop string, wherever the string lies in tokens and blocks; what is
+    kept is the text before it; what is withheld while it grows is all that may become one."""
+
+    @st.composite
+    def cases(draw: st.DrawFn) -> tuple[list[list[int]], list[str]]:
+        ids = draw(spellings(tokenizer, whole=True).filter(bool))
+        text = tokenizer.decode(ids)
+        strings = []
+        for _ in range(draw(st.integers(1, 2))):
+            first = draw(st.integers(0, len(text) - 1))
+            strings.append(text[first : draw(st.integers(first + 1, min(len(text), first + 5)))])
+        return draw(split(ids)), [*strings, *(["zzz"] if draw(st.booleans()) else [])]
+
+    def judge(drawn: tuple[list[list[int]], list[str]]) -> None:
+        blocks, strings = drawn
+        ids = [token for block in blocks for token in block]
+        texts = [tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
+        ends = next((n for n, text in enumerate(texts) if any(s in text for s in strings)), len(ids))
+        before = min([at for s in strings if (at := texts[ends].find(s)) >= 0], default=len(texts[ends]))
+        rule = stop(strings=tuple(strings), decode=tokenizer.decode)
+        case = {"blocks": blocks, "text": texts[-1], "stop": strings}
+        new: list[int] = []
+        reason, pieces, shown = None, tokenizer.stream(), ""
+        for block in blocks:
+            if reason is None:
+                kept, reason = rule.cut(new, block)
+                new += block[:kept]
+                grown = rule.trim(shown + pieces.push(block[:kept]))
+                shown, safe = grown, len(grown) - (0 if reason else rule.withheld(grown))
+                if not texts[ends][:before].startswith(grown[:safe]):
+                    accuse(STRINGS, f"a beginning of {texts[ends][:before]!r}", repr(grown[:safe]), **case, of="shown")
+        expected: Any = (ids[:ends], "stop" if any(s in texts[ends] for s in strings) else None)
+        if (new, reason) != expected:
+            accuse(STRINGS, expected, (new, reason), **case, of="tokens")
+        if rule.trim(tokenizer.decode(new)) != texts[ends][:before]:
+            accuse(STRINGS, repr(texts[ends][:before]), repr(rule.trim(tokenizer.decode(new))), **case, of="text")
+
+    return search(cases(), judge, STRINGS, examples)
