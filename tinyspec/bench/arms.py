@@ -149,7 +149,8 @@ def load(settings: Settings, any_method: bool = False) -> tuple[Model, Model | N
     """The model, and its draft model where an arm needs one and there is one; with `any_method`, wherever there is one."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    wanted = any_method or any(find(arm.name).drafts for arm in settings.arms if not arm.peer)
+    cards = [find(arm.name) for arm in settings.arms if not arm.peer]
+    wanted = any_method or any(card.drafts or card.optional_draft for card in cards)
     model = models.load(settings.model, device=settings.device, dtype=settings.dtype)
     name = settings.draft if settings.draft is not None else model.config.extra.get("draft")
     if not wanted or name is None:

@@ -5,6 +5,7 @@ slower; the thin line spans the quartiles. `curve`: what k new tokens cost again
 colour says, a mark or a number beside it says too.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -14,7 +15,7 @@ from tinyspec.bench.plan import PLAIN, ArmSpec
 from tinyspec.bench.report import notes
 
 WIDTH, MARGIN = 960.0, 24.0
-ROW, HEAD, NAME = 20.0, 34.0, 190.0  # a bar with its gap, a panel's title, the column of names
+ROW, HEAD, LETTER = 20.0, 34.0, 6.8  # a bar with its gap, a panel's title, a letter of a name
 COLUMNS = 3  # panels side by side
 MARKS = ("", "6 4", "2 3", "10 3 2 3", "1 4")  # dashes of lines that colours alone must not tell apart
 STYLE = """
@@ -48,14 +49,15 @@ def speedups(result: Mapping[str, Any]) -> str:
     arms = [arm for arm in result["figures"]["overall"] if arm != PLAIN]
     highs = [f["speedup"]["q3"] for of in tasks.values() for arm, f in of.items() if arm in arms and f["speedup"]]
     top = max([1.5, *highs]) * 1.08
-    wide = (WIDTH - 2 * MARGIN - NAME) / COLUMNS
+    names = 16 + LETTER * max(map(len, arms), default=0)  # the column of names
+    wide = (WIDTH - 2 * MARGIN - names) / COLUMNS
     high = HEAD + ROW * max(len(arms), 1) + 14
     body = [_text(MARGIN, 32, f"{result['settings']['model']}: times as fast as plain decoding", "title")]
     for i, (name, of) in enumerate(tasks.items()):
         column, y = i % COLUMNS, 52 + i // COLUMNS * high
-        x = MARGIN + NAME + column * wide
+        x = MARGIN + names + column * wide
         if column == 0:
-            body += [_text(MARGIN + NAME - 10, y + HEAD + ROW * n + 12, arm, "end") for n, arm in enumerate(arms)]
+            body += [_text(MARGIN + names - 10, y + HEAD + ROW * n + 12, arm, "end") for n, arm in enumerate(arms)]
         body.append(_text(x, y + 22, name.replace("_", " "), "head"))
         body += _panel([(arm, of[arm]["speedup"]) for arm in arms], x, y + HEAD, wide - 14, top)
     end = 52 + -(-len(tasks) // COLUMNS) * high + 8
@@ -94,49 +96,61 @@ def _panel(
 
 
 def curve(result: Mapping[str, Any]) -> str:
-    """t(k)/t(1) of each program over k, and the machine's floor against our t(1)."""
+    """What a forward over k tokens takes, in milliseconds and against one token, with the machine's floor."""
     figures = result["curve_figures"]
-    curves = {
-        label: [(int(k), row["against_one"]) for k, row in of["rows"].items()]
-        for label, of in figures["curves"].items()
-    }
-    own = figures["curves"].get("tinyspec", {}).get("rows", {})
-    floor = [
-        (int(k), row["floor"] / own["1"]["milliseconds"]) for k, row in own.items() if "floor" in row and "1" in own
-    ]
-    right = max((k for line in curves.values() for k, _ in line), default=1)
-    top = min(max([2.0, *(y for line in curves.values() for _, y in line)]), 12.0)
-    left, low, wide, high = MARGIN + 36, 400.0, WIDTH - 2 * MARGIN - 200, 320.0
-
-    def at(k: float, y: float) -> str:
-        return f"{left + k / right * wide:.1f} {low - min(y, top) / top * high:.1f}"
-
+    rows = {label: {int(k): row for k, row in of["rows"].items()} for label, of in figures["curves"].items()}
+    own = rows.get("tinyspec", {})
+    floor = {k: row["floor"] for k, row in own.items() if "floor" in row}
+    wide, y = (WIDTH - 2 * MARGIN - 90) / 2, 66.0
     body = [_text(MARGIN, 32, f"{result['settings']['model']}: the cost of a forward over k new tokens", "title")]
-    for i in range(int(top) + 1):
-        body.append(f'<path class="line" d="M{at(0, i)}H{left + wide:.1f}"/>')
-        body.append(_text(left - 8, low - i / top * high + 4, str(i), "end quiet"))
-    for k in sorted({k for line in curves.values() for k, _ in line if k in (1, 4, 8, 12, 16, 24, 32) or k == right}):
-        body.append(_text(left + k / right * wide, low + 18, str(k), "mid quiet"))
-    body.append(_text(left + wide / 2, low + 38, f"new tokens k, behind {figures['cached']} cached", "mid quiet"))
-    body.append(_text(MARGIN, 62, "time of k over time of one", "quiet"))
-    if floor:
-        body.append(f'<path class="floor" d="M{" L".join(at(k, y) for k, y in floor)}"/>')
-    for i, (label, line) in enumerate(curves.items()):
-        dash = f' stroke-dasharray="{MARKS[i % 5]}"' if MARKS[i % 5] else ""
-        body.append(f'<path class="curve s{i % 5}"{dash} d="M{" L".join(at(k, y) for k, y in line)}"/>')
-        y = 84 + 20 * i
-        body.append(f'<path class="curve s{i % 5}"{dash} d="M{left + wide + 16:.1f} {y - 4}h28"/>')
-        body.append(_text(left + wide + 50, y, label))
-    if floor:
-        y = 84 + 20 * len(curves)
-        body.append(f'<path class="floor" d="M{left + wide + 16:.1f} {y - 4}h28"/>')
-        body.append(_text(left + wide + 50, y, "the machine's floor", "quiet"))
-    end = low + 62
-    for note in notes(result)[:2]:
-        body.append(_text(MARGIN, end, note, "quiet"))
+    times = {label: {k: row["milliseconds"] for k, row in line.items()} for label, line in rows.items()}
+    ratios = {label: {k: row["against_one"] for k, row in line.items()} for label, line in rows.items()}
+    against = {k: ms / own[min(own)]["milliseconds"] for k, ms in floor.items()}
+    body += _lines(times, floor, "milliseconds", MARGIN + 36, y, wide)
+    body += _lines(ratios, against, "time of k over the program's own time of one", MARGIN + 90 + wide, y, wide)
+    end = y + 360
+    for i, label in enumerate([*rows, *(["the machine's floor"] if floor else [])]):
+        drawn = f'class="curve s{i % 5}"{_dash(i)}' if label in rows else 'class="floor"'
+        body.append(f'<path {drawn} d="M{MARGIN + 36:.1f} {end - 4:.1f}h32"/>')
+        body.append(_text(MARGIN + 78, end, label))
+        end += 20
+    for note in [f"Behind {figures['cached']} cached tokens.", *notes(result)[:2]]:
+        body.append(_text(MARGIN + 36, end + 4, note, "quiet"))
         end += 18
-    said = "; ".join(f"{label} at {line[-1][0]} tokens {line[-1][1]:.2f}" for label, line in curves.items() if line)
+    said = "; ".join(f"{label} at {max(line)} tokens {line[max(line)]:.2f}" for label, line in ratios.items() if line)
     return _svg(body, end, "Cost curve of a forward", said)
+
+
+def _lines(
+    lines: Mapping[str, Mapping[int, float]], floor: Mapping[int, float], title: str, x: float, y: float, wide: float
+) -> list[str]:
+    """One panel: a line for each program over k, and the floor dotted."""
+    high, right = 290.0, max((k for line in lines.values() for k in line), default=1)
+    highest = max((v for line in (*lines.values(), floor) for v in line.values()), default=1.0)
+    step = next(s for p in range(-3, 9) for s in (10.0**p, 2 * 10.0**p, 5 * 10.0**p) if highest / s <= 8)
+    top = step * math.ceil(highest / step)
+
+    def at(k: float, value: float) -> str:
+        return f"{x + k / right * wide:.1f} {y + high - value / top * high:.1f}"
+
+    def path(line: Mapping[int, float]) -> str:
+        return "M" + " L".join(at(k, value) for k, value in sorted(line.items()))
+
+    drawn = [_text(x - 30, y - 10, title, "head")]
+    for i in range(round(top / step) + 1):
+        drawn.append(f'<path class="line" d="M{at(0, i * step)}h{wide:.1f}"/>')
+        drawn.append(_text(x - 6, y + high - i * step / top * high + 4, f"{i * step:g}", "end quiet"))
+    for k in sorted({k for line in lines.values() for k in line if k in (1, 4, 8, 12, 16, 24, 32) or k == right}):
+        drawn.append(_text(x + k / right * wide, y + high + 18, str(k), "mid quiet"))
+    drawn += [f'<path class="floor" d="{path(floor)}"/>'] if floor else []
+    drawn += [
+        f'<path class="curve s{i % 5}"{_dash(i)} d="{path(line)}"/>' for i, line in enumerate(lines.values()) if line
+    ]
+    return drawn
+
+
+def _dash(i: int) -> str:
+    return f' stroke-dasharray="{MARKS[i % 5]}"' if MARKS[i % 5] else ""
 
 
 def _text(x: float, y: float, said: str, kind: str = "") -> str:

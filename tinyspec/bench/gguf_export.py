@@ -52,7 +52,7 @@ def write(path: Path, model: Model, kind: str) -> None:
 
 def _metadata(writer: Any, c: Config) -> None:
     writer.add_vocab_size(c.vocab_size)
-    writer.add_tokenizer_model("none")
+    writer.add_tokenizer_model("no_vocab")
     writer.add_context_length(c.max_positions)
     writer.add_embedding_length(c.d_model)
     writer.add_block_count(c.n_layers)

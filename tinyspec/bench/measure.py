@@ -20,7 +20,7 @@ def turned(arms: Sequence[T], turn: int) -> list[T]:
     """The arms in the order of a turn: rotated by one each turn, and the other way round after every full rotation.
 
     >>> ["".join(turned("abc", turn)) for turn in range(6)]
-    ['abc', 'bca', 'cab', 'cba', 'bac', 'acb']
+    ['abc', 'bca', 'cab', 'cba', 'acb', 'bac']
     """
     at = turn % len(arms)
     order = [*arms[at:], *arms[:at]]

@@ -55,6 +55,12 @@ def ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" + (" slower" if round(value, 2) < 1 else "")
 
 
+def least(figures: Mapping[str, Any], arm: str) -> float | None:
+    """The worst speed-up of any prompt."""
+    found = [of[arm]["speedup"]["min"] for of in figures["tasks"].values() if of[arm]["speedup"]]
+    return min(found, default=None)
+
+
 def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
@@ -71,12 +77,13 @@ def grids(result: Mapping[str, Any]) -> Iterator[Grid]:
             arm,
             *(speed(figures["tasks"][name][arm]["speedup"]) for name in names),
             *([ratio(figures["overall"][arm]["mean"])] if many else []),
+            ratio(least(figures, arm)),
         ]
         for arm in arms
     ]
     yield Grid(
-        "Times as fast as plain decoding, behind the prompt: median of prompts (quartiles)",
-        ["", *heads, *(["mean"] if many else [])],
+        "Times as fast as plain decoding, behind the prompt: median of prompts (quartiles), and the least of all prompts",
+        ["", *heads, *(["mean"] if many else []), "least"],
         rows,
     )
     yield Grid(
@@ -141,16 +148,26 @@ def _best(figures: Mapping[str, Any], kind: str) -> str:
     return max(reached, key=lambda who: reached[who], default="nobody")
 
 
+def several(n: int, what: str) -> str:
+    """A number of things.
+
+    >>> several(1, "round"), several(2, "round")
+    ('1 round', '2 rounds')
+    """
+    return f"{n} {what}" + ("" if n == 1 else "s")
+
+
 def notes(result: Mapping[str, Any]) -> list[str]:
     """What must be known beside the tables, a line each."""
     settings, m = result["settings"], result["machine"]
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
+    end = "at most" if settings["until_eos"] else "(an end of text ends nothing)"
     units = " with " + ", ".join(m["units"]) if m["units"] else ""
     lines = [
-        f"{settings['model']}, {settings['dtype']} on {settings['device']}, {how}, {settings['tokens']} tokens an answer"
-        f"{' at most' if settings['until_eos'] else ' (an end of text ends nothing)'}, {settings['rounds']} rounds",
-        f"{m['cores']} cores of {m['cpu']}{units}, {m['threads']} threads, torch {m['torch']}, {result['date']}, "
-        f"commit {result['commit']}",
+        f"{settings['model']}, {settings['dtype']} on {settings['device']}, {how}, {settings['tokens']} tokens an answer "
+        f"{end}, {several(settings['rounds'], 'round')}",
+        f"{several(m['cores'], 'core')} of {m['cpu']}{units}, {several(m['threads'], 'thread')}, torch {m['torch']}, "
+        f"{result['date']}, commit {result['commit']}",
     ]
     commits = list(dict.fromkeys(str(sitting["commit"]) for sitting in result["sittings"]))
     if len(commits) > 1:

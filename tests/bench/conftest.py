@@ -1,0 +1,15 @@
+"""Samples that are compared with a hand-wound clock, or not looked at, need no garbage collected before each."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tinyspec.bench import curve, measure
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_garbage() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (measure, curve):
+            patch.setattr(module, "quiet_moment", lambda: None)
+        yield

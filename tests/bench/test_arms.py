@@ -1,0 +1,160 @@
+"""Our arms on small models: as many tokens as asked, whatever ends a text; books that balance for every technique."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lm.small import LLAMA, model
+from tinyspec.bench import arms
+from tinyspec.bench.arms import Own, balance
+from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
+from tinyspec.bench.tasks import Job
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Round
+from tinyspec.errors import TinyspecError
+from tinyspec.generation import Running, start
+from tinyspec.technique import techniques
+
+ENDING = replace(LLAMA, eos=tuple(range(0, 13, 2)))  # every other token ends a text
+METHODS = [name for name, card in techniques().items() if card.kind == "decoder" and card.drafts <= 1]
+
+
+def job(*ids: int, tokens: int = 9) -> Job:
+    return Job("qa", "0", 0, ids or (1, 2, 3, 1, 2), tokens)
+
+
+def own(method: str, temperature: float = 0.0) -> Own:
+    return Own(ArmSpec.read(method), model(ENDING), Settings(temperature=temperature), model(ENDING, seed=1))
+
+
+def may_run(method: str) -> None:
+    try:
+        own(method).run(job(tokens=1), 0, time.perf_counter)
+    except TinyspecError as error:
+        pytest.skip(f"{method} needs more than a small random model: {error}")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_books_balance_at_every_length_and_temperature(method: str) -> None:
+    may_run(method)
+
+    @settings(max_examples=20)
+    @given(
+        st.lists(st.integers(0, 12), min_size=1, max_size=12),
+        st.integers(1, 14),
+        st.integers(0, 9),
+        st.sampled_from([0.0, 0.7, 1.0]),
+    )
+    def check(ids: list[int], tokens: int, seed: int, temperature: float) -> None:
+        asked = job(*ids, tokens=tokens)
+        made = own(method, temperature).run(asked, seed, time.perf_counter)
+        balance(made, asked, method)
+        assert made.nodes is not None
+        assert made.accepted is not None
+        assert made.nodes >= made.accepted
+        assert made.prefill > 0
+        assert made.decode > 0
+
+    check()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recounted from the rounds themselves: emitted, accepted, a round's own token, what the stop cut off."""
+    may_run(method)
+    rounds: list[Round] = []
+
+    def noting(*args: Any, **options: Any) -> Running:
+        running = start(*args, **options)
+        step = running.decoder.step
+
+        def noted(chance: Chance) -> Round:
+            rounds.append(step(chance))
+            return rounds[-1]
+
+        monkeypatch.setattr(running.decoder, "step", noted)
+        return running
+
+    monkeypatch.setattr(arms, "start", noting)
+    made = own(method).run(job(), 3, time.perf_counter)
+    assert list(made.ids) == [token for round in rounds for token in round.tokens]
+    assert made.calls == len(rounds)
+    assert made.accepted == sum(len(round.verdict.path) for round in rounds)
+    assert made.silent == sum(round.verdict.next is None for round in rounds)
+    assert made.truncated == sum(round.truncated for round in rounds)
+    assert made.draft_calls == sum(len(round.draft_calls) for round in rounds)
+
+
+def test_an_end_of_text_ends_nothing_and_the_model_is_left_as_it_was() -> None:
+    m = model(ENDING)
+    asked = job(tokens=30)
+    made = Own(ArmSpec(PLAIN), m, Settings(temperature=1.5)).run(asked, 0, time.perf_counter)
+    assert len(made.ids) == 30
+    assert set(made.ids) & set(ENDING.eos)
+    assert m.config.eos == ENDING.eos
+    assert start(m, list(asked.ids), max_new_tokens=30).decoder.stop.eos == frozenset(ENDING.eos)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if techniques()[name].family != "planning"])
+def test_a_run_owes_nothing_to_the_runs_before_it(method: str) -> None:
+    may_run(method)
+    arm = own(method, 0.7)
+    fresh = [own(method, 0.7).run(job(i, 2, 3), 5, time.perf_counter).ids for i in range(3)]
+    again = [arm.run(job(i, 2, 3), 5, time.perf_counter).ids for i in (0, 1, 2, 0, 1, 2)]
+    assert again == fresh * 2
+
+
+def test_lossless_arms_write_what_plain_greedy_decoding_writes() -> None:
+    known: dict[str, list[int]] = {}
+    answer = arms.reference(model(ENDING), known, known.__setitem__)
+    expected = answer(job())
+    assert list(own(PLAIN).run(job(), 0, time.perf_counter).ids) == list(expected)
+    assert answer(job()) is known["qa/0/0"]  # made once
+
+
+def test_the_arms_of_a_run_begin_with_plain_decoding_and_wrong_ones_are_said() -> None:
+    m, draft = model(ENDING), model(ENDING, seed=1)
+    made = arms.own_arms(Settings(methods=("llma:k=4", "speculative_decoding:gamma=2")), m, draft)
+    assert [arm.label for arm in made] == [PLAIN, "llma:k=4", "speculative_decoding:gamma=2"]
+    for wrong, says in (("lmla", "did you mean 'llma'"), ("llma:kk=2", "no knob 'kk'"), ("llma:k=0", "k is 0")):
+        with pytest.raises(TinyspecError, match=says):
+            arms.own_arms(Settings(methods=(wrong,)), m, draft)
+
+
+def test_a_chapter_is_all_of_its_techniques_that_the_model_can_run() -> None:
+    m = model(ENDING)
+    can, cannot = arms.chapter("speculative", Settings(), m, model(ENDING, seed=1), job())
+    assert {"llma", "speculative_decoding"} <= set(can)
+    assert PLAIN not in can  # it takes part anyway
+    alone, left = arms.chapter("speculative", Settings(), m, None, job())
+    assert "speculative_decoding" not in alone
+    assert any(reason.startswith("speculative_decoding: ") and "draft" in reason for reason in left)
+    assert len(can) + len(cannot) == len(alone) + len(left)
+    with pytest.raises(TinyspecError, match="did you mean 'speculative'"):
+        arms.chapter("speculativ", Settings(), m, None, job())
+
+
+def test_settings_read_back_and_refuse_what_cannot_be() -> None:
+    given = Settings(methods=("llma:k=2",), peers=("transformers",), tasks=("qa",), threads=2, top_p=0.9)
+    assert Settings.from_dict(given.as_dict()) == given
+    assert [arm.label for arm in given.arms] == [PLAIN, "llma:k=2", "transformers"]
+    with pytest.raises(TinyspecError, match=r"did you mean 'llama.cpp'"):
+        Settings(peers=("llamacpp",))
+    with pytest.raises(TinyspecError, match="rounds"):
+        Settings(rounds=0)
+
+
+def test_own_memory_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
+    from tests.zoo import tiny_zoo
+    from tinyspec import models
+    from tinyspec.bench import memory
+
+    name = tiny_zoo(tmp_path).big
+    held = memory.peak(ArmSpec("llma"), Settings(model=name, dtype="float32"), models.load(name), job(tokens=2))
+    assert held["peak"] > 50 * 2**20  # torch alone is more
+    assert held["device"] == 0

@@ -1,0 +1,128 @@
+"""`tinyspec bench` on tiny models: from a command line to a file, again with --resume, and what is said of bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.zoo import Zoo, failed, run, tiny_zoo
+from tinyspec.bench.book import Sample
+from tinyspec.bench.plan import PLAIN
+
+QUICK = ("--no-curve", "--no-memory", "--quiet", "--dtype", "float32", "--tokens", "6", "--prompts", "2")
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return tiny_zoo(tmp_path_factory.mktemp("zoo"))
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_run_writes_everything_that_it_is_recomputed_from(zoo: Zoo, tmp_path: Path) -> None:
+    out, page, drawn = tmp_path / "r.json", tmp_path / "r.md", tmp_path / "svg"
+    methods = "llma:k=4,speculative_decoding:gamma=2"
+    call = ["bench", "--model", zoo.big, "--methods", methods, "--tasks", "edits,books", "--rounds", "2", *QUICK]
+    result = run(*call, "--out", str(out), "--markdown", str(page), "--svg", str(drawn))
+    assert result.exit_code == 0, result.output
+    assert "llma:k=4" in result.stdout
+    found = loaded(out)
+    assert {"command", "commit", "date", "machine", "settings", "samples", "columns", "references", "figures"} <= set(
+        found
+    )
+    samples = [Sample(*row) for row in found["samples"]]
+    assert len({s.key for s in samples}) == len(samples) == 3 * 4 * 2
+    assert {s.tokens for s in samples} == {6}
+    assert found["figures"]["overall"]["llma:k=4"]["identical"] == 4
+    assert found["figures"]["overall"]["speculative_decoding:gamma=2"]["identical"] == 4
+    assert page.read_text(encoding="utf-8").startswith("`tinyspec ")
+    assert (drawn / "bench-speedups.svg").exists()
+
+    grown = run("bench", "--resume", str(out), "--rounds", "3", "--quiet", "--no-curve", "--no-memory", "--json")
+    assert grown.exit_code == 0, grown.output
+    again = loaded(out)
+    assert again["samples"][: len(samples)] == found["samples"]
+    assert len(again["samples"]) == 3 * 4 * 3
+    assert json.loads(grown.stdout)["samples"] == again["samples"]
+    assert len(again["sittings"]) == 2
+    assert "tokens 6, not 7" in failed(run("bench", "--resume", str(out), "--tokens", "7"))
+    assert "--out" in failed(run("bench", "--resume", str(out), "--out", str(tmp_path / "x.json")))
+
+
+def test_ctrl_c_leaves_a_file_that_the_hint_goes_on_with(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinyspec.bench import arms
+
+    out = tmp_path / "r.json"
+    own, count = arms.Own.run, [0]
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        count[0] += 1
+        if count[0] == 9:
+            raise KeyboardInterrupt
+        return own(self, *args)
+
+    monkeypatch.setattr(arms.Own, "run", interrupted)
+    result = run("bench", "--model", zoo.big, "--tasks", "edits", "--rounds", "2", *QUICK, "--out", str(out))
+    assert result.exit_code == 130
+    assert f"tinyspec bench --resume {out}" in result.stderr
+    kept = loaded(out)["samples"]
+    assert 0 < len(kept) < 2 * 2 * 2
+    assert run("bench", "--resume", str(out), "--quiet", "--no-curve", "--no-memory").exit_code == 0
+    assert loaded(out)["samples"][: len(kept)] == kept
+    assert len(loaded(out)["samples"]) == 2 * 2 * 2
+
+
+def test_sampling_compares_speeds_and_not_texts(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    call = ["bench", "--model", zoo.big, "--tasks", "books", "--rounds", "1", "-t", "0.8", "--top-p", "0.9", *QUICK]
+    assert run(*call, "--out", str(out)).exit_code == 0
+    assert {Sample(*row).same for row in loaded(out)["samples"]} == {None}
+    assert loaded(out)["figures"]["overall"]["llma"]["identical"] is None
+
+
+def test_a_chapter_lists_what_it_ran_and_says_what_it_left_out(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    call = ["bench", "--model", zoo.small, "--chapter", "speculative", "--tasks", "books", "--rounds", "1", *QUICK]
+    result = run(*call, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "llma" in loaded(out)["settings"]["methods"]
+    assert "left out: speculative_decoding" in result.stdout
+    assert set(loaded(out)["figures"]["overall"]) == {PLAIN, *loaded(out)["settings"]["methods"]}
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--methods", "lmla"], "did you mean 'llma'"),
+        (["--methods", "llma:kk=3"], "no knob 'kk'"),
+        (["--methods", "llma:k"], "knob=value"),
+        (["--peers", "llamacpp"], "did you mean 'llama.cpp'"),
+        (["--peers", "transformers:lokup=3"], "did you mean 'lookup'"),
+        (["--tasks", "edit"], "did you mean 'edits'"),
+        (["--chapter", "speculativ"], "did you mean 'speculative'"),
+        (["--tasks", ","], "--tasks"),
+        (["--tokens", "999"], "--tokens"),
+        (["--methods", "speculative_decoding", "--model", "SMALL"], "draft"),
+        (["--dtype", "float31"], "float32"),
+    ],
+)
+def test_bad_input_is_one_line(zoo: Zoo, args: list[str], says: str) -> None:
+    args = [zoo.small if arg == "SMALL" else arg for arg in args]
+    model = [] if "--model" in args else ["--model", zoo.big]
+    tasks = [] if "--tasks" in args else ["--tasks", "edits"]
+    assert says in failed(run("bench", "--rounds", "1", *QUICK, *model, *tasks, *args))
+
+
+def test_a_file_that_is_no_result_and_options_in_the_wrong_place(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[]")
+    assert "not a result file" in failed(run("bench", "--resume", str(tmp_path / "x.json")))
+    assert run("bench", "--resume", str(tmp_path / "none.json")).exit_code == 2
+    assert run("bench", "--rounds", "2", "race").exit_code == 2
+    assert run("bench", "--resume", str(tmp_path / "x.json"), "--chapter", "speculative").exit_code == 2
+    assert "there is no command 'rce'" in run("bench", "rce").stderr

@@ -1,0 +1,111 @@
+"""The curve and its floor: what is counted as read and computed, with a clock that is wound by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.bench.fakes import Hand
+from tests.lm.small import GPT2, LLAMA, model
+from tinyspec.bench import curve
+from tinyspec.lm.config import Config
+from tinyspec.lm.feed import Call
+from tinyspec.lm.transformer import Model
+
+
+class Slow:
+    """A forward that takes 2 + k / 4 seconds, and longer each time it is not prepared for."""
+
+    def __init__(self, hand: Hand, label: str = "tinyspec", weights: int | None = 100):
+        self.hand, self.label, self.weights, self.ready = hand, label, weights, 0
+
+    def prepare(self, k: int) -> None:
+        self.hand.wind(99.0)
+        self.ready = k
+
+    def run(self, k: int) -> None:
+        assert self.ready == k
+        self.ready = 0
+        self.hand.wind(2 + k / 4)
+
+
+def meter(hand: Hand, who: str, kind: str, amount: int, seconds: Sequence[float]) -> curve.Meter:
+    taken = iter(seconds)
+    return curve.Meter(who, kind, amount, lambda: hand.wind(next(taken)))
+
+
+def measured(rounds: int = 2) -> dict[str, object]:
+    hand = Hand()
+    meters = [
+        meter(hand, "slow", "bandwidth", 400, [9.0, 4.0, 5.0]),
+        meter(hand, "fast", "bandwidth", 400, [9.0, 2.0, 1.0]),
+        meter(hand, "square", "peak", 1000, [1.0, 4.0, 2.0]),
+    ]
+    return curve.measure([Slow(hand), Slow(hand, "peer", None)], meters, rounds, hand, ks=(1, 4, 8))
+
+
+def test_preparing_is_not_timed_and_a_first_round_is_not_kept() -> None:
+    raw = measured()
+    assert raw["curves"] == {who: {"1": [2.25] * 2, "4": [3.0] * 2, "8": [4.0] * 2} for who in ("tinyspec", "peer")}
+    assert [m["seconds"] for m in raw["meters"]] == [[4.0, 5.0], [2.0, 1.0], [4.0, 2.0]]  # type: ignore[attr-defined]
+
+
+def test_a_ceiling_is_the_best_that_anybody_reached() -> None:
+    tops = curve.ceilings(measured())
+    assert tops["bandwidth"]["slow"] == 100
+    assert tops["bandwidth"]["fast"] == 400
+    assert tops["peak"] == {"square": 500}
+    assert tops["bandwidth"]["tinyspec, whole forward"] == tops["bandwidth"]["peer, whole forward"] == 100 / 2.25
+
+
+def test_the_floor_is_the_larger_of_reading_and_arithmetic() -> None:
+    config = replace(LLAMA, n_layers=1)
+    found = curve.figures(measured(), config, 4, cached=5)
+    assert (found["bandwidth"], found["peak"]) == (400, 500)
+    rows = found["curves"]["tinyspec"]["rows"]
+    for k, row in rows.items():
+        floor = max(100 / 400, curve.operations(config, int(k), 5) / 500)
+        assert row["floor"] == pytest.approx(1e3 * floor)
+        assert row["over"] == pytest.approx(row["milliseconds"] / (1e3 * floor))
+    assert rows["8"]["against_one"] == pytest.approx(4.0 / 2.25)
+    assert found["curves"]["tinyspec"]["falls"] == []
+
+
+def test_a_cost_that_falls_is_told_unless_the_spread_explains_it() -> None:
+    assert curve.falls({1: [1.0, 1.0], 2: [4.0, 4.0], 3: [3.0, 3.0], 4: [4.5, 4.5]}) == [3]
+    assert curve.falls({1: [1.0, 5.0, 9.0], 2: [0.9, 4.0, 8.0]}) == []
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2, replace(LLAMA, tied=False)])
+def test_what_a_forward_reads_and_computes(config: Config) -> None:
+    """Recounted weight by weight: every matrix is read once and multiplied by each token, tables of rows are looked up."""
+    tables = {"positions"} | (set() if config.tied else {"embed"})
+    used = {name: w for name, w in Model.random(config).weights.items() if name not in tables}
+    assert curve.weight_bytes(config, 4) == sum(w.numel() * w.element_size() for w in used.values())
+    products = sum(w.numel() for w in used.values() if w.ndim == 2)
+    attention = 2 * 2 * config.q_dim * config.n_layers * (3 * 10 + 1 + 2 + 3)  # scores and sums, over what 3 tokens see
+    assert curve.operations(config, 3, 10) == 2 * 3 * products + attention
+
+
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_our_forward_runs_exactly_k_rows_behind_the_cache(k: int) -> None:
+    forward = curve.OwnForwards(model(LLAMA, dtype=torch.float32), cached=9)
+    ledger: list[Call] = forward.session.runner.ledger
+    for _ in range(3):
+        forward.prepare(k)
+        mark = len(ledger)
+        forward.run(k)
+        assert [(call.rows, call.head_rows) for call in ledger[mark:]] == [(k, k)]
+        assert len(forward.session) == 10
+
+
+def test_the_meters_do_what_they_say() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        meters = curve.meters(Model.random(LLAMA, dtype=dtype), mebibytes=1, side=32)
+        assert {m.kind for m in meters} == {"bandwidth", "peak"}
+        assert len({(m.who, m.kind) for m in meters}) == len(meters)
+        assert all(m.amount == 2**20 for m in meters if m.kind == "bandwidth")
+        assert all(m.amount == 2 * 32**3 for m in meters if m.kind == "peak")
+        for m in meters:
+            m.work()

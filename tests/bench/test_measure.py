@@ -1,0 +1,268 @@
+"""Laws of a run: arms in turns, nothing counted twice, an interrupted run ends as one that was not interrupted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.bench.fakes import Fake, Hand, arms, jobs, noisy
+from tests.bench.fakes import settings as settled
+from tinyspec.bench import measure, tally
+from tinyspec.bench.arms import Made, balance
+from tinyspec.bench.book import Book, Sample, dumps
+from tinyspec.bench.plan import PLAIN, Settings
+from tinyspec.bench.tasks import Job
+from tinyspec.errors import TinyspecError
+
+STAMP = {"command": "tinyspec bench", "commit": "abc", "date": "2026-01-01", "machine": {"cpu": "x", "threads": 1}}
+
+
+def begun(path: Path | None = None, rounds: int = 2, asked: list[Job] | None = None) -> Book:
+    book = Book(settled(rounds), path, STAMP)
+    book.expect(asked or jobs())
+    book.references = {job.key: list(range(job.tokens)) for job in asked or jobs()}
+    return book
+
+
+def done(book: Book, hand: Hand, contestants: list[Fake], asked: list[Job] | None = None) -> Book:
+    measure.run(book, asked or jobs(), contestants, hand)
+    return book
+
+
+def reopened(path: Path) -> Book:
+    return Book.open(path, lambda _: STAMP)
+
+
+def test_every_arm_does_every_job_in_every_round_once() -> None:
+    hand = Hand()
+    contestants = arms(hand)
+    book = done(begun(), hand, contestants)
+    for arm in contestants:
+        assert arm.runs == [(job.key, round) for round in range(2) for job in jobs()]
+    assert len({sample.key for sample in book.samples}) == len(book.samples) == 2 * 3 * 3
+
+
+def test_who_goes_first_moves_on_and_everyone_does_as_often() -> None:
+    order: list[str] = []
+
+    class Noting(Fake):
+        def run(self, *args: Any) -> Made:
+            order.append(self.label)
+            return super().run(*args)
+
+    hand = Hand()
+    contestants: list[Fake] = [Noting(label, hand, noisy(label, 1.0)) for label in "abc"]
+    book = Book(Settings(tasks=("qa",), rounds=2), None, STAMP)
+    book.references = {job.key: [0] for job in jobs()}
+    measure.run(book, jobs(), contestants, hand)
+    turns = [order[i : i + 3] for i in range(0, len(order), 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    for place in range(3):
+        assert sorted(turn[place] for turn in turns) == ["a", "a", "b", "b", "c", "c"]
+    behind = {(turn[i], turn[i + 1]) for turn in turns for i in range(2)}
+    assert len(behind) == 6  # whoever is timed behind somebody is also timed before them
+
+
+def test_times_are_those_of_the_clock_and_of_nothing_else() -> None:
+    hand = Hand()
+    book = done(begun(), hand, [Fake(PLAIN, hand, lambda job, seed: 0.5)])
+    assert {sample.prefill for sample in book.samples} == {1.0}
+    assert {sample.decode for sample in book.samples} == {8 * 0.5}
+
+
+def test_warm_up_is_short_and_not_kept() -> None:
+    hand = Hand()
+    contestants = arms(hand)
+    measure.warm_up(contestants, jobs(tokens=100)[0], hand)
+    assert all(len(arm.runs) == 1 for arm in contestants)
+    assert hand.now < 100
+
+
+# ---------------------------------------------------------------------- resume
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 17), st.integers(0, 17), st.sampled_from([0, 1, 2]), st.sampled_from([0, 1, 2]))
+def test_an_interrupted_run_ends_as_one_that_was_not(first: int, second: int, who: int, then: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole = done(begun(Path(folder) / "whole.json"), hand := Hand(), arms(hand))
+        path = Path(folder) / "broken.json"
+        begun(path).save()
+        for at, arm in ((first, who), (second, then), (None, 0)):
+            hand = Hand()
+            hand.now = 1e6 * (at or 7)  # another sitting, another time of day
+            contestants = arms(hand)
+            contestants[arm].stops_at = at
+            book = reopened(path)
+            try:
+                done(book, hand, contestants)
+            except KeyboardInterrupt:
+                continue
+        assert [s._replace(prefill=0, decode=0) for s in book.samples] == [
+            s._replace(prefill=0, decode=0) for s in whole.samples
+        ]
+        assert [s.decode for s in book.samples] == pytest.approx([s.decode for s in whole.samples])
+        labels = [arm.label for arm in arms(hand)]
+        ours, theirs = (json.loads(dumps(tally.tally(b.samples, labels))) for b in (book, whole))
+        assert _rounded(ours) == _rounded(theirs)
+        assert reopened(path).samples == book.samples
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def test_what_an_interrupted_run_leaves_is_whole_turns(tmp_path: Path) -> None:
+    hand = Hand()
+    contestants = arms(hand)
+    contestants[1].stops_at = 4  # in the second round
+    book = begun(tmp_path / "r.json")
+    with pytest.raises(KeyboardInterrupt):
+        done(book, hand, contestants)
+    kept = reopened(tmp_path / "r.json")
+    assert len(kept.samples) == 4 * 3
+    assert measure.left(kept, jobs(), contestants) == 2 * 3
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    hand = Hand()
+    done(begun(tmp_path / "r.json"), hand, arms(hand))
+    before = (tmp_path / "r.json").read_text()
+    contestants = arms(hand)
+    book = reopened(tmp_path / "r.json")
+    done(book, hand, contestants)
+    assert all(arm.runs == [] for arm in contestants)
+    assert json.loads(before)["samples"] == [list(s) for s in book.samples]
+
+
+def test_more_rounds_add_to_the_file_and_change_nothing_in_it(tmp_path: Path) -> None:
+    hand = Hand()
+    first = done(begun(tmp_path / "r.json", rounds=1), hand, arms(hand)).samples
+    book = reopened(tmp_path / "r.json")
+    book.settings = book.settings.enlarged({"rounds": 3})
+    done(book, hand, arms(hand))
+    assert book.samples[: len(first)] == first
+    assert sorted({s.round for s in book.samples}) == [0, 1, 2]
+    assert len({s.key for s in book.samples}) == len(book.samples) == 3 * 3 * 3
+
+
+def test_a_sample_is_never_entered_twice() -> None:
+    hand = Hand()
+    book = done(begun(), hand, arms(hand))
+    before = list(book.samples)
+    with pytest.raises(ValueError, match="counted twice"):
+        book.add([book.samples[0]])
+    fresh = book.samples[0]._replace(round=9)
+    with pytest.raises(ValueError, match="counted twice"):
+        book.add([fresh, fresh])
+    assert book.samples == before
+    book.add([fresh])
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda r: r["samples"].append(r["samples"][0]), "counted twice"),
+        (lambda r: r["samples"].append([1, 2]), "damaged"),
+        (lambda r: r.update(version=0), "version"),
+        (lambda r: r.update(columns=["x"]), "columns"),
+        (lambda r: r.update(machine={"cpu": "y", "threads": 1}), "cpu y, now x"),
+        (lambda r: r["settings"].update(new=1), "another version"),
+        (lambda r: r.pop("samples"), "not a result file"),
+    ],
+)
+def test_a_file_that_cannot_be_resumed_says_why(tmp_path: Path, damage: Any, says: str) -> None:
+    hand = Hand()
+    done(begun(tmp_path / "r.json"), hand, arms(hand))
+    found = json.loads((tmp_path / "r.json").read_text())
+    damage(found)
+    (tmp_path / "r.json").write_text(json.dumps(found))
+    with pytest.raises(TinyspecError, match=says):
+        reopened(tmp_path / "r.json")
+
+
+def test_no_json_and_another_prompt_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text("{")
+    with pytest.raises(TinyspecError, match="not a result file"):
+        reopened(tmp_path / "r.json")
+    book = begun()
+    with pytest.raises(TinyspecError, match="another prompt now"):
+        book.expect([jobs()[0]._replace(ids=(9, 9))])
+
+
+def test_only_rounds_may_grow() -> None:
+    was = Settings(rounds=3, tokens=8)
+    assert was.enlarged({"rounds": 4, "tokens": 8}) == Settings(rounds=4, tokens=8)
+    with pytest.raises(TinyspecError, match="tokens 8, not 9"):
+        was.enlarged({"tokens": 9})
+    with pytest.raises(TinyspecError, match="only add"):
+        was.enlarged({"rounds": 2})
+    with pytest.raises(TinyspecError, match="methods"):
+        was.enlarged({"methods": ("llma",)})
+
+
+def test_a_file_tells_every_sitting_and_reads_back_as_it_was(tmp_path: Path) -> None:
+    hand = Hand()
+    book = done(begun(tmp_path / "r.json"), hand, arms(hand))
+    book.rest = {"curve": {"cached": 1}, "memory": {"llma": {"peak": 1}}}
+    book.skipped = ["x: y"]
+    book.save()
+    again = Book.open(tmp_path / "r.json", lambda _: {**STAMP, "commit": "def"})
+    assert [stamp["commit"] for stamp in again.stamps] == ["abc", "def"]
+    assert (again.rest, again.skipped, again.settings) == (book.rest, book.skipped, book.settings)
+    assert (again.samples, again.references, again.prompts) == (book.samples, book.references, book.prompts)
+    again.save()
+    assert json.loads((tmp_path / "r.json").read_text())["commit"] == "def"
+
+
+# ---------------------------------------------------------------------- books that do not balance (B41, B44)
+
+HONEST = Made(1.0, 1.0, (1, 2, 3, 4, 5, 6), 2, 0, 8, 4, 0, 0, 2.0)
+JOB = Job("qa", "0", 0, (1,), 6)
+
+
+@pytest.mark.parametrize(
+    "false",
+    [
+        HONEST._replace(accepted=6),  # the bonus is counted as accepted
+        HONEST._replace(accepted=5),  # tokens that the stop cut off are counted
+        HONEST._replace(calls=3),  # the prefill is counted as a call
+        HONEST._replace(calls=1),  # a round is forgotten
+        HONEST._replace(silent=1),
+        HONEST._replace(ids=(1, 2, 3, 4, 5)),  # another number of tokens than the other arms
+        HONEST._replace(ids=(1, 2, 3, 4, 5, 6, 7)),  # the end of text is counted by one arm only
+    ],
+)
+def test_books_that_do_not_balance_are_refused(false: Made) -> None:
+    balance(HONEST, JOB, "x")
+    with pytest.raises(RuntimeError, match="x"):
+        balance(false, JOB, "x")
+
+
+def test_tokens_are_counted_from_ids_by_one_counter() -> None:
+    """An arm cannot say how many tokens it made: it hands over ids, and chunks or texts do not enter."""
+    assert not {"tokens", "text", "chunks"} & set(Made._fields)
+    hand = Hand()
+    for sample in done(begun(), hand, arms(hand)).samples:
+        assert sample.tokens == sample.timed == 8
+
+
+def test_a_peer_whose_prefill_made_tokens_is_not_credited_with_them() -> None:
+    class Early(Fake):
+        def run(self, *args: Any) -> Made:
+            return super().run(*args)._replace(early=2)
+
+    hand = Hand()
+    sample = done(begun(), hand, [Early("transformers", hand, lambda job, seed: 0.5)]).samples[0]
+    assert (sample.tokens, sample.timed) == (8, 6)
+    assert tally.decode(sample) == sample.decode / 6
+    assert isinstance(sample, Sample)

@@ -1,0 +1,142 @@
+"""Peers on a tiny model: the same ids, as many tokens, calls counted, and clear errors."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.lm.test_gguf import CONFIG, GPT2
+from tests.zoo import TEXT, Zoo, tiny_zoo
+from tinyspec import models
+from tinyspec.bench import gguf_export, peers
+from tinyspec.bench.arms import Own, balance
+from tinyspec.bench.curve import Forwards
+from tinyspec.bench.peers import Transformers
+from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
+from tinyspec.bench.tasks import Job
+from tinyspec.errors import TinyspecError
+from tinyspec.lm import checkpoint
+from tinyspec.lm.config import Config
+from tinyspec.lm.transformer import Model
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return tiny_zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def big(zoo: Zoo) -> Model:
+    return models.load(zoo.big, dtype="float32")
+
+
+def asked(model: Model, tokens: int = 12) -> Job:
+    return Job("qa", "0", 0, tuple(model.tokenizer.encode(TEXT)[:40]), tokens)
+
+
+@pytest.mark.parametrize("label", ["transformers", "transformers:lookup=4", "transformers:assistant=SMALL:tokens=3"])
+def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(zoo: Zoo, big: Model, label: str) -> None:
+    pytest.importorskip("transformers")
+    settings = Settings(model=zoo.big, dtype="float32")
+    spec = ArmSpec.read(label.replace("SMALL", "s"))
+    spec = ArmSpec(spec.name, tuple((k, zoo.small if k == "assistant" else v) for k, v in spec.knobs))
+    (arm,) = peers.arms([spec], settings, big)
+    job = asked(big)
+    made = arm.run(job, 0, time.perf_counter)
+    plain = Own(ArmSpec(PLAIN), big, settings).run(job, 0, time.perf_counter)
+    balance(made, job, arm.label)
+    assert made.ids == plain.ids
+    assert 1 <= made.early <= job.tokens
+    assert made.nodes is not None
+    if label == "transformers":
+        assert (made.calls, made.draft_calls, made.nodes, made.early) == (12, 0, 0, 1)
+    else:
+        assert made.calls <= 12
+        assert made.nodes >= 12 - made.calls
+        assert bool(made.draft_calls) == ("assistant" in label)
+    assert arm.run(job, 0, time.perf_counter)._replace(prefill=0, decode=0) == made._replace(prefill=0, decode=0)
+    arm.close()
+
+
+def test_transformers_samples_by_seed(zoo: Zoo, big: Model) -> None:
+    pytest.importorskip("transformers")
+    (arm,) = peers.arms([ArmSpec("transformers")], Settings(model=zoo.big, dtype="float32", temperature=1.0), big)
+    texts = [arm.run(asked(big), seed, time.perf_counter).ids for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_transformers_forwards_leave_the_cache_as_it_was(zoo: Zoo, big: Model) -> None:
+    pytest.importorskip("transformers")
+    (arm,) = peers.arms([ArmSpec("transformers")], Settings(model=zoo.big, dtype="float32"), big)
+    assert isinstance(arm, Transformers)
+    forwards: Forwards = arm.forwards(20)
+    for k in (1, 5, 3):
+        forwards.prepare(k)
+        assert arm.forwards(20).cache.get_seq_length() == 20
+        forwards.run(k)
+        assert forwards.cache.get_seq_length() == 20 + k  # type: ignore[attr-defined]
+
+
+def test_a_peer_that_is_not_installed_names_the_extra(zoo: Zoo, big: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(model=zoo.big, dtype="float32")
+    for module, label in (("llama_cpp", "llama.cpp"), ("transformers", "transformers")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(TinyspecError, match=rf"{label} is not installed: pip install 'tinyspec\[peers\]'"):
+            peers.arms([ArmSpec(label)], settings, big)
+
+
+def test_a_peers_wrong_knob_is_said(zoo: Zoo, big: Model) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(TinyspecError, match="did you mean 'lookup'"):
+        peers.arms([ArmSpec.read("transformers:lokup=3")], Settings(model=zoo.big, dtype="float32"), big)
+
+
+# ---------------------------------------------------------------------- .gguf
+
+
+@pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "q8_0"])
+def test_exported_weights_read_back(config: Config, kind: str, tmp_path: Path) -> None:
+    m = Model.random(config, seed=1)
+    gguf_export.write(tmp_path / "m.gguf", m, kind)
+    parts = checkpoint.read(tmp_path / "m.gguf")
+    shape = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_positions", "norm_eps", "tied")
+    assert all(getattr(parts.config, name) == getattr(config, name) for name in shape)
+    tolerance = {"float32": 0.0, "bfloat16": 2**-8, "q8_0": 1 / 127}[kind]
+    for name, weight in m.weights.items():
+        spread = weight.abs().max() if kind == "q8_0" else weight.abs()
+        assert ((parts.weights[name] - weight).abs() <= tolerance * spread + 1e-9).all(), name
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    with pytest.raises(TinyspecError, match="q4"):
+        gguf_export.write(tmp_path / "m.gguf", Model.random(CONFIG), "q4")
+
+
+# ---------------------------------------------------------------------- llama.cpp, where it is installed
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "q8_0"])
+def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(zoo: Zoo, big: Model, kind: str) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'tinyspec[peers]'")
+    settings = Settings(model=zoo.big, dtype="float32")
+    wide = Model(big.config, dict(big.weights), big.tokenizer, "wide")
+    if kind == "q8_0" and wide.config.d_ff % 32:
+        with pytest.raises(TinyspecError, match="blocks of 32"):
+            peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, wide)
+        return
+    (arm,) = peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, wide)
+    job = asked(big)
+    made = arm.run(job, 0, time.perf_counter)
+    balance(made, job, arm.label)
+    assert made.calls == 12
+    if kind == "float32":
+        assert made.ids == Own(ArmSpec(PLAIN), big, settings).run(job, 0, time.perf_counter).ids
+    assert arm.run(job, 0, time.perf_counter).ids == made.ids
+    forwards: Forwards = arm.forwards(20)  # type: ignore[attr-defined]
+    for k in (1, 5, 3):
+        forwards.prepare(k)
+        forwards.run(k)
+    assert arm.run(job, 0, time.perf_counter).ids == made.ids
+    arm.close()

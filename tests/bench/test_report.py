@@ -1,0 +1,112 @@
+"""Tables and pictures say what the figures say; slow-downs are called slow-downs (B43)."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.bench.fakes import Hand, arms, jobs, settings
+from tests.bench.test_curve import measured
+from tests.lm.small import LLAMA
+from tinyspec.bench import curve, figures, measure, report, tally
+from tinyspec.bench.book import Book, dumps
+from tinyspec.bench.plan import PLAIN
+
+LABELS = [PLAIN, "llma", "transformers"]
+STAMP = {
+    "command": "tinyspec bench --methods llma",
+    "commit": "abc",
+    "date": "2026-01-01",
+    "machine": {"cpu": "a <CPU> & more", "cores": 2, "threads": 2, "units": ["avx2"], "torch": "2.11"},
+}
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    hand = Hand()
+    book = Book(replace(settings(), tokens=8), None, STAMP)
+    book.expect(jobs())
+    book.references = {job.key: [1] * job.tokens for job in jobs()}  # text that loops, and not what the arms write
+    measure.run(book, jobs(), arms(hand), hand)
+    book.skipped = ["medusa: needs heads"]
+    book.rest = {
+        "figures": tally.tally(book.samples, LABELS),
+        "texts": tally.texts(book.references, ()),
+        "curve_figures": curve.figures(measured(), LLAMA, 4, 5),
+        "memory": {"llma": {"peak": 3 * 2**20, "device": 0}},
+    }
+    made: dict[str, Any] = json.loads(dumps(book.as_dict()))
+    return made
+
+
+def test_every_arm_and_task_stands_in_the_tables(result: dict[str, Any]) -> None:
+    grids = list(report.grids(result))
+    assert [row[0] for row in grids[0].rows] == LABELS
+    assert grids[0].header == ["", "QA", "edits", "mean", "least"]
+    for grid in grids:
+        assert all(len(row) == len(grid.header) for row in grid.rows)
+    assert any("Times as fast as transformers" in grid.title for grid in grids)
+
+
+def test_a_slow_down_is_printed_as_one(result: dict[str, Any]) -> None:
+    first = next(report.grids(result))
+    for arm, row in zip(LABELS, first.rows, strict=True):
+        for task, cell in zip(("qa", "edits"), row[1:3], strict=True):
+            five = result["figures"]["tasks"][task][arm]["speedup"]
+            assert ("slower" in cell) == (round(five["median"], 2) < 1)
+            assert cell.startswith(f"{five['median']:.2f}")
+    assert "slower" in first.rows[1][1]
+
+
+def test_the_terminal_and_the_page_say_the_same(result: dict[str, Any]) -> None:
+    out = Console(width=240, no_color=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    out.print(report.show(result))
+    text, page = out.export_text(), report.markdown(result)
+    assert page.startswith("`tinyspec bench --methods llma`")
+    for grid in report.grids(result):
+        for row in grid.rows:
+            assert "| " + " | ".join(row) + " |" in page
+            assert all(cell in text for cell in row)
+    for line in report.notes(result):
+        assert line in page
+        assert line in text
+
+
+def test_notes_tell_what_was_left_out_loops_and_mixed_commits(result: dict[str, Any]) -> None:
+    notes = "\n".join(report.notes(result))
+    assert "left out: medusa: needs heads" in notes
+    assert "it loops" in notes
+    mixed = {**result, "sittings": [{**STAMP, "commit": "abc"}, {**STAMP, "commit": "def"}]}
+    assert any("several commits: abc, def" in note for note in report.notes(mixed))
+
+
+def test_pictures_are_whole_svgs_that_say_what_they_show(result: dict[str, Any], tmp_path: Path) -> None:
+    written = figures.write(tmp_path, result)
+    assert [path.name for path in written] == ["bench-speedups.svg", "bench-curve.svg"]
+    for path in written:
+        text = path.read_text(encoding="utf-8")
+        root = ElementTree.fromstring(text)
+        assert root.find("{http://www.w3.org/2000/svg}title") is not None
+        assert root.find("{http://www.w3.org/2000/svg}desc") is not None
+        assert "prefers-color-scheme:dark" in text
+        assert "<script" not in text
+        assert "NaN" not in text
+        wide, high = map(float, root.attrib["viewBox"].split()[2:])
+        for node in root.iter("{http://www.w3.org/2000/svg}text"):
+            assert 0 <= float(node.attrib["x"]) <= wide
+            assert 0 <= float(node.attrib["y"]) <= high
+    speedups = written[0].read_text(encoding="utf-8")
+    median = result["figures"]["tasks"]["qa"]["llma"]["speedup"]["median"]
+    assert f">{median:.2f}</text>" in speedups
+    assert 'class="slow"' in speedups
+    assert 'class="peer"' in speedups
+
+
+def test_a_run_without_a_curve_has_no_picture_of_one(result: dict[str, Any], tmp_path: Path) -> None:
+    bare = {name: value for name, value in result.items() if name != "curve_figures"}
+    assert [path.name for path in figures.write(tmp_path, bare)] == ["bench-speedups.svg"]
+    assert len(list(report.grids(bare))) == len(list(report.grids(result))) - 1
