@@ -183,6 +183,39 @@ def test_noise_hidden_in_a_closure_is_not_merged_away_and_noise_in_a_class_is_no
     accused(lambda: Decoder(P.session(), InTheClass(), walk), tokens=2, name=REPEATS)
 
 
+class Lies(NoDraft):
+    """A coin tossed in the first round, and not told to anybody, decides whether the later rounds declare a false law."""
+
+    lying: bool | None = None
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        if self.lying is None:
+            self.lying = not chance.accept(F(1, 2))
+            return TokenTree()
+        return TokenTree.chain([1], [[F(1, 3)] * 3 if self.lying else [F(0), F(1), F(0)]])
+
+
+def test_a_state_that_differs_in_one_coin_is_not_merged_with_the_state_that_behaves() -> None:
+    accused(lambda: Decoder(P.session(), Lies(), walk), tokens=2)
+
+
+class Ages(NoDraft):
+    """Proposes something else the more texts it has seen, in all of its instances: it cannot be repeated."""
+
+    age: list[int] = []  # noqa: RUF012
+
+    def extend(self, tokens: Sequence[int], scores: Any) -> None:
+        self.age.append(1)
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        return TokenTree.chain([0 if len(self.age) < 2 else 1])
+
+
+def test_a_decoder_that_changes_from_text_to_text_is_told_from_one_that_repeats_itself() -> None:
+    rows = TableModel(rows=lambda context: [1, 1, 1])
+    accused(lambda: Decoder(rows.session(), Ages(), walk), tokens=1, name=REPEATS, model=rows)
+
+
 class Counts(NoDraft):
     """Copies the last token in every other round, by a counter that nothing else shows."""
 

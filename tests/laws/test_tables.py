@@ -147,10 +147,29 @@ class Pair:
             probe.append(odd)
         return TokenTree(tokens, parents, (None,) * len(tokens), probe)
 
+    def follow(self, token: int) -> None:
+        """The view guesses behind its trunk, the session verifies some of it, and the view looks at the rest again."""
+        guess = [*self.views[0].text[len(self.real) :], token] if len(self.views[0]) >= len(self.real) else [token]
+        self.compare(self.both("score", TokenTree.chain([token]), (L,), on_view=True), L)
+        kept = self.rng.randint(0, len(guess))
+        if self.both("score", TokenTree.chain(guess[:kept])) is not None:
+            self.both("commit", tuple(range(kept)), None)
+            left = guess[kept:] if len(self.views[0]) == len(self.real) else []
+            self.compare(self.both("score", TokenTree.chain(left), (L,), on_view=True), L)
+        self.tree = None
+
+    def copy_up(self) -> None:
+        """Keys of tokens that left early are made from their exit; a transformer may have let go of the states there."""
+        try:
+            self.real.fill("copy")
+        except ValueError:
+            return
+        self.table.fill("copy")
+
     def step(self) -> None:
         rng, text = self.rng, [self.rng.randrange(V) for _ in range(self.rng.randint(1, 2))]
         act = rng.choice(["extend", "append", "score", "score", "commit", "advance", "rewind", "fill", "fork", "watch",
-                          "view", "view", "view commit", "view rewind", "view append"])  # fmt: skip
+                          "view", "view", "view commit", "view rewind", "view append", "follow", "copy"])  # fmt: skip
         tap = rng.choice((L, L, 1))
         if act == "extend":
             self.compare(self.both("extend", text, (tap,)), tap)
@@ -196,6 +215,10 @@ class Pair:
             self.both("rewind", rng.randint(0, len(self.views[0])), on_view=True)
         elif act == "view append":
             self.both("append", text, on_view=True)
+        elif act == "follow" and len(self.real):
+            self.follow(rng.randrange(V))
+        elif act == "copy" and len(self.real):
+            self.copy_up()
         assert self.real.text == self.table.text
         assert self.views[0].text == self.views[1].text
         assert len(self.views[0]) == len(self.views[1])

@@ -66,14 +66,14 @@ def law(
     joint = Law()
     waiting: dict[Any, tuple[list[Choice], Any]] = {b"": ([], 1)}  # state -> (choices that lead there, probability)
     done = 0
-    first: list[Choice] | None = None
+    first: tuple[list[Choice], Text, Any] | None = None
     while waiting:
         ahead: dict[Any, tuple[list[Choice], Any]] = {}
         for choices, probability in waiting.values():
             joint.states += 1
             for (decoder, before), after, taken in _walk(partial(_play, factory, prompt, done), choices):
                 joint.branches += 1
-                first = taken if first is None else first
+                first = first or (taken, tuple(decoder.context), after)
                 mass = probability * (after / before)
                 if decoder.finished or len(decoder.new) >= tokens or done + 1 == rounds:
                     text = tuple(decoder.new[:tokens])
@@ -83,7 +83,10 @@ def law(
                 known = ahead.get(key)
                 ahead[key] = (taken, mass) if known is None else (known[0], known[1] + mass)
         waiting, done = ahead, done + 1
-    next(iter(_walk(partial(_play, factory, prompt, 0), first or [])))  # as at the start
+    if first is not None:  # the first branch again, now that all others have been walked
+        (decoder, _), after, _ = next(iter(_walk(partial(_play, factory, prompt, 0), first[0])))
+        if (tuple(decoder.context), after) != first[1:]:
+            accuse(REPEATS, first[1:], (tuple(decoder.context), after), choices_so_far=[at for at, _ in first[0]])
     if _global_noise() != noise:
         accuse(
             QUIET, "random, numpy.random and torch as they were", "a global random state was used", prompt=tuple(prompt)
