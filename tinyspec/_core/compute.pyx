@@ -9,6 +9,9 @@ what it sees alone: not on the rows beside it, the threads, the slots, or how a 
 from libc.stdint cimport uint16_t
 from libc.stdlib cimport calloc, free, malloc
 
+import platform
+import sys
+
 
 cdef extern from "compute.h" nogil:
     int BLOCK
@@ -60,19 +63,35 @@ cdef extern from "compute.h" nogil:
         int threads
 
     float widen(uint16_t h)
-    const Kernel *kernel_best()
     const Kernel *kernel_named(const char *name)
+    int kernel_sound(const Kernel *kernel)
     int compute_product(How how, const Matrix *w, const float *x, int rows, float *y)
     int compute_layers(How how, const Stack *s, int first, int last, const Row *row, int rows, Sight sight, int mute, float *x)
     int compute_head(How how, const Stack *s, const float *x, int rows, float *normed, float *logits)
 
 
-cdef const Kernel *chosen = kernel_best()
+cdef const Kernel *chosen = kernel_named(b"portable")
 
 
 def kernels():
     """Names of the kernels this processor can run, the best first."""
-    return [name for name in ("avx512", "avx2", "portable") if kernel_named(name.encode()) != NULL]
+    return [name for name in ("avx512bf16", "avx512", "avx2", "portable") if kernel_named(name.encode()) != NULL]
+
+
+def sound(str name):
+    """Whether a kernel computes what the portable one does, on a tiny product whose sums are exact in any order."""
+    return bool(kernel_sound(kernel_named(name.encode())))
+
+
+def best(sound=sound, str machine=platform.machine()):
+    """The first kernel that is sound. Says on stderr what is slower than it could be."""
+    for name in kernels():
+        if sound(name):
+            break
+        print(f"tinyspec: the {name} kernels compute nonsense on this machine, others are used", file=sys.stderr)
+    if name == "portable" and machine in ("x86_64", "AMD64"):
+        print("tinyspec: no AVX2 that can be used: the portable kernels are several times slower", file=sys.stderr)
+    return name
 
 
 def kernel():
@@ -81,12 +100,17 @@ def kernel():
 
 
 def use(str name):
-    """Use another kernel from now on (tests and benchmarks do). Raises ValueError where this processor lacks it."""
+    """Use another kernel from now on (tests and benchmarks do). Raises ValueError where this processor lacks it.
+
+    Two kernels round differently: what one has put into a cache is no continuation for the other."""
     global chosen
     cdef const Kernel *found = kernel_named(name.encode())
     if found == NULL:
         raise ValueError(f"this processor has no kernel '{name}': it has {', '.join(kernels())}")
     chosen = found
+
+
+use(best())
 
 
 cdef class Packed:

@@ -56,19 +56,19 @@ int team_take(Team *team, int counter, int step); /* the next `step` numbers of 
 void team_reset(Team *team, int counter);         /* by one thread, where no other takes from it */
 int team_size(const Team *team);
 
-/* ---- kernels, chosen once for this processor */
+/* ---- kernels.c: one for each kind of processor. Blocks first..last-1 of y = x W' [+ y] + bias for rows of x, [rows, ldx]. */
 typedef struct {
     const char *name;
-    int rows;     /* rows of a slab */
-    int rounds_x; /* the bfloat16 product reads its rows as bfloat16 */
-    void (*product)(const Matrix *w, int first, int last, const float *x, int ldx, int rows, float *y, int ldy, int add,
-                    uint16_t *scratch);
+    void (*product)(const Matrix *w, int first, int last, const float *x, int ldx, int rows, float *y, int ldy, int add);
+    /* The same for a bfloat16 matrix and rows rounded to bfloat16; NULL where the processor cannot multiply these. */
+    void (*product_rounded)(const Matrix *w, int first, int last, const uint16_t *x, int ldx, int rows, float *y, int ldy,
+                            int add);
     void (*attend)(const Stack *s, const Row *row, int layer, int head, const int *seen, int prefix, int extra,
                    const float *q, float *out, float *scores);
     void (*activate)(float *h, const float *up, int n, int silu); /* h = f(h) [* up] */
 } Kernel;
-const Kernel *kernel_best(void);
 const Kernel *kernel_named(const char *name); /* NULL: not on this processor */
+int kernel_sound(const Kernel *kernel);       /* whether it computes what the portable one does */
 
 /* ---- layers.c: y = x W' + b for rows (the head, and `linear` alone); sublayers first..last-1 over rows x [rows, d] */
 typedef struct {

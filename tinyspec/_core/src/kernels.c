@@ -29,8 +29,17 @@ static inline V4 max4(V4 a, V4 b) {
 }
 enum { AHEAD = 16 }; /* inputs whose weights are asked for before they are needed */
 
+/* What has been summed for rows and a few neighbouring blocks, [rows][wide][BLOCK], goes to y: plus bias, plus what stands there. */
+static void put(const Matrix *w, int block, int wide, const float *sums, int rows, float *y, int ldy, int add) {
+    const int at = block * BLOCK, n = w->out - at < wide * BLOCK ? w->out - at : wide * BLOCK;
+    for (int k = 0; k < rows; k++, sums += wide * BLOCK, y += ldy)
+        for (int o = 0; o < n; o++) {
+            const float v = w->bias ? sums[o] + w->bias[at + o] : sums[o];
+            y[at + o] = add ? y[at + o] + v : v;
+        }
+}
+
 #define SUFFIX _plain
-#define NAME "portable"
 #define TARGET
 #define VEC 4
 #define V V4
@@ -43,7 +52,7 @@ enum { AHEAD = 16 }; /* inputs whose weights are asked for before they are neede
 #define MOST 6
 #else
 #define FMA(a, b, c) ((a) * (b) + (c))
-#define MOST 6
+#define MOST 3 /* sixteen registers of four floats */
 #endif
 #define ADD(a, b) ((a) + (b))
 #define MAX(a, b) max4(a, b)
@@ -54,19 +63,25 @@ enum { AHEAD = 16 }; /* inputs whose weights are asked for before they are neede
 #define ODD(p) odd4(p)
 #define SOME(k) ((k) == 1 ? 2 : 1)
 #include "slab.h"
+#include "attend.h"
+static const Kernel portable = {"portable", product_plain, NULL, attend_plain, activate_plain};
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#ifndef WIDE_INTRINSICS /* a test may bring an emulation of the wide ones */
 #include <immintrin.h>
-#endif
 
 static inline __attribute__((always_inline, target("avx2,fma"))) float total8(__m256 v) {
     __m128 a = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     a = _mm_add_ps(a, _mm_movehl_ps(a, a));
     return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
 }
+static const uint32_t upper[8] = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
+static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(const uint16_t *p) {
+    const void *mask = upper; /* stays in memory: six rows leave no register for it */
+    __asm__ volatile("" : "+r"(mask));
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)mask)));
+}
 #define SUFFIX _avx2
-#define NAME "avx2"
 #define TARGET __attribute__((target("avx2,fma")))
 #define VEC 8
 #define V __m256
@@ -80,18 +95,15 @@ static inline __attribute__((always_inline, target("avx2,fma"))) float total8(__
 #define CHAINS 4
 #define HALF(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define EVEN(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)(p)), 16))
-#define ODD(p) \
-    _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *)(p)), _mm256_set1_epi32((int)0xffff0000)))
+#define ODD(p) odd8(p)
 #define SOME(k) ((k) == 1 ? 4 : (k) <= 3 ? 2 : 1)
 #define MOST 6
 #include "slab.h"
+#include "attend.h"
+static const Kernel avx2 = {"avx2", product_avx2, NULL, attend_avx2, activate_avx2};
 
-#ifndef WIDE_TARGET
-#define WIDE_TARGET __attribute__((target("avx512f,avx512bw,avx2,fma")))
-#endif
 #define SUFFIX _avx512
-#define NAME "avx512"
-#define TARGET WIDE_TARGET
+#define TARGET __attribute__((target("avx512f,avx512bw,avx2,fma")))
 #define VEC 16
 #define V __m512
 #define LOAD(p) _mm512_loadu_ps(p)
@@ -109,20 +121,69 @@ static inline __attribute__((always_inline, target("avx2,fma"))) float total8(__
 #define SOME(k) ((k) <= 2 ? 4 : 2)
 #define MOST 12
 #include "slab.h"
+#include "attend.h"
+static const Kernel avx512 = {"avx512", product_avx512, NULL, attend_avx512, activate_avx512};
+
+/* Where the processor multiplies pairs of bfloat16 and adds both products to a float, a bfloat16 matrix takes half the steps.
+ * Its rows are rounded to bfloat16 first; all else is as above. */
+#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 11
+#define HAS_DOT 1
+#define SUFFIX _avx512bf16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512bf16,avx2,fma")))
+#define VEC 16
+#define V __m512
+#define STORE(p, v) _mm512_storeu_ps(p, v)
+#define SET(x) _mm512_set1_ps(x)
+static inline __attribute__((always_inline)) TARGET __m512 dot(__m512 sum, const uint16_t *weights, const uint16_t *pair) {
+    int both;
+    memcpy(&both, pair, sizeof both);
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512((const void *)weights), (__m512bh)_mm512_set1_epi32(both));
+}
+#define DOT(sum, weights, pair) dot(sum, weights, pair)
+#define SOME(k) ((k) <= 2 ? 4 : 2)
+#define MOST 12
+#include "slab.h"
+static const Kernel avx512bf16 = {"avx512bf16", product_avx512, product_avx512bf16, attend_avx512, activate_avx512};
+#endif
+#endif
+
+#ifndef SUPPORTS /* an emulation says yes to all */
+#define SUPPORTS(feature) __builtin_cpu_supports(feature)
 #endif
 
 const Kernel *kernel_named(const char *name) {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
-    if (!strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) return &kernel_avx512;
-    if (!strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kernel_avx2;
+    const int wide = SUPPORTS("avx512f") && SUPPORTS("avx512bw");
+#ifdef HAS_DOT
+    if (!strcmp(name, "avx512bf16") && wide && SUPPORTS("avx512bf16")) return &avx512bf16;
 #endif
-    return strcmp(name, "portable") ? NULL : &kernel_plain;
+    if (!strcmp(name, "avx512") && wide) return &avx512;
+    if (!strcmp(name, "avx2") && SUPPORTS("avx2") && SUPPORTS("fma")) return &avx2;
+#endif
+    return strcmp(name, "portable") ? NULL : &portable;
 }
 
-const Kernel *kernel_best(void) {
-    static const char *const best_first[] = {"avx512", "avx2", "portable"};
-    const Kernel *found = NULL;
-    for (int i = 0; !found; i++) found = kernel_named(best_first[i]);
-    return found;
+/* Small numbers, whose products and sums are exact in float and bfloat16 whatever the order: any sound kernel gives the same. */
+int kernel_sound(const Kernel *kernel) {
+    enum { ROWS = 13, IN = 10, OUT = 70, ALL = (OUT + BLOCK - 1) / BLOCK * BLOCK * IN };
+    float weights[ALL], x[ROWS * IN], bias[OUT], expected[ROWS * OUT], got[ROWS * OUT];
+    uint16_t halves[ALL], rounded[ROWS * IN];
+    for (int i = 0; i < ALL; i++) halves[i] = narrow(weights[i] = (float)(i * 7 % 11 - 5) / 8);
+    for (int i = 0; i < ROWS * IN; i++) rounded[i] = narrow(x[i] = (float)(i * 5 % 13 - 6) / 4);
+    for (int i = 0; i < OUT; i++) bias[i] = (float)(i % 5);
+    for (int half = 0; half < 2; half++) {
+        const Matrix w = {half ? (const void *)halves : weights, bias, OUT, IN, half};
+        const int blocks = (OUT + BLOCK - 1) / BLOCK;
+        for (int rows = 1; rows <= ROWS; rows++) {
+            for (int i = 0; i < ROWS * OUT; i++) expected[i] = got[i] = (float)i;
+            portable.product(&w, 0, blocks, x, IN, rows, expected, OUT, 1);
+            if (half && kernel->product_rounded)
+                kernel->product_rounded(&w, 0, blocks, rounded, IN, rows, got, OUT, 1);
+            else
+                kernel->product(&w, 0, blocks, x, IN, rows, got, OUT, 1);
+            if (memcmp(expected, got, sizeof got)) return 0;
+        }
+    }
+    return 1;
 }

@@ -17,6 +17,8 @@ typedef struct {
     Sight sight;
     float *x, *normed, *wide, *mixed, *scores; /* scores: [threads][room] */
     size_t room;
+    uint16_t *rounded; /* [threads][broad], or NULL */
+    size_t broad;
 } Pass;
 
 enum { PIECE = 8, COLUMNS = 256 }; /* blocks of outputs, and columns to activate, that a thread takes at a time */
@@ -29,13 +31,28 @@ static int phase(Team *team, int thread, int *number) {
     return counter;
 }
 
+/* Numbers that a thread needs room for to round rows to bfloat16; 0: this kernel takes them as they are. */
+static size_t rounds(const Kernel *kernel, const Matrix *w, size_t rows) {
+    return kernel->product_rounded && w->half ? rows * (size_t)w->in : 0;
+}
+
+/* y = x W' [+ y] + bias. Each thread rounds all rows for itself: that costs less than one more barrier. */
 static void product(const Kernel *kernel, Team *team, int counter, const Matrix *w, const float *x, int ldx,
-                    int rows, float *y, int add) {
+                    int rows, float *y, int add, uint16_t *rounded) {
     int blocks = (w->out + BLOCK - 1) / BLOCK;
     int piece = blocks / (4 * team_size(team)) & ~3; /* a few pieces a thread, whole groups of blocks */
     piece = piece < 4 ? 4 : piece > PIECE ? PIECE : piece;
-    for (int at; (at = team_take(team, counter, piece)) < blocks;)
-        kernel->product(w, at, at + piece < blocks ? at + piece : blocks, x, ldx, rows, y, w->out, add, NULL);
+    const int narrowed = rounds(kernel, w, 1) != 0;
+    if (narrowed)
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < w->in; i++) rounded[(size_t)r * w->in + i] = narrow(x[(size_t)r * ldx + i]);
+    for (int at; (at = team_take(team, counter, piece)) < blocks;) {
+        const int end = at + piece < blocks ? at + piece : blocks;
+        if (narrowed)
+            kernel->product_rounded(w, at, end, rounded, w->in, rows, y, w->out, add);
+        else
+            kernel->product(w, at, end, x, ldx, rows, y, w->out, add);
+    }
 }
 
 static void norm_row(const Stack *s, const Norm *norm, const float *x, float *y) {
@@ -105,6 +122,7 @@ static void attention(const Pass *p, Team *team, int thread, int counter, int la
 static void run(void *what, Team *team, int thread) {
     const Pass *p = what;
     const Stack *s = p->s;
+    uint16_t *rounded = p->rounded ? p->rounded + (size_t)thread * p->broad : NULL;
     int number = 0;
     for (int base = 0; base < p->rows; base += TILE) {
         const int rows = p->rows - base < TILE ? p->rows - base : TILE;
@@ -114,7 +132,7 @@ static void run(void *what, Team *team, int thread) {
             if (sub % 2 && p->mute) continue;
             norms(s, team, phase(team, thread, &number), sub % 2 ? &layer->norm2 : &layer->norm1, x, rows, p->normed);
             const Matrix *enter = sub % 2 ? &layer->up : &layer->qkv;
-            product(p->kernel, team, phase(team, thread, &number), enter, p->normed, s->d, rows, p->wide, 0);
+            product(p->kernel, team, phase(team, thread, &number), enter, p->normed, s->d, rows, p->wide, 0, rounded);
             int counter = phase(team, thread, &number);
             if (sub % 2) {
                 const int pieces = (s->hidden + COLUMNS - 1) / COLUMNS;
@@ -131,7 +149,7 @@ static void run(void *what, Team *team, int thread) {
             }
             const Matrix *leave = sub % 2 ? &layer->down : &layer->out;
             product(p->kernel, team, phase(team, thread, &number), leave, sub % 2 ? p->wide : p->mixed,
-                    sub % 2 ? enter->out : leave->in, rows, x, 1);
+                    sub % 2 ? enter->out : leave->in, rows, x, 1, rounded);
         }
     }
 }
@@ -146,39 +164,66 @@ int compute_layers(How how, const Stack *s, int first, int last, const Row *row,
         most = n > most ? n : most;
     }
     const size_t room = most * (size_t)(s->heads / s->shared) + BLOCK; /* threads write to different cache lines */
+    size_t broad = 0;
+    for (int i = 0; i < s->layers; i++) {
+        const Matrix *const each[] = {&s->layer[i].qkv, &s->layer[i].out, &s->layer[i].up, &s->layer[i].down};
+        for (int m = 0; m < 4; m++) broad = rounds(how.kernel, each[m], tile) > broad ? rounds(how.kernel, each[m], tile) : broad;
+    }
     float *all = malloc((tile * ((size_t)s->d + wide + mixed) + (size_t)how.threads * room) * sizeof(float));
-    if (!all) return -1;
+    uint16_t *rounded = broad ? malloc((size_t)how.threads * broad * sizeof(uint16_t)) : NULL;
+    if (!all || (broad && !rounded)) {
+        free(all);
+        free(rounded);
+        return -1;
+    }
     float *w = all + tile * (size_t)s->d, *m = w + tile * wide;
-    Pass pass = {how.kernel, s, first, last, rows, mute, row, sight, x, all, w, m, m + tile * mixed, room};
+    Pass pass = {how.kernel, s, first, last, rows, mute, row, sight, x, all, w, m, m + tile * mixed, room, rounded, broad};
     team_run(how.threads, run, &pass);
     free(all);
+    free(rounded);
     return 0;
 }
 
 typedef struct {
     const Kernel *kernel;
-    const Stack *s;
+    const Stack *s; /* NULL: no norm */
     const Matrix *w;
     const float *x;
     int rows;
-    float *normed, *y;
+    float *normed, *y; /* y NULL: the norm alone */
+    uint16_t *rounded;
 } Single;
 
 static void run_single(void *what, Team *team, int thread) {
     const Single *p = what;
+    const size_t broad = rounds(p->kernel, p->w, TILE);
+    uint16_t *rounded = broad ? p->rounded + (size_t)thread * broad : NULL;
     int number = 0;
-    if (p->s) norms(p->s, team, phase(team, thread, &number), &p->s->final, p->x, p->rows, p->normed);
-    if (p->y) product(p->kernel, team, phase(team, thread, &number), p->w, p->s ? p->normed : p->x, p->w->in, p->rows, p->y, 0);
+    for (int base = 0; base < p->rows; base += TILE) {
+        const int rows = p->rows - base < TILE ? p->rows - base : TILE;
+        const float *x = p->x + (size_t)base * p->w->in;
+        float *normed = p->s ? p->normed + (size_t)base * p->w->in : NULL;
+        if (p->s) norms(p->s, team, phase(team, thread, &number), &p->s->final, x, rows, normed);
+        if (p->y)
+            product(p->kernel, team, phase(team, thread, &number), p->w, p->s ? normed : x, p->w->in, rows,
+                    p->y + (size_t)base * p->w->out, 0, rounded);
+    }
+}
+
+static int run_alone(How how, const Stack *s, const Matrix *w, const float *x, int rows, float *normed, float *y) {
+    const size_t broad = rounds(how.kernel, w, TILE);
+    uint16_t *rounded = broad ? malloc((size_t)how.threads * broad * sizeof(uint16_t)) : NULL;
+    if (broad && !rounded) return -1;
+    Single job = {how.kernel, s, w, x, rows, normed, y, rounded};
+    team_run(how.threads, run_single, &job);
+    free(rounded);
+    return 0;
 }
 
 int compute_product(How how, const Matrix *w, const float *x, int rows, float *y) {
-    Single job = {how.kernel, NULL, w, x, rows, NULL, y};
-    team_run(how.threads, run_single, &job);
-    return 0;
+    return run_alone(how, NULL, w, x, rows, NULL, y);
 }
 
 int compute_head(How how, const Stack *s, const float *x, int rows, float *normed, float *logits) {
-    Single job = {how.kernel, s, &s->head, x, rows, normed, logits};
-    team_run(how.threads, run_single, &job);
-    return 0;
+    return run_alone(how, s, &s->head, x, rows, normed, logits);
 }
