@@ -41,7 +41,7 @@ def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(zoo: Zoo, 
     settings = Settings(model=zoo.big, dtype="float32")
     spec = ArmSpec.read(label.replace("SMALL", "s"))
     spec = ArmSpec(spec.name, tuple((k, zoo.small if k == "assistant" else v) for k, v in spec.knobs))
-    (arm,) = peers.arms([spec], settings, big)
+    (arm,) = peers.arms([spec], settings, big, 96)
     job = asked(big)
     made = arm.run(job, 0, time.perf_counter)
     plain = Own(ArmSpec(PLAIN), big, settings).run(job, 0, time.perf_counter)
@@ -61,14 +61,14 @@ def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(zoo: Zoo, 
 
 def test_transformers_samples_by_seed(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
-    (arm,) = peers.arms([ArmSpec("transformers")], Settings(model=zoo.big, dtype="float32", temperature=1.0), big)
+    (arm,) = peers.arms([ArmSpec("transformers")], Settings(model=zoo.big, dtype="float32", temperature=1.0), big, 96)
     texts = [arm.run(asked(big), seed, time.perf_counter).ids for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_transformers_forwards_leave_the_cache_as_it_was(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
-    (arm,) = peers.arms([ArmSpec("transformers")], Settings(model=zoo.big, dtype="float32"), big)
+    (arm,) = peers.arms([ArmSpec("transformers")], Settings(model=zoo.big, dtype="float32"), big, 96)
     assert isinstance(arm, Transformers)
     forwards: Forwards = arm.forwards(20)
     for k in (1, 5, 3):
@@ -83,13 +83,13 @@ def test_a_peer_that_is_not_installed_names_the_extra(zoo: Zoo, big: Model, monk
     for module, label in (("llama_cpp", "llama.cpp"), ("transformers", "transformers")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(TinyspecError, match=rf"{label} is not installed: pip install 'tinyspec\[peers\]'"):
-            peers.arms([ArmSpec(label)], settings, big)
+            peers.arms([ArmSpec(label)], settings, big, 96)
 
 
 def test_a_peers_wrong_knob_is_said(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(TinyspecError, match="did you mean 'lookup'"):
-        peers.arms([ArmSpec.read("transformers:lokup=3")], Settings(model=zoo.big, dtype="float32"), big)
+        peers.arms([ArmSpec.read("transformers:lokup=3")], Settings(model=zoo.big, dtype="float32"), big, 96)
 
 
 # ---------------------------------------------------------------------- .gguf
@@ -124,9 +124,9 @@ def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(zoo: Zoo, big: M
     wide = Model(big.config, dict(big.weights), big.tokenizer, "wide")
     if kind == "q8_0" and wide.config.d_ff % 32:
         with pytest.raises(TinyspecError, match="blocks of 32"):
-            peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, wide)
+            peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, wide, 96)
         return
-    (arm,) = peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, wide)
+    (arm,) = peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, wide, 96)
     job = asked(big)
     made = arm.run(job, 0, time.perf_counter)
     balance(made, job, arm.label)

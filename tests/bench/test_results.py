@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from tinyspec.bench import tally
+from tinyspec.bench.book import Sample, dumps
 from tinyspec.bench.harness import interleaved, ratio, save, spread
+from tinyspec.bench.plan import Settings
 
 RESULTS = sorted((Path(__file__).parent.parent.parent / "tutorials" / "results").glob("*.json"))
 
@@ -67,6 +70,19 @@ def test_a_peer_result_passes_by_its_own_rule(path: Path) -> None:
     assert result["mismatches"] == len(wrong)
     assert result["passed"] == (all(m["gap"] < result["gap"] for m in wrong) and len(wrong) <= 0.01 * result["tokens"])
     assert result["passed"]
+
+
+@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("bench")], ids=lambda p: p.name)
+def test_the_figures_of_a_run_follow_from_its_samples(path: Path) -> None:
+    result = load(path)
+    samples = [Sample(*row) for row in result["samples"]]
+    assert len({sample.key for sample in samples}) == len(samples)
+    labels = [arm.label for arm in Settings.from_dict(result["settings"]).arms]
+    assert json.loads(dumps(tally.tally(samples, labels))) == result["figures"]
+    for sample in samples:
+        assert sample.tokens == result["prompts"][sample.job][2]
+        if sample.accepted is not None:
+            assert sample.tokens == sample.accepted + sample.calls - (sample.silent or 0)
 
 
 def test_arms_are_interleaved_and_the_order_turns_round() -> None:

@@ -169,11 +169,10 @@ def own_arms(settings: Settings, model: Model, draft: Model | None) -> list[Arm]
 def chapter(name: str, settings: Settings, model: Model, draft: Model | None, job: Job) -> tuple[list[str], list[str]]:
     """The techniques of a chapter that can run on this model, and of the others what each lacks, in words."""
     can, cannot = list[str](), list[str]()
+    short = job._replace(ids=job.ids[-16:], tokens=min(job.tokens, 2))
     for method in methods_of(name):
         try:
-            Own(ArmSpec(method), model, settings, draft).run(
-                job._replace(tokens=min(job.tokens, 2)), 0, time.perf_counter
-            )
+            Own(ArmSpec(method), model, settings, draft).run(short, 0, time.perf_counter)
             can.append(method)
         except TinyspecError as error:
             cannot.append(f"{method}: {error}")

@@ -22,7 +22,6 @@ from tinyspec.errors import TinyspecError, nearest
 from tinyspec.lm.transformer import Model
 
 BATCH = 512  # tokens of a prompt that it reads together
-SPARE = 64  # cache slots beyond the context: the curve's rows
 _silence: list[Any] = []  # what C calls instead of writing a log: kept, for it is called later
 
 
@@ -57,9 +56,9 @@ def export(spec: ArmSpec, settings: Settings, model: Model, folder: Path) -> Pat
 
 
 class Llama:
-    """A model and a context of llama.cpp, from a .gguf file that may go once it is loaded."""
+    """A model and a context of llama.cpp for `room` tokens, from a .gguf file that may go once it is loaded."""
 
-    def __init__(self, spec: ArmSpec, settings: Settings, path: Path):
+    def __init__(self, spec: ArmSpec, settings: Settings, path: Path, room: int):
         self.label, self.lib, self.warp = spec.label, library(), (settings.temperature, settings.top_p)
         how = self.lib.llama_model_default_params()
         how.use_mmap, how.n_gpu_layers = False, 0
@@ -67,7 +66,7 @@ class Llama:
         if not self.model:
             raise TinyspecError(f"llama.cpp does not load {settings.model}: it may not know this architecture")
         how = self.lib.llama_context_default_params()
-        how.n_ctx = self.lib.llama_model_n_ctx_train(self.model) + SPARE
+        how.n_ctx = room
         how.n_batch = how.n_ubatch = BATCH
         how.n_threads = how.n_threads_batch = torch.get_num_threads()
         how.no_perf = True
@@ -78,10 +77,10 @@ class Llama:
         self.weights: int | None = int(self.lib.llama_model_size(self.model))
 
     @classmethod
-    def of(cls, spec: ArmSpec, settings: Settings, model: Model) -> "Llama":
+    def of(cls, spec: ArmSpec, settings: Settings, model: Model, room: int) -> "Llama":
         """From a model of ours."""
         with tempfile.TemporaryDirectory() as folder:
-            return cls(spec, settings, export(spec, settings, model, Path(folder)))
+            return cls(spec, settings, export(spec, settings, model, Path(folder)), room)
 
     def run(self, job: Job, seed: int, clock: Clock) -> Made:
         """Its own loop: forward, sample, forward."""

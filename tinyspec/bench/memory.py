@@ -48,7 +48,7 @@ def hold() -> None:
         torch.set_num_threads(settings.threads)
     arm: arms.Arm
     if spec.name == "llama.cpp":
-        arm = llamacpp.Llama(spec, settings, Path(asked["file"]))
+        arm = llamacpp.Llama(spec, settings, Path(asked["file"]), len(job.ids) + job.tokens)
     elif spec.peer:
         arm = peers.Transformers(spec, peers.loaded(settings.model, settings), settings)
     else:

@@ -24,15 +24,16 @@ from tinyspec.lm.transformer import Model
 KNOBS = ("lookup", "ngram", "assistant", "tokens")
 
 
-def arms(specs: list[ArmSpec], settings: Settings, model: Model) -> list[Arm]:
-    """The peers of a run. TinyspecError, in one line, for one that is not installed or a knob that it does not have."""
+def arms(specs: list[ArmSpec], settings: Settings, model: Model, room: int) -> list[Arm]:
+    """The peers of a run, with room for so many tokens. TinyspecError, in one line, for one that is not installed, or a knob
+    that it does not have."""
     made: list[Arm] = []
     theirs: Any = None
     for spec in specs:
         if spec.name == "llama.cpp":
             from tinyspec.bench.llamacpp import Llama
 
-            made.append(Llama.of(spec, settings, model))
+            made.append(Llama.of(spec, settings, model, room))
             continue
         theirs = theirs or loaded(settings.model, settings, model)
         made.append(Transformers(spec, theirs, settings))

@@ -59,7 +59,8 @@ def bench(
         can, book.skipped = own.chapter(chapter, book.settings, model, draft, jobs[0])
         book.settings = replace(book.settings, methods=tuple(dict.fromkeys([*book.settings.methods, *can])))
     contestants = own.own_arms(book.settings, model, draft)
-    contestants += peers.arms([spec for spec in book.settings.arms if spec.peer], book.settings, model)
+    room = max(curve.CACHED + max(curve.KS), *(len(job.ids) + job.tokens for job in jobs)) + 1
+    contestants += peers.arms([spec for spec in book.settings.arms if spec.peer], book.settings, model, room)
     try:
         measure.warm_up(contestants, jobs[0], clock)
         if curves and "curve" not in book.rest:
@@ -115,7 +116,7 @@ def costs(model: Model, arms: Sequence[Arm], clock: Clock, quiet: bool) -> dict[
         if made is not None:
             forwards.setdefault(made.label, made)
     every = [curve.OwnForwards(model, cached), *forwards.values()]
-    meters = curve.meters(model)
+    meters = curve.meters(model, *((256, 1024) if model.device.type == "cpu" else (2048, 8192)))
     steps = (CURVE_ROUNDS + 1) * (len(every) * len(curve.KS) + len(meters))
     with progress("cost curve and ceilings", steps, quiet) as tick:
         raw = curve.measure(every, meters, CURVE_ROUNDS, clock, tick)

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tinyspec.bench import report
+
 
 def load(folder: Path, name: str) -> dict[str, Any]:
     """One committed result."""
@@ -108,6 +110,8 @@ def text(folder: Path) -> str:
     ]
     if (folder / "peer.json").exists():  # takes minutes, so it may be measured on its own
         lines += ["", equality(load(folder, "peer"))]
+    if (folder / "bench.json").exists():
+        lines += ["", "**All methods and peers**", "", report.markdown(load(folder, "bench")).rstrip()]
     return "\n".join(lines)
 
 
