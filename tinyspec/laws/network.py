@@ -34,11 +34,3 @@ def network(seed: int, vocabulary: int = 4, layers: int = 3) -> Model:
 def greedy(row: Sequence[Any]) -> int:
     """The likeliest token, the lowest id of equals."""
     return max(range(len(row)), key=lambda token: (row[token], -token))
-
-
-def says(model: Model, prompt: Sequence[int], tokens: int) -> list[int]:
-    """What plain greedy decoding adds to a prompt, one dense pass a token."""
-    text = list(prompt)
-    for _ in range(tokens):
-        text.append(greedy(model.logits(text)[-1].tolist()))
-    return text[len(prompt) :]
