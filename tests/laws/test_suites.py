@@ -20,6 +20,7 @@ from tinyspec.laws.accused import Accused, Evidence
 from tinyspec.laws.adversaries import GREEDY
 from tinyspec.laws.exact import JOINT
 from tinyspec.laws.knobs import COST, ladder
+from tinyspec.laws.parts import Siblings
 from tinyspec.laws.pathwise import PATHS, race_law
 from tinyspec.laws.prove import (
     CI,
@@ -34,6 +35,7 @@ from tinyspec.laws.prove import (
 from tinyspec.laws.stage import small
 from tinyspec.laws.suites import ROUND, cases
 from tinyspec.lm.plan import Plan
+from tinyspec.lm.session import Session
 from tinyspec.technique import Card, Guarantee, Knob, Request, find, techniques
 from tinyspec.tree import ROOT, TokenTree
 
@@ -136,6 +138,21 @@ class Late(Decoder):
         return round._replace(laws=(*round.laws[1:], *round.laws[:1]))
 
 
+class Unmoved(Session):
+    """The accepted path takes its slots, and its keys and values stay where they were."""
+
+    def _seat(self, nodes: list[Any], first: int) -> None:
+        self.cache.move = lambda *args: None  # type: ignore[method-assign]
+        super()._seat(nodes, first)
+
+
+def unmoved(request: Request) -> Decoder:
+    """Two drafts side by side, on a session that does not gather what was accepted; a table is as it should be."""
+    if isinstance(request.target, Session):
+        request.target.__class__ = Unmoved
+    return request.decoder(Siblings(request.drafts[0], 2, True), walk)
+
+
 SPECULATIVE = find("speculative_decoding")
 
 
@@ -161,6 +178,7 @@ BROKEN: dict[str, tuple[Card, str]] = {
         replace(hosted.EARLY, build=lambda request, layers: hosted.early(request, layers=3 if layers == 3 else 4 - layers)),
         COST,
     ),
+    "keys left where they were": (hosted.card(unmoved, drafts=1), JOINT),
     "laws told one row late": (
         broken(SPECULATIVE, lambda request: Late(request.target, draft_of(request), walk, warp=request.warp,
                                                  stop=request.stop, positions=request.positions)),
@@ -175,6 +193,7 @@ def test_they_accuse_what_is_broken(name: str) -> None:
     with pytest.raises(Accused) as caught:
         prove(card)
     assert caught.value.counterexample.law == law
+    assert name != "keys left where they were" or "transformer" in str(caught.value.__notes__)
 
 
 def test_a_greedy_promise_is_judged_at_temperature_0() -> None:

@@ -60,7 +60,11 @@ def prove(
             watch(card, number, len(asked), case)
         evidence = None if state is None else state.known(card.name, key)
         if evidence is None:
-            evidence = case.run()
+            try:
+                evidence = case.run()
+            except Accused as accused:
+                accused.add_note(f"case: {case.title}")
+                raise
             if state is not None:
                 state.enter(card.name, key, evidence)
         known = found.get(evidence.law)
