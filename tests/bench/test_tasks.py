@@ -39,8 +39,13 @@ def test_names_of_several_tasks_expand_in_the_order_of_the_book() -> None:
     assert tasks.expand(["all"]) == tasks.TASKS
     assert tasks.expand(["edits", "spec_bench", "qa"]) == (*tasks.SPEC_BENCH, "edits")
     assert len(tasks.SPEC_BENCH) == 6
+    assert tasks.expand(["spec_bench:3", "qa:5"])[3:5] == ("qa:5", "math_reasoning:3")
+    assert [item.task for item in tasks.asked(["edits:3", "books"], 2)] == ["edits"] * 3 + ["books"] * 2
     with pytest.raises(TinyspecError, match="did you mean 'edits'"):
         tasks.expand(["edit"])
+    for wrong in ("edits:", "edits:0", "edits:x"):
+        with pytest.raises(TinyspecError, match="edits:20"):
+            tasks.expand([wrong])
 
 
 def test_prompts_are_spread_over_a_task_and_the_same_every_time() -> None:

@@ -83,8 +83,8 @@ class Settings:
     """Everything a sample depends on, beside the code and the machine.
 
     methods, peers  labels of arms
-    tasks           task groups, as `tinyspec.bench.tasks.TASKS` names them
-    prompts         how many of each group, spread over it
+    tasks           as `tinyspec.bench.tasks.expand` gives them
+    prompts         how many of each task, spread over it, where its entry gives no number
     tokens          new tokens of each answer; an end-of-text id ends nothing, so that all arms make the same number
     until_eos       answers are as long as plain greedy decoding's up to its first end-of-text id, `tokens` at most
     draft           the draft model, for arms that need one; None: the one that the model's card names

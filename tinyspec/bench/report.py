@@ -88,7 +88,7 @@ def grids(result: Mapping[str, Any]) -> Iterator[Grid]:
     )
     yield Grid(
         "What it took",
-        ["", "tokens/s", "with prompt", "tau", "target calls/token", "draft calls/token", "nodes/token", "layers/token",
+        ["", "tokens/s", "with prompt", "tau", "target calls/token", "draft calls/token", "nodes/token", "row-layers/token",
          "same text", "peak MiB"],
         [_counted(result, arm) for arm in arms],
     )  # fmt: skip

@@ -88,7 +88,7 @@ def bench(
 def asked(book: Book, model: Model, quiet: bool) -> list[Job]:
     """The jobs, with plain greedy decoding's answer to each in the book."""
     settings = book.settings
-    found = [item for task in settings.tasks for item in tasks.items(task, settings.prompts)]
+    found = tasks.asked(settings.tasks, settings.prompts)
     answer = own.reference(model, book.references, book.references.__setitem__)
     with progress("plain greedy decoding answers", len(found), quiet) as tick:
         jobs = list[Job]()

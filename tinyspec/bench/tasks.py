@@ -52,16 +52,30 @@ class Job(NamedTuple):
 
 
 def expand(names: Sequence[str]) -> tuple[str, ...]:
-    """Tasks from names of tasks and of several of them, in the order of the book.
+    """Tasks from names of tasks and of several of them, in one order; NAME:20 asks for 20 prompts of it.
 
-    >>> expand(["edits", "spec_bench"])[-2:]
-    ('rag', 'edits')
+    >>> expand(["edits:20", "spec_bench"])[-2:]
+    ('rag', 'edits:20')
     """
-    known = [*GROUPS, *TASKS]
-    if strange := next((name for name in names if name not in known), None):
-        raise TinyspecError(f"there is no task '{strange}': {nearest(strange, known)}")
-    wanted = {task for name in names for task in GROUPS.get(name, (name,))}
-    return tuple(task for task in TASKS if task in wanted)
+    known, wanted = [*GROUPS, *TASKS], dict[str, str]()
+    for entry in names:
+        name, colon, count = entry.partition(":")
+        if name not in known:
+            raise TinyspecError(f"there is no task '{name}': {nearest(name, known)}")
+        if colon and not (count.isdecimal() and int(count)):
+            raise TinyspecError(f"'{entry}': '{count}' is no number of prompts; write {name}:20")
+        wanted |= {task: task + colon + count for task in GROUPS.get(name, (name,))}
+    return tuple(wanted[task] for task in TASKS if task in wanted)
+
+
+def asked(entries: Sequence[str], n: int) -> list[Item]:
+    """The prompts of what `expand` gave: n of each task, or as many as its entry says.
+
+    >>> [item.id for item in asked(["edits:2"], 5)]
+    ['proofread-1', 'config-1']
+    """
+    parts = [entry.partition(":") for entry in entries]
+    return [item for task, _, count in parts for item in items(task, int(count) if count else n)]
 
 
 def spread(entries: Sequence[T], n: int) -> list[T]:

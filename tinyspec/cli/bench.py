@@ -48,10 +48,10 @@ _results = base.options(
         help="transformers[:lookup=10|:assistant=MODEL], llama.cpp[:weights=q8_0].",
     ),
     click.option(
-        "--tasks", multiple=True, default=("spec_bench,edits",), show_default=True, metavar="LIST",
-        help="spec_bench (or one of its six), human_eval, gsm8k, edits, books; all.",
+        "--tasks", multiple=True, default=("spec_bench,edits:20",), show_default=True, metavar="LIST",
+        help="spec_bench (or one of its six), human_eval, gsm8k, edits, books; all. NAME:20 takes 20 prompts.",
     ),
-    click.option("--prompts", type=click.IntRange(1), default=10, show_default=True, help="Prompts of each task."),
+    click.option("--prompts", type=click.IntRange(1), default=10, show_default=True, help="Prompts of each other task."),
     _tokens(64),
     click.option("--until-eos", is_flag=True, help="Answers end where plain greedy decoding's do. [default: nowhere]"),
     _rounds(3),
