@@ -12,6 +12,7 @@ import torch
 from tinyspec import data, models
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.plain import decode, folder, peer, peer_decode
+from tinyspec.generation import prompt_ids
 from tinyspec.lm.transformer import Model
 
 GAP = 1e-3  # logits closer than this count as a tie between two float32 programs
@@ -52,7 +53,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     with progress(f"{name} against transformers", questions * len(methods), quiet) as tick:
         for question in chosen:
-            ids = model.tokenizer.chat([{"role": "user", "content": question.turns[0]}])
+            ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)
             ids = ids[-(model.config.max_positions - tokens) :]
             for method in methods:
                 row = {"question": question.id, "category": question.category, "method": method, "prompt": len(ids)}
