@@ -14,7 +14,6 @@ PURE = os.environ.get("TINYSPEC_PURE", "0") not in ("", "0")
 
 if not PURE or TYPE_CHECKING:
     try:
-        from tinyspec._core import compute as compute  # the transformer; None below: then torch computes
         from tinyspec._core.sampling import draw, order, pick, race, residual, walk, warp, without
         from tinyspec._core.tree import ancestors, depths, unique_paths
         from tinyspec._core.trie import NgramIndex
@@ -23,8 +22,15 @@ if not PURE or TYPE_CHECKING:
     except ImportError:
         print("tinyspec: no compiled kernels found, using the slow pure-Python ones (same results)", file=sys.stderr)
 
+try:
+    if PURE and not TYPE_CHECKING:
+        raise ImportError
+    from tinyspec._core import compute as compute
+except ImportError:
+    compute = None  # type: ignore[assignment]
+"""The compiled transformer. None: torch computes (TINYSPEC_PURE, no compiler, or one that does not know the C)."""
+
 if not TYPE_CHECKING and not COMPILED:
-    compute = None
     from tinyspec._core.fallback import (
         NgramIndex,
         ancestors,
