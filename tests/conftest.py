@@ -16,11 +16,12 @@ settings.load_profile("ci" if os.environ.get("CI") else os.environ.get("HYPOTHES
 
 
 def included(source: Path) -> list[Path]:
-    """The .pxd files beside a .pyx that it names, and its own."""
+    """The .pxd files beside a .pyx that it names, and its own; and the C behind it."""
     text = source.read_text()
     own = source.with_suffix(".pxd")
     named = [file for file in source.parent.glob("*.pxd") if f"tinyspec._core.{file.stem} cimport" in text]
-    return [file for file in [own, *named] if file.exists()]
+    found = [file for file in [own, *named] if file.exists()]
+    return found + [c for c in (source.parent / "src").glob("*") if any("cdef extern" in f.read_text() for f in found)]
 
 
 def stale_kernels(core: Path = CORE) -> list[str]:

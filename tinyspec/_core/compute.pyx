@@ -1,9 +1,11 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """The compiled transformer: packed matrices, and layers that run over a few rows in one call. The C behind it is in
-compute.h (what there is), slab.h (the kernels), layers.c (the driver) and pool.c (the threads).
+compute.h (what there is), slab.h and attend.h (the kernels, for each processor in kernels.c), layers.c (the driver) and
+pool.c (the threads); reference_compute.py is its pure twin.
 
-All arithmetic is float32; weights, keys and values may be stored as bfloat16. A row's result depends on the row and on
-what it sees alone: not on the rows beside it, the threads, the slots, or how a text was split.
+All arithmetic is float32; weights, keys and values may be stored as bfloat16, and a processor that multiplies bfloat16
+(avx512bf16) rounds the rows of such a product too. A row's result depends on the row and on what it sees alone: not on
+the rows beside it, the threads, the slots, or how a text was split.
 """
 
 from libc.stdint cimport uint16_t
@@ -11,64 +13,6 @@ from libc.stdlib cimport calloc, free, malloc
 
 import platform
 import sys
-
-
-cdef extern from "compute.h" nogil:
-    int BLOCK
-    ctypedef struct Matrix:
-        const void *data
-        const float *bias
-        int out
-        int inputs "in"
-        int half
-
-    ctypedef struct Norm:
-        const float *gain
-        const float *bias
-
-    ctypedef struct Layer:
-        Norm norm1
-        Norm norm2
-        Matrix qkv
-        Matrix out
-        Matrix up
-        Matrix down
-
-    ctypedef struct Stack:
-        int layers, d, heads, shared, width, hidden, rms, gated, silu, half
-        float eps, scale
-        const Layer *layer
-        Norm final
-        Matrix head
-
-    ctypedef struct Row:
-        char *cache
-        const float *cos
-        const float *sin
-        int capacity, slot, lead
-        const float *lead_keys
-        const float *lead_values
-
-    ctypedef struct Sight:
-        const int *prefix
-        const int *start
-        const int *extra
-        int heads
-
-    ctypedef struct Kernel:
-        const char *name
-
-    ctypedef struct How:
-        const Kernel *kernel
-        int threads
-
-    float widen(uint16_t h)
-    const Kernel *kernel_named(const char *name)
-    int kernel_sound(const Kernel *kernel)
-    int compute_product(How how, const Matrix *w, const float *x, int rows, float *y)
-    int compute_layers(How how, const Stack *s, int first, int last, const Row *row, int rows, Sight sight, int mute, float *x)
-    int compute_head(How how, const Stack *s, const float *x, int rows, float *normed, float *logits)
-
 
 cdef const Kernel *chosen = kernel_named(b"portable")
 
@@ -144,10 +88,13 @@ cdef class Packed:
         """y [k, out] = x [k, in] W' + bias."""
         if x.shape[1] != self.matrix.inputs or y.shape[1] != self.matrix.out or x.shape[0] != y.shape[0]:
             raise ValueError(f"{x.shape[0]} rows of {x.shape[1]} do not fit a matrix [{self.matrix.out}, {self.matrix.inputs}]")
-        cdef How how = How(chosen, threads)
+        cdef How how = How(chosen, max(threads, 1))
+        cdef int failed = 0
         if x.shape[0]:
             with nogil:
-                compute_product(how, &self.matrix, &x[0, 0], <int>x.shape[0], &y[0, 0])
+                failed = compute_product(how, &self.matrix, &x[0, 0], <int>x.shape[0], &y[0, 0])
+        if failed:
+            raise MemoryError
 
 
     def rows(self, ids, float[:, ::1] to):
@@ -173,12 +120,15 @@ cdef class Packed:
                     to[at, i] = whole[base + <size_t>i * 16 + id]
 
 
-cdef void _norm(Norm *norm, const float[::1] gain, const float[::1] bias, list held):
+cdef int _norm(Norm *norm, const float[::1] gain, const float[::1] bias, int d, list held) except -1:
+    if gain.shape[0] != d or (bias is not None and bias.shape[0] != d):
+        raise ValueError(f"a norm of {gain.shape[0]} for rows of {d}")
     held.append((gain, bias))
     norm.gain = &gain[0]
     norm.bias = NULL
     if bias is not None:
         norm.bias = &bias[0]
+    return 0
 
 
 cdef class Engine:
@@ -211,18 +161,20 @@ cdef class Engine:
         s.layers, s.d, s.heads, s.shared, s.width, s.hidden = len(layers), head.matrix.inputs, heads, shared, width, hidden
         s.rms, s.gated, s.silu, s.half, s.eps, s.scale = rms, gated, silu, half, eps, scale
         for i, (gain1, bias1, qkv, out, gain2, bias2, up, down) in enumerate(layers):
-            _norm(&self._layers[i].norm1, gain1, bias1, self._held)
-            _norm(&self._layers[i].norm2, gain2, bias2, self._held)
+            _norm(&self._layers[i].norm1, gain1, bias1, s.d, self._held)
+            _norm(&self._layers[i].norm2, gain2, bias2, s.d, self._held)
             self._layers[i].qkv, self._layers[i].out = qkv.matrix, out.matrix
             self._layers[i].up, self._layers[i].down = up.matrix, down.matrix
             shapes = [(m["out"], m["in"]) for m in (_shape(qkv), _shape(out), _shape(up), _shape(down))]
             if shapes != [((heads + 2 * shared) * width, s.d), (s.d, heads * width), ((1 + gated) * hidden, s.d), (s.d, hidden)]:
                 raise ValueError(f"layer {i} has matrices {shapes}")
         s.layer, s.head = self._layers, head.matrix
-        _norm(&s.final, final[0], final[1], self._held)
+        _norm(&s.final, final[0], final[1], s.d, self._held)
         self.turned = cos is not None
         if self.turned:
             self.cos, self.sin = cos, sin
+            if self.cos.shape[1] != width or self.sin.shape[0] != self.cos.shape[0] or self.sin.shape[1] != width or width % 2:
+                raise ValueError(f"turns of {self.cos.shape[1]} for heads of {width}")
 
     def run(self, float[:, ::1] x, int first, int last, list feeds, int threads, bint mute=False):
         """Sublayers first..last-1 over all rows x [n, d] in place (mute: leave keys and values, keep x).
@@ -231,28 +183,33 @@ cdef class Engine:
                 sight: (heads, [(prefix, extra slots)] a row, or a row and key/value head)
                 probe prefix: None, or (which rows see it, keys, values as float32 [layers, shared, P, width])
         """
-        cdef int n = <int>x.shape[0], heads = 1, at = 0, entries = 0, total = 0, entry = 0
+        cdef int n = <int>x.shape[0], heads = 1, at = 0, entries = 0, total = 0, entry = 0, given = 0
+        cdef Stack *s = &self.stack
         cdef Row *rows
         cdef int *prefix
         cdef int *extra
         cdef const float[:, :, :, ::1] keys
         cdef const float[:, :, :, ::1] values
         cdef Sight sight
-        cdef How how = How(chosen, threads)
+        cdef How how = How(chosen, max(threads, 1))
         cdef int failed
-        if not 0 <= first <= last <= 2 * self.stack.layers or x.shape[1] != self.stack.d:
+        if not 0 <= first <= last <= 2 * s.layers or x.shape[1] != s.d:
             raise ValueError(f"sublayers {first} to {last} over rows of {x.shape[1]}")
         if n == 0:
             return
         for feed in feeds:
             heads = max(heads, <int>feed[4][0])
+            given += len(feed[2])
             entries += len(feed[4][1])
             total += sum([len(more) for _, more in feed[4][1]])
         if heads > 1:  # rows whose heads all see the same are written out once a head
             feeds = [_spread(feed, heads) for feed in feeds]
-            entries, total = heads * n, sum([len(more) for feed in feeds for _, more in feed[4][1]])
-        if entries != heads * n:
-            raise ValueError(f"{entries} lists of visible slots for {n} rows")
+            entries = sum([len(feed[4][1]) for feed in feeds])
+            total = sum([len(more) for feed in feeds for _, more in feed[4][1]])
+        if given != n:
+            raise ValueError(f"{given} slots for {n} rows")
+        if entries != heads * n or heads not in (1, s.shared):
+            raise ValueError(f"{entries} lists of visible slots for {n} rows and {s.shared} key/value heads")
         rows = <Row *>calloc(n, sizeof(Row))
         prefix = <int *>malloc((2 * entries + 1 + total + 1) * sizeof(int))
         if rows == NULL or prefix == NULL:
@@ -275,6 +232,8 @@ cdef class Engine:
                         rows[at].cos, rows[at].sin = &self.cos[<int>positions[i], 0], &self.sin[<int>positions[i], 0]
                     if lead is not None and lead[0][i]:
                         keys, values = lead[1], lead[2]
+                        if not lead[1].shape == lead[2].shape == (s.layers, s.shared, keys.shape[2], s.width):
+                            raise ValueError(f"a prefix of {list(lead[1].shape)} and {list(lead[2].shape)}")
                         rows[at].lead = <int>keys.shape[2]
                         if rows[at].lead:
                             rows[at].lead_keys, rows[at].lead_values = &keys[0, 0, 0, 0], &values[0, 0, 0, 0]
@@ -300,8 +259,9 @@ cdef class Engine:
 
     def head(self, const float[:, ::1] x, float[:, ::1] normed, float[:, ::1] logits, int threads):
         """The final norm of rows x [n, d] into `normed`, and their logits [n, vocabulary] (None: not wanted)."""
-        cdef How how = How(chosen, threads)
+        cdef How how = How(chosen, max(threads, 1))
         cdef float *to = NULL
+        cdef int failed
         if normed.shape[0] != x.shape[0] or x.shape[1] != self.stack.d or normed.shape[1] != self.stack.d:
             raise ValueError(f"rows of {x.shape[1]} for a model of {self.stack.d}")
         if x.shape[0] == 0:
@@ -311,7 +271,9 @@ cdef class Engine:
                 raise ValueError(f"logits are [{x.shape[0]}, {self.stack.head.out}]")
             to = &logits[0, 0]
         with nogil:
-            compute_head(how, &self.stack, &x[0, 0], <int>x.shape[0], &normed[0, 0], to)
+            failed = compute_head(how, &self.stack, &x[0, 0], <int>x.shape[0], &normed[0, 0], to)
+        if failed:
+            raise MemoryError
 
 
 cdef _shape(Packed m):

@@ -1,0 +1,150 @@
+"""The pure twin of the compiled transformer: what src/*.c computes, in numpy, one row at a time.
+
+The kernels are fast because many rows share a weight while it is in a register. They are exact because sharing changes
+nothing: every sum runs in an order that depends on the row's own path and the model's shape alone, so a row has the same
+bits alone, in a tree, in a batch, and in a prompt split anywhere. Here rows never even meet. In float64 these lines are the
+oracle: a kernel may differ by rounding alone, n eps for a sum of n terms. In float32, with `fused` for a step, `product`
+has the bits of the kernels that multiply and add in one instruction.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Step = Callable[[Array, Array, Array], Array]
+Matrix = tuple[Array, Array | None]  # weight [out, in], bias [out]
+Norm = tuple[Array, Array | None]  # gain and bias [d]
+
+
+def separate(a: Array, b: Array, c: Array) -> Array:
+    """a b + c, rounded twice."""
+    return a * b + c
+
+
+def fused(a: Array, b: Array, c: Array) -> Array:
+    """a b + c in float32, rounded once, as a fused multiply-add rounds it.
+
+    Products of float32 are exact in float64, and what a sum there loses is known (Knuth). A sum whose last bit is set
+    wherever something was lost rounds to float32 as the exact one would.
+    """
+    ab = np.multiply(a, b, dtype=np.float64)
+    s = np.asarray(ab + c)
+    back = s - ab
+    lost = (ab - (s - back)) + (c - back)
+    even = s.view(np.int64) & 1 == 0
+    toward = np.where((lost > 0) == (s > 0), 1, -1)
+    sticky = (s.view(np.int64) + np.where(even & (lost != 0), toward, 0)).view(np.float64)
+    return sticky.astype(np.float32)
+
+
+def product(weight: Array, row: Array, bias: Array | None = None, step: Step = separate) -> Array:
+    """y [out] = weight [out, in] row [in] + bias: one accumulator an output, over the inputs in their order."""
+    total = np.zeros(len(weight), row.dtype)
+    for i in range(len(row)):
+        total = step(weight[:, i], row[i], total)
+    return total if bias is None else total + bias
+
+
+def bfloat16(x: Array) -> Array:
+    """The nearest bfloat16, ties to even, in the type of x: 8 significant bits."""
+    fraction, exponent = np.frexp(x)
+    return np.asarray(np.ldexp(np.rint(np.ldexp(fraction, 8)), exponent - 8), x.dtype)
+
+
+def turn(head: Array, cos: Array, sin: Array) -> Array:
+    """A query or key turned to its position; the sign of the turn is folded into sin."""
+    return np.asarray(head * cos + np.roll(head, len(head) // 2) * sin)
+
+
+def attend(q: Array, sees: Array, scale: float) -> Array:
+    """One query [width] over the keys and values that it sees, [2, n, width], in the order of its path."""
+    keys, values = sees
+    scores = keys @ q * scale
+    weights = np.exp(scores - scores.max())
+    return np.asarray(weights @ values / weights.sum())
+
+
+def activate(h: Array, silu: bool) -> Array:
+    """silu(h), or GPT-2's gelu in its tanh form."""
+    power = h if silu else np.sqrt(8 / np.pi) * (h + 0.044715 * h**3)
+    return np.asarray(h / (1 + np.exp(-power)))
+
+
+class Row(NamedTuple):
+    """What a row is to a pass: where its keys and values go, and what it sees."""
+
+    cache: Array  # [layers, 2, shared, capacity, width]
+    slot: int
+    position: int
+    seen: Sequence[Sequence[int]]  # by key/value head, the slots it sees, itself included, in the order of its path
+    lead: Array | None = None  # keys and values [2, layers, shared, n, width] that stand before all others
+    mute: bool = False  # leave keys and values in every layer, made from the state as it is
+
+
+@dataclass
+class Engine:
+    """All layers of a model, as `compute.Engine`, on plain matrices and float64 rows.
+
+    layers    for each: norm1, qkv, out, norm2, up, down
+    cos, sin  [positions, width], or None
+    """
+
+    layers: Sequence[tuple[Norm, Matrix, Matrix, Norm, Matrix, Matrix]]
+    final: Norm
+    vocabulary: Matrix
+    heads: int
+    shared: int
+    width: int
+    rms: bool
+    gated: bool
+    silu: bool
+    half: bool
+    eps: float
+    scale: float
+    cos: Array | None = None
+    sin: Array | None = None
+
+    def norm(self, x: Array, norm: Norm) -> Array:
+        """LayerNorm, or RMSNorm, which leaves the mean where it is."""
+        gain, bias = norm
+        x = x if self.rms else x - x.mean()
+        y: Array = x / np.sqrt((x * x).mean() + self.eps) * gain
+        return y if bias is None else y + bias
+
+    def run(self, x: Array, first: int, last: int, row: Row) -> Array:
+        """Sublayers first..last-1 over a row in state x [d]: its new state. Its keys and values go to its slot."""
+        for sublayer in range(first, last):
+            norm1, qkv, out, norm2, up, down = self.layers[sublayer // 2]
+            if sublayer % 2 == 0:
+                mixed = self.mix(product(qkv[0], self.norm(x, norm1), qkv[1]), sublayer // 2, row)
+                x = x if row.mute else x + product(out[0], mixed, out[1])
+            elif not row.mute:
+                h = product(up[0], self.norm(x, norm2), up[1])
+                gate, more = np.split(h, 2) if self.gated else (h, 1)
+                x = x + product(down[0], activate(gate, self.silu) * more, down[1])
+        return x
+
+    def mix(self, qkv: Array, layer: int, row: Row) -> Array:
+        """Attention of a row, all heads [heads * width]; its keys and values are put where its slot is."""
+        parts = qkv.reshape(-1, self.width)
+        turned, plain = parts[: -self.shared], parts[-self.shared :]
+        if self.cos is not None and self.sin is not None:
+            turned = np.stack([turn(head, self.cos[row.position], self.sin[row.position]) for head in turned])
+        for kind, new in enumerate((turned[self.heads :], plain)):
+            row.cache[layer, kind, :, row.slot] = bfloat16(new) if self.half else new
+        mixed = []
+        for head in range(self.heads):
+            group = head // (self.heads // self.shared)
+            sees = row.cache[layer, :, group][:, list(row.seen[group])]  # [2, n, width]
+            if row.lead is not None:
+                sees = np.concatenate((row.lead[:, layer, group], sees), axis=1)
+            mixed.append(attend(turned[head], sees, self.scale))
+        return np.concatenate(mixed)
+
+    def head(self, row: Array) -> Array:
+        """Logits [vocabulary] of a row [d]: the final norm, and the product with the vocabulary."""
+        return product(self.vocabulary[0], self.norm(row, self.final), self.vocabulary[1])
