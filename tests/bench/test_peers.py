@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,23 +117,32 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- llama.cpp, where it is installed
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+SHAPES = {
+    "llama": CONFIG,
+    "gpt2": GPT2,
+    "untied": replace(CONFIG, tied=False),
+    "llama3": replace(CONFIG, rope_scaling=LLAMA3),
+    "linear": replace(CONFIG, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "qwen2": replace(CONFIG, family="qwen2", qkv_bias=True),
+}
 
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "q8_0"])
-def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(zoo: Zoo, big: Model, kind: str) -> None:
+def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(shape: str, kind: str) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'tinyspec[peers]'")
-    settings = Settings(model=zoo.big, dtype="float32")
-    wide = Model(big.config, dict(big.weights), big.tokenizer, "wide")
-    if kind == "q8_0" and wide.config.d_ff % 32:
-        with pytest.raises(TinyspecError, match="blocks of 32"):
-            peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, wide, 96)
-        return
-    (arm,) = peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, wide, 96)
-    job = asked(big)
+    m = Model.random(SHAPES[shape], seed=3, scale=0.4)
+    settings, job = Settings(model="random", dtype="float32"), Job("qa", "0", 0, (5, 7, 5, 11, 13, 5), 12)
+    (arm,) = peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, m, 32)
     made = arm.run(job, 0, time.perf_counter)
     balance(made, job, arm.label)
     assert made.calls == 12
     if kind == "float32":
-        assert made.ids == Own(ArmSpec(PLAIN), big, settings).run(job, 0, time.perf_counter).ids
+        assert made.ids == Own(ArmSpec(PLAIN), m, settings).run(job, 0, time.perf_counter).ids
     assert arm.run(job, 0, time.perf_counter).ids == made.ids
     forwards: Forwards = arm.forwards(20)  # type: ignore[attr-defined]
     for k in (1, 5, 3):
@@ -140,3 +150,20 @@ def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(zoo: Zoo, big: M
         forwards.run(k)
     assert arm.run(job, 0, time.perf_counter).ids == made.ids
     arm.close()
+
+
+def test_llama_cpp_samples_by_seed_and_says_what_it_cannot() -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'tinyspec[peers]'")
+    m = Model.random(CONFIG, seed=3)
+    settings, job = Settings(dtype="float32", temperature=1.0, top_p=0.9), Job("qa", "0", 0, (5, 7), 12)
+    (arm,) = peers.arms([ArmSpec("llama.cpp")], settings, m, 32)
+    texts = [arm.run(job, seed, time.perf_counter).ids for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    narrow = Model.random(replace(CONFIG, d_ff=48))
+    for wrong, model, says in (
+        ("llama.cpp:weights=q4", m, "not 'q4'"),
+        ("llama.cpp:kind=q8_0", m, "no knob 'kind'"),
+        ("llama.cpp:weights=q8_0", narrow, "blocks of 32"),
+    ):
+        with pytest.raises(TinyspecError, match=says):
+            peers.arms([ArmSpec.read(wrong)], settings, model, 32)
