@@ -76,7 +76,7 @@ class Stage:
             pick = greedy if self.draft == "right" else _least
             text = list(self.prompt)
             for _ in range(6):
-                text.append(pick(self.row(tuple(text))))
+                text.append(pick(_conditional(self.target, tuple(text))))
             return [text]
         if self.draft == "stubborn":
             return [[*range(self.vocabulary), *[self.vocabulary - 1] * 4]]
@@ -162,7 +162,7 @@ class Stage:
         exact = self if self.deep else replace(self, floats=False)
 
         def rows(context: Text) -> list[int]:
-            held = _least(exact.row(context)) if self.draft == "wrong" else v - 1
+            held = _least(_conditional(exact.target, context)) if self.draft == "wrong" else v - 1
             return [int(token == held) for token in range(v)]
 
         return TableModel(vocabulary=v, rows=rows, floats=self.floats or self.deep, name=self.draft)
