@@ -70,7 +70,8 @@ def generate(
     chat     treat a text prompt as a user's message in the model's chat template
     seed     the same seed gives the same text, whatever ran before
 
-    A list of prompts runs as one ragged batch and gives a list; row i uses seed + i and equals that row run alone.
+    A list of prompts runs as one ragged batch and gives a list; row i uses seed + i and equals that row run alone: on a
+    CPU in float32 and bfloat16 token for token and bit for bit, elsewhere but for ties within rounding.
     """
     from tinyspec.generation import generate
 
