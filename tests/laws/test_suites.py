@@ -318,3 +318,17 @@ def test_an_accusation_on_one_seed_is_noted_and_the_run_goes_on(tmp_path: Path) 
     told = nothing_correct_is_accused([card], 2, State(tmp_path / "s.json", "seeds"))
     assert {entry["law"] for entry in told["accused"]} == {JOINT}
     assert told["methods"][card.name]["seeds"] == 2
+
+
+RESULTS = Path(__file__).parent.parent.parent / "tutorials" / "results"
+
+
+def test_the_committed_runs_accuse_nobody() -> None:
+    seeds = json.loads((RESULTS / "laws_seeds.json").read_text(encoding="utf-8"))
+    assert seeds["accused"] == []
+    assert {name: found["seeds"] for name, found in seeds["methods"].items()} == {
+        "autoregressive": 200, "speculative_decoding": 200, "llma": 200,
+    }  # fmt: skip
+    thorough = json.loads((RESULTS / "laws_thorough.json").read_text(encoding="utf-8"))
+    assert thorough["profile"] == "thorough"
+    assert all(entry["accused"] is None and entry["proved"] for entry in thorough["methods"])
