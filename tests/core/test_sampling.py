@@ -53,6 +53,10 @@ def test_bad_rows_are_one_sentence(core) -> None:  # type: ignore[no-untyped-def
         core.residual(np.ones(3) / 3, np.ones(2) / 2)
     with pytest.raises(TinyspecError, match="without mass"):
         core.race(np.zeros(2), np.ones(2))
+    with pytest.raises(TinyspecError, match="sum is inf"):
+        core.order(np.array([math.inf, 0.0]), np.array([0.5]))
+    with pytest.raises(ValueError):
+        core.race(np.ones(2), np.ones(3))
 
 
 @cores
@@ -64,6 +68,9 @@ def test_a_walk_that_cannot_be_judged_is_one_sentence(core) -> None:  # type: ig
         core.walk([2], *walk[1:], np.array([0.1, 0.1]))
     with pytest.raises(TinyspecError, match="declare None"):
         core.walk([0], [-1], [np.array([0.0, 1.0])], *walk[3:], np.array([0.1, 0.1]))
+    for row in (np.zeros(2), np.zeros(0)):
+        with pytest.raises(TinyspecError, match="cannot draw"):
+            core.walk([], [], [], [], {-1: row}, np.array([0.5]))
 
 
 @cores

@@ -12,7 +12,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.laws.family import Family
 from tests.laws.indices import Indices
-from tinyspec._core import fallback
+from tinyspec._core import NgramIndex, fallback
+from tinyspec.errors import TinyspecError
 from tinyspec.lm.cache import Cache
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
@@ -156,6 +157,15 @@ def test_the_machine_sees(defect: str) -> None:
 
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Broken, settings=checked(60, Phase.generate))
+
+
+@pytest.mark.parametrize("kind", [NgramIndex, fallback.NgramIndex])
+def test_an_index_refuses_lengths_that_it_does_not_know(kind: Any) -> None:
+    with pytest.raises(TinyspecError, match="max_n >= 1"):
+        kind(0)
+    for longest, shortest in ((3, 1), (1, 2), (2, 0)):
+        with pytest.raises(TinyspecError, match="min_n <= max_n"):
+            kind(2).lookup([1], 1, longest, shortest)
 
 
 class Blockwise(fallback.NgramIndex):
