@@ -149,6 +149,15 @@ def swapped(jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
     return run_together(list(jobs))[::-1]
 
 
+def wider(jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
+    """A batch whose rows are rounded as no row alone is."""
+    rows = run_together(list(jobs))
+    return [
+        [one._replace(scores=one.scores._replace(logits=one.scores.logits * (1 + 2**-22))) for one in row]
+        for row in rows
+    ]
+
+
 class Uncounted(Statistics):
     """A round's own token is forgotten where the whole draft passed."""
 
@@ -184,6 +193,7 @@ DEFECTS: dict[str, tuple[str, Callable[[], Evidence]]] = {
     "random moves": (requests.GLOBAL, lambda: requests.global_randomness_is_untouched(drafting(Python))),
     "torch moves": (requests.GLOBAL, lambda: requests.global_randomness_is_untouched(drafting(Torch))),
     "rows come back in another order": (requests.ROWS, lambda: requests.a_batch_row_is_the_row_alone(SOUND, swapped)),
+    "rows are rounded otherwise": (requests.ROWS, lambda: requests.a_batch_row_is_the_row_alone(SOUND, wider)),
     "a stop inside a block is missed": (requests.STOP, lambda: requests.stop(stopping(Late))),
     "a stop across two blocks is missed": (requests.STOP, lambda: requests.stop(stopping(Blockwise))),
     "one end of text of several": (requests.STOP, lambda: requests.stop(stopping(FirstEnd))),
