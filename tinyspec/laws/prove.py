@@ -20,8 +20,11 @@ from typing import Any
 
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.accused import Accused, Evidence
+from tinyspec.laws.contracts import of_technique
 from tinyspec.laws.suites import Case, cases
-from tinyspec.technique import Card
+from tinyspec.technique import Card, Guarantee
+
+CONTRACTS = "the contracts of a drafter"
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,14 @@ def questions(card: Card, profile: Profile) -> list[tuple[str, Case]]:
             places = sorted(random.Random(f"{card.name} {seed}").sample(range(len(chosen)), profile.sample))
             chosen = [chosen[place] for place in places]
         asked += [(f"{seed}: {case.law}: {case.title}", case) for case in chosen]
+    if profile.sample is None and card.kind == "decoder" and card.guarantee in (Guarantee.EXACT, Guarantee.LOSSY):
+        asked.append((CONTRACTS, Case(CONTRACTS, "truthful, presence, examined tokens", lambda: _contracts(card))))
     return asked
+
+
+def _contracts(card: Card) -> Evidence:
+    """What its drafter owes, under every warper and in every precision; they ask the same whatever the seed."""
+    return sum(of_technique(card), Evidence(CONTRACTS))
 
 
 class State:
