@@ -32,7 +32,7 @@ def checked(examples: int, *phases: Phase) -> settings:
     )
 
 
-Family.TestCase.settings = checked(60)
+Family.TestCase.settings = checked(45)
 TestFamilies = Family.TestCase
 
 
