@@ -38,7 +38,8 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 def load(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> "Model":
     """A model: a bundled name (storyteller), a checkpoint folder, a .gguf file, or a hub id such as org/name.
 
-    dtype None is what the checkpoint stores (on a CPU without compiled kernels: float32); or "float32", "bfloat16", "float16", "float64".
+    dtype None is what the checkpoint stores (on a CPU without compiled kernels: float32); or "float32", "bfloat16",
+    "float16", "float64".
     """
     from tinyspec import models
 
