@@ -163,7 +163,7 @@ class Stack:
         )
         wide = [tuple(tuple(p if p is None else p.astype(float) for p in part) for part in layer) for layer in layers]
         both = [tuple(p if p is None else p.astype(float) for p in part) for part in (final, vocabulary)]
-        self.twin = twin.Engine(wide, *both, **facts)  # type: ignore[arg-type]
+        self.twin = twin.Engine(wide, *both, **facts, rounds=rounds(s.half))
 
     def cache(self, capacity: int, kind: Any = None) -> Array:
         """Room for keys and values, of the type the engine stores or of another."""

@@ -64,8 +64,8 @@ def faithful(stack: Stack, rows: Rows, mute: bool = False) -> None:
     weight, _ = stack.twin.vocabulary
     for row, got in zip(x.astype(float), logits, strict=True):
         size = np.abs(weight) @ np.abs(stack.twin.norm(row, stack.twin.final)) + 1
-        if not stacks.rounds(s.half):
-            assert (np.abs(got - stack.twin.head(row)) <= 4 * (s.d + 4) * EPS * size).all()
+        near = 2.0**-8 if stacks.rounds(s.half) else 4 * (s.d + 4) * EPS  # a tie may be rounded the other way
+        assert (np.abs(got - stack.twin.head(row)) <= near * size).all()
 
 
 class TestPass:
@@ -126,7 +126,10 @@ class TestPass:
             same_bits(expected, together(stack, [rows], Way())[0])
             for wrong in (Reversed, Beside, Blind, Late):
                 broken = [wrong(rows.x, rows.parents, rows.hidden)]
-                assert falls(same_bits, expected, together(stack, broken, Way())[0]), wrong.__name__
+                fell = falls(same_bits, expected, together(stack, broken, Way())[0])
+                assert fell or (wrong is Reversed and stacks.rounds(shape.half)), (
+                    wrong.__name__
+                )  # then hardly a bit is left
             faithful(stack, Reversed(rows.x, rows.parents, rows.hidden))  # another order changes nothing but bits
             for fact, value in {"silu": not shape.silu, "rms": False, "eps": 0.1, "scale": 0.2, "cos": None}.items():
                 other = Stack(stack.shape)
@@ -155,7 +158,7 @@ class TestPass:
             "2 lists of visible slots for 1 rows": {"sight": (1, [(1, ()), (1, ())])},
             "3 lists of visible slots": {"sight": (3, [(1, ())] * 3)},
             "2 slots for 1 rows": {"slots": [0, 1], "positions": [0, 1]},
-            "a prefix of \[2, 2, 1, 8\]": {"lead": ([True], lead, lead[:, :, :, :4].copy())},
+            r"a prefix of \[2, 2, 1, 8\]": {"lead": ([True], lead, lead[:, :, :, :4].copy())},
         }.items():
             with pytest.raises(ValueError, match=match):
                 run(**arguments)

@@ -191,7 +191,9 @@ def test_wrong_paths_fall() -> None:
 
     t = tree([1, 2, 3, 0, 1, 2, 3], [ROOT, ROOT, 0, 2, 3, 4, 1])
     for m in MODELS[:4]:
-        for wrong in (by_slot, crowded, shorter):
+        assert _core.compute is not None
+        rounds = m.dtype == torch.bfloat16 and _core.compute.kernel() == "avx512bf16"  # swallows another order of sums
+        for wrong in (crowded, shorter) if rounds else (by_slot, crowded, shorter):
             session = m.session()
             session.extend([1, 2])
             with patched(Feed, "paths", wrong):

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Step = Callable[[Array, Array, Array], Array]
-Matrix = tuple[Array, Array | None]  # weight [out, in], bias [out]
-Norm = tuple[Array, Array | None]  # gain and bias [d]
+Biased = tuple[Array, Array | None]  # weight [out, in] or gain [d], and bias
 
 
 def separate(a: Array, b: Array, c: Array) -> Array:
@@ -87,15 +86,11 @@ class Row(NamedTuple):
 
 @dataclass
 class Engine:
-    """All layers of a model, as `compute.Engine`, on plain matrices and float64 rows.
+    """All layers of a model, as `compute.Engine`, on plain matrices and float64 rows."""
 
-    layers    for each: norm1, qkv, out, norm2, up, down
-    cos, sin  [positions, width], or None
-    """
-
-    layers: Sequence[tuple[Norm, Matrix, Matrix, Norm, Matrix, Matrix]]
-    final: Norm
-    vocabulary: Matrix
+    layers: Sequence[Sequence[Biased]]  # for each: norm1, qkv, out, norm2, up, down
+    final: Biased
+    vocabulary: Biased
     heads: int
     shared: int
     width: int
@@ -105,27 +100,30 @@ class Engine:
     half: bool
     eps: float
     scale: float
-    cos: Array | None = None
+    cos: Array | None = None  # [positions, width]; None: positions are not turned
     sin: Array | None = None
+    rounds: bool = False  # rows are rounded to bfloat16 before a product, as a processor does that multiplies these
 
-    def norm(self, x: Array, norm: Norm) -> Array:
+    def multiply(self, matrix: Biased, row: Array) -> Array:
+        return product(matrix[0], bfloat16(row) if self.rounds else row, matrix[1])
+
+    def norm(self, x: Array, norm: Biased) -> Array:
         """LayerNorm, or RMSNorm, which leaves the mean where it is."""
-        gain, bias = norm
         x = x if self.rms else x - x.mean()
-        y: Array = x / np.sqrt((x * x).mean() + self.eps) * gain
-        return y if bias is None else y + bias
+        y: Array = x / np.sqrt((x * x).mean() + self.eps) * norm[0]
+        return y if norm[1] is None else y + norm[1]
 
     def run(self, x: Array, first: int, last: int, row: Row) -> Array:
         """Sublayers first..last-1 over a row in state x [d]: its new state. Its keys and values go to its slot."""
         for sublayer in range(first, last):
             norm1, qkv, out, norm2, up, down = self.layers[sublayer // 2]
             if sublayer % 2 == 0:
-                mixed = self.mix(product(qkv[0], self.norm(x, norm1), qkv[1]), sublayer // 2, row)
-                x = x if row.mute else x + product(out[0], mixed, out[1])
+                mixed = self.mix(self.multiply(qkv, self.norm(x, norm1)), sublayer // 2, row)
+                x = x if row.mute else x + self.multiply(out, mixed)
             elif not row.mute:
-                h = product(up[0], self.norm(x, norm2), up[1])
+                h = self.multiply(up, self.norm(x, norm2))
                 gate, more = np.split(h, 2) if self.gated else (h, 1)
-                x = x + product(down[0], activate(gate, self.silu) * more, down[1])
+                x = x + self.multiply(down, activate(gate, self.silu) * more)
         return x
 
     def mix(self, qkv: Array, layer: int, row: Row) -> Array:
@@ -147,4 +145,4 @@ class Engine:
 
     def head(self, row: Array) -> Array:
         """Logits [vocabulary] of a row [d]: the final norm, and the product with the vocabulary."""
-        return product(self.vocabulary[0], self.norm(row, self.final), self.vocabulary[1])
+        return self.multiply(self.vocabulary, self.norm(row, self.final))

@@ -49,10 +49,10 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #define FMA(a, b, c) ((V4)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
-#define MOST 6
+#define MOST 5 /* 32 registers of four floats */
 #else
 #define FMA(a, b, c) ((a) * (b) + (c))
-#define MOST 3 /* sixteen registers of four floats */
+#define MOST 3 /* 16 of them */
 #endif
 #define ADD(a, b) ((a) + (b))
 #define MAX(a, b) max4(a, b)

@@ -93,9 +93,10 @@ static void *worker(void *begin) {
     return NULL;
 }
 
-/* A fork has none of its parent's threads. */
+/* A fork has none of its parent's threads, and may have been made in the middle of a job of another. */
 static void forked(void) {
     pool.workers = 0;
+    atomic_store(&pool.team.arrived, 0);
     pthread_mutex_init(&pool.busy, NULL);
     pthread_mutex_init(&pool.sleep, NULL);
     pthread_cond_init(&pool.wake, NULL);

@@ -98,7 +98,10 @@ INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const
 #define PAIR(K) {CAT(FN(one_), K), CAT(FN(some_), K)}
 SLAB(1) SLAB(2) SLAB(3)
 #if MOST > 3
-SLAB(4) SLAB(5) SLAB(6)
+SLAB(4) SLAB(5)
+#endif
+#if MOST > 5
+SLAB(6)
 #endif
 #if MOST > 6
 SLAB(7) SLAB(8) SLAB(9) SLAB(10) SLAB(11) SLAB(12)
@@ -106,7 +109,10 @@ SLAB(7) SLAB(8) SLAB(9) SLAB(10) SLAB(11) SLAB(12)
 static void (*const FN(slabs)[MOST + 1][2])(const Matrix *, int, const NUMBER *, int, float *, int, int) = {
     {0, 0}, PAIR(1), PAIR(2), PAIR(3),
 #if MOST > 3
-    PAIR(4), PAIR(5), PAIR(6),
+    PAIR(4), PAIR(5),
+#endif
+#if MOST > 5
+    PAIR(6),
 #endif
 #if MOST > 6
     PAIR(7), PAIR(8), PAIR(9), PAIR(10), PAIR(11), PAIR(12),
