@@ -1,0 +1,233 @@
+/* The compiled transformer without Python, for where no Python is: another processor (qemu), a sanitizer of threads.
+ *
+ *     cd tinyspec/_core/src
+ *     cc -O2 -ffp-contract=off -pthread -I. ../../../tests/core/selftest.c kernels.c layers.c pool.c -lm && ./a.out
+ *
+ * For every kernel: a product against double precision, and each row against itself in other company; attention against
+ * double precision; whole layers in blocks against one row at a time, on 1 to 4 threads, from two threads at once, and in a
+ * forked child. Says what it did and returns 1 where something failed. "quick" for an argument: the portable kernel alone;
+ * "alone": no child (qemu and the thread sanitizer cannot follow threads into one).
+ */
+#include "compute.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static int failures;
+static void expect(int right, const char *what, const char *name) {
+    if (right) return;
+    __atomic_add_fetch(&failures, 1, __ATOMIC_RELAXED);
+    printf("FAILED: %s (%s)\n", what, name);
+}
+
+static float uniform(unsigned *state) { /* in -1..1, of 16 bits */
+    *state = *state * 1664525u + 1013904223u;
+    return (float)(int)(*state >> 16) / 32768.0f - 1.0f;
+}
+
+static float *numbers(size_t n, unsigned seed, float scale) {
+    float *all = malloc(n * sizeof(float));
+    for (size_t i = 0; i < n; i++) all[i] = uniform(&seed) * scale;
+    return all;
+}
+
+/* A matrix [out, in] of random weights, packed; `plain` gets them as floats [out][in]. */
+static Matrix matrix(int out, int in, int half, unsigned seed, float scale, float **plain) {
+    const int blocks = (out + BLOCK - 1) / BLOCK, pair = half ? 2 : 1;
+    float *w = numbers((size_t)out * in, seed, scale);
+    char *data = calloc((size_t)blocks * BLOCK * in, half ? 2 : 4);
+    for (int o = 0; o < out; o++)
+        for (int i = 0; i < in; i++) {
+            const size_t at = (((size_t)(o / BLOCK) * (in / pair) + i / pair) * BLOCK + o % BLOCK) * pair + i % pair;
+            if (half)
+                w[o * in + i] = widen(((uint16_t *)data)[at] = narrow(w[o * in + i]));
+            else
+                ((float *)data)[at] = w[o * in + i];
+        }
+    Matrix m = {data, numbers(out, seed + 1, 0.5f), out, in, half};
+    if (plain)
+        *plain = w;
+    else
+        free(w);
+    return m;
+}
+
+static void release(Matrix *m) {
+    free((void *)m->data);
+    free((void *)m->bias);
+}
+
+static void products(const Kernel *kernel, int half) {
+    enum { ROWS = 40 };
+    const int sizes[][2] = {{1, 2}, {15, 6}, {16, 8}, {17, 34}, {70, 66}, {150, 130}};
+    for (int c = 0; c < 6; c++) {
+        const int out = sizes[c][0], in = sizes[c][1];
+        float *w, *x = numbers(ROWS * in, 7, 1.0f), *alone = malloc(ROWS * out * sizeof(float));
+        float *y = malloc(ROWS * out * sizeof(float));
+        Matrix m = matrix(out, in, half, 3 + c, 1.0f, &w);
+        for (int r = 0; r < ROWS; r++) {
+            compute_product((How){kernel, 1}, &m, x + r * in, 1, alone + r * out);
+            for (int o = 0; o < out; o++) {
+                double sum = m.bias[o], size = fabs(sum);
+                for (int i = 0; i < in; i++) {
+                    const double input = half && kernel->product_rounded ? widen(narrow(x[r * in + i])) : x[r * in + i];
+                    sum += (double)w[o * in + i] * input, size += fabs((double)w[o * in + i] * input);
+                }
+                expect(fabs(alone[r * out + o] - sum) <= (in + 2) * 6e-8 * size, "product within n eps", kernel->name);
+            }
+        }
+        for (int rows = 1; rows <= ROWS; rows++)
+            for (int threads = 1; threads <= 4; threads++) {
+                const int from = (rows * 7) % (ROWS - rows + 1);
+                compute_product((How){kernel, threads}, &m, x + from * in, rows, y);
+                expect(!memcmp(y, alone + from * out, (size_t)rows * out * sizeof(float)), "product row by row", kernel->name);
+            }
+        release(&m);
+        free(w), free(x), free(y), free(alone);
+    }
+}
+
+/* Attention over a scattered path, against double precision. */
+static void attention(const Kernel *kernel, int half) {
+    enum { CAPACITY = 50, PREFIX = 9, EXTRA = 14, LEAD = 3 };
+    for (int width = 1; width <= 70; width += width < 8 ? 1 : 9) {
+        const Stack s = {.layers = 1, .heads = 4, .shared = 2, .width = width, .half = half, .scale = 0.3f};
+        const size_t all = (size_t)2 * 2 * CAPACITY * width;
+        float *kept = numbers(all, 5, 1.0f), *q = numbers(2 * width, 6, 1.0f), *lead = numbers(4 * LEAD * width, 8, 1.0f);
+        uint16_t *bits = malloc(all * sizeof *bits);
+        for (size_t i = 0; i < all; i++) bits[i] = narrow(kept[i]), kept[i] = half ? widen(bits[i]) : kept[i];
+        const Row row = {.cache = half ? (char *)bits : (char *)kept, .capacity = CAPACITY, .lead = LEAD,
+                         .lead_keys = lead, .lead_values = lead + 2 * LEAD * width};
+        int seen[EXTRA];
+        for (int j = 0; j < EXTRA; j++) seen[j] = PREFIX + (j * 11) % (CAPACITY - PREFIX);
+        float out[2 * 70], scores[2 * (LEAD + PREFIX + EXTRA)];
+        const int head = 1, n = LEAD + PREFIX + EXTRA;
+        kernel->attend(&s, &row, 0, head, seen, PREFIX, EXTRA, q, out, scores);
+        for (int g = 0; g < 2; g++)
+            for (int i = 0; i < width; i++) {
+                double top = 0, sum = 0;
+                for (int j = 0; j < n; j++) {
+                    const int slot = j - LEAD < PREFIX ? j - LEAD : seen[j < LEAD + PREFIX ? 0 : j - LEAD - PREFIX];
+                    const float *k = j < LEAD ? lead + (head * LEAD + j) * width : kept + (head * CAPACITY + slot) * width;
+                    const float *v = j < LEAD ? lead + ((2 + head) * LEAD + j) * width
+                                              : kept + ((2 + head) * CAPACITY + slot) * width;
+                    double dot = 0;
+                    for (int t = 0; t < width; t++) dot += (double)q[g * width + t] * k[t];
+                    top += exp(dot * s.scale) * v[i], sum += exp(dot * s.scale);
+                }
+                expect(fabs(out[g * width + i] - top / sum) < 1e-5, "attention", kernel->name);
+            }
+        free(kept), free(q), free(lead), free(bits);
+    }
+}
+
+/* ---- whole layers */
+enum { D = 40, HEADS = 4, SHARED = 2, WIDTH = 12, HIDDEN = 34, LAYERS = 2, ROWS = 110, VOCABULARY = 33 };
+typedef struct {
+    Stack stack;
+    Layer layer[LAYERS];
+    const Kernel *kernel;
+    float *x, *cos, *sin, *states, *logits;
+    char *kept;
+    int rows;
+} Model;
+
+/* Rows of a tree (each below the row half its number), in slots that are not in order; `step` rows at a time. */
+static void run(const Model *m, int rows, int step, int threads, float *x, float *logits, char *cache) {
+    const size_t room = (size_t)LAYERS * 2 * SHARED * ROWS * WIDTH * 4;
+    float normed[ROWS * D];
+    memcpy(x, m->x, (size_t)rows * D * sizeof(float));
+    memset(cache, 0, room);
+    for (int first = 0; first < rows; first += step) {
+        const int n = first + step < rows ? step : rows - first;
+        Row row[ROWS];
+        int prefix[ROWS], start[ROWS + 1] = {0}, extra[ROWS * 8], total = 0;
+        for (int r = 0; r < n; r++) {
+            int path[8] = {0}, depth = 0;
+            for (int at = first + r; at >= 0; at = at ? (at - 1) / 2 : -1) path[depth++] = (at * 7 + 3) % ROWS;
+            row[r] = (Row){.cache = cache, .cos = m->cos + depth * WIDTH, .sin = m->sin + depth * WIDTH, .capacity = ROWS, .slot = path[0]};
+            prefix[r] = 0;
+            while (depth) extra[total++] = path[--depth];
+            start[r + 1] = total;
+        }
+        compute_layers((How){m->kernel, threads}, &m->stack, 0, 2 * LAYERS, row, n, (Sight){prefix, start, extra, 1}, 0,
+                       x + (size_t)first * D);
+    }
+    compute_head((How){m->kernel, threads}, &m->stack, x, rows, normed, logits);
+}
+
+static void *compare(void *what) { /* every step and number of threads against what one row at a time left */
+    const Model *m = what;
+    float x[ROWS * D], logits[ROWS * VOCABULARY];
+    char *cache = malloc((size_t)LAYERS * 2 * SHARED * ROWS * WIDTH * 4);
+    for (int threads = 1; threads <= 4; threads++)
+        for (int step = 1; step <= m->rows; step = step * 3 + 1) {
+            run(m, m->rows, step, threads, x, logits, cache);
+            expect(!memcmp(x, m->states, (size_t)m->rows * D * sizeof(float)), "states row by row", m->kernel->name);
+            expect(!memcmp(logits, m->logits, (size_t)m->rows * VOCABULARY * sizeof(float)), "logits row by row", m->kernel->name);
+            expect(!memcmp(cache, m->kept, (size_t)LAYERS * 2 * SHARED * ROWS * WIDTH * 4), "cache row by row", m->kernel->name);
+        }
+    free(cache);
+    return NULL;
+}
+
+static void layers(const Kernel *kernel, int half, int gated, int rows) {
+    const size_t room = (size_t)LAYERS * 2 * SHARED * ROWS * WIDTH * 4;
+    Model m = {.kernel = kernel, .rows = rows, .x = numbers(ROWS * D, 1, 1.0f), .cos = numbers(9 * WIDTH, 2, 1.0f),
+               .sin = numbers(9 * WIDTH, 3, 1.0f), .states = malloc(ROWS * D * sizeof(float)),
+               .logits = malloc(ROWS * VOCABULARY * sizeof(float)), .kept = malloc(room)};
+    float *gain = numbers(D, 4, 1.0f);
+    const Norm norm = {gain, gated ? NULL : gain};
+    for (int l = 0; l < LAYERS; l++)
+        m.layer[l] = (Layer){norm, norm, matrix((HEADS + 2 * SHARED) * WIDTH, D, half, 10 + l, 0.3f, NULL),
+                             matrix(D, HEADS * WIDTH, half, 20 + l, 0.3f, NULL),
+                             matrix(HIDDEN * (1 + gated), D, half, 30 + l, 0.3f, NULL), matrix(D, HIDDEN, half, 40 + l, 0.3f, NULL)};
+    m.stack = (Stack){LAYERS, D, HEADS, SHARED, WIDTH, HIDDEN, gated, gated, gated, half, 1e-5f, 0.3f, m.layer, norm,
+                      matrix(VOCABULARY, D, half, 50, 0.3f, NULL)};
+    run(&m, rows, 1, 1, m.states, m.logits, m.kept);
+    for (int i = 0; i < rows * VOCABULARY; i++) expect(isfinite(m.logits[i]), "finite", kernel->name);
+    pthread_t other; /* both at once: one of them finds the pool busy and works alone */
+    pthread_create(&other, NULL, compare, &m);
+    compare(&m);
+    pthread_join(other, NULL);
+    for (int l = 0; l < LAYERS; l++)
+        release(&m.layer[l].qkv), release(&m.layer[l].out), release(&m.layer[l].up), release(&m.layer[l].down);
+    release(&m.stack.head);
+    free(m.x), free(m.cos), free(m.sin), free(m.states), free(m.logits), free(m.kept), free(gain);
+}
+
+int main(int count, char **arguments) {
+    int quick = 0, alone = 0;
+    for (int i = 1; i < count; i++) quick |= !strcmp(arguments[i], "quick"), alone |= !strcmp(arguments[i], "alone");
+    const char *const names[] = {"portable", "avx2", "avx512", "avx512bf16"};
+    for (int h = 0; h < 0x10000; h++)
+        expect((h & 0x7fff) > 0x7f80 || narrow(widen((uint16_t)h)) == h, "bfloat16 there and back", "narrow");
+    expect(isnan(widen(narrow(NAN))) && narrow(1.00390625f) == 0x3f80 && narrow(1.01171875f) == 0x3f82, "ties", "narrow");
+    for (int k = 0; k < (quick ? 1 : 4); k++) {
+        const Kernel *kernel = kernel_named(names[k]);
+        if (!kernel) continue;
+        expect(kernel_sound(kernel), "sound", kernel->name);
+        for (int half = 0; half < 2; half++) {
+            products(kernel, half);
+            attention(kernel, half);
+            for (int gated = 0; gated < 2; gated++) layers(kernel, half, gated, quick ? 30 : ROWS);
+        }
+        printf("%s: %d failures\n", kernel->name, failures);
+    }
+    fflush(stdout);
+    const pid_t child = alone ? 0 : fork(); /* which has none of its parent's threads, and starts its own */
+    if (!alone && !child) {
+        failures = 0;
+        layers(kernel_named("portable"), 0, 1, 30);
+        _exit(failures != 0);
+    }
+    int status = 0;
+    if (child) waitpid(child, &status, 0);
+    expect(status == 0, "a forked child", "pool");
+    return failures != 0;
+}
