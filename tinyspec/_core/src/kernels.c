@@ -27,7 +27,7 @@ static inline V4 max4(V4 a, V4 b) {
     for (int i = 0; i < 4; i++) a[i] = a[i] > b[i] ? a[i] : b[i];
     return a;
 }
-enum { AHEAD = 16 }; /* inputs whose weights are asked for before they are needed */
+enum { AHEAD = 64 }; /* inputs whose weights are asked for before they are needed */
 
 /* What has been summed for rows and a few neighbouring blocks, [rows][wide][BLOCK], goes to y: plus bias, plus what stands there. */
 static void put(const Matrix *w, int block, int wide, const float *sums, int rows, float *y, int ldy, int add) {
