@@ -1,0 +1,174 @@
+"""A small model as the drafter of a tree: several tokens side by side at every node, grown depth by depth.
+
+`shape` says which nodes there are before anything is drawn: `widths("4x2x1")` for a configuration (every node of a depth has
+as many children), `shape((4, 2, 1))` for its nodes; any other list of parents is a tree too. The tokens are then drawn, and
+each declares the law it was drawn from given its earlier siblings, so that one walk judges them all.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Laws, Target
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.sampling import Warp, is_exact
+from tinyspec.decoding.verify import without
+from tinyspec.errors import TinyspecError
+from tinyspec.tree import ROOT, Row, TokenTree
+
+Shape: TypeAlias = tuple[int, ...]
+"""[n] the parent of every node, ROOT for the first ones: a parent before its children, siblings in the order of drawing."""
+
+MOST = 1024  # nodes of a tree: beyond, a configuration was surely mistyped
+
+
+def widths(configuration: str | int) -> tuple[int, ...]:
+    """The children of a node at each depth.
+
+    >>> widths("4x2x1"), widths(3)
+    ((4, 2, 1), (3,))
+    """
+    words = str(configuration).lower().split("x")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise TinyspecError(
+            f"the configuration {configuration!r} is no tree: say how many children a node has at each depth, as in 4x2x1"
+        )
+    return tuple(int(word) for word in words)
+
+
+def shape(children: Sequence[int]) -> Shape:
+    """The nodes of a configuration, depth by depth.
+
+    >>> shape((2, 1))
+    (-1, -1, 0, 1)
+    """
+    parents: list[int] = []
+    above = [ROOT]
+    for k in children:
+        begun = len(parents)
+        if begun + k * len(above) > MOST:
+            said = "x".join(map(str, children))
+            raise TinyspecError(
+                f"the tree {said} has more than {MOST} nodes: use fewer children at a node, or less depth"
+            )
+        parents += [node for node in above for _ in range(k)]
+        above = list(range(begun, len(parents)))
+    return tuple(parents)
+
+
+class TreeDraft(ModelDraft):
+    """Draws a tree of this shape from a model, with one call of the model a depth.
+
+    replace  siblings are drawn independently of each other; else no two of them are equal
+    cover    without replacement: where the draft's law has no token left, go on with any that was not drawn, all alike
+    ends     tokens that nothing comes after
+    positions  the tokens that the model's context holds (None: no limit), as in `ModelDraft`
+
+    At temperature 0 the draft's law is one token, so draws would all be the same: the likeliest tokens are proposed in
+    their place, the best first, as point masses. `children` is what another way of drawing overrides.
+    A node without children in the shape is never run; one whose token is drawn twice is run once.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        shape: Shape,
+        ends: frozenset[int] = frozenset(),
+        positions: int | None = None,
+        *,
+        replace: bool = True,
+        cover: bool = False,
+    ):
+        self.below: dict[int, list[int]] = defaultdict(list)  # node of the shape -> its children
+        depth = {ROOT: 0}
+        for node, parent in enumerate(shape):
+            self.below[parent].append(node)
+            depth[node] = depth[parent] + 1
+        self.levels: list[list[int]] = [[] for _ in range(max(depth.values()))]  # nodes with children, by depth
+        for node in self.below:
+            self.levels[depth[node]].append(node)
+        super().__init__(model, len(self.levels), ends, positions)
+        self.replace, self.cover = replace, cover
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        tokens, parents, rows = list[int](), list[int](), list[Row | None]()
+        inner = TokenTree([], [], [], [])  # the part that the model runs: nodes that will have children
+        at, ran = {ROOT: ROOT}, {ROOT: ROOT}  # node of the shape -> its place in the tree, and in the part that is run
+        deepest = min(room, len(self.levels), room if self.positions is None else self.positions - self.length)
+        for level in self.levels[: 0 if self.left_behind else max(deepest, 0)]:
+            alive = [node for node in level if node in ran]
+            if not alive:
+                break  # the text ended, or the law did, on every path
+            laws = Laws(self.model.score(inner), warp, context, inner)
+            for node in alive:
+                drawn = self.children(laws, ran[node], len(self.below[node]), chance)
+                for child, (token, law) in zip(self.below[node], drawn, strict=False):  # fewer where the support ends
+                    at[child] = len(tokens)
+                    tokens.append(token)
+                    parents.append(at[node])
+                    rows.append(law)
+                    if child in self.below and token not in self.ends:
+                        ran[child] = len(inner.tokens)
+                        _grow(inner, token, ran[node])
+        return TokenTree(tokens, parents, rows, (False,) * len(tokens))
+
+    def children(self, laws: Laws, node: int, k: int, chance: Chance) -> list[tuple[int, Row | None]]:
+        """At most k tokens below a node whose law is `laws[node]`, each with the law it was drawn from; in draw order."""
+        if laws.warp.temperature == 0:
+            plain = laws.warped(node, Warp(repetition_penalty=laws.warp.repetition_penalty))
+            return [(token, None) for token in likeliest(plain, k)]
+        q = laws[node]
+        if self.replace:
+            return [(chance.draw(q), q) for _ in range(k)]
+        drawn = shrinking(q, k, chance)
+        if self.cover and len(drawn) < min(k, len(q)):
+            drawn += shrinking(unseen(q, [token for token, _ in drawn]), k - len(drawn), chance)
+        return drawn
+
+
+def shrinking(q: Row, k: int, chance: Chance) -> list[tuple[int, Row | None]]:
+    """k tokens drawn without replacement, each with q as its earlier siblings leave it; fewer where the support ends."""
+    drawn: list[tuple[int, Row | None]] = []
+    for token in chance.order(q, k):
+        if drawn:
+            q = without(q, drawn[-1][0])
+        drawn.append((token, q))
+    return drawn
+
+
+def unseen(q: Row, seen: Sequence[int]) -> Row:
+    """All tokens but these, each as likely as the other."""
+    each = len(q) - len(seen)
+    if is_exact(q):
+        return [Fraction(int(token not in seen), each) for token in range(len(q))]
+    row: Any = torch.full_like(q, 1 / each) if isinstance(q, torch.Tensor) else np.full(len(q), 1 / each)
+    row[list(seen)] = 0
+    return row
+
+
+def likeliest(row: Row, k: int) -> list[int]:
+    """The k tokens that a law holds for likeliest, the best first, the lowest id of equals.
+
+    >>> likeliest([0.2, 0.5, 0.1, 0.2], 3)
+    [1, 0, 3]
+    """
+    if is_exact(row):
+        return sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
+    values = row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
+    if k < len(values):
+        least = np.partition(values, len(values) - k)[len(values) - k]
+        first = np.flatnonzero(values >= least)  # in the order of ids, ties at the edge among them
+    else:
+        first = np.arange(len(values))
+    return [int(token) for token in first[np.argsort(-values[first], kind="stable")][:k]]
+
+
+def _grow(tree: TokenTree, token: int, parent: int) -> None:
+    """One node more, in the lists of a tree that is being made."""
+    for column, entry in zip(tree, (token, parent, None, False), strict=True):
+        column.append(entry)  # type: ignore[attr-defined]
