@@ -72,6 +72,17 @@ def test_a_peer_result_passes_by_its_own_rule(path: Path) -> None:
     assert result["passed"]
 
 
+@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("equality")], ids=lambda p: p.name)
+def test_an_equality_result_passes_by_its_rows(path: Path) -> None:
+    result = load(path)
+    lines = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
+    arms = [*result["methods"], "rehearsed"]
+    assert len({(line["question"], line["arm"]) for line in lines}) == len(lines) == len(arms) * result["questions"]
+    assert all(line["calls"] + line["accepted"] >= result["tokens_each"] for line in lines)
+    assert result["passed"] == all(line["same"] == result["tokens_each"] for line in lines)
+    assert result["passed"]
+
+
 @pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("bench")], ids=lambda p: p.name)
 def test_the_figures_of_a_run_follow_from_its_samples(path: Path) -> None:
     result = load(path)

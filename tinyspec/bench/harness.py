@@ -103,12 +103,12 @@ def report(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {"command": command, "commit": commit(), "date": stamp, "machine": machine(), **figures}
 
 
-def save(path: str | Path, result: Mapping[str, Any]) -> None:
+def save(path: str | Path, result: Mapping[str, Any], dumps: Callable[[Any], str] | None = None) -> None:
     """Write a result file, whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.write_text(dumps(result) if dumps else json.dumps(result, indent=1) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 

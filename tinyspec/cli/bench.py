@@ -9,7 +9,7 @@ import click
 
 from tinyspec.cli import base
 
-RAW = ("samples", "prompts", "machine")  # long, and in the file that --out writes
+RAW = ("samples", "prompts", "machine", "columns")  # long, and in the file that --out writes
 
 
 def _rounds(default: int) -> Any:
@@ -242,11 +242,76 @@ def peer(model: str, **options: Any) -> None:
     _show(measure, options, name=model)
 
 
-def _show(measure: Any, options: dict[str, Any], **more: Any) -> None:
-    """Measure; write the result to --out, and print it whole (--json) or without its raw samples."""
+@bench.command("equality")
+@base.options(
+    click.option("--model", "-m", default="smollm2", show_default=True, help="Name or folder."),
+    click.option("--questions", type=click.IntRange(1), default=None, help="Prompts of Spec-Bench. [default: all]"),
+    _tokens(64),
+    click.option("--method", "methods", multiple=True, default=("llma",), show_default=True, help="May be repeated."),
+    click.option("--dtype", default="bfloat16", show_default=True, help="Type of the weights."),
+    click.option("--resume", is_flag=True, help="Go on with the file of --out."),
+    _results,
+)
+def equality(model: str, **options: Any) -> None:
+    """Greedy speculation against plain greedy decoding, token for token, in bfloat16, on real questions.
+
+    \b
+    Examples:
+      tinyspec bench equality --questions 12
+      tinyspec bench equality --out equality.json --resume
+    """
+    from tinyspec.bench.equality import measure
+
+    _show(measure, options, kept=True, name=model)
+
+
+@bench.command("plan-draft")
+@base.options(
+    click.option("--model", "-m", default="storyteller", show_default=True, help="The target: name or folder."),
+    click.option("--drafts", multiple=True, metavar="LIST", help="Candidates. [default: the draft that the card names]"),
+    click.option("--longest", type=click.IntRange(1), default=6, show_default=True, help="Drafted tokens a round, at most."),
+    click.option("--prompts", type=click.IntRange(1), default=4, show_default=True, help="Openings to measure on."),
+    _tokens(64),
+    click.option("--temperature", "-t", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
+    click.option("--check/--no-check", default=True, help="Measure the forecasts on other prompts. [default: on]"),
+    click.option(
+        "--numbers", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Advise from the numbers of this file; nothing is run.",
+    ),
+    _results,
+)  # fmt: skip
+def plan_draft(model: str, drafts: tuple[str, ...], numbers: Path | None, **options: Any) -> None:
+    """Which draft model, and how many tokens of it: measured, forecast, recommended (arXiv 2402.01528).
+
+    \b
+    Examples:
+      tinyspec bench plan-draft
+      tinyspec bench plan-draft --drafts apprentice,models/mine --longest 8 --out results/plan.json
+      tinyspec bench plan-draft --numbers results/plan.json
+    """
+    from tinyspec.bench import planning
+    from tinyspec.bench.harness import save
+
     out, as_json = options.pop("out"), options.pop("as_json")
-    result: dict[str, Any] = measure(**options, **more)
+    named = [name.strip() for part in drafts for name in part.split(",") if name.strip()]
+    result = planning.advise(numbers) if numbers is not None else planning.measure(model, named, **options)
     if out is not None:
+        save(out, result)
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    base.console().print(planning.grid(result).rich(), highlight=False)
+    click.echo(planning.sentence(result))
+    if out is not None:
+        click.echo(f"written: {out}", err=True)
+
+
+def _show(measure: Any, options: dict[str, Any], kept: bool = False, **more: Any) -> None:
+    """Measure; write the result to --out (`kept`: it does so itself), and print it whole (--json) or without raw samples."""
+    out, as_json = options.pop("out"), options.pop("as_json")
+    result: dict[str, Any] = measure(**options, **({"out": out} if kept else {}), **more)
+    if out is not None and not kept:
         from tinyspec.bench.harness import save
 
         save(out, result)

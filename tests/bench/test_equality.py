@@ -1,0 +1,72 @@
+"""`tinyspec bench equality`: what it compares, how it goes on, and that it sees a difference."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.zoo import Zoo, failed, run, tiny_zoo
+from tinyspec.bench import equality
+from tinyspec.data import Question
+from tinyspec.decoding.trace import Statistics
+
+BANK = [Question(i, "qa", (f"Why is the sky {colour}?",)) for i, colour in enumerate(("blue", "grey", "red"))]
+CALL = ("bench", "equality", "--tokens", "20", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return tiny_zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(autouse=True)
+def bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyspec.data.spec_bench", lambda: BANK)
+
+
+def test_long_blocks_and_short_ones_leave_every_token_as_it_is(zoo: Zoo, tmp_path: Path) -> None:
+    result = run(*CALL, "--model", zoo.big, "--out", str(tmp_path / "e.json"))
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "e.json").read_text())
+    assert found["passed"] and found["mismatches"] == 0
+    assert found["tokens"] == 20 * 3 * 2
+    assert found["tokens_per_call"]["rehearsed"] > 1.5
+
+
+def test_a_token_that_differs_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = equality.greedy
+
+    def other(*args, **kwargs):  # type: ignore[no-untyped-def]
+        ids, counted = plain(*args, **kwargs)
+        return (ids if args[3] == "autoregressive" else [*ids[:-1], ids[-1] ^ 1]), counted
+
+    monkeypatch.setattr(equality, "greedy", other)
+    result = equality.measure(zoo.big, tokens=8, quiet=True)
+    assert not result["passed"]
+    assert result["mismatches"] == 6
+    assert {line[5] for line in result["rows"]} == {7}
+
+
+def test_an_interrupted_run_goes_on_where_it_was(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, plain, asked = tmp_path / "e.json", equality.greedy, list[str]()
+
+    def counted(*args, **kwargs) -> tuple[list[int], Statistics]:  # type: ignore[no-untyped-def]
+        asked.append(args[3])
+        if len(asked) == 6:
+            raise KeyboardInterrupt
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(equality, "greedy", counted)
+    with pytest.raises(KeyboardInterrupt):
+        equality.measure(zoo.big, tokens=8, out=out, quiet=True)
+    assert json.loads(out.read_text())["questions"] == 1
+    result = equality.measure(zoo.big, tokens=8, out=out, resume=True, quiet=True)
+    assert result["questions"] == 3 and len(asked) == 6 + 2 * 3
+    assert "compares something else" in failed(run(*CALL, "--model", zoo.big, "--out", str(out), "--resume"))
+
+
+def test_what_cannot_be_compared_is_said(zoo: Zoo, tmp_path: Path) -> None:
+    assert "draft model" in failed(run(*CALL, "--model", zoo.big, "--method", "speculative_decoding"))
+    (tmp_path / "x.json").write_text("{}")
+    said = failed(run(*CALL, "--model", zoo.big, "--out", str(tmp_path / "x.json"), "--resume"))
+    assert "not a result" in said

@@ -1,0 +1,131 @@
+"""`tinyspec bench equality`: lossless means lossless, in bfloat16 too. Greedy speculation against plain greedy decoding.
+
+Everywhere else a block is verified with other rounding than one-token steps have, so the two texts part sooner or later where
+two logits all but tie. Our kernels sum a row in an order that depends on the row alone, so not one token may differ, on
+any prompt. Beside the methods asked for, `rehearsed` copies from the plain answer itself with every seventh token changed:
+then most of the text is verified in long blocks, which a method that finds little to copy would not do.
+
+Nothing is timed, so the machine may be busy.
+"""
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tinyspec import data, models
+from tinyspec.bench.book import dumps
+from tinyspec.bench.harness import progress, report, save
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.trace import Statistics
+from tinyspec.errors import TinyspecError
+from tinyspec.generation import prompt_ids
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import Request, find
+
+REHEARSED, CHANGED = "rehearsed", 7
+COLUMNS = ("question", "category", "prompt", "check", "arm", "same", "calls", "drafted", "accepted")
+
+
+def greedy(
+    model: Model, ids: Sequence[int], tokens: int, method: str, references: Sequence[Sequence[int]] = ()
+) -> tuple[list[int], Statistics]:
+    """Greedy ids that end after `tokens` tokens and nowhere else, and what was counted."""
+    ledger: list[Any] = []
+    stop = Stop(max_new_tokens=tokens)
+    limit = model.config.max_positions
+    request = Request(
+        model.session(ledger), (), Warp(temperature=0.0), stop, references, positions=limit, ledger=ledger
+    )
+    decoder, chance, counted = find(method).make(request), Seeded(0), Statistics()
+    decoder.extend(ids)
+    while not decoder.finished:
+        counted.count(decoder.step(chance))
+    return decoder.new, counted
+
+
+def rehearsal(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """The end of the prompt and the answer with every seventh token changed.
+
+    >>> rehearsal([5], [1, 2, 3, 4, 5, 6, 7, 8])
+    [5, 1, 2, 3, 4, 5, 6, 0, 8]
+    """
+    return [*prompt[-8:], *(0 if i % CHANGED == CHANGED - 1 else token for i, token in enumerate(answer))]
+
+
+def rows(model: Model, question: Any, tokens: int, methods: Sequence[str]) -> list[list[Any]]:
+    """One line an arm: how many ids at the front are plain decoding's, and how many calls and guesses it took."""
+    ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)[-(model.config.max_positions - tokens) :]
+    plain, _ = greedy(model, ids, tokens, "autoregressive")
+    check, lines = zlib.crc32(json.dumps(plain).encode()), list[list[Any]]()
+    for arm in (*methods, REHEARSED):
+        copied = arm == REHEARSED
+        got, counted = greedy(model, ids, tokens, "llma" if copied else arm, [rehearsal(ids, plain)] if copied else ())
+        same = next((i for i, (a, b) in enumerate(zip(got, plain, strict=True)) if a != b), tokens)
+        figures = (counted.target_calls, counted.drafted, counted.accepted)
+        lines.append([question.id, question.category, len(ids), check, arm, same, *figures])
+    return lines
+
+
+def measure(
+    name: str = "smollm2",
+    questions: int | None = None,
+    tokens: int = 64,
+    methods: Sequence[str] = ("llma",),
+    dtype: str = "bfloat16",
+    out: str | Path | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Every question of Spec-Bench (its first turn), or some spread over it. With `out`, saved after every question."""
+    for method in methods:
+        if find(method).drafts:
+            raise TinyspecError(f"{method} needs a draft model; this comparison takes methods without one")
+    model, bank = models.load(name, dtype=dtype), data.spec_bench()
+    chosen = bank if questions is None else [bank[i * len(bank) // questions] for i in range(min(questions, len(bank)))]
+    done = _begun(out, name, tokens, dtype, methods) if resume and out is not None else []
+    seen = {line[0] for line in done}
+    head = {"model": name, "dtype": dtype, "tokens_each": tokens, "methods": list(methods)}
+    result = _result(head, done)
+    with progress(f"{name} {dtype} against itself", len(chosen), quiet) as tick:
+        for question in chosen:
+            if question.id not in seen:
+                done += rows(model, question, tokens, methods)
+                result = _result(head, done)
+                if out is not None:
+                    save(out, result, dumps)
+            tick()
+    return result
+
+
+def _result(head: dict[str, Any], lines: list[list[Any]]) -> dict[str, Any]:
+    tokens = head["tokens_each"]
+    figures = {
+        "questions": len({line[0] for line in lines}),
+        "tokens": tokens * len(lines),
+        "mismatches": sum(line[5] < tokens for line in lines),
+        "passed": bool(lines) and all(line[5] == tokens for line in lines),
+        "tokens_per_call": {
+            arm: round(sum(tokens for line in lines if line[4] == arm) / sum(r[6] for r in lines if r[4] == arm), 3)
+            for arm in dict.fromkeys(line[4] for line in lines)
+        },
+    }
+    return report({**head, **figures, "columns": list(COLUMNS), "rows": lines})
+
+
+def _begun(out: str | Path, name: str, tokens: int, dtype: str, methods: Sequence[str]) -> list[list[Any]]:
+    """The lines of a file that an interrupted run left; none where there is no file."""
+    if not Path(out).exists():
+        return []
+    try:
+        found = json.loads(Path(out).read_text(encoding="utf-8"))
+        same = [found[key] for key in ("model", "dtype", "tokens_each", "methods")] == [name, dtype, tokens, [*methods]]
+        lines: list[list[Any]] = found["rows"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TinyspecError(f"{out}: not a result of `tinyspec bench equality` ({error})") from error
+    if not same:
+        raise TinyspecError(f"{out} compares something else: give another --out, or leave --resume away")
+    return lines
