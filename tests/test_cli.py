@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from tests.zoo import TEXT, Zoo, failed, run, tiny_zoo
 from tinyspec.cli import main
@@ -84,6 +85,21 @@ def test_knobs_are_options(zoo: Zoo, knob: list[str]) -> None:
     call = ["generate", "--model", zoo.big, "-n", "9", "--method", "speculative_decoding"]
     stats = [json.loads(run(*call, *extra, "the cat", "--json").stdout)["stats"] for extra in (knob, [])]
     assert stats[0]["drafted"] != stats[1]["drafted"]
+
+
+@pytest.mark.parametrize("given", [["A,B"], ["A", "B"]], ids=str)
+def test_several_drafts_stand_in_one_option_or_in_several(zoo: Zoo, given: list[str]) -> None:
+    from tinyspec.cli import base
+
+    @click.command()
+    @base.draft_option
+    def show(draft: list[str]) -> None:
+        click.echo(repr(draft))
+
+    words = [word for one in given for word in ("--draft", one)]
+    assert CliRunner().invoke(show, words).output == "['A', 'B']\n"
+    call = ["generate", "--model", zoo.big, "the cat", "-n", "5", "--method", "speculative_decoding"]
+    assert run(*call, "--draft", f"{zoo.small},{zoo.small}").exit_code == 0
 
 
 def test_statistics_go_to_standard_error(zoo: Zoo) -> None:

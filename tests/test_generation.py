@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -227,3 +228,28 @@ def test_a_missing_draft_names_the_methods_that_need_none(zoo: Zoo) -> None:
     lonely = tinyspec.load(zoo.small)
     with pytest.raises(TinyspecError, match=r"needs a draft model.*autoregressive"):
         tinyspec.generate(lonely, "the cat", method="speculative_decoding")
+
+
+def test_fewer_drafts_than_a_method_needs_repeat_the_last_and_of_more_the_first_are_used(
+    model: Model, draft: Model, zoo: Zoo
+) -> None:
+    from tests.laws.hosted import card
+
+    def shared(**traits: Any) -> list[Model]:
+        return generation._drafts(model, card(id, **traits), given)
+
+    given: generation.Draft = [draft, model]
+    assert shared(drafts=1) == [draft] and shared(drafts=3) == [draft, model, model]
+    assert shared(drafts=1, several=True) == [draft, model]
+    assert shared(drafts=0) == [] and shared(optional_draft=True) == [draft]
+    given = [zoo.small, draft]
+    assert [small.name for small in shared(drafts=2)] == [tinyspec.load(zoo.small).name, draft.name]
+    given = draft
+    assert shared(drafts=2) == [draft, draft]
+
+
+def test_each_of_several_drafts_is_checked_for_its_vocabulary(model: Model, draft: Model, zoo: Zoo) -> None:
+    from tests.laws.hosted import card
+
+    with pytest.raises(TinyspecError, match="280 tokens against 286"):
+        generation._drafts(model, card(id, drafts=2), [draft, zoo.other])

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tinyspec.generation import Generation, Prompt
+    from tinyspec.generation import Draft, Generation, Prompt
     from tinyspec.lm.transformer import Model
     from tinyspec.technique import Card
 
@@ -51,7 +51,7 @@ def generate(
     prompt: "Prompt | Sequence[Prompt]",
     *,
     method: str = "autoregressive",
-    draft: "Model | str | None" = None,
+    draft: "Draft" = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -66,7 +66,8 @@ def generate(
     """Extend a prompt (text, token ids, or chat messages) and return text, tokens, logprobs and statistics.
 
     method   a name from `techniques()`; its knobs are further keyword arguments (gamma=4, ...)
-    draft    the draft model of methods that need one; None takes the one the model's card names
+    draft    the draft model of methods that need one, or a list of them for methods that use several (a name or a loaded
+             model each; the last stands in for those that are missing); None takes the one the model's card names
     stop     texts or token sequences that end the text
     chat     treat a text prompt as a user's message in the model's chat template
     seed     the same seed gives the same text, whatever ran before

@@ -23,6 +23,9 @@ from tinyspec.technique import Card, Request, find, techniques
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
 
+Draft: TypeAlias = Model | str | Sequence[Model | str] | None
+"""One draft model or several, loaded or by name; None: the one that the model's own card names."""
+
 
 @dataclass
 class Generation:
@@ -84,7 +87,7 @@ def start(
     prompt: Prompt,
     *,
     method: str = "autoregressive",
-    draft: Model | str | None = None,
+    draft: Draft = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -138,7 +141,7 @@ def generate(model: Model, prompt: Prompt | Sequence[Prompt], **options: Any) ->
     seed = options.pop("seed", 0)
     rows: Sequence[Any] = prompt
     drafts = _drafts(model, find(options.get("method", "autoregressive")), options.get("draft"))
-    options["draft"] = drafts[0] if drafts else None  # loaded once, so that all rows share it and batch
+    options["draft"] = drafts or None  # loaded once, so that all rows share it and batch
 
     def job(row: int) -> Any:
         return lambda gate: _finish(start(model, rows[row], seed=seed + row, gate=gate, **options))
@@ -216,31 +219,45 @@ def _decode(model: Model, ids: list[int]) -> str:
     return model.tokenizer.decode(ids) if model.has_tokenizer else ""
 
 
-def _drafts(model: Model, card: Card, draft: Model | str | None) -> list[Model]:
-    """The draft models a method needs or can use: what was given, else what the model's own card names."""
+def _drafts(model: Model, card: Card, draft: Draft) -> list[Model]:
+    """The draft models a method needs or can use: what was given, else what the model's own card names.
+
+    Of more than it can use, the first; of fewer, the last once more.
+    """
     if card.drafts == 0 and not card.optional_draft:
         return []
-    if draft is None:
-        draft = model.config.extra.get("draft")
-    if draft is None and card.drafts == 0:
+    draft = model.config.extra.get("draft") if draft is None else draft
+    given = [draft] if isinstance(draft, (Model, str)) else list(draft or ())
+    if not given and card.drafts == 0:
         return []
-    if draft is None:
-        free = ", ".join(name for name, other in techniques().items() if not other.drafts)
+    if not given:
         raise TinyspecError(
             f"{card.name} needs a draft model and the card of {model.name} names none: pass draft=... "
-            f"(a smaller model with the same tokenizer), or a method without one: {free}"
+            f"(a smaller model with the same tokenizer), or a method without one: {_draftless()}"
         )
-    small = draft if isinstance(draft, Model) else models.load(draft, device=model.device, dtype=model.dtype)
+    needed = max(card.drafts, 1)
+    used = given if card.several else given[:needed]
+    loaded = [d if isinstance(d, Model) else models.load(d, device=model.device, dtype=model.dtype) for d in used]
+    for small in loaded:
+        check_pair(model, small)
+    return loaded + loaded[-1:] * (needed - len(loaded))
+
+
+def check_pair(model: Model, small: Model) -> None:
+    """Raise TinyspecError unless both read the same tokens."""
     ours, theirs = model.config.vocab_size, small.config.vocab_size
     same = not (model.has_tokenizer and small.has_tokenizer) or model.tokenizer.same_vocabulary(small.tokenizer)
     if ours != theirs or not same:
-        free = ", ".join(name for name, other in techniques().items() if not other.drafts)
         how = f"{theirs} tokens against {ours}" if ours != theirs else "same size, other tokens"
         raise TinyspecError(
             f"the draft {small.name} has another vocabulary than {model.name} ({how}): "
-            f"use a draft with the same tokenizer, or a method without a draft model: {free}"
+            f"use a draft with the same tokenizer, or a method without a draft model: {_draftless()}"
         )
-    return [small] * max(card.drafts, 1)
+
+
+def _draftless() -> str:
+    """The methods that need no draft model, for an error."""
+    return ", ".join(name for name, card in techniques().items() if not card.drafts and card.kind == "decoder")
 
 
 def _logprobs(round: Round) -> list[float]:

@@ -28,6 +28,7 @@ class Guarantee(Enum):
     GREEDY = "greedy"  # the same tokens as greedy decoding
     LOSSY = "lossy"  # lossy by design; exact or greedy at a knob's neutral value
     APPROX = "approx"  # no neutral value exists
+    NONE = "none"  # an analysis: it decodes nothing
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Card:
     coupled     draws by `Chance.race`, whose noise rounds share: proved path by path
     persistent  its state outlives a request
     optional_draft  uses a draft model where there is one, and does without
+    several     uses every draft model that it is given, beyond those it needs
     keeps       whose law is kept where it is not the user's model: in words; the laws then ask its own target
     """
 
@@ -132,11 +134,17 @@ class Card:
     persistent: bool = False
     keeps: str = ""
     optional_draft: bool = False
+    several: bool = False
 
     @property
     def doc(self) -> str:
         """The technique file's own docstring."""
         return importlib.import_module(self.build.__module__).__doc__ or ""
+
+    @property
+    def hosted(self) -> int:
+        """How many draft models the laws give it."""
+        return (self.drafts or int(self.optional_draft)) + int(self.several)
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
         """Every knob's value: what was given, checked, else the default."""

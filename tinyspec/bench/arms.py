@@ -20,7 +20,7 @@ from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.tasks import Job
 from tinyspec.decoding.trace import Statistics
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import start
+from tinyspec.generation import Draft, start
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import find
 
@@ -70,7 +70,7 @@ class Arm(Protocol):
 class Own:
     """One of our techniques on our model."""
 
-    def __init__(self, spec: ArmSpec, model: Model, settings: Settings, draft: Model | None = None):
+    def __init__(self, spec: ArmSpec, model: Model, settings: Settings, draft: Draft = None):
         self.label, self.model, self.draft = spec.label, endless(model), draft
         self.options: dict[str, Any] = {
             "method": spec.name,
@@ -145,20 +145,21 @@ def quiet_moment() -> None:
     gc.collect()
 
 
-def load(settings: Settings, any_method: bool = False) -> tuple[Model, Model | None]:
-    """The model, and its draft model where an arm needs one and there is one; with `any_method`, wherever there is one."""
+def load(settings: Settings, any_method: bool = False) -> tuple[Model, list[Model] | None]:
+    """The model, and its draft models where an arm needs one and there is one; with `any_method`, wherever there is one."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     cards = [find(arm.name) for arm in settings.arms if not arm.peer]
     wanted = any_method or any(card.drafts or card.optional_draft for card in cards)
     model = models.load(settings.model, device=settings.device, dtype=settings.dtype)
-    name = settings.draft if settings.draft is not None else model.config.extra.get("draft")
-    if not wanted or name is None:
+    named = settings.draft if settings.draft is not None else model.config.extra.get("draft") or []
+    names = [name for name in named.split(",") if name] if isinstance(named, str) else named
+    if not wanted or not names:
         return model, None
-    return model, models.load(name, device=settings.device, dtype=settings.dtype)
+    return model, [models.load(name, device=settings.device, dtype=settings.dtype) for name in names]
 
 
-def own_arms(settings: Settings, model: Model, draft: Model | None) -> list[Arm]:
+def own_arms(settings: Settings, model: Model, draft: Draft) -> list[Arm]:
     """Our arms, plain decoding first; a knob that is wrong is said now."""
     specs = [spec for spec in settings.arms if not spec.peer]
     for spec in specs:
@@ -166,7 +167,7 @@ def own_arms(settings: Settings, model: Model, draft: Model | None) -> list[Arm]
     return [Own(spec, model, settings, draft) for spec in specs]
 
 
-def chapter(name: str, settings: Settings, model: Model, draft: Model | None, job: Job) -> tuple[list[str], list[str]]:
+def chapter(name: str, settings: Settings, model: Model, draft: Draft, job: Job) -> tuple[list[str], list[str]]:
     """The techniques of a chapter that can run on this model, and of the others what each lacks, in words."""
     can, cannot = list[str](), list[str]()
     short = job._replace(ids=job.ids[-16:], tokens=min(job.tokens, 2))

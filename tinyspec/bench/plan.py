@@ -87,7 +87,7 @@ class Settings:
     prompts         how many of each task, spread over it, where its entry gives no number
     tokens          new tokens of each answer; an end-of-text id ends nothing, so that all arms make the same number
     until_eos       answers are as long as plain greedy decoding's up to its first end-of-text id, `tokens` at most
-    draft           the draft model, for arms that need one; None: the one that the model's card names
+    draft           the draft model, for arms that need one, or several as A,B; None: the one that the model's card names
     threads         of this process, which every arm uses; None: torch's choice
     """
 

@@ -178,7 +178,13 @@ knob_option = click.option(
     metavar="NAME=VALUE",
     help="A knob of the method; --NAME VALUE does the same.",
 )
-draft_option = click.option("--draft", help="The draft model. [default: the one that the model's card names]")
+draft_option = click.option(
+    "--draft",
+    multiple=True,
+    metavar="NAME[,NAME...]",
+    callback=lambda ctx, option, given: [name for word in given for name in word.split(",") if name],
+    help="The draft model, or several. [default: the one that the model's card names]",
+)
 reference_option = click.option(
     "--reference",
     "references",
@@ -245,16 +251,19 @@ def read_prompt(prompt: str | None, missing: str) -> str:
     return sys.stdin.read().removesuffix("\n")
 
 
-def load_all(model: str, draft: str | None, methods: Sequence[str], device: str, dtype: str | None) -> tuple[Any, Any]:
-    """The model, and its draft model where one of the methods needs or can use one (else None)."""
+def load_all(
+    model: str, draft: Sequence[str], methods: Sequence[str], device: str, dtype: str | None
+) -> tuple[Any, list[Any] | None]:
+    """The model, and its draft models where one of the methods needs or can use one (else None)."""
     import tinyspec
     from tinyspec.technique import find
 
     cards = [find(method) for method in methods]  # a misspelt method is said before anything is loaded
     target = tinyspec.load(model, device=device, dtype=dtype)
-    if draft is None and any(card.drafts or card.optional_draft for card in cards):
-        draft = target.config.extra.get("draft")
-    return target, None if draft is None else tinyspec.load(draft, device=device, dtype=dtype)
+    if not draft and any(card.drafts or card.optional_draft for card in cards):
+        named = target.config.extra.get("draft") or []
+        draft = [named] if isinstance(named, str) else named
+    return target, [tinyspec.load(name, device=device, dtype=dtype) for name in draft] or None
 
 
 def read_text(path: Path) -> str:

@@ -28,7 +28,7 @@ def chat(
     /,
     model: str,
     method: str,
-    draft: str | None,
+    draft: list[str],
     knob: tuple[str, ...],
     system: str | None,
     seed: int,

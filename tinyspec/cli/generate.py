@@ -32,7 +32,7 @@ def generate(
     prompt: str | None,
     model: str,
     method: str,
-    draft: str | None,
+    draft: list[str],
     knob: tuple[str, ...],
     chat: bool,
     stop: tuple[str, ...],
@@ -67,8 +67,8 @@ def generate(
 
     stops = [s.replace("\\n", "\n").replace("\\t", "\t") for s in stop]
     texts = [base.read_text(path) for path in references]
-    options = {"method": method, "draft": small, "seed": seed, "stop": stops, "chat": chat, "references": texts}
-    running = start(target, text, **options, **sampling, **knobs)
+    options: dict[str, Any] = {"method": method, "draft": small, "seed": seed, "stop": stops, "chat": chat}
+    running = start(target, text, references=texts, **options, **sampling, **knobs)
     growing, terminal = Growing(running), sys.stdout.isatty()
     interrupted = False
     try:

@@ -170,7 +170,7 @@ def _matrix(what: str, as_json: bool, quiet: bool) -> None:
 def _demo(method: str, model: str, samples: int, as_json: bool, quiet: bool) -> None:
     from tinyspec.laws.statistics import demo, report
 
-    target, draft = base.load_all(model, None, [method], "cpu", None)
+    target, draft = base.load_all(model, [], [method], "cpu", None)
     done = 0
     with _bar(quiet or as_json) as show:
 

@@ -56,6 +56,8 @@ def described(card: "Card") -> str:
         lines.append("needs a draft model: --draft NAME")
     if card.optional_draft:
         lines.append("uses a draft model where there is one: --draft NAME")
+    if card.several:
+        lines.append("uses several draft models where there are several: --draft NAME,NAME")
     if card.copies:
         lines.append("copies from the prompt and from texts given by --reference FILE")
     lines.append("knobs:" if card.knobs else "knobs: none")

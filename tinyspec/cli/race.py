@@ -51,7 +51,7 @@ def race(
     /,
     model: str,
     methods: tuple[str, ...],
-    draft: str | None,
+    draft: list[str],
     knob: tuple[str, ...],
     prompt: str,
     chat: bool,

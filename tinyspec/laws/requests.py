@@ -201,7 +201,7 @@ def a_batch_row_is_the_row_alone(card: Card, together: Callable[..., list[Any]] 
             ledger: list[Any] = []
             request = Request(
                 target=models[0].session(ledger, gate),
-                drafts=[models[1].session(ledger, gate) for _ in range(card.drafts)],
+                drafts=[models[1].session(ledger, gate) for _ in range(card.hosted)],
                 warp=stage.warp,
                 stop=Stop(max_new_tokens=4 + 2 * number),
                 references=stage.references,

@@ -65,7 +65,7 @@ class Stage:
     @cached_property
     def drafts(self) -> list[Any]:
         """Draft models; each further one differs."""
-        return [self._draft(number) for number in range(self.card.drafts or self.card.optional_draft)]
+        return [self._draft(number) for number in range(self.card.hosted)]
 
     @cached_property
     def references(self) -> list[list[int]]:

@@ -168,7 +168,7 @@ def _shown(x: float | None) -> str:
 
 def demo(
     model: Model,
-    draft: Model | str | None = None,
+    draft: generation.Draft = None,
     method: str = "speculative_decoding",
     *,
     prompt: generation.Prompt = "Once upon a time",
@@ -213,7 +213,7 @@ def demo(
         "kind": "statistical demo: evidence, not proof",
         "model": model.name,
         "method": method,
-        "draft": small.name if small else None,
+        "draft": ", ".join(dict.fromkeys(model.name for model in small)) if small else None,
         "prompt": list(ids),
         "temperature": temperature,
         "alpha": alpha,
@@ -239,9 +239,9 @@ def _wide(model: Model) -> Model:
     return model if model.dtype in (torch.float32, torch.float64) else model.to(dtype=torch.float32)
 
 
-def _drafts(model: Model, draft: Model | str | None, method: str) -> Model | None:
+def _drafts(model: Model, draft: generation.Draft, method: str) -> list[Model] | None:
     chosen = generation._drafts(model, find(method), draft)
-    return _wide(chosen[0]) if chosen else None
+    return [_wide(small) for small in chosen] or None
 
 
 def report(result: Mapping[str, Any]) -> str:

@@ -101,7 +101,7 @@ def _exact(card: Card, seed: int) -> Iterator[Case]:
         yield _joint(four, 4, "four tokens, whole numbers to 3")
         yield _single(replace(base, vocabulary=5, seed=seed + 9), "V = 5, one round")
         for number, warp in enumerate(DEEP[:1]):
-            wanted = 3 if card.drafts < 2 else 2
+            wanted = 3 if card.hosted < 2 else 2
             end = Stop(max_new_tokens=wanted)
             deep = replace(base, deep=True, vocabulary=4, warp=warp, seed=seed + number, stop=end)
             yield _joint(deep, wanted, f"a transformer, {told_warp(warp)}")
