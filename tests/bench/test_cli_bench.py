@@ -126,3 +126,30 @@ def test_a_file_that_is_no_result_and_options_in_the_wrong_place(tmp_path: Path)
     assert run("bench", "--rounds", "2", "race").exit_code == 2
     assert run("bench", "--resume", str(tmp_path / "x.json"), "--chapter", "speculative").exit_code == 2
     assert "there is no command 'rce'" in run("bench", "rce").stderr
+
+
+def test_plan_draft_measures_recommends_and_advises_again_from_its_numbers(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    call = ["bench", "plan-draft", "--model", zoo.big, "--prompts", "2", "--tokens", "16", "--longest", "2", "--quiet"]
+    result = run(*call, "--drafts", f"{zoo.small},{zoo.big}", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    found = loaded(out)
+    assert {a["draft"] for a in found["advice"]} == {zoo.small, zoo.big, None}
+    assert set(found["checked"]) == {zoo.small, zoo.big, "plain"}
+    assert "recommended: " in result.stdout
+    assert found["profile"]["drafts"][1]["reach"] == [1.0, 1.0]  # the model itself as its draft
+    again = json.loads(run("bench", "plan-draft", "--numbers", str(out), "--json").stdout)
+    assert again["advice"] == found["advice"]
+
+
+def test_plan_draft_says_what_is_wrong_with_its_input(zoo: Zoo, tmp_path: Path) -> None:
+    assert "names no draft" in failed(run("bench", "plan-draft", "--model", zoo.small, "--quiet"))
+    assert "another vocabulary" in failed(run("bench", "plan-draft", "--model", zoo.big, "--drafts", zoo.other))
+    numbers = tmp_path / "n.json"
+    for text, says in (
+        ("{}", "expected"),
+        ("nonsense", "no measured numbers"),
+        ('{"verify": [1, 1], "drafts": [{"name": "a", "step": 0.1, "reach": [0.5, 0.7]}]}', "shares that fall"),
+    ):
+        numbers.write_text(text)
+        assert says in failed(run("bench", "plan-draft", "--numbers", str(numbers)))

@@ -205,7 +205,7 @@ def quick(**options):
     return statistics.demo(TARGET, DRAFT, prompt=PROMPT, **{"samples": 100, "width": 3, **options})
 
 
-@pytest.mark.parametrize("method", techniques())
+@pytest.mark.parametrize("method", [name for name, card in techniques().items() if card.kind == "decoder"])
 def test_the_demo_finds_nothing_in_what_is_right_and_its_control_fails(method: str) -> None:
     result = quick(method=method)
     assert result["texts"] == sum(n for _, n in result["counts"]) == 100

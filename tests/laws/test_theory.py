@@ -22,5 +22,5 @@ def test_it_holds(law: Callable[[], Evidence]) -> None:
 
 
 def test_no_technique_is_left_out() -> None:
-    for name in techniques():
+    for name in (name for name, card in techniques().items() if card.kind == "decoder"):
         assert sum(f"committed slots of {name} on" in law for law in THEORY) == 2

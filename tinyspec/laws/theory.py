@@ -40,7 +40,7 @@ def theory() -> dict[str, Callable[[], Evidence]]:
         on = f"on a random {config.family}"
         laws[f"node logits {on}"] = partial(passes.node_logits, target.session)
         laws[f"siblings {on}"] = partial(passes.sibling_order, target.session, walk)
-        for card in techniques().values():
+        for card in (card for card in techniques().values() if card.kind == "decoder"):
             texts = [[token for _ in range(2) for token in range(config.vocab_size)]] if card.copies else []
             laws[f"committed slots of {card.name} {on}"] = partial(
                 passes.cache_after_every_round,

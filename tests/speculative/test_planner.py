@@ -1,0 +1,138 @@
+"""The planner: its model of throughput, its measurements, and the recommendation held against a clock and against models."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.table import Table
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.toys.auto import Watch
+from tinyspec.laws.toys.planner import FAIR, GOOD, POOR, Draft, always, exact, recommends_the_fastest, requests
+from tinyspec.laws.toys.planner import advise as planned
+from tinyspec.lm.config import Config
+from tinyspec.lm.transformer import Model
+from tinyspec.speculative.drafting.planner import (
+    Profile,
+    measured,
+    needed_tar,
+    plan,
+    profile_draft,
+    profile_target,
+    recommend,
+    throughput,
+)
+from tinyspec.technique import Request, find
+
+DRAFTS = [Draft("deep", GOOD, 0.4), Draft("wide", FAIR, 0.05), Draft("poor", POOR, 0.02), Draft("dear", FAIR, 0.3)]
+
+
+def test_trap_what_is_recommended_is_the_fastest_by_the_clock_not_the_best_accepted() -> None:
+    assert recommends_the_fastest(planned).cases
+    watch = Watch()
+    asked = {draft.name: requests(draft, 0.02, watch) for draft in DRAFTS}
+    verify, profiles, advice = plan(asked, 4, watch)
+    assert advice[0].draft == "wide"
+    assert max(profiles, key=lambda p: p.tar(4)).name == "deep"  # a higher TAR, and a lower throughput
+    assert verify == pytest.approx([1 + 0.02 * n for n in range(5)])
+
+
+def test_every_forecast_is_near_what_decoding_then_takes() -> None:
+    watch = Watch()
+    asked = {draft.name: requests(draft, 0.02, watch, texts=12, tokens=30) for draft in DRAFTS}
+    advice = plan(asked, 4, watch)[2]
+    slope = {draft.name: draft for draft in DRAFTS}
+    rates: dict[str | None, float] = {None: 1.0}
+    for found in advice:
+        if found.draft is not None:
+            rates[found.draft], tar = measured(asked[found.draft], found.n, watch, seed=100)
+            rate = rates[found.draft]
+            assert found.rate == pytest.approx(rate, rel=0.15)
+            assert found.rate == pytest.approx(float(exact(slope[found.draft], found.n, 0.02)), rel=0.15)
+            assert found.tar == pytest.approx(tar, rel=0.15, abs=0.1)
+    assert max(rates, key=lambda name: rates[name]) == advice[0].draft
+
+
+@given(st.floats(0, 8), st.integers(0, 8), st.floats(0, 2), st.floats(0.1, 4), st.floats(0.1, 4))
+def test_the_needed_tar_is_the_inverse_of_the_gain(
+    tar: float, n: int, step: float, verify: float, plain: float
+) -> None:
+    gain = throughput(tar, n, step, verify) * plain
+    assert needed_tar(gain, n, step, verify, plain) == pytest.approx(tar, abs=1e-9)
+
+
+def test_a_slower_draft_is_told_what_it_would_need_to_win() -> None:
+    verify = [1.0, 1.0, 1.0]
+    best, other, plain = recommend(verify, [Profile("slow", 0.2, (0.7, 0.5)), Profile("fast", 0.0, (0.6, 0.4))])
+    assert (best.draft, best.n, best.missing, plain.draft) == ("fast", 2, 0.0, None)
+    assert other.draft == "slow" and other.missing is not None
+    lifted = Profile("slow", 0.2, (0.7 + other.missing, 0.5))
+    assert max(throughput(lifted.tar(n), n, 0.2, 1.0) for n in (1, 2)) == pytest.approx(best.rate)
+    hopeless = recommend(verify, [Profile("hopeless", 9.0, (0.9, 0.8)), Profile("fast", 0.0, (0.6, 0.4))])
+    assert [a.missing for a in hopeless if a.draft == "hopeless"] == [None]
+
+
+def test_where_no_draft_pays_plain_decoding_is_recommended() -> None:
+    best = recommend([1.0, 2.0], [Profile("dear", 1.0, (1.0,))])[0]
+    assert (best.draft, best.n, best.gain) == (None, 0, 1.0)
+
+
+def test_an_accepted_draft_is_worth_its_tokens_and_one_more() -> None:
+    watch, same = Watch(), Draft("same", GOOD, 0.0)  # the target's own law
+    profile = profile_draft("same", requests(same, 0.0, watch), 3, watch)
+    assert profile.reach == (1.0, 1.0, 1.0)
+    assert measured(requests(same, 0.0, watch), 3, watch)[0] == pytest.approx(4.0)
+
+
+def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -> None:
+    def model(layers: int, d: int, f: int) -> Model:
+        return Model.random(
+            Config(
+                vocab_size=64, d_model=d, n_layers=layers, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=f, max_positions=96
+            )
+        )
+
+    deep, wide = model(300, 16, 32), model(1, 256, 880)
+    assert deep.config.parameters() == pytest.approx(wide.config.parameters(), rel=0.1)
+    target = model(1, 32, 48)
+
+    def asked(draft: Model) -> Iterator[tuple[Request, Sequence[int]]]:
+        yield Request(target.session(), [draft.session()], Warp(0.0), Stop(max_new_tokens=24)), [1, 2]
+
+    def step(draft: Model) -> float:
+        return profile_draft("x", lambda: asked(draft), 2, time.perf_counter).step
+
+    slow, fast = zip(*((step(deep), step(wide)) for _ in range(5)), strict=True)
+    assert min(slow) > 1.25 * min(fast)
+
+
+def test_bad_input_is_said_in_one_line() -> None:
+    def short() -> Iterator[tuple[Request, Sequence[int]]]:
+        yield Request(Table(1), [Table(2, zeros=False)], stop=Stop(max_new_tokens=3)), [0]
+
+    with pytest.raises(TinyspecError, match="no text had room for 5 drafted tokens"):
+        profile_draft("small", short, 5, Watch())
+    with pytest.raises(TinyspecError, match="take longer texts"):
+        profile_target(short, 5, Watch())
+    with pytest.raises(TinyspecError, match="no candidate"):
+        plan({}, 2, Watch())
+    with pytest.raises(TinyspecError, match="no draft length"):
+        recommend([1.0], [Profile("a", 0.1, (0.5,))])
+    with pytest.raises(TinyspecError, match="measured seconds"):
+        recommend([], [])
+    with pytest.raises(TinyspecError, match="tinyspec bench plan-draft"):
+        find("planner").make(Request(Table(1)))
+
+
+def test_texts_that_end_early_are_profiled_as_far_as_they_go() -> None:
+    def ending() -> Iterator[tuple[Request, Sequence[int]]]:
+        for seed in range(8):
+            stop = Stop(frozenset({2}), max_new_tokens=40)
+            yield Request(always((1, 1, 1)).session(), [Table(seed, zeros=False)], stop=stop), [0]
+
+    profile = profile_draft("x", ending, 2, Watch())
+    assert 0 <= profile.reach[1] <= profile.reach[0] <= 1
