@@ -8,7 +8,8 @@ import torch
 
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Round
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.joint import Joint
+from tinyspec.decoding.modeldraft import GuestDraft, ModelDraft
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.verify import Verdict, walk
 from tinyspec.laws.parts import Siblings
@@ -166,7 +167,7 @@ def own_draft(plan: Plan, exact: bool = True) -> Card:
         session: Any = request.target
         if not exact:
             request.target = Exits(session, 1)  # type: ignore[assignment]
-        return request.decoder(ModelDraft(session.view(plan), 2), walk)
+        return request.decoder(GuestDraft(session.view(plan), 2), walk)
 
     return card(build)
 
@@ -264,41 +265,17 @@ def racing(shift: int) -> Card:
     return card(build, drafts=1, coupled=True)
 
 
-class Contrast:
-    """Joint target: the expert's row where the amateur agrees that a token is possible. Two sessions score one tree."""
-
-    cache_exact = True
-
-    def __init__(self, expert: Any, amateur: Any):
-        self.both = (expert, amateur)
-
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
-        expert, amateur = (session.score(tree, taps) for session in self.both)
-        rows: Any = [self.row(p, q) for p, q in zip(expert.logits, amateur.logits, strict=True)]
-        return Scores(rows if isinstance(rows[0], list) else torch.stack(rows), expert.hidden, expert.layers)
-
-    @staticmethod
-    def row(p: Any, q: Any) -> Any:
-        if not isinstance(p, list):
-            return torch.as_tensor(p) + torch.log(2 - torch.as_tensor(q).softmax(-1))
-        return [x * (Fraction(2) - y) for x, y in zip(p, q, strict=True)]
-
-    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
-        expert, _ = (session.extend(tokens, taps) for session in self.both)
-        return expert  # type: ignore[no-any-return]
-
-    def __getattr__(self, name: str) -> Any:
-        def all_of_them(*args: Any) -> None:
-            for session in self.both:
-                getattr(session, name)(*args)
-
-        return all_of_them
+def less(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> Any:
+    """The expert's row, lowered where the amateur's is high."""
+    p, q = rows
+    if not isinstance(p, list):
+        return torch.as_tensor(p) + torch.log(2 - torch.as_tensor(q).softmax(-1))
+    return [x * (Fraction(2) - y) for x, y in zip(p, q, strict=True)]
 
 
 def contrast(request: Request) -> Decoder:
     """Its law is its own: the card says so, and the suites ask its own target."""
-    expert, amateur = request.target, request.drafts[0]
-    request.target = Contrast(expert, amateur)  # type: ignore[assignment]
+    request.target = Joint([request.target, request.drafts[0]], less)
     return request.decoder(NoDraft(), walk)
 
 

@@ -40,13 +40,24 @@ class ModelDraft(NoDraft):
             return tree
         deepest = self.gamma if self.positions is None else min(self.gamma, self.positions - self.length)
         for _ in range(min(deepest, room)):
-            laws = Laws(self.model.score(tree), warp, context, tree)
-            law = laws[len(tree.tokens) - 1]
+            laws, tip = Laws(self.model.score(tree), warp, context, tree), len(tree.tokens) - 1
+            if not self.sure(laws, tip):
+                break
+            law = laws[tip]
             token = chance.draw(law)
             tree = TokenTree.chain((*tree.tokens, token), (*tree.laws, law))
-            if token in self.ends:
-                break  # nothing comes after the end of a text
+            if self.enough(laws, tip, token):
+                break
         return tree
+
+    def sure(self, laws: Laws, tip: int) -> bool:
+        """Asked before a token is drawn behind the node `tip`: whether to draw one."""
+        return True
+
+    def enough(self, laws: Laws, tip: int, token: int) -> bool:
+        """Asked after a token was drawn behind `tip`: whether it is the draft's last. It stays in the draft either way, for
+        a node whose presence depends on the token drawn at it would not have its declared law."""
+        return token in self.ends  # nothing comes after the end of a text
 
     def observe(self, round: Round) -> None:
         if self._follow(round.tokens):
@@ -60,3 +71,19 @@ class ModelDraft(NoDraft):
     def end(self) -> None:
         self.model.end()
         self.length, self.left_behind = 0, False
+
+
+class GuestDraft(ModelDraft):
+    """Drafts on a session whose text somebody else keeps: a view of the target's own, or a member of a joint target."""
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        return None
+
+    def observe(self, round: Round) -> None:
+        return None
+
+    def rewind(self, length: int) -> None:
+        return None
+
+    def end(self) -> None:
+        return None

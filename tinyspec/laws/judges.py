@@ -14,7 +14,18 @@ import torch
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.sampling import Warp
-from tinyspec.laws import cache_laws, contracts, loop_laws, passes, pathwise, report_laws, row_laws, stop_laws, theorems
+from tinyspec.laws import (
+    cache_laws,
+    contracts,
+    joint_laws,
+    loop_laws,
+    passes,
+    pathwise,
+    report_laws,
+    row_laws,
+    stop_laws,
+    theorems,
+)
 from tinyspec.laws.accused import Evidence
 from tinyspec.laws.cache_laws import FAMILIES, Through, Wrong, weights
 from tinyspec.laws.parts import Parts
@@ -100,6 +111,7 @@ def judges() -> dict[str, Law]:
         **report_laws.LAWS,
         **row_laws.LAWS,
         **cache_laws.LAWS,
+        **joint_laws.LAWS,
         **{law: _contract(law) for law in contracts.LAWS},
         theorems.ACCEPTANCE: lambda parts: theorems.acceptance(parts.walk),
         theorems.TOKENS: lambda parts: theorems.tokens_of_a_round(parts.walk, gamma=2),

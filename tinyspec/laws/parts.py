@@ -13,6 +13,7 @@ from tinyspec._core import NgramIndex
 from tinyspec.decoding import sampling, trace
 from tinyspec.decoding.chance import Chance, Replay, Seeded
 from tinyspec.decoding.decode import Decoder, Drafter, Laws, NoDraft, Round, Target, Verifier
+from tinyspec.decoding.joint import Joint
 from tinyspec.decoding.modeldraft import ModelDraft
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
@@ -89,6 +90,7 @@ class Parts:
     drafter     (model, gamma, ends): a chain drawn from a model
     siblings    (model, k, replace): tokens drawn side by side
     index       the n-gram index of the drafters that copy
+    joint       (members, make): a target whose rows are made of its members'
     decoder     the loop;  stop  where a text ends
     replay, seeded   where decisions come from;  race  the exponential race on given noise
     kernels     the compiled functions of one row and one tree, by name
@@ -103,6 +105,7 @@ class Parts:
     drafter: Callable[[Target, int, frozenset[int]], Drafter] = ModelDraft
     siblings: Callable[[Target, int, bool], Drafter] = Siblings
     index: Callable[[int], Any] = NgramIndex
+    joint: type[Joint] = Joint
     decoder: type[Decoder] = Decoder
     stop: Callable[..., Stop] = Stop
     replay: Callable[[Sequence[Any]], Replay] = Replay

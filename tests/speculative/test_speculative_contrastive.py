@@ -1,0 +1,209 @@
+"""Speculative contrastive decoding: the contrast's law, its amateur, its edges."""
+
+from fractions import Fraction as F
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lm.small import LLAMA
+from tests.lm.small import model as network
+from tests.table import Table, law
+from tinyspec.decoding.chance import Exhaustive, Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.joint import Joint
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws import toys
+from tinyspec.laws.small import overlap, pairs
+from tinyspec.laws.toys import speculative_contrastive as traps
+from tinyspec.speculative.integrated.speculative_contrastive import contrast
+from tinyspec.technique import Request, find
+
+CARD = find("speculative_contrastive")
+GREEDY = Warp(temperature=0.0)
+
+
+def made(
+    expert: int = 1, amateur: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+) -> Decoder:
+    request = Request(Table(expert), [Table(amateur)], warp=warp or Warp(), stop=stop or Stop())
+    return CARD.make(request, **{"beta": 1.0, **knobs})
+
+
+def finish(decoder: Decoder, prompt: list[int]) -> Decoder:
+    decoder.extend(prompt)
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+    return decoder
+
+
+@pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
+def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
+    assert trap.check(trap.real()).cases > 0
+
+
+def test_trap_plain_speculative_decoding_is_not_contrastive() -> None:
+    def speculative(request: Request, gamma: int, **knobs: float) -> Decoder:
+        return request.decoder(ModelDraft(request.drafts[0], gamma), walk)
+
+    with pytest.raises(AssertionError, match="contrast"):
+        traps.joint_law_of_the_contrast(speculative)
+
+
+def test_without_contrast_and_plausibility_it_is_speculative_decoding_of_the_expert() -> None:
+    plain = law(lambda: Decoder(Table(1), NoDraft(), walk), 3)
+    assert law(lambda: made(beta=0.0, plausibility=0.0, gamma=2), 3) == plain
+
+
+def test_the_draft_changes_nothing_against_plain_contrastive_decoding() -> None:
+    knobs = {"beta": 1.0, "plausibility": 0.2}
+    assert law(lambda: made(gamma=2, **knobs), 3) == law(lambda: made(gamma=0, **knobs), 3)
+
+
+def test_theorem_a_guess_is_accepted_with_one_minus_the_total_variation_of_contrast_and_amateur() -> None:
+    seen = 0
+    for p, q in pairs((2, 3), 5):
+        expected = traps.contrasted(p, q, 1, F("0.25"))
+
+        def passed(chance: Exhaustive, p: Any = p, q: Any = q) -> bool:
+            tables = [type("Fixed", (Table,), {"row": lambda self, text, row=row: row})(0, len(row)) for row in (p, q)]
+            decoder = CARD.make(Request(tables[0], tables[1:]), gamma=1, beta=1.0, plausibility=0.25)
+            decoder.extend((0,))
+            return bool(decoder.step(chance).verdict.path)
+
+        rate = sum(x for path, x in Exhaustive.walk(passed) if path)
+        assert rate == overlap(expected, q)
+        seen += 1
+    assert seen > 100
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("plausibility", [0.0, 0.3, 1.0])
+def test_logits_have_the_formulas_law(beta: float, plausibility: float) -> None:
+    """Models' logits are only fixed up to a shift each; impossible tokens are -inf."""
+    rng = np.random.default_rng(1)
+    for shift in (0.0, 7.0):
+        e, a = rng.normal(size=(2, 9))
+        e[3] = a[4] = a[3] = -np.inf
+        p_e, p_a = (np.exp(row) / np.exp(row).sum() for row in (e, a))
+        kept = (p_e >= plausibility * p_e.max()) & (p_e > 0)
+        if beta and (kept & (p_a == 0)).any():
+            kept &= p_a == 0
+            weights = np.where(kept, p_e ** (1 + beta), 0)
+        else:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                weights = np.where(kept, p_e ** (1 + beta) / (p_a**beta), 0)
+        made = contrast(beta, plausibility)([e + shift, torch.from_numpy(a)], (), ())
+        assert torch.softmax(made, -1).numpy() == pytest.approx(weights / weights.sum(), abs=1e-12)
+
+
+def test_tokens_that_the_amateur_cannot_say_come_before_all_others() -> None:
+    make = contrast(1.0, 0.25)
+    assert make([[F(1, 2), F(1, 4), F(1, 4)], [F(1, 2), F(1, 2), F(0)]], (), ()) == [0, 0, F(1, 16)]
+    assert make([[F(3, 4), F(1, 4), F(0)], [F(0), F(0), F(1)]], (), ()) == [F(9, 16), F(1, 16), 0]
+
+
+@pytest.mark.parametrize("warp", [GREEDY, Warp(0.8, top_p=0.9)], ids=str)
+def test_on_transformers_blocks_write_what_single_tokens_write_at_temperature_0(warp: Warp) -> None:
+    tokens = []
+    for gamma in (0, 1, 4):
+        request = Request(
+            network(LLAMA, seed=1).session(), [network(LLAMA, seed=2).session()], warp, Stop(max_new_tokens=20)
+        )
+        tokens.append(finish(CARD.make(request, gamma=gamma), [1, 2, 3]).new)
+    assert all(len(text) == 20 for text in tokens)
+    assert warp != GREEDY or tokens[0] == tokens[1] == tokens[2]
+
+
+def test_one_expert_call_a_round_and_a_bonus_behind_a_draft_that_passes_whole() -> None:
+    request = Request(Table(1), [Table(1)], warp=GREEDY, stop=Stop(max_new_tokens=10))
+    decoder = CARD.make(
+        request, gamma=4, beta=0.0, plausibility=0.0
+    )  # the amateur is the expert, nothing is contrasted
+    assert finish(decoder, [0]).rounds == 2
+    assert request.target.calls == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_budgets_of_no_and_one_token_need_no_draft(wanted: int) -> None:
+    decoder = finish(made(stop=Stop(max_new_tokens=wanted)), [0])
+    assert len(decoder.new) == wanted and decoder.rounds == wanted
+
+
+def test_an_end_of_text_inside_a_block_ends_it() -> None:
+    stop = Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9)
+    assert len(finish(made(stop=stop), [0]).new) == 1
+
+
+def test_the_shorter_context_of_the_two_ends_the_text() -> None:
+    request = Request(Table(1), [Table(2)], positions=30, reach=[6])
+    decoder = finish(CARD.make(request, beta=1.0), [0, 1])
+    assert (len(decoder.context), decoder.finished) == (6, "context")
+
+
+def test_a_decoder_taken_back_tells_both_models() -> None:
+    decoder = made(stop=Stop(max_new_tokens=5))
+    finish(decoder, [0, 1])
+    decoder.rewind(2)
+    assert [len(member) for member in decoder.target.members] == [2, 2]  # type: ignore[attr-defined]
+    assert decoder.target.text == [0, 1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("knobs", [{"gamma": -1}, {"beta": -0.1}, {"plausibility": 1.1}, {"alpha": 0.1}])
+def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None:
+    with pytest.raises(TinyspecError, match=next(iter(knobs))):
+        made(**knobs)
+
+
+def test_rational_rows_have_a_contrast_at_whole_beta_only() -> None:
+    with pytest.raises(TinyspecError, match="whole beta"):
+        finish(made(beta=0.5, stop=Stop(max_new_tokens=1)), [0])
+
+
+# ---------------------------------------------------------------------- the joint target, for other uses
+
+
+def test_models_of_two_vocabularies_are_refused_in_one_line() -> None:
+    joint = Joint([Table(1, 3), Table(2, 4)], lambda rows, text, path: rows[0])
+    joint.extend((0,))
+    with pytest.raises(TinyspecError, match=r"\[3, 4\] tokens"):
+        joint.score(made().drafter.propose([0], 0, GREEDY, Seeded(0)))
+
+
+def test_a_cascade_with_deferral_is_a_joint_target() -> None:
+    """The small model's row where it is sure, else the large one's: decoded plainly and drafted, the same law."""
+
+    def deferring(rows: Any, text: Any, path: Any) -> Any:
+        large, small = rows
+        return small if max(small) >= F(1, 2) else large
+
+    def decoder(gamma: int) -> Decoder:
+        small = Table(2)
+        return Decoder(Joint([Table(1), small], deferring), ModelDraft(Table(2), gamma), walk)
+
+    assert law(lambda: decoder(2), 3) == law(lambda: decoder(0), 3)
+
+
+def test_a_grammar_is_a_joint_target_of_one() -> None:
+    """No token twice in a row; the mask reads the text and the path below it."""
+
+    def mask(rows: Any, text: Any, path: Any) -> Any:
+        last = (*text, *path)[-1]
+        return [F(0) if x == last else weight for x, weight in enumerate(rows[0])]
+
+    drafted = law(lambda: Decoder(Joint([Table(1, zeros=False)], mask), ModelDraft(Table(2), 2), walk), 3)
+    plain = law(lambda: Decoder(Joint([Table(1, zeros=False)], mask), NoDraft(), walk), 3)
+    assert drafted == plain
+    assert all(a != b for text in plain for a, b in zip((0, *text), text, strict=False))
+
+
+def test_every_combination_of_members_speaks_of_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for exact in product((True, False), repeat=2):
+        members = [type("Member", (), {"cache_exact": yes})() for yes in exact]
+        assert Joint(members, lambda rows, text, path: rows[0]).cache_exact == all(exact)

@@ -1,0 +1,68 @@
+"""The law of a joint target: after whatever happened to the text, its rows are made of its members' own rows there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.parts import Parts
+from tinyspec.laws.tables import TableModel
+from tinyspec.tree import ROOT, TokenTree
+
+ROWS = "a joint row is made of its members' rows"
+
+FORK = TokenTree((1, 2, 0, 1), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
+CHAIN = TokenTree.chain((2, 0))
+
+Act = tuple[str, tuple[Any, ...]]
+STORIES: tuple[tuple[Act, ...], ...] = (
+    (("score", (CHAIN,)),),
+    (("score", (FORK,)), ("commit", ((0, 2), 1)), ("score", (CHAIN,))),
+    (("score", (CHAIN,)), ("commit", ((0,), None)), ("score", (FORK,))),
+    (("append", ((1, 2),)), ("score", (FORK,))),
+    (("score", (FORK,)), ("commit", ((1,), 0)), ("rewind", (2,)), ("extend", ((0, 1),)), ("score", (FORK,))),
+    (("score", (CHAIN,)), ("end", ()), ("extend", ((2, 2),)), ("score", (CHAIN,))),
+)
+"""What a target goes through after its prompt."""
+
+
+def penalised(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> list[Any]:
+    """The first member's weights, lowered by the second's, and halved for the tokens that the text or the path holds."""
+    first, second = rows
+    whole = (*text, *path)
+    return [a * (2 - b) / (2 if x in whole else 1) for x, (a, b) in enumerate(zip(first, second, strict=True))]
+
+
+def played(joint: Callable[..., Any], story: Sequence[Act], models: Sequence[TableModel]) -> Iterator[tuple[Any, ...]]:
+    """The text, a path below it, and the joint row there: for every row that is scored."""
+    target = joint([model.session() for model in models], penalised)
+    text, tree = [0, 1], TokenTree()
+    target.extend(text)
+    for act, given in story:
+        made = getattr(target, act)(*given)
+        if act == "score":
+            tree = given[0]
+            for node in range(ROOT, len(tree.tokens)):
+                yield tuple(text), tree.spelled(tree.path(node)), made.logits[node + 1]
+        elif act in ("extend", "append"):
+            text += given[0]
+        elif act == "commit":
+            text += [*tree.spelled(given[0]), *(() if given[1] is None else given[1:])]
+        else:
+            del text[given[0] if given else 0 :]
+
+
+def rows_are_the_members(parts: Parts) -> Evidence:
+    """Against the members' rows by passes of their own."""
+    seen = 0
+    for story in STORIES:
+        models = [TableModel(seed, zeros=False) for seed in (3, 4)]
+        for text, path, got in played(parts.joint, story, models):
+            rows = [model.row((*text, *path)) for model in models]
+            expected, seen = penalised(rows, text, path), seen + 1
+            if [Fraction(x) for x in got] != expected:
+                accuse(ROWS, expected, list(got), text=text, path=path, rows=rows, story=[act for act, _ in story])
+    return Evidence(ROWS, seen)
+
+
+LAWS = {ROWS: rows_are_the_members}
