@@ -1,0 +1,188 @@
+"""Block verification: a place that fails does not end the round, and what that earns."""
+
+from collections import defaultdict
+from fractions import Fraction as F
+from itertools import pairwise, product
+from math import prod
+
+import numpy as np
+import pytest
+
+from tests.table import Table, law
+from tinyspec.decoding.chance import Exhaustive, Replay, Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws import blocks
+from tinyspec.laws.small import pairs
+from tinyspec.speculative.verification.block_verification import verify_block
+from tinyspec.technique import Request, find
+from tinyspec.tree import ROOT, TokenTree
+
+CARD = find("block_verification")
+HALF, THIRD, QUARTER = F(1, 2), F(1, 3), F(1, 4)
+
+
+def kept(verifier, p, q, gamma):
+    """Expected tokens kept of a draft of gamma, the rows being the same everywhere."""
+
+    def play(chance):
+        tokens = [chance.draw(q) for _ in range(gamma)]
+        return len(verifier(TokenTree.chain(tokens, [q] * gamma), [p] * (gamma + 1), chance).path)
+
+    return sum(n * probability for n, probability in Exhaustive.walk(play))
+
+
+def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_does_not() -> None:
+    """The paper's example: token by token 10/9 tokens are kept of two, as a block 11/9; no verifier can keep 12/9 = 4/3."""
+    p, q = [THIRD, 2 * THIRD], [2 * THIRD, THIRD]
+    assert kept(walk, p, q, 2) == F(10, 9)
+    assert kept(verify_block, p, q, 2) == F(11, 9)
+    assert blocks.Block(tuple(p), tuple(q), False, 2).kept() == (F(10, 9), F(11, 9), F(12, 9))
+    # the draft 0, 1: w_1 = 1/2 is the risk that is taken at once token by token; as a block the place 2 has w_2 = 1
+    verdict = verify_block(TokenTree.chain([0, 1], [q, q]), [p, p, p], Replay([0.99, 0.0]))
+    assert verdict.path == (0, 1)
+
+
+def test_theorem_the_law_is_kept_and_as_many_tokens_as_the_clipped_ratio_says_never_fewer_than_token_by_token() -> None:
+    evidence = blocks.block(verify_block, largest=4)
+    assert evidence.branches > evidence.cases > 400
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> None:
+    for p, q in (((F(1, 6), F(5, 6)), (F(3, 5), F(2, 5))), ((HALF, QUARTER, QUARTER), (F(1, 7), F(4, 7), F(2, 7)))):
+        case, passed, drawn, weight = blocks.Block(p, q, True, gamma), defaultdict(F), defaultdict(F), {(): F(1)}
+        for draft in product(range(len(p)), repeat=gamma):
+            rows = {node: case.target(draft[: node + 1]) for node in range(ROOT, gamma)}
+            tree = TokenTree.chain(draft, [case.draft(draft[:node]) for node in range(gamma)])
+            ratios = [rows[i - 1][x] / tree.laws[i][x] for i, x in enumerate(draft)]
+            mass = prod(tree.laws[i][x] for i, x in enumerate(draft))
+            for i in range(1, gamma + 1):
+                drawn[draft[:i]] += mass
+                weight[draft[:i]] = min(F(1), weight[draft[: i - 1]] * ratios[i - 1])
+            for verdict, probability in Exhaustive.walk(lambda chance: verify_block(tree, rows, chance)):  # noqa: B023
+                for i in range(1, len(verdict.path) + 1):
+                    passed[draft[:i]] += probability * mass
+        assert {text: passed[text] / drawn[text] for text in drawn} == {text: weight[text] for text in drawn}
+
+
+def test_theorem_a_longer_block_keeps_more_and_one_guess_is_judged_as_a_token() -> None:
+    for p, q in pairs(largest=5):
+        assert kept(verify_block, p, q, 1) == kept(walk, p, q, 1)
+        lengths = [kept(verify_block, p, q, gamma) for gamma in range(4 if len(p) == 2 else 3)]
+        assert all(shorter <= longer for shorter, longer in pairwise(lengths))
+
+
+@pytest.mark.parametrize("warp", [Warp(), Warp(temperature=0.0), Warp(temperature=0.5), Warp(top_k=2)], ids=str)
+def test_the_joint_law_over_several_rounds_is_the_targets(warp: Warp) -> None:
+    for p, q in ((1, 2), (3, 4)):
+        made = lambda p=p, q=q: CARD.make(Request(Table(p), [Table(q)], warp), gamma=2)  # noqa: E731
+        plain = lambda p=p: Decoder(Table(p), NoDraft(), walk, warp=warp)  # noqa: E731
+        assert law(made, 3) == law(plain, 3)
+
+
+def test_a_guess_behind_the_end_has_been_looked_at_and_may_not_keep_its_law() -> None:
+    """Token verification leaves the tail of a draft untouched, and it may be proposed again; block verification does not."""
+
+    class Constant(Table):
+        def row(self, context):
+            return [1, 3]
+
+    class Leftover(NoDraft):
+        def __init__(self, declared):
+            self.declared, self.tail = declared, []
+
+        def propose(self, context, room, warp, chance):
+            q = [2 * THIRD, THIRD]
+            tokens = [chance.draw(q) for _ in range(2)] if not self.tail else self.tail
+            return TokenTree.chain(tokens, [q if not self.tail or self.declared else None] * len(tokens))
+
+        def observe(self, round):
+            refused = round.verdict.refused
+            self.tail = list(round.tree.tokens[refused[0] + 1 :]) if refused else []
+
+    def said(verifier, declared):
+        return law(lambda: Decoder(Constant(0, 2), Leftover(declared), verifier), 2)[1, 0]
+
+    assert said(walk, declared=True) == said(verify_block, declared=False) == F(3, 16)
+    assert said(verify_block, declared=True) == F(29, 128)
+
+
+# ------------------------------------------------------------------ edges
+
+
+def test_floats_decide_as_fractions_do() -> None:
+    grid = [F(2 * i + 1, 14) for i in range(7)]
+    case = blocks.Block((F(1, 8), F(3, 8), HALF), (HALF, QUARTER, QUARTER), True, 2)
+    for draft, uniforms in product(product(range(3), repeat=2), product(grid, repeat=3)):
+        rows = {node: case.target(draft[: node + 1]) for node in range(ROOT, 2)}
+        laws = [case.draft(draft[:node]) for node in range(2)]
+        floats = {node: np.array(row, float) for node, row in rows.items()}
+        exact = verify_block(TokenTree.chain(draft, laws), rows, Replay(uniforms))
+        tree = TokenTree.chain(draft, [np.array(q, np.float32) for q in laws])  # exact in any dtype
+        assert verify_block(tree, floats, Replay(uniforms)) == exact
+
+
+def test_a_law_of_none_is_a_point_mass() -> None:
+    for tokens in ((0, 1), (1, 1), (2, 0)):
+        p = (HALF, F(1, 3), F(1, 6))
+        masses = [tuple(F(int(x == token)) for x in range(3)) for token in tokens]
+        declared, points = (
+            Exhaustive.law(lambda chance, laws=laws: verify_block(TokenTree.chain(tokens, laws), [p] * 3, chance))  # noqa: B023
+            for laws in (masses, [None, None])
+        )
+        assert declared == points
+
+
+def test_what_the_target_cannot_say_is_never_kept_and_rows_behind_it_are_not_read() -> None:
+    p = {ROOT: [F(1), F(0)]}
+    verdict = verify_block(TokenTree.chain([1, 1, 0], [[HALF, HALF]] * 3), p, Replay([0.0, 0.0]))
+    assert (verdict.path, verdict.next, verdict.refused) == ((), 0, (0, 1, 2))
+
+
+def test_where_draft_and_target_agree_everything_is_kept_with_any_uniforms() -> None:
+    row = np.random.default_rng(0).dirichlet(np.ones(50))
+    tokens = [3, 14, 15, 9]
+    nearly = row * (1 + 1e-16)
+    for p in (row, nearly):
+        verdict = verify_block(TokenTree.chain(tokens, [row] * 4), [p] * 5, Replay([1 - 2**-53] * 9))
+        assert len(verdict.path) == 4
+
+
+def test_no_draft_is_plain_decoding_and_takes_one_uniform() -> None:
+    chance = Replay([0.6])
+    assert verify_block(TokenTree(), {ROOT: [HALF, HALF]}, chance) == ((), 1, ())
+    assert chance.left == 0
+
+
+def test_probes_are_passed_over_and_a_tree_is_refused_by_name() -> None:
+    q = [HALF, HALF]
+    probed = TokenTree([0, 9, 1], [ROOT, ROOT, 0], [q, None, q], [False, True, False])
+    assert verify_block(probed, dict.fromkeys(range(-1, 3), q), Replay([0.5] * 9)).path == (0, 2)
+    with pytest.raises(TinyspecError, match="branches: judge it with spectr"):
+        verify_block(TokenTree([0, 1], [ROOT, ROOT], [q, q], [False] * 2), {ROOT: q}, Seeded(0))
+
+
+@pytest.mark.parametrize(
+    ("token", "q", "word"), [(1, [F(1), F(0)], "declare None"), (5, [HALF, HALF], "outside"), (0, [F(1)], "pad it")]
+)
+def test_a_broken_draft_is_refused_by_name(token, q, word) -> None:
+    with pytest.raises(TinyspecError, match=word):
+        verify_block(TokenTree.chain([token], [q]), {ROOT: [HALF, HALF]}, Seeded(0))
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_as_many_tokens_as_wanted(wanted: int) -> None:
+    decoder = CARD.make(Request(Table(1), [Table(2)], stop=Stop(max_new_tokens=wanted)), gamma=4)
+    decoder.extend((0,))
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+    assert len(decoder.new) == wanted
+
+
+def test_gamma_must_be_positive() -> None:
+    with pytest.raises(TinyspecError, match="gamma"):
+        CARD.settings({"gamma": 0})

@@ -1,0 +1,141 @@
+"""What block verification proves (Sun et al., ICLR 2025, arXiv 2403.10444), as laws of a verifier that judges a chain.
+
+The rows depend on the text, so that a verifier which looks at the wrong row is seen. Every draft and every outcome is walked;
+the oracle is the paper's running ratio in a few lines of fractions.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import product
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.small import Exact, pairs
+from tinyspec.laws.theorems import Given, Verifier
+from tinyspec.tree import ROOT, TokenTree
+
+BLOCK = "tokens kept of a block = sum_i E[w_i], w_i the clipped running ratio (block verification, arXiv 2403.10444)"
+EMITTED = "what a block emits has the target's law (block verification, arXiv 2403.10444)"
+
+Text = tuple[int, ...]
+
+
+class Kept(NamedTuple):
+    """Tokens kept of a draft, on average.
+
+    by_token  by token verification: sum_i E_q[product of min(1, p / q)]
+    block     by block verification: sum_i E_q[w_i], w_i = min(1, w_(i-1) p / q)
+    bound     by none more: sum_i sum_x min(p(x_1..x_i), q(x_1..x_i))
+    """
+
+    by_token: Fraction
+    block: Fraction
+    bound: Fraction
+
+
+class Block(NamedTuple):
+    """p and q at the beginning of the text, whether they change along it, and the length of the draft."""
+
+    p: Exact
+    q: Exact
+    bent: bool
+    gamma: int
+
+    def target(self, text: Text) -> Exact:
+        """p behind a text: turned by one place a token 0, where it is bent."""
+        return _turned(self.p, text.count(0) if self.bent else 0)
+
+    def draft(self, text: Text) -> Exact:
+        """q behind a text: turned by one place a token, where it is bent."""
+        return _turned(self.q, len(text) if self.bent else 0)
+
+    def kept(self) -> "Kept":
+        """What a verifier keeps of a draft on average, as the paper says it."""
+        totals = [Fraction(0)] * 3
+
+        def along(text: Text, drafted: Fraction, said: Fraction, weight: Fraction, by_token: Fraction) -> None:
+            if text:
+                for i, share in enumerate((by_token, weight, min(Fraction(1), said / drafted))):
+                    totals[i] += drafted * share
+            if len(text) == self.gamma:
+                return
+            for token, (a, b) in enumerate(zip(self.target(text), self.draft(text), strict=True)):
+                if b:
+                    clipped, alone = min(Fraction(1), weight * a / b), by_token * min(Fraction(1), a / b)
+                    along((*text, token), drafted * b, said * a, clipped, alone)
+
+        along((), *[Fraction(1)] * 4)
+        return Kept(*totals)
+
+    def words(self) -> dict[str, Any]:
+        """For a counterexample."""
+        turned = {"rows": "p one place on behind each 0, q one place on behind each token"} if self.bent else {}
+        return {"p": self.p, "q": self.q, **turned, "gamma": self.gamma}
+
+
+def blocks(vocabularies: Sequence[int], largest: int, gamma: int) -> Iterator[Block]:
+    """The smallest first; three tokens with drafts of two at most."""
+    for p, q in pairs(vocabularies, largest):
+        for bent, length in product((False, True), range(1, gamma + 1)):
+            if length < 3 or len(p) == 2:
+                yield Block(p, q, bent, length)
+
+
+def block(
+    verifier: Verifier,
+    vocabularies: Sequence[int] = (2, 3),
+    largest: int = 5,
+    gamma: int = 3,
+    laws: Sequence[str] = (EMITTED, BLOCK),
+) -> Evidence:
+    """Whatever text was emitted so far in a round, the next token has the law p; and the tokens kept are as many as the
+    clipped ratio says: never fewer than token verification keeps, never more than any verifier can."""
+    began, cases, branches = perf_counter(), 0, 0
+    for case in blocks(vocabularies, largest, gamma):
+        kept, reached = Fraction(0), defaultdict[Text, Fraction](Fraction)
+        for (accepted, text), probability in Exhaustive.walk(lambda chance: _round(verifier, case, chance)):  # noqa: B023
+            branches += 1
+            kept += probability * accepted
+            for n in range(len(text) + 1):
+                reached[text[:n], n == len(text)] += probability  # type: ignore[index]
+        cases += 1
+        if EMITTED in laws:
+            _lawful(case, reached)
+        due = case.kept()
+        assert due.by_token <= due.block <= due.bound  # the theorem, of the oracle itself
+        if BLOCK in laws and kept != due.block:
+            accuse(BLOCK, due.block, kept, **case.words(), token_by_token=due.by_token)
+    return Evidence(laws[-1], cases, branches, perf_counter() - began)
+
+
+def _round(verifier: Verifier, case: Block, chance: Any) -> tuple[int, Text]:
+    """One draft, judged: how many tokens were kept, and what was emitted."""
+    text: Text = ()
+    rows, laws, stream = {ROOT: case.target(())}, list[Any](), chance.split("draft", 0)
+    for node in range(case.gamma):
+        laws.append(list(case.draft(text)))
+        text = (*text, stream.draw(case.draft(text)))
+        rows[node] = case.target(text)
+    verdict = verifier(TokenTree.chain(text, laws), Given(rows), chance.split("verify", 0))
+    n = len(verdict.path)
+    return n, (*text[:n], *(() if verdict.next is None else (verdict.next,)))
+
+
+def _lawful(case: Block, reached: dict[Any, Fraction]) -> None:
+    """A round that goes beyond a text goes on with p: necessary and enough, since later rounds start afresh."""
+    beyond = defaultdict[Text, Fraction](Fraction)
+    for (text, ended), mass in reached.items():
+        if not ended:
+            beyond[text] += mass
+    for text, mass in sorted(beyond.items(), key=lambda entry: (len(entry[0]), entry[0])):
+        law = [reached.get(((*text, y), False), 0) + reached.get(((*text, y), True), 0) for y in range(len(case.p))]
+        if [x / mass for x in law] != list(case.target(text)):
+            accuse(EMITTED, case.target(text), [x / mass for x in law], **case.words(), text=text)
+
+
+def _turned(row: Exact, places: int) -> Exact:
+    places %= len(row)
+    return row[places:] + row[:places]
