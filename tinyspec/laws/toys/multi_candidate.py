@@ -1,0 +1,176 @@
+"""Multi-candidate speculative decoding (Yang et al. 2024): a tree of draws, each judged as it was drawn."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from tinyspec.decoding.chance import Chance, Seeded
+from tinyspec.decoding.decode import Decoder, Laws
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.treedraft import TreeDraft, likeliest, shape, widths
+from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.laws import treelaws
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.exact import JOINT
+from tinyspec.laws.loop_laws import Table, model, said
+from tinyspec.laws.small import pairs
+from tinyspec.laws.theorems import siblings, with_replacement
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.treelaws import OTHERS, THREE, Build
+from tinyspec.speculative.verification import multi_candidate as mcsd
+from tinyspec.technique import Request
+from tinyspec.tree import ROOT, TokenTree
+
+SURE = "all tokens without replacement: one is accepted surely"
+NODES = "every node has its own candidates, and the model is called once a depth"
+CHANCE = "one of k passes with 1 - prod (1 - overlap with what is left of p)"
+
+KNOBS = [{"configuration": c, "replacement": r} for r in (False, True) for c in ("2", "1x2")]
+
+
+def joint_law(build: Build) -> Evidence:
+    """The joint law of two tokens, in both modes."""
+    return treelaws.joint_law(build, KNOBS)
+
+
+def accepts_surely(build: Build) -> Evidence:
+    """V candidates of V different tokens hold every token that the target may say."""
+    for q in OTHERS:
+
+        def refused(chance: Exhaustive, q: Table = q) -> bool:
+            decoder = build(Request(model(THREE).session(), [model(q).session()]), configuration="3", replacement=False)
+            decoder.extend((0,))
+            return not decoder.step(chance).verdict.path
+
+        mass = sum((x for nothing, x in Exhaustive.walk(refused) if nothing), Fraction(0))
+        if mass:
+            accuse(SURE, "refused with probability 0", mass, p=said(THREE), q=said(q), configuration="3")
+    return Evidence(SURE, len(OTHERS))
+
+
+def has_its_own_candidates(build: Build) -> Evidence:
+    """2x2 is two nodes with two each below them: six, from two calls of the draft model."""
+    for children, nodes in (((2, 2), 6), ((2, 1, 2), 8), ((1, 2), 3)):
+        ledger: list[Any] = []
+        request = Request(model(THREE).session(), [model(OTHERS[0]).session(ledger)], ledger=ledger)
+        decoder = build(request, configuration="x".join(map(str, children)), replacement=False)
+        decoder.extend((0,))
+        del ledger[:]
+        tree = decoder.drafter.propose([0], 9, request.warp, Seeded(0))
+        got = {"nodes": len(tree.tokens), "calls": len(ledger)}
+        if got != {"nodes": nodes, "calls": len(children)}:
+            accuse(NODES, {"nodes": nodes, "calls": len(children)}, got, configuration=children)
+    return Evidence(NODES, 3)
+
+
+def chance_of_one(formula: Callable[[Any, Any, int], Any]) -> Evidence:
+    """Against every outcome of drawing and walking."""
+    seen = 0
+    for p, q in pairs(largest=6):
+        for k in (1, 2, 3):
+            expected, _, _ = siblings(walk, with_replacement, p, q, k)
+            got, seen = formula(list(p), list(q), k), seen + 1
+            if got != expected:
+                accuse(CHANCE, expected, got, p=p, q=q, k=k)
+    return Evidence(CHANCE, seen)
+
+
+# ------------------------------------------------------------------ toys
+
+
+def best_of_q(request: Request, configuration: str, replacement: bool) -> Decoder:
+    """The k likeliest candidates, judged by their probability under q."""
+
+    class Draft(TreeDraft):
+        def children(self, laws: Laws, node: int, k: int, chance: Chance) -> Any:
+            return [(token, laws[node]) for token in likeliest(laws[node], k) if laws[node][token] > 0]
+
+    return request.decoder(Draft(request.drafts[0], shape(widths(configuration))), walk)
+
+
+def sorted_draws(request: Request, configuration: str, replacement: bool) -> Decoder:
+    """The candidates stand in the order of their probability."""
+
+    class Draft(TreeDraft):
+        def children(self, laws: Laws, node: int, k: int, chance: Chance) -> Any:
+            drawn = super().children(laws, node, k, chance)
+            best = sorted((token for token, _ in drawn), key=lambda token: -laws[node][token])
+            return [(x, law) for x, (_, law) in zip(best, drawn, strict=True) if law is not None and law[x] > 0]
+
+    return request.decoder(Draft(request.drafts[0], shape(widths(configuration)), replace=replacement), walk)
+
+
+def whole_q(request: Request, configuration: str, replacement: bool) -> Decoder:
+    """Drawn without replacement, judged as if each had been the first."""
+
+    class Draft(TreeDraft):
+        def children(self, laws: Laws, node: int, k: int, chance: Chance) -> Any:
+            return [(token, laws[node]) for token, _ in super().children(laws, node, k, chance)]
+
+    return request.decoder(Draft(request.drafts[0], shape(widths(configuration)), replace=replacement), walk)
+
+
+def forgetful(request: Request, configuration: str, replacement: bool) -> Decoder:
+    """Every candidate is tested against p itself; what is left is that of the last one."""
+
+    def verify(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
+        at, path = ROOT, tuple[int, ...]()
+        while below := [node for node, up in enumerate(tree.parents) if up == at]:
+            for node in below:
+                one = TokenTree((tree.tokens[node],), (ROOT,), (tree.laws[node],), (False,))
+                verdict = walk(one, {ROOT: p[at], 0: p[node]}, chance)
+                if verdict.path:
+                    at, path = node, (*path, node)
+                    break
+            else:
+                return verdict._replace(path=path)
+        return Verdict(path, chance.draw(p[at]))
+
+    return request.decoder(TreeDraft(request.drafts[0], shape(widths(configuration)), replace=replacement), verify)
+
+
+def collisions(request: Request, configuration: str, replacement: bool) -> Decoder:
+    """Always with replacement."""
+    return request.decoder(TreeDraft(request.drafts[0], shape(widths(configuration))), walk)
+
+
+def batch_of_chains(request: Request, configuration: str, replacement: bool) -> Decoder:
+    """As many chains as the tree has leaves, one after the other, side by side in one batch."""
+
+    class Draft(ModelDraft):
+        def propose(self, context: Any, room: int, warp: Any, chance: Chance) -> TokenTree:
+            tree = TokenTree([], [], [], [])
+            for _ in range(leaves):
+                chain = super().propose(context, room, warp, chance)
+                n = len(tree.tokens)
+                tree.parents.extend(up + n if up != ROOT else ROOT for up in chain.parents)  # type: ignore[attr-defined]
+                for column, more in zip((tree.tokens, tree.laws, tree.probe), chain[:1] + chain[2:], strict=True):
+                    column.extend(more)  # type: ignore[attr-defined]
+            return tree
+
+    children = widths(configuration)
+    leaves = len(shape(children)) - len(shape(children[:-1]))
+    return request.decoder(Draft(request.drafts[0], len(children)), walk)
+
+
+def independent_tests(p: Any, q: Any, k: int) -> Any:
+    """As if each candidate met p itself."""
+    return 1 - (1 - sum(min(a, b) for a, b in zip(p, q, strict=True))) ** k
+
+
+TRAPS = [
+    Trap(JOINT, joint_law, card("multi_candidate")),
+    Trap(SURE, accepts_surely, card("multi_candidate")),
+    Trap(NODES, has_its_own_candidates, card("multi_candidate")),
+    Trap(CHANCE, chance_of_one, lambda: mcsd.acceptance),
+]
+TOYS = [
+    Toy("the best k, judged by q", JOINT, best_of_q),
+    Toy("draws sorted by probability", JOINT, sorted_draws),
+    Toy("q not renormalised without replacement", JOINT, whole_q),
+    Toy("p forgets the refusals", JOINT, forgetful),
+    Toy("candidates may collide", SURE, collisions),
+    Toy("a batch of chains", NODES, batch_of_chains),
+    Toy("k independent tests", CHANCE, independent_tests),
+]

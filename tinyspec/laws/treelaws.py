@@ -1,0 +1,49 @@
+"""Laws of techniques that draft trees, for their traps: what a builder is held to, whatever it builds."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.sampling import Warp
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.exact import JOINT, Reference
+from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
+from tinyspec.laws.row_laws import normal
+from tinyspec.technique import Request
+
+Build = Callable[..., Decoder]
+
+THREE: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
+OTHERS: tuple[Table, ...] = (((2, 1, 1), (1, 1, 2), (1, 3, 1)), ((1, 1, 3), (2, 2, 1), (1, 0, 1)))
+
+
+def tables(drafts: int) -> Iterator[tuple[Table, list[Table]]]:
+    """p and the q of each draft, two tokens first."""
+    for p, q in SMALL[3::2]:
+        yield p, [q, tuple(row[::-1] for row in q)][:drafts]
+    yield THREE, list(OTHERS[:drafts])
+
+
+def joint_law(
+    build: Build, knobs: Sequence[dict[str, Any]], drafts: int = 1, warps: Sequence[Warp] = (Warp(),), tokens: int = 2
+) -> Evidence:
+    """The tokens of several rounds are distributed as the target's, also where the same noise is used twice."""
+    seen, branches = 0, 0
+    for setting in knobs:
+        for (p, qs), warp in ((pair, warp) for pair in tables(drafts) for warp in warps):
+
+            def make(p: Table = p, qs: list[Table] = qs, warp: Warp = warp, s: dict[str, Any] = setting) -> Decoder:
+                return build(Request(model(p).session(), [model(q).session() for q in qs], warp), **s)
+
+            got, walked = joint(make, tokens)
+            expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)]), warp).law(tokens)  # type: ignore[misc]
+            seen, branches = seen + 1, branches + walked
+            if got != expected:
+                case = {
+                    "p": said(p),
+                    "q": [said(q) for q in qs],
+                    **setting,
+                    **({} if warp == Warp() else {"warp": warp}),
+                }
+                accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
+    return Evidence(JOINT, seen, branches)
