@@ -142,7 +142,7 @@ def load(
     compiled = _core.compute is not None
     if want is None and where.type == "cpu" and not compiled:
         want = torch.float32
-    parts = checkpoint.read(path if path is not None else name, dtype=want if where.type == "cpu" else None)
+    parts = checkpoint.read(path if path is not None else name, dtype=want if where.type == "cpu" else None, find=find)
     stored = parts.weights["embed"].dtype
     if want is None:
         want = stored if where.type != "cpu" or stored in (torch.float32, torch.bfloat16) else torch.float32

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tinyspec.lm.config import Config
 from tinyspec.lm.feed import Feed
-from tinyspec.lm.ops import attend, attend_causal, linear
+from tinyspec.lm.ops import attend, attend_causal, linear, spread
 from tinyspec.lm.rope import rotate, rotations
 
 
@@ -50,6 +50,7 @@ class Blocks:
         ]
         self.vocabulary = self.embed if config.tied else weights["head"]  # [V, d]
         self.device = self.embed.device
+        self.says = torch.tensor(config.says, device=self.device) if config.says else None
         self.cos, self.sin = rotations(config, self.embed.dtype, self.device)
 
     def _norm(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,6 +81,10 @@ class Blocks:
 
     def teach(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
         """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what joins the stream."""
+        return spread(self.said(ids, dropout), self.says, self.config.vocab_size)
+
+    def said(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
+        """The same for the ids that the head has rows for: [B, T, len(says) or V]."""
         x = F.embedding(ids, self.embed)
         if self.config.positions == "learned":
             x = x + self.weights["positions"][: ids.shape[1]]
@@ -164,7 +169,7 @@ class Blocks:
     def head(self, x: Tensor) -> Tensor:
         """Logits [n, V] of rows x [n, d] before the final norm: float32, float64 for a float64 model."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return linear(self.final(x), self.vocabulary).to(wide)
+        return spread(linear(self.final(x), self.vocabulary).to(wide), self.says, self.config.vocab_size)
 
 
 def _gelu_new(x: Tensor) -> Tensor:

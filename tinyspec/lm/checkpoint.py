@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm import naming
+from tinyspec.lm import borrowed, naming
 from tinyspec.lm.config import Config
 from tinyspec.lm.hf_config import from_hf, to_hf, token_ids
 from tinyspec.lm.tokenizer import Tokenizer
@@ -43,9 +43,15 @@ class Parts(NamedTuple):
     name: str
 
 
-def read(name_or_path: str | Path, progress: bool = True, dtype: torch.dtype | None = None) -> Parts:
+def read(
+    name_or_path: str | Path,
+    progress: bool = True,
+    dtype: torch.dtype | None = None,
+    find: Callable[[str], Path | None] | None = None,
+) -> Parts:
     """Read a checkpoint folder, a .gguf file, or (with one "/", and no such path here) a hub id, which is fetched.
 
+    find says where the checkpoint lies whose embeddings a draft borrows (borrowed.py; None: only below its own folder).
     dtype converts a folder's tensors as each is read, so that both precisions are never held whole (None: as stored).
     A folder without tokenizer.json gives `tokenizer=None`. Raises TinyspecError, one line that names the file, the
     field and what to do, for whatever is missing, damaged, contradictory, or not computed here.
@@ -54,7 +60,7 @@ def read(name_or_path: str | Path, progress: bool = True, dtype: torch.dtype | N
     if not path.exists() and isinstance(name_or_path, str) and name_or_path.count("/") == 1:
         from tinyspec.lm import hub
 
-        return read_folder(hub.snapshot(name_or_path, progress), name_or_path, dtype)
+        return read_folder(hub.snapshot(name_or_path, progress), name_or_path, dtype, find)
     if path.suffix == ".gguf":
         from tinyspec.lm import gguf_file
 
@@ -66,10 +72,12 @@ def read(name_or_path: str | Path, progress: bool = True, dtype: torch.dtype | N
         raise TinyspecError(f"{path}: not a .gguf file; a safetensors checkpoint is named by its folder")
     if not path.is_dir():
         raise TinyspecError(f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file")
-    return read_folder(path, path.resolve().name, dtype)
+    return read_folder(path, path.resolve().name, dtype, find)
 
 
-def read_folder(folder: Path, name: str, dtype: torch.dtype | None = None) -> Parts:
+def read_folder(
+    folder: Path, name: str, dtype: torch.dtype | None = None, find: Callable[[str], Path | None] | None = None
+) -> Parts:
     """Read config.json, the safetensors (one file, or shards with their index) and the tokenizer of a folder."""
     config = from_hf(_json(folder / "config.json"), str(folder / "config.json"))
     tokenizer = None
@@ -77,6 +85,12 @@ def read_folder(folder: Path, name: str, dtype: torch.dtype | None = None) -> Pa
         tokenizer = Tokenizer.from_folder(folder)
     config = _with_tokens(config, folder, tokenizer)
     tensors, file = _tensors(folder)
+    if borrowed.borrows(config):
+        lender = borrowed.lender(config, folder, find)
+        values = _json(lender / "config.json")
+        config, tensors = borrowed.lend(
+            config, tensors, str(file), from_hf(values, str(lender / "config.json")), _tensors(lender)[0], lender
+        )
     weights = naming.to_ours(config, tensors, str(file), dtype=dtype)
     return Parts(config, weights, tokenizer, name)
 
@@ -179,7 +193,8 @@ def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokeni
     Atomic: a new folder appears whole or not at all; in an existing one, each file is replaced whole.
     """
     target = Path(folder)
-    theirs = naming.to_theirs(config, weights)
+    config = borrowed.marked(config, weights)
+    theirs = borrowed.own(config, naming.to_theirs(config, weights))
     dtype = str(weights["embed"].dtype)[len("torch.") :]
     values = to_hf(config, dtype)
     generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": values["eos_token_id"]}

@@ -35,6 +35,7 @@ class Config:
     eos: tuple[int, ...] = ()
     add_bos: bool = False  # generate() puts bos before a text prompt; encode() never does
     family: Literal["gpt2", "llama", "qwen2"] = "llama"
+    says: tuple[int, ...] = ()  # ids that the head has rows for, in their order; none: all, the others have logit -inf
     extra: dict[str, Any] = field(default_factory=dict)  # config.json's "tinyspec" section: draft, licence, recipe
 
     @property
@@ -73,7 +74,7 @@ class Config:
         if self.norm == "layer":
             shapes["norm.bias"] = (d,)
         if not self.tied:
-            shapes["head"] = (self.vocab_size, d)
+            shapes["head"] = (len(self.says) or self.vocab_size, d)
         return shapes
 
     def parameters(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from tinyspec import _core
 from tinyspec.lm.config import Config
 from tinyspec.lm.feed import Feed
+from tinyspec.lm.ops import spread
 from tinyspec.lm.rope import rotations
 
 BLOCK = 16  # outputs that stand together in a packed matrix
@@ -91,6 +92,7 @@ class Engine:
         assert _core.compute is not None
         matrices = {name: self._matrix(name, packed, plain) for name in packed}
         self._lookup = matrices["embed"]
+        self._says = torch.tensor(config.says) if config.says else None
         layers = [
             tuple(
                 part
@@ -190,9 +192,9 @@ class Engine:
 
     def head(self, x: Tensor) -> Tensor:
         """Logits [n, V], float32, of rows x [n, d] before the final norm."""
-        logits = np.empty((len(x), self.config.vocab_size), np.float32)
+        logits = np.empty((len(x), len(self.config.says) or self.config.vocab_size), np.float32)
         self._compiled.head(x.contiguous().numpy(), np.empty(x.shape, np.float32), logits, torch.get_num_threads())
-        return torch.from_numpy(logits)
+        return spread(torch.from_numpy(logits), self._says, self.config.vocab_size)
 
 
 def _gain(plain: Mapping[str, Tensor], norm: str) -> tuple[Any, Any]:

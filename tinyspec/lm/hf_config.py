@@ -225,7 +225,8 @@ def to_hf(config: Config, dtype: str) -> dict[str, Any]:
     if config.extra:
         values["tinyspec"] = config.extra
     back = from_hf(values)
-    lost = [f.name for f in dataclass_fields(Config) if f.name != "add_bos" and _get(back, f) != _get(config, f)]
+    kept = {"add_bos"} | ({"says"} if "embeddings_from" in config.extra else set())  # what other files hold
+    lost = [f.name for f in dataclass_fields(Config) if f.name not in kept and _get(back, f) != _get(config, f)]
     if lost:
         raise TinyspecError(f"a {config.family} checkpoint cannot express this Config's {', '.join(lost)}")
     return values

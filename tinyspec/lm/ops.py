@@ -31,6 +31,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def spread(logits: Tensor, says: Tensor | None, vocabulary: int) -> Tensor:
+    """Logits [..., len(says)] of some ids as logits [..., V] of all: -inf for those that the head has no row for."""
+    if says is None:
+        return logits
+    whole = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
+    whole[..., says] = logits
+    return whole
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of n rows over m keys, each key/value head shared by H / KV query heads.
 
