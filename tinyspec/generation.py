@@ -51,7 +51,8 @@ class Running:
     def __init__(self, decoder: Decoder, model: Model, prompt: list[int], seed: int):
         self.decoder, self.model, self.chance = decoder, model, Seeded(seed)
         self.stats, self.trace = Statistics(), Trace(list(prompt))
-        self.logprobs: list[float] = []
+        self._logprobs: list[float] = []
+        self._far: list[torch.Tensor] = []  # log-probabilities that still lie on a device: read when they are asked for
         self.started = time.perf_counter()
         decoder.extend(prompt)
 
@@ -60,9 +61,20 @@ class Running:
             round = self.decoder.step(self.chance)
             self.stats.count(round)
             self.trace.add(round)
-            self.logprobs += _logprobs(round)
+            if round.scores.logits.device.type == "cpu":
+                self._logprobs += _logprobs(round)
+            else:
+                self._far.append(_logprobs_there(round))
             yield round
         self.close()
+
+    @property
+    def logprobs(self) -> list[float]:
+        """log p of every token so far."""
+        if self._far:
+            self._logprobs += torch.cat(self._far).tolist()
+            self._far = []
+        return self._logprobs
 
     def close(self, reason: str | None = None) -> None:
         """The request is over, with this reason where it was cut from outside."""
@@ -262,14 +274,19 @@ def _draftless() -> str:
 
 def _logprobs(round: Round) -> list[float]:
     """log p of each token of a round, from the target's raw rows."""
-    rows = [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
     if round.scores.logits.device.type != "cpu":
-        logits = round.scores.logits[rows]
-        picked = logits[torch.arange(len(rows)), torch.tensor(round.tokens, device=logits.device)]
-        return [float(x) for x in picked - logits.logsumexp(dim=-1)]
+        return [float(x) for x in _logprobs_there(round).tolist()]
+    rows = [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
     values, logprobs = round.scores.logits.numpy(), list[float]()
     for row, token in zip(rows, round.tokens, strict=True):
         logits = values[row]
         most = logits.max()
         logprobs.append(float(logits[token] - most) - math.log(float(np.exp(logits - most).sum(dtype=np.float64))))
     return logprobs
+
+
+def _logprobs_there(round: Round) -> torch.Tensor:
+    """`_logprobs` where the logits lie on a device, without waiting for it."""
+    rows = [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
+    logits = round.scores.logits[rows].double()
+    return logits[torch.arange(len(rows)), torch.tensor(round.tokens, device=logits.device)] - logits.logsumexp(dim=-1)

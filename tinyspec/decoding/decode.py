@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.sampling import Warp, in_memory
+from tinyspec.decoding.sampling import Warp, in_memory, on_device
 from tinyspec.decoding.stop import Reason, Stop
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
@@ -40,11 +40,24 @@ class Laws:
         self.scores, self.warp, self.context, self.tree = scores, warp, context, tree
         self._rows: dict[int, Row] = {}
         self._logits: Any = None
+        self._block: tuple[Any, Any] | None = None
 
     def __getitem__(self, node: int) -> Row:
         if node not in self._rows:
-            self._rows[node] = self.warped(node, self.warp)
+            block = self.on_device
+            self._rows[node] = self.warped(node, self.warp) if block is None else block[0][node + 1]
         return self._rows[node]
+
+    @property
+    def on_device(self) -> tuple[Any, Any] | None:
+        """All rows [n + 1, V] and their highest logits where the logits live on a device: there many rows take as long as
+        one, and a walk over all of them waits for the device once. None on the host."""
+        if self._block is None and on_device(self.scores.logits):
+            nodes = range(len(self.tree.tokens)) if self.warp.repetition_penalty != 1.0 else ()
+            own = [self.tree.spelled(self.tree.path(node)) for node in nodes]
+            histories = [self.context, *([*self.context, *path] for path in own)]
+            self._block = self.warp.block(self.scores.logits, histories)
+        return self._block
 
     def warped(self, node: int, warp: Warp) -> Row:
         """The node's row under another warp (lenience at temperature 0 looks at the unsharpened law)."""

@@ -5,12 +5,26 @@ order. Everything is computed in float64, whatever the dtype of the logits.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
+
+
+class Fault(NamedTuple):
+    """What is wrong with a row, to be asked when the row is needed: `top` is its highest logit (NaN if any is)."""
+
+    top: float
+
+    def check(self) -> None:
+        """Raises TinyspecError where the row defines no law."""
+        if self.top != self.top:
+            raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
+        if abs(self.top) == float("inf"):
+            what = "contain +inf" if self.top > 0 else "are all -inf: no token is allowed"
+            raise TinyspecError(f"the logits {what}, so they define no law")
 
 
 def warp(
@@ -23,36 +37,53 @@ def warp(
     penalty: float,
 ) -> Tensor:
     """Logits [V] to a law, float64 [V], as reference.warp."""
+    rows, tops = warp_rows(logits[None], [history], temperature, top_k, top_p, min_p, penalty)
+    Fault(*tops.tolist() if logits.shape[0] else [float("-inf")]).check()  # one number to the host
+    return rows[0]
+
+
+def warp_rows(
+    logits: Tensor,
+    histories: Sequence[Sequence[int]],
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    penalty: float,
+) -> tuple[Tensor, Tensor]:
+    """Logits [n, V] to laws, float64 [n, V], a history each; and the highest logit of each row [n], by which `Fault` knows a
+    row without a law. Nothing is brought to the host."""
     scores = logits.detach().to(torch.float64, copy=True)
     if penalty != 1.0:
-        ids = [token for token in set(history) if 0 <= token < len(scores)]
-        index = torch.tensor(ids, dtype=torch.long, device=scores.device)
-        seen = scores[index]
-        scores[index] = torch.where(seen < 0, seen * penalty, seen / penalty)
-    top = float(scores.max()) if len(scores) else float("-inf")  # max propagates NaN: one number to the host
-    if top != top:
-        raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
-    if abs(top) == float("inf"):
-        what = "contain +inf" if top > 0 else "are all -inf: no token is allowed"
-        raise TinyspecError(f"the logits {what}, so they define no law")
+        _penalise(scores, histories, penalty)
+    if not scores.shape[1]:
+        return scores, scores.new_full((len(scores),), -torch.inf)
+    tops = scores.amax(dim=1)  # propagates NaN
     if temperature == 0:
-        row = torch.zeros_like(scores)
-        row[(scores == top).int().argmax()] = (
-            1.0  # of equal values torch's argmax may take any: the first 1 here is ours
-        )
-        return row
-    row = ((scores - top) / temperature).exp()
-    if (top_k is not None and top_k < len(row)) or (top_p is not None and top_p < 1):
-        ordered, ids_by_weight = row.sort(descending=True, stable=True)  # stable: ties by lowest id
+        at = torch.arange(scores.shape[1], device=scores.device)
+        first = torch.where(scores == tops[:, None], at, scores.shape[1] - 1).amin(dim=1)  # of equal values the first
+        return torch.zeros_like(scores).scatter_(1, first[:, None], 1.0), tops
+    rows = ((scores - tops[:, None]) / temperature).exp()
+    if (top_k is not None and top_k < rows.shape[1]) or (top_p is not None and top_p < 1):
+        ordered, ids_by_weight = rows.sort(dim=1, descending=True, stable=True)  # stable: ties by lowest id
         if top_k is not None:
-            ordered[top_k:] = 0
+            ordered[:, top_k:] = 0
         if top_p is not None and top_p < 1:
-            mass = ordered.cumsum(0)
-            ordered[(mass - ordered) >= top_p * mass[-1]] = 0
-        row = torch.zeros_like(row).scatter_(0, ids_by_weight, ordered)
+            mass = ordered.cumsum(1)
+            ordered = torch.where((mass - ordered) >= top_p * mass[:, -1:], 0.0, ordered)
+        rows = torch.zeros_like(rows).scatter_(1, ids_by_weight, ordered)
     if min_p is not None and min_p > 0:
-        row = torch.where(row >= min_p, row, 0.0)
-    return row / row.sum()
+        rows = torch.where(rows >= min_p, rows, 0.0)
+    return rows / rows.sum(dim=1, keepdim=True), tops
+
+
+def _penalise(scores: Tensor, histories: Sequence[Sequence[int]], penalty: float) -> None:
+    """The repetition penalty, in place: each row's own history."""
+    seen = [(i, token) for i, ids in enumerate(histories) for token in set(ids) if 0 <= token < scores.shape[1]]
+    if seen:
+        at = torch.tensor(seen, device=scores.device).unbind(1)
+        found = scores[at]
+        scores[at] = torch.where(found < 0, found * penalty, found / penalty)
 
 
 def first_true(mask: Tensor) -> Tensor:
@@ -109,3 +140,129 @@ def without(row: Tensor, token: int) -> Tensor:
     left[token] = 0
     mass = left.sum()
     return torch.where(mass > 0, left / mass, row)
+
+
+# --- verifying a tree with one synchronisation ------------------------------------------------------------------------
+
+
+def fetch(*columns: Tensor) -> list[list[float]]:
+    """Columns of numbers to the host: the one place where the host waits for the device."""
+    sizes = [len(column) for column in columns]
+    flat: list[float] = torch.cat([column.to(torch.float64) for column in columns]).cpu().tolist()
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def walk(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    laws: Sequence[Tensor | None],
+    probe: Sequence[bool],
+    rows: Tensor,
+    tops: Tensor | None,
+    uniforms: Sequence[float],
+) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
+    """reference.walk over the target's rows [n + 1, V], with one synchronisation: (path, token, refused, uniforms used).
+
+    Everything the walk could ask is answered at once. Which law a node meets depends on no decision but those that lead
+    there: the node's place among its siblings says who was refused before it. So the ratios of all nodes, and what a text
+    that ends at each node would draw, are worked out side by side, sibling rank by sibling rank; the host then walks over
+    numbers. The number of uniforms used up on the way is known beforehand too.
+
+    tops  the highest logit of each row, to refuse a row without a law; None: the rows are known to be laws
+    """
+    for token in tokens:
+        if not 0 <= token < rows.shape[1]:
+            raise TinyspecError(f"drafted token {token} is outside of the target's vocabulary of {rows.shape[1]}")
+    place, ends, used = _places(tokens, parents, probe)
+    left, ratios, own = rows.clone(), rows.new_zeros(len(tokens)), rows.new_ones(len(tokens))
+    for rank in range(1 + max((rank for rank, _ in place.values()), default=-1)):
+        nodes = [node for node in place if place[node][0] == rank]
+        columns = [nodes, [place[node][1] + 1 for node in nodes], [tokens[node] for node in nodes]]
+        which, above, token_ids = torch.tensor(columns, device=rows.device)
+        here = left[above]
+        q = torch.zeros_like(here).scatter_(1, token_ids[:, None], here.gather(1, token_ids[:, None]))
+        drawn = [i for i, node in enumerate(nodes) if laws[node] is not None]
+        if drawn:
+            at = torch.tensor(drawn, device=rows.device)
+            q[at] = torch.stack([_fitting(laws[nodes[i]], rows) for i in drawn])
+            own[which[at]] = q[at].gather(1, token_ids[at][:, None])[:, 0]
+        ratios[which] = here.gather(1, token_ids[:, None])[:, 0] / own[which]
+        rest = (here - q).clamp(min=0)
+        mass = rest.sum(dim=1, keepdim=True)
+        left[above] = torch.where(mass > 0, rest / mass, here)
+    last = [uniforms[min(used[end], len(uniforms) - 1)] for end in ends]
+    left = left[torch.tensor(ends, device=rows.device) + 1]
+    mass, at = left.cumsum(1), torch.arange(rows.shape[1], device=rows.device)
+    over = (left > 0) & (mass > (torch.tensor(last, device=rows.device, dtype=mass.dtype) * mass[:, -1])[:, None])
+    said = torch.where(over, at, torch.where(left > 0, at, -1).amax(dim=1)[:, None]).amin(dim=1)
+    numbers = fetch(ratios, own, said, rows.new_zeros(len(rows)) if tops is None else tops)
+    return _decide(tokens, place, ends, *numbers, uniforms)
+
+
+def _fitting(q: Tensor | None, rows: Tensor) -> Tensor:
+    assert q is not None
+    if len(q) != rows.shape[1]:
+        raise TinyspecError(f"the draft's law has {len(q)} tokens, the target's {rows.shape[1]}: pad it with zeros")
+    return q.to(rows)
+
+
+Place = dict[int, tuple[int, int]]
+
+
+def _places(
+    tokens: Sequence[int], parents: Sequence[int], probe: Sequence[bool]
+) -> tuple[Place, list[int], dict[int, int]]:
+    """Where each node is tested: (its rank, the node behind which it stands), the children of equal siblings together
+    behind the first of them. Where a walk may end, and how many uniforms are used up by then.
+
+    Of equal siblings only the first can be accepted: refusing it leaves the token no probability.
+    """
+    first: dict[tuple[int, int], int] = {}  # (behind whom, token) -> the sibling that stands for all its equals
+    stands, place, ranks, begun = {-1: -1}, Place(), dict[int, int](), {-1: 0}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if not probe[node] and parent in stands:  # nothing below a probe is ever tested
+            behind = stands[parent]
+            rank = ranks[behind] = ranks.get(behind, -1) + 1
+            place[node] = rank, behind
+            stands[node] = first.setdefault((behind, token), node)
+    for node, (rank, behind) in place.items():
+        begun.setdefault(stands[node], begun[behind] + rank + 1)
+    return place, list(begun), {behind: used + ranks.get(behind, -1) + 1 for behind, used in begun.items()}
+
+
+def _decide(
+    tokens: Sequence[int],
+    place: Place,
+    ends: Sequence[int],
+    ratios: Sequence[float],
+    own: Sequence[float],
+    said: Sequence[float],
+    tops: Sequence[float],
+    uniforms: Sequence[float],
+) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
+    """The walk over numbers."""
+    below: dict[int, list[int]] = {}
+    for node, (_, behind) in place.items():
+        below.setdefault(behind, []).append(node)
+    path, refused, here, used = list[int](), list[int](), -1, 0
+    Fault(tops[0]).check()
+    untested = list(below.get(-1, ()))
+    while untested:
+        node = untested.pop(0)
+        if not own[node] > 0:
+            law = f"probability {own[node]} under its declared law (declare None)"
+            raise TinyspecError(f"drafted token {tokens[node]} has {law}")
+        used += 1
+        if used < len(uniforms) and uniforms[used - 1] < ratios[node]:
+            Fault(tops[node + 1]).check()
+            path.append(node)
+            here, untested = node, list(below.get(node, ()))
+        else:
+            refused.append(node)
+    if used >= len(uniforms):
+        raise TinyspecError("the given uniforms are used up: a walk needs one a tested node and one for the last draw")
+    token = int(said[ends.index(here)])
+    if token < 0:
+        raise TinyspecError("cannot draw from a row without finite mass")
+    return tuple(path), token, tuple(refused), used + 1

@@ -113,6 +113,10 @@ class Warp:
             return pick(self(logits, history), u)
         return _core.draw(_floats(logits), history, *self._knobs(), u)
 
+    def block(self, logits: torch.Tensor, histories: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The laws [n, V] of many rows on a device, a history each, and their highest logits [n]; nothing comes to the host."""
+        return device.warp_rows(logits, histories, *self._knobs())
+
     def _knobs(self) -> tuple[float, int | None, float | None, float | None, float]:
         top_p = None if self.top_p is None else float(self.top_p)
         min_p = None if self.min_p is None else float(self.min_p)

@@ -12,6 +12,7 @@ from tinyspec._core import reference
 from tinyspec.decoding import device
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.sampling import is_exact, on_device, on_host, pick
+from tinyspec.errors import TinyspecError
 from tinyspec.tree import ROOT, Row, TokenTree
 
 __all__ = ["Verdict", "pick", "residual", "walk", "without"]
@@ -61,6 +62,8 @@ def walk(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
 
     Raises TinyspecError where a token has probability 0 under its own declared law, or the vocabularies differ.
     """
+    if (rows := getattr(p, "on_device", None)) is not None:
+        return _walk_on_device(tree, rows, chance)
     root = p[ROOT]
     block = None if is_exact(root) or on_device(root) else chance.uniforms(len(tree.tokens) + 1)
     if block is None:
@@ -69,6 +72,16 @@ def walk(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     laws = [law if law is None else on_host(law) for law in laws]
     path, token, refused, used = _core.walk(tokens, parents, laws, probe, p, block)
     chance.unread(len(block) - used)
+    return Verdict(path, token, refused)
+
+
+def _walk_on_device(tree: TokenTree, rows: tuple[Any, Any], chance: Chance) -> Verdict:
+    """The walk over rows that live on a device, with one synchronisation."""
+    uniforms = chance.uniforms(len(tree.tokens) + 1)
+    if uniforms is None:
+        raise TinyspecError("every outcome of a walk is enumerated on the host: use a model on the CPU")
+    path, token, refused, used = device.walk(*_columns(tree), *rows, uniforms.tolist())
+    chance.unread(len(uniforms) - used)
     return Verdict(path, token, refused)
 
 

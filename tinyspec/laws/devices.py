@@ -147,16 +147,10 @@ def kernels(where: str = "cpu") -> dict[str, Kernel]:
 
         return run
 
-    def refuse(row: Any, q: Any, token: int, last: bool) -> Any:
-        return device.without(row, token) if q is None else device.residual(row, q)
-
     def walk(tokens: Any, parents: Any, laws: Any, probe: Any, p: Mapping[int, Any], uniforms: Any) -> Any:
-        given, rows = Given(uniforms.tolist()), {node: there(row) for node, row in p.items()}
+        rows = torch.stack([there(p[node]) for node in range(-1, len(tokens))])
         far = [None if law is None else there(law) for law in laws]
-        said = reference.walk(
-            tokens, parents, far, probe, rows, given.accept, lambda row: device.pick(row, given.next()), refuse
-        )
-        return (*said, len(uniforms) - len(given.rest))
+        return device.walk(tokens, parents, far, probe, rows, None, uniforms.tolist())
 
     return {
         "pick": move(device.pick, 1),

@@ -40,11 +40,16 @@ class Cache:
         room = max(slots, 2 * self.capacity)
         with torch.inference_mode():  # the store is written to in this mode, so it may come from it
             grown = self.store.new_zeros((*self.store.shape[:3], room, self.store.shape[4]))
-            grown[:, :, :, : self.capacity] = self.store
+        self.settle(grown, room)
+
+    def settle(self, store: Tensor, room: int) -> None:
+        """Move into a store with `room` slots, or more: what lies behind them is not the cache's."""
+        with torch.inference_mode():
+            store[:, :, :, : self.capacity] = self.store[:, :, :, : self.capacity]
         present = np.zeros((room, self.config.n_layers), dtype=np.bool_)
         present[: self.capacity] = self.present
         self.present = present
-        self._hold(grown)
+        self._hold(store)
 
     def write(self, layer: int, where: slice | Tensor, k: Tensor, v: Tensor) -> None:
         """k and v [n, KV, hd] into n slots of a layer."""

@@ -22,6 +22,7 @@ from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine, packable
 from tinyspec.lm.feed import Call, Feed, Scores
+from tinyspec.lm.static import Static
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.tree import TokenTree
 
@@ -42,6 +43,7 @@ class Model:
         self.config, self._tokenizer, self.name = config, tokenizer, name
         self._path: Blocks | Engine = Blocks(config, dict(weights))
         self.dtype, self.device = self._path.embed.dtype, self._path.embed.device
+        self._static: Static | None = None  # steps of fixed shape, on a CUDA device
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -59,6 +61,8 @@ class Model:
             weights = self._path.weights
             del self._path  # it holds the weights too, and two copies may not fit
             self._path = Engine(self.config, weights)
+        elif self.device.type == "cuda" and self._static is None and isinstance(self._path, Blocks):
+            self._static = Static(self._path)
         return self
 
     @classmethod
@@ -142,6 +146,8 @@ class Model:
             return self._forward(feeds)
 
     def _forward(self, feeds: Sequence[Feed]) -> list[Scores]:
+        if self._static is not None and self._static.takes(feeds):
+            return [self._step(self._static, feeds[0])]
         path = self._path
         n_layers, sizes = self.config.n_layers, [len(feed.tokens) for feed in feeds]
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -171,6 +177,18 @@ class Model:
             h = path.span(feeds, active, h, first, last)
             x = h if chosen is None else x.index_copy(0, chosen, h)
         return self._leave(feeds, x, taps, works)
+
+    def _step(self, static: Static, feed: Feed) -> Scores:
+        """A pass of fixed shape: what `_forward` says of it."""
+        n, n_layers, done = len(feed.tokens), self.config.n_layers, static.run(feed)
+        for at in feed.snapshot:
+            feed.kept[at] = done.states[n_layers, :n].clone()
+        shown = [done.normed if tap == n_layers else done.states[tap] for tap in feed.taps]
+        hidden = torch.stack([state[:n] for state in shown]) if shown else _NOTHING
+        if feed.ledger is not None:
+            feed.ledger.append(Call(self.name, n, float(n * n_layers), len(feed.heads), 0, feed.prefill))
+        logits = done.logits[:n].clone() if len(feed.heads) == n else done.logits[feed.heads]
+        return Scores(logits, hidden, [feed.stop // 2] * n)
 
     def _leave(self, feeds: Sequence[Feed], x: Tensor, taps: list[dict[int, Tensor]], works: list[int]) -> list[Scores]:
         """Head, taps and ledger entries: one product with the vocabulary matrix for all feeds."""

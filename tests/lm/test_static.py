@@ -1,0 +1,118 @@
+"""Steps of fixed shape compute what the blocks compute: padding, masks and reused stores change nothing."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.lm.small import GPT2, LLAMA, PROMPT, close, model
+from tests.lm.test_transformer import DEVICES, TREE, every
+from tinyspec.laws import passes
+from tinyspec.lm.config import Config
+from tinyspec.lm.feed import Call
+from tinyspec.lm.plan import Plan
+from tinyspec.lm.static import SIZES, Static
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import find
+from tinyspec.tree import ROOT, TokenTree
+
+L = LLAMA.n_layers
+
+
+def steady(m: Model) -> Model:
+    """The same model taking steps of fixed shape wherever it can; on a CPU nothing is captured."""
+    still = m.to(device=m.device)
+    still._static = Static(still._path)  # type: ignore[arg-type]
+    return still
+
+
+@every
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_configuration_computes_what_the_blocks_compute(config: Config, device: str) -> None:
+    m = model(config).to(device=device)
+    plain, fixed = model(config).session(), steady(m).session()
+    for session in (plain, fixed):
+        session.extend(PROMPT)
+    for _ in range(3):
+        a, b = plain.score(TREE, taps=(0, 1, L)), fixed.score(TREE, taps=(0, 1, L))
+        close(a.logits, b.logits.cpu())
+        close(a.hidden, b.hidden.cpu())
+        for session in (plain, fixed):
+            session.commit((2, 3), 5)
+    assert fixed.cache_exact
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_node_logits_are_path_logits_and_the_cache_is_a_fresh_forwards(config: Config) -> None:
+    m = steady(model(config))
+    assert passes.node_logits(m.session, cases=6, rounds=2, nodes=5).cases
+    assert passes.cache_after_every_round(find("llma").make, m.session, texts=2, tokens=8).cases
+
+
+def test_trees_of_every_size_fit_the_next_larger_step() -> None:
+    m = model(replace(LLAMA, max_positions=128))
+    still = steady(m)
+    for n in (1, 2, 3, 4, 5, 8, 9, 31, 32, 33, 63, 64):
+        plain, fixed = m.session(), still.session()
+        tokens, parents = [i % 13 for i in range(n - 1)], [i - 3 if i > 2 else ROOT for i in range(n - 1)]
+        tree = TokenTree(tokens, parents, [None] * (n - 1), [False] * (n - 1))
+        for session in (plain, fixed):
+            session.extend(PROMPT)
+        close(plain.score(tree).logits, fixed.score(tree).logits)
+    assert {size for _, size in still._static._steps} == set(SIZES)  # type: ignore[union-attr]
+
+
+def test_what_does_not_fit_goes_the_way_it_always_went() -> None:
+    m = model()
+    still, plain = steady(m).session(), m.session()
+    for session in (still, plain):
+        session.extend(PROMPT)
+        session.advance(TREE, 1)
+    close(still.score(TREE).logits, plain.score(TREE).logits)
+    for plan in (Plan(skip=frozenset({2})), Plan(last=2)):
+        close(still.view(plan).score(TREE).logits, plain.view(plan).score(TREE).logits)
+
+
+def test_logits_that_were_handed_out_stay_as_they_were() -> None:
+    session = steady(model()).session()
+    session.extend(PROMPT)
+    first = session.score(TREE).logits
+    kept = first.clone()
+    session.commit((0,), 2)
+    session.score(TREE)
+    assert torch.equal(first, kept)
+
+
+def test_a_finished_session_leaves_its_store_and_its_steps_to_the_next() -> None:
+    still = steady(model())
+    static = still._static
+    assert static is not None
+    for seed in range(4):
+        session = still.session()
+        session.extend([seed, *PROMPT])
+        close(session.score(TokenTree()).logits, model().logits([seed, *PROMPT])[-1:])
+        del session
+        gc.collect()
+    assert len(static._known) == 1
+    assert len(static._steps) == 2  # the prompt's, and the last token's
+
+
+def test_a_text_that_outgrows_its_store_moves_with_all_it_has() -> None:
+    m = model(replace(LLAMA, max_positions=600))
+    session = steady(m).session()
+    ids = [i * 7 % 13 for i in range(300)]
+    session.extend(ids[:200])
+    for token in ids[200:]:
+        session.score(TokenTree())
+        session.commit((), token)
+    close(session.score(TokenTree()).logits, m.logits(ids)[-1:])
+
+
+def test_a_step_is_entered_in_the_ledger_as_any_pass() -> None:
+    ledgers: list[list[Call]] = [[], []]
+    for m, ledger in zip((model(), steady(model())), ledgers, strict=True):
+        session = m.session(ledger)
+        session.extend(PROMPT)
+        session.score(TREE)
+    assert ledgers[0] == ledgers[1]
