@@ -196,8 +196,10 @@ def walk(
     mass, at = left.cumsum(1), torch.arange(rows.shape[1], device=rows.device)
     over = (left > 0) & (mass > (torch.tensor(last, device=rows.device, dtype=mass.dtype) * mass[:, -1])[:, None])
     said = torch.where(over, at, torch.where(left > 0, at, -1).amax(dim=1)[:, None]).amin(dim=1)
-    numbers = fetch(ratios, own, said, rows.new_zeros(len(rows)) if tops is None else tops)
-    return _decide(tokens, place, ends, *numbers, uniforms)
+    passing, declared, drawn_there, highest = fetch(
+        ratios, own, said, rows.new_zeros(len(rows)) if tops is None else tops
+    )
+    return _decide(tokens, place, ends, passing, declared, drawn_there, highest, uniforms)
 
 
 def _fitting(q: Tensor | None, rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ they are written, which is how they are tested on a CPU.
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,9 +63,9 @@ class Step:
             states.append(x)
         self.states, self.normed, self.logits = torch.stack(states), blocks.final(x), blocks.head(x)
 
-    def capture(self, pool: object) -> None:
+    def capture(self, pool: Any) -> None:
         """Record the pass; from now on `run` replays it. It is run before, on a stream of its own, as torch asks."""
-        side = torch.cuda.Stream()
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
