@@ -1,0 +1,126 @@
+"""Token Recycling: the matrix, the static tree, and the state that outlives a request."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.table import Table, law
+from tests.zoo import tiny_zoo
+from tinyspec import generate, load
+from tinyspec.decoding.candidates import candidates, kept
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.toys import token_recycling as toys
+from tinyspec.speculative.drafting.token_recycling import NOTHING, Matrix, Recycling, static_tree
+from tinyspec.technique import Request, find
+from tinyspec.tree import ROOT
+
+CARD = find("token_recycling")
+GREEDY = Warp(temperature=0.0)
+SMALL = {"k": 2, "nodes": 6, "depth": 2}
+
+
+def test_trap_the_rows_of_refused_nodes_are_recycled() -> None:
+    assert toys.writes_every_row_back(CARD.make).cases > 20
+
+
+def test_trap_a_second_request_starts_warm() -> None:
+    toys.starts_warm(CARD.make)
+
+
+def test_no_tree_of_its_size_is_worth_more_than_the_static_tree() -> None:
+    assert toys.is_the_best_tree(static_tree).cases == 30
+
+
+@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
+def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
+    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 4)
+    assert law(lambda: CARD.make(Request(Table(3), warp=warp), **SMALL), 4) == plain
+
+
+def test_the_static_tree_is_imbalanced_and_as_large_as_asked_for() -> None:
+    shape = static_tree(80, 6, 8)
+    below = [sum(up == place for up, _ in shape) for place in range(80)]
+    assert len(shape) == 80 and below[0] > below[-1] == 0
+    assert all(up < place for place, (up, _) in enumerate(shape))
+    assert len(static_tree(80, 2, 2)) == 6  # there are no more
+
+
+def learnt(k: int = 2) -> Matrix:
+    matrix = Matrix(k)
+    matrix.learn([0, 1, 2], [[1, 2], [2, 3], [0, 1]], 4)
+    return matrix
+
+
+def proposed(room: int, ends: frozenset[int] = frozenset(), context: tuple[int, ...] = (0,)) -> Any:
+    return Recycling(learnt(), 6, 3, ends).propose(context, room, GREEDY, Seeded(0))
+
+
+def test_a_draft_is_no_deeper_than_the_room_and_stops_at_the_end_of_text_and_at_tokens_never_scored() -> None:
+    assert max(proposed(9).depths()) == 3
+    assert max(proposed(1).depths()) == 1
+    assert proposed(0).tokens == []
+    assert all(tree.tokens[up] != 1 for tree in [proposed(9, frozenset({1}))] for up in tree.parents if up != ROOT)
+    assert proposed(9, context=(0, 3)).tokens == []  # 3 was never scored
+
+
+def test_the_last_row_written_wins() -> None:
+    matrix = learnt()
+    matrix.learn([1, 1], [[0, 3], [3, 2]], 4)
+    assert matrix.after(1) == [3, 2]
+    assert matrix.after(3) == [NOTHING, NOTHING]
+    assert matrix.rows.nbytes == 4 * 2 * 4  # V k ids of four bytes
+
+
+def test_a_vocabulary_smaller_than_k_is_filled_up_with_nothing() -> None:
+    matrix = Matrix(5)
+    matrix.learn([0], candidates(torch.tensor([[0.0, 2.0]]), [0], 5), 2)
+    assert matrix.after(0) == [1, 0, NOTHING, NOTHING, NOTHING]
+
+
+def test_candidates_are_the_highest_logits_and_of_equals_the_lowest_ids() -> None:
+    rows = np.random.default_rng(0).integers(0, 4, (5, 40)).astype(np.float32)
+    for k in (1, 3, 40):
+        found = candidates(torch.from_numpy(rows), range(5), k)
+        assert [[rows[i, t] for t in ids] for i, ids in enumerate(found)] == (-np.sort(-rows))[:, :k].tolist()
+        assert all(a < b for i, ids in enumerate(found) for a, b in pairwise(ids) if rows[i, a] == rows[i, b])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load(tiny_zoo(tmp_path_factory.mktemp("zoo")).big)
+
+
+def test_a_user_gets_the_greedy_text_and_the_matrix_stays_with_the_model(model: Any) -> None:
+    prompt, plain = [1, 2, 3], generate(model, [1, 2, 3], max_new_tokens=24)
+    first, second = (generate(model, prompt, max_new_tokens=24, method="token_recycling") for _ in range(2))
+    assert first.tokens == second.tokens == plain.tokens
+    assert second.stats.target_calls <= first.stats.target_calls
+    known = kept(model.session(), ("token_recycling", 8), lambda: Matrix(8))
+    assert (known.rows[3] != NOTHING).all()
+
+
+def test_nothing_is_made_where_nothing_is_asked_for(model: Any) -> None:
+    assert generate(model, [1], max_new_tokens=0, method="token_recycling").tokens == []
+    assert len(generate(model, [1], max_new_tokens=1, method="token_recycling").tokens) == 1
+
+
+def test_an_end_of_text_inside_a_block_ends_the_text() -> None:
+    for eos in range(3):
+        d = CARD.make(Request(Table(3), warp=GREEDY, stop=Stop(eos=frozenset({eos}), max_new_tokens=9)), **SMALL)
+        d.extend([0])
+        while not d.finished:
+            d.step(Seeded(d.rounds))
+        assert eos not in d.new[:-1]
+
+
+def test_knobs_out_of_range_are_refused_in_one_line() -> None:
+    with pytest.raises(TinyspecError, match="nodes is 0: it must be from 1 to 1024"):
+        CARD.make(Request(Table(3)), nodes=0)
