@@ -17,20 +17,31 @@ THREE: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
 OTHERS: tuple[Table, ...] = (((2, 1, 1), (1, 1, 2), (1, 3, 1)), ((1, 1, 3), (2, 2, 1), (1, 0, 1)))
 
 
-def tables(drafts: int) -> Iterator[tuple[Table, list[Table]]]:
-    """p and the q of each draft, two tokens first."""
+def tables(drafts: int, most: int = 3) -> Iterator[tuple[Table, list[Table]]]:
+    """p and the q of each draft, over two tokens and then, at most, three."""
     for p, q in SMALL[3::2]:
-        yield p, [q, tuple(row[::-1] for row in q)][:drafts]
-    yield THREE, list(OTHERS[:drafts])
+        if len(p[0]) <= most:
+            yield p, [q, tuple(row[::-1] for row in q)][:drafts]
+    if most >= 3:
+        yield THREE, list(OTHERS[:drafts])
 
 
 def joint_law(
-    build: Build, knobs: Sequence[dict[str, Any]], drafts: int = 1, warps: Sequence[Warp] = (Warp(),), tokens: int = 2
+    build: Build,
+    wide: Sequence[dict[str, Any]],
+    deep: Sequence[dict[str, Any]] = (),
+    drafts: int = 1,
+    warps: Sequence[Warp] = (Warp(),),
+    tokens: int = 2,
 ) -> Evidence:
-    """The tokens of several rounds are distributed as the target's, also where the same noise is used twice."""
+    """The tokens of several rounds are distributed as the target's, also where the same noise is used twice.
+
+    wide, deep  settings of the knobs, on tables over two and three tokens, and over two alone
+    """
     seen, branches = 0, 0
-    for setting in knobs:
-        for (p, qs), warp in ((pair, warp) for pair in tables(drafts) for warp in warps):
+    for setting in (*wide, *deep):
+        pairs = tables(drafts, 3 if setting in wide else 2)
+        for (p, qs), warp in ((pair, warp) for pair in pairs for warp in warps):
 
             def make(p: Table = p, qs: list[Table] = qs, warp: Warp = warp, s: dict[str, Any] = setting) -> Decoder:
                 return build(Request(model(p).session(), [model(q).session() for q in qs], warp), **s)

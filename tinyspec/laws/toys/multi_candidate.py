@@ -26,12 +26,11 @@ SURE = "all tokens without replacement: one is accepted surely"
 NODES = "every node has its own candidates, and the model is called once a depth"
 CHANCE = "one of k passes with 1 - prod (1 - overlap with what is left of p)"
 
-KNOBS = [{"configuration": c, "replacement": r} for r in (False, True) for c in ("2", "1x2")]
-
 
 def joint_law(build: Build) -> Evidence:
     """The joint law of two tokens, in both modes."""
-    return treelaws.joint_law(build, KNOBS)
+    wide, deep = ([{"configuration": c, "replacement": again} for again in (False, True)] for c in ("2", "1x2"))
+    return treelaws.joint_law(build, wide, deep)
 
 
 def accepts_surely(build: Build) -> Evidence:
