@@ -90,7 +90,7 @@ def _best(nodes: int, depth: int, k: int) -> float:
 def is_the_best_tree(make: Callable[[int, int, int], Sequence[tuple[int, int]]]) -> Evidence:
     """Expected tokens of the tree, if candidates come as CHANCES say, against brute force."""
     seen = 0
-    for nodes, depth, k in product(range(1, 6), (1, 2, 3), (1, 2)):
+    for nodes, (depth, k) in product(range(1, 6), ((1, 2), (3, 1), (2, 2), (2, 3), (3, 2))):
         paths: list[tuple[int, ...]] = []
         for up, rank in make(nodes, depth, k):
             paths.append((*(() if up == ROOT else paths[up]), rank))
