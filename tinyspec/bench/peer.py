@@ -1,10 +1,12 @@
-"""`tinyspec bench peer`: greedy tokens equal to transformers', in float32, on real questions.
+"""`tinyspec bench peer`: greedy tokens equal to transformers', in float32, on real questions; or to our own torch path's.
 
 Greedy equality against a peer is a float32 property, and two programs that sum in another order may still part where the
 two best logits all but tie. A mismatch is therefore allowed only where the gap between our two best logits is under
-`GAP`; it is listed, the peer's token is forced, and the comparison goes on behind it.
+`GAP`; it is listed, the peer's token is forced, and the comparison goes on behind it. The torch path is a peer like any
+other: it is what runs under TINYSPEC_PURE=1 and where nothing is compiled, and it sums as torch does.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +21,36 @@ GAP = 1e-3  # logits closer than this count as a tie between two float32 program
 SHARE = 0.01  # of all tokens that may be ties
 
 
-def compare(model: Model, theirs: Any, ids: list[int], tokens: int, method: str) -> list[dict[str, Any]]:
+Peer = Callable[[list[int], int], list[int]]
+"""Greedy decoding by somebody else: a prompt and how many tokens."""
+
+
+class Torch(Model):
+    """A model that stays on the torch path."""
+
+    def pack(self) -> "Torch":
+        return self
+
+
+def transformers(name: str) -> Peer:
+    """transformers' model of the same folder."""
+    theirs = peer(folder(name), torch.float32)
+    return lambda ids, tokens: peer_decode(theirs, ids, tokens)
+
+
+def pure(name: str) -> Peer:
+    """Our own model by torch's products."""
+    model = models.load(name, dtype="float32")
+    unpacked = Torch(model.config, {key: weight.clone() for key, weight in model.weights.items()}, name=name)
+    return lambda ids, tokens: decode(unpacked, ids, tokens)
+
+
+PEERS = {"transformers": transformers, "torch": pure}
+
+
+def compare(model: Model, theirs: Peer, ids: list[int], tokens: int, method: str) -> list[dict[str, Any]]:
     """The mismatches over `tokens` greedy tokens: where, both tokens, and the gap of our two best logits there."""
-    expected = peer_decode(theirs, ids, tokens)
+    expected = theirs(ids, tokens)
     mismatches: list[dict[str, Any]] = []
     done = 0
     while done < tokens:
@@ -42,16 +71,17 @@ def measure(
     questions: int = 50,
     tokens: int = 64,
     methods: tuple[str, ...] = ("autoregressive",),
+    against: str = "transformers",
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Compare on Spec-Bench questions, spread over its categories. `passed` is the verdict under the rule above."""
     model = models.load(name, dtype="float32")
-    theirs = peer(folder(name), torch.float32)
+    theirs = PEERS[against](name)
     bank = data.spec_bench()
     step = len(bank) / questions
     chosen = [bank[int(i * step)] for i in range(questions)]
     rows: list[dict[str, Any]] = []
-    with progress(f"{name} against transformers", questions * len(methods), quiet) as tick:
+    with progress(f"{name} against {against}", questions * len(methods), quiet) as tick:
         for question in chosen:
             ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)
             ids = ids[-(model.config.max_positions - tokens) :]
@@ -64,6 +94,7 @@ def measure(
     return report(
         {
             "model": name,
+            "peer": against,
             "questions": questions,
             "tokens": total,
             "gap": GAP,

@@ -227,14 +227,22 @@ def plain(model: str, **options: Any) -> None:
     click.option(
         "--method", "methods", multiple=True, default=("autoregressive",), show_default=True, help="May be repeated."
     ),
+    click.option(
+        "--against",
+        type=click.Choice(["transformers", "torch"]),
+        default="transformers",
+        show_default=True,
+        help="transformers, or our own torch path: what TINYSPEC_PURE=1 takes.",
+    ),
     _results,
 )
 def peer(model: str, **options: Any) -> None:
-    """Greedy tokens against transformers' on the same float32 weights, on real questions.
+    """Greedy tokens against transformers', or our own torch path's, on the same float32 weights, on real questions.
 
     \b
     Examples:
       tinyspec bench peer
+      tinyspec bench peer --against torch
       tinyspec bench peer --questions 12 --method autoregressive --method llma
     """
     from tinyspec.bench.peer import measure
