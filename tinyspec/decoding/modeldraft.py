@@ -1,10 +1,11 @@
 """A small model as the drafter: it samples a chain of tokens under the same warp as the target."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Laws, NoDraft, Round, Target
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import Warp, is_exact
 from tinyspec.lm.feed import Scores
 from tinyspec.tree import TokenTree
 
@@ -87,3 +88,9 @@ class GuestDraft(ModelDraft):
 
     def end(self) -> None:
         return None
+
+
+def confidence(laws: Laws, tip: int) -> Any:
+    """The greatest probability of a draft's row, before the user's settings sharpen or cut it: how sure the model is."""
+    row = laws.warped(tip, Warp())
+    return max(row) if is_exact(row) else row.max()

@@ -1,0 +1,167 @@
+"""BiLD (Kim et al. 2023): no ratio test, no unsure token, the first bad one taken back, and nothing kept unread."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from math import exp
+from typing import Any
+
+from tinyspec.decoding.chance import Chance, Seeded
+from tinyspec.decoding.decode import Decoder, Laws, Verifier
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.exact import JOINT, Reference
+from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
+from tinyspec.laws.row_laws import normal
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.speculative.verification.bild import Little, big
+from tinyspec.technique import Request
+from tinyspec.tree import TokenTree
+
+ALGORITHM = "the text is algorithm 1's (Kim et al. 2023)"
+
+Build = Callable[..., Decoder]
+
+LARGE: Table = ((1, 30, 4), (8, 1, 1), (1, 2, 1))
+LITTLE: Table = ((9, 1, 2), (1, 1, 9), (3, 4, 2))
+DISTANCES = (0.0, 0.5, 1.5, 3.0)
+WANTED, CAP = 8, 4
+
+
+def turns(large: Table, little: Table, fallback: float, rollback: float, rule: str) -> Iterator[list[int]]:
+    """Algorithm 1 at temperature 0, in its own words: the text after each call of the large model."""
+    least = exp(-rollback)
+    best = [row.index(max(row)) for row in large]
+    text = [0]
+    while True:
+        settled = len(text)
+        while len(text) < settled + CAP and max(normal(little[text[-1]])) > fallback:
+            text.append(little[text[-1]].index(max(little[text[-1]])))
+        for at in range(settled, len(text)):
+            before, token = text[at - 1], text[at]
+            if normal(large[before])[token] < least and (rule == "paper" or best[before] != token):
+                text = text[:at]
+                break
+        text.append(best[text[-1]])
+        yield list(text)
+
+
+def _settings() -> Iterator[tuple[Table, Table, float, float, str]]:
+    tables = [(p, q) for p, q in SMALL if len(p) > 1] + [(LARGE, LITTLE), (LITTLE, LARGE)]
+    for (p, q), rollback, fallback, rule in product(tables, DISTANCES, (0.0, 0.6), ("paper", "safe")):
+        yield _whole(p), _whole(q), fallback, rollback, rule
+
+
+def _whole(table: Table) -> Table:
+    """A row for every last token."""
+    return tuple(table[token % len(table)] for token in range(len(table[0])))
+
+
+def follows_the_algorithm(build: Build) -> Evidence:
+    """At temperature 0: every text, and the rounds it took, against the loop of the paper."""
+    seen = 0
+    for p, q, fallback, rollback, rule in _settings():
+        decoder = build(
+            Request(model(p).session(), [model(q).session()], Warp(0.0)),
+            fallback=fallback, rollback=rollback, rule=rule, gamma=CAP,
+        )  # fmt: skip
+        decoder.extend((0,))
+        for expected in turns(p, q, fallback, rollback, rule):
+            decoder.step(Seeded(decoder.rounds))
+            seen += 1
+            if decoder.context != expected:
+                case = {"large": said(p), "small": said(q), "fallback": fallback, "rollback": rollback, "rule": rule}
+                accuse(ALGORITHM, expected, decoder.context, **case, calls=decoder.rounds)
+            if len(expected) > WANTED:
+                break
+    return Evidence(ALGORITHM, seen)
+
+
+def exact_where_nothing_is_trusted(build: Build) -> Evidence:
+    """At rollback 0 the joint law of two tokens is the large model's own, at any temperature."""
+    seen, branches = 0, 0
+    for (p, q), rule in product(SMALL[2:7], ("paper", "safe")):
+
+        def make(p: Table = p, q: Table = q, rule: str = rule) -> Decoder:
+            request = Request(model(p).session(), [model(q).session()])
+            return build(request, fallback=0.0, rollback=0.0, rule=rule, gamma=2)
+
+        got, walked = joint(make, 2)
+        expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)])).law(2)  # type: ignore[misc]
+        seen, branches = seen + 1, branches + walked
+        if got != expected:
+            accuse(
+                JOINT,
+                dict(sorted(expected.items())),
+                dict(sorted(got.items())),
+                large=said(p),
+                small=said(q),
+                rule=rule,
+            )
+    return Evidence(JOINT, seen, branches)
+
+
+# ------------------------------------------------------------------ toys
+
+
+def _with(request: Request, fallback: float, gamma: int, verifier: Verifier) -> Decoder:
+    return request.decoder(Little(fallback, request.drafts[0], gamma, frozenset(), None), verifier)
+
+
+def ratio_test(request: Request, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
+    """Speculative decoding with a confidence stop."""
+    return _with(request, fallback, gamma, walk)
+
+
+def keeps_the_unsure(request: Request, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
+    """The token that the small model was unsure of is proposed, and then the large model is called."""
+
+    class Unsure(Little):
+        def sure(self, laws: Laws, tip: int) -> bool:
+            return True
+
+        def enough(self, laws: Laws, tip: int, token: int) -> bool:
+            return not super().sure(laws, tip)
+
+    drafter = Unsure(fallback, request.drafts[0], gamma, frozenset(), None)
+    return request.decoder(drafter, big(rollback, rule))
+
+
+def worst_first(request: Request, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
+    """Rolls back to the token that is furthest off, not to the first that is too far."""
+
+    def verify(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+        trust: list[Any] = [p.warped(node - 1, Warp())[x] for node, x in enumerate(tree.tokens)]
+        if not trust or min(trust) >= exp(-rollback):
+            return Verdict(tuple(range(len(trust))), chance.draw(p[len(trust) - 1]))
+        worst = trust.index(min(trust))
+        return Verdict(tuple(range(worst)), chance.draw(p[worst - 1]), (worst,))
+
+    return _with(request, fallback, gamma, verify)
+
+
+def as_released(request: Request, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
+    """The first bad token decides for all: where the large model would write it too, the whole block stays."""
+
+    def verify(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+        for node, token in enumerate(tree.tokens):
+            if p.warped(node - 1, Warp())[token] < exp(-rollback):
+                said = chance.draw(p[node - 1])
+                if said != token:
+                    return Verdict(tuple(range(node)), said, (node,))
+                break
+        return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1]))
+
+    return _with(request, fallback, gamma, verify)
+
+
+TRAPS = [
+    Trap(ALGORITHM, follows_the_algorithm, card("bild")),
+    Trap(JOINT, exact_where_nothing_is_trusted, card("bild")),
+]
+TOYS = [
+    Toy("speculative decoding with a confidence stop", ALGORITHM, ratio_test),
+    Toy("the unsure token is proposed", ALGORITHM, keeps_the_unsure),
+    Toy("back to the worst token", ALGORITHM, worst_first),
+    Toy("what is behind the first bad token stays unread", JOINT, as_released),
+]
