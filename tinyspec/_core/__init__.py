@@ -14,6 +14,7 @@ PURE = os.environ.get("TINYSPEC_PURE", "0") not in ("", "0")
 
 if not PURE or TYPE_CHECKING:
     try:
+        from tinyspec._core.forest import Forest
         from tinyspec._core.sampling import draw, order, pick, race, residual, walk, warp, without
         from tinyspec._core.tree import ancestors, depths, unique_paths
         from tinyspec._core.trie import NgramIndex
@@ -32,6 +33,7 @@ except ImportError:
 
 if not TYPE_CHECKING and not COMPILED:
     from tinyspec._core.fallback import (
+        Forest,
         NgramIndex,
         ancestors,
         depths,
@@ -48,6 +50,7 @@ if not TYPE_CHECKING and not COMPILED:
 
 __all__ = [
     "COMPILED",
+    "Forest",
     "NgramIndex",
     "ancestors",
     "compute",

@@ -7,10 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyspec._core import reference, reference_tree
+from tinyspec._core.reference_forest import Forest
 from tinyspec._core.reference_trie import NgramIndex
 from tinyspec.errors import TinyspecError
 
 __all__ = [
+    "Forest",
     "NgramIndex",
     "ancestors",
     "depths",

@@ -1,0 +1,245 @@
+"""The pure twin of forest.pyx: counted tries of token windows, one tree an owner, in dictionaries.
+
+A tree counts every window of up to `depth` tokens of its texts, and keeps for each the tokens that continue it: the most
+frequent first, of equals the one that came to its count last. All that the kernel knows in fewer nodes stands here in full.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from tinyspec.errors import TinyspecError
+
+Draft = tuple[list[int], list[int], list[float], int]
+"""tokens, parents (-1: the newest token of the text), shares, and the length of the suffix it was found behind.
+
+A share is the product of the frequencies on the way: how often, of all times that something followed, this did.
+"""
+
+
+@dataclass
+class Window:
+    """How often it occurred, and what continued it."""
+
+    count: int = 0
+    after: list[int] = field(default_factory=list)
+
+
+Tree = dict[tuple[int, ...], Window]
+
+
+@dataclass
+class Text:
+    """A text that grows. since: tokens whose counts a halving has blurred; no window crosses it."""
+
+    tree: Hashable
+    tokens: list[int] = field(default_factory=list)
+    since: int = 0
+
+
+class Forest:
+    """Count windows, find the longest suffix that is known, and grow a draft behind it.
+
+    >>> forest = Forest(depth=4, bound=100)
+    >>> text = forest.open("outputs")
+    >>> forest.append(text, [1, 2, 3, 1, 2, 5, 1, 2, 5])
+    >>> forest.gather([("outputs", 3)], [9, 1, 2], 3, 1, 2)
+    ([5, 3, 1], [-1, -1, 0], [0.6666666666666666, 0.3333333333333333, 0.6666666666666666], 2)
+    """
+
+    def __init__(self, depth: int, bound: int) -> None:
+        if depth < 2 or bound < 1:
+            raise TinyspecError(f"a forest needs depth >= 2 and bound >= 1, got {depth} and {bound}")
+        self.depth, self.bound = depth, bound
+        self._trees: dict[Hashable, Tree] = {}
+        self._texts: dict[int, Text] = {}
+
+    # --- texts
+
+    def _known(self, text: int) -> Text:
+        if text not in self._texts:
+            raise TinyspecError(f"text {text} is not open in this forest: open(tree) gives a number")
+        return self._texts[text]
+
+    def open(self, tree: Hashable) -> int:
+        """Begin a text in a tree; returns its number."""
+        self._trees.setdefault(tree, {(): Window()})
+        text = next(n for n in range(len(self._texts) + 1) if n not in self._texts)
+        self._texts[text] = Text(tree)
+        return text
+
+    def close(self, text: int) -> None:
+        """The text is over; what it counted stays."""
+        self._known(text)
+        del self._texts[text]
+
+    def length(self, text: int) -> int:
+        """Tokens of a text."""
+        return len(self._known(text).tokens)
+
+    def append(self, text: int, tokens: Iterable[int]) -> None:
+        """Grow a text. O(depth) a token."""
+        t = self._known(text)
+        tree = self._trees[t.tree]
+        for token in tokens:
+            end = len(t.tokens)
+            for start in range(max(t.since, end - self.depth + 1), end + 1):
+                before = tuple(t.tokens[start:end])
+                self._recount(tree, before, token, 1)
+            t.tokens.append(token)
+
+    def _recount(self, tree: Tree, before: tuple[int, ...], token: int, by: int) -> None:
+        """Count a window once more or once less, and put it in front of the siblings that count as much."""
+        window = tree.setdefault((*before, token), Window())
+        window.count += by
+        siblings = tree[before].after
+        if token in siblings:
+            siblings.remove(token)
+        if window.count == 0:
+            del tree[(*before, token)]
+            return
+        as_much = (at for at, other in enumerate(siblings) if tree[(*before, other)].count <= window.count)
+        siblings.insert(next(as_much, len(siblings)), token)
+
+    def rewind(self, text: int, length: int) -> None:
+        """Take a text back to its first `length` tokens. What a halving has blurred stays counted."""
+        t = self._known(text)
+        if not 0 <= length <= len(t.tokens):
+            raise TinyspecError(f"cannot rewind a text of {len(t.tokens)} tokens to {length}")
+        while len(t.tokens) > max(length, t.since):
+            end = len(t.tokens)
+            for start in range(max(t.since, end - self.depth), end):
+                *before, token = t.tokens[start:end]
+                self._recount(self._trees[t.tree], tuple(before), token, -1)
+            t.tokens.pop()
+        del t.tokens[length:]
+        t.since = min(t.since, length)
+
+    def drop(self, tree: Hashable) -> None:
+        """Forget a tree, its texts included."""
+        self._trees.pop(tree, None)
+        self._texts = {text: t for text, t in self._texts.items() if t.tree != tree}
+
+    def halve(self, tree: Hashable) -> None:
+        """Halve every count of a tree, rounding down; what falls to 0 goes. Texts begin anew there."""
+        known = self._trees.get(tree)
+        if known is None:
+            return
+        for window in known.values():
+            window.count //= 2
+        for path, window in list(known.items()):
+            window.after = [token for token in window.after if known[(*path, token)].count]
+        self._trees[tree] = {path: window for path, window in known.items() if window.count or not path}
+        for t in (t for t in self._texts.values() if t.tree == tree):
+            t.since = len(t.tokens)  # a window that crossed it would count more than what it continues
+
+    def prune(self, tree: Hashable) -> int:
+        """Halve until the tree has at most `bound` nodes; returns how often."""
+        times = 0
+        while self.size(tree) > self.bound:
+            self.halve(tree)
+            times += 1
+        return times
+
+    def size(self, tree: Hashable) -> int:
+        """Nodes of a tree: here one for each window, in the kernel fewer."""
+        return max(len(self._trees.get(tree, ())) - 1, 0)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all trees and texts: about that of their numbers."""
+        windows = sum(8 * (2 + len(path)) for tree in self._trees.values() for path in tree)
+        return windows + sum(8 * len(t.tokens) for t in self._texts.values())
+
+    # --- drafts
+
+    def _longest(self, tree: Tree, suffix: Sequence[int], most: int) -> int:
+        """The longest suffix that is continued."""
+        for n in range(min(most, self.depth - 1, len(suffix)), 0, -1):
+            window = tree.get(tuple(suffix[len(suffix) - n :]))
+            if window is not None and window.after:
+                return n
+        return 0
+
+    def _expand(
+        self, draft: Draft, tree: Tree, path: tuple[int, ...], budget: int, deepest: int, by_share: bool, floor: float
+    ) -> None:
+        """Add what follows a window, best first, until the draft has `budget` nodes."""
+        tokens, parents, shares, _ = draft
+        heap: list[tuple[float, int, tuple[int, ...], int, float, int]] = []
+        arrivals, longest = 0, len(path) + min(deepest, self.depth - len(path))
+
+        def offer(path: tuple[int, ...], rank: int, share: float, parent: int) -> None:
+            nonlocal arrivals
+            siblings = tree[path].after
+            if rank == len(siblings):
+                return
+            count = tree[(*path, siblings[rank])].count
+            own = share * count / sum(tree[(*path, token)].count for token in siblings)
+            arrivals += 1
+            heappush(heap, (-own if by_share else -count, arrivals, path, rank, share, parent))
+
+        offer(path, 0, 1.0, -1)
+        while heap and len(tokens) < budget:
+            _, _, before, rank, above, parent = heappop(heap)
+            siblings = tree[before].after
+            here = (*before, siblings[rank])
+            share = above * tree[here].count / sum(tree[(*before, token)].count for token in siblings)
+            if share < floor:
+                continue
+            same = (at for at in range(len(tokens)) if (tokens[at], parents[at]) == (siblings[rank], parent))
+            at = next(same, len(tokens))
+            if at == len(tokens):
+                tokens.append(siblings[rank])
+                parents.append(parent)
+                shares.append(share)
+            shares[at] = max(shares[at], share)
+            offer(before, rank + 1, above, parent)
+            if len(here) < longest:
+                offer(here, 0, share, at)
+
+    def gather(
+        self, plan: Sequence[tuple[Hashable, int]], suffix: Sequence[int], longest: int, enough: int, deepest: int
+    ) -> Draft:
+        """A draft from several trees by frequency, in stages: the longest suffix first, shorter ones until it has enough.
+
+        plan     (tree, nodes that the draft may have after it), in turn at every stage
+        suffix   the newest tokens of the text;  longest: how many of them to look for at most
+        enough   nodes after which no shorter suffix is tried;  deepest: guesses in a branch
+        """
+        known = [(self._trees[tree], budget) for tree, budget in plan if tree in self._trees]
+        matches = [self._longest(tree, suffix, longest) for tree, _ in known]
+        draft: Draft = ([], [], [], 0)
+        match = 0
+        for n in range(max(matches, default=0), 0, -1):
+            for (tree, budget), most in zip(known, matches, strict=True):
+                if n <= most:
+                    self._expand(draft, tree, tuple(suffix[len(suffix) - n :]), budget, deepest, False, 0.0)
+            match = match if match or not draft[0] else n
+            if len(draft[0]) >= enough:
+                break
+        return (*draft[:3], match)
+
+    def best(
+        self, trees: Iterable[Hashable], suffix: Sequence[int], factor: float, most: int, deepest: int, floor: float
+    ) -> Draft:
+        """The draft with the greatest sum of shares, of any tree and any suffix of n tokens; of equals the first.
+
+        factor   guesses a token of the suffix: at most factor * n, and at most `most`
+        deepest  guesses in a branch;  floor: no guess has a smaller share
+        """
+        highest = 0.0
+        found: Draft = ([], [], [], 0)
+        for tree in (self._trees[tree] for tree in trees if tree in self._trees):
+            for n in range(self._longest(tree, suffix, self.depth), 0, -1):
+                budget = int(min(float(most), factor * n))
+                if budget <= highest:
+                    break  # it could not win if all its guesses were certain
+                draft: Draft = ([], [], [], n)
+                self._expand(draft, tree, tuple(suffix[len(suffix) - n :]), budget, deepest, True, floor)
+                score = 0.0
+                for share in draft[2]:
+                    score += share
+                if score > highest:
+                    highest, found = score, draft
+        return found
