@@ -15,7 +15,7 @@ END = 0  # the id of the end-of-text token: the first special token of the token
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what is trained. Sections [shape] (fields of Config) and [train] (fields of Settings)."""
+    """All that decides what is trained. Sections [shape] (fields of Config), [train] (fields of Settings), [distill]."""
 
     name: str
     shape: Mapping[str, Any]
@@ -30,6 +30,7 @@ class Recipe:
     valid_characters: int = 40_000  # of each valid book, while training; the end is measured on all
     prompts: tuple[str, ...] = ("Once upon a time",) * 3
     extra: Mapping[str, Any] = field(default_factory=dict)
+    distill: Mapping[str, Any] = field(default_factory=dict)  # section [distill]: from the teacher's own outputs
 
     def config(self) -> Config:
         extra: dict[str, Any] = {"licence": "MIT", "recipe": "recipe.toml", **self.extra}

@@ -110,7 +110,8 @@ def train(
             if validate and run.checked < run.step and (run.step % settings.valid_every == 0 or run.progress >= 1):
                 with run.averaged():
                     run.check(validate())
-                shown.console.print(_line(run.log[-1]), highlight=False)
+                if console is not None:
+                    shown.console.print(_line(run.log[-1]), highlight=False)
                 mark += time.monotonic() - started - run.seconds
                 run.seconds = time.monotonic() - started
             if time.monotonic() - saved > 60 * settings.save_minutes:

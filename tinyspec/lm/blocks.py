@@ -85,6 +85,10 @@ class Blocks:
 
     def said(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
         """The same for the ids that the head has rows for: [B, T, len(says) or V]."""
+        return linear(self.states(ids, dropout), self.vocabulary)
+
+    def states(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
+        """What the head reads in that pass: [B, T, d]."""
         x = F.embedding(ids, self.embed)
         if self.config.positions == "learned":
             x = x + self.weights["positions"][: ids.shape[1]]
@@ -95,7 +99,7 @@ class Blocks:
             x = x + (F.dropout(h, dropout) if dropout else h)
             h = self._mlp(block, x)
             x = x + (F.dropout(h, dropout) if dropout else h)
-        return linear(self.final(x), self.vocabulary)
+        return self.final(x)
 
     # ------------------------------------------------------------------ inference
 
@@ -111,6 +115,10 @@ class Blocks:
             fresh = torch.tensor([s == 0 for s in feed.starts], device=self.device)[:, None]
             x = x + fresh * self.weights["positions"][torch.tensor(feed.positions, device=self.device)]
         return x
+
+    def run(self, feed: Feed) -> tuple[Tensor, Tensor, Tensor] | None:
+        """A whole pass in one go: not here."""
+        return None
 
     def span(self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int) -> Tensor:
         """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""

@@ -1,4 +1,4 @@
-"""A draft that borrows: its layers are its own, its embeddings and the rows of its head are its target's.
+"""A draft that borrows: its layers are its own; its embeddings, the rows of its head and its tokenizer are its target's.
 
 Most of a small model is its vocabulary. A draft of a target whose tokens it shares need not hold it again: config.json's
 section "tinyspec" names the target (`embeddings_from`) with a check sum of its embedding (`embeddings_check`), the file

@@ -79,20 +79,24 @@ def read_folder(
     folder: Path, name: str, dtype: torch.dtype | None = None, find: Callable[[str], Path | None] | None = None
 ) -> Parts:
     """Read config.json, the safetensors (one file, or shards with their index) and the tokenizer of a folder."""
-    config = from_hf(_json(folder / "config.json"), str(folder / "config.json"))
-    tokenizer = None
-    if any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        tokenizer = Tokenizer.from_folder(folder)
+    config = read_config(folder)
+    tokenizer, source = None, folder
+    if borrowed.borrows(config):
+        lender = source = borrowed.lender(config, folder, find)
+    if any((source / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        tokenizer = Tokenizer.from_folder(source)
     config = _with_tokens(config, folder, tokenizer)
     tensors, file = _tensors(folder)
     if borrowed.borrows(config):
-        lender = borrowed.lender(config, folder, find)
-        values = _json(lender / "config.json")
-        config, tensors = borrowed.lend(
-            config, tensors, str(file), from_hf(values, str(lender / "config.json")), _tensors(lender)[0], lender
-        )
+        lent = read_config(lender), _tensors(lender)[0], lender
+        config, tensors = borrowed.lend(config, tensors, str(file), *lent)
     weights = naming.to_ours(config, tensors, str(file), dtype=dtype)
     return Parts(config, weights, tokenizer, name)
+
+
+def read_config(folder: Path) -> Config:
+    """What config.json alone says: no weights are read."""
+    return from_hf(_json(folder / "config.json"), str(folder / "config.json"))
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -204,7 +208,7 @@ def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokeni
         safetensors.torch.save_file(theirs, work / "model.safetensors", metadata={"format": "pt"})
         for name, content in (("config.json", values), ("generation_config.json", generation)):
             (work / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        if tokenizer is not None:
+        if tokenizer is not None and not borrowed.borrows(config):
             Tokenizer(
                 tokenizer.backend, {**tokenizer.config, "add_bos_token": config.add_bos}, tokenizer.chat_template
             ).save(work)

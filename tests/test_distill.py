@@ -1,0 +1,229 @@
+"""A draft is distilled from its target's own outputs: the outputs, the words, the loss, the command, interruptions."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tinyspec
+from tests.zoo import Zoo, failed, run, tiny_zoo
+from tinyspec import distill, imitation, outputs
+from tinyspec.errors import TinyspecError
+from tinyspec.lm import borrowed
+from tinyspec.lm.blocks import Blocks
+from tinyspec.lm.transformer import Model
+from tinyspec.outputs import Ask, Asking, Output
+from tinyspec.train_lm import distillation
+
+SMALL = ["--texts", "8", "--set", "distill.tokens=12", "--set", "distill.prompt=8", "--set", "train.steps=30", "--set",
+         "train.lr=1e-2", "--set", "distill.question=6", "--set", "train.warmup=2", "--set", "distill.batch=4"]  # fmt: skip
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zoo:
+    monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TINYSPEC_DATA", str(tmp_path / "nowhere"))
+    return tiny_zoo(tmp_path)
+
+
+def wrote(model: Model, texts: int = 4, **more: Any) -> list[Output]:
+    asking = Asking(texts=texts, tokens=10, prompt=8, question=5, batch=4, **more)
+    return outputs.batch(model, outputs.asks(model, asking), asking, 0)
+
+
+# ---------------------------------------------------------------------- the outputs
+
+
+def test_an_outputs_laws_are_the_targets_at_the_places_where_it_was_drawn(zoo: Zoo) -> None:
+    model = tinyspec.load(zoo.big)
+    for text in wrote(model, top=6):
+        rows = model.logits(text.ids.tolist())[text.known].softmax(-1)
+        best = rows.topk(6)
+        assert torch.equal(best.indices.int(), text.top)
+        assert torch.allclose(best.values, text.law.float(), atol=1e-3)
+        assert len(text.ids) - 1 > int(text.known[-1]) - 1
+
+
+def test_a_chat_model_asks_itself_between_the_ids_of_its_template(zoo: Zoo) -> None:
+    model = tinyspec.load(zoo.big)
+    lead, closing = outputs._frame(model)
+    asked = model.tokenizer.chat([{"role": "user", "content": "Zebra"}])
+    assert asked[: len(lead)] == lead and asked[len(asked) - len(closing) :] == closing
+    text = wrote(model)[0]
+    assert text.ids[: len(lead)].tolist() == lead
+    assert not set(range(len(lead) - 1)) & set(text.known.tolist())  # nothing is learnt of the template
+
+
+def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(zoo: Zoo, tmp_path: Path) -> None:
+    model = tinyspec.load(zoo.big)
+    asking = Asking(texts=6, tokens=6, question=4, batch=4)
+    asks = outputs.asks(model, asking)
+    together = outputs.batch(model, asks, asking, 0)
+    alone = outputs.batch(model, asks[3:4], asking, 3)[0]
+    assert torch.equal(alone.ids, together[3].ids)
+    first = outputs.write(model, asks, asking, tmp_path / "o")
+    assert sorted(path.name for path in (tmp_path / "o").glob("*.pt")) == ["00000.pt", "00001.pt"]
+    (tmp_path / "o" / "00001.pt").unlink()
+    before = (tmp_path / "o" / "00000.pt").stat().st_mtime_ns
+    again = outputs.write(model, asks, asking, tmp_path / "o")
+    assert (tmp_path / "o" / "00000.pt").stat().st_mtime_ns == before
+    assert all(torch.equal(a.ids, b.ids) for a, b in zip(first, again, strict=True))
+    (tmp_path / "o" / "00000.pt").write_bytes(b"broken")
+    with pytest.raises(TinyspecError, match="delete it, and it is written again"):
+        outputs.write(model, asks, asking, tmp_path / "o")
+
+
+def test_prompts_come_from_a_file_where_one_is_given(zoo: Zoo, tmp_path: Path) -> None:
+    model, file = tinyspec.load(zoo.other), tmp_path / "p.txt"
+    file.write_text("the cat\n\nthe dog\n", encoding="utf-8")
+    said = {tuple(ask.ids) for ask in outputs.asks(model, Asking(texts=20, tokens=4), file)}
+    assert said == {tuple(model.tokenizer.encode(text)) for text in ("the cat", "the dog")}
+    file.write_text("\n\n", encoding="utf-8")
+    with pytest.raises(TinyspecError, match="no prompts in it"):
+        outputs.asks(model, Asking(), file)
+
+
+def test_an_end_of_text_ends_a_text(zoo: Zoo) -> None:
+    model = tinyspec.load(zoo.small)
+    every = distill.replace(model.config, eos=tuple(range(model.config.vocab_size)))
+    ending = Model(every, dict(model.weights), model.tokenizer)
+    text = outputs.batch(ending, [Ask([1, 2])], Asking(tokens=9), 0)[0]
+    assert len(text.ids) == 3 and len(text.known) == 1
+
+
+# ---------------------------------------------------------------------- words and loss
+
+
+def test_the_words_are_those_the_target_wrote_most_and_always_the_end_of_text(zoo: Zoo) -> None:
+    config = distill.replace(tinyspec.load(zoo.big).config, eos=(200,))
+    law = torch.tensor([[0.5], [0.5], [0.4]]).half()
+    top = torch.tensor([[7], [7], [9]], dtype=torch.int32)
+    text = Output(torch.tensor([1, 7, 7, 9], dtype=torch.int32), torch.tensor([0, 1, 2]), top, law)
+    assert imitation.frequent([text], 2, config) == (7, 200)
+    assert imitation.frequent([text], 3, config) == (7, 9, 200)
+    assert imitation.frequent([text], 4, config) == (0, 7, 9, 200)
+    assert len(imitation.frequent([text], 10**6, config)) == config.vocab_size
+
+
+def test_the_compared_alpha_is_the_overlap_of_whole_laws_where_all_of_p_is_known(zoo: Zoo) -> None:
+    target, small = tinyspec.load(zoo.big, dtype="float32"), tinyspec.load(zoo.small, dtype="float32")
+    text = wrote(target, top=target.config.vocab_size)[0]
+    batch = imitation.rows([text], small.config)([0], 96, torch.device("cpu"))
+    cross, alpha = imitation.compared(Blocks(small.config, dict(small.weights)), *batch)
+    ids = text.ids.tolist()
+    p, q = (model.logits(ids)[text.known] for model in (target, small))
+    assert float(alpha) == pytest.approx(float(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).mean()), abs=2e-3)
+    assert float(cross) == pytest.approx(float(-(p.softmax(-1) * q.log_softmax(-1)).sum(-1).mean()), abs=2e-2)
+    figures = imitation.judged(target, small, [text])
+    assert figures["alpha"] == pytest.approx(float(alpha), abs=2e-3)
+    assert imitation.judged(target, target, [text]) == pytest.approx({"alpha": 1, "agreement": 1, "sayable": 1})
+    assert float(distillation(p, p)) == pytest.approx(0, abs=1e-5)
+
+
+def test_of_tokens_that_the_draft_cannot_say_the_loss_sees_no_place(zoo: Zoo) -> None:
+    target = tinyspec.load(zoo.big)
+    text = wrote(target, top=5)[0]
+    config = distill.replace(target.config, says=(3, 8), tied=False)
+    _, top, law, known = imitation.rows([text], config)([0], 96, torch.device("cpu"))
+    outside = ~torch.isin(text.top, torch.tensor([3, 8], dtype=torch.int32))
+    assert int(known.sum()) == len(text.known)
+    assert (law[0, text.known][outside] == 0).all()
+    assert int(top.max()) <= 1
+
+
+def test_a_long_text_is_cut_on_the_left(zoo: Zoo) -> None:
+    target = tinyspec.load(zoo.big)
+    text = wrote(target, top=3)[0]
+    inputs, _, law, known = imitation.rows([text], target.config)([0], 6, torch.device("cpu"))
+    assert inputs[0].tolist() == text.ids[-7:-1].tolist()
+    assert torch.equal(law[0, -1], text.law[-1].float()) and known[0, -1] == 1
+
+
+def test_a_draft_begins_as_its_targets_first_layers(zoo: Zoo) -> None:
+    target = tinyspec.load(zoo.big, dtype="float32")
+    config = distill.replace(target.config, n_layers=1)
+    weights = distill.begin(config, target, seed=0, inherit=True)
+    assert all(torch.equal(weights[name], target.weights[name]) for name in weights)
+    fresh = distill.begin(config, target, seed=0, inherit=False)
+    assert not torch.equal(fresh["embed"], target.weights["embed"])
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_a_draft_with_its_own_words_is_made_and_drafts_for_its_target(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "draft"
+    call = ["train", "lm", "--distill", zoo.big, "--layers", "1", "--draft-vocab", "60", "--out", str(out), "--quiet"]
+    result = run(*call, *SMALL)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("alpha 0.") and "agreement" in result.stdout
+    draft = tinyspec.load(out)
+    assert len(draft.config.says) == 60 and draft.config.n_layers == 1
+    assert draft.config.extra[borrowed.FROM] == "../big"
+    assert not (out / "tokenizer.json").exists() and draft.tokenizer.vocab_size
+    made = tinyspec.generate(
+        tinyspec.load(zoo.big), [1, 2], method="speculative_decoding", draft=draft, max_new_tokens=9
+    )
+    assert made.tokens == tinyspec.generate(tinyspec.load(zoo.big), [1, 2], max_new_tokens=9).tokens
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "alpha = mean of sum min(p, q)" in card and "60 of" in card
+    assert not (out / ".tinyspec").exists()
+    recipe = (out / "recipe.toml").read_text(encoding="utf-8")
+    assert "draft_vocab = 60" in recipe and "steps = 30" in recipe and 'teacher = "../big"' in recipe
+    assert "already holds a trained model" in failed(run(*call))
+    weights = dict(draft.weights)
+    again = run("train", "lm", "--recipe", str(out / "recipe.toml"), "--out", str(tmp_path / "again"), "--quiet")
+    assert again.exit_code == 0, again.output
+    for name, weight in tinyspec.load(tmp_path / "again").weights.items():
+        assert torch.equal(weight, weights[name])
+
+
+def test_distilling_brings_the_draft_nearer_to_its_target(zoo: Zoo, tmp_path: Path) -> None:
+    """From random weights: 50 steps on 24 texts, and the loss falls."""
+    out = tmp_path / "draft"
+    call = ["train", "lm", "--distill", zoo.big, "--layers", "1", "--out", str(out), "--quiet"]
+    run(*call, *SMALL[:-10], "--set", "train.steps=50", "--set", "inherit=false", "--texts", "24")
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_an_interrupted_distillation_goes_on_to_the_same_draft(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(out: str) -> list[str]:
+        return ["train", "lm", "--distill", zoo.big, "--layers", "1", "--out", str(tmp_path / out), "--quiet", *SMALL]
+
+    assert run(*call("whole")).exit_code == 0
+    steps, compared = iter(range(100)), distill.compared
+
+    def interrupted(*batch: Any) -> Any:
+        if next(steps) == 12:
+            os.kill(os.getpid(), signal.SIGINT)
+        return compared(*batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "compared", interrupted)
+        assert run(*call("stopped")).exit_code == 130
+    assert not (tmp_path / "stopped" / "model.safetensors").exists()
+    assert run(*call("stopped")).exit_code == 0
+    whole, gone_on = (tinyspec.load(tmp_path / name).weights for name in ("whole", "stopped"))
+    assert all(torch.equal(whole[name], gone_on[name]) for name in whole)
+
+
+def test_what_is_wrong_is_said_in_one_line(zoo: Zoo, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "x"), "--quiet"]
+    lm = ["train", "lm", *out]
+    assert "--recipe FILE, or --distill" in failed(run(*lm))
+    assert "no such model" in failed(run(*lm, "--distill", str(tmp_path / "nothing")))
+    assert "tinyspec models fetch smollm2" in failed(run(*lm, "--distill", "smollm2"))
+    big = [*lm, "--distill", zoo.big]
+    assert "did you mean 'tokens'" in failed(run(*big, "--set", "distill.tokes=3"))
+    assert "temperature is 0" in failed(run(*big, "--set", "distill.temperature=0"))
+    assert "d_model is 32, not 16" in failed(run(*big, "--draft-vocab", "9", "--set", "shape.d_model=16"))
+    assert "drop vocab_size" in failed(run(*big, "--set", "shape.vocab_size=16"))
+    assert "section [shape]" in failed(run(*big, "--set", "shape.width=16"))

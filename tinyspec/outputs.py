@@ -1,0 +1,250 @@
+"""A target's own outputs, with its law at every token: what a draft is distilled from.
+
+Texts are sampled from the target in ragged batches, and of every law the most probable tokens are kept, so that a training
+can go over them many times without the target. They lie in the cache, a file a batch; an interrupted writing goes on where it
+was, and drafts of several sizes read the same files. Text i depends on (target, asking, seed, i) alone.
+
+Where prompts come from: a file (paragraphs, split at blank lines); else, for a chat model, GSM8K's training questions,
+German captions to translate and paragraphs of the classics to summarise, as far as these are on the machine, and questions that
+the model asks itself; for a plain model, openings in the classics. None of them is in a benchmark.
+"""
+
+import json
+import os
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from tinyspec import corpus, data, models
+from tinyspec.errors import TinyspecError
+from tinyspec.lm import borrowed
+from tinyspec.lm.gate import Gate, run_together
+from tinyspec.lm.transformer import Model
+from tinyspec.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What is written. Texts of several drafts are shared where all of it agrees.
+
+    texts        how many
+    tokens       new tokens of each, at most
+    prompt       tokens of its prompt, at most
+    question     tokens of a question that a chat model asks itself, at most
+    temperature  at which they are drawn; the laws that are kept are those at temperature 1
+    top          tokens kept of each law
+    """
+
+    texts: int = 1500
+    tokens: int = 128
+    prompt: int = 96
+    question: int = 40
+    temperature: float = 0.8
+    top: int = 32
+    seed: int = 0
+    batch: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("texts", "tokens", "prompt", "question", "top", "batch"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise TinyspecError(f"[distill] {name} is {getattr(self, name)}: it must be a whole number from 1 on")
+        if not self.temperature > 0:
+            raise TinyspecError(
+                f"[distill] temperature is {self.temperature}: outputs are drawn, so it must be above 0"
+            )
+
+
+class Output(NamedTuple):
+    """A text of the target.
+
+    ids    [n] prompt, answer
+    known  [m] places whose next token's law is known: ids[place + 1] was drawn there
+    top    [m, k] ids of the most probable tokens, int32
+    law    [m, k] their probabilities at temperature 1, float16
+    """
+
+    ids: Tensor
+    known: Tensor
+    top: Tensor
+    law: Tensor
+
+
+class Ask(NamedTuple):
+    """A prompt; with `closing`, the model asks a question behind it first, and these ids follow its question."""
+
+    ids: Sequence[int]
+    closing: Sequence[int] | None = None
+
+
+# ---------------------------------------------------------------------- prompts
+
+
+def asks(model: Model, asking: Asking, file: Path | None = None, data_folder: str | Path | None = None) -> list[Ask]:
+    """As many prompts as texts are wanted, in a fixed order."""
+    chance = random.Random(asking.seed)
+    if file is not None:
+        own = [part.strip() for part in file.read_text(encoding="utf-8").split("\n\n") if part.strip()]
+        if not own:
+            raise TinyspecError(f"{file}: no prompts in it; they are paragraphs, split at blank lines")
+        kinds = [[chance.choice(own) for _ in range(asking.texts)]]
+    elif model.has_tokenizer and model.tokenizer.has_chat:
+        kinds = list(_questions(asking.texts, chance, data_folder))
+    else:
+        return _openings(model, asking, chance, data_folder)
+    chat = model.tokenizer.has_chat
+    made = []
+    for i in range(asking.texts):
+        kind = (
+            i // asking.batch % (len(kinds) + (chat and file is None))
+        )  # a batch waits for its longest text: of one kind
+        if kind == len(kinds):
+            made.append(Ask(*_frame(model)))
+        else:
+            text = kinds[kind][i]
+            made.append(Ask(model.tokenizer.chat([{"role": "user", "content": text}]) if chat else _plain(model, text)))
+    room = model.config.max_positions - asking.tokens
+    return [ask for ask in made if len(ask.ids) + asking.question <= room]
+
+
+def _questions(n: int, chance: random.Random, root: str | Path | None) -> Iterator[list[str]]:
+    """Kinds of questions, n of each, of the data that is here."""
+    with suppress(TinyspecError):
+        yield [s.question for s in chance.choices(data.gsm8k("train", root), k=n)]
+    with suppress(TinyspecError):
+        pairs = chance.choices(data.multi30k("train", root), k=n)
+        yield [f"Translate German to English: {german}" for _, german in pairs]
+    with suppress(TinyspecError):
+        parts = [part for book in data.books("train", root) for part in corpus.clean(book.text).split("\n\n")]
+        parts = [part for part in parts if 200 < len(part) < 500]
+        lead = ("Summarize:", "Explain in simple words:", "Continue this story:", "What happens here?")
+        yield [f"{chance.choice(lead)} {part}" for part in chance.choices(parts, k=n)]
+
+
+def _frame(model: Model) -> tuple[list[int], list[int]]:
+    """What stands before a user's question in the chat template, and what stands behind it."""
+    one, two = (model.tokenizer.chat([{"role": "user", "content": word}]) for word in ("What", "Please"))
+
+    def common(a: Sequence[int], b: Sequence[int]) -> list[int]:
+        return [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))]
+
+    return common(one, two), common(one[::-1], two[::-1])[::-1]
+
+
+def _plain(model: Model, text: str) -> list[int]:
+    bos = [model.config.bos] if model.config.add_bos and model.config.bos is not None else []
+    return bos + model.tokenizer.encode(text)
+
+
+def _openings(model: Model, asking: Asking, chance: random.Random, root: str | Path | None) -> list[Ask]:
+    """Paragraphs of the training books, cut somewhere; the end-of-text id alone where there are none."""
+    start = [model.config.bos if model.config.bos is not None else next(iter(model.config.eos), 0)]
+    try:
+        books = [corpus.clean(book.text).split("\n\n") for book in data.books("train", root)]
+    except TinyspecError:
+        return [Ask(start)] * asking.texts
+    made = []
+    for _ in range(asking.texts):
+        book = chance.choice(books)
+        ids = _plain(model, "\n\n".join(book[chance.randrange(len(book)) :][:4]))
+        made.append(Ask(ids[: chance.randint(8, asking.prompt)] or start))
+    return made
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def folder(model: Model, asking: Asking, prompts: Path | None = None) -> Path:
+    """Where the outputs of this target, asked so, are kept."""
+    said = "" if prompts is None else prompts.read_text(encoding="utf-8")
+    key = json.dumps(
+        [borrowed.check(model.weights["embed"]), model.config.n_layers, asdict(asking), said], sort_keys=True
+    )
+    return models.cache().parent / "outputs" / f"{model.name}-{zlib.crc32(key.encode()):08x}"
+
+
+def write(
+    model: Model, asks: Sequence[Ask], asking: Asking, where: Path, console: Console | None = None
+) -> list[Output]:
+    """All outputs: those that are in the folder already, and the others, written now, a file a batch."""
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "asking.json").write_text(
+        json.dumps({"target": model.name, **asdict(asking)}, indent=1) + "\n", encoding="utf-8"
+    )
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=console is None,
+    )
+    made: list[Output] = []
+    with bar:
+        task = bar.add_task(f"texts of {model.name}", total=len(asks))
+        for at in range(0, len(asks), asking.batch):
+            path, part = where / f"{at // asking.batch:05d}.pt", asks[at : at + asking.batch]
+            if not path.exists():
+                written = batch(model, part, asking, at)
+                torch.save([tuple(output) for output in written], path.with_suffix(".part"))
+                os.replace(path.with_suffix(".part"), path)
+            made += read(path)
+            bar.advance(task, len(part))
+    return made
+
+
+def read(path: Path) -> list[Output]:
+    """The outputs of a file. TinyspecError where it is damaged."""
+    try:
+        return [Output(*parts) for parts in torch.load(path, weights_only=True)]
+    except Exception as error:
+        raise TinyspecError(f"{path}: damaged ({type(error).__name__}); delete it, and it is written again") from error
+
+
+def batch(model: Model, asks: Sequence[Ask], asking: Asking, first: int) -> list[Output]:
+    """Outputs for these prompts, in one ragged batch; `first` is the number of the first."""
+
+    def job(row: int) -> Any:
+        return lambda gate: _one(model, asks[row], asking, first + row, gate)
+
+    return run_together([job(row) for row in range(len(asks))])
+
+
+def _one(model: Model, ask: Ask, asking: Asking, number: int, gate: Gate) -> Output:
+    """One text, drawn token by token."""
+    generator = torch.Generator(model.device).manual_seed(asking.seed * 1_000_003 + number)
+    session = model.session(gate=gate)
+    ids, known = list(ask.ids), list[int]()
+    tops, laws = list[Tensor](), list[Tensor]()
+    session.extend(ids)
+
+    def draw(most: int) -> None:
+        for _ in range(most):
+            logits = session.score(TokenTree()).logits[0]
+            best = logits.softmax(-1).topk(min(asking.top, len(logits)))
+            token = int(torch.multinomial((logits / asking.temperature).softmax(-1), 1, generator=generator))
+            known.append(len(ids) - 1)
+            tops.append(best.indices.int().cpu())
+            laws.append(best.values.half().cpu())
+            ids.append(token)
+            session.commit((), token)
+            if token in model.config.eos:
+                return
+
+    if ask.closing is not None:
+        draw(asking.question)
+        closing = ask.closing[1:] if ids[-1] == ask.closing[0] else ask.closing  # it may have ended its question itself
+        ids += closing
+        session.extend(closing)
+    draw(asking.tokens)
+    return Output(torch.tensor(ids, dtype=torch.int32), torch.tensor(known), torch.stack(tops), torch.stack(laws))
