@@ -24,17 +24,23 @@ PROMPTS = [
     "One day the youngest of the three brothers went out, and when he came to the river he saw",
     "He",
 ]
-SETTINGS = {"gamma": (1, 3, 7), "k": (4, 15), "n": (1, 3)}  # knobs that change how many rows stand in a block
+SETTINGS = {  # how many rows stand in a block
+    "speculative_decoding": [{"gamma": 1}, {"gamma": 3}, {"gamma": 7}],
+    "llma": [{"k": 4}, {"k": 15, "n": 3}],
+}
 METHODS = [
-    (name, {knob.name: value})
+    (name, knobs)
     for name, card in techniques().items()
-    if card.kind == "decoder" and card.guarantee in (Guarantee.EXACT, Guarantee.GREEDY) and name != "autoregressive"
-    for knob in card.knobs
-    for value in SETTINGS.get(knob.name, ())
+    if card.kind == "decoder" and card.guarantee in (Guarantee.EXACT, Guarantee.GREEDY) and not card.keeps
+    for knobs in SETTINGS.get(name, [{}])
+    if name != "autoregressive"
 ]
 
+TYPES = ["float32", "bfloat16"]
+CASES = [(dtype, *case) for dtype in TYPES for case in METHODS if dtype == "bfloat16" or case[0] in SETTINGS]
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+
+@pytest.fixture(scope="module", params=TYPES)
 def pair(request: pytest.FixtureRequest) -> tuple[Model, Model]:
     return tuple(tinyspec.load(name, dtype=request.param) for name in ("storyteller", "apprentice"))
 
@@ -49,12 +55,16 @@ def plain(pair: tuple[Model, Model]) -> list[tuple[list[int], list[float]]]:
     return [said(tinyspec.generate(pair[0], prompt, max_new_tokens=64)) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(("method", "knobs"), METHODS, ids=[f"{name} {knobs}" for name, knobs in METHODS])
+@pytest.mark.parametrize(
+    ("pair", "method", "knobs"), CASES, indirect=["pair"], ids=[" ".join(map(str, c)) for c in CASES]
+)
 def test_greedy_text_is_plain_decodings_to_the_last_token(
-    pair: tuple[Model, Model], plain: list[Any], method: str, knobs: dict[str, int]
+    pair: tuple[Model, Model], plain: list[Any], method: str, knobs: dict[str, Any]
 ) -> None:
     target, draft = pair
-    options = {"method": method, "draft": draft, "max_new_tokens": 64, **knobs}
+    options: dict[str, Any] = {"method": method, "draft": draft, "max_new_tokens": 64, **knobs}
+    if techniques()[method].copies:
+        options["references"] = [" ".join(PROMPTS)]
     for prompt, expected in zip(PROMPTS, plain, strict=True):
         assert said(tinyspec.generate(target, prompt, **options)) == expected
     assert [said(row) for row in tinyspec.generate(target, PROMPTS, **options)] == plain

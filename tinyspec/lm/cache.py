@@ -25,7 +25,7 @@ class Cache:
         self._hold(torch.zeros(shape, dtype=dtype, device=device))
 
     def _hold(self, store: Tensor) -> None:
-        self.store = store
+        self.store, self.address = store, store.data_ptr()
         self.keys = [layer[0] for layer in store]  # views, each [KV, capacity, hd]
         self.values = [layer[1] for layer in store]
 

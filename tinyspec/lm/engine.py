@@ -21,6 +21,7 @@ from tinyspec.lm.feed import Feed
 from tinyspec.lm.ops import spread
 from tinyspec.lm.rope import rotations
 
+_NOTHING = torch.empty(0, 0, 0)
 BLOCK = 16  # outputs that stand together in a packed matrix
 
 
@@ -128,6 +129,23 @@ class Engine:
         bits = packed[name].view(torch.uint16) if packed[name].dtype == torch.bfloat16 else packed[name]
         return _core.compute.Packed(bits.numpy(), out, inputs, None if bias is None else bias.float().numpy())
 
+    def run(self, feed: Feed) -> tuple[Tensor, Tensor, Tensor] | None:
+        """A whole pass in as few steps as may be: states behind the last layer [n, d], taps [taps, n, d], logits [heads, V].
+
+        None where a state between layers is wanted, or positions are added.
+        """
+        n, n_layers, threads = len(feed.tokens), self.config.n_layers, torch.get_num_threads()
+        if self._positions is not None or any(tap != n_layers for tap in feed.taps):
+            return None
+        x = np.empty((n, self.config.d_model), np.float32)
+        self._lookup.rows(feed.tokens, x)
+        cache = feed.cache
+        session = cache.address, cache.capacity, feed.slots, feed.positions, feed.paths(0, range(n)), None
+        self._compiled.run(x, 0, 2 * n_layers, [session], threads)
+        states = torch.from_numpy(x)
+        hidden = torch.stack([self.final(states)] * len(feed.taps)) if feed.taps else _NOTHING
+        return states, hidden, self.head(states if len(feed.heads) == n else states[feed.heads])
+
     def enter(self, feed: Feed) -> Tensor:
         """The state each row starts from: [n, d]."""
         ids, given = feed.tokens, feed.given
@@ -182,7 +200,7 @@ class Engine:
         if len(chosen) != len(slots):
             slots, positions = [slots[row] for row in chosen], [positions[row] for row in chosen]
         cache = feed.cache
-        return cache.store.data_ptr(), cache.capacity, slots, positions, feed.paths(layer, chosen), lead
+        return cache.address, cache.capacity, slots, positions, feed.paths(layer, chosen), lead
 
     def final(self, x: Tensor) -> Tensor:
         """The final norm of rows x [n, d], as the head reads it."""

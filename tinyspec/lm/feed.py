@@ -89,6 +89,19 @@ class Feed:
     _lists: dict[Heads, list[list[Seen]]] = field(default_factory=dict)
     _stacked: Tensor | None = None
 
+    def whole(self, n_layers: int) -> bool:
+        """Whether all rows go from their embeddings through every layer, each seeing its path: the usual pass."""
+        end = 2 * n_layers
+        if (
+            self.stop != end
+            or self.plan.skip
+            or self.plan.visible is not None
+            or self.given is not None
+            or self.copying
+        ):
+            return False
+        return self.prefix is None and not any(self.starts) and all(at == end for at in self.snapshot)
+
     def events(self) -> set[int]:
         """The sublayers where the rows that are computed may change, or a state is wanted."""
         turns = {self.stop, *self.starts, *self.plan.skip, *(s + 1 for s in self.plan.skip)}

@@ -11,7 +11,7 @@ they are written, which is how they are tested on a CPU.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from tinyspec.lm.ops import attend, linear, stacked
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of a step
 ROOM = 256  # slots of the smallest store; they double
+_NOTHING = torch.empty(0, 0, 0)
 
 
 class Step:
@@ -88,18 +89,11 @@ class Static:
         self._free: dict[int, list[Tensor]] = {}  # by slots
         self._memory = torch.cuda.graph_pool_handle() if self.captures else None
 
-    def takes(self, feeds: Sequence[Feed]) -> bool:
-        """Whether a pass fits: one session, few rows, from the embedding through all layers, seeing what a path sees."""
-        if len(feeds) != 1 or len(feeds[0].tokens) > SIZES[-1]:
-            return False
-        feed, end = feeds[0], 2 * self.blocks.config.n_layers
-        plain = feed.given is None and feed.prefix is None and not feed.copying and not any(feed.starts)
-        whole = feed.stop == end and not feed.plan.skip and feed.plan.visible is None
-        return plain and whole and all(at == end for at in feed.snapshot)
-
-    def run(self, feed: Feed) -> Step:
-        """Do the pass. The outputs are overwritten by the next: what is kept must be copied."""
-        cache, n = feed.cache, len(feed.tokens)
+    def run(self, feed: Feed) -> tuple[Tensor, Tensor, Tensor] | None:
+        """A whole pass: states behind the last layer [n, d], taps [taps, n, d], logits [heads, V]; None: too many rows."""
+        cache, n, n_layers = feed.cache, len(feed.tokens), self.blocks.config.n_layers
+        if n > SIZES[-1]:
+            return None
         self._house(cache)
         size = next(size for size in SIZES if size >= n)
         key = cache.store.data_ptr(), size
@@ -120,8 +114,11 @@ class Static:
             kept = cache.store[:, :, :, feed.slots].clone()  # the trial runs write the same, but may round otherwise
             step.capture(self._memory)
             cache.store[:, :, :, feed.slots] = kept
-        step.run()
-        return step
+        step.run()  # the next run overwrites what it leaves, so what is handed out is copied
+        shown = [step.normed if tap == n_layers else step.states[tap] for tap in feed.taps]
+        hidden = torch.stack(shown)[:, :n] if shown else _NOTHING
+        logits = step.logits[:n].clone() if len(feed.heads) == n else step.logits[feed.heads]
+        return step.states[n_layers, :n].clone(), hidden, logits
 
     def _house(self, cache: Cache) -> None:
         """Move a cache into a store of ours, if it does not live in one: of its own capacity, rounded up, and a spare slot."""

@@ -146,9 +146,11 @@ class Model:
             return self._forward(feeds)
 
     def _forward(self, feeds: Sequence[Feed]) -> list[Scores]:
-        if self._static is not None and self._static.takes(feeds):
-            return [self._step(self._static, feeds[0])]
         path = self._path
+        if len(feeds) == 1 and feeds[0].whole(self.config.n_layers):
+            quick = self._static if self._static is not None else path
+            if (done := quick.run(feeds[0])) is not None:
+                return [self._whole(feeds[0], *done)]
         n_layers, sizes = self.config.n_layers, [len(feed.tokens) for feed in feeds]
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         entered = [path.enter(feed) for feed in feeds]
@@ -178,16 +180,14 @@ class Model:
             x = h if chosen is None else x.index_copy(0, chosen, h)
         return self._leave(feeds, x, taps, works)
 
-    def _step(self, static: Static, feed: Feed) -> Scores:
-        """A pass of fixed shape: what `_forward` says of it."""
-        n, n_layers, done = len(feed.tokens), self.config.n_layers, static.run(feed)
+    def _whole(self, feed: Feed, x: Tensor, hidden: Tensor, logits: Tensor) -> Scores:
+        """A pass of one session's rows from their embeddings through all layers: what `_forward` says of it."""
         for at in feed.snapshot:
-            feed.kept[at] = done.states[n_layers, :n].clone()
-        shown = [done.normed if tap == n_layers else done.states[tap] for tap in feed.taps]
-        hidden = torch.stack([state[:n] for state in shown]) if shown else _NOTHING
+            feed.kept[at] = x
+        n = len(feed.tokens)
         if feed.ledger is not None:
-            feed.ledger.append(Call(self.name, n, float(n * n_layers), len(feed.heads), 0, feed.prefill))
-        logits = done.logits[:n].clone() if len(feed.heads) == n else done.logits[feed.heads]
+            ran = float(n * self.config.n_layers)
+            feed.ledger.append(Call(self.name, n, ran, len(feed.heads), 0, feed.prefill))
         return Scores(logits, hidden, [feed.stop // 2] * n)
 
     def _leave(self, feeds: Sequence[Feed], x: Tensor, taps: list[dict[int, Tensor]], works: list[int]) -> list[Scores]:
