@@ -1,0 +1,117 @@
+"""A decoder as a drafter: whose law its tokens have, what it keeps of its text, and how often its models are called."""
+
+import pytest
+
+from tests.table import Table, law
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.nested import Nested
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.laws.contracts import contracts
+from tinyspec.lm.plan import Plan
+from tinyspec.technique import Request
+
+
+def levels(request: Request, gamma: int = 2, **how: bool) -> Decoder:
+    """Target, middle, small."""
+    middle, small = request.drafts
+    inner = Decoder(middle, ModelDraft(small, 1), walk, stop=Stop(eos=request.stop.eos), ledger=request.ledger)
+    return request.decoder(Nested(inner, gamma, **how), walk)
+
+
+def three(warp: Warp | None = None, stop: Stop | None = None, gamma: int = 2) -> Decoder:
+    target, middle, small = (Table(seed, 3, zeros=seed != 2) for seed in (1, 2, 3))
+    return levels(Request(target, [middle, small], warp or Warp(), stop or Stop()), gamma)
+
+
+@pytest.mark.parametrize("warp", [Warp(), Warp(0.0), Warp(top_p=0.7)], ids=str)
+def test_three_levels_keep_the_targets_joint_law(warp: Warp) -> None:
+    assert law(lambda: three(warp), 2) == law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
+
+
+def test_its_tokens_declare_the_middles_law_not_the_smallests() -> None:
+    d = three()
+    d.extend((0, 1))
+    tree = d.step(Seeded(3)).tree
+    middle = Table(2, 3, zeros=False)
+    assert [list(q) for q in tree.laws] == [middle.row((0, 1, *tree.tokens[:at])) for at in range(len(tree.tokens))]
+
+
+def test_an_inexact_inner_decoder_declares_nothing() -> None:
+    target, *drafts = (Table(seed) for seed in (1, 2, 3))
+    d = levels(Request(target, drafts), truthful=False)
+    d.extend((0,))
+    assert set(d.step(Seeded(0)).tree.laws) == {None}
+
+
+def test_it_keeps_the_contracts_of_a_drafter() -> None:
+    assert all(found.cases for found in contracts(lambda request: levels(request), 2))
+
+
+def test_it_makes_gamma_tokens_or_as_many_as_there_is_room_for() -> None:
+    d = three(gamma=4, stop=Stop(max_new_tokens=4))
+    d.extend((0,))
+    assert len(d.step(Seeded(0)).tree.tokens) == 3
+    d = three(gamma=4)
+    d.extend((0,))
+    assert len(d.step(Seeded(0)).tree.tokens) == 4
+
+
+def test_its_text_follows_the_outer_one_through_rounds_rewinds_and_corrections() -> None:
+    d = three(gamma=3)
+    d.extend((0, 1))
+    for number in range(6):
+        d.step(Seeded(number))
+        inner = d.drafter.decoder
+        assert inner.context == d.context == inner.target.text == inner.drafter.model.text
+        if number == 3:
+            d.rewind(4)
+            d.extend((2, 2))
+            assert inner.context == d.context == inner.target.text == inner.drafter.model.text
+    d.end()
+    d.rewind(0)
+    assert inner.context == inner.target.text == inner.drafter.model.text == []
+
+
+def test_a_correction_costs_no_call_of_its_own() -> None:
+    """What came from outside runs with the next tree: a plain middle is called once a token."""
+    target, middle = Table(1), Table(2)
+    d = Decoder(target, Nested(Decoder(middle, NoDraft(), walk), 3), walk)
+    d.extend((0, 1, 2))
+    del middle.ledger[:]
+    for number in range(5):
+        d.step(Seeded(number))
+    assert middle.calls == 15
+
+
+def test_on_a_view_of_the_targets_own_session_only_the_view_moves() -> None:
+    target = Table(1)
+    inner = Decoder(target.view(Plan(last=2)), ModelDraft(Table(2), 1), walk)
+    d = Decoder(target, Nested(inner, 2, guest=True), walk)
+    d.extend((0, 1))
+    for number in range(6):
+        d.step(Seeded(number))
+        assert target.text == d.context == inner.context == inner.target.text
+
+
+def test_beyond_its_models_context_it_proposes_nothing_and_comes_back_after_a_rewind() -> None:
+    inner = Decoder(Table(2), ModelDraft(Table(3), 1), walk)
+    d = Decoder(Table(1), Nested(inner, 2, positions=6), walk, stop=Stop(max_new_tokens=30))
+    d.extend((0, 1, 2))
+    while not d.finished:
+        tree = d.step(Seeded(d.rounds)).tree
+        assert len(d.context) <= 6 or len(inner.context) <= 6
+    assert tree.tokens == ()
+    d.rewind(4)
+    d.step(Seeded(99))
+    assert d.rounds and len(inner.context) > 3
+
+
+def test_an_end_of_text_ends_its_draft() -> None:
+    target, middle, small = (Table(seed) for seed in (1, 2, 3))
+    d = levels(Request(target, [middle, small], stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9)), 5)
+    d.extend((0,))
+    assert len(d.step(Seeded(0)).tree.tokens) == 1

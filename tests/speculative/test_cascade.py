@@ -1,0 +1,134 @@
+"""Cascade speculative drafting: what every level is called for, the four ablations, max-gram, and bad input."""
+
+import pytest
+
+from tests.table import Table, law
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.tables import TableModel
+from tinyspec.laws.toys.cascade import called_as_k_says, constant_gamma, copies_the_longest, predicted
+from tinyspec.speculative.drafting.cascade import MaxGram, cascade, parsed
+from tinyspec.technique import Request, find
+
+CARD = find("cascade")
+
+
+def made(quotas: str, *seeds: int, warp: Warp | None = None, stop: Stop | None = None, **knobs: object) -> Decoder:
+    target, *drafts = [Table(seed, 3, zeros=False) for seed in seeds]
+    request = Request(target, drafts, warp or Warp(), stop or Stop())
+    return CARD.make(request, quotas=quotas, sample=knobs.pop("sample", 0), **knobs)
+
+
+def plain(seed: int, warp: Warp | None = None) -> Decoder:
+    return Decoder(Table(seed, 3, zeros=False), NoDraft(), walk, warp=warp or Warp())
+
+
+def finish(d: Decoder, prompt: tuple[int, ...] = (0, 1)) -> Decoder:
+    d.extend(prompt)
+    chance = Seeded(0)
+    while not d.finished:
+        d.step(chance)
+    return d
+
+
+def test_trap_every_level_is_called_as_often_as_k_says() -> None:
+    """A two-level draft with a constant gamma, however long, is not it."""
+    assert called_as_k_says(CARD.make).cases > 0
+    with pytest.raises(AssertionError):
+        called_as_k_says(constant_gamma)
+
+
+def test_what_k_predicts_by_hand() -> None:
+    assert predicted("3,2/1") == [1, 2]  # three tokens: one drafted and one added, then the third alone
+    assert predicted("13,10/10") == [1, 2]
+
+
+@pytest.mark.parametrize("vertical", [True, False])
+@pytest.mark.parametrize("horizontal", [True, False])
+def test_the_four_ablations_keep_the_law(vertical: bool, horizontal: bool) -> None:
+    knobs = {"vertical": vertical, "horizontal": horizontal}
+    assert law(lambda: made("1,1/1", 1, 2, **knobs), 2) == law(lambda: plain(1), 2)
+
+
+def test_the_ablations_do_what_they_say() -> None:
+    def counts(**knobs: bool) -> tuple[int, int]:
+        poem = TableModel(vocabulary=5, rows=lambda text: [int(x == len(text) % 5) for x in range(5)])
+        request = Request(poem.session(), [poem.session()], Warp(0.0), Stop(max_new_tokens=36))
+        d = finish(CARD.make(request, quotas="3,2/2", sample=0, **knobs), tuple(range(5)) * 2)
+        return d.rounds, len(request.drafts[0].ledger)  # type: ignore[attr-defined]
+
+    both, tall, wide, none = (counts(vertical=v, horizontal=h) for v in (True, False) for h in (True, False))
+    assert both[0] == wide[0] == tall[0] == none[0] == 6  # six tokens a round: all agree, whoever writes
+    assert both[1] < wide[1] and tall[1] < none[1]  # the draft's calls fall by recursion
+    assert both[1] < tall[1] and wide[1] < none[1]  # and by leaving the end of a draft to max-gram
+
+
+@pytest.mark.parametrize("warp", [Warp(0.0), Warp(0.5), Warp(top_k=2)], ids=str)
+def test_three_levels_and_max_gram_keep_the_joint_law(warp: Warp) -> None:
+    got = law(lambda: made("2,0,1/1,0/1", 1, 2, 3, warp=warp), 2)
+    assert got == law(lambda: plain(1, warp), 2)
+
+
+@pytest.mark.parametrize("lenience", [1.0, 2.0, 3.0])
+def test_lenience_between_drafts_changes_no_law(lenience: float) -> None:
+    got = law(lambda: made("2,1/1", 1, 2, lenience=lenience), 2)
+    for text, probability in law(lambda: plain(1), 2).items():
+        assert float(got[text]) == pytest.approx(float(probability), abs=1e-12)
+
+
+def test_a_lenient_review_lets_more_pass() -> None:
+    def calls(lenience: float) -> int:
+        d = finish(made("4,0/3", 5, 6, warp=Warp(0.0), stop=Stop(max_new_tokens=40), lenience=lenience))
+        return len(d.drafter.below[0].decoder.target.ledger)
+
+    assert calls(3.0) < calls(1.0)
+
+
+def test_max_gram_copies_what_followed_the_longest_match() -> None:
+    assert copies_the_longest(lambda longest: MaxGram(longest, None)).cases == 200
+
+
+def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_does() -> None:
+    with_table, without = (finish(made("0,2/0", 1, 2, stop=Stop(max_new_tokens=1), sample=n)) for n in (40, 0))
+    table = with_table.drafter.below[-1].table
+    with_table.rewind(0)
+    write = with_table.drafter.below[-1].write
+    assert write([2], 1, Warp(), Seeded(0)) == ([table.likeliest([2])], [None])
+    without.rewind(0)
+    assert without.drafter.below[-1].write([2], 1, Warp(), Seeded(0)) == ([], [])
+
+
+def test_nothing_is_drafted_behind_an_end_of_text() -> None:
+    d = made("3,3/2", 1, 1, warp=Warp(0.0), stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9))
+    d.extend((0, 1, 0, 1))
+    assert len(d.step(Seeded(0)).tree.tokens) == 1
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_short_requests_end_where_they_should(wanted: int) -> None:
+    assert len(finish(made("3,2/2", 1, 2, stop=Stop(max_new_tokens=wanted))).new) == wanted
+
+
+def test_a_draft_that_is_full_leaves_the_target_alone() -> None:
+    request = Request(Table(1), [Table(2)], Warp(), Stop(max_new_tokens=12), reach=[6])
+    assert len(finish(CARD.make(request, quotas="3,0/1", sample=0)).new) == 12
+
+
+@pytest.mark.parametrize(
+    ("quotas", "drafts"), [("5,3", 1), ("5,3/1,1", 1), ("5,x/1", 1), ("5/1", 2), ("0,0/1", 1), ("auto", 3)]
+)
+def test_quotas_that_do_not_fit_are_refused_with_an_example(quotas: str, drafts: int) -> None:
+    with pytest.raises(TinyspecError, match=r"13,10/10|5,14,10|above 0"):
+        parsed(quotas, drafts)
+
+
+def test_models_of_different_vocabularies_are_refused_by_name() -> None:
+    with pytest.raises(TinyspecError, match="vocabular"):
+        cascade(
+            Request(Table(1, 3), [Table(2, 4)]),
+            quotas="1,1/1", lenience=1.0, vertical=True, horizontal=True, longest=4, sample=0,
+        )  # fmt: skip
