@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.sampling import Warp
 from tinyspec.laws.accused import Evidence, accuse
@@ -12,6 +13,8 @@ from tinyspec.laws.row_laws import normal
 from tinyspec.technique import Request
 
 Build = Callable[..., Decoder]
+
+NODES = "every node has children of its own, and the draft model is called once a depth"
 
 THREE: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
 OTHERS: tuple[Table, ...] = (((2, 1, 1), (1, 1, 2), (1, 3, 1)), ((1, 1, 3), (2, 2, 1), (1, 0, 1)))
@@ -58,3 +61,20 @@ def joint_law(
                 }
                 accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
     return Evidence(JOINT, seen, branches)
+
+
+def own_children(build: Build, setting: Callable[[str], dict[str, Any]]) -> Evidence:
+    """2x2 is two nodes with two each below them: six, from two calls of the draft model. `setting`: the knobs of a shape."""
+    for shape, nodes in (("2x2", 6), ("2x1x2", 8), ("1x2", 3)):
+        ledger: list[Any] = []
+        request = Request(model(THREE).session(), [model(OTHERS[0]).session(ledger)], ledger=ledger)
+        decoder = build(request, **setting(shape))
+        decoder.extend((0,))
+        del ledger[:]
+        tree = decoder.drafter.propose([0], 9, request.warp, Seeded(0))
+        expected, got = (
+            {"nodes": n, "calls": c} for n, c in ((nodes, shape.count("x") + 1), (len(tree.tokens), len(ledger)))
+        )
+        if got != expected:
+            accuse(NODES, expected, got, **setting(shape))
+    return Evidence(NODES, 3)

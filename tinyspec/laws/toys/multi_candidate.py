@@ -4,7 +4,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from tinyspec.decoding.chance import Chance, Seeded
+from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, Laws
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.modeldraft import ModelDraft
@@ -17,13 +17,12 @@ from tinyspec.laws.loop_laws import Table, model, said
 from tinyspec.laws.small import pairs
 from tinyspec.laws.theorems import siblings, with_replacement
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.laws.treelaws import OTHERS, THREE, Build
+from tinyspec.laws.treelaws import NODES, OTHERS, THREE, Build
 from tinyspec.speculative.verification import multi_candidate as mcsd
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 
 SURE = "all tokens without replacement: one is accepted surely"
-NODES = "every node has its own candidates, and the model is called once a depth"
 CHANCE = "one of k passes with 1 - prod (1 - overlap with what is left of p)"
 
 
@@ -50,17 +49,7 @@ def accepts_surely(build: Build) -> Evidence:
 
 def has_its_own_candidates(build: Build) -> Evidence:
     """2x2 is two nodes with two each below them: six, from two calls of the draft model."""
-    for children, nodes in (((2, 2), 6), ((2, 1, 2), 8), ((1, 2), 3)):
-        ledger: list[Any] = []
-        request = Request(model(THREE).session(), [model(OTHERS[0]).session(ledger)], ledger=ledger)
-        decoder = build(request, configuration="x".join(map(str, children)), replacement=False)
-        decoder.extend((0,))
-        del ledger[:]
-        tree = decoder.drafter.propose([0], 9, request.warp, Seeded(0))
-        got = {"nodes": len(tree.tokens), "calls": len(ledger)}
-        if got != {"nodes": nodes, "calls": len(children)}:
-            accuse(NODES, {"nodes": nodes, "calls": len(children)}, got, configuration=children)
-    return Evidence(NODES, 3)
+    return treelaws.own_children(build, lambda c: {"configuration": c, "replacement": False})
 
 
 def chance_of_one(formula: Callable[[Any, Any, int], Any]) -> Evidence:

@@ -1,0 +1,168 @@
+"""SpecInfer: merged trees of several models, multi-step speculative sampling, and drafts made for each other."""
+
+from fractions import Fraction as F
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lm.small import LLAMA, model
+from tests.table import Table, law
+from tinyspec.decoding.chance import Exhaustive, Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.treedraft import TreeDraft, shape
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.small import Exact, rows
+from tinyspec.laws.theorems import Given
+from tinyspec.lm.config import Config
+from tinyspec.lm.transformer import Model
+from tinyspec.schedule import Settings
+from tinyspec.speculative.verification.specinfer import Merged, agreement, answered, boost, merged, multi_step
+from tinyspec.technique import Request, find
+from tinyspec.tree import ROOT, TokenTree
+
+CARD = find("specinfer")
+
+
+def made(
+    p: int = 1, qs: tuple[int, ...] = (2, 3), warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+) -> Decoder:
+    drafts = [Table(q, zeros=False) for q in qs]
+    return CARD.make(Request(Table(p), drafts, warp or Warp(), stop or Stop()), **knobs)
+
+
+def one_token(p: Exact, qs: tuple[Exact, ...]) -> tuple[dict[int, F], F, F]:
+    """One proposal of each model: the law of the token, how often one passes, and how often y ~ p is among them."""
+    emitted, passed, found = dict[int, F](), F(0), F(0)
+
+    def play(chance: Exhaustive) -> tuple[bool, int, bool]:
+        tokens = [chance.draw(list(q)) for q in qs]
+        n = len(tokens)
+        tree = TokenTree(tokens, (ROOT,) * n, [list(q) for q in qs], (False,) * n)
+        verdict = multi_step(tree, Given(dict.fromkeys(range(ROOT, n), p)), chance)  # type: ignore[arg-type]
+        token = tokens[verdict.path[0]] if verdict.path else verdict.next
+        assert token is not None
+        return bool(verdict.path), token, chance.draw(list(p)) in tokens
+
+    for (accepted, token, among), mass in Exhaustive.walk(play):
+        emitted[token] = emitted.get(token, F(0)) + mass
+        passed += mass * accepted
+        found += mass * among
+    return emitted, passed, found
+
+
+THIRDS = [*rows(3, 1), *rows(3, 2), *rows(3, 3)]
+
+
+def test_trap_colliding_proposals_of_different_models_are_tested_one_by_one() -> None:
+    """Theorem 4.2: the token has the law p; theorem 4.3: one passes no less often than y ~ p is among them."""
+    strict = 0
+    for p, q, other in product(THIRDS[1::3], THIRDS[::2], THIRDS[3::3]):
+        emitted, passed, found = one_token(p, (q, other))
+        assert emitted == {token: x for token, x in enumerate(p) if x}
+        assert passed >= found
+        strict += passed > found
+    assert strict > 0
+
+
+@pytest.mark.parametrize("warp", [Warp(), Warp(temperature=0.5)], ids=str)
+def test_the_joint_law_under_two_models_and_one(warp: Warp) -> None:
+    plain = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
+    for qs, expansion in (((2, 3), "1"), ((2,), "1x2")):
+        assert law(lambda qs=qs, expansion=expansion: made(1, qs, warp, expansion=expansion), 2) == plain  # type: ignore[misc]
+
+
+def test_merged_trees_are_the_trees_below_one_root_and_equal_nodes_stay_two() -> None:
+    tree = merged([TokenTree((5, 6, 7), (ROOT, ROOT, 1), (None,) * 3, (False,) * 3), TokenTree.chain([6, 7])])
+    assert (tree.tokens, tree.parents) == ((5, 6, 7, 6, 7), (ROOT, ROOT, 1, ROOT, 3))
+
+
+def test_the_target_runs_fewer_rows_than_the_chains_have_tokens() -> None:
+    ledger: list[Any] = []
+    target, drafts = model(seed=1), [model(seed=2).session() for _ in range(2)]
+    session = target.session(ledger)
+    drafter = Merged([TreeDraft(draft, shape((2, 2, 1))) for draft in drafts])
+    decoder = Decoder(session, drafter, multi_step, ledger=ledger, warp=Warp(temperature=0.0))
+    decoder.extend([3, 1, 4])
+    round = decoder.step(Seeded(0))
+    (call,) = round.calls
+    assert len(round.tree.tokens) == 20 and call.rows == 11  # both drafts are one model: each path is there twice
+
+
+def test_an_accepted_token_opens_the_children_of_every_model_that_said_it() -> None:
+    sure = [F(0), F(1), F(0)]
+    tree = merged(
+        [TokenTree.chain([1, 0], [sure, [F(1), F(0), F(0)]]), TokenTree.chain([1, 2], [sure, [F(0), F(0), F(1)]])]
+    )
+    p = Given({ROOT: tuple(sure), 0: (F(0), F(0), F(1)), 2: (F(0), F(0), F(1)), 3: (F(1), F(0), F(0))})
+    paths = {verdict.path for verdict, _ in Exhaustive.walk(lambda chance: multi_step(tree, p, chance))}  # type: ignore[arg-type]
+    assert paths == {(0, 3), (2, 3)}
+
+
+def test_each_model_may_have_a_tree_of_its_own_and_the_last_serves_the_others() -> None:
+    d = made(qs=(2, 3, 4), expansion="2+1x1")
+    d.extend((0,))
+    tree = d.drafter.propose([0], 9, Warp(), Seeded(0))
+    assert tree.parents == (ROOT, ROOT, ROOT, 2, ROOT, 4)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2, 9])
+def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
+    d = made(stop=Stop(max_new_tokens=wanted), expansion="1x2")
+    d.extend((0,))
+    while not d.finished:
+        d.step(Seeded(d.rounds))
+    assert len(d.new) == wanted
+
+
+@pytest.mark.parametrize("expansion", ["1x1+", "+", "0", "a"])
+def test_an_expansion_that_is_none_is_refused_in_one_line(expansion: str) -> None:
+    with pytest.raises(TinyspecError, match="children"):
+        made(expansion=expansion)
+
+
+# ---------------------------------------------------------------------- boosting
+
+SMALL = Config(vocab_size=13, d_model=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=8, d_ff=8, max_positions=16)
+SETTINGS = Settings(steps=40, lr=2e-2, warmup=5, weight_decay=0.0, log_every=40)
+
+
+def test_what_is_left_of_the_prompts_goes_to_the_next_draft_and_together_they_cover_more(tmp_path: Path) -> None:
+    target = model(LLAMA, seed=3, dtype=torch.float32)
+    prompts = torch.randint(13, (40, 3), generator=torch.Generator().manual_seed(1))
+    drafts = [Model.random(SMALL, seed=seed) for seed in (1, 2)]
+    found = boost(target, drafts, prompts, SETTINGS, tmp_path / "boosted", length=2, batch=16)
+    alike = [
+        boost(target, [draft], prompts, SETTINGS, tmp_path / f"alone {i}", length=2, batch=16)
+        for i, draft in enumerate(drafts)
+    ]
+    texts = answered(target, prompts, 2)
+    either = torch.stack([agreement(one.drafts[0], texts, 2) for one in alike]).any(dim=0).float().mean()
+    assert found.together[0] == found.own[0] == alike[0].own[0]
+    assert found.together[1] > found.together[0]
+    assert found.together[1] > float(either)  # more than two seeds of one model, each tuned on everything
+    assert torch.equal(drafts[0].weights["embed"], Model.random(SMALL, seed=1).weights["embed"])  # what was given stays
+
+
+def test_the_answers_are_the_targets_greedy_text() -> None:
+    target = model(LLAMA, seed=3)
+    texts = answered(target, torch.tensor([[3, 1, 4]]), 4)
+    d = Decoder(target.session(), NoDraft(), walk, warp=Warp(temperature=0.0), stop=Stop(max_new_tokens=4))
+    d.extend([3, 1, 4])
+    while not d.finished:
+        d.step(Seeded(d.rounds))
+    assert texts[0, 3:].tolist() == d.new
+    assert agreement(target, texts, 4).tolist() == [True]
+
+
+def test_boosting_without_drafts_or_beyond_the_context_is_refused(tmp_path: Path) -> None:
+    target, small = model(LLAMA), Model.random(SMALL)
+    with pytest.raises(TinyspecError, match="one draft model and one prompt"):
+        boost(target, [], torch.zeros(1, 2, dtype=torch.long), SETTINGS, tmp_path)
+    with pytest.raises(TinyspecError, match="context of 16"):
+        boost(target, [small], torch.zeros(1, 12, dtype=torch.long), SETTINGS, tmp_path, length=5)

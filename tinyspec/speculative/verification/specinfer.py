@@ -1,0 +1,237 @@
+"""SpecInfer: a token tree from one or several small models, verified in one pass by multi-step speculative sampling.
+
+Miao et al., ASPLOS 2024, arXiv 2305.09781 (its small speculative models, SSMs, are our drafts). Expansion-based trees: at depth
+i every leaf is expanded by k_i tokens drawn from one model, as <1,1,3,1,1,1,1,1>. Merge-based trees: every model grows its own,
+and the trees are merged, so that a prefix that several of them say is computed once. The target scores the merged tree in one
+pass under its topology. The verifier stands at the root with all children there, whoever proposed them; it picks one at
+random, keeps it with probability min(1, p(x) / q_s(x)), q_s being the law of the model s that drew it, and after a refusal goes
+on with the residual norm(max(0, p - q_s)) and the children that remain.
+
+What makes it SpecInfer: a token that two models proposed is two proposals, each tested against its own law; testing it once, or
+drawing y from p and looking whether y is in the tree (naive sampling), is biased or accepts less. And the models are made for
+each other: collective boost-tuning fine-tunes the first on the target's own texts, takes out the prompts on which it now says
+what the target says, tunes the next on what is left, and so on, so that together they cover more than each does. The labels are
+the target's generations: no data set is needed.
+
+Guarantee: EXACT for any drafts. Tested in tests/speculative/test_specinfer.py: the law of a token under different, colliding
+drafts (theorem 4.2), acceptance never below naive sampling (theorem 4.3), and boosting on tiny models. At temperature 0 the
+tokens of an expansion are the draft's likeliest, as point masses.
+Left out: its distributed serving, offloading and kernels, which are no part of the method; here one device runs all.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyspec._core.reference import ratio
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Round
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.treedraft import TreeDraft, shape, widths
+from tinyspec.decoding.verify import Verdict, residual, without
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.feed import Scores
+from tinyspec.lm.transformer import Model
+from tinyspec.schedule import Settings
+from tinyspec.technique import Guarantee, Knob, Request, technique
+from tinyspec.train import train
+from tinyspec.tree import ROOT, TokenTree
+
+D = TypeVar("D")
+P = TypeVar("P")
+
+
+class Merged(NoDraft):
+    """The trees of several models, one beside the other; the session that scores them runs an equal prefix once."""
+
+    def __init__(self, drafts: Sequence[TreeDraft]):
+        self.drafts = drafts
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        for draft in self.drafts:
+            draft.extend(tokens, scores)
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        return merged([draft.propose(context, room, warp, chance) for draft in self.drafts])
+
+    def observe(self, round: Round) -> None:
+        for draft in self.drafts:
+            draft.observe(round)
+
+    def rewind(self, length: int) -> None:
+        for draft in self.drafts:
+            draft.rewind(length)
+
+    def end(self) -> None:
+        for draft in self.drafts:
+            draft.end()
+
+
+def merged(trees: Sequence[TokenTree]) -> TokenTree:
+    """All nodes of all trees below one root. Equal nodes stay two proposals: each has its own law.
+
+    >>> merged([TokenTree.chain([5, 7]), TokenTree.chain([5, 8])]).parents
+    (-1, 0, -1, 2)
+    """
+    parents, behind = list[int](), 0
+    for tree in trees:
+        parents += [up if up == ROOT else up + behind for up in tree.parents]
+        behind += len(tree.tokens)
+    tokens, _, laws, probe = (tuple(chain.from_iterable(columns)) for columns in zip(*trees, strict=True))
+    return TokenTree(tokens, tuple(parents), laws, probe)
+
+
+def multi_step(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+    """Multi-step speculative sampling (algorithm 2): at every node, the proposals that stand there in a random order."""
+    path, refused = list[int](), list[int]()
+    row, here = p[ROOT], {ROOT}
+    while untested := [node for node, up in enumerate(tree.parents) if up in here and node not in refused]:
+        node = untested[_any(len(untested), chance)]
+        token, q = tree.tokens[node], tree.laws[node]
+        if chance.accept(ratio(row, q, token)):
+            path.append(node)
+            here = {twin for twin, up in enumerate(tree.parents) if up in here and tree.tokens[twin] == token}
+            row = p[node]
+        else:
+            refused.append(node)
+            row = without(row, token) if q is None else residual(row, q)
+    return Verdict(tuple(path), chance.draw(row), tuple(refused))
+
+
+def _any(ways: int, chance: Chance) -> int:
+    return chance.draw([Fraction(1, ways)] * ways) if ways > 1 else 0
+
+
+@technique(
+    title="SpecInfer: tree-based speculative inference",
+    paper="Miao et al. 2024, arXiv 2305.09781",
+    family="verification",
+    guarantee=Guarantee.EXACT,
+    drafts=1,
+    several=True,
+    knobs=(
+        Knob(
+            "expansion",
+            "1x1x3x1x1x1x1x1",
+            "tokens below every node, by depth; A+B: one tree for each draft model (the last serves the others too)",
+            small=(1, "1x1+2"),
+        ),
+    ),
+)
+def specinfer(request: Request, *, expansion: str) -> Decoder:
+    """Every draft model grows a tree; the target verifies them as one."""
+    trees = [shape(widths(word)) for word in str(expansion).split("+")]
+    reach = [*request.reach, *[None] * len(request.drafts)]
+    drafts = [
+        TreeDraft(model, trees[min(number, len(trees) - 1)], request.stop.eos, reach[number])
+        for number, model in enumerate(request.drafts)
+    ]
+    return request.decoder(Merged(drafts), multi_step)
+
+
+# ---------------------------------------------------------------------- collective boost-tuning (section 3)
+
+
+class Boosted(NamedTuple):
+    """What came of boosting.
+
+    drafts    the models, tuned; on the device of the target, in float32
+    own       share of all prompts on which each says what the target says
+    together  share on which one of the first n does
+    """
+
+    drafts: list[Model]
+    own: list[float]
+    together: list[float]
+
+
+def collectively(
+    drafts: Iterable[D], prompts: Sequence[P], tune: Callable[[D, Sequence[P]], D], covers: Callable[[D, P], bool]
+) -> list[D]:
+    """Each draft tuned on the prompts that no draft before it covers; the last ones stay as they are if none are left."""
+    tuned, left = list[D](), list(prompts)
+    for draft in drafts:
+        tuned.append(tune(draft, left) if left else draft)
+        left = [prompt for prompt in left if not covers(tuned[-1], prompt)]
+    return tuned
+
+
+def boost(
+    target: Model, drafts: Sequence[Model], prompts: Tensor, settings: Settings, folder: str | Path, length: int = 8,
+    batch: int = 32,
+) -> Boosted:  # fmt: skip
+    """Tune draft models so that together they say what the target says greedily after these prompts.
+
+    prompts  [N, T] ids
+    length   tokens of the target's answers: the labels
+    folder   where the trainings' states and logs lie, a folder a draft; an interrupted one goes on from there
+
+    Raises TinyspecError where there are no drafts or prompts, or a prompt and its answer outgrow a model's context.
+    """
+    if not drafts or not len(prompts):
+        raise TinyspecError("boosting needs one draft model and one prompt at least")
+    longest = min(model.config.max_positions for model in (target, *drafts))
+    if prompts.shape[1] + length > longest:
+        raise TinyspecError(
+            f"prompts of {prompts.shape[1]} tokens and answers of {length} outgrow a context of {longest}"
+        )
+    texts = answered(target, prompts.to(target.device), length)
+
+    def tune(draft: tuple[int, Model], left: Sequence[int]) -> tuple[int, Model]:
+        number, model = draft
+        weights = {name: w.detach().to(texts.device, torch.float32, copy=True) for name, w in model.weights.items()}
+        own = Model(model.config, weights, model.tokenizer if model.has_tokenizer else None, model.name)
+        rows = texts[list(left)]
+
+        def batches(generator: torch.Generator) -> tuple[Tensor]:
+            return (rows[torch.randint(len(rows), (batch,), generator=generator, device=rows.device)],)
+
+        def loss(text: Tensor) -> Tensor:
+            logits = own.teach(text[:, :-1])[:, -length:]  # rows of the answer alone
+            return F.cross_entropy(logits.flatten(0, 1), text[:, -length:].flatten())
+
+        train(own.weights, batches, loss, settings, Path(folder) / str(number), title=f"draft {number}")
+        return number, own.to()
+
+    said: dict[int, Tensor] = {}
+
+    def covers(draft: tuple[int, Model], prompt: int) -> bool:
+        if id(draft) not in said:
+            said[id(draft)] = agreement(draft[1], texts, length)
+        return bool(said[id(draft)][prompt])
+
+    given = [(number, model.to(texts.device, torch.float32)) for number, model in enumerate(drafts)]
+    tuned = collectively(given, range(len(texts)), tune, covers)
+    agree = torch.stack([agreement(model, texts, length) for _, model in tuned])  # [drafts, N]
+    together = agree.cummax(dim=0).values
+    return Boosted([model for _, model in tuned], *(part.float().mean(dim=1).tolist() for part in (agree, together)))
+
+
+@torch.no_grad()
+def answered(target: Model, prompts: Tensor, length: int) -> Tensor:
+    """[N, T + length]: each prompt with the target's greedy answer."""
+    for _ in range(length):
+        nexts = [target.teach(part)[:, -1:].argmax(dim=-1) for part in _parts(prompts)]
+        prompts = torch.cat([prompts, torch.cat(nexts)], dim=1)
+    return prompts
+
+
+def _parts(rows: Tensor) -> list[Tensor]:
+    """A few rows at a time: a pass over many would not fit."""
+    return [rows[at : at + 64] for at in range(0, len(rows), 64)]
+
+
+@torch.no_grad()
+def agreement(draft: Model, texts: Tensor, length: int) -> Tensor:
+    """[N]: whether a draft's greedy answer is the text's, that is whether each token is its likeliest after those before."""
+    same = [
+        (draft.teach(part[:, :-1])[:, -length:].argmax(dim=-1) == part[:, -length:]).all(dim=1)
+        for part in _parts(texts)
+    ]
+    return torch.cat(same)
