@@ -16,6 +16,7 @@ if not PURE or TYPE_CHECKING:
     try:
         from tinyspec._core.forest import Forest
         from tinyspec._core.sampling import draw, order, pick, race, residual, walk, warp, without
+        from tinyspec._core.suffixes import retrieve, suffix_order
         from tinyspec._core.tree import ancestors, depths, unique_paths
         from tinyspec._core.trie import NgramIndex
 
@@ -42,6 +43,8 @@ if not TYPE_CHECKING and not COMPILED:
         pick,
         race,
         residual,
+        retrieve,
+        suffix_order,
         unique_paths,
         walk,
         warp,
@@ -60,6 +63,8 @@ __all__ = [
     "pick",
     "race",
     "residual",
+    "retrieve",
+    "suffix_order",
     "unique_paths",
     "walk",
     "warp",

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyspec._core import reference, reference_tree
+from tinyspec._core import reference, reference_suffixes, reference_tree
 from tinyspec._core.reference_forest import Forest
 from tinyspec._core.reference_trie import NgramIndex
 from tinyspec.errors import TinyspecError
@@ -21,6 +21,8 @@ __all__ = [
     "pick",
     "race",
     "residual",
+    "retrieve",
+    "suffix_order",
     "unique_paths",
     "walk",
     "warp",
@@ -143,3 +145,24 @@ def depths(parents: Sequence[int]) -> NDArray[np.int32]:
 def unique_paths(tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.int32]:
     """reference_tree.unique_paths."""
     return np.array(reference_tree.unique_paths(tokens, parents), np.int32)
+
+
+def suffix_order(tokens: Any, tell: Callable[[int], None] | None = None) -> NDArray[np.int32]:
+    """reference_suffixes.suffix_order."""
+    return np.array(reference_suffixes.suffix_order(np.asarray(tokens).tolist(), tell), np.int32)
+
+
+def retrieve(
+    tokens: NDArray[np.int32],
+    order: NDArray[np.int32],
+    suffix: Sequence[int],
+    shortest: int,
+    longest: int,
+    length: int,
+    matches: int,
+    most: int,
+) -> reference_suffixes.Found:
+    """reference_suffixes.retrieve."""
+    text: Any = tokens  # arrays are sequences, of which only what is looked at is read
+    places: Any = order
+    return reference_suffixes.retrieve(text, places, suffix, shortest, longest, length, matches, most)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tinyspec._core import fallback
 from tinyspec.laws import small
 from tinyspec.laws.strategies import LAST, Floats, borders
 from tinyspec.tree import ROOT
@@ -129,6 +130,24 @@ def spellings() -> Iterator[Case]:
     yield {"tokens": [0], "parents": []}
 
 
+def texts() -> Iterator[Case]:
+    for n in range(6):
+        for tokens in product((0, 1, -1), repeat=n):
+            yield {"tokens": np.array(tokens, np.int32)}
+
+
+def retrievals() -> Iterator[Case]:
+    """Short texts and ends of texts; then what is refused."""
+    knobs = {"shortest": 1, "longest": 3, "length": 2, "matches": 9, "most": 9}
+    for case in texts():
+        if len(case["tokens"]) < 5:
+            order = fallback.suffix_order(case["tokens"])
+            for suffix, few in product(([0], [1, 0], [0, 0]), ({}, {"most": 1}, {"matches": 1})):
+                yield {**case, "order": order, "suffix": suffix, **knobs, **few}
+    for wrong in ({"shortest": 0}, {"longest": 32}, {"shortest": 4}, {"length": 0}, {"matches": 0}, {"most": -1}):
+        yield {**case, "order": case["tokens"] * 0, "suffix": [0], **knobs, **wrong}
+
+
 GRIDS: dict[str, Callable[[], Iterator[Case]]] = {
     "pick": picks,
     "order": orders,
@@ -141,5 +160,7 @@ GRIDS: dict[str, Callable[[], Iterator[Case]]] = {
     "ancestors": shapes,
     "depths": shapes,
     "unique_paths": spellings,
+    "suffix_order": texts,
+    "retrieve": retrievals,
 }
 """By the kernel's name."""

@@ -76,8 +76,11 @@ def session(model: Model) -> Session:
 
 KERNELS: Mapping[str, Callable[..., Any]] = {
     name: getattr(_core, name)
-    for name in ("pick", "order", "race", "warp", "residual", "without", "walk", "ancestors", "depths", "unique_paths")
-}
+    for name in (
+        "pick", "order", "race", "warp", "residual", "without", "walk", "ancestors", "depths", "unique_paths",
+        "suffix_order", "retrieve",
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

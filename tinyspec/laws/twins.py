@@ -173,6 +173,28 @@ def spellings(draw: st.DrawFn, size: int) -> Case:
     return {"tokens": tokens + [0] * (draw(st.integers(0, 19)) == 19), "parents": parents}
 
 
+@st.composite
+def texts(draw: st.DrawFn, size: int) -> Case:
+    """Texts that repeat themselves; -1 between documents; ids at both ends of what 32 bits hold."""
+    ids = st.sampled_from([0, 1, size - 1, -1, 70_000, 2**31 - 1])
+    tokens = draw(st.lists(ids, max_size=12)) * draw(st.sampled_from([1, 2, 9]))
+    return {"tokens": np.array(tokens, np.int32)}
+
+
+@st.composite
+def retrievals(draw: st.DrawFn, size: int) -> Case:
+    tokens = draw(texts(size))["tokens"]
+    order = fallback.suffix_order(tokens)
+    end = draw(st.integers(0, len(tokens)))
+    suffix = [9] * draw(st.integers(0, 2)) + tokens[max(0, end - draw(st.integers(1, 9))) : end].tolist()
+    if len(order) and draw(st.integers(0, 29)) == 29:  # damaged
+        order[:] = draw(st.sampled_from([-1, len(order)]))
+    knobs = {"shortest": st.integers(1, 3), "longest": st.sampled_from([3, 16, 31, 32]), "length": st.integers(1, 31)}
+    drawn = {name: draw(values) for name, values in knobs.items()}
+    limits = {"matches": draw(st.sampled_from([5000, 1, 3])), "most": draw(st.sampled_from([64, 1, 5, 0]))}
+    return {"tokens": tokens, "order": order, "suffix": suffix, **drawn, **limits}
+
+
 TWINS: dict[str, Twin] = {
     "pick": Twin(fallback.pick, picks),
     "order": Twin(fallback.order, orders),
@@ -185,5 +207,7 @@ TWINS: dict[str, Twin] = {
     "ancestors": Twin(fallback.ancestors, shapes, sized=False),
     "depths": Twin(fallback.depths, shapes, sized=False),
     "unique_paths": Twin(fallback.unique_paths, spellings, sized=False),
+    "suffix_order": Twin(fallback.suffix_order, texts),
+    "retrieve": Twin(fallback.retrieve, retrievals),
 }
 """Every kernel that is a function, by name; the n-gram index has a history and is held to dictionaries by a machine."""

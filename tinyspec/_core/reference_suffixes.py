@@ -1,0 +1,84 @@
+"""The pure twin of suffixes.pyx: a suffix array, and what followed the longest match, in lists and a dictionary.
+
+A text is a row of ids; a negative one stands between documents, and nothing is read across it.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from tinyspec.errors import TinyspecError
+
+DEPTH = 32
+"""How many tokens from a place on decide its rank: a match and its continuation are never longer together."""
+
+Found = tuple[int, list[int], list[int], list[int]]
+
+
+def suffix_order(tokens: Sequence[int], tell: Callable[[int], None] | None = None) -> list[int]:
+    """Places 0 .. n - 1 of a text sorted by the DEPTH tokens from there on; equal ones in order.
+
+    tell  called with the number of tokens that the order is right for, as that grows
+
+    >>> suffix_order([2, 1, 2, 1])
+    [3, 1, 2, 0]
+    """
+    line = list(tokens)
+    if tell is not None:
+        tell(DEPTH)
+    return sorted(range(len(line)), key=lambda place: line[place : place + DEPTH])
+
+
+def retrieve(
+    tokens: Sequence[int],
+    order: Sequence[int],
+    suffix: Sequence[int],
+    shortest: int,
+    longest: int,
+    length: int,
+    matches: int,
+    most: int,
+) -> Found:
+    """What followed the longest end of `suffix`, from `longest` down to `shortest` tokens, that occurs and goes on.
+
+    Of all places where it does (of more than `matches`, so many, evenly spaced in their order) the next `length` tokens
+    are read, as far as DEPTH and the document go. Each of their beginnings weighs as many as begin with it, and the
+    `most` heaviest are the tree: heaviest first, of equals the shallower, then the lower ids. A beginning weighs no more
+    than its own beginnings, so with a node its parent is kept. Returns the length of the match (0: none), tokens, parents
+    (ROOT is -1) and weights. Raises TinyspecError where the order names a place outside of the text.
+
+    >>> text = [5, 6, 1, 5, 6, 2, 5, 6, 1]
+    >>> retrieve(text, suffix_order(text), [9, 5, 6], 1, 16, 2, 5000, 3)
+    (2, [1, 2, 5], [-1, -1, 0], [2, 1, 1])
+    """
+    if not (1 <= shortest <= longest and length >= 1 and longest + 1 <= DEPTH and matches >= 1 and most >= 0):
+        raise TinyspecError(
+            f"a retrieval needs 1 <= shortest <= longest < {DEPTH} and length, matches >= 1, "
+            f"got {shortest}, {longest}, {length}, {matches}"
+        )
+    if len(order) != len(tokens):
+        raise TinyspecError(f"an order of {len(order)} places is not that of {len(tokens)} tokens")
+    suffix = list(suffix)
+
+    def read(place: int, n: int) -> list[int]:
+        if not 0 <= place < len(tokens):
+            raise TinyspecError("the index names a place outside of its text: it is damaged, build it again")
+        return [int(token) for token in tokens[place : place + n]]
+
+    for n in range(min(longest, len(suffix)), shortest - 1, -1):
+        pattern = suffix[len(suffix) - n :]
+        low = bisect_left(order, [*pattern, 0], key=lambda place: read(place, n + 1))  # behind those that end there
+        high = bisect_right(order, pattern, key=lambda place: read(place, n))
+        if low < high:
+            break
+    else:
+        return 0, [], [], []
+    taken = min(matches, high - low)
+    weight: Counter[tuple[int, ...]] = Counter()
+    for j in range(taken if most else 0):
+        rest = read(order[low + j * (high - low) // taken], n + min(length, DEPTH - n))[n:]
+        end = next((at for at, token in enumerate(rest) if token < 0), len(rest))
+        weight.update(tuple(rest[:at]) for at in range(1, end + 1))
+    kept = sorted(weight, key=lambda path: (-weight[path], len(path), path))[:most]
+    place_of = {path: at for at, path in enumerate(kept)} | {(): -1}
+    return n, [path[-1] for path in kept], [place_of[path[:-1]] for path in kept], [weight[path] for path in kept]
