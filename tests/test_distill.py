@@ -189,7 +189,7 @@ def test_distilling_brings_the_draft_nearer_to_its_target(zoo: Zoo, tmp_path: Pa
     run(*call, *SMALL[:-10], "--set", "train.steps=50", "--set", "inherit=false", "--texts", "24")
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.97 * losses[0]
 
 
 def test_an_interrupted_distillation_goes_on_to_the_same_draft(

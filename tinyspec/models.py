@@ -4,6 +4,7 @@ Names are looked up in that order: an existing checkpoint path, a model of the z
 module imports no torch until something is loaded, so that `tinyspec models list` answers at once.
 """
 
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,6 +71,19 @@ def listing() -> list[Known]:
     for name, summary in FETCHABLE.items():
         known.setdefault(name, Known(name, "fetchable", None, summary))
     return list(known.values())
+
+
+def drafts_of(name: str) -> list[str]:
+    """Models on this machine, by name, whose config.json says that they are drafts of this one."""
+    found = list[str]()
+    for known in listing():
+        try:
+            values = {} if known.path is None else json.loads((known.path / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if values.get("tinyspec", {}).get("draft_of") == name:
+            found.append(known.name)
+    return found
 
 
 def _summary(folder: Path) -> str:

@@ -50,7 +50,7 @@ class Asking:
     prompt: int = 96
     question: int = 40
     temperature: float = 0.8
-    top: int = 32
+    top: int = 64
     seed: int = 0
     batch: int = 16
 

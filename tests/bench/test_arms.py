@@ -100,7 +100,9 @@ def test_an_end_of_text_ends_nothing_and_the_model_is_left_as_it_was() -> None:
     assert start(m, list(asked.ids), max_new_tokens=30).decoder.stop.eos == frozenset(ENDING.eos)
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if techniques()[name].family != "planning"])
+@pytest.mark.parametrize(
+    "method", [m for m in METHODS if not techniques()[m].timed and not techniques()[m].persistent]
+)
 def test_a_run_owes_nothing_to_the_runs_before_it(method: str) -> None:
     may_run(method)
     arm = own(method, 0.7)
@@ -126,17 +128,41 @@ def test_the_arms_of_a_run_begin_with_plain_decoding_and_wrong_ones_are_said() -
             arms.own_arms(Settings(methods=(wrong,)), m, draft)
 
 
-def test_a_chapter_is_all_of_its_techniques_that_the_model_can_run() -> None:
-    m = model(ENDING)
-    can, cannot = arms.chapter("speculative", Settings(), m, model(ENDING, seed=1), job())
-    assert {"llma", "speculative_decoding"} <= set(can)
-    assert PLAIN not in can  # it takes part anyway
-    alone, left = arms.chapter("speculative", Settings(), m, None, job())
-    assert "speculative_decoding" not in alone
-    assert any(reason.startswith("speculative_decoding: ") and "draft" in reason for reason in left)
-    assert len(can) + len(cannot) == len(alone) + len(left)
-    with pytest.raises(TinyspecError, match="did you mean 'speculative'"):
-        arms.chapter("speculativ", Settings(), m, None, job())
+def test_a_persistent_technique_remembers_within_a_round_and_begins_the_next_with_nothing() -> None:
+    for method in METHODS:
+        if not techniques()[method].persistent:
+            continue
+        may_run(method)
+        arm = own(method)
+        first = arm.run(job(tokens=24), 0, time.perf_counter)
+        again = arm.run(job(tokens=24), 0, time.perf_counter)
+        fresh = arm.run(job(tokens=24), 1, time.perf_counter)
+        assert again.ids == first.ids == fresh.ids
+        assert again.calls <= first.calls == fresh.calls
+        if first.state is not None and again.held is not None:
+            assert again.held == 2 * (fresh.held or 0)
+
+
+def test_what_says_how_large_it_is_is_found_below_a_drafter() -> None:
+    class Sized:
+        bytes = 40
+
+    class Drafter:
+        def __init__(self, **parts: Any) -> None:
+            self.__dict__.update(parts)
+
+    Sized.__module__, Drafter.__module__ = "tinyspec._core.thing", "tinyspec.speculative.thing"
+    assert arms.kept_bytes(Drafter(a=Sized(), b=Drafter(c=Sized()), d=3, e=b"bytes")) == 80
+    assert arms.kept_bytes(Drafter(a=1)) is None
+    loop = Drafter(a=Sized())
+    loop.b = loop  # type: ignore[attr-defined]
+    assert arms.kept_bytes(loop) == 40
+
+
+def test_refusals_are_counted_by_rounds_so_that_alpha_is_a_share_of_tested_places() -> None:
+    made = own("speculative_decoding:gamma=1").run(job(tokens=20), 0, time.perf_counter)
+    assert made.stopped is not None and made.accepted is not None and made.nodes is not None
+    assert made.accepted + made.stopped == made.nodes  # a chain of one: every guess is tested
 
 
 def test_settings_read_back_and_refuse_what_cannot_be() -> None:

@@ -17,9 +17,9 @@ import torch
 
 from tinyspec import models
 from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
+from tinyspec.bench.stores import prepared
 from tinyspec.bench.tasks import Job
-from tinyspec.decoding.trace import Statistics
-from tinyspec.errors import TinyspecError
+from tinyspec.decoding.trace import Statistics, origins
 from tinyspec.generation import Draft, start
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import find
@@ -38,6 +38,9 @@ class Made(NamedTuple):
     truncated    tokens that were decided and cut off by the stop
     row_layers   (row, layer) evaluations of the target
     early        ids that were known when `prefill` ended: `decode` is the time of the others
+    stopped      rounds in which a guess was refused and none beside it was accepted
+    state        bytes of what the drafter keeps of texts (tries, automata), as they say themselves; None: nothing says so
+    held         tokens of the texts that it keeps
     """
 
     prefill: float
@@ -51,6 +54,9 @@ class Made(NamedTuple):
     truncated: int | None = None
     row_layers: float | None = None
     early: int = 0
+    stopped: int | None = None
+    state: int | None = None
+    held: int | None = None
 
 
 class Arm(Protocol):
@@ -71,16 +77,25 @@ class Own:
     """One of our techniques on our model."""
 
     def __init__(self, spec: ArmSpec, model: Model, settings: Settings, draft: Draft = None):
-        self.label, self.model, self.draft = spec.label, endless(model), draft
+        self.label, self.draft = spec.label, draft
+        self.base, self.persistent = model, find(spec.name).persistent
+        self.model, self.round, self.held = endless(model), -1, 0
         self.options: dict[str, Any] = {
             "method": spec.name,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
+            **prepared(spec, model).knobs,
             **dict(spec.knobs),
         }
 
     def run(self, job: Job, seed: int, clock: Clock) -> Made:
-        """The bare loop: no text is made of the ids, and no log-probabilities."""
+        """The bare loop: no text is made of the ids, and no log-probabilities.
+
+        What a persistent technique remembers it may use for other requests of the same round (`seed`); a new round begins
+        with nothing, for it asks the same again.
+        """
+        if self.persistent and seed != self.round:
+            self.model, self.round, self.held = endless(self.base), seed, 0
         wait = waiting(self.model.device)
         begun = clock()
         running = start(
@@ -89,23 +104,41 @@ class Own:
         decoder, chance, stats = running.decoder, running.chance, Statistics()
         wait()
         read = clock()
-        silent = truncated = 0
+        silent = truncated = stopped = 0
         while not decoder.finished:
             round = decoder.step(chance)
             stats.count(round)
             silent += len(round.tokens) == len(round.verdict.path)
             truncated += round.truncated
+            stopped += "recovered" in origins(round)
         wait()
         done = clock()
-        ids = tuple(decoder.new)
+        ids, state = tuple(decoder.new), kept_bytes(decoder.drafter)
+        self.held = len(decoder.context) + (self.held if self.persistent else 0)
         decoder.end()
         return Made(
             read - begun, done - read, ids, stats.target_calls, stats.draft_calls, stats.drafted, stats.accepted,
-            silent, truncated, stats.row_layers,
+            silent, truncated, stats.row_layers, 0, stopped, state, None if state is None else self.held,
         )  # fmt: skip
 
     def close(self) -> None:
         return None
+
+
+def kept_bytes(drafter: Any) -> int | None:
+    """Bytes of all structures below a drafter that say how large they are (`bytes`); None where none does."""
+    found, seen, todo = list[int](), set[int](), [drafter]
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, (Model, torch.Tensor)):
+            continue
+        seen.add(id(thing))
+        size = getattr(thing, "bytes", None) if type(thing).__module__.startswith("tinyspec") else None
+        if isinstance(size, int):
+            found.append(size)
+        elif type(thing).__module__.startswith(("tinyspec.decoding", "tinyspec.speculative")):
+            todo += vars(thing).values() if hasattr(thing, "__dict__") else ()
+    return sum(found) if found else None
 
 
 def endless(model: Model) -> Model:
@@ -152,11 +185,18 @@ def load(settings: Settings, any_method: bool = False) -> tuple[Model, list[Mode
     cards = [find(arm.name) for arm in settings.arms if not arm.peer]
     wanted = any_method or any(card.drafts or card.optional_draft for card in cards)
     model = models.load(settings.model, device=settings.device, dtype=settings.dtype)
-    named = settings.draft if settings.draft is not None else model.config.extra.get("draft") or []
-    names = [name for name in named.split(",") if name] if isinstance(named, str) else named
+    names = draft_names(settings, model)
     if not wanted or not names:
         return model, None
     return model, [models.load(name, device=settings.device, dtype=settings.dtype) for name in names]
+
+
+def draft_names(settings: Settings, model: Model) -> list[str]:
+    """The draft models of a run: those given, else what the model's card names, else a draft of the zoo made for it."""
+    if settings.draft is not None:
+        return [name for name in settings.draft.split(",") if name]
+    named = model.config.extra.get("draft") or models.drafts_of(settings.model)[:1]
+    return [named] if isinstance(named, str) else list(named)
 
 
 def own_arms(settings: Settings, model: Model, draft: Draft) -> list[Arm]:
@@ -165,34 +205,6 @@ def own_arms(settings: Settings, model: Model, draft: Draft) -> list[Arm]:
     for spec in specs:
         find(spec.name).settings(dict(spec.knobs))
     return [Own(spec, model, settings, draft) for spec in specs]
-
-
-def chapter(name: str, settings: Settings, model: Model, draft: Draft, job: Job) -> tuple[list[str], list[str]]:
-    """The techniques of a chapter that can run on this model, and of the others what each lacks, in words."""
-    can, cannot = list[str](), list[str]()
-    short = job._replace(ids=job.ids[-16:], tokens=min(job.tokens, 2))
-    for method in methods_of(name):
-        try:
-            Own(ArmSpec(method), model, settings, draft).run(short, 0, time.perf_counter)
-            can.append(method)
-        except TinyspecError as error:
-            cannot.append(f"{method}: {error}")
-    return can, cannot
-
-
-def methods_of(name: str) -> list[str]:
-    """Names of a chapter's techniques that extend a text. A technique's file says which chapter it is of."""
-    from tinyspec.errors import nearest
-    from tinyspec.technique import CHAPTERS, techniques
-
-    known = [chapter.rpartition(".")[2] for chapter in CHAPTERS]
-    if name not in known:
-        raise TinyspecError(f"there is no chapter '{name}': {nearest(name, known)}")
-    return [
-        method
-        for method, card in techniques().items()
-        if card.kind == "decoder" and card.build.__module__.split(".")[1] == name and method != PLAIN
-    ]
 
 
 def reference(model: Model, known: Mapping[str, Sequence[int]], keep: Callable[[str, list[int]], None]) -> Any:

@@ -17,6 +17,7 @@ from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 
 VERSION = 1  # of the file
+OLDER = 17  # columns of files of before
 
 
 class Sample(NamedTuple):
@@ -25,6 +26,7 @@ class Sample(NamedTuple):
     tokens  counted from the ids
     timed   how many of them were made in `decode` seconds
     same    how many ids at the front are plain greedy decoding's; None at a temperature above 0
+    stopped, state, held  as `arms.Made` has them; files of before do not have these columns
     """
 
     task: str
@@ -44,6 +46,9 @@ class Sample(NamedTuple):
     truncated: int | None
     row_layers: float | None
     same: int | None
+    stopped: int | None = None
+    state: int | None = None
+    held: int | None = None
 
     @property
     def job(self) -> str:
@@ -127,7 +132,7 @@ class Book:
             raise TinyspecError(f"{path}: not a result file ({error})") from error
         if not isinstance(found, dict) or found.get("version") != VERSION or "samples" not in found:
             raise TinyspecError(f"{path}: not a result file of `tinyspec bench`, or one of another version")
-        if found["columns"] != list(Sample._fields):
+        if found["columns"] not in (list(Sample._fields), list(Sample._fields[:OLDER])):
             raise TinyspecError(f"{path}: its samples have other columns: it is of another version; start anew")
         book = cls(Settings.from_dict(found["settings"]), path)
         now = stamp(book.settings)

@@ -13,6 +13,7 @@ from tinyspec.bench.book import Book, Sample
 from tinyspec.bench.tasks import Job
 
 T = TypeVar("T")
+WARM_SEED = 1 << 30  # no round's: what is remembered of a round is not remembered of the warm-up
 WARM_UP = 8  # tokens that every arm makes before any is timed: first calls pay for caches and thread pools
 
 
@@ -37,7 +38,7 @@ def left(book: Book, jobs: Sequence[Job], arms: Sequence[Arm]) -> int:
 def warm_up(arms: Sequence[Arm], job: Job, clock: Clock) -> None:
     """Let every arm make some tokens that are not counted."""
     for arm in arms:
-        arm.run(job._replace(tokens=min(job.tokens, WARM_UP)), 0, clock)
+        arm.run(job._replace(tokens=min(job.tokens, WARM_UP)), WARM_SEED, clock)
 
 
 def run(
@@ -70,7 +71,7 @@ def _timed(arm: Arm, job: Job, round: int, book: Book, clock: Clock, greedy: boo
     return Sample(
         job.task, job.prompt, job.turn, arm.label, round, made.prefill, made.decode, len(made.ids),
         len(made.ids) - made.early, made.calls, made.draft_calls, made.nodes, made.accepted, made.silent,
-        made.truncated, made.row_layers, same,
+        made.truncated, made.row_layers, same, made.stopped, made.state, made.held,
     )  # fmt: skip
 
 

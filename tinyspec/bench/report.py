@@ -86,6 +86,9 @@ def grids(result: Mapping[str, Any]) -> Iterator[Grid]:
         ["", *heads, *(["mean"] if many else []), "least"],
         rows,
     )
+    if result.get("chapter"):
+        for name in names:
+            yield _of_task(result, name)
     yield Grid(
         "What it took",
         ["", "tokens/s", "with prompt", "tau", "target calls/token", "draft calls/token", "nodes/token", "row-layers/token",
@@ -116,6 +119,26 @@ def _counted(result: Mapping[str, Any], arm: str) -> list[str]:
         same,
         "-" if held is None else f"{held['peak'] / 2**20:.0f}",
     ]
+
+
+def _of_task(result: Mapping[str, Any], task: str) -> Grid:
+    """All techniques on one task, a row each."""
+    rows = []
+    for arm, of in result["figures"]["tasks"][task].items():
+        same = "-" if of["identical"] is None else f"{of['identical']} of {of['jobs']}"
+        counts = (of["tau"], of["alpha"], of["calls_per_token"], of["draft_calls_per_token"], of["nodes_per_token"])
+        rows.append([arm, speed(of["speedup"]), *map(number, counts), same, number(of["state_per_token"], 0)])
+    return Grid(
+        f"{SHORT.get(task, task)}: {several(rows_of(result, task), 'request')}",
+        ["", "times as fast (quartiles)", "tau", "alpha", "target calls/token", "draft calls/token", "nodes/token",
+         "same text", "state bytes/token"],
+        rows,
+    )  # fmt: skip
+
+
+def rows_of(result: Mapping[str, Any], task: str) -> int:
+    """How many requests of a task there were."""
+    return max((of["jobs"] for of in result["figures"]["tasks"][task].values()), default=0)
 
 
 def _curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
@@ -172,6 +195,14 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     commits = list(dict.fromkeys(str(sitting["commit"]) for sitting in result["sittings"]))
     if len(commits) > 1:
         lines.append(f"samples of several commits: {', '.join(commits)}")
+    if result.get("chapter"):
+        drafts = settings["draft"] or "none; what needs one is left out"
+        lines.append(f"draft model: {drafts}")
+        lines.append(
+            "tau: tokens a target call; alpha: of the places at which guesses were tested, the share at which one was "
+            "kept; a persistent technique begins each round with nothing and keeps what it sees in that round"
+        )
+    lines += [f"built for {arm}: {what}" for arm, what in result.get("built", {}).items()]
     lines += [f"left out: {reason}" for reason in result["skipped"]]
     for label, curve in result.get("curve_figures", {}).get("curves", {}).items():
         if curve["falls"]:

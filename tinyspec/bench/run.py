@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tinyspec.bench import arms as own
-from tinyspec.bench import curve, measure, memory, peers, tally, tasks
+from tinyspec.bench import chapters, curve, measure, memory, peers, tally, tasks
 from tinyspec.bench.arms import Arm, Clock
 from tinyspec.bench.book import Book
 from tinyspec.bench.harness import progress, report
@@ -54,10 +54,12 @@ def bench(
 ) -> dict[str, Any]:
     """Do what the book does not have yet, and return all of it. The book is saved after every part."""
     model, draft = own.load(book.settings, any_method=chapter is not None)
+    if chapter is not None and not book.settings.tasks:
+        book.settings = replace(book.settings, tasks=chapters.usual_tasks(model))
     jobs = asked(book, model, quiet)
     if chapter is not None and not book.samples:
-        can, book.skipped = own.chapter(chapter, book.settings, model, draft, jobs[0])
-        book.settings = replace(book.settings, methods=tuple(dict.fromkeys([*book.settings.methods, *can])))
+        book.settings, book.skipped, built = chapters.contestants(chapter, book.settings, model, draft, jobs[0])
+        book.rest |= {"chapter": chapter, "built": built}
     contestants = own.own_arms(book.settings, model, draft)
     room = max(curve.CACHED + max(curve.KS), *(len(job.ids) + job.tokens for job in jobs)) + 1
     contestants += peers.arms([spec for spec in book.settings.arms if spec.peer], book.settings, model, room)

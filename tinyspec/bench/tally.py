@@ -60,20 +60,29 @@ def by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 
 def counts(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """Machine-independent figures of one arm. tau is tokens per target call; a figure is None where a count is."""
+    """Machine-independent figures of one arm. tau is tokens per target call; a figure is None where a count is.
+
+    acceptance       of the guesses that were run, the share that was kept
+    alpha            of the places at which guesses were tested, the share at which one was kept
+    state_per_token  bytes that a drafter keeps, by the tokens of the texts that it keeps
+    """
     tokens, calls = sum(s.tokens for s in samples), sum(s.calls for s in samples)
 
     def total(values: Sequence[float | None]) -> float | None:
         return None if any(value is None for value in values) else sum(value for value in values if value is not None)
 
     nodes, accepted = total([s.nodes for s in samples]), total([s.accepted for s in samples])
-    layers = total([s.row_layers for s in samples])
+    layers, stopped = total([s.row_layers for s in samples]), total([s.stopped for s in samples])
+    tested = None if accepted is None or stopped is None else accepted + stopped
+    state, held = total([s.state for s in samples]), total([s.held for s in samples])
     return {
         "tau": tokens / calls,
         "calls_per_token": calls / tokens,
         "draft_calls_per_token": sum(s.draft_calls for s in samples) / tokens,
         "nodes_per_token": None if nodes is None else nodes / tokens,
         "acceptance": None if accepted is None or not nodes else accepted / nodes,
+        "alpha": None if accepted is None or not tested else accepted / tested,
+        "state_per_token": state / held if state is not None and held else None,
         "layers_per_token": None if layers is None else layers / tokens,
     }
 

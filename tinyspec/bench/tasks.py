@@ -110,8 +110,8 @@ def edits() -> list[dict[str, str]]:
 
 
 def openings() -> list[str]:
-    """Openings of paragraphs from the three books that no model of the zoo was trained on."""
-    found = json.loads(files("tinyspec.bench").joinpath("prompts.json").read_text("utf-8"))
+    """60 openings of paragraphs from the three books that no model of the zoo was trained on, spread over each."""
+    found = json.loads(files("tinyspec.bench").joinpath("continuations.json").read_text("utf-8"))
     return [entry["text"] for entry in found]
 
 

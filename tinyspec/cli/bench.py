@@ -42,7 +42,7 @@ _results = base.options(
         "--methods", multiple=True, default=("llma",), show_default=True, metavar="LIST",
         help="NAME or NAME:knob=value:knob=value, with commas between; plain decoding always takes part.",
     ),
-    click.option("--chapter", help="All techniques of a chapter that this model can run."),
+    click.option("--chapter", help="All techniques of a chapter that this model can run, in tables by task."),
     click.option(
         "--peers", multiple=True, metavar="LIST",
         help="transformers[:lookup=10|:assistant=MODEL], llama.cpp[:weights=q8_0].",
@@ -70,14 +70,15 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     """Measure: every method and peer on the same prompts, in turns, against plain decoding.
 
     Ratios are taken within a turn and are medians; a slow-down is printed as one. With --out, all samples are written as
-    they come, and an interrupted run goes on with --resume. The commands below measure one thing each.
+    they come, and an interrupted run goes on with --resume. --chapter asks a chat model Spec-Bench and any other 60
+    continuations of the valid books, without curve and memory. The commands below measure one thing each.
 
     \b
     Examples:
       tinyspec bench --methods llma,llma:k=8 --prompts 3 --rounds 1
       tinyspec bench --model storyteller --methods speculative_decoding:gamma=2 --tasks books
       tinyspec bench --peers transformers,transformers:lookup=10,llama.cpp --out results/bench.json
-      tinyspec bench --chapter speculative --model storyteller --tasks books,edits
+      tinyspec bench --chapter speculative --model storyteller --out results/speculative.json
       tinyspec bench --resume results/bench.json --rounds 5
       tinyspec bench --device cuda --dtype bfloat16 --no-memory
       tinyspec bench race --rounds 5 --out results/race.json
@@ -101,6 +102,9 @@ def _harness(options: dict[str, Any], given: set[str]) -> None:
     from tinyspec.bench.plan import Settings, read_arms
     from tinyspec.bench.tasks import expand
 
+    if options["chapter"] is not None:
+        options |= {name: False for name in ("curves", "memories") if name not in given}
+        options |= {"tasks": ()} if "tasks" not in given else {}
     options["tasks"] = expand([name.strip() for part in options["tasks"] for name in part.split(",") if name.strip()])
     for kind in ("methods", "peers"):
         options[kind] = tuple(arm.label for arm in read_arms(options[kind]))
@@ -313,6 +317,36 @@ def plan_draft(model: str, drafts: tuple[str, ...], numbers: Path | None, **opti
     click.echo(planning.sentence(result))
     if out is not None:
         click.echo(f"written: {out}", err=True)
+
+
+@bench.command("skip")
+@base.options(
+    click.option("--model", "-m", default="storyteller", show_default=True, help="Name or folder."),
+    click.option(
+        "--evaluations", type=click.IntRange(1), default=100, show_default=True, help="Skip sets to be timed."
+    ),
+    click.option("--prompts", type=click.IntRange(1, 20), default=2, show_default=True, help="Openings to measure on."),
+    _tokens(32),
+    click.option("--temperature", "-t", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the search."),
+    click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
+    click.option("--resume", is_flag=True, help="Go on with the file of --out."),
+    _results,
+)
+def skip(model: str, **options: Any) -> None:
+    """Search the sublayers that self_speculative skips: Bayesian optimisation of the measured time per token.
+
+    The file of --out is what the knob takes; it is written after every evaluation, and --resume goes on with it.
+
+    \b
+    Examples:
+      tinyspec bench skip --model storyteller --out skip.json
+      tinyspec bench skip --model storyteller --out skip.json --resume --evaluations 200
+      tinyspec generate --model storyteller --method self_speculative --skip skip.json "Once upon a time"
+    """
+    from tinyspec.bench.skip import measure
+
+    _show(measure, options, kept=True, name=model)
 
 
 def _show(measure: Any, options: dict[str, Any], kept: bool = False, **more: Any) -> None:

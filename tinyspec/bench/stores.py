@@ -1,0 +1,70 @@
+"""What a technique needs built before it can run at all, where the command line does not name it: the datastore of `rest`.
+
+It is made of the texts at hand that no benchmark asks about (the training books, and for a chat model GSM8K's training
+questions with their answers), lies in the cache, and is named in the result.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyspec import corpus, data, models
+from tinyspec.bench.plan import ArmSpec
+from tinyspec.decoding import datastore
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.transformer import Model
+
+
+class Prepared(NamedTuple):
+    """Knobs that a technique needs, and what was built for them, in words."""
+
+    knobs: Mapping[str, Any]
+    built: str
+
+
+def prepared(spec: ArmSpec, model: Model) -> Prepared:
+    """What this arm needs beside its own knobs; nothing, for nearly all."""
+    wanted = PREPARE.get(spec.name)
+    return Prepared({}, "") if wanted is None or wanted[0] in dict(spec.knobs) else wanted[1](model)
+
+
+def texts(model: Model) -> tuple[list[str], str]:
+    """Texts at hand in the model's manner, and what they are. TinyspecError where there are none."""
+    found, names = list[str](), list[str]()
+    with suppress(TinyspecError):
+        books = [corpus.clean(book.text) for book in data.books("train")]
+        found, names = [*found, *books], [*names, f"{len(books)} training books"]
+    if model.tokenizer.has_chat:
+        with suppress(TinyspecError):
+            sums = [f"{s.question}\n{s.answer}" for s in data.gsm8k("train")]
+            found, names = (
+                [*found, *sums],
+                [*names, f"{len(sums)} questions of GSM8K's training half with their answers"],
+            )
+    if not found:
+        raise TinyspecError("a datastore needs texts and none are at hand: run `tinyspec data fetch`, or name one: "
+                            "rest:datastore=STORE")  # fmt: skip
+    return found, ", ".join(names)
+
+
+def store(model: Model) -> Prepared:
+    """The datastore of the texts at hand, built where it is not in the cache yet."""
+    documents, what = texts(model)
+    key = zlib.crc32("\n".join([model.tokenizer.fingerprint, *documents]).encode())
+    path = models.cache().parent / "datastores" / f"{model.name}-{key:08x}.store"
+
+    def ids() -> Iterator[NDArray[np.int32]]:
+        for document in documents:
+            yield np.array(model.tokenizer.encode(document), np.int32)
+
+    if not path.exists():
+        datastore.write(path, ids(), model.tokenizer.fingerprint, model.config.vocab_size)
+    return Prepared({"datastore": str(path)}, f"a datastore of {len(datastore.opened(path).tokens):,} tokens: {what}")
+
+
+PREPARE: dict[str, tuple[str, Callable[[Model], Prepared]]] = {"rest": ("datastore", store)}
+"""By technique: the knob that it cannot do without, and who gives it a value."""
