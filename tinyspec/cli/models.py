@@ -1,6 +1,7 @@
 """tinyspec models and tinyspec data: what is on this machine, and how to get more."""
 
 import json
+from pathlib import Path
 
 import click
 
@@ -96,6 +97,7 @@ def data() -> None:
     \b
     Examples:
       tinyspec data fetch
+      tinyspec data datastore tales.store --model storyteller books/*.txt
       TINYSPEC_DATA=my/folder tinyspec train lm --recipe recipe.toml --out model
     """
 
@@ -119,3 +121,41 @@ def fetch_data(names: tuple[str, ...], quiet: bool) -> None:
 
     for path in fetch(names, console=None if quiet else Console(stderr=True)):
         click.echo(str(path))
+
+
+@data.command("datastore")
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--model", "-m", default="storyteller", show_default=True, help="The model whose tokens it is made of.")
+@click.option("--field", default="text", show_default=True, help="Where the text stands in a line of a .jsonl file.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+def build_datastore(out: Path, files: tuple[Path, ...], model: str, field: str, quiet: bool) -> None:
+    """Index FILES into the datastore OUT, for `--method rest --datastore OUT`.
+
+    A .jsonl file holds a document a line, any other is one document of plain text; both may be .gz or .xz. The datastore
+    serves every model with the same tokenizer. Of ten million tokens it takes 80 MB, and a minute to build.
+
+    \b
+    Examples:
+      tinyspec data datastore tales.store --model storyteller books/*.txt
+      tinyspec data datastore code.store --model smollm2 functions.jsonl.gz --field content
+      tinyspec generate "Once upon a time" --method rest --datastore tales.store
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from tinyspec.decoding.datastore import build
+    from tinyspec.models import load
+
+    tokenizer = load(model).tokenizer
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
+        tasks = {}
+
+        def tell(what: str, done: int, whole: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=whole)
+            bar.update(tasks[what], completed=done)
+
+        tokens = build(out, files, tokenizer, field, tell)
+    click.echo(f"{out}: {tokens} tokens")

@@ -152,7 +152,10 @@ def of_technique(card: Card) -> list[Evidence]:
         return []
     if not card.hidden:
         settings = Stage(card).settings
-        return contracts(lambda request: card.make(replace(request, choose=adversary), **settings), card.hosted)
+        texts = [[0, 1, 1, 0, 0, 1, 0]] if card.copies else []  # ids that every table here knows
+        return contracts(
+            lambda request: card.make(replace(request, references=texts, choose=adversary), **settings), card.hosted
+        )
     evidence = {law: Evidence(law) for law in LAWS}
     for warp, rounds in ((Warp(top_k=2), 2), (Warp(temperature=0.7), 1), (Warp(top_p=0.6), 1)):
         stage = Stage(card, warp=warp, deep=True, vocabulary=4)

@@ -200,7 +200,8 @@ def demo(
     ids = generation.prompt_ids(model, prompt)
     cells = Cells(model, ids, tokens, width, temperature)
     options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": temperature}
-    real = generation.start(model, ids, method=method, draft=small, **options, **knobs).decoder
+    texts = [ids] if find(method).copies else []  # what it may copy: the prompt itself
+    real = generation.start(model, ids, method=method, draft=small, references=texts, **options, **knobs).decoder
     stop = real.stop
     broken = Request(model.session(), warp=Warp(temperature), stop=stop).decoder(
         SoftGreedy(model.session(), tokens, stop.eos), walk

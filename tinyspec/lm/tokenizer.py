@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
@@ -92,6 +93,14 @@ class Tokenizer:
         except Exception as error:  # bare Exception: a text with characters the vocabulary lacks, and no unk token
             raise TinyspecError(f"this text cannot be encoded with this vocabulary: {error}") from error
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts, on all cores."""
+        self.backend.encode_special_tokens = True
+        try:
+            return [list(one.ids) for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception:  # one of them cannot be encoded: say which error it is
+            return [self.encode(text) for text in texts]
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of these ids. Ids beyond the vocabulary (a padded embedding has some) have no text."""
         try:
@@ -143,6 +152,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids: the largest id of any token, plus one."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of every id and its token: what was made with another vocabulary can be told by it."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        entries = sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0]))
+        return blake2b(json.dumps(entries).encode(), digest_size=16).hexdigest()
 
     def same_vocabulary(self, other: "Tokenizer") -> bool:
         """Whether every id is the same token in both, so that one model can draft for the other."""

@@ -1,0 +1,251 @@
+"""REST: a datastore of any texts, the longest match in it, and a tree of what followed."""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.table import Table, law
+from tests.zoo import Zoo, run, tiny_zoo
+from tinyspec import generate, load
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.datastore import HEADER, PIECE, build, indexed, opened, write
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.reciter import Reciter
+from tinyspec.laws.toys import rest as toys
+from tinyspec.speculative.drafting.rest import Retrieving
+from tinyspec.technique import Request, find
+
+CARD = find("rest")
+GREEDY = Warp(temperature=0.0)
+
+
+def test_trap_the_longest_match_decides() -> None:
+    toys.prefers_the_longest(CARD.make)
+
+
+def test_trap_the_tree_is_the_heaviest_beginnings_by_brute_force() -> None:
+    assert toys.is_the_heaviest(CARD.make).cases == 60
+
+
+def test_trap_two_continuations_leave_the_law_alone() -> None:
+    toys.law_of_two_continuations(CARD.make)
+
+
+def test_the_released_sampling_branch_gives_the_law_that_the_docstring_says() -> None:
+    """Once a path, and anew after a miss."""
+
+    def biased() -> Decoder:
+        request = Request(Constant(3), references=[[2, 0, 2, 1, 2, 0]])
+        return toys._with(Retrieving, toys.a_draw_a_path)(request, shortest=1, length=1)
+
+    found = law(biased, 1, (2,))
+    assert [round(float(found[(token,)]), 4) for token in range(3)] == [0.675, 0.255, 0.07]
+
+
+class Constant(Table):
+    def row(self, context: Any) -> list[int]:
+        return [5, 3, 2]
+
+
+@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
+def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
+    references = [[0, 1, 2, 0, 0, 1], [1, 1, 2]]
+    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3)
+    assert law(lambda: CARD.make(Request(Table(3), warp=warp, references=references), shortest=1), 3) == plain
+
+
+def proposed(texts: list[list[int]], context: list[int], room: int = 99, **knobs: int) -> Any:
+    given = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64, **knobs}
+    return Retrieving([indexed(texts)], **given).propose(context, room, GREEDY, Seeded(0))
+
+
+def test_without_a_match_or_room_the_step_is_plain() -> None:
+    assert proposed([[1, 2, 3]], [9, 2]).tokens == []
+    assert proposed([[1, 2, 3]], [1, 2], room=0).tokens == ()
+    assert proposed([[1, 2]], [1, 2]).tokens == []  # nothing follows
+    assert proposed([[1, 2, 3]], [2]).tokens == []  # shorter than the shortest match
+
+
+def test_a_draft_keeps_to_the_room_and_to_its_document() -> None:
+    assert proposed([[1, 2, 3, 4, 5]], [1, 2], room=2).tokens == [3, 4]
+    assert proposed([[1, 2, 3], [4, 5]], [1, 2]).tokens == [3]
+    assert proposed([[7, 1], [2, 3]], [1, 2]).tokens == []  # a match neither crosses a border
+
+
+def test_of_a_file_and_references_the_longer_match_decides(tmp_path: Path) -> None:
+    write(tmp_path / "store", [[1, 2, 3, 4], [5, 6, 7]])
+    request = Request(Reciter([8, 2, 3, 9]).session(), references=[[8, 2, 3, 9], [5, 6, 1]])
+    drafter: Any = CARD.make(request, datastore=str(tmp_path / "store")).drafter
+    assert drafter.propose([8, 2, 3], 9, GREEDY, Seeded(0)).tokens == [9]
+    assert drafter.propose([1, 2, 3], 9, GREEDY, Seeded(0)).tokens == [4]
+    assert drafter.propose([5, 6], 9, GREEDY, Seeded(0)).tokens == [7]
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def test_a_file_says_what_was_written_whatever_the_size_of_an_id(tmp_path: Path) -> None:
+    texts = [[1, 70_000, 2**31 - 1], [70_000, 4464], [], [9]]  # 4464 is 70000 in 16 bits
+    assert write(tmp_path / "store", texts, "print", 2**31) == 8
+    store, kept = opened(tmp_path / "store"), indexed([text for text in texts if text])
+    assert store.tokens.tolist() == kept.tokens.tolist() == [1, 70_000, 2**31 - 1, -1, 70_000, 4464, -1, 9]
+    assert store.order.tolist() == kept.order.tolist()
+    assert (store.fingerprint, store.vocabulary) == ("print", 2**31)
+    assert store.search([1, 70_000], 2, 16, 10, 9, 9).tokens == [2**31 - 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_ten_million_tokens_open_in_fifty_milliseconds(tmp_path: Path) -> None:
+    n, path = 10_000_000, tmp_path / "store"
+    write(path, [[1, 2]])
+    head = path.read_bytes()[:HEADER].replace(b'"tokens": 2', b'"tokens": %d' % n)
+    path.write_bytes(head[:HEADER])
+    with open(path, "r+b") as file:
+        file.truncate(HEADER + 8 * n)  # a hole: nothing of it is on the disk, and opening reads nothing of it
+    times = []
+    for _ in range(5):
+        begun = perf_counter()
+        opened(path)
+        times.append(perf_counter() - begun)
+    assert min(times) < 0.05
+
+
+def test_an_interrupted_build_leaves_what_was_there(tmp_path: Path) -> None:
+    write(tmp_path / "store", [[1, 2]])
+
+    def stop(what: str, done: int, whole: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "store", [[3, 4]], tell=stop)
+    assert opened(tmp_path / "store").tokens.tolist() == [1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_file_that_is_no_datastore_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with pytest.raises(TinyspecError, match="there is no datastore here; build one"):
+        opened(path)
+    path.write_text("hello")
+    with pytest.raises(TinyspecError, match="not a datastore of this version"):
+        opened(path)
+    write(path, [[1, 2, 3]])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(TinyspecError, match=r"damaged datastore \(4119 bytes for 3 tokens\)"):
+        opened(path)
+    path.write_bytes(whole.replace(b'"tokens"', b'"tokans"'))
+    with pytest.raises(TinyspecError, match="damaged"):
+        opened(path)
+    path.write_bytes(whole[:-4] + np.int32(77).tobytes())
+    with pytest.raises(TinyspecError, match="damaged"):
+        opened(path).search([3], 1, 2, 3, 9, 9)
+
+
+def test_texts_without_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TinyspecError, match="no tokens"):
+        write(tmp_path / "store", [[], []])
+    with pytest.raises(TinyspecError, match="reference 2 of 2 is empty: leave it out"):
+        CARD.make(Request(Table(3), references=[[1], []]))
+
+
+def test_without_any_store_the_error_says_how_to_build_one() -> None:
+    with pytest.raises(TinyspecError, match="tinyspec data datastore STORE FILES"):
+        CARD.make(Request(Table(3)))
+    with pytest.raises(TinyspecError, match="lower shortest, or raise longest"):
+        CARD.make(Request(Table(3), references=[[1]]), shortest=5, longest=3)
+
+
+# ---------------------------------------------------------------------- from files, for users
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return tiny_zoo(tmp_path_factory.mktemp("zoo"))
+
+
+def test_documents_come_from_text_and_json_lines_packed_or_not(zoo: Zoo, tmp_path: Path) -> None:
+    model = load(zoo.big)
+    long = "".join(f"line {number} of the log\n" for number in range(2 * PIECE // 12))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("the cat", "", "the dog"))
+    (tmp_path / "a.txt").write_text(long)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    files, told = sorted(tmp_path.iterdir()), list[tuple[str, int, int]]()
+    build(tmp_path / "store", files, model.tokenizer, tell=lambda *one: told.append(one))
+    store = opened(tmp_path / "store")
+    documents = "".join(f"{token} " for token in store.tokens.tolist()).split("-1 ")
+    said = [model.tokenizer.decode([int(token) for token in one.split()]) for one in documents]
+    assert said == [long, "the cat", "the dog", "the cat", "the dog"]
+    assert {what for what, _, _ in told} == {"reading texts", "sorting places"}
+    assert all(done <= whole for _, done, whole in told) and told[-1][1:] == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("a.txt", b"\xff\xfe", "not a text in UTF-8"),
+        ("a.gz", b"no gzip", "not a text in UTF-8"),
+        ("a.jsonl", b'{"body": "x"}\n', "line 1: no JSON object with the field 'text'; --field"),
+        ("a.jsonl", b'{"text": 3}\n', "holds no text"),
+        ("a.txt", b"", "no tokens"),
+    ],
+)
+def test_files_that_are_no_texts_are_refused_in_one_line(
+    zoo: Zoo, tmp_path: Path, name: str, content: bytes, error: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TinyspecError, match=error):
+        build(tmp_path / "store", [tmp_path / name], load(zoo.big).tokenizer)
+
+
+def test_a_user_builds_a_datastore_and_generates_with_it(zoo: Zoo, tmp_path: Path) -> None:
+    text, store = tmp_path / "log.txt", str(tmp_path / "log.store")
+    plain = generate(load(zoo.big), "the cat sat", max_new_tokens=24)
+    text.write_text("and the cat sat on the mat. the cat sat" + plain.text)
+    made = run("data", "datastore", store, str(text), "--model", zoo.big)
+    assert made.exit_code == 0 and "tokens" in made.output
+    ours = run("generate", "the cat sat", "-m", zoo.big, "--method", "rest", "--datastore", store, "-n", "24", "--json")
+    result = json.loads(ours.stdout)
+    assert result["tokens"] == plain.tokens
+    assert result["stats"]["target_calls"] <= plain.stats.target_calls
+
+
+def test_a_datastore_of_another_tokenizer_is_refused_in_one_line(zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("the cat sat on the mat")
+    store = str(tmp_path / "log.store")
+    assert run("data", "datastore", store, str(tmp_path / "log.txt"), "--model", zoo.other).exit_code == 0
+    refused = run("generate", "the cat", "-m", zoo.big, "--method", "rest", "--datastore", store)
+    assert refused.exit_code == 2 and "another tokenizer" in refused.stderr and refused.stderr.count("\n") == 1
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "store", [[1, 70_000]])
+    with pytest.raises(TinyspecError, match="ids up to 70000"):
+        CARD.make(Request(Reciter([1, 2]).session()), datastore=str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_nothing_or_one_token_is_made_where_that_is_asked_for(zoo: Zoo, tokens: int) -> None:
+    made = generate(load(zoo.big), [1, 2], max_new_tokens=tokens, method="rest", references=[[1, 2, 3]])
+    assert len(made.tokens) == tokens
+
+
+def test_an_end_of_text_inside_a_block_ends_the_text() -> None:
+    poem = [1, 2, 3, 4, 5]
+    stop = Stop(eos=frozenset({4}), max_new_tokens=9)
+    d = CARD.make(Request(Reciter(poem).session(), warp=GREEDY, stop=stop, references=[poem]))
+    d.extend(poem[:2])
+    while not d.finished:
+        d.step(Seeded(d.rounds))
+    assert d.new == [3, 4] and d.rounds == 1

@@ -1,0 +1,245 @@
+"""A datastore: many texts as one row of token ids with its suffix array, in memory or in a file that is mapped and not read.
+
+The file is a line that says what it is, a JSON line (tokens, documents, vocabulary, the tokenizer's fingerprint), zeros up to
+HEADER bytes, then the ids and the sorted places, each int32 [n] in little-endian order. Between documents stands -1. Opening
+costs the same whatever the size; pages are read when they are looked at.
+"""
+
+import gzip
+import io
+import json
+import lzma
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyspec._core import retrieve, suffix_order
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.tokenizer import Tokenizer
+
+MAGIC = b"tinyspec datastore 1\n"
+HEADER = 4096  # a page, so that both arrays are aligned
+BORDER = -1  # between documents
+PIECE = 1 << 16  # characters that are tokenized at once; a longer text is cut at the end of a line
+BATCH = 64  # pieces, so that all cores have some
+
+Tell = Callable[[str, int, int], None]
+"""Progress: what is being done, how much of it is done, of how much."""
+
+HOW = "build one with `tinyspec data datastore STORE FILES... --model NAME`"
+
+
+class Found(NamedTuple):
+    """What followed the longest match.
+
+    match    its length in tokens; 0: none
+    tokens   [n] the tree's nodes, the heaviest first, a parent before its children
+    parents  [n] index of the parent, ROOT (-1) for what follows the match at once
+    weights  [n] how many places agree so far
+    """
+
+    match: int
+    tokens: list[int]
+    parents: list[int]
+    weights: list[int]
+
+
+class Datastore(NamedTuple):
+    """Texts that can be searched by their ends.
+
+    tokens      [n] int32, BORDER between documents
+    order       [n] int32, places sorted by what stands there
+    fingerprint of the tokenizer that made the ids; empty: they came as ids
+    vocabulary  one more than the largest id that the tokenizer has
+    """
+
+    tokens: NDArray[np.int32]
+    order: NDArray[np.int32]
+    fingerprint: str = ""
+    vocabulary: int = 0
+    path: Path | None = None
+
+    def search(self, text: Sequence[int], shortest: int, longest: int, length: int, matches: int, most: int) -> Found:
+        """The `most` heaviest beginnings of what followed the longest end of a text that occurs here."""
+        end = text[-longest:]
+        return Found(*retrieve(self.tokens, self.order, end, shortest, longest, length, matches, most))
+
+    def check(self, model: Any) -> None:
+        """Raise TinyspecError where the ids are not this model's."""
+        if self.fingerprint and getattr(model, "has_tokenizer", False):
+            if model.tokenizer.fingerprint != self.fingerprint:
+                raise TinyspecError(
+                    f"{self.path} was built with another tokenizer than that of {model.name}: {HOW}, naming this model"
+                )
+        elif self.vocabulary > model.config.vocab_size:
+            raise TinyspecError(
+                f"{self.path} has ids up to {self.vocabulary - 1}, {model.name} a vocabulary of "
+                f"{model.config.vocab_size}: {HOW}, naming this model"
+            )
+
+
+def indexed(texts: Sequence[Sequence[int]]) -> Datastore:
+    """Texts in memory. Raises TinyspecError where one is empty."""
+    row: list[int] = []
+    for number, text in enumerate(texts, 1):
+        if not len(text):
+            raise TinyspecError(
+                f"reference {number} of {len(texts)} is empty: leave it out, or give a text with tokens"
+            )
+        row += [*text, BORDER]
+    tokens = np.array(row[:-1], np.int32)
+    return Datastore(tokens, suffix_order(tokens))
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def write(
+    path: str | Path,
+    documents: Iterable[Sequence[int] | NDArray[np.int32]],
+    fingerprint: str = "",
+    vocabulary: int = 0,
+    tell: Tell | None = None,
+) -> int:
+    """Index documents and write them to a file, which appears when it is whole. Returns its number of tokens."""
+    path, border, rows, count = Path(path), np.array([BORDER], np.int32), list[NDArray[np.int32]](), 0
+    for document in documents:
+        row = np.asarray(document, np.int32)
+        if len(row):
+            rows += [border, row] if count else [row]
+            count += 1
+    if not count:
+        raise TinyspecError("these texts have no tokens: give files with text in them")
+    tokens = np.concatenate(rows)
+    rows.clear()
+    order = suffix_order(tokens, tell and (lambda depth: tell("sorting places", depth, 32)))
+    largest = max(vocabulary, int(tokens.max()) + 1)
+    about = {"tokens": len(tokens), "documents": count, "vocabulary": largest, "tokenizer": fingerprint}
+    head = MAGIC + json.dumps(about).encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(head.ljust(HEADER, b"\0"))
+            for column in (tokens, order):
+                column.astype("<i4", copy=False).tofile(file)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(tokens)
+
+
+def opened(path: str | Path) -> Datastore:
+    """A datastore's file, mapped. Raises TinyspecError where there is none, or a damaged one."""
+    path = Path(path)
+    if not path.is_file():
+        raise TinyspecError(f"{path}: there is no datastore here; {HOW}")
+    with open(path, "rb") as file:
+        head = file.read(HEADER)
+    if not head.startswith(MAGIC):
+        raise TinyspecError(f"{path} is not a datastore of this version: {HOW}")
+    try:
+        about = json.loads(head[len(MAGIC) :].split(b"\n", 1)[0])
+        n, fingerprint, vocabulary = int(about["tokens"]), str(about["tokenizer"]), int(about["vocabulary"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise TinyspecError(f"{path}: a damaged datastore ({error}); {HOW}") from error
+    size = path.stat().st_size
+    if n < 1 or size != HEADER + 8 * n:
+        raise TinyspecError(f"{path}: a damaged datastore ({size} bytes for {n} tokens); {HOW}")
+    columns = np.memmap(path, "<i4", "r", HEADER, (2, n))
+    tokens, order = (np.asarray(column) for column in columns)  # plain views: a memmap's every slice costs more
+    return Datastore(tokens, order, fingerprint, vocabulary, path)
+
+
+# ---------------------------------------------------------------------- from texts
+
+
+def build(
+    out: str | Path, files: Sequence[str | Path], tokenizer: Tokenizer, field: str = "text", tell: Tell | None = None
+) -> int:
+    """Tokenize and index files: .jsonl (each line's `field` is a document) or text (a file is one), both also .gz and .xz.
+
+    Returns the number of tokens.
+    """
+    texts = pieces([Path(file) for file in files], field, tell)
+    return write(out, _tokenized(texts, tokenizer), tokenizer.fingerprint, tokenizer.vocab_size, tell)
+
+
+def _tokenized(texts: Iterator[tuple[bool, str]], tokenizer: Tokenizer) -> Iterator[NDArray[np.int32]]:
+    """The ids of each document, from pieces; many pieces are tokenized side by side."""
+    rows: list[NDArray[np.int32]] = []  # of the document under way
+    waiting: list[tuple[bool, str]] = []
+    while True:
+        piece = next(texts, None)
+        waiting += [] if piece is None else [piece]
+        if waiting and (piece is None or len(waiting) == BATCH):
+            for (fresh, _), ids in zip(waiting, tokenizer.encode_all([text for _, text in waiting]), strict=True):
+                if fresh and rows:
+                    yield np.concatenate(rows)
+                    rows = []
+                rows.append(np.array(ids, np.int32))
+            waiting = []
+        if piece is None:
+            if rows:
+                yield np.concatenate(rows)
+            return
+
+
+def pieces(files: Sequence[Path], field: str, tell: Tell | None = None) -> Iterator[tuple[bool, str]]:
+    """Documents in pieces: (whether a document begins here, text)."""
+    sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
+    for number, file in enumerate(files):
+        for fresh, text, at in _read(file, field):
+            yield fresh, text
+            if tell is not None:
+                tell("reading texts", sum(sizes[:number]) + at, sum(sizes))
+
+
+def _read(file: Path, field: str) -> Iterator[tuple[bool, str, int]]:
+    """The pieces of a file, and how many bytes of it were read."""
+    kinds: dict[str, Any] = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
+    try:
+        with open(file, "rb") as raw:
+            kind = kinds.get(file.suffix)
+            packed = raw if kind is None else kind(fileobj=raw) if kind is gzip.GzipFile else kind(raw)
+            lines = io.TextIOWrapper(packed, encoding="utf-8")
+            if ".jsonl" in file.suffixes:
+                for number, line in enumerate(lines, 1):
+                    for begun, text in enumerate(_cut([_field(line, field, f"{file}, line {number}")])):
+                        yield not begun, text, raw.tell()
+            else:
+                for begun, text in enumerate(_cut(lines)):
+                    yield not begun, text, raw.tell()
+    except FileNotFoundError as error:
+        raise TinyspecError(f"{file}: no such file") from error
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise TinyspecError(f"{file}: not a text in UTF-8 ({error}); leave it out, or convert it") from error
+
+
+def _field(line: str, field: str, place: str) -> str:
+    try:
+        text = json.loads(line)[field]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TinyspecError(f"{place}: no JSON object with the field '{field}'; --field names another one") from error
+    if not isinstance(text, str):
+        raise TinyspecError(f"{place}: the field '{field}' holds no text; --field names another one")
+    return text
+
+
+def _cut(lines: Iterable[str]) -> Iterator[str]:
+    """Lines joined to pieces of at least PIECE characters; a longer line is cut."""
+    text, size = list[str](), 0
+    for line in lines:
+        for at in range(0, len(line), PIECE):
+            part = line[at : at + PIECE]
+            text.append(part)
+            size += len(part)
+            if size >= PIECE:
+                yield "".join(text)
+                text, size = [], 0
+    if text:
+        yield "".join(text)

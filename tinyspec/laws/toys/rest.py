@@ -1,0 +1,147 @@
+"""REST (He et al. 2024): the longest match decides, its continuations compete by weight, and the law is kept."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.datastore import indexed
+from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Verifier
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.exact import JOINT, Reference, law
+from tinyspec.laws.reciter import recited
+from tinyspec.laws.tables import TableModel
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.speculative.drafting.rest import Retrieving
+from tinyspec.technique import Request
+from tinyspec.tree import ROOT, TokenTree
+
+LONGEST = "the longest match decides"
+WEIGHED = "the tree is the heaviest beginnings of what followed"
+Build = Callable[..., Decoder]
+
+
+def prefers_the_longest(build: Build) -> Evidence:
+    """A longer match that occurs once is continued rather than a shorter one that occurs more often."""
+    poem = [1, 2, 7, 8]
+    for often in (1, 2, 3):
+        references = [poem, *([9, 2, 5, 5] for _ in range(often))]
+        rounds = recited(build, poem, 2, references, shortest=1, nodes=2).rounds
+        if rounds != 1:
+            accuse(LONGEST, "1 call", f"{rounds} calls", prompt=poem[:2], text_to_come=poem[2:], references=references)
+    return Evidence(LONGEST, 3)
+
+
+def _tree(build: Build, references: Sequence[Sequence[int]], prompt: Sequence[int], **knobs: int) -> Any:
+    model = TableModel(vocabulary=4, rows=lambda text: [1, 1, 1, 1])
+    decoder = build(Request(model.session(), references=references), **knobs)
+    decoder.extend(prompt)
+    tree = decoder.step(Seeded(0)).tree
+    return [tree.spelled(tree.path(node)) for node in range(len(tree.tokens))]
+
+
+def is_the_heaviest(build: Build) -> Evidence:
+    """Every match of random texts is read and every beginning counted; the tree must be the heaviest of them."""
+    rng, seen = random.Random(0), 0
+    for number in range(60):
+        texts = [[rng.randrange(3) for _ in range(4 + number // 4)] for _ in range(2)]
+        prompt, nodes = [rng.randrange(3) for _ in range(3)], 1 + number % 6
+        weight: Counter[tuple[int, ...]] = Counter()
+        for n in (3, 2, 1):
+            for text in texts:
+                for at in range(n, len(text)):
+                    if text[at - n : at] == prompt[-n:]:
+                        weight.update(tuple(text[at:end]) for end in range(at + 1, min(at + 3, len(text)) + 1))
+            if weight:
+                break
+        expected = sorted(weight, key=lambda path: (-weight[path], len(path), path))[:nodes]
+        got = _tree(build, texts, prompt, shortest=1, longest=3, length=3, nodes=nodes)
+        if got != expected:
+            accuse(WEIGHED, expected, got, references=texts, prompt=prompt, nodes=nodes)
+        seen += 1
+    return Evidence(WEIGHED, seen)
+
+
+def law_of_two_continuations(build: Build) -> Evidence:
+    """Where both 0 and 1 followed, the first tokens are distributed as the target's."""
+    seen, branches = 0, 0
+    for weights in ((5, 3, 2), (1, 1, 1), (1, 0, 3)):
+        model = TableModel(vocabulary=3, rows=lambda text, weights=weights: list(weights))  # type: ignore[misc]
+        texts = [[2, 0, 1, 2, 1, 0]]
+
+        def make(model: TableModel = model, texts: Any = texts) -> Decoder:
+            return build(Request(model.session(), references=texts), shortest=1, longest=2, length=2)
+
+        got, expected = law(make, 2, (2,)), Reference(lambda text: model.row(text), Warp()).law(2, (2,))  # noqa: B023
+        seen, branches = seen + 1, branches + got.branches
+        if got != expected:
+            accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), p=weights, references=texts)
+    return Evidence(JOINT, seen, branches)
+
+
+# ------------------------------------------------------------------ toys
+
+
+class Table(NoDraft):
+    """A table of n-grams of one length, each with what followed it last."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], n: int, length: int):
+        places = ((text, at) for text in texts for at in range(n, len(text)))
+        self.n = n
+        self.after = {tuple(text[at - n : at]): list(text[at : at + length]) for text, at in places}
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
+        return TokenTree.chain(self.after.get(tuple(context[-self.n :]), [])[:room])
+
+
+def n_gram_table(request: Request, length: int = 10, **knobs: int) -> Decoder:
+    """A dictionary of bigrams, each with one continuation."""
+    return request.decoder(Table(request.references, 1, length), walk)
+
+
+class AsTheyCome(Retrieving):
+    """All that followed, until the tree is full."""
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
+        most, self.nodes = self.nodes, 1 << 20
+        tree, self.nodes = super().propose(context, room, warp, chance), most
+        spelled = [tree.spelled(tree.path(node)) for node in range(len(tree.tokens))]
+        kept = sorted(range(len(spelled)), key=spelled.__getitem__)[:most]
+        place = {node: at for at, node in enumerate(kept)} | {ROOT: ROOT}
+        parents, n = [place[tree.parents[node]] for node in kept], len(kept)
+        return TokenTree(tree.spelled(kept), parents, (None,) * n, (False,) * n)
+
+
+def a_draw_a_path(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
+    """Each path is judged by draws of its own; after a miss the next path is drawn for anew."""
+    for leaf in (node for node in range(len(tree.tokens)) if node not in tree.parents):
+        path = tree.path(leaf)
+        n = next(
+            (i for i, node in enumerate(path) if chance.draw(p[tree.parents[node]]) != tree.tokens[node]), len(path)
+        )
+        if n:
+            return Verdict(path[:n], chance.draw(p[path[n - 1]]))
+    return Verdict((), chance.draw(p[ROOT]))
+
+
+def _with(kind: type[Retrieving], verifier: Verifier) -> Build:
+    def build(request: Request, **knobs: int) -> Decoder:
+        given = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64, **knobs}
+        return request.decoder(kind([indexed(request.references)], **given), verifier)
+
+    return build
+
+
+TRAPS = [
+    Trap(LONGEST, prefers_the_longest, card("rest")),
+    Trap(WEIGHED, is_the_heaviest, card("rest")),
+    Trap(JOINT, law_of_two_continuations, card("rest")),
+]
+TOYS = [
+    Toy("a table of n-grams with one continuation each", LONGEST, n_gram_table),
+    Toy("the continuations that come first", WEIGHED, _with(AsTheyCome, walk)),
+    Toy("a draw a path", JOINT, _with(Retrieving, a_draw_a_path)),
+]
