@@ -97,8 +97,10 @@ class Forests(RuleBasedStateMachine):
         windows = self.windows(tree)
         follows = lambda n: any(path[:-1] == tuple(suffix[len(suffix) - n :]) for path in windows)  # noqa: E731
         known = [n for n in range(1, min(self.depth - 1, len(suffix)) + 1) if follows(n)]
-        tokens, parents, shares, match = self.forest.gather([(tree, budget)], suffix, 9, 1, deepest)
-        assert match == (max(known) if known and budget else 0)
+        tokens, parents, shares, matches = self.forest.gather([(tree, budget)], suffix, 9, 1, deepest)
+        match = max(known) if known and budget else 0
+        assert matches == [match] * len(tokens)
+        assert bool(match) == bool(tokens)
         before = tuple(suffix[len(suffix) - match :])
         paths: list[tuple[int, ...]] = []
         for token, parent, share in zip(tokens, parents, shares, strict=True):

@@ -107,7 +107,7 @@ cdef class Forest(Texts):
             if share < floor:
                 continue
             score += share
-            at = self.add(self.nodes[node].token if node >= 0 else self.slots[slot].token, guess.parent, share, known)
+            at = self.add(self.nodes[node].token if node >= 0 else self.slots[slot].token, guess.parent, share, n, known)
             if node >= 0 and self.nodes[node].younger >= 0:
                 self.child(self.nodes[node].younger, guess.share, guess.depth, guess.parent, by_share)
             slot = self.nodes[node].tail if node >= 0 else slot
@@ -120,16 +120,16 @@ cdef class Forest(Texts):
                 self.child(self.nodes[node].child, share, guess.depth + 1, at, by_share)
         return score
 
-    cdef int add(self, int token, int parent, double share, int known) noexcept nogil:
+    cdef int add(self, int token, int parent, double share, int match, int known) noexcept nogil:
         """The place of this token behind `parent` in the draft: among the first `known` nodes, or new."""
         cdef int* tokens = self.drawn
         cdef int* parents = self.drawn + self.heap_room
         cdef int at
         for at in range(parent + 1, known):
             if parents[at] == parent and tokens[at] == token:
-                self.shares[at] = max(self.shares[at], share)
                 return at
         tokens[self.made], parents[self.made], self.shares[self.made] = token, parent, share
+        self.drawn[4 * self.heap_room + self.made] = match
         self.made += 1
         return self.made - 1
 
@@ -143,23 +143,23 @@ cdef class Forest(Texts):
             self.heap = <Guess*> grown if grown else self.heap
             grown = realloc(self.shares, 2 * room * sizeof(double)) if grown else NULL
             self.shares = <double*> grown if grown else self.shares
-            grown = realloc(self.drawn, 4 * room * sizeof(int)) if grown else NULL
+            grown = realloc(self.drawn, 5 * room * sizeof(int)) if grown else NULL
             if grown == NULL:
                 raise MemoryError()
             self.drawn, self.heap_room = <int*> grown, room
         return 0
 
-    cdef tuple draft(self, int match):
+    cdef tuple draft(self):
         cdef int at, n = self.made
         return ([self.drawn[at] for at in range(n)], [self.drawn[self.heap_room + at] for at in range(n)],
-                [self.shares[at] for at in range(n)], match)
+                [self.shares[at] for at in range(n)], [self.drawn[4 * self.heap_room + at] for at in range(n)])
 
     def gather(self, plan, suffix, int longest, int enough, int deepest):
         """A draft from several trees by frequency, in stages: the longest suffix first, shorter ones until it has enough.
 
         See the twin. O(log) a node and stage.
         """
-        cdef int n = self.spelled(suffix, longest), match = 0, root, budget, place
+        cdef int n = self.spelled(suffix, longest), root, budget, place
         cdef list roots = [(self.trees[tree], budget) for tree, budget in plan if tree in self.trees]
         cdef list matches = [self.longest(root, n) for root, budget in roots]
         self.reserve(max([budget for root, budget in roots], default=0))
@@ -168,10 +168,9 @@ cdef class Forest(Texts):
                 if n <= <int> matches[place]:
                     root, budget = roots[place]
                     self.expand(root, n, budget, deepest, False, 0, 0)
-            match = match if match or not self.made else n
             if self.made >= enough:
                 break
-        return self.draft(match)
+        return self.draft()
 
     def best(self, trees, suffix, double factor, int most, int deepest, double floor):
         """The draft with the greatest sum of shares, of any tree and any suffix of n tokens: at most factor * n nodes.
@@ -194,7 +193,7 @@ cdef class Forest(Texts):
                     self.keep(2 * self.heap_room, 0, self.heap_room, 0)
         self.made = made
         self.keep(0, 2 * self.heap_room, 0, self.heap_room)
-        return self.draft(match)
+        return (*self.draft()[:3], [match] * made)
 
     cdef void keep(self, int to, int at, int share_to, int share_at) noexcept nogil:
         """Copy the draft aside, or back."""

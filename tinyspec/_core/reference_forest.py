@@ -10,8 +10,8 @@ from heapq import heappop, heappush
 
 from tinyspec.errors import TinyspecError
 
-Draft = tuple[list[int], list[int], list[float], int]
-"""tokens, parents (-1: the newest token of the text), shares, and the length of the suffix it was found behind.
+Draft = tuple[list[int], list[int], list[float], list[int]]
+"""Of each guess its token, parent (-1: the newest token of the text) and share, and how long the suffix it was found behind is.
 
 A share is the product of the frequencies on the way: how often, of all times that something followed, this did.
 """
@@ -44,7 +44,7 @@ class Forest:
     >>> text = forest.open("outputs")
     >>> forest.append(text, [1, 2, 3, 1, 2, 5, 1, 2, 5])
     >>> forest.gather([("outputs", 3)], [9, 1, 2], 3, 1, 2)
-    ([5, 3, 1], [-1, -1, 0], [0.6666666666666666, 0.3333333333333333, 0.6666666666666666], 2)
+    ([5, 3, 1], [-1, -1, 0], [0.6666666666666666, 0.3333333333333333, 0.6666666666666666], [2, 2, 2])
     """
 
     def __init__(self, depth: int, bound: int) -> None:
@@ -165,7 +165,7 @@ class Forest:
         self, draft: Draft, tree: Tree, path: tuple[int, ...], budget: int, deepest: int, by_share: bool, floor: float
     ) -> None:
         """Add what follows a window, best first, until the draft has `budget` nodes."""
-        tokens, parents, shares, _ = draft
+        tokens, parents, shares, matches = draft
         heap: list[tuple[float, int, tuple[int, ...], int, float, int]] = []
         arrivals, longest = 0, len(path) + min(deepest, self.depth - len(path))
 
@@ -193,7 +193,7 @@ class Forest:
                 tokens.append(siblings[rank])
                 parents.append(parent)
                 shares.append(share)
-            shares[at] = max(shares[at], share)
+                matches.append(len(path))
             offer(before, rank + 1, above, parent)
             if len(here) < longest:
                 offer(here, 0, share, at)
@@ -209,16 +209,14 @@ class Forest:
         """
         known = [(self._trees[tree], budget) for tree, budget in plan if tree in self._trees]
         matches = [self._longest(tree, suffix, longest) for tree, _ in known]
-        draft: Draft = ([], [], [], 0)
-        match = 0
+        draft: Draft = ([], [], [], [])
         for n in range(max(matches, default=0), 0, -1):
             for (tree, budget), most in zip(known, matches, strict=True):
                 if n <= most:
                     self._expand(draft, tree, tuple(suffix[len(suffix) - n :]), budget, deepest, False, 0.0)
-            match = match if match or not draft[0] else n
             if len(draft[0]) >= enough:
                 break
-        return (*draft[:3], match)
+        return draft
 
     def best(
         self, trees: Iterable[Hashable], suffix: Sequence[int], factor: float, most: int, deepest: int, floor: float
@@ -229,13 +227,13 @@ class Forest:
         deepest  guesses in a branch;  floor: no guess has a smaller share
         """
         highest = 0.0
-        found: Draft = ([], [], [], 0)
+        found: Draft = ([], [], [], [])
         for tree in (self._trees[tree] for tree in trees if tree in self._trees):
             for n in range(self._longest(tree, suffix, self.depth), 0, -1):
                 budget = int(min(float(most), factor * n))
                 if budget <= highest:
                     break  # it could not win if all its guesses were certain
-                draft: Draft = ([], [], [], n)
+                draft: Draft = ([], [], [], [])
                 self._expand(draft, tree, tuple(suffix[len(suffix) - n :]), budget, deepest, True, floor)
                 score = 0.0
                 for share in draft[2]:

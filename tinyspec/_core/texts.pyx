@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """The texts of a forest: they grow, are taken back and closed; trees are halved and dropped. Below: windows.pyx, above: forest.pyx."""
 
+cimport cython
 from libc.stdlib cimport realloc
 
 from tinyspec._core.windows cimport Guess, Node, Slot, Text, Windows, widened
@@ -8,6 +9,7 @@ from tinyspec._core.windows cimport Guess, Node, Slot, Text, Windows, widened
 from tinyspec.errors import TinyspecError
 
 
+@cython.auto_pickle(False)  # what a forest is, forest.pyx says
 cdef class Texts(Windows):
     """Trees of windows by their owner, and the texts that grow in them (see the twin for examples)."""
 
@@ -181,4 +183,4 @@ cdef class Texts(Windows):
         """Memory of all trees and texts."""
         return (self.node_room * sizeof(Node) + self.slot_room * sizeof(Slot) + self.table_size * sizeof(int)
                 + self.group_room * 2 * sizeof(int) + self.text_room * (sizeof(Text) + self.depth * sizeof(int))
-                + self.heap_room * (sizeof(Guess) + 4 * sizeof(int) + 2 * sizeof(double)))
+                + self.heap_room * (sizeof(Guess) + 5 * sizeof(int) + 2 * sizeof(double)))

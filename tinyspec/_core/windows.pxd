@@ -35,7 +35,7 @@ cdef class Windows:
     cdef int* table                    # hash of nodes, -1 empty
     cdef int* active                   # [text, depth]: node of each suffix that is repeated, -1 for what a tail stands for
     cdef int* spell                    # [depth]: newest tokens of a text, the newest first
-    cdef int* drawn                    # [4, heap_room]: tokens and parents of a draft, and of the best so far
+    cdef int* drawn                    # [5, heap_room]: tokens and parents of a draft, of the best so far, and matches
     cdef double* shares                # [2, heap_room]
     cdef int node_room, node_top, node_free, slot_room, slot_top, slot_free, group_room, group_top, group_free
     cdef int text_room, text_top, text_free, heap_room, heap_top, arrivals, made, live

@@ -9,6 +9,7 @@ children lie in one open-addressing hash. Invariants: a window counts at least a
 lives, so does each of its suffixes; a node with a tail counts 1 and has no children; `through` sums the children's counts.
 """
 
+cimport cython
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, realloc
 
@@ -23,6 +24,7 @@ cdef void* widened(void* pool, int* room, size_t size) noexcept nogil:
     return grown
 
 
+@cython.auto_pickle(False)  # what a forest is, forest.pyx says
 cdef class Windows:
     """The pools: nodes, texts, and room for a draft."""
 
@@ -42,7 +44,7 @@ cdef class Windows:
         self.heap = <Guess*> realloc(NULL, self.heap_room * sizeof(Guess))
         self.table = <int*> realloc(NULL, self.table_size * sizeof(int))
         self.spell = <int*> realloc(NULL, (depth + 1) * sizeof(int))
-        self.drawn = <int*> realloc(NULL, 4 * self.heap_room * sizeof(int))
+        self.drawn = <int*> realloc(NULL, 5 * self.heap_room * sizeof(int))
         self.shares = <double*> realloc(NULL, 2 * self.heap_room * sizeof(double))
         if not (self.nodes and self.slots and self.groups and self.texts and self.active and self.heap and self.table
                 and self.spell and self.drawn and self.shares):

@@ -1,0 +1,232 @@
+"""Lookahead with a trie: inserting, eliminating, pruning, retrieval in stages; branches; when it keeps silent."""
+
+import gc
+import random
+import time
+from itertools import count
+from typing import Any
+
+import pytest
+
+from tests.table import Table, law
+from tinyspec._core import Forest
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.remembered import OUTPUTS
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.trust import FIRST, Trust
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.reciter import Reciter
+from tinyspec.laws.toys import lookahead_trie as toys
+from tinyspec.laws.toys.lookahead_trie import said
+from tinyspec.lm.feed import Scores
+from tinyspec.speculative.integrated.lookahead_trie import Lookahead, shaped
+from tinyspec.technique import Request, find
+from tinyspec.tree import TokenTree
+
+CARD = find("lookahead_trie")
+GREEDY = Warp(temperature=0.0)
+NOTHING = Scores(None, None, ())  # type: ignore[arg-type]
+
+
+def drafter(length: int = 64, branch: int = 4, mode: str = "hierarchical", price: float = 0.0) -> Lookahead:
+    return Lookahead(Forest(branch + 1, 1 << 18), count(1), length, branch, mode, price)
+
+
+def drafted(d: Lookahead, context: list[int], room: int = 9) -> TokenTree:
+    return d.propose(context, room, GREEDY, Seeded(0))
+
+
+def spelled(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tree.spelled(tree.path(node)) for node in range(len(tree.tokens))}
+
+
+@pytest.mark.parametrize("trap", toys.TRAPS, ids=lambda trap: trap.law)
+def test_trap(trap: Any) -> None:
+    assert trap.check(trap.real()).cases > 0
+
+
+def test_branches_are_inserted_behind_every_position_of_prompt_and_output() -> None:
+    d = drafter(branch=2)
+    d.extend([1, 2, 3, 4], NOTHING)
+    d.insert(OUTPUTS, [5, 6, 7])
+    assert spelled(drafted(d, [1])) == {(2,), (2, 3)}
+    assert spelled(drafted(d, [3])) == {(4,)}
+    assert spelled(drafted(d, [5])) == {(6,), (6, 7)}
+    assert spelled(drafted(d, [4])) == set()  # the output is no branch of the prompt
+
+
+def test_a_prompt_that_goes_on_after_an_output_is_no_branch_of_the_first() -> None:
+    d = drafter()
+    d.extend([1, 2], NOTHING)
+    d.insert(OUTPUTS, [3])
+    d.extend([4, 5], NOTHING)
+    assert spelled(drafted(d, [2])) == set()
+    assert spelled(drafted(d, [4])) == {(5,)}
+
+
+def test_ending_eliminates_the_prompt_and_keeps_the_output() -> None:
+    forest, numbers = Forest(5, 1 << 18), count(1)
+    one, other = (Lookahead(forest, numbers, 64, 4, "hierarchical", 0.0) for _ in range(2))
+    one.extend([1, 2], NOTHING)
+    other.extend([1, 3], NOTHING)
+    one.insert(OUTPUTS, [7, 8])
+    one.end()
+    assert spelled(drafted(other, [1])) == {(3,)}
+    assert spelled(drafted(other, [7])) == {(8,)}
+
+
+def test_a_request_that_nobody_ends_leaves_no_prompt_behind() -> None:
+    forest, numbers = Forest(5, 1 << 18), count(1)
+    forgotten = Lookahead(forest, numbers, 64, 4, "hierarchical", 0.0)
+    forgotten.extend([1, 2], NOTHING)
+    prompt = forgotten.own
+    assert forest.size(prompt) > 0
+    del forgotten
+    gc.collect()
+    assert forest.size(prompt) == 0
+
+
+def test_of_too_many_branches_half_are_outputs_and_the_rest_are_the_prompts_first() -> None:
+    d = drafter(length=4, branch=1)
+    for token in (11, 12, 13, 14):
+        d.insert(OUTPUTS, [1, token])
+    d.extend([1, 21, 1, 22, 1, 23, 1, 24], NOTHING)
+    assert sorted(token < 20 for token in drafted(d, [1]).tokens) == [False, False, True, True]
+
+
+def test_a_shared_beginning_is_checked_once_in_a_tree_and_twice_side_by_side() -> None:
+    forms = {}
+    for mode in ("hierarchical", "parallel", "single"):
+        d = drafter(branch=3, mode=mode)
+        d.extend([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 4], NOTHING)
+        forms[mode] = drafted(d, [1], room=2)
+    assert len(forms["hierarchical"].tokens) == 3
+    assert sorted(forms["parallel"].tokens) == [2, 2, 3, 4]
+    assert forms["single"].tokens == (2, 4)
+    assert spelled(forms["hierarchical"]) == spelled(forms["parallel"])
+
+
+def test_parallel_branches_keep_the_budget() -> None:
+    tree = TokenTree((1, 2, 3, 4), (-1, 0, 0, 0), (None,) * 4, (False,) * 4)
+    assert len(shaped(tree, "parallel", 5).tokens) == 4
+    assert shaped(TokenTree(), "parallel", 5) == TokenTree()
+
+
+def test_rewinding_takes_the_text_out_of_the_trie() -> None:
+    d = drafter()
+    d.extend([1, 2], NOTHING)
+    d.insert(OUTPUTS, [3, 4, 5])
+    d.rewind(4)
+    assert spelled(drafted(d, [3])) == {(4,)}
+    d.rewind(1)
+    assert spelled(drafted(d, [3])) == spelled(drafted(d, [1])) == set()
+    d.extend([6], NOTHING)
+    assert spelled(drafted(d, [1])) == {(6,)}
+    assert d.length == 2
+    d.rewind(0)
+    assert d.runs == []
+
+
+def test_no_match_no_room_and_an_unknown_word_are_plain_steps() -> None:
+    d = drafter()
+    d.extend([1, 2, 1], NOTHING)
+    assert drafted(d, [3]) == drafted(d, [1], room=0) == TokenTree()
+    assert drafted(d, [1], room=1).tokens == [2]
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_no_and_one_new_token(wanted: int) -> None:
+    decoder = said(CARD.make, Reciter([1, 2, 1, 2, 1]), 3, wanted)
+    assert (decoder.new, decoder.finished) == ([1, 2][1 : 1 + wanted], "length")
+
+
+def test_an_end_of_text_inside_a_branch_ends_the_text() -> None:
+    stop = Stop(eos=frozenset({3}), max_new_tokens=9)
+    model = Reciter([1, 2, 3, 4, 1, 2, 3, 4])
+    decoder = CARD.make(Request(model.session(), (), GREEDY, stop), price=0.0)
+    decoder.extend(model.poem[:5])
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+    assert (decoder.new, decoder.rounds) == ([2, 3], 1)
+
+
+@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
+@pytest.mark.parametrize("price", [0.0, 0.25])
+def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp, price: float) -> None:
+    def looking() -> Decoder:
+        return CARD.make(Request(Table(3), warp=warp), decoding_length=3, branch_length=2, price=price)
+
+    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3, (0, 1, 0))
+    assert law(looking, 3, (0, 1, 0)) == plain
+
+
+def test_a_model_keeps_its_trie_and_a_batch_keeps_none() -> None:
+    model = Reciter(list(range(1, 9)))
+    alone = [CARD.make(Request(model.session(), clock=time.perf_counter)).drafter.forest for _ in range(2)]
+    rows = [CARD.make(Request(model.session())).drafter.forest for _ in range(2)]
+    other = CARD.make(Request(Reciter([1, 2]).session(), clock=time.perf_counter)).drafter.forest
+    assert alone[0] is alone[1] and rows[0] is not rows[1] and other is not alone[0]
+    forgetful = CARD.make(Request(model.session(), clock=time.perf_counter), remember=False)
+    assert forgetful.drafter.forest is not alone[0]
+
+
+def test_bad_knobs_are_one_line() -> None:
+    for knob, says in (
+        ({"mode": "wide"}, "mode is 'wide'"),
+        ({"price": 2}, "price is 2"),
+        ({"branch_length": 0}, "branch"),
+    ):
+        with pytest.raises(TinyspecError, match=says):
+            CARD.make(Request(Table(3)), **knob)
+
+
+# ------------------------------------------------------------------ trust
+
+
+def test_a_guess_is_run_where_its_expected_chance_reaches_the_price() -> None:
+    trust = Trust(0.3)
+    assert trust.tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [5] * 3).tokens == [5, 6]  # 0.45, 0.36 and 0.05
+    assert trust.tree([5, 6], [-1, 0], [1.0, 1.0], [1, 1]).tokens == ()
+    assert Trust(0.0).tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [1] * 3).tokens == [5, 6, 7]
+
+
+def test_trust_is_lost_by_guesses_that_failed_and_comes_back_without_running_any() -> None:
+    trust = Trust(0.3)
+    for _ in range(9):
+        trust.tree([5], [-1], [1.0], [5])
+        trust.learn([6])
+    assert not trust.worth([1.0], 5) and trust.tree([5], [-1], [1.0], [5]) == TokenTree()
+    assert trust.worth([1.0], 8)  # other lengths are judged apart
+    for _ in range(9):
+        assert trust.tree([5], [-1], [1.0], [5]).tokens in ((), [5])
+        trust.learn([5])
+    assert trust.worth([1.0], 5)
+    trust.forget()
+    assert trust.first == FIRST
+
+
+def test_what_lies_beyond_a_leaf_or_a_mismatch_is_not_judged() -> None:
+    trust = Trust(0.0)
+    trust.tree([5, 6], [-1, 0], [1.0, 1.0], [5, 5])
+    trust.learn([5, 6, 7, 8])
+    assert trust.first[5] > FIRST[5] and trust.further[5] > 0.8
+    before = dict(trust.further)
+    trust.tree([5, 6], [-1, 0], [1.0, 1.0], [5, 5])
+    trust.learn([9, 6])
+    assert trust.further == before
+
+
+def test_in_a_text_of_words_at_random_hardly_a_guess_is_run() -> None:
+    """Every word has been there before, in other company: guesses fail, and soon none is run."""
+    rng = random.Random(0)
+    text = [1 + rng.randrange(12) for _ in range(200)]
+    d = CARD.make(Request(Reciter(text).session(), (), GREEDY, Stop(max_new_tokens=150)), price=0.25)
+    d.extend(text[:40])
+    rows = 0
+    while not d.finished:
+        rows += len(d.step(Seeded(d.rounds)).tree.tokens)
+    assert d.new == text[40:190]
+    assert rows < 0.1 * len(d.new)

@@ -1,0 +1,82 @@
+"""What was asked and said, in a forest of counted tries: one tree for the outputs of all requests, one for each that runs."""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from tinyspec._core import Forest
+from tinyspec.decoding.candidates import kept
+from tinyspec.decoding.decode import NoDraft, Round
+from tinyspec.decoding.goodput import Clock
+from tinyspec.lm.feed import Scores
+
+OUTPUTS = 0  # the tree of what was said; those of requests are 1, 2, ...
+
+
+class Remembered(NoDraft):
+    """The texts of a request in a forest: prompts in a tree of its own, outputs in that of all requests.
+
+    `runs` are the pieces of the text in their order: (number in the forest, its tree, where it begins). No window crosses from
+    one to the next.
+    """
+
+    def __init__(self, forest: Forest, prompts: "count[int]"):
+        self.forest, self.owns = forest, prompts
+        self.own = next(prompts)
+        self.runs: list[tuple[int, int, int]] = []
+        self.length = 0
+
+    def insert(self, tree: int, tokens: Sequence[int]) -> None:
+        """These tokens go on with the text, and belong to this tree."""
+        if not tokens:
+            return
+        if not self.runs or self.runs[-1][1] != tree or self.ends_at(self.runs[-1]) != self.length:
+            self.runs.append((self.forest.open(tree), tree, self.length))
+        self.forest.append(self.runs[-1][0], tokens)
+        self.length += len(tokens)
+
+    def ends_at(self, run: tuple[int, int, int]) -> int:
+        """Where a piece ends in the text."""
+        return run[2] + self.forest.length(run[0])
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.insert(self.own, tokens)
+
+    def observe(self, round: Round) -> None:
+        self.insert(OUTPUTS, round.tokens)
+        if self.forest.size(OUTPUTS) > self.forest.bound:
+            self.forest.prune(OUTPUTS)
+
+    def rewind(self, length: int) -> None:
+        while self.runs and self.runs[-1][2] >= length:
+            text, _, _ = self.runs.pop()
+            self.forest.rewind(text, 0)
+            self.forest.close(text)
+        if self.runs and length < self.ends_at(self.runs[-1]):
+            self.forest.rewind(self.runs[-1][0], length - self.runs[-1][2])
+        self.length = min(self.length, length)
+
+    def end(self) -> None:
+        """The request is over: what was said stays, what was asked goes."""
+        for text, _, _ in self.runs:
+            self.forest.close(text)
+        self.forest.drop(self.own)
+        self.own, self.runs, self.length = next(self.owns), [], 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "runs"):  # a request that nobody ended leaves nothing behind either
+            self.end()
+
+
+def memory(
+    target: Any, clock: Clock | None, name: str, depth: int, bound: int, remember: bool
+) -> "tuple[Forest, count[int]]":
+    """The forest of this model under these knobs, and the numbers of its requests.
+
+    A new one where nothing is to be kept, and in a batch (no clock), where a row must equal the row run alone.
+    """
+
+    def make() -> "tuple[Forest, count[int]]":
+        return Forest(depth, bound), count(OUTPUTS + 1)
+
+    return kept(target, (name, depth, bound), make) if remember and clock is not None else make()

@@ -1,0 +1,85 @@
+"""Which guesses of a draft that was looked up are worth a row: how a retrieval drafter switches itself off.
+
+A guess is run where it is expected to hold with at least `price`: what a further row costs, in calls. What is expected of it:
+
+    share * first(match) * further(match)^(depth - 1)
+
+where share is its frequency among the first guesses of the draft, first(match) how often the text lately went on with one
+of those behind a match so long, and further(match) how often, once it did, it did again. Both are exponential averages over
+what was looked up, run or not: guesses that were not run are compared with the text that came, so trust that was lost comes
+back at no cost. Of a draft found behind several matches, the longest is judged. Lossless: what is proposed depends on the past
+alone, and nothing is drawn. At price 0 all is run.
+"""
+
+from collections.abc import Sequence
+
+from tinyspec.tree import ROOT, TokenTree
+
+RATE = 0.1  # weight of the newest outcome: one hit of many must not look like a habit
+FIRST = {8: 0.7, 5: 0.5, 3: 0.3, 2: 0.15, 1: 0.05}  # least length of a match -> before anything is known
+FURTHER = 0.8
+
+
+class Trust:
+    """How far the latest drafts came true, by the length of the match they were found behind."""
+
+    def __init__(self, price: float):
+        self.price = price
+        self.forget()
+
+    def forget(self) -> None:
+        """Another text: what was copied well in the last one says nothing of it."""
+        self.first, self.further = dict(FIRST), dict.fromkeys(FIRST, FURTHER)
+        self.tokens: Sequence[int] = ()
+        self.parents: Sequence[int] = ()
+        self.matches: Sequence[int] = ()
+
+    def worth(self, shares: Sequence[float], match: int) -> bool:
+        """Whether one of these first guesses behind such a match may be run."""
+        return bool(shares) and max(shares) * self.first[bucket(match)] >= self.price * sum(shares)
+
+    def tree(
+        self, tokens: Sequence[int], parents: Sequence[int], shares: Sequence[float], matches: Sequence[int]
+    ) -> TokenTree:
+        """The guesses that are worth a row; all of them are remembered, to be judged by the text."""
+        self.tokens, self.parents, self.matches = tokens, parents, matches
+        if not tokens:
+            return TokenTree()
+        place, depths = {ROOT: ROOT}, {ROOT: 0}
+        whole: dict[
+            int, float
+        ] = {}  # of the first guesses behind each match: a draft may join trees, or leave some out
+        for parent, share, match in zip(parents, shares, matches, strict=True):
+            whole[match] = whole.get(match, 0.0) + (share if parent == ROOT else 0.0)
+        kept, above = list[int](), list[int]()
+        for node, (token, parent, share, match) in enumerate(zip(tokens, parents, shares, matches, strict=True)):
+            if parent not in place:
+                continue
+            group = bucket(match)
+            share /= max(whole[match], share)
+            if share * self.first[group] * self.further[group] ** depths[parent] >= self.price:
+                place[node], depths[node] = len(kept), depths[parent] + 1
+                kept.append(token)
+                above.append(place[parent])
+        return TokenTree(kept, above, (None,) * len(kept), (False,) * len(kept)) if kept else TokenTree()
+
+    def learn(self, text: Sequence[int]) -> None:
+        """What came instead of, or as, the last guesses."""
+        if not self.tokens:
+            return
+        longest = self.matches[0]
+        at, rates = ROOT, self.first
+        for token in text:
+            below = [n for n, parent in enumerate(self.parents) if parent == at and self.matches[n] == longest]
+            if not below:
+                return
+            at = next((node for node in below if self.tokens[node] == token), ROOT)
+            rates[bucket(longest)] += RATE * ((at != ROOT) - rates[bucket(longest)])
+            if at == ROOT:
+                return
+            rates = self.further
+
+
+def bucket(match: int) -> int:
+    """The least length of the matches that are counted with this one."""
+    return next((n for n in FIRST if n <= match), 1)
