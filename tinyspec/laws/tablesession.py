@@ -109,6 +109,10 @@ class TableSession(TableText):
         self.adopted = 0 if rows is None else len(rows)
         self.prefixed = None if prefix is None else 17
 
+    def replan(self, plan: Plan) -> None:
+        """Run what comes from now on under another plan."""
+        self.plan = plan
+
     def view(self, plan: Plan) -> "TableView":
         """The same text and nodes under another plan."""
         from tinyspec.laws.tableview import TableView

@@ -133,6 +133,10 @@ class Session(Text):
         self.runner.probes, self.runner.prefix = rows, prefix
         self.adopted = 0 if rows is None else len(rows)
 
+    def replan(self, plan: Plan) -> None:
+        """Run what comes from now on under another plan; what was run stays as it is (a window that moves on, say)."""
+        self.plan = self.runner.plan = plan
+
     def view(self, plan: Plan) -> "View":
         """The same weights, text and nodes under another plan."""
         from tinyspec.lm.view import View  # a view stands on a session; this is its front door

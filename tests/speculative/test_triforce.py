@@ -1,0 +1,186 @@
+"""TriForce: what is retrieved, the three levels, the residual, and what a large budget means."""
+
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.lm.small import GPT2, LLAMA, model
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.toys.triforce import finds_the_needle, joint_law_of_three_levels, middle_draws_again, window_only
+from tinyspec.lm.blocks import Blocks
+from tinyspec.lm.config import Config
+from tinyspec.lm.ops import attend_causal, linear
+from tinyspec.lm.queries import chosen
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import Request, find
+
+CARD = find("triforce")
+KNOBS = {"gamma1": 1, "gamma2": 3, "budget": 4, "chunk": 2, "rebuild": 5, "sink": 1, "window": 3}
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+
+
+def made(config: Config = LLAMA, warp: Warp | None = None, tokens: int = 20, **knobs: int) -> Decoder:
+    ledger: list = []
+    request = Request(
+        model(config, seed=1).session(ledger), [model(config, seed=2).session(ledger)],
+        warp or Warp(0.0), Stop(max_new_tokens=tokens), ledger=ledger,
+    )  # fmt: skip
+    return CARD.make(request, **{**KNOBS, **knobs})
+
+
+def finish(d: Decoder, prompt: list[int], seed: int = 0) -> list[int]:
+    d.extend(prompt)
+    chance = Seeded(seed)
+    while not d.finished:
+        d.step(chance)
+    return d.new
+
+
+def asked_and_kept(m: Model, ids: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Queries [T, H, hd] and keys [T, KV, hd] of every layer by one dense pass: the oracle of the choice."""
+    blocks = Blocks(m.config, dict(m.weights))
+    x = blocks.embed[torch.tensor(ids)]
+    if m.config.positions == "learned":
+        x = x + m.weights["positions"][: len(ids)]
+    asked, kept = [], []
+    for block in blocks.layers:
+        q, k, v = blocks._qkv(block, x[None], blocks.cos[: len(ids)], blocks.sin[: len(ids)])
+        asked.append(q[0])
+        kept.append(k[0])
+        x = x + linear(attend_causal(q, k, v), block.out, block.out_bias)[0]
+        x = x + blocks._mlp(block, x)
+    return asked, kept
+
+
+def test_trap_retrieval_knows_what_a_window_has_left_behind() -> None:
+    assert finds_the_needle(CARD.make).cases == 4
+    with pytest.raises(AssertionError, match="retrieved key"):
+        finds_the_needle(window_only)
+
+
+def test_trap_a_middle_that_draws_again_after_a_refusal_loses_the_law() -> None:
+    assert joint_law_of_three_levels(CARD.make).cases == 3
+    with pytest.raises(AssertionError, match="joint law"):
+        joint_law_of_three_levels(middle_draws_again)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("length", [9, 12])
+def test_the_chunks_are_those_whose_mean_key_agrees_most_with_the_newest_query(config: Config, length: int) -> None:
+    d = made(config)
+    text = TEXT[:length]
+    d.extend(text)
+    d.step(Seeded(0))  # the plain round: its root is the prompt's last token
+    visible = d.drafter.view.plan.visible
+    chunks = length // 2
+    assert visible.since == 2 * chunks
+    for (asked, kept), layer in zip(
+        zip(*asked_and_kept(d.target.model, text), strict=True), visible.layers, strict=True
+    ):
+        for head, positions in enumerate(layer):
+            group = config.n_heads // config.n_kv_heads
+            query = asked[-1, head * group : (head + 1) * group].sum(0)
+            scores = [float(kept[2 * c : 2 * c + 2, head].mean(0) @ query) for c in range(chunks)]
+            best = max(range(1, chunks), key=lambda c: scores[c])
+            assert positions == {0, 1, 2 * best, 2 * best + 1}
+
+
+def test_the_first_chunk_is_always_kept_and_equals_go_to_the_earlier() -> None:
+    scores = torch.tensor([[-9.0, 1.0, 3.0, 3.0], [5.0, 0.0, 0.0, 0.0]])
+    assert chosen(scores, 2) == [[0, 2], [0, 1]]
+    assert chosen(scores, 1) == [[0], [0]]
+
+
+@pytest.mark.parametrize("warp", [Warp(0.0), Warp(0.8)], ids=str)
+def test_a_budget_that_holds_the_context_makes_middle_and_target_agree_always(warp: Warp) -> None:
+    d = made(warp=warp, budget=64, rebuild=0)
+    d.extend(TEXT)
+    rounds = [d.step(Seeded(number)) for number in range(4)]
+    assert [len(round.tokens) for round in rounds[1:]] == [4, 4, 4]  # alpha = 1
+    assert [len(round.verdict.refused) for round in rounds] == [0, 0, 0, 0]
+    assert all(sum(call.rows for call in round.calls) <= 1 for round in rounds[1:])  # and the check is free: one row
+
+
+def test_a_budget_as_large_as_the_models_context_is_said_to_be_the_full_cache() -> None:
+    request = Request(model().session(), [model(seed=2).session()], positions=64)
+    with pytest.warns(UserWarning, match="budget of 64 tokens holds the whole context of 64.*full cache"):
+        CARD.make(request, budget=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CARD.make(request, budget=32)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_greedy_text_is_plain_greedy_text(config: Config) -> None:
+    plain = Decoder(model(config, seed=1).session(), NoDraft(), walk, warp=Warp(0.0), stop=Stop(max_new_tokens=20))
+    assert finish(made(config), TEXT) == finish(plain, TEXT)
+
+
+def test_each_round_is_one_call_of_the_target_and_the_first_is_plain() -> None:
+    d = made()
+    d.extend(TEXT)
+    first = d.step(Seeded(0))
+    assert (len(first.tokens), first.tree.tokens, first.draft_calls) == (1, (), ())
+    for number in range(1, 5):
+        round = d.step(Seeded(number))
+        assert len(round.calls) == 1
+        assert len(round.tree.tokens) == 3
+
+
+def test_chunks_are_chosen_anew_every_rebuild_tokens_or_never() -> None:
+    def choices(**knobs: int) -> list[int]:
+        d = made(tokens=30, **knobs)
+        d.extend(TEXT)
+        seen = []
+        while not d.finished:
+            d.step(Seeded(d.rounds))
+            seen.append(d.drafter.chosen_at)
+        return sorted(set(seen))
+
+    often = choices()
+    assert len(often) > 2 and all(b - a >= 5 for a, b in pairwise(often))
+    assert choices(rebuild=0) == [len(TEXT) + 1]
+
+
+def test_taken_back_before_the_choice_it_chooses_again() -> None:
+    d = made()
+    d.extend(TEXT)
+    d.step(Seeded(0))
+    d.rewind(5)
+    d.extend([7, 7])
+    assert d.step(Seeded(1)).tree.tokens == ()
+    assert d.drafter.view.plan.visible.since == 6
+
+
+def test_the_small_model_sees_the_first_tokens_and_the_latest() -> None:
+    d = made(sink=2, window=8)
+    streaming = d.drafter.decoder.drafter
+    assert streaming.plan(10).visible is None
+    for length in (11, 30, 47):
+        visible = streaming.plan(length).visible
+        assert visible.layers[0] == (frozenset({0, 1}),) * 2
+        assert visible.since == length - 8
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_short_requests_end_where_they_should(tokens: int) -> None:
+    assert len(finish(made(tokens=tokens), TEXT)) == tokens
+
+
+def test_an_end_of_text_in_the_middles_draft_ends_the_text() -> None:
+    text = finish(made(), TEXT)
+    d = made()
+    d.stop = d.drafter.ends = d.drafter.decoder.stop = Stop(eos=frozenset({text[6]}), max_new_tokens=20)
+    assert finish(d, TEXT) == text[: text.index(text[6]) + 1]
+
+
+def test_a_budget_below_one_chunk_is_refused() -> None:
+    with pytest.raises(TinyspecError, match="at least 8"):
+        CARD.make(Request(model().session(), [model(seed=2).session()]), budget=4)
