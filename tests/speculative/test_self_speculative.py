@@ -1,0 +1,221 @@
+"""Draft & Verify: its own skipping draft, its exit, its skip sets and the search for them."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lm.small import LLAMA
+from tests.lm.small import model as network
+from tests.table import Table, law
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws import toys
+from tinyspec.laws.toys import self_speculative as traps
+from tinyspec.lm.feed import Call
+from tinyspec.speculative.drafting.self_speculative import Exit, Search, skipped, spelled
+from tinyspec.technique import Request, find
+
+CARD = find("self_speculative")
+GREEDY = Warp(temperature=0.0)
+
+
+def made(seed: int = 1, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any) -> Decoder:
+    return CARD.make(Request(Table(seed), warp=warp or Warp(), stop=stop or Stop()), **{"skip": "a1+m1", **knobs})
+
+
+def finish(decoder: Decoder, prompt: list[int]) -> Decoder:
+    decoder.extend(prompt)
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+    return decoder
+
+
+@pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
+def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
+    assert trap.check(trap.real()).cases > 0
+
+
+@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(0.5, top_k=2)], ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_the_joint_law_is_the_whole_models(warp: Warp, threshold: float) -> None:
+    plain = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
+    assert law(lambda: made(1, warp, gamma=2, threshold=threshold), 2) == plain
+
+
+@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(0.5)], ids=str)
+def test_where_nothing_is_skipped_every_token_is_accepted(warp: Warp) -> None:
+    decoder = made(1, warp, Stop(max_new_tokens=20), skip="none", threshold=0.0, gamma=4)
+    assert finish(decoder, [0]).rounds == 4
+
+
+def test_a_token_that_the_draft_was_unsure_of_stays_and_ends_the_draft() -> None:
+    for threshold, length in ((0.0, 5), (1.0, 1)):
+        decoder = made(threshold=threshold, gamma=5)
+        decoder.extend((0,))
+        assert len(decoder.step(Seeded(0)).tree.tokens) == length
+
+
+def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
+    """At temperature 0 every token is certain under the sharpened law; the exit reads the law before."""
+    lengths = []
+    for warp in (GREEDY, Warp(top_k=1)):
+        decoder = made(1, warp, threshold=0.5, gamma=5)
+        decoder.extend((0,))
+        lengths.append(len(decoder.step(Seeded(0)).tree.tokens))
+    assert lengths[0] == lengths[1] < 5
+
+
+def test_the_threshold_rises_where_too_little_passes_and_falls_where_enough_does() -> None:
+    assert Exit(0.5).after(0, 4, wanted=0.9, gamma=8) == (pytest.approx(0.501), 0.0)
+    assert Exit(0.5, passed=1.0).after(4, 4, wanted=0.9, gamma=8) == (pytest.approx(0.499), 1.0)
+    assert Exit(0.5, passed=1.0).after(8, 8, wanted=0.9, gamma=8) == (0.5, 1.0)  # the cap ended it, not the threshold
+    assert Exit(0.5, passed=0.4).after(0, 0, wanted=0.9, gamma=8) == (0.5, 0.4)  # nothing was drafted
+
+
+def test_the_threshold_adapts_within_a_request_and_starts_anew_with_the_next() -> None:
+    decoder = finish(made(1, GREEDY, Stop(max_new_tokens=20), threshold=0.8), [0])
+    drafter: Any = decoder.drafter
+    assert drafter.exit.threshold != 0.8
+    decoder.end()
+    assert drafter.exit == Exit(0.8)
+
+
+def test_what_the_draft_ran_below_the_first_skipped_sublayer_is_not_run_again() -> None:
+    """On a transformer of L layers: the first of them are shared, and the prompt is read once."""
+    model, work = network(LLAMA, seed=1), {}
+    n_layers = model.config.n_layers
+    for skip in (f"m{n_layers - 1}", "a0"):
+        ledger: list[Call] = []
+        request = Request(model.session(ledger), ledger=ledger)
+        decoder = CARD.make(request, skip=skip, threshold=0.0, gamma=2)
+        decoder.extend((1, 2, 3))
+        decoder.step(Seeded(0))
+        work[skip] = sum(call.row_layers for call in ledger)
+    top, bottom = work.values()
+    assert top == n_layers * (3 + 2)  # prompt and two guesses: drafting was free
+    assert bottom == n_layers * (3 + 2) + 2 * (n_layers - 0.5)  # nothing is shared above the first sublayer
+
+
+@pytest.mark.parametrize("skip", ["default", "none", "a0", "a0-1+m1", "m0-1"])
+def test_on_a_transformer_it_is_greedy_decoding(skip: str) -> None:
+    stop = Stop(max_new_tokens=20)
+    model = network(LLAMA, seed=1)
+    plain = finish(Decoder(model.session(), NoDraft(), walk, warp=GREEDY, stop=stop), [1, 2, 3]).new
+    request = Request(model.session(), warp=GREEDY, stop=stop)
+    assert finish(CARD.make(request, skip=skip), [1, 2, 3]).new == plain
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_budgets_of_no_and_one_token_need_no_draft(wanted: int) -> None:
+    decoder = finish(made(stop=Stop(max_new_tokens=wanted)), [0])
+    assert len(decoder.new) == decoder.rounds == wanted
+
+
+def test_drafting_stops_at_the_end_of_text() -> None:
+    decoder = finish(made(stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9), threshold=0.0), [0])
+    assert len(decoder.new) == 1
+
+
+# ---------------------------------------------------------------------- skip sets
+
+
+def test_a_skip_set_is_read_as_it_is_written() -> None:
+    sets = [skipped("default", 12), skipped("a0+m3+a5-7", 12), frozenset[int]()]
+    assert [skipped(spelled(s), 12) for s in sets] == sets
+    assert skipped("a1, m2", 4) == skipped("a1+m2", 4) == skipped([2, 5], 4) == skipped(("a1", "m2"), 4) == {2, 5}
+    assert skipped("none", 4) == skipped(None, 4) == skipped((), 4) == frozenset()
+
+
+def test_the_default_keeps_the_first_two_layers_and_the_last() -> None:
+    for n_layers in range(1, 40):
+        layers = {sublayer // 2 for sublayer in skipped("default", n_layers)}
+        assert not layers & {0, 1, n_layers - 1}
+        assert len(layers) >= (n_layers - 3) / 3
+
+
+@pytest.mark.parametrize(
+    ("skip", "said"),
+    [
+        ("a0-2+m0-2", "all 6 sublayers"),
+        (range(6), "all 6 sublayers"),
+        ("a3", "layers are 0 to 2"),
+        ("a2-1", "out of range"),
+        ([7], "layers are 0 to 2"),
+        ("b1", "no sublayer"),
+        ("a1 m", "no sublayer"),
+        ([1.5], "no sublayer"),
+        ("missing.json", "no such file"),
+    ],
+)
+def test_a_skip_set_without_a_meaning_is_one_line(skip: Any, said: str) -> None:
+    with pytest.raises(TinyspecError, match=said) as error:
+        made(skip=skip)
+    assert "\n" not in str(error.value)
+
+
+def test_the_knob_takes_the_file_of_a_search(tmp_path: Path) -> None:
+    file = tmp_path / "skip.json"
+    for skip, expected in (("a1+m2", {2, 5}), ("none", set())):
+        file.write_text(json.dumps({"skip": skip, "n_layers": 3}))
+        assert skipped(str(file), 3) == skipped(file, 3) == expected
+    with pytest.raises(TinyspecError, match="searched on 3 layers, this model has 12"):
+        skipped(str(file), 12)
+    for content in ("[]", "{", '{"n_layers": 3}'):
+        file.write_text(content)
+        with pytest.raises(TinyspecError, match="no result of `tinyspec bench skip`"):
+            skipped(str(file), 3)
+
+
+@pytest.mark.parametrize("knobs", [{"gamma": 0}, {"threshold": 1.1}, {"wanted": -0.1}, {"layers": 3}])
+def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None:
+    with pytest.raises(TinyspecError, match=next(iter(knobs))):
+        made(**knobs)
+
+
+# ---------------------------------------------------------------------- the search
+
+
+def test_a_search_never_asks_twice_nor_for_everything_and_repeats_itself() -> None:
+    def asked(stop_at: int | None) -> list[Any]:
+        search, found = Search(2, seed=3), list[Any]()
+        search.tell(frozenset(), 1.0)
+        for number in range(6):
+            if number == stop_at:  # interrupted: another object is told the same
+                told, search = search.told, Search(2, seed=3)
+                for skip, speeds in told.items():
+                    search.tell(skip, speeds[0])
+            found.append(search.suggest())
+            search.tell(found[-1], 1.0 + 0.1 * len(found[-1]))
+        return found
+
+    whole = asked(None)
+    assert whole == asked(3)
+    assert len(set(whole)) == 6 and frozenset(range(4)) not in whole and frozenset() not in whole
+
+
+def test_a_search_of_a_model_of_one_layer_has_three_sets() -> None:
+    search = Search(1)
+    for number in range(4):
+        skip = search.suggest()
+        search.tell(skip, float(len(skip)))
+        assert len(search.told) == min(number + 1, 3)
+
+
+def test_a_set_that_is_measured_again_counts_by_its_mean() -> None:
+    search = Search(2)
+    for skip, speed in (({0}, 3.0), ({1}, 2.0), ({0}, 0.5)):
+        search.tell(frozenset(skip), speed)
+    assert search.best == {1}
+
+
+def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bayes_opt", None)
+    with pytest.raises(TinyspecError, match=r"tinyspec\[search\]"):
+        Search(2)

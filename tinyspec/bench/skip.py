@@ -1,0 +1,147 @@
+"""`tinyspec bench skip`: which sublayers a model's draft leaves out, found by measuring (Draft & Verify, section 3.2).
+
+The search is in `tinyspec/speculative/drafting/self_speculative.py`; here are the model, the prompts and the clock. Each
+set is timed in turn with plain decoding, on the same prompts, and counts by the ratio of the two, so that a machine that
+becomes slower meanwhile misleads nobody. The best of many noisy timings flatters itself: in the end it is timed again, on
+prompts that the search has not seen, beside the default set.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tinyspec import models
+from tinyspec.bench.arms import endless
+from tinyspec.bench.harness import progress, report, save
+from tinyspec.bench.tasks import openings
+from tinyspec.decoding.goodput import Clock
+from tinyspec.errors import TinyspecError
+from tinyspec.generation import prompt_ids, start
+from tinyspec.lm.transformer import Model
+from tinyspec.speculative.drafting.self_speculative import Search, Skip, skipped, spelled
+
+METHOD = "self_speculative"
+CHECKS = 3  # how often the best set is timed in the end
+
+
+def starts(n_layers: int) -> list[Skip]:
+    """What the search is shown first: nothing skipped, the default, and thin, regular sets of either kind."""
+    layers = range(1, n_layers - 1)
+    regular = [
+        *({2 * layer for layer in layers[first::step]} for step in (2, 3) for first in (0, 1)),
+        *({2 * layer + 1 for layer in layers[first::step]} for step in (2, 3) for first in (0, 1)),
+        {sublayer for layer in layers[::2] for sublayer in (2 * layer, 2 * layer + 1)},
+    ]
+    return list(dict.fromkeys([frozenset[int](), skipped("default", n_layers), *map(frozenset, regular)]))
+
+
+def measure(
+    name: str,
+    evaluations: int = 100,
+    prompts: int = 2,
+    tokens: int = 32,
+    temperature: float = 0.0,
+    seed: int = 0,
+    dtype: str | None = None,
+    resume: bool = False,
+    out: Path | None = None,
+    quiet: bool = False,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """Search and check. With `out`, every evaluation is written as it comes; with `resume`, the file is gone on with."""
+    Search(1)  # says at once if the library is missing
+    model = endless(models.load(name, dtype=dtype))
+    n_layers, room = model.config.n_layers, model.config.max_positions - tokens
+    if room < 1:
+        raise TinyspecError(f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens")
+    texts = [prompt_ids(model, text)[-room:] for text in openings()]
+    asked, fresh = texts[:prompts], texts[-prompts:]
+    settings = {
+        "model": model.name, "n_layers": n_layers, "dtype": str(model.dtype).removeprefix("torch."), "prompts": prompts,
+        "tokens": tokens, "temperature": temperature, "seed": seed,
+    }  # fmt: skip
+    done = _kept(out, settings) if resume else []
+    search, first = Search(n_layers, seed), starts(n_layers)
+    for entry in done:
+        search.tell(skipped(entry["skip"], n_layers), entry["speed"])
+    plain = {"method": "autoregressive", "temperature": temperature}
+    result: dict[str, Any] = {}
+    with progress(f"{model.name}: {2 * n_layers} sublayers", evaluations + CHECKS, quiet) as tick:
+        for number in range(evaluations):
+            if number >= len(done):
+                skip = first[number] if number < len(first) else search.suggest()
+                entry = _turn(model, asked, tokens, plain, skip, number, clock)
+                search.tell(skip, entry["speed"])
+                best = max(entry["speed"], *(before["best"] for before in done[-1:]), 0.0)
+                done.append({**entry, "best": best})
+                result = {**settings, "skip": spelled(search.best), "evaluations": done}
+                if out is not None:
+                    save(out, report(result))
+            tick()
+        skip = search.best
+        result = {**settings, "skip": spelled(skip), "sublayers_skipped": len(skip), "evaluations": done}
+        for what, chosen in (("checked", skip), ("default", skipped("default", n_layers))):
+            turns = []
+            for turn in range(CHECKS):
+                turns.append(_turn(model, fresh, tokens, plain, chosen, turn, clock))
+                if what == "checked":
+                    tick()
+            result[what] = {
+                "skip": spelled(chosen),
+                **{
+                    figure: median(turn[figure] for turn in turns)
+                    for figure in ("speed", "accepted", "seconds", "plain")
+                },
+            }
+    result = report(result)
+    if out is not None:
+        save(out, result)
+    return result
+
+
+def _turn(
+    model: Model, prompts: Sequence[Any], tokens: int, plain: dict[str, Any], skip: Skip, number: int, clock: Clock
+) -> dict[str, Any]:
+    """A set and plain decoding on the same prompts, one after the other, in turns: seconds a token, and their ratio."""
+    ours = {**plain, "method": METHOD, "skip": spelled(skip)}
+    timed = [_timed(model, prompts, tokens, arm, clock) for arm in ((ours, plain) if number % 2 else (plain, ours))]
+    (seconds, accepted), (alone, _) = timed if number % 2 else timed[::-1]
+    return {"skip": spelled(skip), "seconds": seconds, "plain": alone, "speed": alone / seconds, "accepted": accepted}
+
+
+def _timed(model: Model, prompts: Sequence[Any], tokens: int, arm: dict[str, Any], clock: Clock) -> tuple[float, float]:
+    """Seconds a token, without the prompt's; the share of drafted tokens that was accepted."""
+    seconds, made, drafted, accepted = 0.0, 0, 0, 0
+    for prompt in prompts:
+        running = start(model, prompt, max_new_tokens=tokens, **arm)
+        begun = clock()
+        made += sum(len(round.tokens) for round in running)
+        seconds += clock() - begun
+        drafted, accepted = drafted + running.stats.drafted, accepted + running.stats.accepted
+    return seconds / made, accepted / drafted if drafted else 0.0
+
+
+def _kept(out: Path | None, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The evaluations of an interrupted search, or of one that is to be longer."""
+    if out is None:
+        raise TinyspecError("--resume goes on with the file of --out: name it")
+    if not out.exists():
+        return []
+    try:
+        found = json.loads(out.read_text(encoding="utf-8"))
+        done = [
+            {**entry, "speed": float(entry["speed"]), "best": float(entry["best"])} for entry in found["evaluations"]
+        ]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise TinyspecError(
+            f"{out} is no result of `tinyspec bench skip` ({type(error).__name__}): name another"
+        ) from error
+    for key, value in settings.items():
+        if found.get(key) != value:
+            raise TinyspecError(
+                f"{out} was made with {key} {found.get(key)}, not {value}: name another --out, or leave --resume"
+            )
+    return done
