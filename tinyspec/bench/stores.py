@@ -1,4 +1,4 @@
-"""What a technique needs built before it can run at all, where the command line does not name it: the datastore of `rest`.
+"""What a technique needs to be itself on a model, where the command line does not name it: the datastore of `rest`.
 
 It is made of the texts at hand that no benchmark asks about (the training books, and for a chat model GSM8K's training
 questions with their answers), lies in the cache, and is named in the result.
@@ -66,5 +66,15 @@ def store(model: Model) -> Prepared:
     return Prepared({"datastore": str(path)}, f"a datastore of {len(datastore.opened(path).tokens):,} tokens: {what}")
 
 
-PREPARE: dict[str, tuple[str, Callable[[Model], Prepared]]] = {"rest": ("datastore", store)}
-"""By technique: the knob that it cannot do without, and who gives it a value."""
+def retrieval(model: Model) -> Prepared:
+    """A budget that retrieves: the paper's holds all of a short context."""
+    budget = max(model.config.max_positions // SHARE // CHUNK, 1) * CHUNK
+    return Prepared({"budget": budget}, f"a retrieval budget of {budget} tokens, a sixteenth of the context")
+
+
+SHARE, CHUNK = 16, 8
+PREPARE: dict[str, tuple[str, Callable[[Model], Prepared]]] = {
+    "rest": ("datastore", store),
+    "triforce": ("budget", retrieval),
+}
+"""By technique: the knob whose default does nothing on this model, and who gives it a value."""

@@ -1,34 +1,13 @@
 """tinyspec bench: the measurements behind every number in the README. What they measure, `tinyspec/bench/` says."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tinyspec.cli import base
-
-RAW = ("samples", "prompts", "machine", "columns")  # long, and in the file that --out writes
-
-
-def _rounds(default: int) -> Any:
-    return click.option(
-        "--rounds", type=click.IntRange(1), default=default, show_default=True, help="How often each is timed, in turn."
-    )
-
-
-def _tokens(default: int) -> Any:
-    return click.option("--tokens", type=click.IntRange(1), default=default, show_default=True, help="Tokens to write.")
-
-
-_results = base.options(
-    click.option(
-        "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the result with all samples here."
-    ),
-    click.option("--json", "as_json", is_flag=True, help="The result with all samples on standard output."),
-    click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
-)
+from tinyspec.cli import base, bench_drafts
+from tinyspec.cli.measuring import results, rounds, show, tokens
 
 
 @click.group("bench", cls=base.Group, invoke_without_command=True)
@@ -52,9 +31,9 @@ _results = base.options(
         help="spec_bench (or one of its six), human_eval, gsm8k, edits, books; all. NAME:20 takes 20 prompts.",
     ),
     click.option("--prompts", type=click.IntRange(1), default=10, show_default=True, help="Prompts of each other task."),
-    _tokens(64),
+    tokens(64),
     click.option("--until-eos", is_flag=True, help="Answers end where plain greedy decoding's do. [default: nowhere]"),
-    _rounds(3),
+    rounds(3),
     click.option("--temperature", "-t", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
     click.option("--top-p", type=float, help="Keep the fewest tokens whose probability reaches p."),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the first round; each round adds 1."),
@@ -63,7 +42,7 @@ _results = base.options(
     click.option("--resume", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Go on with this file."),
     click.option("--svg", type=click.Path(file_okay=False, path_type=Path), help="Draw pictures into this folder."),
     click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables here."),
-    _results,
+    results,
 )  # fmt: skip
 @click.pass_context
 def bench(ctx: click.Context, /, **options: Any) -> None:
@@ -158,15 +137,15 @@ def _present(result: dict[str, Any], options: dict[str, Any], path: Path | None)
     click.option("--model", "-m", default="storyteller", show_default=True, help="Name, folder, .gguf file or hub id."),
     click.option("--method", default="speculative_decoding", show_default=True, help="See `tinyspec methods`."),
     base.knob_option,
-    _tokens(128),
-    _rounds(5),
+    tokens(128),
+    rounds(5),
     click.option(
         "--temperature", "-t", "temperatures", type=float, multiple=True, default=(0.0, 0.8), show_default=True
     ),
     click.option(
         "--repetition-penalty", type=float, default=1.2, show_default=True, help="For both arms: 1 lets text loop."
     ),
-    _results,
+    results,
 )
 @click.pass_context
 def race(ctx: click.Context, /, model: str, method: str, knob: tuple[str, ...], **options: Any) -> None:
@@ -182,11 +161,11 @@ def race(ctx: click.Context, /, model: str, method: str, knob: tuple[str, ...], 
     base.settle(ctx, knobs, [method])
     from tinyspec.bench.races import measure
 
-    _show(measure, options, name=model, method=method, **knobs)
+    show(measure, options, name=model, method=method, **knobs)
 
 
 @bench.command("core")
-@base.options(_rounds(15), _results)
+@base.options(rounds(15), results)
 def core(**options: Any) -> None:
     """The compiled kernels against transformers' processors and torch, from the same logits.
 
@@ -197,18 +176,18 @@ def core(**options: Any) -> None:
     """
     from tinyspec.bench.core import measure
 
-    _show(measure, options)
+    show(measure, options)
 
 
 @bench.command("plain")
 @base.options(
     click.option("--model", "-m", default="smollm2", show_default=True, help="Name or folder."),
-    _tokens(128),
-    _rounds(5),
+    tokens(128),
+    rounds(5),
     click.option(
         "--dtype", "dtypes", multiple=True, default=("float32", "bfloat16"), show_default=True, help="May be repeated."
     ),
-    _results,
+    results,
 )
 def plain(model: str, **options: Any) -> None:
     """Plain decoding against transformers' generate: same weights, same tokens, batch 1; and peak memory.
@@ -220,14 +199,14 @@ def plain(model: str, **options: Any) -> None:
     """
     from tinyspec.bench.plain import measure
 
-    _show(measure, options, name=model)
+    show(measure, options, name=model)
 
 
 @bench.command("peer")
 @base.options(
     click.option("--model", "-m", default="smollm2", show_default=True, help="Name or folder."),
     click.option("--questions", type=click.IntRange(1), default=50, show_default=True, help="Prompts of Spec-Bench."),
-    _tokens(64),
+    tokens(64),
     click.option(
         "--method", "methods", multiple=True, default=("autoregressive",), show_default=True, help="May be repeated."
     ),
@@ -238,7 +217,7 @@ def plain(model: str, **options: Any) -> None:
         show_default=True,
         help="transformers, or our own torch path: what TINYSPEC_PURE=1 takes.",
     ),
-    _results,
+    results,
 )
 def peer(model: str, **options: Any) -> None:
     """Greedy tokens against transformers', or our own torch path's, on the same float32 weights, on real questions.
@@ -251,18 +230,18 @@ def peer(model: str, **options: Any) -> None:
     """
     from tinyspec.bench.peer import measure
 
-    _show(measure, options, name=model)
+    show(measure, options, name=model)
 
 
 @bench.command("equality")
 @base.options(
     click.option("--model", "-m", default="smollm2", show_default=True, help="Name or folder."),
     click.option("--questions", type=click.IntRange(1), default=None, help="Prompts of Spec-Bench. [default: all]"),
-    _tokens(64),
+    tokens(64),
     click.option("--method", "methods", multiple=True, default=("llma",), show_default=True, help="May be repeated."),
     click.option("--dtype", default="bfloat16", show_default=True, help="Type of the weights."),
     click.option("--resume", is_flag=True, help="Go on with the file of --out."),
-    _results,
+    results,
 )
 def equality(model: str, **options: Any) -> None:
     """Greedy speculation against plain greedy decoding, token for token, in bfloat16, on real questions.
@@ -274,107 +253,8 @@ def equality(model: str, **options: Any) -> None:
     """
     from tinyspec.bench.equality import measure
 
-    _show(measure, options, kept=True, name=model)
+    show(measure, options, kept=True, name=model)
 
 
-@bench.command("plan-draft")
-@base.options(
-    click.option("--model", "-m", default="storyteller", show_default=True, help="The target: name or folder."),
-    click.option("--drafts", multiple=True, metavar="LIST", help="Candidates. [default: the draft that the card names]"),
-    click.option("--longest", type=click.IntRange(1), default=6, show_default=True, help="Drafted tokens a round, at most."),
-    click.option("--prompts", type=click.IntRange(1), default=4, show_default=True, help="Openings to measure on."),
-    _tokens(64),
-    click.option("--temperature", "-t", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
-    click.option("--check/--no-check", default=True, help="Measure the forecasts on other prompts. [default: on]"),
-    click.option(
-        "--numbers", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Advise from the numbers of this file; nothing is run.",
-    ),
-    _results,
-)  # fmt: skip
-def plan_draft(model: str, drafts: tuple[str, ...], numbers: Path | None, **options: Any) -> None:
-    """Which draft model, and how many tokens of it: measured, forecast, recommended (arXiv 2402.01528).
-
-    \b
-    Examples:
-      tinyspec bench plan-draft
-      tinyspec bench plan-draft --drafts apprentice,models/mine --longest 8 --out results/plan.json
-      tinyspec bench plan-draft --numbers results/plan.json
-    """
-    from tinyspec.bench import planning
-    from tinyspec.bench.harness import save
-
-    out, as_json = options.pop("out"), options.pop("as_json")
-    named = [name.strip() for part in drafts for name in part.split(",") if name.strip()]
-    result = planning.advise(numbers) if numbers is not None else planning.measure(model, named, **options)
-    if out is not None:
-        save(out, result)
-    if as_json:
-        click.echo(json.dumps(result))
-        return
-    base.console().print(planning.grid(result).rich(), highlight=False)
-    click.echo(planning.sentence(result))
-    if out is not None:
-        click.echo(f"written: {out}", err=True)
-
-
-@bench.command("skip")
-@base.options(
-    click.option("--model", "-m", default="storyteller", show_default=True, help="Name or folder."),
-    click.option(
-        "--evaluations", type=click.IntRange(1), default=100, show_default=True, help="Skip sets to be timed."
-    ),
-    click.option("--prompts", type=click.IntRange(1, 20), default=2, show_default=True, help="Openings to measure on."),
-    _tokens(32),
-    click.option("--temperature", "-t", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Of the search."),
-    click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
-    click.option("--resume", is_flag=True, help="Go on with the file of --out."),
-    _results,
-)
-def skip(model: str, **options: Any) -> None:
-    """Search the sublayers that self_speculative skips: Bayesian optimisation of the measured time per token.
-
-    The file of --out is what the knob takes; it is written after every evaluation, and --resume goes on with it.
-
-    \b
-    Examples:
-      tinyspec bench skip --model storyteller --out skip.json
-      tinyspec bench skip --model storyteller --out skip.json --resume --evaluations 200
-      tinyspec generate --model storyteller --method self_speculative --skip skip.json "Once upon a time"
-    """
-    from tinyspec.bench.skip import measure
-
-    _show(measure, options, kept=True, name=model)
-
-
-def _show(measure: Any, options: dict[str, Any], kept: bool = False, **more: Any) -> None:
-    """Measure; write the result to --out (`kept`: it does so itself), and print it whole (--json) or without raw samples."""
-    out, as_json = options.pop("out"), options.pop("as_json")
-    result: dict[str, Any] = measure(**options, **({"out": out} if kept else {}), **more)
-    if out is not None and not kept:
-        from tinyspec.bench.harness import save
-
-        save(out, result)
-    if as_json:
-        click.echo(json.dumps(result))
-        return
-    for line in summary(result):
-        click.echo(line)
-    if out is not None:
-        click.echo(f"written: {out}")
-
-
-def summary(figures: Mapping[str, Any], depth: int = 0) -> list[str]:
-    """The figures as indented lines; a list of raw things is left to the file."""
-    lines: list[str] = []
-    for name, value in figures.items():
-        lead = "  " * depth + name.replace("_", " ")
-        if name in RAW or (isinstance(value, list) and value and isinstance(value[0], (dict, list))):
-            continue
-        if isinstance(value, Mapping):
-            lines += [lead, *summary(value, depth + 1)]
-        else:
-            lines.append(f"{lead}: {value:.4g}" if isinstance(value, float) else f"{lead}: {value}")
-    return lines
+for command in (bench_drafts.plan_draft, bench_drafts.sizes, bench_drafts.skip):
+    bench.add_command(command)

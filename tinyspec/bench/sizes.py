@@ -1,0 +1,254 @@
+"""`tinyspec bench sizes`: acceptance and time against the size of the draft, the survey's first experiment.
+
+For each draft: how many weights it reads for a token; alpha = E sum min(p, q), from paired rows over plain continuations of the
+openings of the valid books, at temperature 1 and as decoded; c, a draft step in plain steps. For each draft and gamma: tau and
+time, in turns with plain decoding, beside what Leviathan et al. forecast from alpha and c (theorem 3.8). Larger drafts are
+accepted more often and take longer: where the product is best depends on the machine, and may be nowhere.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tinyspec import models
+from tinyspec.bench import figures, measure, tally, tasks
+from tinyspec.bench.arms import Arm, Clock, Own, endless
+from tinyspec.bench.book import Book, Sample
+from tinyspec.bench.curve import weight_bytes
+from tinyspec.bench.harness import progress, report
+from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
+from tinyspec.bench.planning import requests
+from tinyspec.bench.report import Grid, number, speed
+from tinyspec.bench.tasks import Job
+from tinyspec.decoding.sampling import Warp
+from tinyspec.errors import TinyspecError
+from tinyspec.generation import check_pair
+from tinyspec.lm.transformer import Model
+from tinyspec.speculative.drafting.planner import profile_draft, profile_target
+from tinyspec.speculative.drafting.speculative_decoding import acceptance, walltime_gain
+
+PROFILED = 3  # openings on which the cost of a draft step is measured
+
+
+def run(
+    name: str,
+    drafts: Sequence[str],
+    gammas: Sequence[int] = (1, 2, 3, 4),
+    prompts: int = 20,
+    tokens: int = 64,
+    rounds: int = 3,
+    temperature: float = 0.0,
+    dtype: str = "bfloat16",
+    quiet: bool = False,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """All figures with their samples. TinyspecError for no drafts, a wrong vocabulary, and two drafts of one name."""
+    if not drafts:
+        raise TinyspecError("name the drafts to compare: --drafts A,B,... (folders, or models by name)")
+    model = models.load(name, dtype=dtype)
+    small = {Path(draft).name: models.load(draft, dtype=dtype) for draft in drafts}
+    if len(small) < len(drafts):
+        raise TinyspecError("two drafts have the same name: put them into folders of different names")
+    for draft in small.values():
+        check_pair(model, draft)
+    settings = Settings(name, ",".join(drafts), dtype, tasks=("books",), prompts=prompts, tokens=tokens, rounds=rounds,
+                        temperature=temperature)  # fmt: skip
+    book = Book(settings, None, {})
+    room = min(m.config.max_positions for m in (model, *small.values())) - tokens
+    if room < 1:
+        raise TinyspecError(f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens")
+    jobs = [job._replace(ids=job.ids[-room:]) for job in _jobs(book, model)]
+    arms: list[Arm] = [Own(ArmSpec(PLAIN), model, settings)]
+    for label, draft in small.items():
+        arms += [_arm(label, gamma, model, settings, draft) for gamma in dict.fromkeys(gammas)]
+    longest, steps = max(gammas), len(small) + measure.left(book, jobs, arms)
+    with progress(f"{model.name}: {len(small)} drafts", steps, quiet) as tick:
+        asked = [job.ids for job in jobs[:PROFILED]]
+        rows = {label: _draft(label, draft, model, jobs, book, asked, longest, clock) for label, draft in small.items()}
+        measure.warm_up(arms, jobs[0], clock)
+        measure.run(book, jobs, arms, clock, tick)
+    made = {
+        "model": model.name,
+        "settings": settings.as_dict(),
+        "gammas": list(dict.fromkeys(gammas)),
+        "drafts": rows,
+        "columns": list(Sample._fields),
+        "samples": [list(sample) for sample in book.samples],
+    }
+    return report({**made, "figures": told(made)})
+
+
+def _jobs(book: Book, model: Model) -> list[Job]:
+    """The openings, with plain greedy decoding's continuation of each in the book."""
+    from tinyspec.bench.arms import reference
+
+    answer = reference(model, book.references, book.references.__setitem__)
+    found = tasks.jobs(model, tasks.asked(("books",), book.settings.prompts), book.settings.tokens, answer)
+    for job in found:
+        answer(job)
+    return found
+
+
+def _arm(label: str, gamma: int, model: Model, settings: Settings, draft: Model) -> Own:
+    arm = Own(ArmSpec("speculative_decoding", (("gamma", gamma),)), model, settings, draft)
+    arm.label = f"{label}:gamma={gamma}"
+    return arm
+
+
+def _draft(
+    label: str,
+    draft: Model,
+    model: Model,
+    jobs: Sequence[Job],
+    book: Book,
+    asked: Sequence[Sequence[int]],
+    longest: int,
+    clock: Clock,
+) -> dict[str, Any]:
+    """What a draft is, how often it is accepted, and what a step of it costs."""
+    config, warp = draft.config, Warp(book.settings.temperature)
+    pairs, soft = list[tuple[Any, Any]](), list[tuple[Any, Any]]()
+    for job in jobs:
+        text = [*job.ids, *book.references[job.key]]
+        p, q = (m.logits(text)[len(job.ids) - 1 : -1] for m in (model, draft))
+        for at in range(len(p)):
+            pairs.append((warp(p[at], text[: len(job.ids) + at]), warp(q[at], text[: len(job.ids) + at])))
+            soft.append((Warp()(p[at], ()), Warp()(q[at], ())))
+    pace = requests(endless(model), endless(draft), asked, book.settings.tokens, warp)
+    plain = profile_target(pace, 1, clock)[0]
+    return {
+        "layers": config.n_layers,
+        "width": config.d_model,
+        "weights": weight_bytes(config, 1),
+        "alpha": acceptance(pairs),
+        "alpha_1": acceptance(soft),
+        "c": profile_draft(label, pace, longest, clock).step / plain,
+    }
+
+
+def told(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures by draft and gamma, from the samples and the drafts' rows alone: tau, times as fast, and the forecast."""
+    samples = [Sample(*row) for row in result["samples"]]
+    found: dict[str, Any] = {}
+    for label, row in result["drafts"].items():
+        found[label] = {}
+        for gamma in result["gammas"]:
+            arm = f"{label}:gamma={gamma}"
+            own = [sample for sample in samples if sample.arm == arm]
+            ratios = list(tally.paired(samples, PLAIN, arm).values())
+            same = [s.same == s.tokens for s in own if s.same is not None]
+            found[label][str(gamma)] = {
+                **{name: tally.counts(own)[name] for name in ("tau", "alpha", "draft_calls_per_token")},
+                "speedup": tally.five(ratios),
+                "forecast": walltime_gain(row["alpha"], gamma, row["c"]),
+                "identical": sum(same) if same else None,
+            }
+    return found
+
+
+def grid(result: Mapping[str, Any]) -> Grid:
+    """A row a draft, the smallest first."""
+    gammas = [str(gamma) for gamma in result["gammas"]]
+    rows = []
+    for label, row in sorted(result["drafts"].items(), key=lambda pair: pair[1]["weights"]):
+        of = result["figures"][label]
+        best = max(gammas, key=lambda g: of[g]["speedup"]["median"])
+        rows.append([
+            label, f"{row['weights'] / 1e6:.2f}M", str(row["layers"]), number(row["alpha"], 3), number(row["alpha_1"], 3),
+            number(row["c"]), *(f"{of[g]['tau']:.2f}, {speed(of[g]['speedup'])}" for g in gammas),
+            f"{best} ({of[best]['forecast']:.2f})",
+        ])  # fmt: skip
+    head = [
+        "",
+        "weights a token",
+        "layers",
+        "alpha",
+        "alpha, T=1",
+        "c",
+        *(f"gamma {g}: tau, times as fast" for g in gammas),
+    ]
+    return Grid(
+        "Drafts by size: acceptance, the cost of a step, and what comes of it", [*head, "best gamma (forecast)"], rows
+    )
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+def picture(result: Mapping[str, Any]) -> str:
+    """Two panels over the weights read a token: alpha, and how many times as fast as plain decoding at the best gamma."""
+    rows = sorted(result["drafts"].items(), key=lambda pair: pair[1]["weights"])
+    best = {label: max(result["figures"][label].values(), key=lambda of: of["speedup"]["median"]) for label, _ in rows}
+    wide, y = (figures.WIDTH - 2 * figures.MARGIN - 120) / 2, 70.0
+    alphas = {
+        "alpha, as decoded": [row["alpha"] for _, row in rows],
+        "alpha at temperature 1": [row["alpha_1"] for _, row in rows],
+    }
+    times = {
+        "measured": [best[label]["speedup"]["median"] for label, _ in rows],
+        "forecast from alpha and c": [best[label]["forecast"] for label, _ in rows],
+    }
+    weights = [row["weights"] for _, row in rows]
+    body = [
+        figures._text(figures.MARGIN, 32, f"{result['model']}: acceptance and time against the draft's size", "title")
+    ]
+    body += _panel("chance that a guess is accepted", alphas, weights, 1.0, figures.MARGIN + 36, y, wide)
+    top = max(1.2, *(v for line in times.values() for v in line)) * 1.1
+    body += _panel(
+        "times as fast as plain decoding, best gamma", times, weights, top, figures.MARGIN + 110 + wide, y, wide
+    )
+    end = y + 350
+    settings, machine = result["settings"], result["machine"]
+    for line in (
+        "Across: millions of weights that the draft reads for a token; drafts from left to right: "
+        + ", ".join(label for label, _ in rows),
+        f"{settings['dtype']}, temperature {settings['temperature']:g}, {settings['prompts']} prompts, "
+        f"{settings['tokens']} tokens, {settings['rounds']} rounds; {machine['cores']} cores of {machine['cpu']}; "
+        f"{result['date']}, commit {result['commit']}",
+    ):
+        body.append(figures._text(figures.MARGIN, end, line, "quiet"))
+        end += 18
+    said = "; ".join(
+        f"{label}: alpha {row['alpha']:.2f}, {best[label]['speedup']['median']:.2f} times" for label, row in rows
+    )
+    return figures._svg(body, end, "Acceptance and time against the draft's size", said)
+
+
+def _panel(
+    title: str,
+    lines: Mapping[str, Sequence[float]],
+    weights: Sequence[float],
+    top: float,
+    x: float,
+    y: float,
+    wide: float,
+) -> list[str]:
+    """Lines over the logarithm of the weights, from 0 to `top`."""
+    high = 250.0
+    low, span = math.log(min(weights)), math.log(max(weights) / min(weights)) or 1.0
+
+    def at(weight: float, value: float) -> tuple[float, float]:
+        return x + 10 + (math.log(weight) - low) / span * (wide - 20), y + high * (1 - value / top)
+
+    drawn = [figures._text(x - 30, y - 12, title, "head")]
+    for i in range(6):
+        value = top * i / 5
+        height = y + high * (1 - i / 5)
+        drawn.append(f'<path class="line" d="M{x:.1f} {height:.1f}h{wide:.1f}"/>')
+        drawn.append(figures._text(x - 6, height + 4, f"{value:.2g}", "end quiet"))
+    if top > 1:
+        drawn.append(f'<path class="one" d="M{x:.1f} {at(weights[0], 1)[1]:.1f}h{wide:.1f}"/>')
+    for weight in weights:
+        drawn.append(figures._text(at(weight, 0)[0], y + high + 18, f"{weight / 1e6:.2g}", "mid quiet"))
+    for i, (name, values) in enumerate(lines.items()):
+        spots = [at(*pair) for pair in zip(weights, values, strict=True)]
+        path = " L".join(f"{a:.1f} {b:.1f}" for a, b in spots)
+        drawn.append(f'<path class="curve s{i}"{figures._dash(i)} d="M{path}"/>')
+        drawn += [
+            f'<circle class="s{i}" cx="{a:.1f}" cy="{b:.1f}" r="3" fill="none" stroke-width="2"/>' for a, b in spots
+        ]
+        drawn.append(f'<path class="curve s{i}"{figures._dash(i)} d="M{x:.1f} {y + high + 36 + 18 * i:.1f}h32"/>')
+        drawn.append(figures._text(x + 42, y + high + 40 + 18 * i, name))
+    return drawn
