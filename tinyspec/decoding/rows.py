@@ -13,7 +13,7 @@ from tinyspec._core.reference import ratio
 from tinyspec.decoding.sampling import is_exact, on_device, on_host
 from tinyspec.tree import Row
 
-__all__ = ["as_row", "ratio", "vectors"]
+__all__ = ["as_row", "exact", "ratio", "same", "vectors"]
 
 
 def vectors(row: Row, q: Row | None, token: int) -> tuple[Any, Any]:
@@ -31,6 +31,22 @@ def vectors(row: Row, q: Row | None, token: int) -> tuple[Any, Any]:
     return on_host(row), on_host(q)
 
 
+def exact(vector: Any) -> bool:
+    """Whether a vector is made of Fractions."""
+    return isinstance(vector, np.ndarray) and vector.dtype == object
+
+
+def same(one: Row | None, other: Row | None) -> bool:
+    """Whether two declared laws are one: the same object, or the same numbers in the same kind of row."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.device == other.device and torch.equal(one, other)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return is_exact(one) and is_exact(other) and list(one) == list(other)
+
+
 def as_row(vector: Any) -> Row:
     """Back to a row that can be drawn from; it need not sum to 1."""
-    return vector.tolist() if isinstance(vector, np.ndarray) and vector.dtype == object else vector
+    return vector.tolist() if exact(vector) else vector

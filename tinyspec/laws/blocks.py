@@ -37,12 +37,13 @@ class Kept(NamedTuple):
 
 
 class Block(NamedTuple):
-    """p and q at the beginning of the text, whether they change along it, and the length of the draft."""
+    """p and q at the beginning of the text, whether they change along it, the length of a draft, and how many there are."""
 
     p: Exact
     q: Exact
     bent: bool
     gamma: int
+    k: int = 1
 
     def target(self, text: Text) -> Exact:
         """p behind a text: turned by one place a token 0, where it is bent."""
@@ -73,7 +74,7 @@ class Block(NamedTuple):
     def words(self) -> dict[str, Any]:
         """For a counterexample."""
         turned = {"rows": "p one place on behind each 0, q one place on behind each token"} if self.bent else {}
-        return {"p": self.p, "q": self.q, **turned, "gamma": self.gamma}
+        return {"p": self.p, "q": self.q, **turned, "gamma": self.gamma, **({"k": self.k} if self.k > 1 else {})}
 
 
 def blocks(vocabularies: Sequence[int], largest: int, gamma: int) -> Iterator[Block]:
@@ -95,45 +96,63 @@ def block(
     clipped ratio says: never fewer than token verification keeps, never more than any verifier can."""
     began, cases, branches = perf_counter(), 0, 0
     for case in blocks(vocabularies, largest, gamma):
-        kept, reached = Fraction(0), defaultdict[Text, Fraction](Fraction)
-        for (accepted, text), probability in Exhaustive.walk(lambda chance: _round(verifier, case, chance)):  # noqa: B023
-            branches += 1
-            kept += probability * accepted
-            for n in range(len(text) + 1):
-                reached[text[:n], n == len(text)] += probability  # type: ignore[index]
-        cases += 1
+        round = played(verifier, case)
+        cases, branches = cases + 1, branches + round.branches
         if EMITTED in laws:
-            _lawful(case, reached)
+            lawful(EMITTED, case, round)
         due = case.kept()
         assert due.by_token <= due.block <= due.bound  # the theorem, of the oracle itself
-        if BLOCK in laws and kept != due.block:
-            accuse(BLOCK, due.block, kept, **case.words(), token_by_token=due.by_token)
+        if BLOCK in laws and round.kept != due.block:
+            accuse(BLOCK, due.block, round.kept, **case.words(), token_by_token=due.by_token)
     return Evidence(laws[-1], cases, branches, perf_counter() - began)
 
 
+class Played(NamedTuple):
+    """Every outcome of a round: tokens kept on average, and the probability that each text is emitted, and more behind it."""
+
+    kept: Fraction
+    emitted: dict[Text, Fraction]
+    beyond: dict[Text, Fraction]
+    branches: int
+
+
+def played(verifier: Verifier, case: Block) -> Played:
+    """Drafts drawn, judged, and counted."""
+    kept, branches = Fraction(0), 0
+    emitted, beyond = defaultdict[Text, Fraction](Fraction), defaultdict[Text, Fraction](Fraction)
+    for (accepted, text), probability in Exhaustive.walk(lambda chance: _round(verifier, case, chance)):
+        branches += 1
+        kept += probability * accepted
+        for n in range(len(text) + 1):
+            emitted[text[:n]] += probability
+            beyond[text[:n]] += probability if n < len(text) else 0
+    return Played(kept, emitted, beyond, branches)
+
+
 def _round(verifier: Verifier, case: Block, chance: Any) -> tuple[int, Text]:
-    """One draft, judged: how many tokens were kept, and what was emitted."""
-    text: Text = ()
-    rows, laws, stream = {ROOT: case.target(())}, list[Any](), chance.split("draft", 0)
-    for node in range(case.gamma):
-        laws.append(list(case.draft(text)))
-        text = (*text, stream.draw(case.draft(text)))
-        rows[node] = case.target(text)
-    verdict = verifier(TokenTree.chain(text, laws), Given(rows), chance.split("verify", 0))
-    n = len(verdict.path)
-    return n, (*text[:n], *(() if verdict.next is None else (verdict.next,)))
+    """k drafts side by side, depth by depth: how many tokens were kept, and what was emitted."""
+    rows, stream = {ROOT: case.target(())}, chance.split("draft", 0)
+    texts: list[Text] = []
+    parents, laws = list[int](), list[Any]()
+    for node in range(case.k * case.gamma):
+        parents.append(node - case.k if node >= case.k else ROOT)
+        before = texts[parents[-1]] if node >= case.k else ()
+        laws.append(list(case.draft(before)))
+        texts.append((*before, stream.draw(case.draft(before))))
+        rows[node] = case.target(texts[-1])
+    tree = TokenTree([text[-1] for text in texts], parents, laws, (False,) * len(texts))
+    verdict = verifier(tree, Given(rows), chance.split("verify", 0))
+    said = texts[verdict.path[-1]] if verdict.path else ()
+    return len(said), (*said, *(() if verdict.next is None else (verdict.next,)))
 
 
-def _lawful(case: Block, reached: dict[Any, Fraction]) -> None:
+def lawful(name: str, case: Block, round: Played) -> None:
     """A round that goes beyond a text goes on with p: necessary and enough, since later rounds start afresh."""
-    beyond = defaultdict[Text, Fraction](Fraction)
-    for (text, ended), mass in reached.items():
-        if not ended:
-            beyond[text] += mass
-    for text, mass in sorted(beyond.items(), key=lambda entry: (len(entry[0]), entry[0])):
-        law = [reached.get(((*text, y), False), 0) + reached.get(((*text, y), True), 0) for y in range(len(case.p))]
-        if [x / mass for x in law] != list(case.target(text)):
-            accuse(EMITTED, case.target(text), [x / mass for x in law], **case.words(), text=text)
+    for text, mass in sorted(round.beyond.items(), key=lambda entry: (len(entry[0]), entry[0])):
+        if mass:
+            law = tuple(round.emitted.get((*text, y), Fraction(0)) / mass for y in range(len(case.p)))
+            if law != case.target(text):
+                accuse(name, case.target(text), law, **case.words(), text=text)
 
 
 def _turned(row: Exact, places: int) -> Exact:

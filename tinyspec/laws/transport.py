@@ -85,6 +85,31 @@ def kseq_share(k: int) -> Fraction:
     return 1 - (1 - Fraction(1, k)) ** k
 
 
+def kseq_acceptance(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> float:
+    """What K-SEQ accepts at its best: 1 - (1 - beta)^k, beta = sum_x min(q, p / rho), at the least lawful rho.
+
+    That rho solves 1 - (1 - beta)^k = rho beta: below it the residual p - min(q, p / rho) (1 - (1 - beta)^k) / beta would be
+    negative where p / rho <= q. Sixty halvings in floats.
+
+    >>> round(kseq_acceptance((Fraction(1), Fraction(0)), (Fraction(1, 4), Fraction(3, 4)), 2), 9)
+    0.4375
+    """
+    a, b = [float(x) for x in p], [float(x) for x in q]
+
+    def passes(rho: float) -> float:
+        beta = sum(min(y, x / rho) for x, y in zip(a, b, strict=True))
+        return 1 - (1 - beta) ** k
+
+    def spare(rho: float) -> float:
+        return sum(min(rho * y, x) for x, y in zip(a, b, strict=True)) - passes(rho)
+
+    low, high = 1.0, float(k)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if spare(middle) >= 0 else (middle, high)
+    return passes(high)
+
+
 def naive(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> Fraction:
     """What sampling and matching accepts: y ~ p, kept if it is among k i.i.d. drafts: sum_y p (1 - (1 - q)^k)."""
     return sum((a * (1 - (1 - b) ** k) for a, b in zip(p, q, strict=True)), Fraction(0))

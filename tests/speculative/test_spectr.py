@@ -1,0 +1,203 @@
+"""SpecTr: K-SEQ against the optimal transport, its factor, and the law over drafts that meet and part."""
+
+from fractions import Fraction as F
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.table import Table, law
+from tinyspec.decoding.chance import Exhaustive, Replay, Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws import selection, theorems
+from tinyspec.laws.small import overlap, pairs
+from tinyspec.laws.transport import by_linear_program, drafts, kseq_acceptance, kseq_share
+from tinyspec.laws.transport import optimum as least_cut
+from tinyspec.speculative.verification.multi_candidate import acceptance as recursive
+from tinyspec.speculative.verification.spectr import acceptance, division, k_seq, optimum, taken
+from tinyspec.technique import Request, find
+from tinyspec.tree import ROOT, TokenTree
+
+CARD = find("spectr")
+HALF = F(1, 2)
+
+
+def floats(row) -> np.ndarray:
+    return np.array(row, float)
+
+
+def some(v: int, n: int, seed: int = 0):
+    """Random laws over v tokens, peaked and flat."""
+    rng = np.random.default_rng(seed)
+    return [(rng.dirichlet(np.full(v, c)), rng.dirichlet(np.full(v, d))) for c, d in rng.choice([0.1, 1, 5], (n, 2))]
+
+
+# ------------------------------------------------------------------ what makes it SpecTr
+
+
+def test_k_seq_is_not_recursive_rejection_it_accepts_more() -> None:
+    gains = [acceptance(p, q, k) - recursive(p, q, k) for p, q in some(6, 40) for k in (2, 4)]
+    assert min(gains) > -1e-9  # in these cases; no theorem
+    assert max(gains) > 0.02
+
+
+def test_the_factor_is_the_least_that_keeps_the_law() -> None:
+    assert selection.least_factor(k_seq, largest=4).branches > 1000
+
+
+def test_the_law_is_kept_where_drafts_meet_and_part() -> None:
+    assert selection.selected(k_seq, largest=4).branches > 800
+
+
+# ------------------------------------------------------------------ theorems
+
+
+def test_theorem_k_seq_reaches_its_share_of_the_optimum() -> None:
+    assert theorems.kseq(k_seq, largest=4).branches > 500
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_optimum_is_the_linear_programs_and_k_seq_lies_between_its_share_of_it_and_all(k: int) -> None:
+    pytest.importorskip("scipy")
+    for p, q in list(pairs((3,), 5))[::19]:
+        drawn = drafts(q, k, replace=True)
+        assert optimum(p, q, k) == least_cut(p, drawn)
+        assert optimum(floats(p), floats(q), k) == pytest.approx(by_linear_program(p, drawn), abs=1e-9)
+        reached = acceptance(floats(p), floats(q), k)
+        assert reached == pytest.approx(kseq_acceptance(p, q, k), abs=1e-8)
+        assert float(kseq_share(k) * least_cut(p, drawn)) - 1e-9 <= reached <= optimum(floats(p), floats(q), k) + 1e-9
+
+
+@pytest.mark.parametrize("v", [5, 2000])
+def test_theorem_on_rows_of_any_size_the_share_is_reached_and_more_drafts_accept_more(v: int) -> None:
+    for p, q in some(v, 12, seed=1):
+        reached = [acceptance(p, q, k) for k in range(1, 9)]
+        assert reached[0] == pytest.approx(np.minimum(p, q).sum())
+        assert all(a <= b + 1e-9 for a, b in pairwise(reached))
+        for k, x in enumerate(reached, start=1):
+            assert float(kseq_share(k)) * optimum(p, q, k) - 1e-9 <= x <= optimum(p, q, k) + 1e-9
+
+
+ROW = st.lists(st.integers(0, 6), min_size=3, max_size=3).filter(any)
+
+
+@given(ROW, ROW, st.integers(2, 8))
+@settings(max_examples=40, deadline=None)
+def test_rho_lies_between_1_and_k_solves_its_equation_in_floats_and_is_rounded_up_in_fractions(wp, wq, k: int) -> None:
+    p, q = ([F(x, sum(w)) for x in w] for w in (wp, wq))
+
+    def spare(rho):
+        beta = sum(min(b, a / rho) for a, b in zip(p, q, strict=True))
+        return rho * beta - taken(beta, k)
+
+    exactly = division(np.array(p, dtype=object), np.array(q, dtype=object), k)
+    rho = F(float(division(floats(p), floats(q), k)))
+    assert 1 <= exactly <= k and spare(exactly) >= 0
+    assert 1 <= rho <= k and abs(spare(rho)) < 1e-12
+
+
+def test_one_draft_is_token_verification() -> None:
+    for p, q in pairs(largest=4):
+        got, law_of_one, _ = theorems.siblings(k_seq, theorems.with_replacement, p, q, 1)
+        assert (got, law_of_one) == (overlap(p, q), {token: x for token, x in enumerate(p) if x})
+
+
+# ------------------------------------------------------------------ the law
+
+
+@pytest.mark.parametrize(
+    ("k", "gamma", "warp"),
+    [(2, 2, Warp()), (3, 1, Warp(temperature=0.5)), (1, 3, Warp(top_p=0.7)), (3, 2, Warp(temperature=0.0))],
+)
+def test_the_joint_law_of_three_tokens_is_the_targets(k: int, gamma: int, warp: Warp) -> None:
+    made = lambda: CARD.make(Request(Table(1, 2), [Table(2, 2, zeros=False)], warp), k=k, gamma=gamma)  # noqa: E731
+    assert law(made, 3) == law(lambda: Decoder(Table(1, 2), NoDraft(), walk, warp=warp), 3)
+
+
+class Any3(NoDraft):
+    """Siblings under laws of every kind: two draws of q, one of r, a point mass, another draw of q."""
+
+    def propose(self, context, room, warp, chance):
+        q, r = [HALF, HALF, F(0)], [F(1, 5), F(1, 5), F(3, 5)]
+        laws = [q, r, list(q), None, q]
+        tokens = [2 if row is None else chance.draw(row) for row in laws]
+        return TokenTree(tokens, (ROOT,) * 5, laws, (False,) * 5) if room else TokenTree()
+
+
+def test_on_any_tree_groups_of_one_law_follow_on_what_the_others_left() -> None:
+    """Also in the groups' own order: the drafts of q are judged together, whatever stands between them."""
+    assert law(lambda: Decoder(Table(3), Any3(), k_seq), 2) == law(lambda: Decoder(Table(3), NoDraft(), walk), 2)
+
+
+def test_siblings_without_replacement_keep_the_law() -> None:
+    for p, q in list(pairs((3,), 6))[::23]:
+        _, got, _ = theorems.siblings(k_seq, theorems.without_replacement, p, q, 3)
+        assert got == {token: x for token, x in enumerate(p) if x}
+
+
+# ------------------------------------------------------------------ edges
+
+
+def test_where_draft_and_target_agree_the_first_draft_is_taken() -> None:
+    row = np.random.default_rng(0).dirichlet(np.ones(50))
+    for p in (row, row * (1 + 1e-16)):
+        tree = TokenTree([3, 4], (ROOT, ROOT), (row, row.copy()), (False, False))
+        verdict = k_seq(tree, dict.fromkeys(range(-1, 2), p), Replay([1 - 1e-9, 0.5, 0.5]))
+        assert verdict.path == (0,)
+
+
+def test_where_they_share_no_token_p_is_drawn_from() -> None:
+    q = [F(0), F(1)]
+    tree = TokenTree([1, 1, 1], (ROOT,) * 3, (q,) * 3, (False,) * 3)
+    assert Exhaustive.law(lambda chance: k_seq(tree, {ROOT: [F(1), F(0)]}, chance)) == {((), 0, (0, 1, 2)): 1}
+
+
+def test_floats_decide_as_fractions_do_where_rho_is_the_same() -> None:
+    """One draft left, or none: rho is 1 in both; with two, the bracket of the fractions is coarser."""
+    q = [F(1, 4), F(1, 4), HALF]
+    tree = TokenTree.chain([2, 0], [q, q])
+    rows = {ROOT: [HALF, F(1, 4), F(1, 4)], 0: [F(1, 8), F(3, 8), HALF], 1: q}
+    for u in ([0.1, 0.1, 0.9], [0.49, 0.51, 0.2], [0.51, 0.3, 0.1]):
+        ours = k_seq(tree, {node: floats(row) for node, row in rows.items()}, Replay(u))
+        assert ours == k_seq(tree, rows, Replay([F(x) for x in u]))
+
+
+def test_no_draft_is_plain_decoding_and_probes_are_passed_over() -> None:
+    assert k_seq(TokenTree(), {ROOT: [HALF, HALF]}, Replay([0.6])) == ((), 1, ())
+    probed = TokenTree([9, 1], [ROOT, ROOT], [None, [F(0), F(1)]], [True, False])
+    assert k_seq(probed, {ROOT: [F(0), F(1)], 1: [F(1), F(0)]}, Seeded(0)) == ((1,), 0, ())
+
+
+@pytest.mark.parametrize(
+    ("token", "q", "word"), [(1, [F(1), F(0)], "declare None"), (5, [HALF, HALF], "outside"), (0, [F(1)], "pad it")]
+)
+def test_a_broken_draft_is_refused_by_name(token, q, word) -> None:
+    tree = TokenTree([0, token], [ROOT] * 2, [q, q], [False] * 2)
+    with pytest.raises(TinyspecError, match=word):
+        k_seq(tree, {ROOT: [HALF, HALF]}, Seeded(0))
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2, 5])
+def test_as_many_tokens_as_wanted_and_none_behind_the_end_of_text(wanted: int) -> None:
+    stop = Stop(eos=frozenset({2}), max_new_tokens=wanted)
+    for seed in range(5):
+        decoder = CARD.make(Request(Table(1), [Table(2)], stop=stop), k=3, gamma=3)
+        decoder.extend((0,))
+        chance = Seeded(seed)
+        while not decoder.finished:
+            decoder.step(chance)
+        assert len(decoder.new) == wanted or decoder.new[-1] == 2
+        assert 2 not in decoder.new[:-1]
+
+
+def test_bad_knobs_are_refused_by_name() -> None:
+    with pytest.raises(TinyspecError, match="k is 0"):
+        CARD.settings({"k": 0})
+    with pytest.raises(TinyspecError, match="more than 1024 nodes"):
+        CARD.make(Request(Table(1), [Table(2)]), k=200, gamma=8)

@@ -1,0 +1,65 @@
+"""What SpecTr promises of K-SEQ (Sun et al., NeurIPS 2023, arXiv 2310.15141), as laws of a verifier of independent drafts.
+
+That it reaches its share of the optimal transport, and never more than all, is in `theorems`; here are its two other halves:
+the law is kept, over drafts of several tokens whose texts meet and part, and no smaller factor would have kept it.
+"""
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+import numpy as np
+
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.blocks import Block, lawful, played
+from tinyspec.laws.small import Exact, pairs
+from tinyspec.laws.theorems import Verifier
+from tinyspec.laws.transport import kseq_acceptance
+from tinyspec.tree import ROOT, TokenTree
+
+SELECTED = "what is selected among k drafts, or drawn behind them, has the target's law (SpecTr, arXiv 2310.15141)"
+FACTOR = "K-SEQ accepts what it does at the least lawful rho (SpecTr, arXiv 2310.15141)"
+CLOSE = 1e-8
+
+
+def drafts(largest: int) -> Iterator[Block]:
+    """One position first, then two: two drafts of two tokens, and three of one."""
+    for p, q in pairs(largest=largest):
+        yield Block(p, q, False, 1, 2)
+    for p, q in pairs((2,), largest):
+        yield Block(p, q, False, 1, 3)
+        yield Block(p, q, True, 2, 2)
+
+
+def selected(verifier: Verifier, largest: int = 5) -> Evidence:
+    """Behind any text that a round has emitted so far, the next token has the law p. In fractions, every outcome walked."""
+    began, cases, branches = perf_counter(), 0, 0
+    for case in drafts(largest):
+        round = played(verifier, case)
+        cases, branches = cases + 1, branches + round.branches
+        lawful(SELECTED, case, round)
+    return Evidence(SELECTED, cases, branches, perf_counter() - began)
+
+
+def least_factor(verifier: Verifier, largest: int = 5, ks: Sequence[int] = (1, 2, 3)) -> Evidence:
+    """On float rows: one of k drafts of q is taken as often as theory says, with the least rho."""
+    began, cases, branches = perf_counter(), 0, 0
+    for p, q in pairs(largest=largest):
+        for k in ks:
+            got, walked = _taken(verifier, p, q, k)
+            cases, branches = cases + 1, branches + walked
+            expected = kseq_acceptance(p, q, k)
+            if abs(got - expected) > CLOSE:
+                accuse(FACTOR, expected, got, p=p, q=q, k=k)
+    return Evidence(FACTOR, cases, branches, perf_counter() - began)
+
+
+def _taken(verifier: Verifier, p: Exact, q: Exact, k: int) -> tuple[float, int]:
+    rows, law = dict.fromkeys(range(ROOT, k), np.array(p, float)), np.array(q, float)
+
+    def play(chance: Exhaustive) -> bool:
+        tokens = [chance.draw(law) for _ in range(k)]
+        return bool(verifier(TokenTree(tokens, (ROOT,) * k, (law,) * k, (False,) * k), rows, chance).path)
+
+    outcomes = list(Exhaustive.walk(play))
+    return float(sum(probability for passed, probability in outcomes if passed)), len(outcomes)
