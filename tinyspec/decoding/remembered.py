@@ -20,9 +20,9 @@ class Remembered(NoDraft):
     one to the next.
     """
 
-    def __init__(self, forest: Forest, prompts: "count[int]"):
-        self.forest, self.owns = forest, prompts
-        self.own = next(prompts)
+    def __init__(self, forest: Forest, numbers: "count[int]"):
+        self.forest, self.numbers = forest, numbers
+        self.own = next(numbers)
         self.runs: list[tuple[int, int, int]] = []
         self.length = 0
 
@@ -58,14 +58,18 @@ class Remembered(NoDraft):
 
     def end(self) -> None:
         """The request is over: what was said stays, what was asked goes."""
+        self.release()
+        self.own, self.runs, self.length = next(self.numbers), [], 0
+
+    def release(self) -> None:
+        """Leave nothing in the forest but what was said."""
         for text, _, _ in self.runs:
             self.forest.close(text)
         self.forest.drop(self.own)
-        self.own, self.runs, self.length = next(self.owns), [], 0
 
     def __del__(self) -> None:
         if hasattr(self, "runs"):  # a request that nobody ended leaves nothing behind either
-            self.end()
+            self.release()
 
 
 def memory(

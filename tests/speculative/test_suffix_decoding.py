@@ -1,0 +1,167 @@
+"""Suffix decoding: the best draft of all by brute force, its size by its match, two trees, and when it keeps silent."""
+
+import gc
+from collections import Counter
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.table import Table, law
+from tinyspec._core import Forest
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.remembered import OUTPUTS
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.reciter import Reciter
+from tinyspec.laws.toys import suffix_decoding as toys
+from tinyspec.laws.toys.lookahead_trie import said
+from tinyspec.lm.feed import Scores
+from tinyspec.speculative.drafting.suffix_decoding import Suffixes
+from tinyspec.technique import Request, find
+from tinyspec.tree import TokenTree
+
+CARD = find("suffix_decoding")
+GREEDY = Warp(temperature=0.0)
+NOTHING = Scores(None, None, ())  # type: ignore[arg-type]
+
+
+def drafter(alpha: float = 1.0, most: int = 32, floor: float = 0.0, price: float = 0.0, depth: int = 32) -> Suffixes:
+    return Suffixes(Forest(depth, 1 << 20), count(1), alpha, most, floor, price)
+
+
+def drafted(d: Suffixes, context: list[int], room: int = 99) -> TokenTree:
+    return d.propose(context, room, GREEDY, Seeded(0))
+
+
+@pytest.mark.parametrize("trap", toys.TRAPS, ids=lambda trap: trap.law)
+def test_trap(trap: Any) -> None:
+    assert trap.check(trap.real()).cases > 0
+
+
+def hopes(text: list[int], p: int, size: int) -> float:
+    """The greatest sum of D(N) of `size` nodes behind the last p tokens, by counting all that ever followed them."""
+    suffix, counts = tuple(text[len(text) - p :]), Counter[tuple[int, ...]]()
+    for at in range(len(text) - p):
+        if tuple(text[at : at + p]) == suffix:
+            counts.update(tuple(text[at + p : end]) for end in range(at + p + 1, len(text) + 1))
+    chances = {(): 1.0}
+    for path in sorted(counts, key=len):
+        siblings = sum(n for other, n in counts.items() if other[:-1] == path[:-1])
+        chances[path] = chances[path[:-1]] * counts[path] / siblings
+    return sum(sorted((chances[path] for path in counts), reverse=True)[:size])
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=24), st.sampled_from([1.0, 2.0, 4.0]))
+@settings(max_examples=150)
+def test_the_draft_can_hope_for_as_much_as_any(text: list[int], alpha: float) -> None:
+    """The greatest sum over all suffixes of the text, each with alpha p nodes; a prefix-closed greedy choice reaches it."""
+    d = drafter(alpha, most=99, depth=60)
+    d.extend(text, NOTHING)
+    _, _, shares, _ = d.forest.best((d.own,), text, alpha, 99, 99, 0.0)
+    assert sum(shares) == pytest.approx(max(hopes(text, p, int(alpha * p)) for p in range(1, len(text) + 1)))
+
+
+def test_a_draft_is_bounded_by_alpha_p_by_most_and_by_the_room() -> None:
+    text = [*range(10), *range(4)]
+    for settings_, room, size in (({}, 99, 4), ({"alpha": 1.5}, 99, 6), ({"alpha": 9.0, "most": 5}, 99, 5), ({}, 2, 2)):
+        d = drafter(**settings_)
+        d.extend(text, NOTHING)
+        assert list(drafted(d, text, room).tokens) == list(range(4, 4 + size))
+
+
+def test_guesses_below_the_floor_are_left_out() -> None:
+    text = [1, 2, 1, 2, 1, 3, 1]
+    for floor, tokens in ((0.0, [2, 3]), (0.5, [2])):
+        d = drafter(alpha=2.0, floor=floor)
+        d.extend(text, NOTHING)
+        assert drafted(d, text, room=1).tokens == tokens
+
+
+def test_prompt_and_output_of_a_request_are_one_text_and_those_of_another_are_none() -> None:
+    forest, numbers = Forest(8, 1 << 20), count(1)
+    one, other = (Suffixes(forest, numbers, 1.0, 8, 0.0, 0.0) for _ in range(2))
+    one.extend([1, 2], NOTHING)
+    one.forest.append(one.text, [3])  # as observe does
+    one.insert(OUTPUTS, [3])
+    assert drafted(one, [2]).tokens == [3]
+    assert drafted(other, [2]).tokens == drafted(other, [1]).tokens == ()
+
+
+def test_rewinding_takes_the_text_out_of_both_trees() -> None:
+    d = drafter()
+    d.extend([1, 2], NOTHING)
+    for token in (3, 4):
+        d.forest.append(d.text, [token])
+        d.insert(OUTPUTS, [token])
+    d.rewind(3)
+    assert drafted(d, [2]).tokens == [3]
+    assert drafted(d, [3]) == TokenTree()
+    d.extend([5], NOTHING)
+    assert drafted(d, [3]).tokens == [5]
+    d.rewind(0)
+    assert (d.length, d.runs) == (0, [])
+    assert d.forest.size(OUTPUTS) == d.forest.size(d.own) == 0
+
+
+def test_a_request_that_nobody_ends_leaves_its_own_tree_to_nobody() -> None:
+    forest = Forest(8, 1 << 20)
+    forgotten = Suffixes(forest, count(1), 1.0, 8, 0.0, 0.0)
+    forgotten.extend([1, 2, 3], NOTHING)
+    own = forgotten.own
+    del forgotten
+    gc.collect()
+    assert forest.size(own) == 0
+
+
+def test_no_match_and_no_room_are_plain_steps() -> None:
+    d = drafter()
+    d.extend([1, 2, 1], NOTHING)
+    assert drafted(d, [3]) == drafted(d, [1], room=0) == TokenTree()
+    assert drafted(d, []) == TokenTree()
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_no_and_one_new_token(wanted: int) -> None:
+    decoder = said(CARD.make, Reciter([1, 2, 1, 2, 1]), 3, wanted)
+    assert (decoder.new, decoder.finished) == ([2][:wanted], "length")
+
+
+def test_an_end_of_text_inside_a_draft_ends_the_text() -> None:
+    model = Reciter([1, 2, 3, 4, 5, 1, 2, 3, 4, 5])
+    stop = Stop(eos=frozenset({4}), max_new_tokens=9)
+    decoder = CARD.make(Request(model.session(), (), GREEDY, stop), price=0.0)
+    decoder.extend(model.poem[:7])
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+    assert (decoder.new, decoder.rounds) == ([3, 4], 1)
+
+
+@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
+@pytest.mark.parametrize("price", [0.0, 0.25])
+def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp, price: float) -> None:
+    def suffixes() -> Decoder:
+        return CARD.make(Request(Table(3), warp=warp), most=3, depth=5, price=price)
+
+    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3, (0, 1, 0))
+    assert law(suffixes, 3, (0, 1, 0)) == plain
+
+
+def test_outputs_stay_bounded_over_requests() -> None:
+    model = Reciter(range(1, 42))
+    for number in range(12):
+        model.poem = [*(1 + (i * i * (number + 1) + number) % 40 for i in range(42)), 41]
+        decoder = said(CARD.make, model, 2, 40, bound=100)
+        decoder.end()
+        assert decoder.drafter.forest.size(OUTPUTS) <= 100  # type: ignore[attr-defined]
+
+
+def test_bad_knobs_are_one_line() -> None:
+    for knob, says in (({"alpha": -1}, "alpha is -1"), ({"depth": 1}, "depth is 1"), ({"floor": 2}, "floor is 2")):
+        with pytest.raises(TinyspecError, match=says):
+            CARD.make(Request(Table(3)), **knob)

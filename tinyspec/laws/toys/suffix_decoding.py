@@ -1,0 +1,121 @@
+"""Suffix decoding (Oliaro et al. 2024): what makes it more than copying behind the longest match."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.remembered import memory
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import walk
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.reciter import Reciter
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.toys.lookahead_trie import said
+from tinyspec.speculative.drafting.suffix_decoding import Suffixes
+from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.technique import Request, find
+
+ADAPTS = "a draft has at most alpha guesses a token of its match"
+FREQUENT = "of several continuations the most frequent is drafted"
+SCORED = "the draft that can hope for most is checked, behind whatever match"
+BOTH = "what was said in other requests is drafted, and what this one said"
+
+Build = Callable[..., Decoder]
+SPLIT = [1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, *[8, 2, 3] * 9, 1, 2]
+"""Behind 1 2 came four tokens once each; behind 2, in all places, mostly 3."""
+
+
+def draft(build: Build, prompt: Sequence[int], **knobs: Any) -> tuple[int, ...]:
+    """The first draft behind a prompt."""
+    decoder = build(Request(Reciter([*range(20)]).session(), (), Warp(temperature=0.0)), price=0.0, **knobs)
+    decoder.extend(prompt)
+    return tuple(decoder.step(Seeded(0)).tree.tokens)
+
+
+def adapts(build: Build) -> Evidence:
+    """Matches of 1 to 4 tokens in front of a long certain continuation."""
+    beyond = list(range(6, 18))
+    for alpha in (1.0, 2.0):
+        for p in (1, 2, 3, 4):
+            prompt = [*range(1, 6), *beyond, 0, *range(6 - p, 6)]
+            guesses = draft(build, prompt, alpha=alpha)
+            if guesses != tuple(beyond[: int(alpha * p)]):
+                accuse(ADAPTS, beyond[: int(alpha * p)], guesses, prompt=prompt, match=p, alpha=alpha)
+    return Evidence(ADAPTS, 8)
+
+
+def goes_by_frequency(build: Build) -> Evidence:
+    """What came three times, not what came last."""
+    for then in ([3, 3, 3, 4], [4, 3, 3, 3, 4]):
+        prompt = [token for x in then for token in (1, x)] + [1]
+        guesses = draft(build, prompt)
+        if guesses[:1] != (3,):
+            accuse(FREQUENT, (3,), guesses, prompt=prompt)
+    return Evidence(FREQUENT, 2)
+
+
+def scores(build: Build) -> Evidence:
+    """A long match that leads four ways is left for a short one that leads mostly one way."""
+    guesses = draft(build, SPLIT)
+    if guesses != (3,):
+        accuse(SCORED, (3,), guesses, prompt=SPLIT)
+    return Evidence(SCORED, 1)
+
+
+def uses_both(build: Build) -> Evidence:
+    """The same question again takes fewer calls; so does a text that repeats itself."""
+    for poem in ([*range(1, 15)], [1, 2, 3, 4] * 4):
+        model, n = Reciter(poem), len(poem) - 2
+        said(build, model, 2, n).end()
+        rounds = said(build, model, 2, n).rounds
+        if rounds > n // 2:
+            accuse(BOTH, f"at most {n // 2} calls", rounds, prompt=poem[:2], new_tokens=n, request="the second")
+    return Evidence(BOTH, 2)
+
+
+# ------------------------------------------------------------------ toys
+
+
+def copies_k(request: Request, **knobs: Any) -> Decoder:
+    """A fixed number of tokens behind the longest match."""
+    return request.decoder(Copying([], 1, 8, 8, "frequent", own=True), walk)
+
+
+def copies_last(request: Request, **knobs: Any) -> Decoder:
+    """What followed the match the last time."""
+    return request.decoder(Copying([], 1, 8, 1, "last", own=True), walk)
+
+
+class Longest(Suffixes):
+    """The draft behind the longest match, whatever it can hope for."""
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> Any:
+        found = self.forest.gather([(self.own, self.most)], context[-self.forest.depth :], self.forest.depth, 1, room)
+        size = max(1, int(self.alpha * max(found[3], default=1)))
+        return self.trust.tree(*(column[:size] for column in found))  # type: ignore[arg-type]
+
+
+def longest_match(request: Request, **knobs: Any) -> Decoder:
+    """No score: the longest match wins."""
+    forest = memory(request.target, None, "toy", 32, 1 << 20, False)
+    return request.decoder(Longest(*forest, alpha=1.0, most=32, floor=0.0, price=0.0), walk)
+
+
+def forgets(request: Request, **knobs: Any) -> Decoder:
+    """The request's own tree alone."""
+    return find("suffix_decoding").make(request, remember=False, **knobs)
+
+
+TRAPS = [
+    Trap(ADAPTS, adapts, card("suffix_decoding")),
+    Trap(FREQUENT, goes_by_frequency, card("suffix_decoding")),
+    Trap(SCORED, scores, card("suffix_decoding")),
+    Trap(BOTH, uses_both, card("suffix_decoding")),
+]
+TOYS = [
+    Toy("k tokens, however short the match", ADAPTS, copies_k),
+    Toy("the last continuation", FREQUENT, copies_last),
+    Toy("the longest match wins", SCORED, longest_match),
+    Toy("one tree, of this request", BOTH, forgets),
+]
