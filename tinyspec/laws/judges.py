@@ -31,6 +31,7 @@ from tinyspec.laws.cache_laws import FAMILIES, Through, Wrong, weights
 from tinyspec.laws.parts import KERNELS, Parts
 from tinyspec.laws.small import Exact
 from tinyspec.laws.tables import TableModel
+from tinyspec.laws.toys import bild
 from tinyspec.technique import Request
 
 Law = Callable[[Parts], Evidence]
@@ -113,6 +114,7 @@ def judges() -> dict[str, Law]:
         **row_laws.LAWS,
         **cache_laws.LAWS,
         **joint_laws.LAWS,
+        bild.ALGORITHM: lambda parts: bild.follows_the_algorithm(bild.policed(parts.rollback)),
         **{law: _contract(law) for law in contracts.LAWS},
         theorems.ACCEPTANCE: lambda parts: theorems.acceptance(parts.walk),
         theorems.TOKENS: lambda parts: theorems.tokens_of_a_round(parts.walk, gamma=2),

@@ -23,6 +23,7 @@ from tinyspec.lm.feed import Feed, Scores
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.lm.view import View
+from tinyspec.speculative.verification.bild import big
 from tinyspec.tree import ROOT, Row, TokenTree
 
 Forward = Callable[[Sequence[Feed]], list[Scores]]
@@ -94,6 +95,7 @@ class Parts:
     siblings    (model, k, replace): tokens drawn side by side
     index       the n-gram index of the drafters that copy
     joint       (members, make): a target whose rows are made of its members'
+    rollback    (distance, rule): what a large model takes back of a small one's text
     decoder     the loop;  stop  where a text ends
     replay, seeded   where decisions come from;  race  the exponential race on given noise
     kernels     the compiled functions of one row and one tree, by name
@@ -109,6 +111,7 @@ class Parts:
     siblings: Callable[[Target, int, bool], Drafter] = Siblings
     index: Callable[[int], Any] = NgramIndex
     joint: type[Joint] = Joint
+    rollback: Callable[[float, str], Verifier] = big
     decoder: type[Decoder] = Decoder
     stop: Callable[..., Stop] = Stop
     replay: Callable[[Sequence[Any]], Replay] = Replay

@@ -46,7 +46,8 @@ def turns(large: Table, little: Table, fallback: float, rollback: float, rule: s
         yield list(text)
 
 
-def _settings() -> Iterator[tuple[Table, Table, float, float, str]]:
+def settings() -> Iterator[tuple[Table, Table, float, float, str]]:
+    """Large, small, fallback, rollback, rule."""
     tables = [(p, q) for p, q in SMALL if len(p) > 1] + [(LARGE, LITTLE), (LITTLE, LARGE)]
     for (p, q), rollback, fallback, rule in product(tables, DISTANCES, (0.0, 0.6), ("paper", "safe")):
         yield _whole(p), _whole(q), fallback, rollback, rule
@@ -60,7 +61,7 @@ def _whole(table: Table) -> Table:
 def follows_the_algorithm(build: Build) -> Evidence:
     """At temperature 0: every text, and the rounds it took, against the loop of the paper."""
     seen = 0
-    for p, q, fallback, rollback, rule in _settings():
+    for p, q, fallback, rollback, rule in settings():
         decoder = build(
             Request(model(p).session(), [model(q).session()], Warp(0.0)),
             fallback=fallback, rollback=rollback, rule=rule, gamma=CAP,
@@ -99,6 +100,15 @@ def exact_where_nothing_is_trusted(build: Build) -> Evidence:
                 rule=rule,
             )
     return Evidence(JOINT, seen, branches)
+
+
+def policed(policy: Callable[[float, str], Verifier]) -> Build:
+    """The technique with another rollback policy."""
+
+    def build(request: Request, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
+        return _with(request, fallback, gamma, policy(rollback, rule))
+
+    return build
 
 
 # ------------------------------------------------------------------ toys
