@@ -105,9 +105,11 @@ static void attention(const Kernel *kernel, int half, float scale) {
                          .lead_keys = lead, .lead_values = lead + 2 * LEAD * width};
         int seen[EXTRA];
         for (int j = 0; j < EXTRA; j++) seen[j] = PREFIX + (j * 11) % (CAPACITY - PREFIX);
-        float out[2 * 70], scores[2 * (LEAD + PREFIX + EXTRA)];
+        enum { ROOM = LEAD + PREFIX + EXTRA + 1, MANY = 4 };
+        float out[2 * 70], scores[MANY * 2 * ROOM];
         const int head = 1, n = LEAD + PREFIX + EXTRA;
-        kernel->attend(&s, &row, 0, head, seen, PREFIX, EXTRA, q, out, scores);
+        const Sees sees = {seen, PREFIX, EXTRA};
+        kernel->attend(&s, &row, &sees, 1, 0, head, q, 2 * width, out, scores, ROOM);
         for (int g = 0; g < 2; g++) {
             double score[LEAD + PREFIX + EXTRA], most = -INFINITY;
             const float *value[LEAD + PREFIX + EXTRA];
@@ -125,7 +127,21 @@ static void attention(const Kernel *kernel, int half, float scale) {
                 expect(fabs(out[g * width + i] - top / sum) < (scale > 1 ? 1e-3 : 1e-5), "attention", kernel->name);
             }
         }
-        free(kept), free(q), free(lead), free(bits);
+        /* Rows that begin alike and go on apart, together and alone. */
+        float *several = numbers(MANY * 2 * width, 9, 1.0f), together[MANY * 4 * 70], alone[MANY * 4 * 70];
+        Row rows[MANY];
+        Sees each[MANY];
+        for (int r = 0; r < MANY; r++) {
+            rows[r] = row, rows[r].lead = 0;
+            each[r] = (Sees){seen + r, PREFIX - 2 + r % 3, EXTRA - 2 * r};
+            kernel->attend(&s, rows + r, each + r, 1, 0, head, several + r * 2 * width, 2 * width, alone + r * 4 * width, scores,
+                           ROOM);
+        }
+        kernel->attend(&s, rows, each, MANY, 0, head, several, 2 * width, together, scores, ROOM);
+        for (int r = 0; r < MANY; r++)
+            expect(!memcmp(together + r * 4 * width, alone + r * 4 * width, 2 * width * sizeof(float)), "attention row by row",
+                   kernel->name);
+        free(kept), free(q), free(lead), free(bits), free(several);
     }
 }
 

@@ -1,5 +1,5 @@
 /* Attention and activation in terms of one vector type; kernels.c includes this after slab.h, whose FN, V, LOAD and the like
- * it uses, with MAX, ADD, TOTAL (the sum of a vector by a fixed tree), HALF(from): VEC bfloat16 as floats, and CHAINS (sums at a time).
+ * it uses, with MAX, ADD, TOTAL (the sum of a vector by a fixed tree), TOTALS (of four, each by the same), HALF(from): VEC bfloat16 as floats, and CHAINS (sums at a time).
  *
  * As in the product, the order of every sum depends on the row's own path and on the model's shape alone.
  */
@@ -52,6 +52,18 @@ INLINE float FN(dot)(const float *q, const char *k, int width, const int half) {
     return total;
 }
 
+/* The same for FOUR keys, whose lanes are added up together. */
+enum { FN(FOUR) = 4 };
+INLINE void FN(dots)(const float *q, const char *const *k, int width, const int half, float *to) {
+    V sum[FN(FOUR)] = {SET(0.0f), SET(0.0f), SET(0.0f), SET(0.0f)};
+    int i = 0;
+    for (; i + VEC <= width; i += VEC)
+        UNROLL for (int c = 0; c < FN(FOUR); c++) sum[c] = FMA(LOAD(q + i), FN(some_of)(k[c], i, half), sum[c]);
+    TOTALS(to, sum);
+    for (; i < width; i++)
+        for (int c = 0; c < FN(FOUR); c++) to[c] += q[i] * FN(one_of)(k[c], i, half);
+}
+
 /* e[0..n-1] = exp(e - max e); returns their sum, in VEC lanes by index. */
 INLINE float FN(soft)(float *e, int n) {
     V high = SET(e[0]), sum = SET(0.0f);
@@ -78,68 +90,134 @@ typedef struct {
 } FN(Run);
 #define PLACE(run, j) ((run)->base + (size_t)((run)->list ? (run)->list[j] : (j)) * (run)->line)
 
-INLINE void FN(add_scores)(const Stack *s, const FN(Run) *run, const int half, const float *q, float *scores, int n) {
-    for (int j = 0; j < run->count; j++)
-        for (int g = 0; g < s->heads / s->shared; g++)
-            scores[(size_t)g * n + j] = FN(dot)(q + g * s->width, PLACE(run, j), s->width, half) * s->scale;
-}
+/* One query head of one row: where its query, its scores of this run, and its output stand. */
+typedef struct {
+    const float *q;
+    float *scores, *out;
+} FN(Query);
 
-INLINE void FN(add_values)(const Stack *s, const FN(Run) *run, const int half, const float *scores, int n, float *out) {
-    for (int g = 0; g < s->heads / s->shared; g++) {
-        const float *e = scores + (size_t)g * n;
-        float *o = out + g * s->width;
-        int i = 0;
-        for (; i + CHAINS * VEC <= s->width; i += CHAINS * VEC) {
-            V sum[CHAINS];
-            UNROLL for (int c = 0; c < CHAINS; c++) sum[c] = LOAD(o + i + c * VEC);
-            for (int j = 0; j < run->count; j++)
-                UNROLL for (int c = 0; c < CHAINS; c++)
-                    sum[c] = FMA(SET(e[j]), FN(some_of)(PLACE(run, j), i + c * VEC, half), sum[c]);
-            UNROLL for (int c = 0; c < CHAINS; c++) STORE(o + i + c * VEC, sum[c]);
+/* Scores of a run of keys. What several queries look at is widened once, for all of them. */
+INLINE void FN(add_scores)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, int queries) {
+    const int width = s->width, widened = half && queries > 1;
+    float wide[widened ? FN(FOUR) * width : 1];
+    for (int j = 0; j < run->count; j += FN(FOUR)) {
+        const int keys = run->count - j < FN(FOUR) ? run->count - j : FN(FOUR);
+        const char *k[FN(FOUR)];
+        for (int c = 0; c < keys; c++) {
+            k[c] = PLACE(run, j + c);
+            if (!widened) continue;
+            int i = 0;
+            for (; i + VEC <= width; i += VEC) STORE(wide + c * width + i, FN(some_of)(k[c], i, 1));
+            for (; i < width; i++) wide[c * width + i] = FN(one_of)(k[c], i, 1);
+            k[c] = (const char *)(wide + c * width);
         }
-        for (; i < s->width; i++)
-            for (int j = 0; j < run->count; j++) o[i] += e[j] * FN(one_of)(PLACE(run, j), i, half);
+        for (int n = 0; n < queries; n++) {
+            float *to = query[n].scores + j;
+            if (keys < FN(FOUR))
+                for (int c = 0; c < keys; c++) to[c] = FN(dot)(query[n].q, k[c], width, half && !widened);
+            else if (half && !widened)
+                FN(dots)(query[n].q, k, width, 1, to);
+            else
+                FN(dots)(query[n].q, k, width, 0, to);
+            for (int c = 0; c < keys; c++) to[c] *= s->scale;
+        }
     }
 }
 
-/* The attention of one row in one key/value head, for the query heads that share it.
+/* out += the run's values, weighed by the scores of up to three queries, for which a value is widened once. */
+INLINE void FN(weigh)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, const int queries) {
+    int i = 0;
+    for (; i + CHAINS * VEC <= s->width; i += CHAINS * VEC) {
+        V sum[3][CHAINS];
+        UNROLL for (int n = 0; n < queries; n++)
+            UNROLL for (int c = 0; c < CHAINS; c++) sum[n][c] = LOAD(query[n].out + i + c * VEC);
+        for (int j = 0; j < run->count; j++) {
+            const char *value = PLACE(run, j);
+            UNROLL for (int c = 0; c < CHAINS; c++) {
+                V v = FN(some_of)(value, i + c * VEC, half);
+                UNROLL for (int n = 0; n < queries; n++) sum[n][c] = FMA(SET(query[n].scores[j]), v, sum[n][c]);
+            }
+        }
+        UNROLL for (int n = 0; n < queries; n++)
+            UNROLL for (int c = 0; c < CHAINS; c++) STORE(query[n].out + i + c * VEC, sum[n][c]);
+    }
+    for (; i < s->width; i++)
+        for (int n = 0; n < queries; n++)
+            for (int j = 0; j < run->count; j++)
+                query[n].out[i] += query[n].scores[j] * FN(one_of)(PLACE(run, j), i, half);
+}
+
+INLINE void FN(add_values)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, int queries) {
+    int n = 0;
+    for (; n + 3 <= queries; n += 3) FN(weigh)(s, run, half, query + n, 3);
+    if (queries - n == 2) FN(weigh)(s, run, half, query + n, 2);
+    if (queries - n == 1) FN(weigh)(s, run, half, query + n, 1);
+}
+
+/* Keys (values: 0) of a run for some queries, and move their scores on behind it. */
+INLINE void FN(pass)(const Stack *s, FN(Run) run, const int half, FN(Query) *query, int queries, int values) {
+    if (!run.count) return;
+    if (values)
+        FN(add_values)(s, &run, half, query, queries);
+    else
+        FN(add_scores)(s, &run, half, query, queries);
+    for (int n = 0; n < queries; n++) query[n].scores += run.count;
+}
+
+/* The attention of some rows of one text in one key/value head, for the query heads that share it.
  *
- * q, out [heads / shared, width]. Keys come in the order of the row's own path: the probe prefix, slots 0..prefix-1, then
- * seen[0..extra-1]. scores has room for (heads / shared) * (lead + prefix + extra) floats.
+ * Keys come in the order of each row's own path: the probe prefix (a row that has one comes alone), slots 0..prefix-1, then
+ * its further slots. What all rows begin with is gone through once for all of them; as every sum goes on where it stood, no bit
+ * depends on who comes together. scores has room for `room` floats a query.
  */
-static TARGET void FN(attend)(const Stack *s, const Row *row, int layer, int head, const int *seen, int prefix, int extra,
-                              const float *q, float *out, float *scores) {
-    const int width = s->width, group = s->heads / s->shared, n = row->lead + prefix + extra;
+static TARGET void FN(attend)(const Stack *s, const Row *row, const Sees *sees, int rows, int layer, int head, const float *q,
+                              size_t ldq, float *out, float *scores, size_t room) {
+    const int width = s->width, group = s->heads / s->shared, queries = rows * group;
     const size_t line = (size_t)width * (s->half ? 2 : 4), plane = (size_t)row->capacity * line;
-    const char *keys = row->cache + ((size_t)(2 * layer) * s->shared + head) * plane, *values = keys + s->shared * plane;
+    const char *keys = row->cache + ((size_t)(2 * layer) * s->shared + head) * plane;
     const size_t lead = ((size_t)layer * s->shared + head) * row->lead * width;
-    FN(Run) first = {row->lead ? (const char *)(row->lead_keys + lead) : NULL, NULL, width * sizeof(float), row->lead};
-    FN(Run) then = {keys, NULL, line, prefix}, last = {keys, seen, line, extra};
-    float total[group], *at = scores + row->lead;
-    if (row->lead) FN(add_scores)(s, &first, 0, q, scores, n);
-    if (s->half) {
-        FN(add_scores)(s, &then, 1, q, at, n);
-        FN(add_scores)(s, &last, 1, q, at + prefix, n);
-    } else {
-        FN(add_scores)(s, &then, 0, q, at, n);
-        FN(add_scores)(s, &last, 0, q, at + prefix, n);
+    FN(Query) query[queries];
+    int common = sees[0].prefix;
+    for (int r = 1; r < rows; r++) common = sees[r].prefix < common ? sees[r].prefix : common;
+    for (int values = 0; values < 2; values++) {
+        const char *base = keys + (values ? s->shared * plane : 0);
+        const float *first = values ? row->lead_values : row->lead_keys;
+        for (int n = 0; n < queries; n++)
+            query[n] = (FN(Query)){q + n / group * ldq + (size_t)(n % group) * width, scores + (size_t)n * room,
+                                   out + ((size_t)(n / group) * s->heads + n % group) * width};
+        if (values)
+            for (int n = 0; n < queries; n++) {
+                for (int i = 0; i < width; i++) query[n].out[i] = 0.0f;
+            }
+        if (row->lead) {
+            FN(Run) run = {(const char *)(first + lead), NULL, width * sizeof(float), row->lead};
+            FN(pass)(s, run, 0, query, queries, values);
+        }
+        FN(Run) together = {base, NULL, line, common};
+        if (s->half)
+            FN(pass)(s, together, 1, query, queries, values);
+        else
+            FN(pass)(s, together, 0, query, queries, values);
+        for (int r = 0; r < rows; r++) {
+            FN(Run) rest = {base + (size_t)common * line, NULL, line, sees[r].prefix - common};
+            FN(Run) last = {base, sees[r].extra, line, sees[r].count};
+            if (s->half) {
+                FN(pass)(s, rest, 1, query + r * group, group, values);
+                FN(pass)(s, last, 1, query + r * group, group, values);
+            } else {
+                FN(pass)(s, rest, 0, query + r * group, group, values);
+                FN(pass)(s, last, 0, query + r * group, group, values);
+            }
+        }
+        for (int n = 0; n < queries; n++) {
+            const Sees *own = sees + n / group;
+            float *e = scores + (size_t)n * room;
+            if (!values)
+                e[room - 1] = FN(soft)(e, row->lead + own->prefix + own->count);
+            else
+                for (int i = 0; i < width; i++) query[n].out[i] /= e[room - 1];
+        }
     }
-    for (int g = 0; g < group; g++) total[g] = FN(soft)(scores + (size_t)g * n, n);
-    for (int i = 0; i < group * width; i++) out[i] = 0.0f;
-    then.base = last.base = values;
-    if (row->lead) {
-        first.base = (const char *)(row->lead_values + lead);
-        FN(add_values)(s, &first, 0, scores, n, out);
-    }
-    if (s->half) {
-        FN(add_values)(s, &then, 1, at, n, out);
-        FN(add_values)(s, &last, 1, at + prefix, n, out);
-    } else {
-        FN(add_values)(s, &then, 0, at, n, out);
-        FN(add_values)(s, &last, 0, at + prefix, n, out);
-    }
-    for (int g = 0; g < group; g++)
-        for (int i = 0; i < width; i++) out[g * width + i] /= total[g];
 }
 
 #undef CAT_
@@ -162,5 +240,6 @@ static TARGET void FN(attend)(const Stack *s, const Row *row, int layer, int hea
 #undef ADD
 #undef MAX
 #undef TOTAL
+#undef TOTALS
 #undef CHAINS
 #undef PLACE

@@ -47,6 +47,12 @@ typedef struct {
     int heads;
 } Sight;
 
+/* What one row sees in one key/value head: slots 0..prefix-1, then `count` slots more. */
+typedef struct {
+    const int *extra;
+    int prefix, count;
+} Sees;
+
 /* ---- pool.c: run a job on n threads; the caller is thread 0. A job meets at barriers and takes numbers from a counter. */
 typedef struct Team Team;
 typedef void (*Job)(void *what, Team *team, int thread);
@@ -63,8 +69,9 @@ typedef struct {
     /* The same for a bfloat16 matrix and rows rounded to bfloat16; NULL where the processor cannot multiply these. */
     void (*product_rounded)(const Matrix *w, int first, int last, const uint16_t *x, int ldx, int rows, float *y, int ldy,
                             int add);
-    void (*attend)(const Stack *s, const Row *row, int layer, int head, const int *seen, int prefix, int extra,
-                   const float *q, float *out, float *scores);
+    /* Rows of one text; q is [rows, ldq], out [rows, heads * width], both at the first head that shares this one. */
+    void (*attend)(const Stack *s, const Row *row, const Sees *sees, int rows, int layer, int head, const float *q, size_t ldq,
+                   float *out, float *scores, size_t room);
     void (*activate)(float *h, const float *up, int n, int silu); /* h = f(h) [* up] */
 } Kernel;
 const Kernel *kernel_named(const char *name); /* NULL: not on this processor */

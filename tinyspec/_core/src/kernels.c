@@ -57,6 +57,7 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
 #define ADD(a, b) ((a) + (b))
 #define MAX(a, b) max4(a, b)
 #define TOTAL(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
+#define TOTALS(to, v) to[0] = TOTAL(v[0]), to[1] = TOTAL(v[1]), to[2] = TOTAL(v[2]), to[3] = TOTAL(v[3])
 #define CHAINS 4
 #define HALF(p) half4(p)
 #define EVEN(p) even4(p)
@@ -69,10 +70,10 @@ static const Kernel portable = {"portable", product_plain, NULL, attend_plain, a
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
-static inline __attribute__((always_inline, target("avx2,fma"))) float total8(__m256 v) {
-    __m128 a = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
-    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+/* Four sums of eight lanes, each ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). */
+static inline __attribute__((always_inline, target("avx2,fma"))) __m128 totals8(__m256 a, __m256 b, __m256 c, __m256 d) {
+    const __m256 v = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
 }
 static const uint32_t upper[8] = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
 static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(const uint16_t *p) {
@@ -91,7 +92,8 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define ADD(a, b) _mm256_add_ps(a, b)
 #define MAX(a, b) _mm256_max_ps(a, b)
-#define TOTAL(v) total8(v)
+#define TOTAL(v) _mm_cvtss_f32(totals8(v, v, v, v))
+#define TOTALS(to, v) _mm_storeu_ps(to, totals8(v[0], v[1], v[2], v[3]))
 #define CHAINS 4
 #define HALF(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define EVEN(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)(p)), 16))
@@ -113,6 +115,7 @@ static const Kernel avx2 = {"avx2", product_avx2, NULL, attend_avx2, activate_av
 #define ADD(a, b) _mm512_add_ps(a, b)
 #define MAX(a, b) _mm512_max_ps(a, b)
 #define TOTAL(v) _mm512_reduce_add_ps(v)
+#define TOTALS(to, v) to[0] = TOTAL(v[0]), to[1] = TOTAL(v[1]), to[2] = TOTAL(v[2]), to[3] = TOTAL(v[3])
 #define CHAINS 2
 #define HALF(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define EVEN(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512((const void *)(p)), 16))

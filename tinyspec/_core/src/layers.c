@@ -15,13 +15,13 @@ typedef struct {
     int first, last, rows, mute;
     const Row *row;
     Sight sight;
-    float *x, *normed, *wide, *mixed, *scores; /* scores: [threads][room] */
-    size_t room;
+    float *x, *normed, *wide, *mixed, *scores; /* scores: [threads][queries][room] */
+    size_t room, queries;
     uint16_t *rounded; /* [threads][broad], or NULL */
     size_t broad;
 } Pass;
 
-enum { PIECE = 8, COLUMNS = 256 }; /* blocks of outputs, and columns to activate, that a thread takes at a time */
+enum { PIECE = 8, COLUMNS = 256, QUERIES = 12 }; /* blocks of outputs, columns to activate, queries: what a thread takes at a time */
 
 /* A phase of the job: its counter, reset two phases ahead, when nobody takes from it any more. */
 static int phase(Team *team, int thread, int *number) {
@@ -104,18 +104,32 @@ static void place(const Stack *s, const Row *row, int layer, float *qkv) {
         }
 }
 
+/* Rows of one text attend together, a few at a time: as many as leave every thread some. Which go together changes no bit. */
 static void attention(const Pass *p, Team *team, int thread, int counter, int layer, int base, int rows) {
     const Stack *s = p->s;
+    const Row *row = p->row + base;
     const int group = s->heads / s->shared, columns = (s->heads + 2 * s->shared) * s->width;
-    for (int item; (item = team_take(team, counter, 1)) < rows * s->shared;) {
-        const int r = item / s->shared, head = item % s->shared;
-        const int entry = (base + r) * p->sight.heads + (p->sight.heads > 1 ? head : 0);
-        const int *seen = p->sight.extra + p->sight.start[entry];
-        p->kernel->attend(s, p->row + base + r, layer, head, seen, p->sight.prefix[entry],
-                          p->sight.start[entry + 1] - p->sight.start[entry],
-                          p->wide + (size_t)r * columns + (size_t)head * group * s->width,
-                          p->mixed + ((size_t)r * s->heads + (size_t)head * group) * s->width,
-                          p->scores + (size_t)thread * p->room);
+    const int share = rows * s->shared / (3 * team_size(team)), fit = QUERIES / group;
+    const int most = share < 1 || fit < 1 ? 1 : share < fit ? share : fit;
+    int start[TILE + 1], groups = 0;
+    for (int r = 0; r < rows; r++) {
+        const int begun = groups ? start[groups - 1] : 0;
+        if (!r || r - begun >= most || row[r].cache != row[begun].cache || row[r].lead || row[begun].lead)
+            start[groups++] = r;
+    }
+    start[groups] = rows;
+    for (int item; (item = team_take(team, counter, 1)) < groups * s->shared;) {
+        const int first = start[item / s->shared], count = start[item / s->shared + 1] - first, head = item % s->shared;
+        Sees sees[QUERIES];
+        for (int r = 0; r < count; r++) {
+            const int entry = (base + first + r) * p->sight.heads + (p->sight.heads > 1 ? head : 0);
+            const int *from = p->sight.start + entry;
+            sees[r] = (Sees){p->sight.extra + from[0], p->sight.prefix[entry], from[1] - from[0]};
+        }
+        const size_t at = (size_t)head * group * s->width;
+        p->kernel->attend(s, row + first, sees, count, layer, head, p->wide + (size_t)first * columns + at, columns,
+                          p->mixed + (size_t)first * s->heads * s->width + at,
+                          p->scores + (size_t)thread * p->room * p->queries, p->room);
     }
 }
 
@@ -163,13 +177,13 @@ int compute_layers(How how, const Stack *s, int first, int last, const Row *row,
         size_t n = (size_t)row[i / sight.heads].lead + (size_t)sight.prefix[i] + (size_t)(sight.start[i + 1] - sight.start[i]);
         most = n > most ? n : most;
     }
-    const size_t room = most * (size_t)(s->heads / s->shared) + BLOCK; /* threads write to different cache lines */
+    const size_t room = most + BLOCK, queries = QUERIES > s->heads / s->shared ? QUERIES : s->heads / s->shared;
     size_t broad = 0;
     for (int i = 0; i < s->layers; i++) {
         const Matrix *const each[] = {&s->layer[i].qkv, &s->layer[i].out, &s->layer[i].up, &s->layer[i].down};
         for (int m = 0; m < 4; m++) broad = rounds(how.kernel, each[m], tile) > broad ? rounds(how.kernel, each[m], tile) : broad;
     }
-    float *all = malloc((tile * ((size_t)s->d + wide + mixed) + (size_t)how.threads * room) * sizeof(float));
+    float *all = malloc((tile * ((size_t)s->d + wide + mixed) + (size_t)how.threads * room * queries) * sizeof(float));
     uint16_t *rounded = broad ? malloc((size_t)how.threads * broad * sizeof(uint16_t)) : NULL;
     if (!all || (broad && !rounded)) {
         free(all);
@@ -177,7 +191,7 @@ int compute_layers(How how, const Stack *s, int first, int last, const Row *row,
         return -1;
     }
     float *w = all + tile * (size_t)s->d, *m = w + tile * wide;
-    Pass pass = {how.kernel, s, first, last, rows, mute, row, sight, x, all, w, m, m + tile * mixed, room, rounded, broad};
+    Pass pass = {how.kernel, s, first, last, rows, mute, row, sight, x, all, w, m, m + tile * mixed, room, queries, rounded, broad};
     team_run(how.threads, run, &pass);
     free(all);
     free(rounded);
