@@ -224,6 +224,12 @@ def test_ctrl_c_while_waiting_is_quiet() -> None:
 # ---------------------------------------------------------------------- the others
 
 
+def test_the_readme_shows_the_registry() -> None:
+    """`tinyspec methods --markdown` made its table."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    assert run("methods", "--markdown").stdout in readme
+
+
 def test_methods_lists_the_registry() -> None:
     listed = json.loads(run("methods", "--json").stdout)
     names = {entry["name"] for entry in listed}

@@ -1,6 +1,7 @@
 """tinyspec methods: the registry as a table."""
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 @click.command("methods", cls=base.Command)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="A JSON list (an object, with NAME) on standard output.")
-def methods(name: str | None, as_json: bool) -> None:
+@click.option("--markdown", is_flag=True, help="The table as it stands in the README.")
+def methods(name: str | None, as_json: bool, markdown: bool) -> None:
     """Every technique: paper, family, guarantee, knobs. With NAME, what its file says of it.
 
     \b
@@ -37,6 +39,8 @@ def methods(name: str | None, as_json: bool) -> None:
         click.echo(json.dumps(card.as_dict() | {"doc": card.doc}) if as_json else described(card))
     elif as_json:
         click.echo(json.dumps([card.as_dict() for card in techniques().values()]))
+    elif markdown:
+        click.echo(page(techniques().values()))
     else:
         from rich.table import Table
 
@@ -47,6 +51,25 @@ def methods(name: str | None, as_json: bool) -> None:
             knobs = ", ".join(f"{knob.name}={knob.default}" for knob in card.knobs)
             table.add_row(card.name, card.family, card.guarantee.value, knobs or "-", card.paper)
         base.console().print(table, highlight=False, markup=False)
+
+
+def page(cards: "Iterable[Card]") -> str:
+    """The registry as a Markdown table: every technique with a link to its one file."""
+    lines = ["| technique | what it is, and its paper | guarantee | takes |", "|---|---|---|---|"]
+    for card in cards:
+        path = card.build.__module__.replace(".", "/")
+        takes = [
+            "a draft model" if card.drafts == 1 else f"{card.drafts} draft models" if card.drafts else "",
+            "or several" if card.several and card.drafts else "",
+            "a draft model, if there is one" if card.optional_draft else "",
+            "texts to copy from" if card.copies else "",
+        ]
+        promised = "an analysis" if card.kind == "analysis" else card.guarantee.value
+        promised += f" ({card.lossy[0]} {card.lossy[1]:g})" if card.lossy else ""
+        promised += f", of {card.keeps}" if card.keeps else ""
+        said = ", ".join(word for word in takes if word)
+        lines.append(f"| [`{card.name}`]({path}.py) | {card.title} ({card.paper}) | {promised} | {said} |")
+    return "\n".join(lines)
 
 
 def described(card: "Card") -> str:
