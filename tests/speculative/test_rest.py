@@ -61,31 +61,45 @@ class Constant(Table):
 def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
     references = [[0, 1, 2, 0, 0, 1], [1, 1, 2]]
     plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3)
-    assert law(lambda: CARD.make(Request(Table(3), warp=warp, references=references), shortest=1), 3) == plain
+    assert law(lambda: CARD.make(Request(Table(3), warp=warp, references=references), shortest=1, price=0), 3) == plain
 
 
-def proposed(texts: list[list[int]], context: list[int], room: int = 99, **knobs: int) -> Any:
-    given = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64, **knobs}
+def proposed(texts: list[list[int]], context: list[int], room: int = 99) -> Any:
+    given: Any = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64, "price": 0.0}
     return Retrieving([indexed(texts)], **given).propose(context, room, GREEDY, Seeded(0))
 
 
 def test_without_a_match_or_room_the_step_is_plain() -> None:
-    assert proposed([[1, 2, 3]], [9, 2]).tokens == []
-    assert proposed([[1, 2, 3]], [1, 2], room=0).tokens == ()
-    assert proposed([[1, 2]], [1, 2]).tokens == []  # nothing follows
-    assert proposed([[1, 2, 3]], [2]).tokens == []  # shorter than the shortest match
+    assert not proposed([[1, 2, 3]], [9, 2]).tokens
+    assert not proposed([[1, 2, 3]], [1, 2], room=0).tokens
+    assert not proposed([[1, 2]], [1, 2]).tokens  # nothing follows
+    assert not proposed([[1, 2, 3]], [2]).tokens  # shorter than the shortest match
+
+
+def test_where_matches_fail_again_and_again_it_falls_silent_and_the_whole_tree_does_not() -> None:
+    """The references go on from each pair of the text in another way than the text does."""
+    poem = [1, 2, *[3, 4] * 30]
+    references = [[3, 4, 1], [4, 3, 2], [3, 4, 2]]
+    for price, low, high in ((0.25, 0, 25), (0.0, 80, 999)):
+        stop = Stop(max_new_tokens=60)
+        request = Request(Reciter(poem).session(), warp=GREEDY, stop=stop, references=references)
+        d, drafted = CARD.make(request, price=price), 0
+        d.extend(poem[:2])
+        while not d.finished:
+            drafted += len(d.step(Seeded(d.rounds)).tree.tokens)
+        assert low <= drafted <= high and d.new == poem[2:]
 
 
 def test_a_draft_keeps_to_the_room_and_to_its_document() -> None:
     assert proposed([[1, 2, 3, 4, 5]], [1, 2], room=2).tokens == [3, 4]
     assert proposed([[1, 2, 3], [4, 5]], [1, 2]).tokens == [3]
-    assert proposed([[7, 1], [2, 3]], [1, 2]).tokens == []  # a match neither crosses a border
+    assert not proposed([[7, 1], [2, 3]], [1, 2]).tokens  # a match neither crosses a border
 
 
 def test_of_a_file_and_references_the_longer_match_decides(tmp_path: Path) -> None:
     write(tmp_path / "store", [[1, 2, 3, 4], [5, 6, 7]])
     request = Request(Reciter([8, 2, 3, 9]).session(), references=[[8, 2, 3, 9], [5, 6, 1]])
-    drafter: Any = CARD.make(request, datastore=str(tmp_path / "store")).drafter
+    drafter: Any = CARD.make(request, datastore=str(tmp_path / "store"), price=0).drafter
     assert drafter.propose([8, 2, 3], 9, GREEDY, Seeded(0)).tokens == [9]
     assert drafter.propose([1, 2, 3], 9, GREEDY, Seeded(0)).tokens == [4]
     assert drafter.propose([5, 6], 9, GREEDY, Seeded(0)).tokens == [7]
@@ -244,7 +258,7 @@ def test_nothing_or_one_token_is_made_where_that_is_asked_for(zoo: Zoo, tokens: 
 def test_an_end_of_text_inside_a_block_ends_the_text() -> None:
     poem = [1, 2, 3, 4, 5]
     stop = Stop(eos=frozenset({4}), max_new_tokens=9)
-    d = CARD.make(Request(Reciter(poem).session(), warp=GREEDY, stop=stop, references=[poem]))
+    d = CARD.make(Request(Reciter(poem).session(), warp=GREEDY, stop=stop, references=[poem]), price=0)
     d.extend(poem[:2])
     while not d.finished:
         d.step(Seeded(d.rounds))

@@ -29,13 +29,13 @@ def prefers_the_longest(build: Build) -> Evidence:
     poem = [1, 2, 7, 8]
     for often in (1, 2, 3):
         references = [poem, *([9, 2, 5, 5] for _ in range(often))]
-        rounds = recited(build, poem, 2, references, shortest=1, nodes=2).rounds
+        rounds = recited(build, poem, 2, references, shortest=1, nodes=2, price=0.0).rounds
         if rounds != 1:
             accuse(LONGEST, "1 call", f"{rounds} calls", prompt=poem[:2], text_to_come=poem[2:], references=references)
     return Evidence(LONGEST, 3)
 
 
-def _tree(build: Build, references: Sequence[Sequence[int]], prompt: Sequence[int], **knobs: int) -> Any:
+def _tree(build: Build, references: Sequence[Sequence[int]], prompt: Sequence[int], **knobs: float) -> Any:
     model = TableModel(vocabulary=4, rows=lambda text: [1, 1, 1, 1])
     decoder = build(Request(model.session(), references=references), **knobs)
     decoder.extend(prompt)
@@ -58,7 +58,7 @@ def is_the_heaviest(build: Build) -> Evidence:
             if weight:
                 break
         expected = sorted(weight, key=lambda path: (-weight[path], len(path), path))[:nodes]
-        got = _tree(build, texts, prompt, shortest=1, longest=3, length=3, nodes=nodes)
+        got = _tree(build, texts, prompt, shortest=1, longest=3, length=3, nodes=nodes, price=0.0)
         if got != expected:
             accuse(WEIGHED, expected, got, references=texts, prompt=prompt, nodes=nodes)
         seen += 1
@@ -73,7 +73,7 @@ def law_of_two_continuations(build: Build) -> Evidence:
         texts = [[2, 0, 1, 2, 1, 0]]
 
         def make(model: TableModel = model, texts: Any = texts) -> Decoder:
-            return build(Request(model.session(), references=texts), shortest=1, longest=2, length=2)
+            return build(Request(model.session(), references=texts), shortest=1, longest=2, length=2, price=0.0)
 
         got, expected = law(make, 2, (2,)), Reference(lambda text: model.row(text), Warp()).law(2, (2,))  # noqa: B023
         seen, branches = seen + 1, branches + got.branches
@@ -97,7 +97,7 @@ class Table(NoDraft):
         return TokenTree.chain(self.after.get(tuple(context[-self.n :]), [])[:room])
 
 
-def n_gram_table(request: Request, length: int = 10, **knobs: int) -> Decoder:
+def n_gram_table(request: Request, length: int = 10, **knobs: float) -> Decoder:
     """A dictionary of bigrams, each with one continuation."""
     return request.decoder(Table(request.references, 1, length), walk)
 
@@ -106,7 +106,7 @@ class AsTheyCome(Retrieving):
     """All that followed, until the tree is full."""
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-        most, self.nodes = self.nodes, 1 << 20
+        most, self.nodes = self.nodes, 1 << 20  # price 0: all of them are run
         tree, self.nodes = super().propose(context, room, warp, chance), most
         spelled = [tree.spelled(tree.path(node)) for node in range(len(tree.tokens))]
         kept = sorted(range(len(spelled)), key=spelled.__getitem__)[:most]
@@ -128,8 +128,8 @@ def a_draw_a_path(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
 
 
 def _with(kind: type[Retrieving], verifier: Verifier) -> Build:
-    def build(request: Request, **knobs: int) -> Decoder:
-        given = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64, **knobs}
+    def build(request: Request, **knobs: Any) -> Decoder:
+        given = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64, "price": 0.0, **knobs}
         return request.decoder(kind([indexed(request.references)], **given), verifier)
 
     return build

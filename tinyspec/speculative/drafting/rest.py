@@ -16,6 +16,8 @@ path and draws anew after a miss, which is biased: p = (.5, .3, .2) with both ch
 Tested in tests/speculative/test_rest.py: the longest match decides; the tree is the heaviest by brute force and closed; the
 law with two competing continuations; a datastore of another tokenizer is refused. tests/core/test_suffixes.py holds the
 array to a search through the text.
+Off by itself: of the tree, the guesses are run that are expected to hold with at least `price` (decoding/trust.py), so where
+matches lately failed the step is plain decoding too. `price` 0 is the paper's rule: the whole tree is run.
 Left out: the arbitrary token that the released code verifies where nothing matches. Of more than `matches` places evenly spaced
 ones are read, not the first.
 """
@@ -24,8 +26,9 @@ from collections.abc import Sequence
 
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.datastore import HOW, Datastore, indexed, opened
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import Decoder, NoDraft, Round
 from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.trust import Trust
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -35,17 +38,31 @@ from tinyspec.tree import TokenTree
 class Retrieving(NoDraft):
     """Proposes the heaviest continuations of the longest match in any of the stores."""
 
-    def __init__(self, stores: Sequence[Datastore], shortest: int, longest: int, length: int, matches: int, nodes: int):
+    def __init__(
+        self,
+        stores: Sequence[Datastore],
+        shortest: int,
+        longest: int,
+        length: int,
+        matches: int,
+        nodes: int,
+        price: float,
+    ):
         self.stores, self.shortest, self.longest = stores, shortest, longest
-        self.length, self.matches, self.nodes = length, matches, nodes
+        self.length, self.matches, self.nodes, self.trust = length, matches, nodes, Trust(price)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         if room < 1:
-            return TokenTree()
+            return self.trust.tree((), (), (), ())
         knobs = self.longest, min(self.length, room), self.matches, self.nodes
         found = max((store.search(context, self.shortest, *knobs) for store in self.stores), key=lambda one: one.match)
-        n = len(found.tokens)
-        return TokenTree(found.tokens, found.parents, (None,) * n, (False,) * n)
+        return self.trust.tree(found.tokens, found.parents, found.weights, [found.match] * len(found.tokens))
+
+    def observe(self, round: Round) -> None:
+        self.trust.learn(round.tokens)
+
+    def end(self) -> None:
+        self.trust.forget()
 
 
 @technique(
@@ -61,10 +78,21 @@ class Retrieving(NoDraft):
         Knob("nodes", 64, "nodes of the draft: the heaviest", low=1, high=1024, small=(3, 1)),
         Knob("length", 10, "tokens read behind a match", low=1, high=31),
         Knob("matches", 5000, "places that are read", low=1, small=(9, 1)),
+        Knob(
+            "price", 0.25, "least chance to hold of a guess that is run; 0: all", low=0.0, high=1.0, small=(0.0, 0.25)
+        ),
     ),
 )
 def rest(
-    request: Request, *, datastore: str, longest: int, shortest: int, nodes: int, length: int, matches: int
+    request: Request,
+    *,
+    datastore: str,
+    longest: int,
+    shortest: int,
+    nodes: int,
+    length: int,
+    matches: int,
+    price: float,
 ) -> Decoder:
     """Retrieve from a datastore's file, from the references, or from both."""
     if shortest > longest:
@@ -78,4 +106,4 @@ def rest(
         raise TinyspecError(
             f"rest has no datastore: {HOW} and pass --datastore STORE, or give texts by --reference FILE"
         )
-    return request.decoder(Retrieving(stores, shortest, longest, length, matches, nodes), walk)
+    return request.decoder(Retrieving(stores, shortest, longest, length, matches, nodes, price), walk)
