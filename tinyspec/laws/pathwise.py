@@ -29,7 +29,7 @@ def coupled(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evid
         stage = Stage(
             card, seed=seed, prompt=(0, 1), warp=warp, floats=True, stop=Stop(max_new_tokens=TOKENS), deep=card.hidden
         )
-        for draft in DRAFTS if card.drafts or card.copies else DRAFTS[:1]:
+        for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
             here = replace(stage, draft=draft)
             yield PATHS, f"{told_warp(warp)}, {draft} draft", lambda here=here: same_tokens(here)  # type: ignore[misc]
     yield RACE, "two tokens", lambda: race_law(lambda uniforms: Replay(uniforms))

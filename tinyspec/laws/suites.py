@@ -106,7 +106,7 @@ def _exact(card: Card, seed: int) -> Iterator[Case]:
             deep = replace(base, deep=True, vocabulary=4, warp=warp, seed=seed + number, stop=end)
             yield _joint(deep, wanted, f"a transformer, {told_warp(warp)}")
     for number, draft in enumerate(DRAFTS[1:]):
-        if card.drafts or card.copies:
+        if card.hosted or card.copies:
             yield _joint(replace(base, draft=draft, seed=seed + 20 + number), 2, f"{draft} draft")
     ends = Stop(eos=frozenset({base.vocabulary - 1}), max_new_tokens=3)
     for draft in ("another", "stubborn"):

@@ -5,8 +5,8 @@ independently. At a position that is a transport problem: couple the k drafted t
 often as can be. The best plan is a linear program of V^(k+1) variables. K-SEQ comes close in O(kV): one division factor rho for
 all drafts, draft after draft passes with probability min(1, p(x) / (rho q(x))), and the first that passes is taken. With
 beta = sum_x min(q, p / rho), one passes with probability 1 - (1 - beta)^k; the law is kept where that is at most rho beta, and
-rho is the least such factor. Drafts whose token was taken, or is equal, stay in the race at the next
-position, with a rho for as many as they are; the last draft that survives whole earns a bonus token. Nothing is trained.
+rho is the least such factor. Drafts whose token was taken, or is equal, stay in the race at the next position, with a rho for
+as many as they are; a draft that survives whole earns a bonus token. Nothing is trained.
 
 What makes it SpecTr: the same p for all k drafts and a rho between 1 and k, where recursive rejection tests each draft against
 what the refusals before it left. Why p is kept: with left(x) = max(0, p - rho q), a taken token has the law

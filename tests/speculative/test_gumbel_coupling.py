@@ -1,0 +1,165 @@
+"""Gumbel coupling: one seed, one text, whoever drafts; and how often two races agree."""
+
+from collections.abc import Sequence
+from fractions import Fraction as F
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.table import Table
+from tinyspec.decoding.chance import Replay, Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.errors import TinyspecError
+from tinyspec.laws import couplings
+from tinyspec.laws.loop_laws import Always
+from tinyspec.laws.small import overlap, pairs
+from tinyspec.speculative.drafting.speculative_decoding import acceptance
+from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.speculative.verification.gumbel_coupling import agreement, match
+from tinyspec.technique import Request, find
+from tinyspec.tree import TokenTree
+
+CARD = find("gumbel_coupling")
+WARPS = [Warp(), Warp(temperature=0.0), Warp(temperature=0.5), Warp(top_k=2)]
+
+
+def text(decoder: Decoder, seed: int) -> list[int]:
+    decoder.extend((0, 1))
+    chance = Seeded(seed)
+    while not decoder.finished:
+        decoder.step(chance)
+    return decoder.new
+
+
+class Bush(NoDraft):
+    """A tree with equal siblings and a probe, of laws that mean nothing."""
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
+        if room < 2:
+            return TokenTree()
+        return TokenTree((2, 1, 1, 0, 0, 2), (-1, -1, -1, 1, 2, 2), (None,) * 6, (True, *[False] * 5))
+
+
+@pytest.mark.parametrize("warp", WARPS, ids=str)
+def test_one_seed_one_text_whoever_drafts_also_nobody(warp: Warp) -> None:
+    stop = Stop(max_new_tokens=20)
+    for seed in range(5):
+        request = lambda *drafts: Request(Table(1), list(drafts), warp, stop)  # noqa: E731
+        texts = [text(CARD.make(request(Table(q)), gamma=gamma), seed) for q, gamma in ((1, 3), (2, 1), (5, 4))]
+        texts.append(text(CARD.make(request()), seed))
+        for drafter in (
+            Always((0, 1, 2)),
+            Always((0, 1), side_by_side=True),
+            Bush(),
+            Copying([], 1, 3, 4, "last", True),
+        ):
+            texts.append(text(request().decoder(drafter, match), seed))
+        assert all(other == texts[0] for other in texts)
+        assert len(texts[0]) == 20
+
+
+def test_theorem_it_is_the_text_of_racing_alone() -> None:
+    assert couplings.invariant(CARD.make).cases == 96
+
+
+def test_a_guess_is_kept_where_the_races_agree() -> None:
+    assert couplings.agree(CARD.make).cases == 432
+
+
+def test_theorem_the_probability_of_agreement_its_bounds_and_its_integral() -> None:
+    assert couplings.formula(agreement).cases > 200
+
+
+def test_theorem_it_keeps_between_what_needs_no_knowledge_of_q_and_what_the_ratio_test_keeps() -> None:
+    strict = 0
+    for p, q in pairs((2, 3, 4), 5):
+        same = overlap(p, q)
+        got = agreement(list(p), list(q))
+        assert isinstance(got, (int, F)) and same / (2 - same) <= got <= same
+        strict += same / (2 - same) < got < same
+    assert strict > 50
+
+
+def test_on_large_rows_the_sum_by_sorting_is_the_double_sum() -> None:
+    rng = np.random.default_rng(0)
+    for zeros in (False, True):
+        p, q = rng.dirichlet(np.full(300, 0.3), 2)
+        if zeros:
+            p[::3], q[::5] = 0, 0
+            p, q = p / p.sum(), q / q.sum()
+        both = [i for i in range(300) if p[i] > 0 and q[i] > 0]
+        double = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in both)
+        assert agreement(p, q) == pytest.approx(double, rel=1e-9)
+        assert agreement(p, q) < acceptance([(p, q)])
+    assert agreement(p, p) == pytest.approx(1)
+
+
+def test_the_tokens_of_a_round_are_as_many_as_agreement_says() -> None:
+    """Constant rows over two tokens, where P(same) = 1 - TV: the share of a grid of uniforms on which a guess is kept."""
+    p, q, n = [1, 1], [1, 3], 24
+
+    class Constant(Table):
+        def row(self, context: Any) -> Any:
+            return p if self.seed == 0 else q
+
+    kept = 0
+    for i, j in product(range(n), repeat=2):
+        uniforms = [(i + 0.5) / n, (j + 0.25) / n]
+        decoder = CARD.make(Request(Constant(0, 2), [Constant(1, 2)]), gamma=1)
+        decoder.extend((0,))
+        kept += len(decoder.step(Replay([*uniforms, *[0.5] * 9])).verdict.path)
+    assert kept / n**2 == pytest.approx(float(agreement([F(1, 2)] * 2, [F(1, 4), F(3, 4)])), abs=0.03)
+
+
+# ------------------------------------------------------------------ edges
+
+
+def test_text_that_was_taken_back_comes_again() -> None:
+    """Noise is named by the position, not by the round: after a rewind the same seed goes the same way."""
+    decoder, chance = CARD.make(Request(Table(1), [Table(2)])), Seeded(3)
+    decoder.extend((0,))
+    while len(decoder.new) < 12:
+        decoder.step(chance)
+    before = decoder.new[:12]
+    decoder.rewind(4)
+    while len(decoder.context) < 13:
+        decoder.step(chance)
+    assert decoder.context[1:13] == before
+
+
+def test_a_token_without_probability_never_wins_and_what_follows_refused_guesses_is_recovered() -> None:
+    decoder = CARD.make(Request(Table(1), [Table(2)], stop=Stop(max_new_tokens=30)))
+    decoder.extend((0,))
+    chance, refusals = Seeded(0), 0
+    while not decoder.finished:
+        round = decoder.step(chance)
+        refusals += len(round.verdict.refused)
+        assert all(law[token] > 0 for token, law in zip(round.tokens, round.laws, strict=True))
+        assert len(round.verdict.path) + len(round.verdict.refused) <= len(round.tree.tokens)
+    assert refusals > 0
+
+
+def test_a_round_ends_with_the_end_of_text() -> None:
+    stop = Stop(eos=frozenset({2}), max_new_tokens=30)
+    for seed in range(6):
+        with_draft = text(CARD.make(Request(Table(1), [Table(1)], stop=stop), gamma=5), seed)
+        assert with_draft == text(CARD.make(Request(Table(1), stop=stop)), seed)
+        assert 2 not in with_draft[:-1]
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_as_many_tokens_as_wanted(wanted: int) -> None:
+    assert len(text(CARD.make(Request(Table(1), [Table(2)], stop=Stop(max_new_tokens=wanted))), 0)) == wanted
+
+
+def test_gamma_must_be_positive_and_the_draft_declares_no_law() -> None:
+    with pytest.raises(TinyspecError, match="gamma"):
+        CARD.settings({"gamma": 0})
+    decoder = CARD.make(Request(Table(1), [Table(2)]))
+    decoder.extend((0,))
+    assert set(decoder.step(Seeded(0)).tree.laws) == {None}
+    assert decoder.drafter.propose([0], 0, Warp(), Seeded(1)) == TokenTree()

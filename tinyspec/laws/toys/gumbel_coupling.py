@@ -1,0 +1,72 @@
+"""Gumbel coupling (Daliri et al. 2024): one noise for draft and target, named by the position; the drafter leaves no trace."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tinyspec.decoding.decode import Decoder, Laws, NoDraft
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.laws.couplings import AGREE, FORMULA, INVARIANT, agree, formula, invariant
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.speculative.verification import gumbel_coupling as gumbel
+from tinyspec.technique import Request
+from tinyspec.tree import TokenTree
+
+
+def ratio_test(request: Request, gamma: int) -> Decoder:
+    """Speculative decoding: exact, and another text with every drafter."""
+    drafter = ModelDraft(request.drafts[0], gamma) if request.drafts else NoDraft()
+    return request.decoder(drafter, walk)
+
+
+class _InTheRound:
+    """Positions counted from the beginning of the round, whose noise is its stream's own."""
+
+    def __init__(self, chance: Any, begun: int):
+        self.chance, self.begun = chance, begun
+
+    def race(self, row: Any, position: int) -> int:
+        return int(self.chance.race(row, position - self.begun))
+
+
+def noise_by_round(request: Request, gamma: int) -> Decoder:
+    """Draft and target share a noise, numbered from the beginning of the round."""
+
+    class Draft(gumbel.RaceDraft):
+        def propose(self, context: Sequence[int], room: int, warp: Any, chance: Any) -> TokenTree:
+            return super().propose(context, room, warp, _InTheRound(chance, len(context)))
+
+    def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
+        return gumbel.match(tree, p, _InTheRound(chance, len(p.context)))  # type: ignore[arg-type]
+
+    return request.decoder(Draft(request.drafts[0], gamma) if request.drafts else NoDraft(), verify)
+
+
+def noise_of_its_own(request: Request, gamma: int) -> Decoder:
+    """The draft samples as ever; its guess is kept if the target's race has the same winner."""
+    drafter = ModelDraft(request.drafts[0], gamma) if request.drafts else NoDraft()
+    return request.decoder(drafter, gumbel.match)
+
+
+def by_agreement_of_samples(p: Sequence[Any], q: Sequence[Any]) -> Any:
+    """As if the noises were independent."""
+    return sum(a * b for a, b in zip(p, q, strict=True))
+
+
+def by_total_variation(p: Sequence[Any], q: Sequence[Any]) -> Any:
+    """As if the draft's law were known."""
+    return sum(min(a, b) for a, b in zip(p, q, strict=True))
+
+
+TRAPS = [
+    Trap(INVARIANT, invariant, card("gumbel_coupling")),
+    Trap(AGREE, agree, card("gumbel_coupling")),
+    Trap(FORMULA, formula, lambda: gumbel.agreement),
+]
+TOYS = [
+    Toy("a ratio test", INVARIANT, ratio_test),
+    Toy("noise numbered by the round", INVARIANT, noise_by_round),
+    Toy("a noise of the draft's own", AGREE, noise_of_its_own),
+    Toy("P(same) as agreement of samples", FORMULA, by_agreement_of_samples),
+    Toy("P(same) as 1 - TV", FORMULA, by_total_variation),
+]
