@@ -70,7 +70,7 @@ def generate(
              model each; the last stands in for those that are missing); None takes the one the model's card names
     stop     texts or token sequences that end the text
     chat     treat a text prompt as a user's message in the model's chat template
-    seed     the same seed gives the same text, whatever ran before
+    seed     the same seed gives the same text, whatever ran before (above temperature 0 not by methods that plan by the clock)
 
     A list of prompts runs as one ragged batch and gives a list; row i uses seed + i and equals that row run alone: on a
     CPU in float32 and bfloat16 token for token and bit for bit, elsewhere but for ties within rounding.

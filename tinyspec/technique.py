@@ -115,6 +115,7 @@ class Card:
     persistent  its state outlives a request
     optional_draft  uses a draft model where there is one, and does without
     several     uses every draft model that it is given, beyond those it needs
+    timed       plans by the clock, so above temperature 0 the text of a seed depends on time
     keeps       whose law is kept where it is not the user's model: in words; the laws then ask its own target
     """
 
@@ -135,6 +136,7 @@ class Card:
     keeps: str = ""
     optional_draft: bool = False
     several: bool = False
+    timed: bool = False
 
     @property
     def doc(self) -> str:

@@ -84,16 +84,21 @@ class TreeDraft(ModelDraft):
         replace: bool = True,
         cover: bool = False,
     ):
-        self.below: dict[int, list[int]] = defaultdict(list)  # node of the shape -> its children
+        super().__init__(model, 0, ends, positions)
+        self.replace, self.cover = replace, cover
+        self.reshape(shape)
+
+    def reshape(self, shape: Shape) -> None:
+        """From now on, trees of this shape."""
+        below: dict[int, list[int]] = defaultdict(list)
         depth = {ROOT: 0}
         for node, parent in enumerate(shape):
-            self.below[parent].append(node)
+            below[parent].append(node)
             depth[node] = depth[parent] + 1
-        self.levels: list[list[int]] = [[] for _ in range(max(depth.values()))]  # nodes with children, by depth
-        for node in self.below:
+        self.shape, self.below, self.gamma = shape, dict(below), max(depth.values())  # below: node -> its children
+        self.levels: list[list[int]] = [[] for _ in range(self.gamma)]  # nodes with children, by depth
+        for node in below:
             self.levels[depth[node]].append(node)
-        super().__init__(model, len(self.levels), ends, positions)
-        self.replace, self.cover = replace, cover
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         tokens, parents, rows = list[int](), list[int](), list[Row | None]()

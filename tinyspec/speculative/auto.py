@@ -152,6 +152,7 @@ def kept(request: Request, longest: int) -> Curve:
     family="planning",
     guarantee=Guarantee.EXACT,
     optional_draft=True,
+    timed=True,
     copies=True,
     knobs=(
         Knob("k", 16, "most tokens copied in a round", low=1),

@@ -1,0 +1,176 @@
+"""Sequoia: the best tree by dynamic programming, what it commits, what it is measured from, and fresh noise every round."""
+
+from collections.abc import Sequence
+from fractions import Fraction as F
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.lm.small import LLAMA, model
+from tests.table import Table, law
+from tinyspec.decoding.chance import Exhaustive, Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.goodput import Curve
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.treedraft import TreeDraft
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.accused import Accused
+from tinyspec.laws.toys.auto import Ticking, Watch
+from tinyspec.laws.toys.sequoia import every_tree, joint_law, kept_noise, worth
+from tinyspec.speculative.drafting.sequoia import PRIOR, acceptance, best_tree, cheapest, expected_tokens, measured
+from tinyspec.technique import Guarantee, Request, find
+from tinyspec.tree import ROOT, TokenTree
+
+CARD = find("sequoia")
+
+
+def made(p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any) -> Decoder:
+    return CARD.make(Request(Table(p), [Table(q, zeros=False)], warp or Warp(), stop or Stop()), **knobs)
+
+
+def test_trap_noise_that_is_kept_over_rounds_gives_another_law_of_two_tokens_and_the_right_one_of_the_first() -> None:
+    with pytest.raises(Accused) as accused:
+        joint_law(kept_noise)
+    found = accused.value.counterexample
+    expected, got = found.expected, found.got
+    for token in range(2):
+        first, ours = (sum(x for text, x in table.items() if text[0] == token) for table in (expected, got))
+        assert first == ours
+
+
+SHARES = st.lists(st.integers(0, 10), min_size=1, max_size=4).map(lambda w: [x / (sum(w) + 1) for x in w])
+
+
+@given(SHARES, st.integers(1, 7), st.integers(1, 4))
+def test_the_tree_is_the_best_of_all_trees(accepts: list[float], nodes: int, depth: int) -> None:
+    tree = best_tree(accepts, nodes, depth)
+    assert len(tree) <= nodes and max(TokenTree(tree, tree).depths()) <= depth
+    best = max(worth(other, accepts) for n in range(1, nodes + 1) for other in every_tree(n, depth))
+    assert worth(tree, accepts) == pytest.approx(best, abs=1e-12)
+    assert expected_tokens(tree, accepts) == pytest.approx(best, abs=1e-12)
+
+
+def test_more_nodes_and_more_depth_never_commit_less_and_each_node_adds_no_more_than_the_last() -> None:
+    tokens = [expected_tokens(best_tree(PRIOR, n, 12), PRIOR) for n in range(1, 24)]
+    gains = [b - a for a, b in pairwise(tokens)]
+    assert all(gain >= 0 for gain in gains)
+    assert all(b <= a + 1e-12 for a, b in pairwise(gains))  # with falling shares, unbounded depth: concave growth
+    by_depth = [expected_tokens(best_tree(PRIOR, 16, d), PRIOR) for d in range(1, 9)]
+    assert by_depth == sorted(by_depth)
+
+
+def test_the_expected_tokens_are_the_mean_of_a_round_where_every_position_is_alike() -> None:
+    """The formula's theorem: p and q the same in every context, so that the positional assumption holds exactly."""
+    p, q = [F(1, 2), F(1, 4), F(1, 4)], [F(1, 4), F(1, 4), F(1, 2)]
+
+    class Constant(Table):
+        def row(self, context: Sequence[int]) -> list[F]:
+            return p if self.seed == 1 else q
+
+    def shares(chance: Exhaustive) -> tuple[F, ...]:
+        return tuple(acceptance([(p, q)], 3, chance))
+
+    accepts = [sum(x[rank] * mass for x, mass in Exhaustive.walk(shares)) for rank in range(3)]
+    for tree in ((ROOT, ROOT), (ROOT, 0), (ROOT, ROOT, 0), (ROOT, 0, 0), (ROOT, ROOT, 1)):
+
+        def tokens(chance: Exhaustive, tree: tuple[int, ...] = tree) -> int:
+            d = Decoder(Constant(1, 3), TreeDraft(Constant(2, 3), tree, replace=False, cover=True), walk)
+            d.extend((0,))
+            return len(d.step(chance).tokens)
+
+        assert sum(n * mass for n, mass in Exhaustive.walk(tokens)) == expected_tokens(tree, accepts)
+
+
+def test_the_acceptance_vector_of_paired_rows() -> None:
+    same = [F(1, 2), F(1, 2)]
+    assert acceptance([(same, same)], 2, Seeded(0)) == [1, 0]
+    sure, q = [F(0), F(1), F(0)], [F(1, 2), F(1, 3), F(1, 6)]
+    assert acceptance([(sure, q)], 3, None) == [0, 1, 0]  # at temperature 0: the best of q are points
+
+
+def test_the_vector_of_two_models_is_monotone_enough_and_all_of_p_where_they_are_one() -> None:
+    one, other = model(LLAMA, seed=1), model(LLAMA, seed=2)
+    texts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]]
+    for warp in (Warp(), Warp(0.0), Warp(0.5, top_k=4)):
+        assert measured(one, one, texts, warp, 3, Seeded(0))[0] == pytest.approx(1)
+        shares = measured(one, other, texts, warp, 5, Seeded(0))
+        assert len(shares) == 5 and 0 < sum(shares) <= 1 + 1e-9
+
+
+def test_where_rows_cost_more_the_tree_is_smaller_and_where_steps_cost_more_it_is_flatter() -> None:
+    def plan(row: float, step: float) -> tuple[int, int]:
+        curve = Curve(32)
+        curve.step, curve.seconds = step, [1 + row * size for size in curve.sizes]
+        tree = cheapest(PRIOR, curve, 8)
+        return len(tree), max(TokenTree(tree, tree).depths())
+
+    assert plan(0.0, 0.0)[0] == 32
+    assert plan(1.0, 0.0)[0] == 1
+    sizes = [plan(row, 0.05)[0] for row in (0.0, 0.01, 0.05, 0.3)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+    depths = [plan(0.02, step)[1] for step in (0.0, 0.1, 0.3, 1.0)]
+    assert depths == sorted(depths, reverse=True) and depths[0] > depths[-1] == 1
+
+
+@pytest.mark.parametrize("row", [0.0, 2.0])
+def test_the_clock_decides_how_large_the_trees_become(row: float) -> None:
+    watch = Watch()
+    target = Ticking(Table(1).model, watch, lambda rows: 1.0 + row * (rows - 1))
+    request = Request(target, [Table(2, zeros=False)], stop=Stop(max_new_tokens=60), clock=watch)
+    d = CARD.make(request, nodes=8)
+    d.extend((0,))
+    sizes = []
+    while not d.finished:
+        sizes.append(len(d.step(Seeded(d.rounds)).tree.tokens))
+    late = sizes[len(sizes) // 2 : -3]
+    assert (min(late) >= 4) if row == 0 else (max(late) <= 2)
+
+
+def test_a_target_that_agrees_makes_the_tree_a_chain() -> None:
+    request = Request(Table(1), [Table(1)], stop=Stop(max_new_tokens=60))
+    d = CARD.make(request, nodes=4, depth=4, costs="0.1,1,1")
+    d.extend((0,))
+    while not d.finished:
+        parents = d.step(Seeded(d.rounds)).tree.parents
+        if d.rounds == 9:  # planned in round 8
+            assert list(parents) == [ROOT, 0, 1, 2]
+    assert d.rounds >= 9
+
+
+@pytest.mark.parametrize("warp", [Warp(), Warp(top_k=2), Warp(0.0)], ids=str)
+def test_the_joint_law_with_given_figures(warp: Warp) -> None:
+    got = law(lambda: made(warp=warp, nodes=2, accepts="0.5,0.4", costs="0,1,1,1"), 2)
+    assert got == law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
+
+
+def test_the_rest_of_the_vocabulary_is_covered_where_the_draft_ends() -> None:
+    d = made(warp=Warp(top_k=1), nodes=3, accepts="0.3,0.3,0.3", costs="9,1,1,1,1")
+    d.extend((0,))
+    tree = d.drafter.propose([0], 5, Warp(top_k=1), Seeded(0))
+    assert sorted(tree.tokens) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2, 7])
+def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
+    d = made(stop=Stop(max_new_tokens=wanted))
+    d.extend((0,))
+    while not d.finished:
+        d.step(Seeded(d.rounds))
+    assert len(d.new) == wanted
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"accepts": "0.9,0.9"}, {"accepts": "a"}, {"costs": "1,2"}, {"costs": "1,x,2"}, {"nodes": 0}]
+)
+def test_figures_that_mean_nothing_are_refused_by_name(knobs: dict[str, Any]) -> None:
+    with pytest.raises(TinyspecError, match="|".join(knobs)):
+        made(**knobs)
+
+
+def test_the_card_says_that_time_has_a_say_and_the_law_does_not_depend_on_it() -> None:
+    assert CARD.timed and CARD.guarantee is Guarantee.EXACT
