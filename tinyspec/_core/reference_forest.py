@@ -77,8 +77,8 @@ class Forest:
         """Tokens of a text."""
         return len(self._known(text).tokens)
 
-    def append(self, text: int, tokens: Iterable[int]) -> None:
-        """Grow a text. O(depth) a token."""
+    def append(self, text: int, tokens: Iterable[int]) -> int:
+        """Grow a text; returns the nodes of its tree. O(depth) a token."""
         t = self._known(text)
         tree = self._trees[t.tree]
         for token in tokens:
@@ -87,6 +87,7 @@ class Forest:
                 before = tuple(t.tokens[start:end])
                 self._recount(tree, before, token, 1)
             t.tokens.append(token)
+        return self.size(t.tree)
 
     def _recount(self, tree: Tree, before: tuple[int, ...], token: int, by: int) -> None:
         """Count a window once more or once less, and put it in front of the siblings that count as much."""

@@ -118,11 +118,12 @@ cdef class Texts(Windows):
         return self.texts[self.known(text)].length
 
     def append(self, int text, tokens):
-        """Grow a text. O(length of its longest repeated suffix) a token."""
+        """Grow a text; returns the nodes of its tree. O(length of its longest repeated suffix) a token."""
         cdef int token
         self.known(text)
         for token in tokens:
             self.push(text, token)
+        return self.nodes[self.texts[text].root].count
 
     def rewind(self, int text, int length):
         """Take a text back to its first `length` tokens. O(depth^2) a token. What a halving has blurred stays counted."""

@@ -24,27 +24,20 @@ class Remembered(NoDraft):
         self.forest, self.numbers = forest, numbers
         self.own = next(numbers)
         self.runs: list[tuple[int, int, int]] = []
-        self.length = 0
+        self.length = self.reach = 0  # of the text; where its last piece ends
 
-    def insert(self, tree: int, tokens: Sequence[int]) -> None:
-        """These tokens go on with the text, and belong to this tree."""
-        if not tokens:
-            return
-        if not self.runs or self.runs[-1][1] != tree or self.ends_at(self.runs[-1]) != self.length:
+    def insert(self, tree: int, tokens: Sequence[int]) -> int:
+        """These tokens go on with the text, and belong to this tree; returns its nodes."""
+        if not self.runs or self.runs[-1][1] != tree or self.reach != self.length:
             self.runs.append((self.forest.open(tree), tree, self.length))
-        self.forest.append(self.runs[-1][0], tokens)
-        self.length += len(tokens)
-
-    def ends_at(self, run: tuple[int, int, int]) -> int:
-        """Where a piece ends in the text."""
-        return run[2] + self.forest.length(run[0])
+        self.length = self.reach = self.length + len(tokens)
+        return self.forest.append(self.runs[-1][0], tokens)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         self.insert(self.own, tokens)
 
     def observe(self, round: Round) -> None:
-        self.insert(OUTPUTS, round.tokens)
-        if self.forest.size(OUTPUTS) > self.forest.bound:
+        if self.insert(OUTPUTS, round.tokens) > self.forest.bound:
             self.forest.prune(OUTPUTS)
 
     def rewind(self, length: int) -> None:
@@ -52,14 +45,16 @@ class Remembered(NoDraft):
             text, _, _ = self.runs.pop()
             self.forest.rewind(text, 0)
             self.forest.close(text)
-        if self.runs and length < self.ends_at(self.runs[-1]):
-            self.forest.rewind(self.runs[-1][0], length - self.runs[-1][2])
+        if self.runs:
+            text, _, begin = self.runs[-1]
+            self.reach = min(begin + self.forest.length(text), length)
+            self.forest.rewind(text, self.reach - begin)
         self.length = min(self.length, length)
 
     def end(self) -> None:
         """The request is over: what was said stays, what was asked goes."""
         self.release()
-        self.own, self.runs, self.length = next(self.numbers), [], 0
+        self.own, self.runs, self.length, self.reach = next(self.numbers), [], 0, 0
 
     def release(self) -> None:
         """Leave nothing in the forest but what was said."""

@@ -18,6 +18,8 @@ from tinyspec.tree import ROOT, TokenTree
 RATE = 0.1  # weight of the newest outcome: one hit of many must not look like a habit
 FIRST = {8: 0.7, 5: 0.5, 3: 0.3, 2: 0.15, 1: 0.05}  # least length of a match -> before anything is known
 FURTHER = 0.8
+BUCKETS = tuple(next((n for n in FIRST if n <= match), 1) for match in range(max(FIRST) + 1))
+NOTHING = TokenTree()
 
 
 class Trust:
@@ -36,15 +38,20 @@ class Trust:
 
     def worth(self, shares: Sequence[float], match: int) -> bool:
         """Whether one of these first guesses behind such a match may be run."""
-        return bool(shares) and max(shares) * self.first[bucket(match)] >= self.price * sum(shares)
+        return max(shares) * self.first[bucket(match)] >= self.price * sum(shares)
+
+    def watch(self, tokens: Sequence[int], parents: Sequence[int], matches: Sequence[int]) -> TokenTree:
+        """Run none of these guesses, and let the text judge them all the same."""
+        self.tokens, self.parents, self.matches = tokens, parents, matches
+        return NOTHING
 
     def tree(
         self, tokens: Sequence[int], parents: Sequence[int], shares: Sequence[float], matches: Sequence[int]
     ) -> TokenTree:
         """The guesses that are worth a row; all of them are remembered, to be judged by the text."""
-        self.tokens, self.parents, self.matches = tokens, parents, matches
+        self.watch(tokens, parents, matches)
         if not tokens:
-            return TokenTree()
+            return NOTHING
         place, depths = {ROOT: ROOT}, {ROOT: 0}
         whole: dict[
             int, float
@@ -61,7 +68,7 @@ class Trust:
                 place[node], depths[node] = len(kept), depths[parent] + 1
                 kept.append(token)
                 above.append(place[parent])
-        return TokenTree(kept, above, (None,) * len(kept), (False,) * len(kept)) if kept else TokenTree()
+        return TokenTree(kept, above, (None,) * len(kept), (False,) * len(kept)) if kept else NOTHING
 
     def learn(self, text: Sequence[int]) -> None:
         """What came instead of, or as, the last guesses."""
@@ -82,4 +89,4 @@ class Trust:
 
 def bucket(match: int) -> int:
     """The least length of the matches that are counted with this one."""
-    return next((n for n in FIRST if n <= match), 1)
+    return BUCKETS[min(match, len(BUCKETS) - 1)]

@@ -53,7 +53,7 @@ class Suffixes(Remembered):
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         if room < 1:
-            return self.trust.tree((), (), (), ())
+            return self.trust.watch((), (), ())
         suffix, most = context[-self.forest.depth :], self.most
         return self.trust.tree(*self.forest.best((self.own, OUTPUTS), suffix, self.alpha, most, room, self.floor))
 

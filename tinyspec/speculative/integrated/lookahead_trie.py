@@ -42,15 +42,17 @@ class Lookahead(Remembered):
         self.budget, self.branch, self.mode, self.trust = length, branch, mode, Trust(price)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        if room < 1:
+            return self.trust.watch((), (), ())
         suffix, deepest = context[-self.branch :], min(self.branch, room)
         plan = [(self.own, 2), (OUTPUTS, 4)]  # a glance: is a draft worth its while?
-        draft = self.forest.gather(plan, suffix, self.branch, 1, min(deepest, 1))
-        if room and self.trust.worth(draft[2], draft[3][0] if draft[3] else 0):
-            half = self.budget // 2
-            plan = [(OUTPUTS, half), (self.own, self.budget), (OUTPUTS, self.budget)]
-            enough = min(self.branch, self.budget)
-            draft = self.forest.gather(plan, suffix, self.branch, enough, deepest)
-        return shaped(self.trust.tree(*draft), self.mode, self.budget) if room else TokenTree()
+        tokens, parents, shares, matches = self.forest.gather(plan, suffix, self.branch, 1, 1)
+        if not tokens or not self.trust.worth(shares, matches[0]):
+            return self.trust.watch(tokens, parents, matches)
+        half = self.budget // 2
+        plan = [(OUTPUTS, half), (self.own, self.budget), (OUTPUTS, self.budget)]
+        draft = self.forest.gather(plan, suffix, self.branch, min(self.branch, self.budget), deepest)
+        return shaped(self.trust.tree(*draft), self.mode, self.budget)
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
