@@ -205,6 +205,19 @@ def test_two_vocabularies_are_the_same_if_every_id_is_the_same_token():
     assert not byte_level().same_vocabulary(sentencepiece())
 
 
+def test_a_fingerprint_tells_vocabularies_apart_as_their_tokens_do():
+    assert byte_level().fingerprint == sequence_of_bytes().fingerprint
+    assert byte_level().fingerprint != sentencepiece().fingerprint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_texts_are_encoded_as_each_alone(kind):
+    texts = ["", "the cat", "a <|im_end|> b", "the cat" * 50]
+    assert kind().encode_all(texts) == [kind().encode(text) for text in texts]
+    with pytest.raises(TinyspecError, match="cannot be encoded"):
+        kind().encode_all(["fine", "\ud800"])
+
+
 def test_truncation_and_padding_of_a_training_run_do_not_cut_a_text(tmp_path: Path):
     backend = Backend.from_str(byte_level().backend.to_str())
     backend.enable_truncation(3)
