@@ -182,6 +182,20 @@ def test_a_draft_with_its_own_words_is_made_and_drafts_for_its_target(zoo: Zoo, 
         assert torch.equal(weight, weights[name])
 
 
+def test_a_draft_in_the_zoo_is_used_without_being_named(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = tinyspec.load(zoo.small), tinyspec.load(zoo.big)
+    draft.save(tmp_path / "cache" / "models" / "made")
+    with pytest.raises(TinyspecError, match="names none"):
+        tinyspec.generate(target, [1, 2], method="speculative_decoding", max_new_tokens=4)
+    config = json.loads((tmp_path / "cache" / "models" / "made" / "config.json").read_text())
+    config["tinyspec"] = {"draft_of": target.name}
+    (tmp_path / "cache" / "models" / "made" / "config.json").write_text(json.dumps(config))
+    made = tinyspec.generate(target, [1, 2], method="speculative_decoding", max_new_tokens=4)
+    assert made.stats.draft_calls > 0
+
+
 def test_distilling_brings_the_draft_nearer_to_its_target(zoo: Zoo, tmp_path: Path) -> None:
     """From random weights: 50 steps on 24 texts, and the loss falls."""
     out = tmp_path / "draft"

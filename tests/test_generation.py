@@ -190,7 +190,7 @@ def test_references_are_copied_from(model: Model) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "speculative"}, "did you mean 'speculative_decoding'"),
+        ({"method": "speculative_decodin"}, "did you mean 'speculative_decoding'"),
         ({"method": "llma", "kk": 3}, "no knob 'kk'"),
         ({"method": "speculative_decoding", "gamma": 0}, "gamma is 0: it must be at least 1"),
         ({"temperature": -1.0}, "temperature"),

@@ -239,6 +239,8 @@ def _drafts(model: Model, card: Card, draft: Draft) -> list[Model]:
     if card.drafts == 0 and not card.optional_draft:
         return []
     draft = model.config.extra.get("draft") if draft is None else draft
+    if draft is None and card.drafts:  # the card is silent: a draft on this machine that was made for it
+        draft = next(iter(models.drafts_of(model.name)), None)
     given = [draft] if isinstance(draft, (Model, str)) else list(draft or ())
     if not given and card.drafts == 0:
         return []

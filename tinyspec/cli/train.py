@@ -100,6 +100,8 @@ def lm(
 
     console = None if quiet else Console(stderr=True)
     if distill is not None:
+        if (out / "model.safetensors").exists() and not ((out / ".tinyspec" / "state.pt").exists() or restart):
+            raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
         recipe = _recipe(distill, out, overrides, layers, draft_vocab, texts)
     assert recipe is not None
     if distill is not None or read_recipe(recipe, overrides).distill:
