@@ -9,7 +9,7 @@ than a threshold, which adapts so that a wanted share of the drafted tokens pass
 
 The authors' sampling code drafts greedily and still divides by the softmax; that is biased above temperature 0. Here the draft
 samples, and declares the law it samples from. Where no search was run, every third layer is skipped whole, from the third on,
-the last layer always run: a set that is fair on both of our models, and no result of the paper.
+and the last layer is run: a beginning, and no result of the paper. Models of fewer than four layers skip nothing then.
 
 Guarantee: EXACT. The token that ends a draft stays in it, so that no token's presence depends on its own draw. Tested in
 tests/speculative/test_self_speculative.py: the joint law, both kinds of sublayer, the shared cache, an empty skip set
