@@ -12,17 +12,20 @@ from typing import Any
 import torch
 
 from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.decode import Decoder, NoDraft
 from tinyspec.decoding.sampling import Warp
 from tinyspec.laws import (
+    blocks,
     cache_laws,
     contracts,
+    couplings,
     joint_laws,
     loop_laws,
     passes,
     pathwise,
     report_laws,
     row_laws,
+    selection,
     stop_laws,
     theorems,
 )
@@ -96,6 +99,16 @@ def _contract(law: str) -> Law:
     return check
 
 
+def _coupled(parts: Parts) -> Callable[..., Decoder]:
+    """A decoder on shared noise."""
+
+    def build(request: Request, gamma: int) -> Decoder:
+        drafter = parts.racing(request.drafts[0], gamma) if request.drafts else NoDraft()
+        return parts.decoder(request.target, drafter, parts.match, warp=request.warp, stop=request.stop)
+
+    return build
+
+
 def _twins(parts: Parts) -> Evidence:
     from tinyspec.laws.twins import twin  # needs Hypothesis
 
@@ -123,6 +136,12 @@ def judges() -> dict[str, Law]:
         theorems.MATCHING: lambda parts: theorems.several_drafts(parts.walk, largest=5, most=2),
         theorems.KSEQ: lambda parts: theorems.kseq(parts.walk, largest=5, most=2),
         theorems.ORDER: _draw_order,
+        blocks.BLOCK: lambda parts: blocks.block(parts.block, gamma=2, laws=(blocks.BLOCK,)),
+        blocks.EMITTED: lambda parts: blocks.block(parts.block, gamma=2, laws=(blocks.EMITTED,)),
+        selection.SELECTED: lambda parts: selection.selected(parts.k_seq, largest=4),
+        selection.FACTOR: lambda parts: selection.least_factor(parts.k_seq, ks=(1, 2)),
+        couplings.INVARIANT: lambda parts: couplings.invariant(_coupled(parts), seeds=4),
+        couplings.AGREE: lambda parts: couplings.agree(_coupled(parts), grid=8),
         "twin": _twins,
         pathwise.RACE: lambda parts: pathwise.race_law(parts.replay, grid=10),
         passes.NODES: of_sessions(nodes),

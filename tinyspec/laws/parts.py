@@ -24,6 +24,9 @@ from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.lm.view import View
 from tinyspec.speculative.verification.bild import big
+from tinyspec.speculative.verification.block_verification import verify_block
+from tinyspec.speculative.verification.gumbel_coupling import RaceDraft, match
+from tinyspec.speculative.verification.spectr import k_seq
 from tinyspec.tree import ROOT, Row, TokenTree
 
 Forward = Callable[[Sequence[Feed]], list[Scores]]
@@ -96,6 +99,8 @@ class Parts:
     index       the n-gram index of the drafters that copy
     joint       (members, make): a target whose rows are made of its members'
     rollback    (distance, rule): what a large model takes back of a small one's text
+    block       a chain judged as a whole;  k_seq  independent drafts judged together
+    racing      (model, gamma): a chain raced by a model;  match  the target's race, which follows it
     decoder     the loop;  stop  where a text ends
     replay, seeded   where decisions come from;  race  the exponential race on given noise
     kernels     the compiled functions of one row and one tree, by name
@@ -112,6 +117,10 @@ class Parts:
     index: Callable[[int], Any] = NgramIndex
     joint: type[Joint] = Joint
     rollback: Callable[[float, str], Verifier] = big
+    block: Verifier = verify_block
+    k_seq: Verifier = k_seq
+    racing: Callable[[Target, int], Drafter] = RaceDraft
+    match: Verifier = match
     decoder: type[Decoder] = Decoder
     stop: Callable[..., Stop] = Stop
     replay: Callable[[Sequence[Any]], Replay] = Replay

@@ -5,6 +5,7 @@ the law is kept, over drafts of several tokens whose texts meet and part, and no
 """
 
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from time import perf_counter
 
 import numpy as np
@@ -29,6 +30,8 @@ def drafts(largest: int) -> Iterator[Block]:
     for p, q in pairs((2,), largest):
         yield Block(p, q, False, 1, 3)
         yield Block(p, q, True, 2, 2)
+    p, q = (tuple(Fraction(x, 6) for x in row) for row in ((3, 2, 1), (1, 2, 3)))
+    yield Block(p, q, True, 2, 2)  # three tokens: behind a draft that parted, a residual of more than one
 
 
 def selected(verifier: Verifier, largest: int = 5) -> Evidence:
