@@ -256,5 +256,5 @@ def equality(model: str, **options: Any) -> None:
     show(measure, options, kept=True, name=model)
 
 
-for command in (bench_drafts.plan_draft, bench_drafts.sizes, bench_drafts.skip):
+for command in (bench_drafts.plan_draft, bench_drafts.sizes, bench_drafts.skip, bench_drafts.retrieval):
     bench.add_command(command)

@@ -1,4 +1,4 @@
-"""tinyspec bench plan-draft, sizes, skip: measurements of drafts."""
+"""tinyspec bench plan-draft, sizes, skip, retrieval: measurements of drafts."""
 
 import json
 from pathlib import Path
@@ -126,3 +126,30 @@ def sizes(
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
             click.echo(f"written: {file}", err=True)
+
+
+@click.command("retrieval", cls=base.Command)
+@base.options(
+    click.option(
+        "--size", "sizes", type=click.IntRange(1000), multiple=True, default=(10_000, 100_000, 1_000_000), show_default=True,
+        help="Tokens that are known; may be repeated. 10 million take some GB.",
+    ),
+    click.option(
+        "--method", "arms", type=click.Choice(["llma", "lookahead_trie", "suffix_decoding", "rest"]), multiple=True,
+        default=("llma", "lookahead_trie", "suffix_decoding", "rest"), show_default=True, help="May be repeated.",
+    ),
+    rounds(5),
+    results,
+)  # fmt: skip
+def retrieval(**options: Any) -> None:
+    """What it costs to look a draft up and to add a token, by the size of what is known.
+
+    \b
+    Examples:
+      tinyspec bench retrieval
+      tinyspec bench retrieval --size 100000 --method suffix_decoding
+      tinyspec bench retrieval --size 10000 --size 100000 --size 1000000 --size 10000000 --out results/retrieval.json
+    """
+    from tinyspec.bench.retrieval import measure
+
+    show(measure, options)

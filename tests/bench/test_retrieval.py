@@ -1,0 +1,43 @@
+"""`tinyspec bench retrieval`: figures are recomputed from their samples, every arm answers, and the command writes a file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.zoo import failed, run
+from tinyspec.bench import retrieval
+from tinyspec.bench.retrieval import ARMS, ASKED, figures, text
+
+
+def test_the_text_is_made_from_a_seed_and_repeats_itself() -> None:
+    one = text(5000)
+    assert (one == text(5000)).all() and (one[:1000] == text(1000)).all()
+    assert one.min() >= 0 and one.max() < retrieval.VOCABULARY
+    pairs = list(zip(one[:-1].tolist(), one[1:].tolist(), strict=True))
+    assert len(set(pairs)) < 0.8 * len(pairs)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_answers(arm: str) -> None:
+    sample = retrieval.timed(arm, 3000, 1)
+    told = figures(sample, 3000)
+    assert (
+        told["guesses_per_call"] == pytest.approx(sample["guesses"][0] / ASKED, abs=1e-3) and sample["guesses"][0] > 0
+    )
+    assert ("us_per_append" in told) == (arm != "rest")
+
+
+def test_the_command_writes_what_its_figures_are_computed_from(tmp_path: Path) -> None:
+    out = tmp_path / "retrieval.json"
+    result = run(
+        "bench", "retrieval", "--size", "2000", "--size", "4000", "--rounds", "1", "--quiet", "--out", str(out)
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert {"command", "commit", "machine", "samples", "figures", "growth", "goals"} <= set(found)
+    for arm, of in found["figures"].items():
+        for size, told in of.items():
+            assert told == figures(found["samples"][arm][size], int(size))
+    assert "us per call" in result.stdout
+    assert "1000" in failed(run("bench", "retrieval", "--size", "10"))
