@@ -1,0 +1,144 @@
+"""Staged speculative decoding: both stages, what each changes, and what neither may."""
+
+import pytest
+
+from tests.table import Table, law
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.toys.staged import (
+    a_fixed_tree,
+    a_tree_alone,
+    beats_fixed_trees,
+    calls_are_spared,
+    guesses_are_the_drafts,
+    n_grams_for_the_target,
+)
+from tinyspec.technique import Request, find
+from tinyspec.tree import TokenTree
+
+CARD = find("staged")
+
+
+def made(p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: object) -> Decoder:
+    ledger: list = []
+    target, draft = Table(p), Table(q, 3, zeros=False)
+    target.ledger = draft.ledger = ledger
+    request = Request(target, [draft], warp or Warp(), stop or Stop(), ledger=ledger)
+    return CARD.make(request, **{"sample": 30, "budget": 4, **knobs})
+
+
+def finish(d: Decoder, prompt: tuple[int, ...] = (0, 1)) -> list[int]:
+    d.extend(prompt)
+    chance = Seeded(0)
+    while not d.finished:
+        d.step(chance)
+    return d.new
+
+
+def test_trap_n_grams_spare_calls_of_the_draft() -> None:
+    assert calls_are_spared(CARD.make).cases == 3
+    with pytest.raises(AssertionError, match="spare"):
+        calls_are_spared(a_tree_alone)
+
+
+def test_trap_n_grams_guess_for_the_draft_and_not_for_the_target() -> None:
+    assert guesses_are_the_drafts(CARD.make).cases == 24
+    with pytest.raises(AssertionError, match="whatever"):
+        guesses_are_the_drafts(n_grams_for_the_target)
+
+
+def test_trap_the_tree_follows_the_drafts_probability() -> None:
+    assert beats_fixed_trees(CARD.make).cases == 1
+    with pytest.raises(AssertionError, match="beats fixed trees"):
+        beats_fixed_trees(a_fixed_tree)
+
+
+@pytest.mark.parametrize("warp", [Warp(), Warp(top_k=2), Warp(0.0)], ids=str)
+def test_the_second_stage_leaves_the_law_of_the_tree_as_it_is(warp: Warp) -> None:
+    """Every tree that may be proposed, with its probability."""
+
+    def trees(guesses: int) -> dict[TokenTree, object]:
+        def play(chance: Exhaustive) -> object:
+            d = made(warp=warp, guesses=guesses)
+            d.extend((0, 1))
+            tree = d.drafter.propose(d.context, 5, warp, chance.split("draft", 0))
+            return tree.tokens, tree.parents, tuple(None if q is None else tuple(q) for q in tree.laws)
+
+        return Exhaustive.law(play)
+
+    assert trees(0) == trees(3)
+
+
+@pytest.mark.parametrize("children", ["drawn", "likeliest"])
+@pytest.mark.parametrize("warp", [Warp(), Warp(0.5), Warp(0.0)], ids=str)
+def test_the_joint_law_is_the_targets(children: str, warp: Warp) -> None:
+    plain = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
+    assert law(lambda: made(warp=warp, children=children, budget=3), 2) == plain
+
+
+def test_one_call_of_the_target_a_round_and_no_more_calls_of_the_draft_than_tokens() -> None:
+    d = made(stop=Stop(max_new_tokens=40), budget=6)
+    d.extend((0, 1))
+    while not d.finished:
+        round = d.step(Seeded(d.rounds))
+        assert len(round.calls) == 1
+        assert len(round.draft_calls) <= -(
+            -len(round.tree.tokens) // 2
+        )  # a call at most for each leaf that got children
+
+
+@pytest.mark.parametrize(("budget", "width"), [(1, 1), (1, 3), (5, 2), (9, 3), (4, 1)])
+def test_the_tree_has_its_budget_and_no_node_more_children_than_the_width(budget: int, width: int) -> None:
+    d = made(budget=budget, width=width)
+    d.extend((0, 1))
+    tree = d.step(Seeded(0)).tree
+    assert len(tree.tokens) == budget
+    assert max(tree.parents.count(node) for node in tree.parents) <= width
+
+
+def test_no_tree_is_deeper_than_the_room_or_goes_on_behind_an_end_of_text() -> None:
+    d = made(stop=Stop(max_new_tokens=3), budget=9)
+    d.extend((0, 1))
+    assert max(d.step(Seeded(0)).tree.depths()) <= 2
+    d = made(stop=Stop(eos=frozenset({1}), max_new_tokens=30), budget=9)
+    d.extend((0, 2))
+    tree = d.step(Seeded(0)).tree
+    assert all(tree.tokens[parent] != 1 for parent in tree.parents if parent >= 0)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_short_requests_end_where_they_should(tokens: int) -> None:
+    assert len(finish(made(stop=Stop(max_new_tokens=tokens)))) == tokens
+
+
+def test_a_text_beyond_the_drafts_context_is_plain() -> None:
+    request = Request(Table(1), [Table(2)], Warp(), Stop(max_new_tokens=12), reach=[6])
+    assert len(finish(CARD.make(request, sample=8))) == 12
+
+
+def test_the_n_grams_are_counted_once_a_model() -> None:
+    draft = Table(2).model
+    request = [Request(Table(1), [draft.session()]) for _ in range(2)]
+    one, other = (CARD.make(each, sample=20).drafter.table for each in request)
+    assert one is other is not None
+    assert CARD.make(request[0], sample=20, order=4).drafter.table is not one
+    assert CARD.make(request[0], guesses=0).drafter.table is None
+
+
+def test_temperature_0_gives_plain_greedy_text_and_children_that_are_point_masses() -> None:
+    d = made(warp=Warp(0.0), stop=Stop(max_new_tokens=20))
+    plain = Decoder(Table(1), NoDraft(), walk, warp=Warp(0.0), stop=Stop(max_new_tokens=20))
+    assert finish(d) == finish(plain)
+    d.rewind(2)
+    assert set(d.step(Seeded(1)).tree.laws) == {None}
+
+
+@pytest.mark.parametrize("knobs", [{"budget": 0}, {"width": 0}, {"children": "all"}, {"order": 1}])
+def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, object]) -> None:
+    with pytest.raises(TinyspecError, match=r"budget|width|children|order"):
+        CARD.settings(knobs)

@@ -1,0 +1,146 @@
+"""Staged speculative decoding (Spector & Re 2023): a tree that follows the draft's probability, and n-grams ahead of it."""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from tinyspec.decoding.chance import Chance, Seeded
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.treedraft import TreeDraft, shape
+from tinyspec.decoding.verify import walk
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.tables import TableModel
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.speculative.drafting.staged import staged
+from tinyspec.technique import Request
+from tinyspec.tree import TokenTree
+
+AHEAD = "n-grams spare the draft calls"
+DRAFTS = "every guess is the draft's, whatever the n-grams say"
+GUIDED = "a tree that follows the draft's probability beats fixed trees of its size"
+
+Build = Callable[..., Decoder]
+KNOBS = {"budget": 6, "width": 2, "children": "likeliest", "guesses": 4, "order": 2, "sample": 200}
+
+
+def _walker(name: str = "table", more: int = 8) -> TableModel:
+    """After token x mostly x + 1, so that n-grams can know it."""
+    rows = lambda text: [more if x == (text[-1] + 1) % 5 else 1 for x in range(5)]  # noqa: E731
+    return TableModel(vocabulary=5, rows=rows, name=name)
+
+
+def calls_are_spared(build: Build) -> Evidence:
+    """Three leaves in a row get children. Where the n-grams know the likeliest path, one call of the draft shows all; the
+    rounds after the first are counted."""
+    seen = 0
+    for warp, width in ((Warp(0.0), 1), (Warp(0.0), 2), (Warp(), 1)):
+        knobs = {**KNOBS, "width": width, "budget": 3 * width}
+        ledger: list[Any] = []
+        request = Request(_walker().session(ledger), [_walker("draft").session(ledger)], warp, ledger=ledger)
+        decoder = build(request, **knobs)
+        decoder.extend((0, 1, 2))
+        rounds = [decoder.step(Seeded(number)) for number in range(6)]
+        calls, levels, seen = sum(len(round.draft_calls) for round in rounds), 3 * len(rounds), seen + 1
+        most = len(rounds) if warp.greedy else levels - 1
+        if calls > most:
+            accuse(AHEAD, f"at most {most} calls", calls, warp=warp, **knobs, rounds=len(rounds), levels=levels)
+    return Evidence(AHEAD, seen)
+
+
+def guesses_are_the_drafts(build: Build) -> Evidence:
+    """At temperature 0, children are the tokens that the draft holds for likeliest: n-grams of another draft's text change
+    no node of the tree."""
+    seen = 0
+    for seed in range(8):
+        draft = TableModel(seed, 4, zeros=False)
+        decoder = build(Request(TableModel(seed + 50, 4).session(), [draft.session()], Warp(0.0)), **KNOBS)
+        decoder.extend((0, 1))
+        for number in range(3):
+            context = tuple(decoder.context)
+            tree, seen = decoder.step(Seeded(number)).tree, seen + 1
+            for node, token in enumerate(tree.tokens):
+                above = tree.spelled(tree.path(node))[:-1]
+                row = draft.row((*context, *above))
+                best = sorted(range(4), key=lambda x: (-row[x], x))[:2]
+                if token not in best:
+                    accuse(DRAFTS, f"one of {best}", token, draft=seed, context=context, above=above, q=row)
+    return Evidence(DRAFTS, seen)
+
+
+def beats_fixed_trees(build: Build) -> Evidence:
+    """Tokens of a round, expected over every outcome, against all fixed trees of equal size that are alike at each depth:
+    p = q, sure of itself after token 0 and torn after the others."""
+    rows = lambda text: [8, 1, 1] if text[-1] == 0 else [1, 1, 1]  # noqa: E731
+    best: Any = Fraction(0)
+    made = {}
+    for name, children in {"6": (6,), "2x2": (2, 2), "staged": ()}.items():
+
+        def play(chance: Exhaustive, children: tuple[int, ...] = children) -> int:
+            target, draft = (TableModel(vocabulary=3, rows=rows).session() for _ in range(2))
+            request = Request(target, [draft], Warp(0.0))
+            decoder = (
+                build(request, **KNOBS) if not children else Decoder(target, TreeDraft(draft, shape(children)), walk)
+            )
+            decoder.extend((0,))
+            tree = decoder.drafter.propose([0], 9, Warp(0.0), chance.split("draft", 0))
+            return _reached(tree, rows, chance)
+
+        made[name] = sum((n * weight for n, weight in Exhaustive.walk(play)), Fraction(0))
+        best = max(best, made[name]) if children else best
+    if made["staged"] <= best:
+        accuse(GUIDED, f"more than {best} tokens expected", made["staged"], p="8:1:1 after 0, else 1:1:1", fixed=made)
+    return Evidence(GUIDED, 1)
+
+
+def _reached(tree: TokenTree, rows: Callable[[Sequence[int]], Sequence[int]], chance: Any) -> int:
+    """Draw from p until the text leaves the tree: nodes passed."""
+    passed, at, text = 0, -1, [0]
+    while True:
+        weights = [Fraction(x) for x in rows(text)]
+        token = chance.draw(weights)
+        below = [n for n, up in enumerate(tree.parents) if up == at and tree.tokens[n] == token]
+        if not below:
+            return passed
+        passed, at, text = passed + 1, below[0], [*text, token]
+
+
+# ------------------------------------------------------------------ toys
+
+
+def a_tree_alone(request: Request, **knobs: Any) -> Decoder:
+    """No second stage: a call for each level."""
+    return staged(request, **{**knobs, "guesses": 0})
+
+
+def a_fixed_tree(request: Request, **knobs: Any) -> Decoder:
+    """Two children everywhere."""
+    return request.decoder(TreeDraft(request.drafts[0], shape((2, 2))), walk)
+
+
+def n_grams_for_the_target(request: Request, **knobs: Any) -> Decoder:
+    """What the n-grams say is proposed to the target."""
+    inner: Any = staged(request, **knobs).drafter
+
+    class Guesses(ModelDraft):
+        def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+            tokens: list[int] = []
+            while len(tokens) < min(3, room) and (guess := inner.table.likeliest([*context, *tokens])) is not None:
+                tokens.append(guess)
+            return TokenTree.chain(tokens)
+
+    return request.decoder(Guesses(request.drafts[0], 3), walk)
+
+
+TRAPS = [
+    Trap(AHEAD, calls_are_spared, card("staged")),
+    Trap(DRAFTS, guesses_are_the_drafts, card("staged")),
+    Trap(GUIDED, beats_fixed_trees, card("staged")),
+]
+TOYS = [
+    Toy("a tree and no second stage", AHEAD, a_tree_alone),
+    Toy("n-grams straight to the target", DRAFTS, n_grams_for_the_target),
+    Toy("a fixed tree", GUIDED, a_fixed_tree),
+]
