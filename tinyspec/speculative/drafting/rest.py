@@ -17,7 +17,8 @@ Tested in tests/speculative/test_rest.py: the longest match decides; the tree is
 law with two competing continuations; a datastore of another tokenizer is refused. tests/core/test_suffixes.py holds the
 array to a search through the text.
 Off by itself: of the tree, the guesses are run that are expected to hold with at least `price` (decoding/trust.py), so where
-matches lately failed the step is plain decoding too. `price` 0 is the paper's rule: the whole tree is run.
+matches lately failed the step is plain decoding too, and a glance at few places tells that. `price` 0 is the paper's rule:
+the whole tree is run.
 Left out: the arbitrary token that the released code verifies where nothing matches. Of more than `matches` places evenly spaced
 ones are read, not the first.
 """
@@ -25,7 +26,7 @@ ones are read, not the first.
 from collections.abc import Sequence
 
 from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.datastore import HOW, Datastore, indexed, opened
+from tinyspec.decoding.datastore import HOW, Datastore, Found, indexed, opened
 from tinyspec.decoding.decode import Decoder, NoDraft, Round
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.trust import Trust
@@ -33,6 +34,8 @@ from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
+
+GLANCE = 16  # places and guesses of the look that decides whether a full one pays
 
 
 class Retrieving(NoDraft):
@@ -53,10 +56,18 @@ class Retrieving(NoDraft):
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         if room < 1:
-            return self.trust.tree((), (), (), ())
-        knobs = self.longest, min(self.length, room), self.matches, self.nodes
-        found = max((store.search(context, self.shortest, *knobs) for store in self.stores), key=lambda one: one.match)
+            return self.trust.watch((), (), ())
+        if self.trust.price > 0:  # a glance: is a draft worth its while?
+            found = self._longest(context, 1, min(self.matches, GLANCE), min(self.nodes, GLANCE))
+            if not found.match or not self.trust.worth(found.weights, found.match):
+                return self.trust.watch(found.tokens, found.parents, [found.match] * len(found.tokens))
+        found = self._longest(context, min(self.length, room), self.matches, self.nodes)
         return self.trust.tree(found.tokens, found.parents, found.weights, [found.match] * len(found.tokens))
+
+    def _longest(self, context: Sequence[int], *limits: int) -> Found:
+        """What the store with the longest match found."""
+        found = (store.search(context, self.shortest, self.longest, *limits) for store in self.stores)
+        return max(found, key=lambda one: one.match)
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
