@@ -7,11 +7,14 @@ from functools import partial
 import torch
 
 from tinyspec.decoding.verify import walk
-from tinyspec.laws import passes, theorems
+from tinyspec.laws import blocks, couplings, passes, selection, theorems
 from tinyspec.laws.accused import Evidence
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
 from tinyspec.speculative.drafting.speculative_decoding import best_gamma, expected_tokens, lenient
+from tinyspec.speculative.verification.block_verification import verify_block
+from tinyspec.speculative.verification.gumbel_coupling import agreement
+from tinyspec.speculative.verification.spectr import k_seq
 from tinyspec.technique import techniques
 
 LLAMA = Config(
@@ -33,6 +36,10 @@ def theory() -> dict[str, Callable[[], Evidence]]:
         "lenience": lambda: theorems.lenience_cap(lenient),
         "recursive rejection": lambda: theorems.recursive_rejection(walk),
         "several drafts": lambda: theorems.several_drafts(walk),
+        "block verification": lambda: blocks.block(verify_block, gamma=2),
+        "K-SEQ's share": lambda: theorems.kseq(k_seq, largest=4),
+        "K-SEQ's factor": lambda: selection.least_factor(k_seq, largest=4),
+        "Gumbel coupling": lambda: couplings.formula(agreement),
         "draw order": lambda: theorems.draw_order(theorems.without_replacement, walk),
     }
     for config in (LLAMA, GPT2):  # weights so large that every layer, position and token changes the logits
