@@ -41,6 +41,10 @@ class Index(Protocol):
         """How many guesses there are behind this text."""
         ...
 
+    def bytes(self) -> int | None:
+        """What it holds, as it says itself; None: the process is asked."""
+        ...
+
 
 def text(n: int, seed: int = 0) -> NDArray[np.int32]:
     """n ids: phrases that return by Zipf's law, of words drawn by Zipf's law.
@@ -74,6 +78,9 @@ class Ngrams:
     def ask(self, context: Sequence[int]) -> int:
         return len(self.index.lookup(context[-8:], 16))
 
+    def bytes(self) -> int | None:
+        return None
+
 
 class Grown:
     """A forest with everything in the tree of outputs, and a tree of the request's own that is empty."""
@@ -88,6 +95,9 @@ class Grown:
 
     def append(self, token: int) -> None:
         self.forest.append(self.text, (token,))
+
+    def bytes(self) -> int | None:
+        return self.forest.bytes
 
 
 class Branches(Grown):
@@ -134,6 +144,9 @@ class Stored:
     def ask(self, context: Sequence[int]) -> int:
         return len(self.store.search(context, self.shortest, *self.knobs).tokens)
 
+    def bytes(self) -> int | None:
+        return self.store.tokens.nbytes + self.store.order.nbytes
+
 
 ARMS: dict[str, Callable[[], Index]] = {
     "llma": Ngrams,
@@ -161,7 +174,7 @@ def timed(arm: str, size: int, rounds: int, tick: Callable[[], None] = lambda: N
     gc.collect()
     after = resident()
     found: dict[str, Any] = {"build": built, "ask": [], "guesses": [], "append": []}
-    found["bytes"] = None if before is None or after is None else after - before
+    found["bytes"] = index.bytes() or (None if before is None or after is None else after - before)
     for number in range(rounds):
         part = ahead[number * (APPENDED + ASKED + LONGEST) :]
         questions = [part[at : at + LONGEST] for at in range(ASKED)]
