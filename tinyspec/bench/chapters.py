@@ -8,7 +8,7 @@ on this model stands under `skipped` with the reason.
 import time
 from dataclasses import replace
 
-from tinyspec.bench.arms import Own, draft_names
+from tinyspec.bench.arms import Own, balance, draft_names
 from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.stores import prepared
 from tinyspec.bench.tasks import Job
@@ -17,6 +17,7 @@ from tinyspec.generation import Draft
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import CHAPTERS, Card, find, techniques
 
+TRIED = 16  # tokens that each technique makes before the table is begun
 BOOKS, CHATS = (
     ("books:60",),
     ("spec_bench",),
@@ -52,14 +53,17 @@ def _of(card: Card, chapter: str) -> bool:
 def contestants(
     name: str, settings: Settings, model: Model, draft: Draft, job: Job
 ) -> tuple[Settings, list[str], dict[str, str]]:
-    """The settings with every technique that can run here; of the others what each lacks; and what was built for whom."""
+    """The settings with every technique that can run here; of the others what each lacks; and what was built for whom.
+
+    job  the longest, on which each is tried: a technique that fails costs its own row, not hours later the table
+    """
     can, cannot, built = list[str](), list[str](), dict[str, str]()
-    short = job._replace(ids=job.ids[-16:], tokens=min(job.tokens, 2))
+    short = job._replace(tokens=min(job.tokens, TRIED))
     for method in methods_of(name):
         try:
             need = prepared(ArmSpec(method), model)
-            Own(ArmSpec(method), model, settings, draft).run(short, 0, time.perf_counter)
-        except Exception as error:  # a technique that fails costs its own row, not the table
+            balance(Own(ArmSpec(method), model, settings, draft).run(short, 0, time.perf_counter), short, method)
+        except Exception as error:
             kind = "" if isinstance(error, TinyspecError) else f"{type(error).__name__}: "
             cannot.append(f"{method}: {kind}{' '.join(str(error).split())}")
             continue

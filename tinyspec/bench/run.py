@@ -58,7 +58,9 @@ def bench(
         book.settings = replace(book.settings, tasks=chapters.usual_tasks(model))
     jobs = asked(book, model, quiet)
     if chapter is not None and not book.samples:
-        book.settings, book.skipped, built = chapters.contestants(chapter, book.settings, model, draft, jobs[0])
+        book.settings, book.skipped, built = chapters.contestants(
+            chapter, book.settings, model, draft, max(jobs, key=lambda job: len(job.ids))
+        )
         book.rest |= {"chapter": chapter, "built": built}
     contestants = own.own_arms(book.settings, model, draft)
     room = max(curve.CACHED + max(curve.KS), *(len(job.ids) + job.tokens for job in jobs)) + 1

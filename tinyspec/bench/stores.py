@@ -63,7 +63,9 @@ def store(model: Model) -> Prepared:
 
     if not path.exists():
         datastore.write(path, ids(), model.tokenizer.fingerprint, model.config.vocab_size)
-    return Prepared({"datastore": str(path)}, f"a datastore of {len(datastore.opened(path).tokens):,} tokens: {what}")
+    return Prepared(
+        {"datastore": str(path)}, f"a datastore of {len(datastore.opened(path).tokens):,} tokens, 8 bytes each: {what}"
+    )
 
 
 def retrieval(model: Model) -> Prepared:
