@@ -7,6 +7,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from tinyspec.bench.plan import ArmSpec
+from tinyspec.technique import Guarantee, find
+
 SHORT = {"mt_bench": "MT-bench", "translation": "transl.", "summarization": "summ.", "math_reasoning": "maths",
          "rag": "RAG", "qa": "QA", "human_eval": "HumanEval", "gsm8k": "GSM8K"}  # fmt: skip
 Rows = list[list[str]]
@@ -202,6 +205,7 @@ def notes(result: Mapping[str, Any]) -> list[str]:
             "tau: tokens a target call; alpha: of the places at which guesses were tested, the share at which one was "
             "kept; a persistent technique begins each round with nothing and keeps what it sees in that round"
         )
+        lines += promises(settings["methods"])
     lines += [f"built for {arm}: {what}" for arm, what in result.get("built", {}).items()]
     lines += [f"left out: {reason}" for reason in result["skipped"]]
     for label, curve in result.get("curve_figures", {}).get("curves", {}).items():
@@ -210,6 +214,23 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     for name, text in result.get("texts", {}).items():
         if text["distinct_4grams"] < 0.8:
             lines.append(f"{name}: only {text['distinct_4grams']:.0%} of plain text's 4-grams are distinct: it loops")
+    return lines
+
+
+def promises(labels: Sequence[str]) -> list[str]:
+    """Of arms that may write another text than plain decoding: why.
+
+    >>> promises(["llma", "speculative_decoding:lenience=0.5"])
+    ['speculative_decoding:lenience=0.5: lossy at these settings, so its text may be another']
+    """
+    lines = []
+    for label in labels:
+        spec = ArmSpec.read(label)
+        card = find(spec.name)
+        if card.keeps:
+            lines.append(f"{label}: keeps {card.keeps}, so its text may be another")
+        elif card.promise(**dict(spec.knobs)) in (Guarantee.LOSSY, Guarantee.APPROX):
+            lines.append(f"{label}: lossy at these settings, so its text may be another")
     return lines
 
 
