@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinyspec import _core, generation
-from tinyspec._core import NgramIndex
+from tinyspec._core import Forest, NgramIndex
 from tinyspec.decoding import sampling, trace
 from tinyspec.decoding.chance import Chance, Replay, Seeded
 from tinyspec.decoding.decode import Decoder, Drafter, Laws, NoDraft, Round, Target, Verifier
@@ -96,7 +96,7 @@ class Parts:
     warp        from logits to a law
     drafter     (model, gamma, ends): a chain drawn from a model
     siblings    (model, k, replace): tokens drawn side by side
-    index       the n-gram index of the drafters that copy
+    index       the n-gram index of the drafters that copy;  forest  (depth, bound): the counted tries of those that remember
     joint       (members, make): a target whose rows are made of its members'
     rollback    (distance, rule): what a large model takes back of a small one's text
     block       a chain judged as a whole;  k_seq  independent drafts judged together
@@ -115,6 +115,7 @@ class Parts:
     drafter: Callable[[Target, int, frozenset[int]], Drafter] = ModelDraft
     siblings: Callable[[Target, int, bool], Drafter] = Siblings
     index: Callable[[int], Any] = NgramIndex
+    forest: Callable[[int, int], Any] = Forest
     joint: type[Joint] = Joint
     rollback: Callable[[float, str], Verifier] = big
     block: Verifier = verify_block

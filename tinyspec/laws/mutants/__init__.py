@@ -20,7 +20,20 @@ from tinyspec.laws.judges import Law, judges
 from tinyspec.laws.mutants.catalogue import CATALOGUE
 from tinyspec.laws.parts import PARTS, Parts
 
-KINDS = ("verifiers", "walks", "drafters", "loop", "rows", "reports", "caches", "joint", "rollback", "retrieval", "verification")
+KINDS = (
+    "verifiers",
+    "walks",
+    "drafters",
+    "counting",
+    "loop",
+    "rows",
+    "reports",
+    "caches",
+    "joint",
+    "rollback",
+    "retrieval",
+    "verification",
+)
 """The files of mutants here: each has MUTANTS and may have EQUIVALENT."""
 
 
