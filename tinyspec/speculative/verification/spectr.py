@@ -25,8 +25,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rows import as_row, exact, ratio, same, vectors
@@ -77,6 +75,7 @@ def taken(beta: Any, k: int) -> Any:
 def remainder(p: Any, q: Any, k: int, rho: Any) -> Any:
     """The residual, not normalised: (1 - s) p + s max(0, p - rho q).
 
+    >>> import numpy as np
     >>> remainder(np.array([1.0, 0.0]), np.array([0.25, 0.75]), 2, 1.75).tolist()
     [0.5625, 0.0]
     """
@@ -168,5 +167,5 @@ def optimum(p: Row, q: Row, k: int) -> Any:
     """
     a, b = vectors(p, q, 0)
     a, b = a[b > 0], b[b > 0]
-    order = np.argsort(a / b, kind="stable")
-    return 1 + min(0, (a[order].cumsum() - b[order].cumsum() ** k).min())
+    order = (a / b).argsort()
+    return 1 + min(0, (a[order].cumsum(0) - b[order].cumsum(0) ** k).min())

@@ -1,0 +1,77 @@
+"""Rows as vectors: over floats, Fractions and tensors the verifiers that scale and subtract whole rows decide alike."""
+
+from collections.abc import Callable
+from fractions import Fraction as F
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tinyspec.decoding import rows, sampling
+from tinyspec.decoding.chance import Replay
+from tinyspec.decoding.rows import as_row, exact, same, vectors
+from tinyspec.speculative.verification.block_verification import verify_block
+from tinyspec.speculative.verification.gumbel_coupling import agreement
+from tinyspec.speculative.verification.spectr import acceptance, k_seq, optimum
+from tinyspec.tree import ROOT, TokenTree
+
+HALF = F(1, 2)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], torch.Tensor]:
+    """Tensors that are taken for a device's: the way they go is the same."""
+    for module in (rows, sampling):
+        monkeypatch.setattr(module, "on_device", lambda row: isinstance(row, torch.Tensor))
+    return lambda row: torch.tensor(np.asarray(row, float))
+
+
+@pytest.mark.parametrize("verifier", [verify_block, k_seq])
+@pytest.mark.parametrize("shape", ["chain", "points", "two texts"])
+def test_rows_on_a_device_are_judged_as_rows_on_the_host(device: Any, verifier: Any, shape: str) -> None:
+    rng = np.random.default_rng(0)
+    if shape == "two texts" and verifier is verify_block:
+        return
+    for seed in range(60):
+        p, q = rng.dirichlet(np.full(7, 0.5), 5), rng.dirichlet(np.full(7, 0.5), 4)
+        tokens, parents = [int(rng.choice(7, p=row)) for row in q], range(-1, 3)
+        laws: list[Any] = list(q)
+        if shape == "points":
+            laws = [None] * 4
+        elif shape == "two texts":
+            laws, parents = [q[0], q[0], q[2], q[2]], [ROOT, ROOT, 0, 1]  # type: ignore[assignment]
+            tokens = [int(rng.choice(7, p=row)) for row in laws]
+        uniforms = rng.random(12)
+        said = []
+        for put in (np.asarray, device):
+            declared = [law if law is None else put(law) for law in laws]
+            given = {node: put(row) for node, row in enumerate(p, start=ROOT)}
+            said.append(verifier(TokenTree(tokens, tuple(parents), declared, (False,) * 4), given, Replay(uniforms)))
+        assert said[0] == said[1], seed
+
+
+def test_the_analyses_read_rows_of_any_kind(device: Any) -> None:
+    p, q = [F(1, 6), F(1, 3), HALF], [HALF, HALF, F(0)]
+    for figure in (lambda a, b: acceptance(a, b, 1), lambda a, b: optimum(a, b, 3), agreement):
+        exactly = figure(p, q)
+        assert isinstance(exactly, F)
+        for put in (lambda row: np.array(row, float), device):
+            assert float(figure(put(p), put(q))) == pytest.approx(float(exactly))
+
+
+def test_a_vector_comes_back_as_the_row_it_was() -> None:
+    for row in ([HALF, HALF], np.array([0.5, 0.5])):
+        vector, point = vectors(row, None, 1)
+        assert type(as_row(vector)) is type(row)
+        assert exact(vector) == isinstance(row, list)
+        assert list(point) == [0, 1]
+    narrow = torch.tensor([0.5, 0.25, 0.25], dtype=torch.bfloat16)  # a draft's law in its own dtype
+    assert [x.dtype for x in vectors(np.array([0.2, 0.3, 0.5]), narrow, 0)] == [np.float64, np.float64]
+
+
+def test_laws_are_one_by_their_numbers_and_never_across_kinds() -> None:
+    row = np.array([0.5, 0.5])
+    assert same(row, row.copy()) and same([HALF, HALF], (HALF, HALF)) and same(torch.tensor(row), torch.tensor(row))
+    assert not same(row, row / 2) and not same(row, torch.tensor(row)) and not same(row, None)
+    assert not same([HALF, HALF], [HALF, F(1, 4), F(1, 4)])
