@@ -20,6 +20,7 @@ from tinyspec.lm.ops import attend_causal, linear
 from tinyspec.lm.queries import chosen
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Request, find
+from tinyspec.tree import TokenTree
 
 CARD = find("triforce")
 KNOBS = {"gamma1": 1, "gamma2": 3, "budget": 4, "chunk": 2, "rebuild": 5, "sink": 1, "window": 3}
@@ -121,6 +122,16 @@ def test_a_budget_as_large_as_the_models_context_is_said_to_be_the_full_cache() 
 def test_greedy_text_is_plain_greedy_text(config: Config) -> None:
     plain = Decoder(model(config, seed=1).session(), NoDraft(), walk, warp=Warp(0.0), stop=Stop(max_new_tokens=20))
     assert finish(made(config), TEXT) == finish(plain, TEXT)
+
+
+def test_what_the_middle_computes_leaves_nothing_in_the_targets_cache() -> None:
+    d = made(warp=Warp(0.8))
+    d.extend(TEXT)
+    for number in range(6):
+        d.step(Seeded(number))
+        assert d.target.cache_exact
+        row = d.target.score(TokenTree()).logits[0]
+        torch.testing.assert_close(row, d.target.model.logits(d.context)[-1], rtol=0, atol=1e-10)
 
 
 def test_each_round_is_one_call_of_the_target_and_the_first_is_plain() -> None:

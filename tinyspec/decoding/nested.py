@@ -100,9 +100,9 @@ class Nested(NoDraft):
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         inner = self.decoder
-        behind = len(inner.context) == len(self.text)
+        abreast = len(inner.context) == len(self.text)  # it was not left behind
         self.text.extend(tokens)
-        if not behind or (self.positions is not None and len(self.text) > self.positions):
+        if not abreast or (self.positions is not None and len(self.text) > self.positions):
             return
         shown = UNSEEN if self.guest else inner.target.extend(tokens, inner.drafter.taps)
         inner.drafter.extend(tokens, shown)
