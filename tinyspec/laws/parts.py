@@ -15,6 +15,7 @@ from tinyspec.decoding.chance import Chance, Replay, Seeded
 from tinyspec.decoding.decode import Decoder, Drafter, Laws, NoDraft, Round, Target, Verifier
 from tinyspec.decoding.joint import Joint
 from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.trace import Statistics
@@ -97,6 +98,7 @@ class Parts:
     drafter     (model, gamma, ends): a chain drawn from a model
     siblings    (model, k, replace): tokens drawn side by side
     index       the n-gram index of the drafters that copy;  forest  (depth, bound): the counted tries of those that remember
+    nested      (decoder, gamma): a decoder as the drafter of another
     joint       (members, make): a target whose rows are made of its members'
     rollback    (distance, rule): what a large model takes back of a small one's text
     block       a chain judged as a whole;  k_seq  independent drafts judged together
@@ -116,6 +118,7 @@ class Parts:
     siblings: Callable[[Target, int, bool], Drafter] = Siblings
     index: Callable[[int], Any] = NgramIndex
     forest: Callable[[int, int], Any] = Forest
+    nested: Callable[..., Nested] = Nested
     joint: type[Joint] = Joint
     rollback: Callable[[float, str], Verifier] = big
     block: Verifier = verify_block

@@ -4,7 +4,7 @@ A mutant is the library's `Parts` with one part replaced. It is killed if the la
 by a crash, and not by another law. `matrix()` runs them all. To add one, write the wrong part in the file of its
 kind and add one entry to that file's list.
 
-`bug` says where the mistake comes from: B1 to B45 and S1 to S11 are classes found in public implementations (each with its
+`bug` says where the mistake comes from: B1 to B45 and S1 to S12 are classes found in public implementations (each with its
 thread in the notes of that part of the catalogue that names it), "slip" is the catalogue of small slips every verifier
 and loop should be tried with.
 """
@@ -33,6 +33,7 @@ KINDS = (
     "rollback",
     "retrieval",
     "verification",
+    "nested",
 )
 """The files of mutants here: each has MUTANTS and may have EQUIVALENT."""
 

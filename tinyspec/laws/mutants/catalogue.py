@@ -1,4 +1,4 @@
-"""The mistakes a mutant may come from: B1 to B45 were reported in public threads, S1 to S11 found by reading public code.
+"""The mistakes a mutant may come from: B1 to B45 were reported in public threads, S1 to S12 found by reading public code.
 
 Facts only, in our words; the thread or the repository where each was met. A mistake without a mutant stands in WAITING with
 what it waits for. "slip" is a mistake nobody reported, of the kind every verifier and loop should be tried with.
@@ -61,6 +61,7 @@ CATALOGUE = {
     "S9": "speeds compared under different flags: read in Spec-Bench",
     "S10": "epsilon in the normaliser: read in LayerSkip",
     "S11": "no end of text: read in gpt-fast",
+    "S12": "a cascade's middle draws from its own row after a refusal: read in TriForce",
     "slip": "of the kind every implementation should be tried with",
 }
 
