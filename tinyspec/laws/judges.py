@@ -38,6 +38,7 @@ from tinyspec.laws.small import Exact
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import bild
 from tinyspec.technique import Request
+from tinyspec.tree import ROOT
 
 Law = Callable[[Parts], Evidence]
 
@@ -85,7 +86,7 @@ def _draw_order(parts: Parts) -> Evidence:
 
 
 def _contract(law: str) -> Law:
-    """A contract of the drafters: of the chain, and of siblings without replacement."""
+    """A contract of the drafters: of the chain, of siblings without replacement, and of trees."""
 
     def check(parts: Parts) -> Evidence:
         def chain(request: Request) -> Decoder:
@@ -96,7 +97,16 @@ def _contract(law: str) -> Law:
             drafter = parts.siblings(request.drafts[0], 2, False)
             return parts.decoder(request.target, drafter, parts.walk, warp=request.warp)
 
-        return contracts.contracts(chain, laws=(law,))[0] + contracts.contracts(siblings, laws=(law,))[0]
+        def tree(request: Request) -> Decoder:
+            drafter = parts.trees(request.drafts[0], (ROOT, ROOT, 0), False)
+            return parts.decoder(request.target, drafter, parts.walk, warp=request.warp)
+
+        def again(request: Request) -> Decoder:
+            drafter = parts.trees(request.drafts[0], (ROOT, ROOT), True)
+            return parts.decoder(request.target, drafter, parts.walk, warp=request.warp)
+
+        first, *rest = (contracts.contracts(make, laws=(law,))[0] for make in (chain, siblings, tree, again))
+        return sum(rest, start=first)
 
     return check
 

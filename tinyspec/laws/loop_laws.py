@@ -21,6 +21,7 @@ from tinyspec.laws.tables import TableModel
 from tinyspec.tree import ROOT, TokenTree
 
 ONE, TWO, BOTH, FEW = "chain of 1", "chain of 2", "2 siblings", "2 siblings without replacement"
+FORK = "2 siblings without replacement, one below the first"
 POINTS, BESIDE = "the tokens 1, 0", "the tokens 0 | 1 side by side"
 
 Table = tuple[tuple[int, ...], ...]
@@ -85,6 +86,8 @@ class Case:
         small = model(self.q).session()
         if self.draft in (ONE, TWO):
             return parts.drafter(small, 1 if self.draft == ONE else 2, frozenset())
+        if self.draft == FORK:
+            return parts.trees(small, (ROOT, ROOT, 0), False)
         return parts.siblings(small, 2, self.draft == BOTH)
 
     def expected(self, n: int) -> Law:
@@ -129,6 +132,8 @@ def cases() -> Iterator[Case]:
             yield Case(p, q, draft, 3 if len(p[0]) == 2 and draft == TWO else 2)
     for draft in (ONE, TWO, BOTH, FEW):
         yield Case(WIDE, WIDER, draft, 2)
+    for p, q in (*SMALL[2:6], (((1, 1),), ((1, 3), (3, 1)))):
+        yield Case(p, q, FORK, 2)
     for knobs in WARPS:
         yield Case(WIDE, WIDER, ONE, 2, Warp(**knobs))
     yield Case(((1, 1, 2),), ((1, 1, 1),), TWO, 2, Halving(repetition_penalty=2.0))

@@ -11,15 +11,16 @@ from typing import Any
 from tinyspec import _core, generation
 from tinyspec._core import Forest, NgramIndex
 from tinyspec.decoding import sampling, trace
-from tinyspec.decoding.chance import Chance, Replay, Seeded
-from tinyspec.decoding.decode import Decoder, Drafter, Laws, NoDraft, Round, Target, Verifier
+from tinyspec.decoding.chance import Replay, Seeded
+from tinyspec.decoding.decode import Decoder, Drafter, Round, Target, Verifier
 from tinyspec.decoding.joint import Joint
 from tinyspec.decoding.modeldraft import ModelDraft
 from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.trace import Statistics
-from tinyspec.decoding.verify import residual, walk, without
+from tinyspec.decoding.treedraft import Shape, TreeDraft
+from tinyspec.decoding.verify import residual, walk
 from tinyspec.lm.feed import Feed, Scores
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
@@ -28,45 +29,21 @@ from tinyspec.speculative.verification.bild import big
 from tinyspec.speculative.verification.block_verification import verify_block
 from tinyspec.speculative.verification.gumbel_coupling import RaceDraft, match
 from tinyspec.speculative.verification.spectr import k_seq
-from tinyspec.tree import ROOT, Row, TokenTree
+from tinyspec.tree import ROOT, Row
 
 Forward = Callable[[Sequence[Feed]], list[Scores]]
 
 
-class Siblings(NoDraft):
-    """Proposes k tokens side by side from a model's next law: drawn independently, or without replacement.
+def trees(model: Target, shape: Shape, replace: bool) -> TreeDraft:
+    """A tree of this shape drawn from a model."""
+    return TreeDraft(model, shape, replace=replace)
 
-    Each carries its law given the earlier siblings: q again, or q without what was drawn before.
-    """
+
+class Siblings(TreeDraft):
+    """Proposes k tokens side by side from a model's next law: drawn independently, or without replacement."""
 
     def __init__(self, model: Target, k: int, replace: bool):
-        self.model, self.k, self.replace = model, k, replace
-
-    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.model.extend(tokens)
-
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        if room < 1:
-            return TokenTree()
-        q = Laws(self.model.score(TokenTree()), warp, context, TokenTree())[ROOT]
-        if self.replace:
-            tokens, laws = [chance.draw(q) for _ in range(self.k)], [q] * self.k
-        else:
-            tokens, laws = chance.order(q, self.k), []
-            for token in tokens:
-                laws.append(q)
-                q = without(q, token)
-        n = len(tokens)
-        return TokenTree(tokens, (ROOT,) * n, laws, (False,) * n)
-
-    def observe(self, round: Round) -> None:
-        self.model.append(round.tokens)
-
-    def rewind(self, length: int) -> None:
-        self.model.rewind(length)
-
-    def end(self) -> None:
-        self.model.end()
+        super().__init__(model, (ROOT,) * k, replace=replace)
 
 
 def through(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
@@ -97,6 +74,7 @@ class Parts:
     warp        from logits to a law
     drafter     (model, gamma, ends): a chain drawn from a model
     siblings    (model, k, replace): tokens drawn side by side
+    trees       (model, shape, replace): a tree drawn from a model
     index       the n-gram index of the drafters that copy;  forest  (depth, bound): the counted tries of those that remember
     nested      (decoder, gamma): a decoder as the drafter of another
     joint       (members, make): a target whose rows are made of its members'
@@ -116,6 +94,7 @@ class Parts:
     warp: Callable[..., Warp] = Warp
     drafter: Callable[[Target, int, frozenset[int]], Drafter] = ModelDraft
     siblings: Callable[[Target, int, bool], Drafter] = Siblings
+    trees: Callable[[Target, Shape, bool], Drafter] = trees
     index: Callable[[int], Any] = NgramIndex
     forest: Callable[[int, int], Any] = Forest
     nested: Callable[..., Nested] = Nested

@@ -33,6 +33,7 @@ KINDS = (
     "rollback",
     "retrieval",
     "verification",
+    "trees",
     "nested",
 )
 """The files of mutants here: each has MUTANTS and may have EQUIVALENT."""

@@ -13,7 +13,7 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.sampling import Warp
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.cache_laws import FAMILIES, Through, trees, weights
-from tinyspec.laws.loop_laws import BOTH, FEW, ONE, SMALL, TWO, WIDE, WIDER, Case, Halving
+from tinyspec.laws.loop_laws import BOTH, FEW, FORK, ONE, SMALL, TWO, WIDE, WIDER, Case, Halving, model
 from tinyspec.laws.noise import Noise
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.report_laws import finished, request
@@ -63,12 +63,16 @@ def penalised(parts: Parts) -> Any:
 
 def trees_drafted(parts: Parts) -> Any:
     """The first trees of some drafters: tokens and declared laws."""
-    made = []
-    for draft, (p, q), seed in product((TWO, BOTH, FEW), (*SMALL[2:6], (WIDE, WIDER)), range(4)):
+    made: list[Any] = []
+    for draft, (p, q), seed in product((TWO, BOTH, FEW, FORK), (*SMALL[2:6], (WIDE, WIDER)), range(4)):
         decoder = Case(p, q, draft, 6, Warp(top_k=2, temperature=0.5)).decoder(parts)
         decoder.extend((0,))
         tree = decoder.step(parts.seeded(seed)).tree
         made.append((list(tree.tokens), [row if row is None else list(row) for row in tree.laws]))
+    for seed in range(4):
+        drafter = parts.trees(model(WIDER).session(), (ROOT, ROOT, ROOT, 0), True)
+        drafter.extend((0,), None)  # type: ignore[arg-type]
+        made.append(tuple(drafter.propose([0], 2, Warp(), parts.seeded(seed)).tokens))
     return made
 
 
