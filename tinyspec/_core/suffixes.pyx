@@ -22,6 +22,15 @@ DEPTH = 32
 cdef enum:
     SORTED = 32  # DEPTH, as the compiler needs it
     RADIX = 65536
+    AHEAD = 8  # places
+
+cdef extern from *:
+    """
+    #ifndef __GNUC__
+    #define __builtin_prefetch(place) ((void) 0)
+    #endif
+    """
+    void prefetch "__builtin_prefetch"(const int* place) nogil
 
 cdef uint32_t SIGN = 0x80000000  # flipped, it makes negative ids the smallest unsigned ones
 
@@ -187,6 +196,8 @@ cdef class _Text:
         cdef int top = 0, j, at, d, before = 0, token
         cdef int path[SORTED]
         for j in range(taken):
+            if j + AHEAD < taken:  # each place is somewhere else in the text: ask for it before it is needed
+                prefetch(&self.tokens[0] + self.place(low + <int64_t> (j + AHEAD) * count // taken) + m)
             at, d = self.place(low + <int64_t> j * count // taken) + m, 0
             token = self.token(at)
             while d < before and token == nodes[path[d]].token:
