@@ -76,7 +76,7 @@ def test_the_last_row_written_wins() -> None:
     matrix.learn([1, 1], [[0, 3], [3, 2]], 4)
     assert matrix.after(1) == [3, 2]
     assert matrix.after(3) == [NOTHING, NOTHING]
-    assert matrix.rows.nbytes == 4 * 2 * 4  # V k ids of four bytes
+    assert matrix.bytes == 4 * 2 * 4  # V k ids of four bytes
 
 
 def test_a_vocabulary_smaller_than_k_is_filled_up_with_nothing() -> None:

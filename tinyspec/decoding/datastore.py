@@ -84,15 +84,21 @@ class Datastore(NamedTuple):
 
 def indexed(texts: Sequence[Sequence[int]]) -> Datastore:
     """Texts in memory. Raises TinyspecError where one is empty."""
-    row: list[int] = []
     for number, text in enumerate(texts, 1):
         if not len(text):
             raise TinyspecError(
                 f"reference {number} of {len(texts)} is empty: leave it out, or give a text with tokens"
             )
-        row += [*text, BORDER]
-    tokens = np.array(row[:-1], np.int32)
+    tokens = _joined(texts)
     return Datastore(tokens, suffix_order(tokens))
+
+
+def _joined(texts: Iterable[Sequence[int] | NDArray[np.int32]]) -> NDArray[np.int32]:
+    """All in a row, BORDER between them."""
+    rows: list[NDArray[np.int32]] = []
+    for text in texts:
+        rows += [np.asarray(text, np.int32), np.array([BORDER], np.int32)]
+    return np.concatenate(rows[:-1]) if rows else np.zeros(0, np.int32)
 
 
 # ---------------------------------------------------------------------- the file
@@ -106,19 +112,17 @@ def write(
     tell: Tell | None = None,
 ) -> int:
     """Index documents and write them to a file, which appears when it is whole. Returns its number of tokens."""
-    path, border, rows, count = Path(path), np.array([BORDER], np.int32), list[NDArray[np.int32]](), 0
-    for document in documents:
-        row = np.asarray(document, np.int32)
-        if len(row):
-            rows += [border, row] if count else [row]
-            count += 1
-    if not count:
+    path, tokens = Path(path), _joined(document for document in documents if len(document))
+    if not len(tokens):
         raise TinyspecError("these texts have no tokens: give files with text in them")
-    tokens = np.concatenate(rows)
-    rows.clear()
     order = suffix_order(tokens, tell and (lambda depth: tell("sorting places", depth, 32)))
     largest = max(vocabulary, int(tokens.max()) + 1)
-    about = {"tokens": len(tokens), "documents": count, "vocabulary": largest, "tokenizer": fingerprint}
+    about = {
+        "tokens": len(tokens),
+        "documents": int((tokens == BORDER).sum()) + 1,
+        "vocabulary": largest,
+        "tokenizer": fingerprint,
+    }
     head = MAGIC + json.dumps(about).encode() + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")

@@ -22,6 +22,7 @@ stand in turn: the same text for the same seed.
 """
 
 from collections.abc import Sequence
+from sys import getsizeof
 
 from tinyspec.decoding.candidates import candidates
 from tinyspec.decoding.chance import Chance
@@ -39,6 +40,11 @@ class Pool:
     def __init__(self, most: int):
         self.most = most
         self.after: dict[int, list[tuple[int, ...]]] = {}  # the newest last
+
+    @property
+    def bytes(self) -> int:
+        """What its n-grams take."""
+        return sum(getsizeof(rest) for known in self.after.values() for rest in known)
 
     def add(self, gram: Sequence[int]) -> None:
         """Collect an n-gram; one that is known becomes the newest, and the oldest makes room."""

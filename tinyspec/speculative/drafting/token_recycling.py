@@ -80,6 +80,11 @@ class Matrix:
         for token, row in zip(tokens, found, strict=True):
             self.rows[token, : len(row)] = row
 
+    @property
+    def bytes(self) -> int:
+        """What it holds."""
+        return self.rows.nbytes
+
     def after(self, token: int) -> list[int]:
         """The candidates behind a token; NOTHING where none is known."""
         row: list[int] = self.rows[token].tolist() if token < len(self.rows) else []
