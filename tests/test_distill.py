@@ -72,6 +72,10 @@ def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(zoo: Zoo, 
     again = outputs.write(model, asks, asking, tmp_path / "o")
     assert (tmp_path / "o" / "00000.pt").stat().st_mtime_ns == before
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(first, again, strict=True))
+    more = Asking(texts=9, tokens=6, question=4, batch=4)
+    assert outputs.folder(model, more) == outputs.folder(model, asking) != outputs.folder(model, Asking(texts=9))
+    grown = outputs.write(model, outputs.asks(model, more), more, tmp_path / "o")
+    assert len(grown) == 9 and all(torch.equal(a.ids, b.ids) for a, b in zip(first, grown, strict=False))
     (tmp_path / "o" / "00000.pt").write_bytes(b"broken")
     with pytest.raises(TinyspecError, match="delete it, and it is written again"):
         outputs.write(model, asks, asking, tmp_path / "o")
@@ -85,6 +89,19 @@ def test_prompts_come_from_a_file_where_one_is_given(zoo: Zoo, tmp_path: Path) -
     file.write_text("\n\n", encoding="utf-8")
     with pytest.raises(TinyspecError, match="no prompts in it"):
         outputs.asks(model, Asking(), file)
+
+
+def test_prompts_do_not_depend_on_how_many_there_are(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    books = [outputs.data.Book("A", "T", "\n\n".join(["the cat sat on the mat " * 12, "the dog ran"]))] * 3
+    sums = [outputs.data.Sum(f"the cat and {n}?", "") for n in range(9)]
+    monkeypatch.setattr(outputs.data, "books", lambda split, root: books if split == "train" else [])
+    monkeypatch.setattr(outputs.data, "gsm8k", lambda split, root: sums if split == "train" else [])
+    for model in (tinyspec.load(zoo.big), tinyspec.load(zoo.small)):
+        few, many = (outputs.asks(model, Asking(texts=n, tokens=4, prompt=20, batch=2)) for n in (7, 20))
+        assert many[:7] == few
+        assert len({tuple(ask.ids) for ask in many}) > 2
+        assert all(len(ask.ids) <= 90 for ask in many)
+        assert any(ask.closing for ask in many) == model.tokenizer.has_chat
 
 
 def test_an_end_of_text_ends_a_text(zoo: Zoo) -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -89,45 +89,65 @@ class Ask(NamedTuple):
 # ---------------------------------------------------------------------- prompts
 
 
+Kind = Callable[[random.Random], str]
+
+
 def asks(model: Model, asking: Asking, file: Path | None = None, data_folder: str | Path | None = None) -> list[Ask]:
-    """As many prompts as texts are wanted, in a fixed order."""
-    chance = random.Random(asking.seed)
+    """As many prompts as texts are wanted; prompt i depends on (asking.seed, i) and the data, not on how many there are."""
+    chat = model.has_tokenizer and model.tokenizer.has_chat
     if file is not None:
         own = [part.strip() for part in file.read_text(encoding="utf-8").split("\n\n") if part.strip()]
         if not own:
             raise TinyspecError(f"{file}: no prompts in it; they are paragraphs, split at blank lines")
-        kinds = [[chance.choice(own) for _ in range(asking.texts)]]
-    elif model.has_tokenizer and model.tokenizer.has_chat:
-        kinds = list(_questions(asking.texts, chance, data_folder))
+        kinds: list[Kind] = [lambda chance: chance.choice(own)]
     else:
-        return _openings(model, asking, chance, data_folder)
-    chat = model.tokenizer.has_chat
+        kinds = list(_questions(data_folder)) if chat else _openings(data_folder)
+    itself = Ask(*_frame(model)) if chat else Ask(_start(model))
+    room = model.config.max_positions - asking.tokens - asking.question
     made = []
     for i in range(asking.texts):
-        kind = (
-            i // asking.batch % (len(kinds) + (chat and file is None))
-        )  # a batch waits for its longest text: of one kind
-        if kind == len(kinds):
-            made.append(Ask(*_frame(model)))
+        chance = random.Random(f"{asking.seed} {i}")
+        # a batch waits for its longest text, so it is of one kind; the last kind is what the model asks itself
+        kind = i // asking.batch % (len(kinds) + (chat and file is None)) if kinds else 0
+        if kind >= len(kinds):
+            made.append(itself)
+        elif chat:
+            ids = model.tokenizer.chat([{"role": "user", "content": kinds[kind](chance)}])
+            made.append(Ask(ids) if len(ids) <= room else itself)
         else:
-            text = kinds[kind][i]
-            made.append(Ask(model.tokenizer.chat([{"role": "user", "content": text}]) if chat else _plain(model, text)))
-    room = model.config.max_positions - asking.tokens
-    return [ask for ask in made if len(ask.ids) + asking.question <= room]
+            ids = _plain(model, kinds[kind](chance))
+            length = len(ids) if file is not None else chance.randint(8, max(asking.prompt, 8))
+            made.append(Ask(ids[: min(length, room)] or itself.ids))
+    return made
 
 
-def _questions(n: int, chance: random.Random, root: str | Path | None) -> Iterator[list[str]]:
-    """Kinds of questions, n of each, of the data that is here."""
+def _questions(root: str | Path | None) -> Iterator[Kind]:
+    """Kinds of questions, of the data that is here."""
     with suppress(TinyspecError):
-        yield [s.question for s in chance.choices(data.gsm8k("train", root), k=n)]
+        sums = [s.question for s in data.gsm8k("train", root)]
+        yield lambda chance: chance.choice(sums)
     with suppress(TinyspecError):
-        pairs = chance.choices(data.multi30k("train", root), k=n)
-        yield [f"Translate German to English: {german}" for _, german in pairs]
+        captions = [german for _, german in data.multi30k("train", root)]
+        yield lambda chance: f"Translate German to English: {chance.choice(captions)}"
     with suppress(TinyspecError):
         parts = [part for book in data.books("train", root) for part in corpus.clean(book.text).split("\n\n")]
         parts = [part for part in parts if 200 < len(part) < 500]
         lead = ("Summarize:", "Explain in simple words:", "Continue this story:", "What happens here?")
-        yield [f"{chance.choice(lead)} {part}" for part in chance.choices(parts, k=n)]
+        yield lambda chance: f"{chance.choice(lead)} {chance.choice(parts)}"
+
+
+def _openings(root: str | Path | None) -> list[Kind]:
+    """Paragraphs of the training books with what follows them; nothing where there are none."""
+    try:
+        books = [corpus.clean(book.text).split("\n\n") for book in data.books("train", root)]
+    except TinyspecError:
+        return []
+
+    def opening(chance: random.Random) -> str:
+        book = chance.choice(books)
+        return "\n\n".join(book[chance.randrange(len(book)) :][:4])
+
+    return [opening]
 
 
 def _frame(model: Model) -> tuple[list[int], list[int]]:
@@ -145,19 +165,9 @@ def _plain(model: Model, text: str) -> list[int]:
     return bos + model.tokenizer.encode(text)
 
 
-def _openings(model: Model, asking: Asking, chance: random.Random, root: str | Path | None) -> list[Ask]:
-    """Paragraphs of the training books, cut somewhere; the end-of-text id alone where there are none."""
-    start = [model.config.bos if model.config.bos is not None else next(iter(model.config.eos), 0)]
-    try:
-        books = [corpus.clean(book.text).split("\n\n") for book in data.books("train", root)]
-    except TinyspecError:
-        return [Ask(start)] * asking.texts
-    made = []
-    for _ in range(asking.texts):
-        book = chance.choice(books)
-        ids = _plain(model, "\n\n".join(book[chance.randrange(len(book)) :][:4]))
-        made.append(Ask(ids[: chance.randint(8, asking.prompt)] or start))
-    return made
+def _start(model: Model) -> list[int]:
+    """The prompt that says nothing."""
+    return [model.config.bos if model.config.bos is not None else next(iter(model.config.eos), 0)]
 
 
 # ---------------------------------------------------------------------- writing
@@ -166,9 +176,8 @@ def _openings(model: Model, asking: Asking, chance: random.Random, root: str | P
 def folder(model: Model, asking: Asking, prompts: Path | None = None) -> Path:
     """Where the outputs of this target, asked so, are kept."""
     said = "" if prompts is None else prompts.read_text(encoding="utf-8")
-    key = json.dumps(
-        [borrowed.check(model.weights["embed"]), model.config.n_layers, asdict(asking), said], sort_keys=True
-    )
+    asked = {name: value for name, value in asdict(asking).items() if name != "texts"}  # more texts go on with these
+    key = json.dumps([borrowed.check(model.weights["embed"]), model.config.n_layers, asked, said], sort_keys=True)
     return models.cache().parent / "outputs" / f"{model.name}-{zlib.crc32(key.encode()):08x}"
 
 
@@ -194,11 +203,12 @@ def write(
         task = bar.add_task(f"texts of {model.name}", total=len(asks))
         for at in range(0, len(asks), asking.batch):
             path, part = where / f"{at // asking.batch:05d}.pt", asks[at : at + asking.batch]
-            if not path.exists():
-                written = batch(model, part, asking, at)
-                torch.save([tuple(output) for output in written], path.with_suffix(".part"))
+            found = read(path) if path.exists() else []
+            if len(found) < len(part):
+                found = batch(model, part, asking, at)
+                torch.save([tuple(output) for output in found], path.with_suffix(".part"))
                 os.replace(path.with_suffix(".part"), path)
-            made += read(path)
+            made += found[: len(part)]
             bar.advance(task, len(part))
     return made
 
