@@ -11,12 +11,12 @@ import pytest
 from tests.table import Table, law
 from tinyspec._core import Forest
 from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import Decoder, NoDraft, Round
 from tinyspec.decoding.remembered import OUTPUTS
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.trust import FIRST, Trust
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.verify import Verdict, walk
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import lookahead_trie as toys
@@ -230,3 +230,27 @@ def test_in_a_text_of_words_at_random_hardly_a_guess_is_run() -> None:
         rows += len(d.step(Seeded(d.rounds)).tree.tokens)
     assert d.new == text[40:190]
     assert rows < 0.1 * len(d.new)
+
+
+def test_after_looks_in_vain_only_every_fourth_round_is_looked_at_until_one_is_worth_it() -> None:
+    trust = Trust(0.3)
+    for _ in range(8):
+        assert not trust.rests()
+        trust.tree([5], [-1], [1.0], [1])
+    assert [trust.rests() for _ in range(8)] == [True, True, True, False] * 2
+    trust.tree([5], [-1], [1.0], [8])
+    assert not any(trust.rests() for _ in range(8))
+    paper = Trust(0.0)
+    for _ in range(20):
+        paper.watch((), (), ())
+        assert not paper.rests()
+
+
+def test_what_is_said_while_it_rests_is_counted_at_the_next_look() -> None:
+    d = drafter(price=1.0)
+    d.extend([1], NOTHING)
+    for token in range(2, 30):
+        drafted(d, [token - 1])
+        d.observe(Round(TokenTree(), NOTHING, Verdict((), token), (token,), ()))
+    d.settle()
+    assert d.forest.gather([(OUTPUTS, 9)], [20], 1, 1, 4)[0] == [21, 22, 23, 24]

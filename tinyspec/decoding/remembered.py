@@ -25,6 +25,7 @@ class Remembered(NoDraft):
         self.own = next(numbers)
         self.runs: list[tuple[int, int, int]] = []
         self.length = self.reach = 0  # of the text; where its last piece ends
+        self.fresh: list[int] = []  # said, and not yet counted: that is done when it is looked at
 
     def insert(self, tree: int, tokens: Sequence[int]) -> int:
         """These tokens go on with the text, and belong to this tree; returns its nodes."""
@@ -34,13 +35,21 @@ class Remembered(NoDraft):
         return self.forest.append(self.runs[-1][0], tokens)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.settle()
         self.insert(self.own, tokens)
 
     def observe(self, round: Round) -> None:
-        if self.insert(OUTPUTS, round.tokens) > self.forest.bound:
-            self.forest.prune(OUTPUTS)
+        self.fresh += round.tokens
+
+    def settle(self) -> None:
+        """Count what was said since the last time."""
+        if self.fresh:
+            said, self.fresh = self.fresh, []
+            if self.insert(OUTPUTS, said) > self.forest.bound:
+                self.forest.prune(OUTPUTS)
 
     def rewind(self, length: int) -> None:
+        self.settle()
         while self.runs and self.runs[-1][2] >= length:
             text, _, _ = self.runs.pop()
             self.forest.rewind(text, 0)
@@ -58,6 +67,7 @@ class Remembered(NoDraft):
 
     def release(self) -> None:
         """Leave nothing in the forest but what was said."""
+        self.settle()
         for text, _, _ in self.runs:
             self.forest.close(text)
         self.forest.drop(self.own)

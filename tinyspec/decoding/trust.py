@@ -8,7 +8,8 @@ where share is its frequency among the first guesses of the draft, first(match) 
 of those behind a match so long, and further(match) how often, once it did, it did again. Both are exponential averages over
 what was looked up, run or not: guesses that were not run are compared with the text that came, so trust that was lost comes
 back at no cost. Of a draft found behind several matches, the longest is judged. Lossless: what is proposed depends on the past
-alone, and nothing is drawn. At price 0 all is run.
+alone, and nothing is drawn. Where nothing was worth a row for a while, only some rounds are looked at until something is: a
+look costs little, and where a token costs little too that is too much. At price 0 all is looked at, and all is run.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from tinyspec.tree import ROOT, TokenTree
 RATE = 0.1  # weight of the newest outcome: one hit of many must not look like a habit
 FIRST = {8: 0.7, 5: 0.5, 3: 0.3, 2: 0.15, 1: 0.05}  # least length of a match -> before anything is known
 FURTHER = 0.8
+PATIENCE, EVERY = 8, 4  # looks in vain after which only every fourth round is looked at
 BUCKETS = tuple(next((n for n in FIRST if n <= match), 1) for match in range(max(FIRST) + 1))
 NOTHING = TokenTree()
 
@@ -35,6 +37,16 @@ class Trust:
         self.tokens: Sequence[int] = ()
         self.parents: Sequence[int] = ()
         self.matches: Sequence[int] = ()
+        self.vain = self.rested = 0  # looks without a guess worth a row; rounds since the last look
+
+    def rests(self) -> bool:
+        """Whether this round is not even looked at; what was looked up last is judged no more."""
+        if self.price == 0 or self.vain < PATIENCE or self.rested == EVERY - 1:
+            self.rested = 0
+            return False
+        self.rested += 1
+        self.tokens = self.parents = self.matches = ()
+        return True
 
     def worth(self, shares: Sequence[float], match: int) -> bool:
         """Whether one of these first guesses behind such a match may be run."""
@@ -43,6 +55,7 @@ class Trust:
     def watch(self, tokens: Sequence[int], parents: Sequence[int], matches: Sequence[int]) -> TokenTree:
         """Run none of these guesses, and let the text judge them all the same."""
         self.tokens, self.parents, self.matches = tokens, parents, matches
+        self.vain += 1
         return NOTHING
 
     def tree(
@@ -68,7 +81,10 @@ class Trust:
                 place[node], depths[node] = len(kept), depths[parent] + 1
                 kept.append(token)
                 above.append(place[parent])
-        return TokenTree(kept, above, (None,) * len(kept), (False,) * len(kept)) if kept else NOTHING
+        if not kept:
+            return NOTHING
+        self.vain = 0
+        return TokenTree(kept, above, (None,) * len(kept), (False,) * len(kept))
 
     def learn(self, text: Sequence[int]) -> None:
         """What came instead of, or as, the last guesses."""

@@ -48,21 +48,29 @@ class Suffixes(Remembered):
         self.text = forest.open(self.own)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.settle()
         self.forest.append(self.text, tokens)
         self.length += len(tokens)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         if room < 1:
             return self.trust.watch((), (), ())
+        if self.trust.rests():
+            return TokenTree()
+        self.settle()
         suffix, most = context[-self.forest.depth :], self.most
         return self.trust.tree(*self.forest.best((self.own, OUTPUTS), suffix, self.alpha, most, room, self.floor))
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
-        self.forest.append(self.text, round.tokens)
-        super().observe(round)
+        self.fresh += round.tokens
+
+    def settle(self) -> None:
+        self.forest.append(self.text, self.fresh)
+        super().settle()
 
     def rewind(self, length: int) -> None:
+        self.settle()
         self.forest.rewind(self.text, min(length, self.forest.length(self.text)))
         super().rewind(length)
 

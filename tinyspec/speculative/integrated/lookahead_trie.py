@@ -44,6 +44,9 @@ class Lookahead(Remembered):
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         if room < 1:
             return self.trust.watch((), (), ())
+        if self.trust.rests():
+            return TokenTree()
+        self.settle()
         suffix, deepest = context[-self.branch :], min(self.branch, room)
         plan = [(self.own, 2), (OUTPUTS, 4)]  # a glance: is a draft worth its while?
         tokens, parents, shares, matches = self.forest.gather(plan, suffix, self.branch, 1, 1)
@@ -56,7 +59,7 @@ class Lookahead(Remembered):
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
-        super().observe(round)
+        self.fresh += round.tokens
 
     def end(self) -> None:
         super().end()
