@@ -60,11 +60,20 @@ def brief(value: Any) -> Any:
     return [brief(x) for x in value] if isinstance(value, list) else value
 
 
+def apart(expected: Any, got: Any) -> tuple[Any, Any]:
+    """Both for the eyes; long rows that begin alike, from the first number that differs."""
+    long = all(isinstance(value, np.ndarray) and value.size > 16 for value in (expected, got))
+    if long and expected.shape == got.shape and expected.dtype == got.dtype:
+        at = next(i for i in range(expected.size) if expected[i : i + 1].tobytes() != got[i : i + 1].tobytes())
+        return tuple(f"{x.size} numbers, from [{at}] on {x[at : at + 6].tolist()} ..." for x in (expected, got))  # type: ignore[return-value]
+    return brief(expected), brief(got)
+
+
 def same(name: str, kernel: Kernel, define: Kernel, case: Case) -> None:
     """Accuse the kernel if it does not give what its twin gives."""
     expected, got = outcome(define, case), outcome(kernel, case)
     if bits(expected) != bits(got):
-        accuse("twin", brief(expected), brief(got), kernel=name, **{key: brief(x) for key, x in case.items()})
+        accuse("twin", *apart(expected, got), kernel=name, **{key: brief(x) for key, x in case.items()})
 
 
 def twin(name: str, kernel: Kernel, examples: int = 120, large: int = 3) -> Evidence:
