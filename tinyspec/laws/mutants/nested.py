@@ -18,17 +18,17 @@ class SmallestLaw(Nested):
 
     def write(self, *args: Any) -> Any:
         proposed: list[Any] = []
-        draft = self.decoder.drafter
+        draft: Any = self.decoder.drafter
         propose = draft.propose
 
-        def noted(*inner: Any) -> TokenTree:
+        def noted(*inner: Any) -> Any:
             tree = propose(*inner)
             proposed.extend(tree.laws)
             return tree
 
-        draft.propose = noted  # type: ignore[method-assign]
+        draft.propose = noted
         tokens, laws = super().write(*args)
-        del draft.propose  # type: ignore[attr-defined]
+        del draft.propose
         first = proposed[0] if proposed else None
         return tokens, [first if first and first[x] else law for x, law in zip(tokens, laws, strict=True)]
 
@@ -62,7 +62,8 @@ class SureOnly(Nested):
 
     def write(self, *args: Any) -> Any:
         tokens, laws = super().write(*args)
-        sure = [2 * law[x] >= 1 for x, law in zip(tokens, laws, strict=True)]
+        rows: list[Any] = list(laws)
+        sure = [bool(2 * row[x] >= 1) for x, row in zip(tokens, rows, strict=True)]
         kept = [*sure, False].index(False)  # right: ask before the draw, or declare None
         return tokens[:kept], laws[:kept]
 
