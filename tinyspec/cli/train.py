@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.boost import boost
 from tinyspec.errors import TinyspecError
 
 
@@ -17,7 +18,11 @@ def train() -> None:
       tinyspec data fetch classics
       tinyspec train lm --recipe models/storyteller/recipe.toml --out models/mine
       tinyspec train lm --distill smollm2 --draft-vocab 8192 --out models/smollm2-draft
+      tinyspec train boost --draft apprentice,apprentice --out boosted
     """
+
+
+train.add_command(boost)
 
 
 @train.command("lm")
