@@ -100,9 +100,7 @@ def test_an_end_of_text_ends_nothing_and_the_model_is_left_as_it_was() -> None:
     assert start(m, list(asked.ids), max_new_tokens=30).decoder.stop.eos == frozenset(ENDING.eos)
 
 
-@pytest.mark.parametrize(
-    "method", [m for m in METHODS if not techniques()[m].timed and not techniques()[m].persistent]
-)
+@pytest.mark.parametrize("method", [m for m in METHODS if not techniques()[m].timed and not techniques()[m].persistent])
 def test_a_run_owes_nothing_to_the_runs_before_it(method: str) -> None:
     may_run(method)
     arm = own(method, 0.7)
