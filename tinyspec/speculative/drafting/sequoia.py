@@ -22,7 +22,6 @@ Left out: trees of hundreds of nodes for offloaded targets (the bound is a knob,
 """
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -103,7 +102,6 @@ def expected_tokens(tree: Shape, accepts: Sequence[Any]) -> Any:
     return sum(reach.values())
 
 
-@lru_cache(maxsize=64)
 def programme(accepts: tuple[float, ...], nodes: int, depth: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """The dynamic programme, O(depth ranks nodes^2).
 
@@ -183,16 +181,16 @@ class Learnt:
 
     def __init__(self, ranks: int, longest: int):
         prior = [*PRIOR, *[PRIOR[-1]] * ranks][:ranks]
-        self.kept, self.seen = [WEIGHT * share for share in prior], [float(WEIGHT)] * ranks
+        self.shares, self.seen = [WEIGHT * share for share in prior], [float(WEIGHT)] * ranks
         self.curve = Curve(longest)
 
     @property
     def accepts(self) -> tuple[float, ...]:
-        return tuple(round(share / seen, 3) for share, seen in zip(self.kept, self.seen, strict=True))
+        return tuple(round(share / seen, 3) for share, seen in zip(self.shares, self.seen, strict=True))
 
     def learn(self, shares: Sequence[Any]) -> None:
-        for rank, share in enumerate(shares[: len(self.kept)]):
-            self.kept[rank] += float(share)
+        for rank, share in enumerate(shares[: len(self.shares)]):
+            self.shares[rank] += float(share)
             self.seen[rank] += 1
 
 
@@ -271,7 +269,7 @@ def sequoia(request: Request, *, nodes: int, depth: int, ranks: int, accepts: st
     fresh = request.clock is None or getattr(request.target, "model", None) is None
     learnt = Learnt(ranks, nodes) if fresh else kept(request.target, known, lambda: Learnt(ranks, nodes))
     if accepts != "":
-        learnt.kept = [*_numbers("accepts", accepts), *[0.0] * ranks][:ranks]
+        learnt.shares = [*_numbers("accepts", accepts), *[0.0] * ranks][:ranks]
         learnt.seen = [1.0] * ranks
     if costs != "":
         learnt.curve.step, *calls = _numbers("costs", costs)
