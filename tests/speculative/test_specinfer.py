@@ -1,5 +1,7 @@
 """SpecInfer: merged trees of several models, multi-step speculative sampling, and drafts made for each other."""
 
+import json
+import lzma
 from fractions import Fraction as F
 from itertools import product
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 
 from tests.lm.small import LLAMA, model
 from tests.table import Table, law
+from tests.zoo import TEXT, failed, run, tiny_zoo
 from tinyspec.decoding.chance import Exhaustive, Seeded
 from tinyspec.decoding.decode import Decoder, NoDraft
 from tinyspec.decoding.sampling import Warp
@@ -166,3 +169,19 @@ def test_boosting_without_drafts_or_beyond_the_context_is_refused(tmp_path: Path
         boost(target, [], torch.zeros(1, 2, dtype=torch.long), SETTINGS, tmp_path)
     with pytest.raises(TinyspecError, match="context of 16"):
         boost(target, [small], torch.zeros(1, 12, dtype=torch.long), SETTINGS, tmp_path, length=5)
+
+
+def test_boosted_drafts_from_the_command_line_draft_together(tmp_path: Path) -> None:
+    zoo = tiny_zoo(tmp_path)
+    book = json.dumps({"author": "A", "title": "T", "text": TEXT}) + "\n"
+    (tmp_path / "data/text").mkdir(parents=True)
+    (tmp_path / "data/text/classics.train.jsonl.xz").write_bytes(lzma.compress(book.encode()))
+    small = ["--prompts", "8", "--prompt-tokens", "4", "--tokens", "2", "--steps", "3"]
+    call = ["train", "boost", "--model", zoo.big, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    told = run(*call, *small, "--draft", f"{zoo.small},{zoo.small}")
+    assert told.exit_code == 0, told.output
+    assert told.output.count("together") == 2
+    drafts = f"{tmp_path / 'out/1'},{tmp_path / 'out/2'}"
+    made = run("generate", "--model", zoo.big, "the cat", "-n", "9", "--method", "specinfer", "--draft", drafts)
+    assert made.output == run("generate", "--model", zoo.big, "the cat", "-n", "9").output
+    assert "another vocabulary" in failed(run(*call, *small, "--draft", zoo.other))
