@@ -35,7 +35,7 @@ from tinyspec.tree import Row
     guarantee=Guarantee.EXACT,
     drafts=1,
     knobs=(
-        Knob("configuration", "4x2x2x1", "candidates below every node, by depth", small=("2x1", "1x2")),
+        Knob("configuration", "4x2x2x1", "candidates below every node, by depth", small=(2, "2x1", "1x2")),
         Knob("replacement", False, "whether candidates may be equal: drawn independently of each other"),
     ),
 )
