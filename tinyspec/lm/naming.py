@@ -64,6 +64,8 @@ _GGUF = {
 }
 _GGUF_GPT2 = {**_GGUF, "qkv": "attn_qkv", "up": "ffn_up"}
 
+PART = 1 << 18  # numbers that are looked at together: what `isfinite` makes on the way would be the peak of all memory
+
 # Buffers that older versions of transformers saved, and which a config determines.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 
@@ -151,7 +153,7 @@ def _check(tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
         raise TinyspecError(f"{what} has shape {list(tensor.shape)}, config.json makes it {list(shape)}; one is wrong")
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise TinyspecError(f"{what} is {str(tensor.dtype)[6:]}, expected float32, bfloat16, float16 or float64")
-    if not torch.isfinite(tensor).all():
+    if not all(torch.isfinite(part).all() for part in tensor.reshape(-1).split(PART)):
         raise TinyspecError(f"{what} holds NaN or infinity; the file is damaged or its training diverged")
 
 
