@@ -31,7 +31,12 @@ COLUMNS = ("question", "category", "prompt", "check", "arm", "same", "calls", "d
 
 
 def greedy(
-    model: Model, ids: Sequence[int], tokens: int, method: str, references: Sequence[Sequence[int]] = ()
+    model: Model,
+    ids: Sequence[int],
+    tokens: int,
+    method: str,
+    references: Sequence[Sequence[int]] = (),
+    **knobs: Any,
 ) -> tuple[list[int], Statistics]:
     """Greedy ids that end after `tokens` tokens and nowhere else, and what was counted."""
     ledger: list[Any] = []
@@ -40,7 +45,7 @@ def greedy(
     request = Request(
         model.session(ledger), (), Warp(temperature=0.0), stop, references, positions=limit, ledger=ledger
     )
-    decoder, chance, counted = find(method).make(request), Seeded(0), Statistics()
+    decoder, chance, counted = find(method).make(request, **knobs), Seeded(0), Statistics()
     decoder.extend(ids)
     while not decoder.finished:
         counted.count(decoder.step(chance))
@@ -63,7 +68,10 @@ def rows(model: Model, question: Any, tokens: int, methods: Sequence[str]) -> li
     check, lines = zlib.crc32(json.dumps(plain).encode()), list[list[Any]]()
     for arm in (*methods, REHEARSED):
         copied = arm == REHEARSED
-        got, counted = greedy(model, ids, tokens, "llma" if copied else arm, [rehearsal(ids, plain)] if copied else ())
+        if copied:
+            got, counted = greedy(model, ids, tokens, "llma", [rehearsal(ids, plain)], price=0.0)
+        else:
+            got, counted = greedy(model, ids, tokens, arm)
         same = next((i for i, (a, b) in enumerate(zip(got, plain, strict=True)) if a != b), tokens)
         figures = (counted.target_calls, counted.drafted, counted.accepted)
         lines.append([question.id, question.category, len(ids), check, arm, same, *figures])

@@ -153,7 +153,7 @@ def _check(tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
         raise TinyspecError(f"{what} has shape {list(tensor.shape)}, config.json makes it {list(shape)}; one is wrong")
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise TinyspecError(f"{what} is {str(tensor.dtype)[6:]}, expected float32, bfloat16, float16 or float64")
-    if not all(torch.isfinite(part).all() for part in tensor.reshape(-1).split(PART)):
+    if not all(torch.isfinite(part).all() for part in torch.split(tensor.reshape(-1), PART)):
         raise TinyspecError(f"{what} holds NaN or infinity; the file is damaged or its training diverged")
 
 

@@ -1,6 +1,7 @@
 """LLMA (Yang et al. 2023): what makes it LLMA and not prompt lookup."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -99,11 +100,16 @@ def last_token_only(request: Request, k: int) -> Decoder:
     return request.decoder(Copying(request.references, 1, 1, k, "last", own=True), walk)
 
 
+def published() -> Build:
+    """The technique by the paper's rule: whatever is found is run."""
+    return partial(card("llma")(), price=0.0)
+
+
 TRAPS = [
-    Trap(OUTSIDE, uses_what_is_not_in_the_prompt, card("llma")),
-    Trap(BLOCKS, copies_in_blocks, card("llma")),
-    Trap(ONCE, reads_once, card("llma")),
-    Trap(LONGEST, copies_the_longest, card("llma")),
+    Trap(OUTSIDE, uses_what_is_not_in_the_prompt, published),
+    Trap(BLOCKS, copies_in_blocks, published),
+    Trap(ONCE, reads_once, published),
+    Trap(LONGEST, copies_the_longest, published),
 ]
 TOYS = [
     Toy("prompt lookup", OUTSIDE, prompt_lookup),

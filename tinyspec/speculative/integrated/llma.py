@@ -9,6 +9,8 @@ grows, count as further references. All their n-grams are indexed once; a token 
 Guarantee: EXACT. The paper decodes greedily; a copied token is a point mass, so the walk is exact at any temperature.
 Tested in tests/speculative/test_llma.py: a text copied whole takes ceil(N / (k + 1)) calls; a reference outside the prompt
 is used; longest match first; the index is never rebuilt.
+Off by itself: of the copy, the tokens are run that are expected to hold with at least `price` (decoding/trust.py), so where
+copies lately failed the step is plain decoding. `price` 0 is the paper's rule: all k are run.
 Left out: nothing. The paper reports about 2x on LLaMA 7B-30B with k about 15 (retrieval, cache and multi-turn settings).
 """
 
@@ -18,6 +20,7 @@ from tinyspec._core import NgramIndex
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, NoDraft, Round
 from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.trust import FIRST, Trust
 from tinyspec.decoding.verify import walk
 from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -29,8 +32,17 @@ OWN = 0  # the text of the request in the index; references are 1, 2, ...
 class Copying(NoDraft):
     """Proposes what followed the longest recent suffix in any of the texts."""
 
-    def __init__(self, references: Sequence[Sequence[int]], n: int, longest: int, k: int, which: str, own: bool):
-        self.n, self.longest, self.k, self.which, self.own = n, longest, k, which, own
+    def __init__(
+        self,
+        references: Sequence[Sequence[int]],
+        n: int,
+        longest: int,
+        k: int,
+        which: str,
+        own: bool,
+        price: float = 0.0,
+    ):
+        self.n, self.longest, self.k, self.which, self.own, self.trust = n, longest, k, which, own, Trust(price)
         self.index = NgramIndex(longest)
         for text, tokens in enumerate(references, start=OWN + 1):
             self.index.append(text, tokens)
@@ -40,9 +52,18 @@ class Copying(NoDraft):
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         suffix = context[-self.longest :]
-        return TokenTree.chain(self.index.lookup(suffix, min(self.k, room), self.longest, self.n, self.which))
+        found = self.index.lookup(suffix, min(self.k, room), self.longest, self.n, self.which)
+        match = next((n for n in self._matches if self.index.lookup(suffix, 1, self.longest, n)), 1) if found else 1
+        n = len(found)
+        return self.trust.tree(found, range(-1, n - 1), [1.0] * n, [match] * n)
+
+    @property
+    def _matches(self) -> list[int]:
+        """Lengths of a match that are told apart, the longest first."""
+        return [n for n in FIRST if n <= self.longest] if self.trust.price > 0 else []
 
     def observe(self, round: Round) -> None:
+        self.trust.learn(round.tokens)
         if self.own:
             self.index.append(OWN, round.tokens)
 
@@ -52,6 +73,7 @@ class Copying(NoDraft):
 
     def end(self) -> None:
         self.index.rewind(OWN, 0)
+        self.trust.forget()
 
 
 @technique(
@@ -66,8 +88,11 @@ class Copying(NoDraft):
         Knob("longest", 8, "longest match that is looked for, in tokens", low=1),
         Knob("which", "last", "occurrence to copy from", choices=("first", "last", "frequent")),
         Knob("own", True, "whether the text as it grows is a reference too", choices=(True, False)),
+        Knob(
+            "price", 0.25, "least chance to hold of a token that is run; 0: all", low=0.0, high=1.0, small=(0.0, 0.25)
+        ),
     ),
 )
-def llma(request: Request, *, n: int, k: int, longest: int, which: str, own: bool) -> Decoder:
+def llma(request: Request, *, n: int, k: int, longest: int, which: str, own: bool, price: float) -> Decoder:
     """Copy from the prompt and the references."""
-    return request.decoder(Copying(request.references, n, max(n, longest), k, which, own), walk)
+    return request.decoder(Copying(request.references, n, max(n, longest), k, which, own, price), walk)
