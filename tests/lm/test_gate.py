@@ -149,3 +149,20 @@ def test_ctrl_c_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_jobs_and_one_job() -> None:
     assert run_together([]) == []
     assert run_together([lambda gate: greedy(gate, [1, 2], 3)[0]]) == [greedy(None, [1, 2], 3)[0]]
+
+
+def test_threads_that_come_together_pack_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward packs the weights; a thread that comes meanwhile must not find a model without any."""
+    from tinyspec.lm import transformer
+
+    plain, asked = transformer.packable, list[bool]()
+
+    def slow(*args):  # type: ignore[no-untyped-def]
+        asked.append(plain(*args))
+        time.sleep(0.02)
+        return asked[-1]
+
+    m = model().to(dtype=torch.float32)
+    monkeypatch.setattr(transformer, "packable", slow)
+    run_together([lambda gate: m.session(gate=gate).extend([1, 2, 3])] * 6)
+    assert len(asked) == 1 or not asked[0]  # without compiled kernels every pass asks again

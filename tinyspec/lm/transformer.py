@@ -9,6 +9,7 @@ and a batch is nothing but several feeds. `Model.teach(ids)` is the same blocks 
 """
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _NOTHING = torch.empty(0, 0, 0)
+_PACKING = threading.Lock()
 
 
 class Model:
@@ -57,6 +59,12 @@ class Model:
 
     def pack(self) -> "Model":
         """Turn to the compiled path where there is one for these weights; done at the first forward, or before by `load`."""
+        if isinstance(self.__dict__.get("_path"), Engine):
+            return self
+        with _PACKING:  # threads of a batch may come here together
+            return self._pack()
+
+    def _pack(self) -> "Model":
         if isinstance(self._path, Blocks) and packable(self.config, self._path.weights):
             weights = self._path.weights
             del self._path  # it holds the weights too, and two copies may not fit
