@@ -74,6 +74,15 @@ def equality(result: dict[str, Any]) -> str:
     )
 
 
+def bits(result: dict[str, Any]) -> str:
+    """Greedy speculation against plain greedy decoding, in bfloat16."""
+    return (
+        f"**Lossless in {result['dtype']}** (`{result['command']}`): greedy speculation against plain greedy decoding on "
+        f"{result['questions']} Spec-Bench questions, {result['tokens']:,} tokens: {result['mismatches']} texts differ "
+        f"(tokens a call: {', '.join(f'{arm} {tau}' for arm, tau in result['tokens_per_call'].items())})."
+    )
+
+
 def kernels(result: dict[str, Any]) -> str:
     """Compiled kernels against others."""
     each = {name: median(taken) for name, taken in result["samples"].items()}
@@ -84,6 +93,24 @@ def kernels(result: dict[str, Any]) -> str:
         f"processors and {each['warp_draw'] / each['torch_top_k_first']:.2f} of torch with the 1,024 best first; "
         f"verifying five drafted tokens takes {micro['walk']:.0f} us, "
         f"{each['transformers_verify'] / each['walk']:.0f}x faster than transformers'."
+    )
+
+
+def chapter(result: dict[str, Any], page: str) -> str:
+    """All techniques of a chapter on a model's own texts: who is fastest, and how many are slower than plain decoding."""
+    (task, figures), *_ = result["figures"]["tasks"].items()
+    others = {name: row for name, row in figures.items() if name != "autoregressive"}
+    best = sorted(others, key=lambda name: -others[name]["speedup"]["median"])
+    faster = [f"`{n}` {others[n]['speedup']['median']:.2f}x" for n in best if others[n]["speedup"]["median"] >= 1]
+    most = max(others, key=lambda name: others[name]["tau"])
+    model, jobs = result["settings"]["model"], figures["autoregressive"]["jobs"]
+    same = sum(row["identical"] == row["jobs"] for row in others.values())
+    return (
+        f"**Chapter 1 on {model}** (`{result['sittings'][0]['command']}`): {len(others)} techniques on {jobs} prompts "
+        f"({task}), greedy, {result['settings']['rounds']} round(s). Faster than plain decoding: {', '.join(faster)}; the "
+        f"other {len(others) - len(faster)} are slow-downs on this machine. Most tokens a target call: `{most}`, "
+        f"{others[most]['tau']:.2f}. The text is plain decoding's on every prompt for {same} of {len(others)}. All of it: "
+        f"[{page}](tutorials/results/{page})."
     )
 
 
@@ -108,6 +135,11 @@ def text(folder: Path) -> str:
         "",
         kernels(load(folder, "core")),
     ]
+    for name in ("speculative-storyteller", "speculative-smollm2"):
+        if (folder / f"{name}.json").exists():
+            lines += ["", chapter(load(folder, name), f"{name}.md")]
+    if (folder / "equality.json").exists():
+        lines += ["", bits(load(folder, "equality"))]
     if (folder / "peer.json").exists():  # takes minutes, so it may be measured on its own
         lines += ["", equality(load(folder, "peer"))]
     if (folder / "bench.json").exists():
