@@ -83,7 +83,9 @@ def test_an_equality_result_passes_by_its_rows(path: Path) -> None:
     assert result["passed"]
 
 
-@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith(("bench", "speculative-"))], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in RESULTS if p.name.startswith(("bench", "speculative-"))], ids=lambda p: p.name
+)
 def test_the_figures_of_a_run_follow_from_its_samples(path: Path) -> None:
     result = load(path)
     samples = [Sample(*row) for row in result["samples"]]
