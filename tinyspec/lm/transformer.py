@@ -10,6 +10,7 @@ and a batch is nothing but several feeds. `Model.teach(ids)` is the same blocks 
 
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 
 _NOTHING = torch.empty(0, 0, 0)
-_PACKING = threading.Lock()
 
 
 class Model:
@@ -61,8 +61,15 @@ class Model:
         """Turn to the compiled path where there is one for these weights; done at the first forward, or before by `load`."""
         if isinstance(self.__dict__.get("_path"), Engine):
             return self
-        with _PACKING:  # threads of a batch may come here together
+        me = threading.get_ident()  # threads of a batch may come here together: the first packs, the others wait
+        if self.__dict__.setdefault("_packing", me) != me:
+            while "_packing" in self.__dict__:
+                time.sleep(0.001)
+            return self.pack()
+        try:
             return self._pack()
+        finally:
+            del self.__dict__["_packing"]
 
     def _pack(self) -> "Model":
         if isinstance(self._path, Blocks) and packable(self.config, self._path.weights):
