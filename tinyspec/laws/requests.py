@@ -149,7 +149,7 @@ def every_call_is_in_a_round(card: Card) -> Evidence:
 def same_seed_same_output(card: Card) -> Evidence:
     """A request says what its seed says, whatever ran before it and whatever was drawn from global generators."""
     started, seen = perf_counter(), 0
-    for stage in stages(card) if decodes(card) and not card.persistent else ():
+    for stage in stages(card) if decodes(card) else ():
         alone, seen = said(finished(begun(stage), 5)), seen + 1
         for number, prompt in enumerate(((1,), (1, 0, 1))):
             finished(begun(stage, prompt), number)
@@ -161,7 +161,7 @@ def same_seed_same_output(card: Card) -> Evidence:
 def two_requests_are_the_two_alone(card: Card) -> Evidence:
     """Two requests that take turns say what each says alone."""
     started, seen = perf_counter(), 0
-    for stage in stages(card) if decodes(card) and not card.persistent else ():
+    for stage in stages(card) if decodes(card) else ():
         prompts = (stage.prompt, (1, 0, 1))
         alone, seen = [said(finished(begun(stage, prompt), at)) for at, prompt in enumerate(prompts)], seen + 1
         both = [begun(stage, prompt) for prompt in prompts]
@@ -193,7 +193,7 @@ def a_batch_row_is_the_row_alone(card: Card, together: Callable[..., list[Any]] 
     prompts = [(0, 1), (2,), (1, 3, 0, 2, 1), (3, 3)]
     warp = Warp(0.0) if card.guarantee is Guarantee.GREEDY else Warp(0.8, top_p=0.9)
     narrow = [] if _core.compute is None else [torch.float32, torch.bfloat16]
-    for seed, dtype in product(range(2), [torch.float64, *narrow]) if decodes(card) and not card.persistent else ():
+    for seed, dtype in product(range(2), [torch.float64, *narrow]) if decodes(card) else ():
         stage = Stage(card, deep=True, vocabulary=4, seed=seed, warp=warp)
         models = [network(number, 4).to(dtype=dtype) for number in (seed, seed + 2)]
 
@@ -232,7 +232,7 @@ def stop(card: Card, tokens: int = 6) -> Evidence:
     several), sequences and strings, wherever in a block they fall."""
     started, seen = perf_counter(), 0
     base = Stage(card, deep=card.hidden, vocabulary=4 if card.hidden else 3, warp=Warp(0.0), prompt=(0, 1))
-    for seed, draft in product(range(4), ("another", "right")) if decodes(card) and not card.persistent else ():
+    for seed, draft in product(range(4), ("another", "right")) if decodes(card) else ():
         stage = replace(base, seed=seed, draft=draft, stop=Stop(max_new_tokens=tokens))
         free = begun(stage)
         finished(free)

@@ -55,5 +55,6 @@ def theory() -> dict[str, Callable[[], Evidence]]:
                 target.session,
                 [draft.session] * card.drafts,
                 references=texts,
+                texts=6,  # the better the drafts, the fewer the rounds of a text
             )
     return laws
