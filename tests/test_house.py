@@ -23,6 +23,7 @@ FLOORS = [
         "muon",
         "recipe",
         "corpus",
+        "dialects",
         "card",
         "train",
         "train_lm",
