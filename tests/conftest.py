@@ -4,8 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
+LAWS = Path(__file__).parent / "laws"
 CORE = Path(__file__).parent.parent / "tinyspec" / "_core"
 
 settings.register_profile(
@@ -13,6 +15,11 @@ settings.register_profile(
 )
 settings.register_profile("explore", parent=settings.get_profile("ci"), derandomize=False, max_examples=1000)
 settings.load_profile("ci" if os.environ.get("CI") else os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # the workers share the cores: pools would fight
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // workers, 1)))  # for what tests start
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def included(source: Path) -> list[Path]:
@@ -38,3 +45,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Refuse to test old kernels, unless none are to be used."""
     if os.environ.get("TINYSPEC_PURE", "0") in ("", "0") and (stale := stale_kernels()):
         pytest.exit(f"{', '.join(stale)} older than the source; rebuild with: pip install -e .", returncode=4)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The suite that proves the laws is long: `-m "not laws"` is the fast part."""
+    for item in items:
+        if LAWS in item.path.parents:
+            item.add_marker("laws")
