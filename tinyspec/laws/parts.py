@@ -21,6 +21,7 @@ from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.trace import Statistics
 from tinyspec.decoding.treedraft import Shape, TreeDraft
 from tinyspec.decoding.verify import residual, walk
+from tinyspec.early_exit.ppd import Pipeline
 from tinyspec.lm.feed import Feed, Scores
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
@@ -80,6 +81,7 @@ class Parts:
     joint       (members, make): a target whose rows are made of its members'
     rollback    (distance, rule): what a large model takes back of a small one's text
     block       a chain judged as a whole;  k_seq  independent drafts judged together
+    pipeline    (session, layer, k): a target that begins with its next token
     racing      (model, gamma): a chain raced by a model;  match  the target's race, which follows it
     decoder     the loop;  stop  where a text ends
     replay, seeded   where decisions come from;  race  the exponential race on given noise
@@ -102,6 +104,7 @@ class Parts:
     rollback: Callable[[float, str], Verifier] = big
     block: Verifier = verify_block
     k_seq: Verifier = k_seq
+    pipeline: Callable[[Any, int, int], Pipeline] = Pipeline
     racing: Callable[[Target, int], Drafter] = RaceDraft
     match: Verifier = match
     decoder: type[Decoder] = Decoder

@@ -1,0 +1,105 @@
+"""Pipelines with one defect each: they guess, begin or forget at the wrong place, and cost what a pipeline does not cost."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tinyspec.decoding.sampling import Warp
+from tinyspec.early_exit.ppd import ALONE, Pipeline
+from tinyspec.laws.mutants import Equivalent, Mutant
+from tinyspec.laws.parts import PARTS
+from tinyspec.laws.pipeline_laws import CLOCK, WORK, ran
+from tinyspec.lm.feed import Scores
+from tinyspec.tree import TokenTree
+
+
+class TooFar(Pipeline):
+    """Branches run as many layers as the newest token has behind it, and not as many as it has before it."""
+
+    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        if self.coming is not None and self.layer < self.depth:
+            branches = self.guesses(self.session.advance(ALONE, self.layer, head=True), *self.coming)
+            self.session.advance(branches, self.layer)  # right: self.depth - self.layer
+        self.coming = None
+        return super().score(tree, taps)
+
+
+class FromTheTop(Pipeline):
+    """Guesses what the whole model says: it always holds, and is known when the time is over."""
+
+    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        coming, self.coming = self.coming, None
+        scores = super().score(tree, taps)
+        if coming is not None and self.layer < self.depth:
+            self.session.advance(self.guesses(scores, *coming), self.depth - self.layer)
+        return scores
+
+
+class Unlikely(Pipeline):
+    """Begins with the k least likely tokens."""
+
+    def guesses(self, scores: Scores, text: Sequence[int], warp: Warp) -> TokenTree:
+        rows: Any = [[-x for x in scores.logits[0]]]  # right: scores.logits
+        return super().guesses(scores._replace(logits=rows), text, warp)
+
+
+class Forgets(Pipeline):
+    """The token that was decided starts from its embedding, begun or not."""
+
+    def commit(self, path: Sequence[int], next: int | None) -> None:
+        self.session.commit(path, next)
+        if next is not None:  # right: the branch that spells it is kept
+            self.session.rewind(len(self.session) - 1)
+            self.session.append((next,))
+
+
+class BehindTheLast(Pipeline):
+    """Begins with a token that nobody wants."""
+
+    heard: Any = None
+
+    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        self.heard = self.coming or self.heard
+        self.coming = self.heard  # right: nothing behind the last token
+        return super().score(tree, taps)
+
+
+class OneMore(Pipeline):
+    """Takes the token behind the k-th along."""
+
+    def __init__(self, session: Any, layer: int, k: int, threads: bool = False):
+        super().__init__(session, layer, k + 1, threads)
+
+
+class OneByOne(Pipeline):
+    """A pass for each branch: the same rows and layers, in more calls."""
+
+    def guesses(self, scores: Scores, text: Sequence[int], warp: Warp) -> TokenTree:
+        tree = super().guesses(scores, text, warp)
+        for token in tree.tokens:
+            self.session.advance(TokenTree((token,), (-1,), (None,), (False,)), self.depth - self.layer)
+        return tree
+
+
+def _mutant(name: str, law: str, pipeline: Any) -> Mutant:
+    return Mutant(name, "slip", law, replace(PARTS, pipeline=pipeline), ran)
+
+
+MUTANTS = [
+    _mutant("branches overtake the newest token", CLOCK, TooFar),
+    _mutant("a branch is begun when its token is known", CLOCK, FromTheTop),
+    _mutant("the least likely tokens are begun", CLOCK, Unlikely),
+    _mutant("a token that was begun starts anew", CLOCK, Forgets),
+    _mutant("a token behind the last one is begun", WORK, BehindTheLast),
+    _mutant("one branch too many", WORK, OneMore),
+]
+EQUIVALENT = [
+    Equivalent(
+        "a pass for each branch",
+        "slip",
+        "Branches are siblings and do not see each other; whether they share a pass changes neither a row's layers nor the "
+        "clock, on which each has a processor of its own.",
+        (CLOCK, WORK),
+        replace(PARTS, pipeline=OneByOne),
+    ),
+]

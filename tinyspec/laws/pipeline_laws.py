@@ -1,0 +1,114 @@
+"""What a pipeline of two stages costs, round by round, from its ledger: the clock of its k + 1 processors, and their work.
+
+The judge asks the table model itself, by fresh passes: which tokens the model cut off behind layer dbar holds for likeliest,
+and whether the text went on with one of them. So a guess that knows more than a guess may know is seen, and one that is wasted.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.early_exit.ppd import Announces, steps
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.parts import Parts
+from tinyspec.laws.tables import TableModel
+from tinyspec.lm.feed import Call
+from tinyspec.lm.plan import Plan
+from tinyspec.technique import Request
+
+CLOCK = "a pipeline's clock"
+WORK = "a pipeline's work"
+
+Build = Callable[..., Decoder]
+V, PROMPT, TOKENS = 4, (0, 1), 6
+SHAPES = [(3, 2, 1), (3, 2, 2), (4, 2, 2), (6, 4, 1), (6, 4, 3), (6, 6, 2), (5, 3, 9)]
+"""Layers, the guessing layer, branches."""
+
+
+class Told(NamedTuple):
+    """One round: whether its token was begun before, layer-steps on k + 1 processors, (row, layer) evaluations."""
+
+    begun: bool
+    steps: float
+    work: float
+
+
+def guessed(model: TableModel, text: tuple[int, ...], layer: int, k: int) -> list[int]:
+    """The k likeliest tokens of the model cut off behind a layer, after a text."""
+    row = model.row(text, Plan(last=layer))
+    return sorted(range(model.vocabulary), key=lambda token: (-row[token], token))[:k]
+
+
+def due(model: TableModel, prompt: tuple[int, ...], new: list[int], layer: int, k: int) -> list[Told]:
+    """What each round of this text has to cost."""
+    depth, found = model.config.n_layers, list[Told]()
+    for at in range(len(new)):
+        text = (*prompt, *new[: at - 1])
+        begun = at > 0 and layer < depth and new[at - 1] in guessed(model, text, layer, k)
+        ran = depth - begun * (depth - layer)
+        more = min(k, model.vocabulary) * (depth - layer) if at + 1 < len(new) else 0
+        found.append(Told(begun, ran, ran + more))
+    return found
+
+
+def _runs(build: Build) -> Iterator[tuple[dict[str, Any], list[Told], list[tuple[Call, ...]]]]:
+    for (depth, layer, k), seed, temperature in product(SHAPES, range(3), (1.0, 0.0)):
+        model, ledger = TableModel(seed, V, depth, zeros=False), list[Call]()
+        warp, stop = Warp(temperature), Stop(max_new_tokens=TOKENS)
+        decoder = build(Request(model.session(ledger), warp=warp, stop=stop, ledger=ledger), layer=layer, k=k)
+        decoder.extend(PROMPT)
+        calls = []
+        while not decoder.finished:
+            round = decoder.step(Seeded(seed).split("round", decoder.rounds))
+            calls.append((*round.draft_calls, *round.calls))
+        case = {"model": model, "layers": depth, "guessing layer": layer, "k": k, "text": [*PROMPT, *decoder.new]}
+        yield case, due(model, PROMPT, decoder.new, layer, k), calls
+
+
+def clock(build: Build) -> Evidence:
+    """A round takes all layers, less those that a guess which held has done while the token before it was finished."""
+    seen = 0
+    for case, expected, calls in _runs(build):
+        for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
+            seen += 1
+            if steps(round) != told.steps:
+                begun = {"round": at, "its token was guessed": told.begun}
+                accuse(CLOCK, f"{told.steps} layer-steps", f"{steps(round)} layer-steps", **case, **begun)
+    return Evidence(CLOCK, seen)
+
+
+def work(build: Build) -> Evidence:
+    """A round evaluates what its token still lacks, and the branches' first layers where another token is to follow."""
+    seen = 0
+    for case, expected, calls in _runs(build):
+        for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
+            seen, ran = seen + 1, sum(call.row_layers for call in round)
+            if ran != told.work:
+                accuse(WORK, f"{told.work} layers of a row", f"{ran} layers of a row", **case, round=at)
+    return Evidence(WORK, seen)
+
+
+def built(parts: Parts) -> Build:
+    """A pipeline of these parts."""
+
+    def build(request: Request, layer: int, k: int) -> Decoder:
+        pipeline: Any = parts.pipeline(request.target, layer, k)
+        told = Announces(pipeline)
+        return parts.decoder(pipeline, told, parts.walk, warp=request.warp, stop=request.stop, ledger=request.ledger)
+
+    return build
+
+
+def ran(parts: Parts) -> Any:
+    """What can be seen without a law: rows and layers of every call."""
+    return [[(call.rows, call.row_layers) for call in round] for _, _, calls in _runs(built(parts)) for round in calls]
+
+
+LAWS: dict[str, Callable[[Parts], Evidence]] = {
+    CLOCK: lambda parts: clock(built(parts)),
+    WORK: lambda parts: work(built(parts)),
+}

@@ -1,0 +1,112 @@
+"""PPD (Yang et al. 2023): the whole model decides every token, and a guess that holds has been begun in good time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import walk
+from tinyspec.early_exit.ppd import ALONE, Announces, Pipeline
+from tinyspec.laws import pipeline_laws
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.exact import JOINT, law
+from tinyspec.laws.pipeline_laws import CLOCK, WORK
+from tinyspec.laws.tables import TableModel
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.lm.feed import Scores
+from tinyspec.technique import Request
+from tinyspec.tree import TokenTree
+
+Build = Callable[..., Decoder]
+
+
+def joint_law_of_two_tokens(build: Build) -> Evidence:
+    """Against plain decoding, sampled and greedy."""
+    branches, cases = 0, 0
+    for seed in (1, 2, 3):
+        for warp in (Warp(), Warp(0.0)):
+            model = TableModel(seed, zeros=False)
+            expected = law(lambda model=model, warp=warp: Decoder(model.session(), NoDraft(), walk, warp=warp), 2)  # type: ignore[misc]
+            got = law(lambda model=model, warp=warp: build(Request(model.session(), warp=warp), layer=2, k=2), 2)  # type: ignore[misc]
+            branches, cases = branches + got.branches, cases + 1
+            if dict(got) != dict(expected):
+                told = {"model": model, "temperature": warp.temperature, "layer": 2, "k": 2}
+                accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **told)
+    return Evidence(JOINT, cases, branches)
+
+
+# ------------------------------------------------------------------ toys
+
+
+def _piped(request: Request, pipeline: Any) -> Decoder:
+    request.target = pipeline
+    return request.decoder(Announces(pipeline), walk)
+
+
+def exits_and_hopes(request: Request, layer: int, k: int) -> Decoder:
+    """The likeliest guess is the token; the layers above are run when somebody needs their keys."""
+
+    class Hopes(Pipeline):
+        def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+            scores: Scores = self.session.advance(ALONE, self.layer, head=True)
+            return scores
+
+    return _piped(request, Hopes(request.target, layer, k))
+
+
+def begins_when_it_knows(request: Request, layer: int, k: int) -> Decoder:
+    """All in turn: the branches are chosen by what the whole model said, so every guess holds."""
+
+    class Knows(Pipeline):
+        def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+            coming, self.coming = self.coming, None
+            if coming is not None and self.layer < self.depth:
+                self.session.advance(ALONE, self.layer, head=True)
+            scores: Scores = self.session.score(tree, taps)
+            if coming is not None and self.layer < self.depth:
+                self.session.advance(self.guesses(scores, *coming), self.depth - self.layer)
+            return scores
+
+    return _piped(request, Knows(request.target, layer, k))
+
+
+def begins_apart(request: Request, layer: int, k: int) -> Decoder:
+    """Each branch is a copy of the text, with a cache of its own, and what it has done stays there."""
+
+    class Apart(Pipeline):
+        def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+            if self.coming is not None and self.layer < self.depth:
+                branches = self.guesses(self.session.advance(ALONE, self.layer, head=True), *self.coming)
+                self.session.fork().advance(branches, self.depth - self.layer)
+            self.coming = None
+            return super().score(tree, taps)
+
+    return _piped(request, Apart(request.target, layer, k))
+
+
+def runs_them_through(request: Request, layer: int, k: int) -> Decoder:
+    """Every branch goes through the whole model, as if its token were settled."""
+
+    class Through(Pipeline):
+        def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+            coming = self.coming
+            if coming is not None and self.layer < self.depth:
+                branches = self.guesses(self.session.advance(ALONE, self.layer, head=True), *coming)
+                self.session.advance(branches, self.depth)
+            self.coming = None
+            return super().score(tree, taps)
+
+    return _piped(request, Through(request.target, layer, k))
+
+
+TRAPS = [
+    Trap(JOINT, joint_law_of_two_tokens, card("ppd")),
+    Trap(CLOCK, pipeline_laws.clock, card("ppd")),
+    Trap(WORK, pipeline_laws.work, card("ppd")),
+]
+TOYS = [
+    Toy("exit early and hope", JOINT, exits_and_hopes),
+    Toy("begun when the token is known", CLOCK, begins_when_it_knows),
+    Toy("branches with caches of their own", CLOCK, begins_apart),
+    Toy("branches run through the whole model", WORK, runs_them_through),
+]
