@@ -9,14 +9,16 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tinyspec.decoding.decode import Decoder, Target
 from tinyspec.decoding.goodput import Choose, Clock
+from tinyspec.decoding.refine import Refiner
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.errors import TinyspecError, nearest
 from tinyspec.lm.feed import Call
+from tinyspec.lm.seq2seq import Seq2Seq
 
 CHAPTERS = ("tinyspec.speculative", "tinyspec.early_exit", "tinyspec.nonautoregressive")
 
@@ -101,7 +103,20 @@ class Request:
         )
 
 
-Builder = Callable[..., Decoder]
+@dataclass
+class RefineRequest:
+    """What a builder of kind "refine" makes a refiner from.
+
+    teacher  an autoregressive encoder-decoder with the same vocabulary, to score candidates; None: there is none
+    ledger   where both models enter their passes
+    """
+
+    model: Seq2Seq
+    teacher: Seq2Seq | None = None
+    ledger: list[Call] = field(default_factory=list)
+
+
+Builder = Callable[..., Decoder] | Callable[..., Refiner]
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,18 @@ class Card:
 
     def make(self, request: Request, **knobs: Any) -> Decoder:
         """A decoder for this request."""
-        return self.build(request, **self.settings(knobs))
+        if self.kind == "refine":
+            raise TinyspecError(
+                f"{self.name} rewrites a translation and extends no text: use `tinyspec translate --method {self.name}`, "
+                "or tinyspec.translate(model, source, method=...)"
+            )
+        return cast(Decoder, self.build(request, **self.settings(knobs)))
+
+    def refiner(self, request: RefineRequest, **knobs: Any) -> Refiner:
+        """A refiner for this request."""
+        if self.kind != "refine":
+            raise TinyspecError(f"{self.name} extends a text and rewrites none")
+        return cast(Refiner, self.build(request, **self.settings(knobs)))
 
     def promise(self, **knobs: Any) -> Guarantee:
         """What holds at these settings: away from its neutral value, a lossy knob leaves nothing promised."""

@@ -1,0 +1,122 @@
+"""The second loop: a canvas is rewritten.
+
+`decode` extends a text; here the whole target is on the canvas from the beginning, and every pass of the decoder rewrites
+some or all of it. A `Refiner` makes the first canvas (how long? what stands on it?), rewrites it, says when it is done, and
+chooses among its candidates (lengths, fertilities, samples), which stand on the canvas together and are one batch.
+
+The source is encoded once. Every pass is entered in the ledger by the model itself, and is one `Pass` event here.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tinyspec.decoding.chance import Chance
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.feed import Call
+from tinyspec.lm.seq2seq import Memory, Seq2Seq
+
+
+class Canvas(NamedTuple):
+    """C candidates of up to T slots each, padded at the end.
+
+    tokens [C, T]; mask [C, T], True: a slot, False: padding; scores [C, T] log-probabilities, as the technique keeps them
+    extra  what a technique remembers beside them (which slots it re-masked, the decoder's input); nobody else reads it
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    scores: Tensor
+    extra: Any = None
+
+    def text(self, candidate: int) -> list[int]:
+        """The tokens of one candidate."""
+        return [int(token) for token in self.tokens[candidate][self.mask[candidate]]]
+
+    def means(self) -> Tensor:
+        """Mean log-probability of each candidate, [C]: -inf for one without slots."""
+        total = self.scores.masked_fill(~self.mask, 0).sum(dim=-1)
+        slots = self.mask.sum(dim=-1)
+        return torch.where(slots > 0, total / slots.clamp(min=1), -torch.inf)
+
+
+def blank(lengths: Sequence[int], token: int, device: torch.device | None = None) -> Canvas:
+    """Candidates of these lengths, every slot holding `token`, with score 0."""
+    room = max(max(lengths), 1)
+    mask = torch.arange(room, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
+    return Canvas(torch.full(mask.shape, token, device=device), mask, torch.zeros(mask.shape, device=device))
+
+
+class Refiner(Protocol):
+    """A technique that rewrites: what to begin with, what a pass changes, when to stop, which candidate to keep."""
+
+    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+        """The first canvas. No decoder pass."""
+        ...
+
+    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+        """The canvas after one decoder pass; iterations count from 0."""
+        ...
+
+    def finished(self, canvas: Canvas, iteration: int) -> bool:
+        """Whether `iteration` passes were enough."""
+        ...
+
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+        """The candidate to keep."""
+        ...
+
+
+class Pass(NamedTuple):
+    """What one decoder pass did: the event that statistics, replay and streaming read."""
+
+    iteration: int
+    before: Canvas
+    after: Canvas
+    calls: tuple[Call, ...]
+
+
+class Refinement:
+    """One request under way: iterate it for its passes, then read `tokens`."""
+
+    def __init__(
+        self, model: Seq2Seq, source: Sequence[int], refiner: Refiner, chance: Chance, ledger: list[Call] | None = None
+    ):
+        if not source:
+            raise TinyspecError("the source is empty: give at least one token")
+        self.ledger: list[Call] = [] if ledger is None else ledger
+        self.model, self.source, self.refiner, self.chance = model.counting(self.ledger), list(source), refiner, chance
+        self.canvas: Canvas | None = None
+        self.chosen: int | None = None
+
+    def __iter__(self) -> Iterator[Pass]:
+        refiner, chance = self.refiner, self.chance
+        with torch.inference_mode():
+            memory = self.model.encode(torch.tensor([self.source], device=self.model.device))
+            canvas = self.canvas = refiner.start(self.source, memory, chance.split("start", 0))
+        iteration = 0
+        while not refiner.finished(canvas, iteration):
+            mark = len(self.ledger)
+            with torch.inference_mode():
+                after = refiner.rewrite(canvas, memory, iteration, chance.split("rewrite", iteration))
+            before, canvas, self.canvas = canvas, after, after
+            yield Pass(iteration, before, after, tuple(self.ledger[mark:]))
+            iteration += 1
+        with torch.inference_mode():
+            self.chosen = refiner.choose(canvas, self.source, memory)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The chosen candidate; before the end, the best so far by its own mean score."""
+        if self.canvas is None:
+            return []
+        return self.canvas.text(int(self.canvas.means().argmax()) if self.chosen is None else self.chosen)
+
+
+def refine(
+    model: Seq2Seq, source: Sequence[int], refiner: Refiner, chance: Chance, ledger: list[Call] | None = None
+) -> Refinement:
+    """Rewrite a canvas for this source: iterate the result for its passes."""
+    return Refinement(model, source, refiner, chance, ledger)
