@@ -94,10 +94,11 @@ def write_card(
     device: torch.device,
 ) -> None:
     """Write README.md and loss.svg into `out`. `final`: figures over all valid books, by name."""
+    mixed = recipe.exits is not None and recipe.exits.taught
     per_byte = 1.0 if recipe.teacher else 1 / (math.log(2) * bytes_per_token)  # nats a token to bits a byte
     figure = "alpha" if recipe.teacher else "valid_bits_per_byte"
     series = {
-        "training loss" if recipe.teacher else "training, bits/byte": [
+        "training loss" if recipe.teacher else "training, all exits" if mixed else "training, bits/byte": [
             (e["tokens"], e["loss"] * per_byte) for e in ended.log if "loss" in e
         ],
         "alpha, valid" if recipe.teacher else "valid, bits/byte": [
@@ -127,6 +128,9 @@ def _text(
     )
     shape += f"{c.head_dim}, MLP of {c.d_ff}, vocabulary {c.vocab_size} (byte-level BPE), context {c.max_positions}"
     pair = f"- **draft**: `{recipe.draft}`\n" if recipe.draft else f"- **draft of**: `{teacher}`\n" if teacher else ""
+    if recipe.exits is not None:
+        what += " " + recipe.exits.said()
+        quality += ".\n" + _exits(recipe, final)
     samples = "\n\n".join(
         f"Seed {seed}:\n\n" + _quote(f"**{prompt}**" + sample(model, prompt, seed))
         for seed, prompt in enumerate(recipe.prompts)
@@ -156,6 +160,18 @@ Unedited: temperature 0.8, 120 tokens, the prompt in bold.
 
 {samples}
 """
+
+
+def _exits(recipe: Recipe, final: Mapping[str, float]) -> str:
+    """What every exit is worth, as a table in the list of a card."""
+    layers = [name.removeprefix("exit_") for name in final if name.startswith("exit_")]
+    rows = (
+        ["after layer", *layers],
+        ["---"] + ["---:"] * len(layers),
+        ["bits per byte", *(f"{final[f'exit_{layer}']:.3f}" for layer in layers)],
+    )
+    table = "\n".join("  | " + " | ".join(row) + " |" for row in rows)
+    return f"  By exit, over the first {recipe.valid_characters:,} characters of each of these books:\n\n{table}\n"
 
 
 def _quote(text: str) -> str:

@@ -1,12 +1,13 @@
 """A recipe: the TOML file beside a checkpoint that says how it was trained."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from tinyspec.errors import TinyspecError, nearest
+from tinyspec.exit_losses import Exits
 from tinyspec.lm.config import Config
 from tinyspec.schedule import Settings
 
@@ -15,7 +16,7 @@ END = 0  # the id of the end-of-text token: the first special token of the token
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what is trained. Sections [shape] (fields of Config), [train] (fields of Settings), [distill]."""
+    """All that decides what is trained. Sections [shape] (as Config), [train] (Settings), [exits] (Exits), [distill]."""
 
     name: str
     shape: Mapping[str, Any]
@@ -25,11 +26,13 @@ class Recipe:
     context: int = 512  # tokens per crop
     dropout: float = 0.0
     teacher: str = ""  # a folder beside the recipe's own; its tokenizer is the student's
+    tokenizer: str = ""  # a folder beside the recipe's own, whose tokenizer is taken over; none: one is trained
     inherit: bool = False  # start from the teacher's embeddings, first layers and final norm
     draft: str = ""  # named on the card: the draft of this model
     valid_characters: int = 40_000  # of each valid book, while training; the end is measured on all
     prompts: tuple[str, ...] = ("Once upon a time",) * 3
     extra: Mapping[str, Any] = field(default_factory=dict)
+    exits: Exits | None = None
     distill: Mapping[str, Any] = field(default_factory=dict)  # section [distill]: from the teacher's own outputs
 
     def config(self) -> Config:
@@ -38,15 +41,25 @@ class Recipe:
             extra["draft_of"] = Path(self.teacher).name
         if self.draft:
             extra["draft"] = self.draft
+        if self.exits is not None and self.exits.taught:
+            extra["exits"] = self.exits.weights
         shape = {"max_positions": self.context, "bos": None, "eos": (END,), **self.shape}
         try:
-            return Config(vocab_size=self.vocab_size, extra=extra, **shape)
+            config = Config(vocab_size=self.vocab_size, extra=extra, **shape)
         except TypeError as error:
             raise TinyspecError(f"recipe {self.name}: section [shape]: {error}") from error
+        for layers in () if self.exits is None else self.exits.report:
+            if not 1 <= layers <= config.n_layers:
+                raise TinyspecError(
+                    f"recipe {self.name}: [exits] report: exits are 1 to {config.n_layers}, not {layers}"
+                )
+        return config
 
 
-def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:
-    """A recipe file. `overrides` sets single values, as {"train.lr": "2e-3"}, each written as TOML."""
+def read_sections(
+    path: str | Path, overrides: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What a recipe file says, section [shape], section [train]. `overrides`: see read_recipe."""
     path = Path(path)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -56,22 +69,33 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) ->
             for section in sections:
                 at = at.setdefault(section, {})
             at[last] = tomllib.loads(f"x = {text}")["x"]
-        shape, settings = values.pop("shape"), values.pop("train")
+        return values, values.pop("shape"), values.pop("train")
     except FileNotFoundError:
         raise TinyspecError(f"{path}: no such recipe") from None
     except KeyError as error:
         raise TinyspecError(f"{path}: section [{error.args[0]}] is missing") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
         raise TinyspecError(f"{path}: {error}") from error
-    known = {f.name for f in fields(Recipe)} - {"shape", "settings"}
-    for key, section, names in (
-        *((k, "", known) for k in values),
-        *((k, "[train] ", {f.name for f in fields(Settings)}) for k in settings),
-    ):
+
+
+def check_names(path: str | Path, given: Iterable[str], kind: type, section: str = "") -> None:
+    """Raise TinyspecError, with the nearest name, where a recipe names something that `kind` has no field for."""
+    names = {f.name for f in fields(kind)} - {"shape", "settings"}
+    for key in given:
         if key not in names:
             raise TinyspecError(f"{path}: {section}{key} is not known; {nearest(key, names)}")
+
+
+def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:
+    """A recipe file. `overrides` sets single values, as {"train.lr": "2e-3"}, each written as TOML."""
+    values, shape, settings = read_sections(path, overrides)
+    check_names(path, values, Recipe)
+    check_names(path, settings, Settings, "[train] ")
+    check_names(path, values.get("exits", ()), Exits, "[exits] ")
     try:
         values["prompts"] = tuple(values.get("prompts", Recipe.prompts))
+        if "exits" in values:
+            values["exits"] = Exits(**{**values["exits"], "report": tuple(values["exits"].get("report", ()))})
         return Recipe(shape=shape, settings=Settings(**settings), **values)
     except TypeError as error:
         raise TinyspecError(f"{path}: {error}") from error

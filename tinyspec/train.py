@@ -56,6 +56,7 @@ def train(
     folder: str | Path,
     *,
     validate: Callable[[], Mapping[str, float]] | None = None,
+    before: Callable[[int, float], None] | None = None,
     console: Console | None = None,
     title: str = "train",
 ) -> Trained:
@@ -65,6 +66,7 @@ def train(
     batches   draws a batch from a generator: a tuple of tensors [B, ...]
     loss      of a batch: a scalar
     validate  figures to log; the first is what "best" means, lower is better
+    before    told the number of each step and the progress before it, for what changes in the course of a training
 
     Raises TinyspecError when the loss is no longer finite, or when the state in `folder` is of another training.
     """
@@ -93,6 +95,8 @@ def train(
             seed = settings.seed * 1_000_003 + run.step
             torch.manual_seed(seed)
             generator.manual_seed(seed)
+            if before is not None:
+                before(run.step, run.progress)
             batch = batches(generator)
             recent.append(_backward(loss, batch, settings.pieces))
             run.update(batch[0].numel())

@@ -8,11 +8,14 @@ crops of the training books. With one, the student is distilled from the teacher
 because the acceptance rate of speculative decoding *is* alpha = sum_x min(p(x), q(x)) (Leviathan et al. 2023, theorem
 3.5; DistillSpec, Zhou et al. 2024, arXiv 2310.08461, trains on it). The total variation alone has almost no gradient
 while the two laws hardly overlap, so the divergence leads first, and hands over as they approach.
+
+A section [exits] teaches the early layers too (exit_losses.py), and logs what they are worth.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch.nn import functional as F
 from tinyspec import corpus, data
 from tinyspec.card import write_card
 from tinyspec.errors import TinyspecError
+from tinyspec.exit_losses import Course, Exits, exit_logits
 from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
 from tinyspec.lm.tokenizer import Tokenizer
@@ -87,6 +91,9 @@ def train_lm(
         teacher = Model(*checkpoint.read(path.parent / plan.teacher)).to(where, torch.float32)
         tokenizer = teacher.tokenizer
         plan = replace(plan, vocab_size=teacher.config.vocab_size)
+    elif plan.tokenizer:
+        tokenizer = Tokenizer.from_folder(path.parent / plan.tokenizer)
+        plan = replace(plan, vocab_size=tokenizer.vocab_size)
     elif (state / "tokenizer.json").exists():
         tokenizer = Tokenizer.from_folder(state)
     else:
@@ -96,26 +103,41 @@ def train_lm(
     say(f"{len(texts)} books, {len(tokens):,} tokens; {plan.name}: {config.parameters():,} weights on {where}")
 
     model = _fresh(config, plan.settings.seed, teacher if plan.inherit else None).to(where)
-    loss = _loss(model, teacher, plan.dropout, where, compiled if compiled is not None else where.type == "cuda")
+    exits = plan.exits or Exits()
+    course = Course(exits, config.n_layers, plan.settings.steps) if exits.taught else None
+    compiled = (where.type == "cuda" and course is None) if compiled is None else compiled
+    loss = _loss(model, teacher, course, plan.dropout, where, compiled)
     excerpt = [corpus.document(tokenizer, text, END, plan.valid_characters) for text in held_out]
     whole = [corpus.document(tokenizer, text, END) for text in held_out]
 
-    def figures(judged: Model, documents: list[corpus.Document]) -> dict[str, float]:
+    def figures(judged: Model, documents: list[corpus.Document], shown: Sequence[int]) -> dict[str, float]:
         size = plan.context, plan.context // 2, where
         bits = corpus.bits_per_byte(judged.teach, documents, *size)
-        if teacher is None:
-            return {"valid_bits_per_byte": bits}
-        alpha = corpus.acceptance(teacher.teach, judged.teach, documents, *size)
-        return {"refused": 1 - alpha, "alpha": alpha, "valid_bits_per_byte": bits}
+        if teacher is not None:
+            alpha = corpus.acceptance(teacher.teach, judged.teach, documents, *size)
+            return {"refused": 1 - alpha, "alpha": alpha, "valid_bits_per_byte": bits}
+        early = {
+            f"exit_{layers}": corpus.bits_per_byte(partial(exit_logits, judged.dense(), layers=layers), excerpt, *size)
+            for layers in shown
+        }
+        return {"valid_bits_per_byte": bits, **early}
 
     def validate() -> dict[str, float]:
         with _autocast(where):
-            return figures(model, excerpt)
+            return figures(model, excerpt, exits.report)
 
     batches = corpus.crops(tokens, plan.batch, plan.context)
     try:
         ended = train(
-            model.weights, batches, loss, plan.settings, state, validate=validate, console=console, title=plan.name
+            model.weights,
+            batches,
+            loss,
+            plan.settings,
+            state,
+            validate=validate,
+            before=None if course is None else course.begin,
+            console=console,
+            title=plan.name,
         )
     except torch.OutOfMemoryError as error:
         raise TinyspecError(
@@ -125,8 +147,12 @@ def train_lm(
         say(f"stopped at step {ended.step:,}; the same command goes on from there")
         return ended
     stored = Model(config, model.to("cpu", torch.bfloat16).weights, tokenizer, plan.name)
-    final = figures(stored.to(where, torch.float32), whole)  # the weights as they are stored, in float32
-    say("  ".join(f"{name} {value:.4f}" for name, value in final.items()) + " over all valid books")
+    every = range(1, config.n_layers + 1) if plan.exits is not None else ()
+    final = figures(stored.to(where, torch.float32), whole, every)  # the weights as they are stored, in float32
+    say(
+        "  ".join(f"{name} {value:.4f}" for name, value in final.items())
+        + " over all valid books (exits: their beginnings)"
+    )
     stored.save(out)
     shutil.copyfile(state / "log.jsonl", out / "log.jsonl")
     if path.resolve() != (out / "recipe.toml").resolve():
@@ -157,8 +183,13 @@ def _autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
 
 
-def _loss(model: Model, teacher: Model | None, dropout: float, device: torch.device, compiled: bool) -> Loss:
-    """Cross-entropy, or distillation where there is a teacher; (inputs, targets) -> mean over the batch."""
+def _loss(
+    model: Model, teacher: Model | None, course: Course | None, dropout: float, device: torch.device, compiled: bool
+) -> Loss:
+    """Cross-entropy, of exits too where there is a course, or distillation where there is a teacher.
+
+    (inputs, targets) -> mean over the batch.
+    """
 
     def language(inputs: Tensor, targets: Tensor) -> Tensor:
         logits = model.teach(inputs, dropout)
@@ -170,7 +201,11 @@ def _loss(model: Model, teacher: Model | None, dropout: float, device: torch.dev
             law = teacher.teach(inputs)
         return distillation(law, model.teach(inputs, dropout))
 
-    loss: Loss = language if teacher is None else distilled
+    def course_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        assert course is not None
+        return course.loss(model.dense(), inputs, targets, dropout)
+
+    loss: Loss = distilled if teacher is not None else language if course is None else course_loss
     if compiled:
         loss = torch.compile(loss)
 

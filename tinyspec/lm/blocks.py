@@ -5,7 +5,7 @@ each: LayerNorm or RMSNorm, learned positions or rotations, one key per query he
 biases.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,17 +89,39 @@ class Blocks:
 
     def states(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
         """What the head reads in that pass: [B, T, d]."""
+        x, cos, sin = self._embedded(ids, dropout)
+        for block in self.layers:
+            x = self._through(block, x, cos, sin, dropout)
+        return self.final(x)
+
+    def stream(self, ids: Tensor, dropout: float = 0.0, dropped: Sequence[float] = ()) -> Iterator[Tensor]:
+        """The state after each layer in that pass, as `head` takes it: [B, T, d], L times.
+
+        dropped  chance that a layer is left out for a sample (layer dropout); the sample then passes it unchanged
+        """
+        x, cos, sin = self._embedded(ids, dropout)
+        for block, chance in zip(self.layers, dropped or [0.0] * len(self.layers), strict=True):
+            kept = (torch.rand(len(x), device=x.device) >= chance).nonzero().flatten() if chance else None
+            if kept is None or len(kept) == len(x):
+                x = self._through(block, x, cos, sin, dropout)
+            elif len(kept):  # the others are not computed at all
+                x = x.index_copy(0, kept, self._through(block, x[kept], cos, sin, dropout).to(x.dtype))
+            yield x
+
+    def _embedded(self, ids: Tensor, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
+        """What enters the first layer of a dense pass, [B, T, d], and the rotations of its positions."""
         x = F.embedding(ids, self.embed)
         if self.config.positions == "learned":
             x = x + self.weights["positions"][: ids.shape[1]]
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         x = F.dropout(x, dropout) if dropout else x
-        for block in self.layers:
-            h = linear(attend_causal(*self._qkv(block, x, cos, sin)), block.out, block.out_bias)
-            x = x + (F.dropout(h, dropout) if dropout else h)
-            h = self._mlp(block, x)
-            x = x + (F.dropout(h, dropout) if dropout else h)
-        return self.final(x)
+        return x, self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+
+    def _through(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor, dropout: float) -> Tensor:
+        """One layer of a dense pass."""
+        h = linear(attend_causal(*self._qkv(block, x, cos, sin)), block.out, block.out_bias)
+        x = x + (F.dropout(h, dropout) if dropout else h)
+        h = self._mlp(block, x)
+        return x + (F.dropout(h, dropout) if dropout else h)
 
     # ------------------------------------------------------------------ inference
 

@@ -40,9 +40,15 @@ class Model:
     """Weights that compute. `weights` is flat, with the names of `Config.shapes()`."""
 
     def __init__(
-        self, config: Config, weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = None, name: str = "model"
+        self,
+        config: Config,
+        weights: Mapping[str, Tensor],
+        tokenizer: Tokenizer | None = None,
+        name: str = "model",
+        extras: Mapping[str, Tensor] | None = None,
     ):
         self.config, self._tokenizer, self.name = config, tokenizer, name
+        self.extras = dict(extras or {})  # trained on the frozen model, and stored beside its weights
         self._path: Blocks | Engine = Blocks(config, dict(weights))
         self.dtype, self.device = self._path.embed.dtype, self._path.embed.device
         self._static: Static | None = None  # steps of fixed shape, on a CUDA device
@@ -115,12 +121,14 @@ class Model:
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "Model":
         """The same model elsewhere or in another precision."""
         moved = {name: w.detach().to(device=device, dtype=dtype) for name, w in self.weights.items()}
-        return Model(self.config, moved, self._tokenizer, self.name)
+        return Model(self.config, moved, self._tokenizer, self.name, self.extras)
 
     def save(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that `load` and transformers read."""
         weights = {name: w.detach().cpu() for name, w in self.weights.items()}
         checkpoint.write(Path(folder), self.config, weights, self._tokenizer)
+        if self.extras:
+            checkpoint.write_extras(folder, self.extras)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -144,8 +152,11 @@ class Model:
 
     def teach(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
         """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what joins the stream."""
-        path = self._path if isinstance(self._path, Blocks) else Blocks(self.config, dict(self.weights))
-        return path.teach(ids, dropout)
+        return self.dense().teach(ids, dropout)
+
+    def dense(self) -> Blocks:
+        """The blocks in torch, whichever path inference takes: dense text with gradients, any exit."""
+        return self._path if isinstance(self._path, Blocks) else Blocks(self.config, dict(self.weights))
 
     # ------------------------------------------------------------------ inference
 

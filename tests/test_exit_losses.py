@@ -1,0 +1,164 @@
+"""Exit losses and layer dropout are the published ones, and a recipe with a section [exits] trains through them."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_train_lm import RECIPE, run, zoo
+from tinyspec.errors import TinyspecError
+from tinyspec.exit_losses import Course, Exits, exit_logits
+from tinyspec.lm import checkpoint
+from tinyspec.lm.config import Config
+from tinyspec.lm.transformer import Model
+from tinyspec.recipe import read_recipe
+
+__all__ = ["zoo"]
+
+CONFIG = Config(
+    vocab_size=11, d_model=16, n_layers=5, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=24, max_positions=16, tied=True
+)
+KINDS = [
+    Exits(),
+    Exits("linear"),
+    Exits("sum", e_scale=0.2),
+    Exits("sum", curriculum="rotational", rotation=3),
+    Exits("linear", curriculum="gradual"),
+]
+
+
+@pytest.mark.parametrize("exits", KINDS)
+@pytest.mark.parametrize("layers", [1, 2, 5, 10])
+def test_the_weights_of_the_exits_sum_to_one_at_every_step(exits: Exits, layers: int) -> None:
+    for step in range(40):
+        shares = exits.shares(layers, step, step / 40)
+        assert sum(shares) == pytest.approx(1)
+        assert shares[-1] > 0, "the last layer is always taught"
+
+
+def test_linear_weights_are_proportional_to_the_depth() -> None:
+    assert Exits("linear").shares(4, 0, 0.0) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+def test_sum_weights_are_those_of_layerskip() -> None:
+    # e(l) = e_scale (0 + .. + l), and L - 1 + e_scale (0 + .. + L - 2) at the last of L = 4 layers
+    assert Exits("sum", e_scale=0.5).e(4) == [0.0, 0.5, 1.5, 3 + 0.5 * 3]
+    assert Exits("sum", e_scale=0.0).shares(4, 0, 0.0) == [0, 0, 0, 1], "without a scale only the last layer counts"
+
+
+def test_dropout_is_zero_at_the_bottom_and_p_max_at_the_top_of_the_end() -> None:
+    exits = Exits(p_max=0.3)
+    end = exits.dropped(10, 1.0)
+    assert end[0] == 0
+    assert end[-1] == pytest.approx(0.3)
+    assert end == sorted(end)
+    assert end[3] == pytest.approx(0.3 * (math.exp(3 * math.log(2) / 9) - 1))
+    assert exits.dropped(10, 0.0) == [0.0] * 10, "from scratch it rises from none"
+    assert Exits(p_max=0.3, scratch=False).dropped(10, 0.0) == end, "a trained model gets all of it at once"
+
+
+def test_the_last_step_of_a_course_has_all_of_the_dropout() -> None:
+    course = Course(Exits("linear", p_max=0.2), 5, steps=7)
+    course.begin(6, 6 / 7)
+    assert course.dropped[-1] == pytest.approx(0.2)
+
+
+def test_the_rotational_curriculum_covers_every_early_layer_equally_often() -> None:
+    exits = Exits("linear", curriculum="rotational", rotation=4)
+    counted = [sum(exits.counts(layer, 10, step, 0.0) for step in range(4 * 5)) for layer in range(10)]
+    assert counted == [5] * 9 + [20]
+    assert [layer for layer in range(10) if exits.counts(layer, 10, 5, 0.0)] == [1, 5, 9]
+
+
+def test_the_gradual_curriculum_goes_down_from_the_top_and_ends_with_all_on() -> None:
+    exits = Exits("linear", curriculum="gradual")
+    on = [[layer for layer in range(10) if exits.counts(layer, 10, step, step / 200)] for step in range(200)]
+    assert on[0] == [9]
+    assert on[10] == [8, 9], "one more each T / (2 L) = 10 steps"
+    assert all(layers == list(range(layers[0], 10)) for layers in on)
+    assert on[100] == on[-1] == list(range(10)), "all from T / 2 on"
+
+
+def test_every_exit_reads_the_one_norm_and_the_one_head() -> None:
+    model = Model.random(CONFIG, scale=0.3)
+    ids = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
+    blocks = model.dense()
+    assert torch.equal(exit_logits(blocks, ids, 5), model.teach(ids)), "the last exit is the model"
+    states = list(blocks.stream(ids))
+    for layers in range(1, 6):
+        short = Model(
+            Config(**{**vars(CONFIG), "n_layers": layers}),
+            {name: w for name, w in model.weights.items() if not name[0].isdigit() or int(name[0]) < layers},
+        )
+        assert torch.equal(exit_logits(blocks, ids, layers), short.teach(ids)), "an exit is the model cut off above it"
+        assert torch.equal(blocks.head(states[layers - 1]), exit_logits(blocks, ids, layers))
+
+
+def test_a_dropped_layer_is_the_identity_for_its_sample_alone() -> None:
+    model = Model.random(CONFIG, scale=0.3)
+    ids = torch.randint(11, (64, 4), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain, dropped = list(model.dense().stream(ids)), list(model.dense().stream(ids, dropped=[0, 0, 0.5, 0, 0]))
+    assert torch.equal(plain[1], dropped[1])
+    kept = (dropped[2] == plain[2]).flatten(1).all(1)
+    left = (dropped[2] == plain[1]).flatten(1).all(1)
+    assert bool((kept ^ left).all()), "whole samples, neither scaled nor half"
+    assert 10 < int(left.sum()) < 54
+
+
+def test_the_loss_is_the_weighted_mean_of_the_exits_cross_entropies() -> None:
+    model = Model.random(CONFIG, scale=0.3)
+    ids = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
+    course = Course(Exits("linear"), 5, 10)
+    each = [
+        torch.nn.functional.cross_entropy(
+            exit_logits(model.dense(), ids[:, :-1], e).flatten(0, 1), ids[:, 1:].flatten()
+        )
+        for e in range(1, 6)
+    ]
+    wanted = sum(e * loss for e, loss in enumerate(each, 1)) / 15
+    assert float(course.loss(model.dense(), ids[:, :-1], ids[:, 1:])) == pytest.approx(float(wanted))
+    assert float(Course(Exits(), 5, 10).loss(model.dense(), ids[:, :-1], ids[:, 1:])) == pytest.approx(float(each[-1]))
+
+
+def test_a_recipe_trains_its_exits_and_the_card_says_what_each_is_worth(zoo: Path) -> None:
+    taught = 'weights = "linear"\ncurriculum = "rotational"\nrotation = 2\np_max = 0.1\n'
+    for name, tokenizer, section in (("teller", "", ""), ("helper", 'tokenizer = "../teller"\n', taught)):
+        text = RECIPE.replace('name = "teller"\ndraft = "helper"\n', f'name = "{name}"\n{tokenizer}')
+        text = text.replace("steps = 20", "steps = 60") + f"[exits]\n{section}report = [1]\n"
+        (zoo / name / "recipe.toml").write_text(text)
+        assert run(zoo, name)
+        last = [json.loads(line) for line in (zoo / name / "log.jsonl").read_text().splitlines()][-1]
+        assert {"valid_bits_per_byte", "exit_1"} <= set(last)
+        card = (zoo / name / "README.md").read_text()
+        assert "| after layer | 1 | 2 |" in card
+        assert ("All" if not section else "rotational curriculum, R = 2") in card or not section
+        assert checkpoint.read(zoo / name).config.extra.get("exits") == ("linear" if section else None)
+    assert (zoo / "teller/tokenizer.json").read_bytes() == (zoo / "helper/tokenizer.json").read_bytes()
+
+
+def test_the_section_names_what_is_wrong_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    for section, complaint in (
+        ('weights = "linar"', r"\[exits\] 'linar' is not known; did you mean 'linear'"),
+        ('weigths = "linear"', r"\[exits\] weigths is not known; did you mean 'weights'"),
+        ("p_max = 1.0", "0 <= p_max < 1"),
+        ("rotation = 0", "rotation >= 1"),
+    ):
+        path.write_text(RECIPE + "[exits]\n" + section)
+        with pytest.raises(TinyspecError, match=complaint):
+            read_recipe(path)
+    path.write_text(RECIPE + "[exits]\nreport = [3]")
+    with pytest.raises(TinyspecError, match="report: exits are 1 to 2, not 3"):
+        read_recipe(path).config()
+
+
+@pytest.mark.parametrize("name", ["exits-plain", "exits-loss", "exits-layerskip"])
+def test_the_exits_checkpoints_share_shape_budget_and_tokenizer(name: str) -> None:
+    models = Path(__file__).parents[1] / "models"
+    recipe = read_recipe(models / name / "recipe.toml", {"vocab_size": "2048"})
+    plain = read_recipe(models / "exits-plain" / "recipe.toml")
+    assert (recipe.shape, recipe.settings, recipe.batch) == (plain.shape, plain.settings, plain.batch)
+    assert 2 * recipe.config().parameters() < 5e6
