@@ -66,13 +66,12 @@ class Given(Model):
             )
         if not source:
             raise TinyspecError("the source is empty: give at least one token")
-        self.host, self.source = host, list(source)
+        self.source = list(source)
         with torch.inference_mode():
             memory = host.encode(torch.tensor([self.source], device=host.device))
-        self.config, self._tokenizer, self.name = host.decoder.config, host._tokenizer, host.name
-        self._path = Listening(host, memory)
-        self.dtype, self.device = host.dtype, host.device
-        self._static = None
+        path = Listening(host, memory)
+        super().__init__(path.config, path.weights, host._tokenizer, host.name)
+        self._path = path
 
     def pack(self) -> "Given":
         """It runs in torch."""

@@ -12,6 +12,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 
 _ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+SEQ2SEQ = "tinyspec-seq2seq"  # the model_type of our encoder-decoders (seq2seq_file.py)
 _LAYERS = 10_000  # each is a dozen names to look for, so a damaged number must not be counted up to
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -71,6 +72,11 @@ def from_hf(values: dict[str, Any], source: str = "config.json") -> Config:
     if "quantization_config" in values:
         raise f.refuse("quantization_config", "none: take the unquantised checkpoint, or a .gguf file")
     build = _FAMILIES.get(str(family := _family(values)))
+    if family == SEQ2SEQ:
+        raise TinyspecError(
+            f"{source}: an encoder-decoder, which translates and extends no text: use tinyspec.translate, or "
+            "`tinyspec translate --model FOLDER`"
+        )
     if build is None:
         raise TinyspecError(
             f"{source}: unknown architecture {family!r} (model_type); known: "

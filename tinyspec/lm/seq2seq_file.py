@@ -1,4 +1,8 @@
-"""A checkpoint of an encoder-decoder: a folder with config.json, model.safetensors and tokenizer.json, and back."""
+"""A checkpoint of an encoder-decoder, to a config, weights and a tokenizer; and back.
+
+A folder with config.json (its `model_type` is ours: no library has this architecture), model.safetensors with the names of
+`Seq2SeqConfig.shapes()`, and tokenizer.json. What is missing, damaged or contradictory is refused as in checkpoint.py.
+"""
 
 import json
 from dataclasses import asdict, fields
@@ -9,32 +13,96 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
+from tinyspec.lm.atomic import whole
+from tinyspec.lm.hf_config import SEQ2SEQ, Fields
+from tinyspec.lm.naming import _check, _some
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.lm.tokenizer import Tokenizer
 
-KIND = "tinyspec-seq2seq"  # config.json's model_type
+_MOST = {"encoder_layers": 1000, "decoder_layers": 1000}  # a damaged number must not be counted up to
+_MAY_BE_ZERO = ("pad", "bos", "eos", "mask", "lengths", "fertilities")
 
 
 def read(
     folder: str | Path, dtype: torch.dtype | None = None
 ) -> tuple[Seq2SeqConfig, dict[str, Tensor], Tokenizer | None, str]:
-    """Config, weights (on the CPU), tokenizer and name. Raises TinyspecError, one line that names file and field."""
+    """Config, weights (on the CPU; `dtype` None: as stored), tokenizer (None where there is no file), name.
+
+    Raises TinyspecError, one line that names the file, the field and what to do.
+    """
     path = Path(folder)
-    values = checkpoint._json(path / "config.json")
-    config = Seq2SeqConfig(**{f.name: values[f.name] for f in fields(Seq2SeqConfig) if f.name in values})
-    tensors, _ = checkpoint._tensors(path)
-    weights = {name: get() if dtype is None else get().to(dtype) for name, get in tensors.items()}
+    if not path.is_dir():
+        raise TinyspecError(f"{path}: no such checkpoint; expected a folder with config.json")
+    config = read_config(path)
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").is_file() else None
-    return config, weights, tokenizer, path.resolve().name
+    if tokenizer is not None and tokenizer.backend.get_vocab_size() > config.vocab_size:
+        raise TinyspecError(
+            f"{path / 'tokenizer.json'}: {tokenizer.backend.get_vocab_size()} tokens, config.json has a vocab_size of "
+            f"{config.vocab_size}; one is wrong"
+        )
+    return config, _weights(config, path, dtype), tokenizer, path.resolve().name
+
+
+def read_config(folder: Path) -> Seq2SeqConfig:
+    """What config.json alone says: no weights are read."""
+    file = folder / "config.json"
+    values = checkpoint._json(file)
+    if values.get("model_type") != SEQ2SEQ:
+        raise TinyspecError(
+            f"{file}: no encoder-decoder of tinyspec's (model_type {values.get('model_type')!r}, expected {SEQ2SEQ!r}): "
+            "it cannot translate; to extend a text with it, use tinyspec.load and generate"
+        )
+    f = Fields(str(file), values)
+    sizes: dict[str, Any] = {}
+    for field in fields(Seq2SeqConfig):
+        if field.name in ("positional", "extra"):
+            continue
+        if field.name in _MAY_BE_ZERO and values.get(field.name) == 0:
+            sizes[field.name] = 0
+        elif field.name in values or field.name not in _MAY_BE_ZERO:
+            sizes[field.name] = f.whole(field.name, most=_MOST.get(field.name, 2**24))
+    extra = values.get("tinyspec", {})
+    if not isinstance(extra, dict):
+        raise f.refuse("tinyspec", "a JSON object")
+    config = Seq2SeqConfig(**sizes, positional=f.flag("positional", False), extra=extra)
+    if config.d_model % 2 or config.d_model % config.n_heads:
+        raise f.refuse("n_heads", f"a divisor of d_model {config.d_model}, which is even")
+    for name in ("pad", "bos", "eos", "mask"):
+        if getattr(config, name) >= config.vocab_size:
+            raise f.refuse(name, f"a token id below vocab_size {config.vocab_size}")
+    return config
+
+
+def _weights(config: Seq2SeqConfig, folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    tensors, file = checkpoint._tensors(folder)
+    shapes = config.shapes()
+    if missing := [name for name in shapes if name not in tensors]:
+        raise TinyspecError(f"{file}: missing {_some(missing)}, which config.json asks for")
+    if left := [name for name in tensors if name not in shapes]:
+        raise TinyspecError(f"{file}: {_some(left)} not in the architecture that config.json describes")
+    weights = {}
+    for name, shape in shapes.items():
+        tensor = tensors[name]()
+        _check(tensor, shape, f"{file}: {name}")
+        weights[name] = tensor if dtype is None else tensor.to(dtype)
+    return weights
 
 
 def write(folder: str | Path, config: Seq2SeqConfig, weights: dict[str, Tensor], tokenizer: Tokenizer | None) -> None:
-    """Write a folder that `read` reads."""
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    values: dict[str, Any] = {"model_type": KIND, **asdict(config)}
-    safetensors.torch.save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    (target / "config.json").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if tokenizer is not None:
-        tokenizer.save(target)
+    """Write a folder that `read` reads. Atomic: a new folder appears whole or not at all."""
+    values = asdict(config)
+    extra = values.pop("extra")
+    for name, shape in config.shapes().items():
+        if name not in weights:
+            raise TinyspecError(f"weight {name} is missing; Seq2SeqConfig.shapes() lists them all")
+        _check(weights[name], shape, f"weight {name}")
+    dtype = str(weights["embed"].dtype)[len("torch.") :]
+    said = {"model_type": SEQ2SEQ, **values, "torch_dtype": dtype, "tinyspec": extra}
+    with whole(Path(folder)) as work:
+        safetensors.torch.save_file(weights, work / "model.safetensors", metadata={"format": "pt"})
+        text = json.dumps(said, indent=2, ensure_ascii=False) + "\n"
+        (work / "config.json").write_text(text, encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(work)
