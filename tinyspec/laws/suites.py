@@ -4,6 +4,7 @@ A case is a plain function with a name; `prove` runs them and adds up what they 
 too large a tree to walk, its card says smaller values (`Knob.small`).
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -141,7 +142,7 @@ def _within(stage: Stage) -> float:
 
 
 def _float_knobs(stage: Stage) -> bool:
-    return any(isinstance(value, float) and value != int(value) for value in stage.settings.values())
+    return any(isinstance(value, float) and math.isfinite(value) and value % 1 for value in stage.settings.values())
 
 
 def _single(stage: Stage, title: str) -> Case:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from tinyspec.lm.tokenizer import Tokenizer
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _INDEX = "model.safetensors.index.json"
+_EXTRAS = "extras.safetensors"
 _CONVERT = (
     "a pickle can run code when opened, so tinyspec does not open it; convert it once with transformers: "
     "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder, safe_serialization=True)"
@@ -35,12 +36,16 @@ _CONVERT = (
 
 
 class Parts(NamedTuple):
-    """What a model is made of. Weights have `Config.shapes()`'s names, the stored dtype, and lie on the CPU."""
+    """What a model is made of. Weights have `Config.shapes()`'s names, the stored dtype, and lie on the CPU.
+
+    extras  what was trained on the frozen model and stands beside its weights (an exit classifier): name -> float32 tensor
+    """
 
     config: Config
     weights: dict[str, Tensor]
     tokenizer: Tokenizer | None
     name: str
+    extras: dict[str, Tensor] = {}  # noqa: RUF012  (never written to)
 
 
 def read(
@@ -91,7 +96,7 @@ def read_folder(
         lent = read_config(lender), _tensors(lender)[0], lender
         config, tensors = borrowed.lend(config, tensors, str(file), *lent)
     weights = naming.to_ours(config, tensors, str(file), dtype=dtype)
-    return Parts(config, weights, tokenizer, name)
+    return Parts(config, weights, tokenizer, name, read_extras(folder))
 
 
 def read_config(folder: Path) -> Config:
@@ -191,6 +196,25 @@ def _get(name: str, file: Path) -> Tensor:
     return tensor
 
 
+def read_extras(folder: Path) -> dict[str, Tensor]:
+    """What stands beside the weights of a folder: nothing where nothing was trained."""
+    file = folder / _EXTRAS
+    return {name: _get(name, file) for name in _names(file)} if file.is_file() else {}
+
+
+def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
+    """Put these beside the weights of a checkpoint; others that stand there stay. The file is replaced whole."""
+    folder = Path(folder)
+    kept = {**read_extras(folder), **{name: t.detach().float().cpu().contiguous() for name, t in extras.items()}}
+    part = folder / f".{_EXTRAS}.part"
+    try:
+        safetensors.torch.save_file(kept, part, metadata={"format": "pt"})
+        part.chmod(0o666 & ~_umask())
+        part.replace(folder / _EXTRAS)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise TinyspecError(f"{folder / _EXTRAS}: cannot be written ({error})") from error
+
+
 def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokenizer: Tokenizer | None = None) -> None:
     """Write a folder that `read` and transformers load; the stored bytes of each weight are those given.
 
@@ -226,8 +250,12 @@ def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokeni
 
 def _open_to_others(folder: Path) -> None:
     """Temporary folders, and the files that safetensors writes, are private; a checkpoint is an ordinary folder."""
+    folder.chmod(0o777 & ~_umask())
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~_umask())
+
+
+def _umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
-    folder.chmod(0o777 & ~umask)
-    for file in folder.iterdir():
-        file.chmod(0o666 & ~umask)
+    return umask
