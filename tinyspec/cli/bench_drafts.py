@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from tinyspec.cli import base
-from tinyspec.cli.measuring import results, rounds, show, tokens
+from tinyspec.cli.measuring import results, rounds, show, tokens, write
 
 
 @click.command("plan-draft", cls=base.Command)
@@ -121,11 +121,7 @@ def sizes(
         base.console().print(experiment.grid(result).rich(), highlight=False)
     texts = {out: dumps(result), svg: experiment.picture(result)}
     texts[markdown] = f"`{result['command']}`\n\n{experiment.grid(result).markdown()}\n"
-    for file, text in texts.items():
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-            click.echo(f"written: {file}", err=True)
+    write(texts)
 
 
 @click.command("retrieval", cls=base.Command)

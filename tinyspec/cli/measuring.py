@@ -48,6 +48,15 @@ def show(measure: Any, options: dict[str, Any], kept: bool = False, **more: Any)
         click.echo(f"written: {out}")
 
 
+def write(texts: Mapping[Path | None, str]) -> None:
+    """Texts into their files, where one is named; each is announced on standard error."""
+    for file, text in texts.items():
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            click.echo(f"written: {file}", err=True)
+
+
 def summary(figures: Mapping[str, Any], depth: int = 0) -> list[str]:
     """The figures as indented lines; a list of raw things is left to the file."""
     lines: list[str] = []

@@ -1,0 +1,101 @@
+"""The pipeline measured: ranks and counts that agree with the technique, figures that follow from them, three files."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinyspec
+from tests.zoo import Zoo, failed, run, tiny_zoo
+from tinyspec.bench import ppd
+from tinyspec.bench.book import dumps
+from tinyspec.early_exit.ppd import expected
+from tinyspec.lm.config import Config
+from tinyspec.lm.transformer import Model
+
+QUICK = ("--prompts", "2", "--tokens", "6", "--rounds", "2", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return tiny_zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def deep(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Six layers that disagree, on the zoo's tokenizer."""
+    small = tinyspec.load(zoo.big)
+    config = Config(vocab_size=small.config.vocab_size, d_model=32, n_layers=6, n_heads=2, n_kv_heads=1, head_dim=16,
+                    d_ff=48, max_positions=96)  # fmt: skip
+    folder = tmp_path_factory.mktemp("deep") / "deep"
+    Model(config, Model.random(config, scale=0.4).weights, small.tokenizer, "deep").save(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def result(deep: str) -> dict[str, Any]:
+    made = ppd.run(deep, (1, 5, 50), 4, 2, 8, 2, quiet=True)
+    found: dict[str, Any] = json.loads(dumps(made))
+    return found
+
+
+def test_the_ledgers_clock_is_the_theorems_from_the_ranks(result: dict[str, Any]) -> None:
+    """The ranks come from one pass with exits, the counts from real pipelined runs: they say the same, to the layer."""
+    for k in (1, 5, 50):
+        of = result["figures"]["counted"][str(k)]
+        assert [of["clock"], of["work"]] == pytest.approx(of["theorem"], abs=1e-12)
+        for ranks, (steps, work) in zip(result["ranks"], result["counted"][str(k)], strict=True):
+            held = sum(rank < k for rank in ranks[4 - 1])
+            assert (steps, work) == pytest.approx(expected(6, 4, k, held / 7, 8))
+
+
+def test_match_rates_grow_with_k_to_one_and_the_last_layer_always_knows(result: dict[str, Any]) -> None:
+    match = result["figures"]["match"]
+    assert len(match) == 6 and all(list(row.values()) == sorted(row.values()) for row in match.values())
+    assert set(match["6"].values()) == {1.0}
+    assert match["1"]["1"] < 1
+    assert list(result["figures"]["clock"]) == ["3", "4", "5", "6"]  # below half there is no pipeline
+    assert set(result["figures"]["clock"]["6"].values()) == {1.0}
+
+
+def test_figures_follow_from_what_was_measured_and_all_arms_write_the_same(result: dict[str, Any]) -> None:
+    assert json.loads(dumps(ppd.told(result))) == result["figures"]
+    assert len(result["samples"]) == len(ppd.ARMS) * 2 * 2 and result["identical"] is True
+    assert result["figures"]["wall"][ppd.PLAIN]["median"] == 1
+
+
+def test_a_slow_down_is_printed_as_one(result: dict[str, Any]) -> None:
+    samples = [[p, t, arm, 2.0 if arm == ppd.THREADS else 1.0] for p, t, arm, _ in result["samples"]]
+    slow = {**result, "samples": samples}
+    slow["figures"] = ppd.told(slow)
+    table = ppd.grids(slow)[1]
+    assert dict(table.rows)[ppd.THREADS].startswith("0.50 slower") and "all tokens alike" in table.title
+    assert "two threads 0.50 slower" in ppd.picture(slow)
+    assert "TOKENS DIFFER" in ppd.grids({**slow, "identical": False})[1].title
+
+
+def test_the_tables_have_a_row_a_layer_and_the_picture_both_panels(result: dict[str, Any]) -> None:
+    first, _ = ppd.grids(result)
+    assert len(first.rows) == 6 and all(len(row) == len(first.header) for row in first.rows)
+    drawn = ppd.picture(result)
+    ElementTree.fromstring(drawn)
+    assert drawn.count('<path class="curve') == 3 * 3 and "http" not in drawn.replace("http://www.w3.org", "")
+
+
+def test_the_command_writes_all_three(zoo: Zoo, tmp_path: Path) -> None:
+    out, drawn, page = tmp_path / "r" / "p.json", tmp_path / "p.svg", tmp_path / "p.md"
+    files = ("--out", str(out), "--svg", str(drawn), "--markdown", str(page))
+    made = run("bench", "ppd", "--model", zoo.big, "--ks", "1,2", *QUICK, *files)
+    assert made.exit_code == 0, made.output
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["command"].startswith("tinyspec ") and found["machine"] and found["layer"] == 1
+    assert page.read_text(encoding="utf-8").startswith("`tinyspec ") and "<svg" in drawn.read_text(encoding="utf-8")
+    assert "times as fast" in made.stdout
+
+
+def test_what_is_wrong_is_said_in_one_line(zoo: Zoo, deep: str) -> None:
+    assert "below half of the 6 layers" in failed(run("bench", "ppd", "--model", deep, "--layer", "2", *QUICK))
+    assert "such as 1,3,5" in failed(run("bench", "ppd", "--model", zoo.big, "--ks", "1,x", *QUICK))
+    assert "give 2 to" in failed(run("bench", "ppd", "--model", zoo.big, *QUICK, "--tokens", "96"))
