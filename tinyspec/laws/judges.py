@@ -30,6 +30,7 @@ from tinyspec.laws import (
     row_laws,
     selection,
     stop_laws,
+    sweeps,
     theorems,
 )
 from tinyspec.laws.accused import Evidence
@@ -158,6 +159,8 @@ def judges() -> dict[str, Law]:
         selection.FACTOR: lambda parts: selection.least_factor(parts.k_seq, ks=(1, 2)),
         couplings.INVARIANT: lambda parts: couplings.invariant(_coupled(parts), seeds=4),
         couplings.AGREE: lambda parts: couplings.agree(_coupled(parts), grid=8),
+        sweeps.SWEEPS: lambda parts: sweeps.sweeps_by_hand(sweeps.through(parts.jacobi)),
+        sweeps.PUBLISHED: lambda parts: sweeps.ends_at_greedy(parts.solve),
         "twin": _twins,
         pathwise.RACE: lambda parts: pathwise.race_law(parts.replay, grid=10),
         passes.NODES: of_sessions(nodes),

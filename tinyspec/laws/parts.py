@@ -26,6 +26,7 @@ from tinyspec.lm.feed import Feed, Scores
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.lm.view import View
+from tinyspec.nonautoregressive.jacobi import Jacobi, solve
 from tinyspec.speculative.verification.bild import big
 from tinyspec.speculative.verification.block_verification import verify_block
 from tinyspec.speculative.verification.gumbel_coupling import RaceDraft, match
@@ -83,6 +84,7 @@ class Parts:
     block       a chain judged as a whole;  k_seq  independent drafts judged together
     pipeline    (session, layer, k): a target that begins with its next token
     racing      (model, gamma): a chain raced by a model;  match  the target's race, which follows it
+    jacobi      (size, parallel): sweeps over blocks in the loop;  solve  the same as published
     decoder     the loop;  stop  where a text ends
     replay, seeded   where decisions come from;  race  the exponential race on given noise
     kernels     the compiled functions of one row and one tree, by name
@@ -107,6 +109,8 @@ class Parts:
     pipeline: Callable[[Any, int, int], Pipeline] = Pipeline
     racing: Callable[[Target, int], Drafter] = RaceDraft
     match: Verifier = match
+    jacobi: Callable[..., Jacobi] = Jacobi
+    solve: Callable[..., Any] = solve
     decoder: type[Decoder] = Decoder
     stop: Callable[..., Stop] = Stop
     replay: Callable[[Sequence[Any]], Replay] = Replay

@@ -35,6 +35,7 @@ KINDS = (
     "verification",
     "trees",
     "nested",
+    "sweeps",
     "pipelines",
 )
 """The files of mutants here: each has MUTANTS and may have EQUIVALENT."""

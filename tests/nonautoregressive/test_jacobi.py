@@ -1,0 +1,337 @@
+"""Parallel decoding: every sweep, every start, the only fixed point, and the same tokens as greedy decoding."""
+
+import json
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+
+from tests.table import Table, law
+from tests.zoo import failed, run, tiny_zoo
+from tinyspec import generate, load
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.nested import Nested
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.errors import TinyspecError
+from tinyspec.laws import sweeps as laws
+from tinyspec.laws.network import network
+from tinyspec.laws.sweeps import PROMPT, begun, by_hand, counting, only_fixed_point, plain, say, tables
+from tinyspec.laws.tables import TableModel
+from tinyspec.nonautoregressive.jacobi import Jacobi, asked, iterate, solve, sweeps
+from tinyspec.technique import Request, find
+
+CARD = find("jacobi")
+GREEDY = Warp(temperature=0.0)
+FORMS = [
+    {"form": "pj"},
+    {"block": 1},
+    {"block": 4},
+    {"form": "hgj", "block": 3, "prefix": 7},
+    {"form": "hgj", "prefix": 0},
+]
+
+
+def decoded(model: Any, prompt: Any = PROMPT, n: int = 24, ledger: Any = None, eos: Any = (), **knobs: Any) -> Decoder:
+    """A request at temperature 0, not begun yet but for its prompt."""
+    ledger = [] if ledger is None else ledger
+    warp = Warp(0.0, repetition_penalty=knobs.pop("penalty", 1.0))
+    limit = model.config.max_positions
+    stop = Stop(frozenset(eos), max_new_tokens=n)
+    d = CARD.make(Request(model.session(ledger), warp=warp, stop=stop, positions=limit, ledger=ledger), **knobs)
+    d.extend(prompt)
+    return d
+
+
+def finish(d: Decoder, seed: int = 0) -> list[int]:
+    chance = Seeded(seed)
+    while not d.finished:
+        d.step(chance)
+    return d.new
+
+
+def alone(
+    model: Any, prompt: Any = PROMPT, n: int = 24, ledger: Any = None, eos: Any = (), penalty: float = 1.0
+) -> Any:
+    """Plain greedy decoding."""
+    ledger = [] if ledger is None else ledger
+    stop, warp = Stop(frozenset(eos), max_new_tokens=n), Warp(0.0, repetition_penalty=penalty)
+    d = Decoder(model.session(ledger), NoDraft(), walk, warp=warp, stop=stop, positions=model.config.max_positions)
+    d.extend(prompt)
+    return finish(d), d
+
+
+# ------------------------------------------------------------------ what makes it this technique
+
+
+def test_trap_what_is_drafted_is_what_the_last_sweep_said_of_the_block() -> None:
+    assert laws.sweeps_by_hand(CARD.make).cases > 300
+
+
+def test_trap_each_sweep_fixes_a_token_at_least_and_the_worst_targets_let_it_fix_no_more() -> None:
+    laws.fixes_one_at_least(CARD.make)
+
+
+def test_trap_only_what_is_not_final_is_run_and_nobody_looks_at_the_answer_before() -> None:
+    laws.costs_what_is_left(CARD.make)
+
+
+def test_trap_iteration_as_published_ends_at_the_greedy_text_from_every_start() -> None:
+    laws.ends_at_greedy(solve)
+
+
+# ------------------------------------------------------------------ theorems
+
+
+def test_greedy_text_is_the_only_fixed_point() -> None:
+    for model, n in product(tables(8), (1, 2, 5)):
+        assert only_fixed_point(model, n) == [tuple(plain(model, PROMPT, n))]
+
+
+def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_only_the_latter_confirms() -> None:
+    confirmed = 0
+    for model, block, start in product(tables(2), (2, 4), product((0, 1), repeat=4)):
+        says = lambda text, block, model=model: say(model, text, block)  # noqa: E731
+        found = solve(says, PROMPT, 4, block, lambda n, text, start=start: list(start[:n]))
+        d = begun(CARD.make, model, start, "pgj", block, 0, 4)
+        ours = list(sweeps(d, Seeded(0)))
+        assert d.new == found.tokens
+        for states in found.blocks:
+            made = passes = 0
+            while made < block:  # then the frame has nothing more to ask
+                sweep, guess, said = ours.pop(0), states[passes], states[passes + 1]
+                assert (sweep.guess, sweep.said) == (tuple(guess[made:-1]), tuple(said[made:]))
+                made, passes = made + sweep.fixed, passes + 1
+            more = len(states) - 1 - passes
+            assert more == (guess != said)  # a pass more, where the last sweep changed something
+            confirmed += more
+        assert not ours
+    assert confirmed > 0
+
+
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_the_worst_case_is_m_sweeps_in_the_frame_and_m_plus_one_as_published(m: int) -> None:
+    model = counting()
+    says = lambda text, block: say(model, text, block)  # noqa: E731
+    assert len(iterate(says, PROMPT, [1] * m)) - 1 == m + 1
+    d = begun(CARD.make, model, [1] * m, "pj", 1, 0, m)
+    assert len(list(sweeps(d, Seeded(0)))) == m
+
+
+def test_a_wrong_start_of_one_place_is_repaired_in_one_sweep_where_no_place_reads_it() -> None:
+    model = laws.places()
+    assert len(by_hand(model, (0,) * 6, "pj", 1, 0, 6)) == 2
+    says = lambda text, block: say(model, text, block)  # noqa: E731
+    assert len(iterate(says, PROMPT, [0] * 6)) == 3  # a sweep that knows all, one that confirms it
+
+
+@pytest.mark.parametrize("knobs", [{"block": 1}, {"form": "hgj", "prefix": 0}], ids=str)
+def test_blocks_of_one_and_a_prefix_of_none_are_plain_decoding_call_by_call(knobs: Any) -> None:
+    model, ours, theirs = network(3, 5), list[Any](), list[Any]()
+    assert finish(decoded(model, ledger=ours, **knobs)) == alone(model, ledger=theirs)[0]
+    assert ours == theirs
+
+
+# ------------------------------------------------------------------ the same tokens
+
+
+@pytest.mark.parametrize("init", ["pad", "random", "prompt", "last"])
+@pytest.mark.parametrize("knobs", FORMS, ids=str)
+def test_a_transformer_says_its_greedy_text_in_every_form_from_every_start(knobs: Any, init: str) -> None:
+    model = network(11, 6)
+    for penalty, eos in ((1.0, ()), (1.4, ()), (1.0, (4,))):
+        d = decoded(model, eos=eos, penalty=penalty, init=init, **knobs)
+        text, other = alone(model, eos=eos, penalty=penalty)
+        assert finish(d) == text and d.finished == other.finished
+        assert d.rounds <= len(text)
+
+
+def test_an_adversary_who_knows_the_text_cannot_change_it() -> None:
+    model = network(11, 6)
+    text = alone(model)[0]
+    for wrong in range(6):
+        d = decoded(model, form="pj")
+        drafter: Any = d.drafter
+        drafter.start = lambda n, context, chance, wrong=wrong: [(x + wrong) % 6 for x in text][:n]
+        assert finish(d) == text
+        assert d.rounds == 1 if wrong == 0 else d.rounds <= len(text)
+
+
+@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
+def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
+    expected = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3)
+    for init, block in (("pad", 3), ("random", 2)):
+
+        def ours(init: str = init, block: int = block) -> Decoder:
+            return CARD.make(Request(Table(3), warp=warp, stop=Stop(max_new_tokens=5)), block=block, init=init)
+
+        assert law(ours, 3) == expected
+
+
+def test_the_penalty_is_part_of_the_system_that_is_solved() -> None:
+    model = network(11, 6)
+    told = list(sweeps(decoded(model, n=8, form="pj", penalty=1.7), Seeded(0)))
+    text = alone(model, n=8, penalty=1.7)[0]
+    assert [x for sweep in told for x in sweep.said[: sweep.fixed]] == text
+    assert text != alone(model, n=8)[0]
+
+
+def test_the_published_algorithm_runs_on_a_session() -> None:
+    model, ledger = network(5, 6), list[Any]()
+    session = model.session(ledger)
+    for block in (1, 3, 12):
+        found = solve(asked(session), PROMPT, 12, block, lambda n, text: [0] * n)
+        assert found.tokens == alone(model, n=12)[0]
+        assert found.passes <= 12 + -(-12 // block)
+        session.end()
+        assert sum(call.rows for call in ledger) <= len(PROMPT) + sum(
+            len(states[0]) * (len(states) - 1) for states in found.blocks
+        )
+        ledger.clear()
+
+
+def test_a_jacobi_decoder_drafts_for_another_without_changing_its_law() -> None:
+    def cascade() -> Decoder:
+        inner = CARD.make(Request(Table(4), stop=Stop()), block=3)
+        return Decoder(Table(3), Nested(inner, 2), walk)
+
+    assert law(cascade, 3) == law(lambda: Decoder(Table(3), NoDraft(), walk), 3)
+
+
+# ------------------------------------------------------------------ the sweeps as data
+
+
+def test_the_sweeps_tell_the_whole_block_and_how_much_of_it_is_final() -> None:
+    model = network(2, 6)
+    told = list(sweeps(decoded(model, n=10, block=4), Seeded(0)))
+    assert [x for sweep in told for x in sweep.said[: sweep.fixed]] == alone(model, n=10)[0]
+    left = 0
+    for sweep in told:
+        assert len(sweep.said) == len(sweep.guess) + 1 and 1 <= sweep.fixed <= len(sweep.said)
+        assert left in (0, len(sweep.said))
+        left = len(sweep.said) - sweep.fixed
+    assert json.loads(json.dumps([sweep._asdict() for sweep in told]))[0]["fixed"] == told[0].fixed
+
+
+def test_a_guess_is_what_the_sweep_before_said() -> None:
+    told = list(sweeps(decoded(network(2, 6), n=10, form="pj"), Seeded(0)))
+    for before, after in pairwise(told):
+        assert after.guess == before.said[before.fixed : -1]
+
+
+# ------------------------------------------------------------------ starts
+
+
+def begin(init: str, seed: int = 0) -> list[int]:
+    return Jacobi(4, None, init, vocabulary=50, pad=9).start(6, [30, 31, 32], Seeded(seed))
+
+
+def test_starts_are_padding_random_tokens_the_texts_tokens_or_the_newest_one() -> None:
+    assert begin("pad") == [9] * 6 and begin("last") == [32] * 6
+    assert set(begin("prompt")) <= {30, 31, 32} and begin("prompt") != begin("prompt", 1)
+    assert begin("random") == begin("random") != begin("random", 1)
+    assert all(0 <= token < 50 for token in begin("random"))
+
+
+# ------------------------------------------------------------------ edges
+
+
+@pytest.mark.parametrize("knobs", FORMS, ids=str)
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_few_tokens_or_none(knobs: Any, n: int) -> None:
+    model = network(7, 5)
+    assert finish(decoded(model, n=n, **knobs)) == alone(model, n=n)[0]
+
+
+def test_no_draft_reaches_beyond_what_is_wanted_or_fits() -> None:
+    model = network(7, 5)
+    prompt = [1] * (model.config.max_positions - 3)
+    for n, wanted in ((2, 2), (9, 3)):
+        d = decoded(model, prompt, n=n, block=8)
+        for sweep in sweeps(d, Seeded(0)):
+            assert len(sweep.said) <= wanted
+        assert d.new == alone(model, prompt, n=n)[0] and len(d.new) == wanted
+    d = decoded(model, [1] * model.config.max_positions, block=8)
+    assert d.finished == "context" and not d.new
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_the_end_of_text_ends_it_first_or_inside_a_block(at: int) -> None:
+    poem = [3, 3, 3, 3, 3]
+    poem[at] = 1
+    model = TableModel(vocabulary=4, rows=lambda text: [int(x == [*poem, 2][min(len(text) - 2, 5)]) for x in range(4)])
+    for knobs in FORMS:
+        d = decoded(model, n=12, eos=(1,), **knobs)
+        assert finish(d) == poem[: at + 1] and d.finished == "eos"
+
+
+def test_a_hybrid_needs_no_length_it_ends_where_the_text_does() -> None:
+    model = TableModel(vocabulary=40, rows=lambda text: [int(x == len(text) % 40) for x in range(40)])
+    for prefix in (0, 4, 100):
+        request = Request(model.session(), warp=GREEDY, stop=Stop(frozenset({19})))
+        d = CARD.make(request, form="hgj", block=5, prefix=prefix)
+        d.extend(PROMPT)
+        assert finish(d) == list(range(2, 20)) and d.finished == "eos"
+
+
+def test_after_a_rewind_a_block_begins_anew() -> None:
+    model = network(2, 6)
+    d = decoded(model, n=20, block=6)
+    chance = Seeded(1)
+    for _ in range(3):
+        d.step(chance)
+    d.rewind(3)
+    assert d.drafter.block == []  # type: ignore[attr-defined]
+    while not d.finished:
+        d.step(chance)
+    assert d.context[: 2 + 18] == [*PROMPT, *alone(model, n=18)[0]]
+
+
+def test_nothing_is_left_of_a_request_that_ended() -> None:
+    d = decoded(network(2, 6), n=20, form="pj")
+    d.step(Seeded(0))
+    d.end()
+    drafter: Any = d.drafter
+    assert drafter.block == [] and drafter.begun is None and drafter.history == []
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"block": 0}, "block is 0: it must be at least 1"),
+        ({"prefix": -1}, "prefix is -1: it must be at least 0"),
+        ({"form": "gauss"}, "form is 'gauss': it must be one of pgj, pj, hgj"),
+        ({"init": "zero"}, "init is 'zero': it must be one of"),
+        ({"form": "pj"}, "say how many"),
+    ],
+    ids=str,
+)
+def test_a_wrong_knob_is_told_in_one_line(knobs: Any, said: str) -> None:
+    with pytest.raises(TinyspecError, match=said):
+        CARD.make(Request(Table(3)), **knobs)
+
+
+# ------------------------------------------------------------------ for a user
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_zoo(tmp_path_factory.mktemp("zoo")).big
+
+
+def test_a_user_gets_the_greedy_text_up_to_the_edge_of_the_context(folder: str) -> None:
+    model = load(folder)
+    plainly = generate(model, [1, 2, 3], max_new_tokens=200)
+    for knobs in ({}, {"form": "pj"}, {"form": "hgj", "init": "last"}):
+        ours = generate(model, [1, 2, 3], max_new_tokens=200, method="jacobi", **knobs)
+        assert ours.tokens == plainly.tokens and ours.finish_reason == plainly.finish_reason
+        assert ours.stats.target_calls <= plainly.stats.target_calls
+
+
+def test_the_command_line_prints_the_plain_text(folder: str) -> None:
+    said = run("generate", "--model", folder, "-n", "30", "the cat")
+    ours = run("generate", "--model", folder, "-n", "30", "--method", "jacobi", "--block", "5", "the cat")
+    assert said.exit_code == ours.exit_code == 0 and said.stdout == ours.stdout
+    assert "block is 0" in failed(run("generate", "--model", folder, "--method", "jacobi", "--block", "0", "the cat"))

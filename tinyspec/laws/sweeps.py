@@ -1,0 +1,227 @@
+"""The theorems of Jacobi iteration (Santilli et al. 2023), by trying every start of small blocks.
+
+After k sweeps the first k tokens are the greedy ones; so m sweeps are enough, and the greedy text is the only fixed point.
+The judge asks a table for one row at a time and sweeps by hand; it knows no drafter, no tree and no cache.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.network import greedy
+from tinyspec.laws.tables import TableModel
+from tinyspec.technique import Request
+
+SWEEPS = "a sweep is a Jacobi iteration over its block"
+FIXED = "each sweep fixes a token more"
+PUBLISHED = "iteration ends at the greedy text"
+COST = "what is final is not run again, and nothing else is run"
+
+PROMPT = (0, 1)
+Text = tuple[int, ...]
+Build = Callable[..., Decoder]
+"""(request, form=, block=, prefix=, init=) -> Decoder, whose drafter's `start(n, text, chance)` makes first guesses."""
+
+FORMS: tuple[tuple[str, int, int], ...] = (
+    ("pj", 1, 0), ("pgj", 1, 0), ("pgj", 2, 0), ("pgj", 3, 0), ("hgj", 2, 0), ("hgj", 2, 3), ("hgj", 3, 1),
+)  # fmt: skip
+"""form, block, prefix; of five tokens wanted or of fewer."""
+
+
+def tables(count: int = 3) -> Iterator[TableModel]:
+    """Targets over two and three tokens."""
+    for seed, vocabulary in product(range(count), (2, 3)):
+        yield TableModel(seed, vocabulary, zeros=False)
+
+
+def say(model: TableModel, text: Sequence[int], block: Sequence[int]) -> list[int]:
+    """What the model says in every place of a block, a row at a time."""
+    return [_next(model, (*text, *block[:at])) for at in range(len(block))]
+
+
+@lru_cache(maxsize=8192)
+def _next(model: TableModel, text: Text) -> int:
+    return greedy(model.row(text))
+
+
+def plain(model: TableModel, text: Sequence[int], n: int, ends: frozenset[int] = frozenset()) -> list[int]:
+    """Greedy decoding."""
+    made: list[int] = []
+    while len(made) < n and not (made and made[-1] in ends):
+        made += say(model, (*text, *made), (0,))
+    return made
+
+
+def counting(vocabulary: int = 16) -> TableModel:
+    """Says the number behind its last token: a wrong token in front makes a wrong token, so nothing is guessed ahead."""
+    return TableModel(
+        vocabulary=vocabulary, rows=lambda text: [int(x == (text[-1] + 1) % vocabulary) for x in range(vocabulary)]
+    )
+
+
+def jealous(vocabulary: int = 2) -> TableModel:
+    """Says 1 as long as every token behind the prompt is 1, and 0 ever after: the worst case for any start but 1."""
+
+    def rows(text: Text) -> list[int]:
+        good = all(token == 1 for token in text[len(PROMPT) :])
+        return [int(x == good) for x in range(vocabulary)]
+
+    return TableModel(vocabulary=vocabulary, rows=rows)
+
+
+def places(vocabulary: int = 16) -> TableModel:
+    """Says the number of its place, whatever stands before: one sweep knows all."""
+    return TableModel(
+        vocabulary=vocabulary, rows=lambda text: [int(x == len(text) % vocabulary) for x in range(vocabulary)]
+    )
+
+
+# ---------------------------------------------------------------------- in the frame
+
+
+def begun(
+    build: Build, model: TableModel, start: Sequence[int], form: str, block: int, prefix: int, wanted: int,
+    ends: frozenset[int] = frozenset(), ledger: list[Any] | None = None,
+) -> Decoder:  # fmt: skip
+    """A decoder behind its prompt, whose blocks all begin with these tokens."""
+    ledger = [] if ledger is None else ledger
+    request = Request(model.session(ledger), warp=Warp(0.0), stop=Stop(ends, max_new_tokens=wanted), ledger=ledger)
+    decoder = build(request, form=form, block=block, prefix=prefix)
+    drafter: Any = decoder.drafter
+    drafter.start = lambda n, text, chance: list(start[:n])
+    decoder.extend(PROMPT)
+    return decoder
+
+
+def by_hand(
+    model: TableModel, start: Sequence[int], form: str, block: int, prefix: int, wanted: int
+) -> list[tuple[Text, Text]]:
+    """What each sweep reads behind the newest token, and the tokens that are final after it."""
+    text, made, found = plain(model, PROMPT, wanted), 0, list[tuple[Text, Text]]()
+    parallel = prefix if form == "hgj" else wanted
+    while made < wanted:
+        n = max(min({"pj": wanted}.get(form, block), parallel - made, wanted - made), 0)
+        guess, end = list(start[:n]), made + max(n, 1)
+        while made < end:
+            right = text[made:end]
+            agreed = next((at for at in range(n) if guess[at] != right[at]), n)
+            fixed = min(agreed + 1, end - made)
+            found.append((tuple(guess[:-1]), tuple(right[:fixed])))
+            guess = say(model, (*PROMPT, *text[:made]), guess)[fixed:]
+            made, n = made + fixed, n - fixed
+    return found
+
+
+def sweeps_by_hand(build: Build, wanted: int = 5, most: int = 60) -> Evidence:
+    """Every start of five tokens, in every form: what is drafted and what is committed, sweep by sweep."""
+    seen = 0
+    for model, (form, block, prefix) in product(tables(2), FORMS):
+        size = {"pj": wanted}.get(form, min(block, prefix) if form == "hgj" else block)
+        starts = list(product(range(model.vocabulary), repeat=max(size, 1)))
+        for start in starts[:: -(-len(starts) // most)]:
+            decoder, got = begun(build, model, start, form, block, prefix, wanted), list[tuple[Text, Text]]()
+            while not decoder.finished:
+                round = decoder.step(Seeded(decoder.rounds))
+                got.append((tuple(round.tree.tokens), round.tokens))
+            expected, seen = by_hand(model, start, form, block, prefix, wanted), seen + 1
+            if got != expected:
+                case = {"model": model, "form": form, "block": block, "prefix": prefix, "start": start}
+                accuse(SWEEPS, expected, got, **case, prompt=PROMPT)
+    return Evidence(SWEEPS, seen)
+
+
+def fixes_one_at_least(build: Build, wanted: int = 4) -> Evidence:
+    """Every start: greedy text, a token a sweep at least; on the worst targets just one, on the best all in two sweeps."""
+    every = [(model, start) for model in tables() for start in product(range(model.vocabulary), repeat=wanted)]
+    worst = [(counting(), (1,) * 8), (jealous(), (0,) * 8), (jealous(), (0, 1, 1, 1, 0, 1, 1, 1))]
+    best = [(places(), (0,) * 8)]
+    for model, start in (*every, *worst, *best):
+        m, sweep = len(start), 0
+        decoder, text = begun(build, model, start, "pj", 1, 0, m), plain(model, PROMPT, m)
+        case: dict[str, Any] = {"model": model, "start": start}
+        while not decoder.finished:
+            sweep, due = sweep + 1, len(decoder.new) + 1
+            decoder.step(Seeded(decoder.rounds))
+            if len(decoder.new) < due or decoder.new != text[: len(decoder.new)]:
+                accuse(FIXED, text[: max(len(decoder.new), due)], decoder.new, **case, sweep=sweep)
+        low, high = {8: (8, 8)}.get(m, (1, m)) if (model, start) not in best else (2, 2)
+        if not low <= sweep <= high:
+            accuse(FIXED, f"{low} to {high} sweeps", f"{sweep} sweeps", **case)
+    return Evidence(FIXED, len(every) + len(worst) + len(best))
+
+
+def costs_what_is_left(build: Build, wanted: int = 6) -> Evidence:
+    """A sweep is one call, over the newest token and the guesses of the block that are not final; nothing is called beside."""
+    seen = 0
+    for model, (form, block, prefix) in product(tables(2), (*FORMS, ("pgj", 4, 0))):
+        ledger: list[Any] = []
+        start = (1, 0, 1, 0, 1, 0)
+        decoder = begun(build, model, start, form, block, prefix, wanted, ledger=ledger)
+        while not decoder.finished:
+            decoder.step(Seeded(decoder.rounds))
+        got = [call.rows for call in ledger if not call.prefill]
+        expected = [1 + len(guess) for guess, _ in by_hand(model, start, form, block, prefix, wanted)]
+        seen += 1
+        if got != expected:
+            accuse(COST, expected, got, model=model, form=form, block=block, prefix=prefix, start=start)
+    return Evidence(COST, seen)
+
+
+# ---------------------------------------------------------------------- as published
+
+
+def only_fixed_point(model: TableModel, n: int) -> list[Text]:
+    """Every text of n tokens that a sweep leaves as it is."""
+    return [y for y in product(range(model.vocabulary), repeat=n) if tuple(say(model, PROMPT, y)) == y]
+
+
+def ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
+    """Every start: the greedy text, and only that is fixed; k sweeps make k tokens right; n + 1 at most; the end is seen."""
+    seen = 0
+    for model, ends in product(tables(), (frozenset[int](), frozenset({1}))):
+        says = lambda text, block, model=model: say(model, text, block)  # noqa: E731
+        text, whole = plain(model, PROMPT, n, ends), plain(model, PROMPT, n)
+        if only_fixed_point(model, n) != [tuple(whole)]:
+            accuse(PUBLISHED, [tuple(whole)], only_fixed_point(model, n), model=model)
+        for (block, prefix), start in product(
+            ((1, None), (2, None), (n, None), (2, 2), (3, 1), (2, 0)), product(range(model.vocabulary), repeat=n)
+        ):
+            found = solve(says, PROMPT, n, block, lambda size, text, start=start: list(start[:size]), ends, prefix)
+            case: dict[str, Any] = {
+                "model": model,
+                "block": block,
+                "prefix": prefix,
+                "start": start,
+                "ends": sorted(ends),
+            }
+            if found.tokens != text:
+                accuse(PUBLISHED, text, found.tokens, **case)
+            begin = 0
+            for states in found.blocks:
+                size = len(states[0])
+                right = plain(model, (*PROMPT, *whole[:begin]), size)
+                for sweep, state in enumerate(states):
+                    if state[:sweep] != right[:sweep]:
+                        accuse(PUBLISHED, f"{right[:sweep]} first", f"{state} after {sweep} sweeps", **case)
+                if len(states) > size + 2:
+                    accuse(PUBLISHED, f"at most {size + 1} sweeps", f"{len(states) - 1}", **case)
+                begin += size
+            seen += 1
+    return Evidence(PUBLISHED, seen)
+
+
+def through(drafter: Callable[..., Any]) -> Build:
+    """The drafter class as a builder, for the judges."""
+
+    def build(request: Request, *, form: str, block: int, prefix: int) -> Decoder:
+        sized = None if form == "pj" else block
+        return request.decoder(drafter(sized, prefix if form == "hgj" else None), walk)
+
+    return build

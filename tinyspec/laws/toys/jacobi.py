@@ -1,0 +1,111 @@
+"""Parallel decoding (Santilli et al. 2023): all places at once, the answers are the next guesses, and nobody knows the end."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tinyspec.decoding.chance import Chance, Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft, Round
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.laws import sweeps
+from tinyspec.laws.network import greedy
+from tinyspec.laws.sweeps import COST, FIXED, PUBLISHED, SWEEPS, Build
+from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.nonautoregressive.jacobi import Jacobi, Solved, solve
+from tinyspec.technique import Request
+from tinyspec.tree import TokenTree
+
+# ------------------------------------------------------------------ toys
+
+
+def plain(request: Request, **knobs: Any) -> Decoder:
+    """Autoregression under another name: no sweep says anything of the places behind the first."""
+    return request.decoder(NoDraft(), walk)
+
+
+def fixed_number(says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any, prefix: Any) -> Solved:
+    """Two iterations, then it is taken for solved."""
+    states = [start(length, prompt)]
+    for _ in range(2):
+        states.append(says(prompt, states[-1]))
+    return Solved(states[-1], [states])
+
+
+class Anew(Jacobi):
+    """Guesses anew in every sweep."""
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        self.block = self.start(len(self.block), (), Seeded(0))
+
+
+class Slides(Jacobi):
+    """No blocks: the last answer is repeated, so that as many places are guessed as ever."""
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        self.block += [self.said(round)[-1]] * len(round.tokens)
+
+
+class Impatient(Jacobi):
+    """Two sweeps have to be enough."""
+
+    sweeps = 0
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        self.sweeps += 1
+
+    def verify(self, tree: TokenTree, p: Any, chance: Chance) -> Verdict:
+        return walk(tree, p, chance) if self.sweeps < 2 else Verdict(tuple(range(len(tree.tokens))), chance.draw(p[-1]))
+
+
+class Known(Jacobi):
+    """Knows when it has converged, for it has decoded the text before, token by token."""
+
+    target: Any = None
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        tree, twin = super().propose(context, room, warp, chance), self.target.fork()
+        for _ in tree.tokens:
+            twin.commit((), greedy(twin.score(TokenTree()).logits[0]))
+        return tree
+
+
+class Forgetful(Jacobi):
+    """Runs the whole text again in every sweep."""
+
+    target: Any = None
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        text = list(self.target.text)
+        self.target.end()
+        self.target.append(text)
+
+
+def _toy(kind: type[Jacobi]) -> Build:
+    def build(request: Request, *, form: str, block: int, prefix: int) -> Decoder:
+        drafter = kind(None if form == "pj" else block, prefix if form == "hgj" else None)
+        if isinstance(drafter, (Known, Forgetful)):
+            drafter.target = request.target
+        return request.decoder(drafter, drafter.verify if isinstance(drafter, Impatient) else walk)
+
+    return build
+
+
+TRAPS = [
+    Trap(SWEEPS, sweeps.sweeps_by_hand, card("jacobi")),
+    Trap(FIXED, sweeps.fixes_one_at_least, card("jacobi")),
+    Trap(COST, sweeps.costs_what_is_left, card("jacobi")),
+    Trap(PUBLISHED, sweeps.ends_at_greedy, lambda: solve),
+]
+TOYS = [
+    Toy("autoregression under another name", SWEEPS, plain),
+    Toy("guesses anew in every sweep", SWEEPS, _toy(Anew)),
+    Toy("a window that slides, without blocks", SWEEPS, _toy(Slides)),
+    Toy("two sweeps have to be enough", FIXED, _toy(Impatient)),
+    Toy("convergence tested against the known text", COST, _toy(Known)),
+    Toy("no cache", COST, _toy(Forgetful)),
+    Toy("a fixed number of iterations", PUBLISHED, fixed_number),
+]
