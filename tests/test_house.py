@@ -16,7 +16,7 @@ FLOORS = [
     ("_core", "tree"),
     ("lm",),
     ("decoding",),
-    ("download", "sources", "data", "shelf", "fetching", "models"),  # where models and texts come from
+    ("download", "sources", "data", "shelf", "fetching", "models", "translators"),  # where models and texts come from
     (
         "technique",
         "schedule",
@@ -27,17 +27,23 @@ FLOORS = [
         "aligner",
         "dialects",
         "card",
+        "bitext",
+        "bleu",
+        "distilled",
+        "recipe_mt",
+        "card_mt",
         "train",
         "train_lm",
         "outputs",
         "imitation",
         "distill",
         "generation",
+        "translation",
     ),
     CHAPTERS,
     ("laws",),
-    ("race", "bench", "grade"),
-    ("display", "picture", "cli", "__main__"),
+    ("race", "bench", "grade", "taught", "train_mt"),
+    ("display", "picture", "replay", "cli", "__main__"),
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 FACE = "__init__"  # the public face may reach anything, but only inside its functions

@@ -10,6 +10,9 @@
     for piece in tinyspec.stream(model, "Once upon a time", method="llma", temperature=0.8, seed=7):
         print(piece, end="")
 
+    model = tinyspec.load_translator("multi30k-nat")             # an encoder-decoder; chapter 3
+    print(tinyspec.translate(model, "A dog runs.", method="nat", seed=1).text)
+
     for card in tinyspec.techniques():            # what there is: paper, family, guarantee, knobs
         print(card.name, card.guarantee.value, card.paper)
 
@@ -24,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinyspec.generation import Draft, Generation, Prompt
+    from tinyspec.lm.seq2seq import Seq2Seq
     from tinyspec.lm.transformer import Model
     from tinyspec.technique import Card
+    from tinyspec.translation import Source, Translation
 
-__all__ = ["generate", "load", "stream", "techniques"]
+__all__ = ["generate", "load", "load_translator", "stream", "techniques", "translate"]
 
 try:
     __version__ = version("tinyspec")
@@ -87,6 +92,41 @@ def stream(model: "Model", prompt: "Prompt", **options: Any) -> Iterator[str]:
     from tinyspec.generation import stream
 
     return stream(model, prompt, **options)
+
+
+def load_translator(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> "Seq2Seq":
+    """An encoder-decoder: a name or a folder. dtype None is float32, in which these small models are quickest."""
+    from tinyspec import translators
+
+    return translators.load_translator(name_or_path, device=device, dtype=dtype)
+
+
+def translate(
+    model: "Seq2Seq | str",
+    source: "Source | Sequence[Source]",
+    *,
+    method: str | None = None,
+    seed: int = 0,
+    teacher: "Seq2Seq | str | None" = None,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    **knobs: Any,
+) -> "Translation | list[Translation]":
+    """Translate a source (text or token ids) and return what `generate` does, and what every pass made of the canvas.
+
+    method   one that rewrites a canvas (nat, mask_predict), or, on an autoregressive model, `plain` and any method that
+             extends a text without a draft model (jacobi, lookahead_jacobi, ...); None: what the model was trained for
+    seed     the same seed gives the same translation
+    teacher  an autoregressive model that judges the candidates of methods that ask one; None takes the one the model's
+             card names
+    max_new_tokens, temperature  of methods that extend a text; None: half as many again as the source has, and 11
+
+    A list of sources gives a list, translated one after another; source i uses seed + i.
+    """
+    from tinyspec.translation import translate
+
+    options = {"method": method, "teacher": teacher, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    return translate(model, source, seed=seed, **options, **knobs)
 
 
 def techniques() -> "list[Card]":

@@ -121,6 +121,12 @@ class RefineRequest:
     teacher: Seq2Seq | None = None
     ledger: list[Call] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.model = self.model.counting(self.ledger)
+        if self.teacher is not None:
+            other = self.teacher.name + ("" if self.teacher.name != self.model.name else " (teacher)")
+            self.teacher = self.teacher.counting(self.ledger, other)
+
 
 Builder = Callable[..., Decoder] | Callable[..., Refiner]
 
@@ -137,6 +143,7 @@ class Card:
     optional_draft  uses a draft model where there is one, and does without
     several     uses every draft model that it is given, beyond those it needs
     timed       plans by the clock, so above temperature 0 the text of a seed depends on time
+    teacher     of kind "refine": an autoregressive model may judge its candidates
     keeps       whose law is kept where it is not the user's model: in words; the laws then ask its own target
     """
 
@@ -158,6 +165,7 @@ class Card:
     optional_draft: bool = False
     several: bool = False
     timed: bool = False
+    teacher: bool = False
 
     @property
     def doc(self) -> str:

@@ -3,7 +3,7 @@
 import click
 
 import tinyspec
-from tinyspec.cli import bench, chat, generate, laws, methods, models, race, train
+from tinyspec.cli import bench, chat, generate, laws, methods, models, race, train, translate
 from tinyspec.cli.base import Group
 
 
@@ -27,6 +27,7 @@ def main() -> None:
 for command in (
     race.race,
     generate.generate,
+    translate.translate,
     chat.chat,
     methods.methods,
     laws.laws,

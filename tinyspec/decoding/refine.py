@@ -8,6 +8,7 @@ The source is encoded once. Every pass is entered in the ledger by the model its
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -69,6 +70,15 @@ class Refiner(Protocol):
         ...
 
 
+@dataclass
+class Written:
+    """A pass as plain data: every candidate's tokens behind it, and the slots whose token is another than before."""
+
+    tokens: list[list[int]]
+    changed: list[list[int]]
+    calls: int
+
+
 class Pass(NamedTuple):
     """What one decoder pass did: the event that statistics, replay and streaming read."""
 
@@ -77,16 +87,25 @@ class Pass(NamedTuple):
     after: Canvas
     calls: tuple[Call, ...]
 
+    def written(self) -> Written:
+        """Without the tensors."""
+        moved = (self.before.tokens != self.after.tokens) & self.after.mask
+        texts = [self.after.text(candidate) for candidate in range(len(moved))]
+        return Written(texts, [row.nonzero().flatten().tolist() for row in moved], len(self.calls))
+
 
 class Refinement:
-    """One request under way: iterate it for its passes, then read `tokens`."""
+    """One request under way: iterate it for its passes, then read `tokens`.
+
+    ledger  where passes are entered; None: where the model enters them
+    """
 
     def __init__(
         self, model: Seq2Seq, source: Sequence[int], refiner: Refiner, chance: Chance, ledger: list[Call] | None = None
     ):
         if not source:
             raise TinyspecError("the source is empty: give at least one token")
-        self.ledger: list[Call] = [] if ledger is None else ledger
+        self.ledger: list[Call] = ledger if ledger is not None else model.ledger if model.ledger is not None else []
         self.model, self.source, self.refiner, self.chance = model.counting(self.ledger), list(source), refiner, chance
         self.canvas: Canvas | None = None
         self.chosen: int | None = None
@@ -108,11 +127,22 @@ class Refinement:
             self.chosen = refiner.choose(canvas, self.source, memory)
 
     @property
+    def best(self) -> int:
+        """The chosen candidate; before the end, the one with the highest mean score of its own."""
+        assert self.canvas is not None
+        return int(self.canvas.means().argmax()) if self.chosen is None else self.chosen
+
+    @property
     def tokens(self) -> list[int]:
-        """The chosen candidate; before the end, the best so far by its own mean score."""
+        """The text of the best candidate."""
+        return [] if self.canvas is None else self.canvas.text(self.best)
+
+    @property
+    def scores(self) -> list[float]:
+        """The log-probabilities of its tokens, as the technique keeps them."""
         if self.canvas is None:
             return []
-        return self.canvas.text(int(self.canvas.means().argmax()) if self.chosen is None else self.chosen)
+        return [float(x) for x in self.canvas.scores[self.best][self.canvas.mask[self.best]]]
 
 
 def refine(

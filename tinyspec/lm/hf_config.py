@@ -74,8 +74,8 @@ def from_hf(values: dict[str, Any], source: str = "config.json") -> Config:
     build = _FAMILIES.get(str(family := _family(values)))
     if family == SEQ2SEQ:
         raise TinyspecError(
-            f"{source}: an encoder-decoder, which translates and extends no text: use tinyspec.translate, or "
-            "`tinyspec translate --model FOLDER`"
+            f"{source}: an encoder-decoder, which translates and extends no text: use `tinyspec translate`, or "
+            "tinyspec.load_translator and translate"
         )
     if build is None:
         raise TinyspecError(

@@ -10,6 +10,7 @@ decoder as an ordinary model whose texts are translations of that source: the au
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -139,9 +140,11 @@ class Seq2Seq:
     def parameters(self) -> list[Tensor]:
         return list(self.weights.values())
 
-    def counting(self, ledger: list[Call]) -> "Seq2Seq":
-        """The same weights, their passes entered in this ledger: one for each request."""
-        return Seq2Seq(self.config, self.weights, self._tokenizer, self.name, ledger)
+    def counting(self, ledger: list[Call], name: str | None = None) -> "Seq2Seq":
+        """The same weights, their passes entered in this ledger (under another name): one for each request."""
+        twin = copy(self)
+        twin.ledger, twin.name = ledger, name or self.name
+        return twin
 
     # ------------------------------------------------------------------ the passes
 

@@ -1,0 +1,108 @@
+"""tinyspec translate: a sentence in another language."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinyspec.cli import base
+
+if TYPE_CHECKING:
+    from tinyspec.translation import Extending, Rewriting, Translation
+
+
+@click.command("translate", cls=base.KnobCommand)
+@click.argument("source", required=False)
+@base.options(
+    click.option("--model", "-m", help="Name or folder. [default: the one here that was trained for the method]"),
+    click.option("--method", default="plain", show_default=True, help="plain, nat, mask_predict, jacobi, ..."),
+    click.option("--teacher", help="The model that judges candidates. [default: the one that the model's card names]"),
+    base.knob_option,
+    click.option("--max-new-tokens", "-n", type=int, help="At most, from left to right. [default: 1.5 x source + 11]"),
+    click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy."),
+    base.where_options,
+    click.option("--trace", is_flag=True, help="Show what every pass made of the canvas, or added to the text."),
+    click.option("--stats", is_flag=True, help="Print passes and time to standard error."),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object a sentence on standard output."),
+)
+@click.pass_context
+def translate(
+    ctx: click.Context,
+    /,
+    source: str | None,
+    model: str | None,
+    method: str,
+    teacher: str | None,
+    knob: tuple[str, ...],
+    max_new_tokens: int | None,
+    temperature: float,
+    seed: int,
+    device: str,
+    dtype: str | None,
+    trace: bool,
+    stats: bool,
+    as_json: bool,
+) -> None:
+    """Translate SOURCE, by any technique that needs no draft model.
+
+    Without SOURCE, or with -, every line of standard input is a sentence; line i uses seed + i. Options that are not listed
+    are knobs of the method. Models lie in the repository's models/ folder; the wheel carries none of them.
+
+    \b
+    Examples:
+      tinyspec translate "A dog runs through the snow." --stats
+      tinyspec translate --method nat "A dog runs through the snow."
+      tinyspec translate --method mask_predict --iterations 4 --trace "Two men are cooking."
+      tinyspec translate --method jacobi --model models/mine "A child is sleeping." --json
+      cat sentences.txt | tinyspec translate --method mask_predict > translations.txt
+    """
+    knobs = base.given_knobs(ctx, knob)
+    text = base.read_prompt(source, "there is no source: give a sentence as an argument, or pipe some in")
+
+    from tinyspec.translation import AUTOREGRESSIVE, for_method, start
+
+    base.settle(ctx, knobs, [AUTOREGRESSIVE if method == "plain" else method])
+    translator = for_method(method, device, dtype) if model is None else _load(model, device, dtype)
+    judge = None if teacher is None else _load(teacher, device, dtype)
+    lines = [text] if source not in (None, "-") else text.splitlines()
+    options: dict[str, Any] = {"method": method, "teacher": judge, "temperature": temperature, **knobs}
+    for number, line in enumerate(lines):
+        running = start(translator, line, seed=seed + number, max_new_tokens=max_new_tokens, **options)
+        try:
+            _run(running, shows=trace, grows=not (trace or as_json))
+        except KeyboardInterrupt:
+            _report(running.interrupted(), as_json, stats=True)
+            ctx.exit(130)
+        _report(running.result(), as_json, stats)
+
+
+def _load(name: str, device: str, dtype: str | None) -> Any:
+    from tinyspec.translators import load_translator
+
+    return load_translator(name, device, dtype)
+
+
+def _run(running: "Extending | Rewriting", shows: bool, grows: bool) -> None:
+    """Run to the end. Shows every pass on standard error, or, at a terminal, the text as it grows on one line."""
+    from tinyspec.display import visible
+
+    live = grows and sys.stderr.isatty() and sys.stdout.isatty()
+    for number, _ in enumerate(running, 1):
+        if shows:
+            click.echo(f"{number:3}  {visible(running.shown())}", err=True)
+        elif live:
+            click.echo(f"\r\x1b[K{visible(running.shown())[:100]}", nl=False, err=True)
+    if live:
+        click.echo("\r\x1b[K", nl=False, err=True)
+
+
+def _report(done: "Translation", as_json: bool, stats: bool) -> None:
+    from tinyspec.display import visible
+
+    if as_json:
+        click.echo(json.dumps(done.as_dict(), ensure_ascii=False))
+    else:
+        click.echo(visible(done.text) if sys.stdout.isatty() else done.text)
+    if stats:
+        click.echo(done.figures(), err=True)
