@@ -9,7 +9,7 @@ import click
 from tinyspec.cli import base
 
 if TYPE_CHECKING:
-    from tinyspec.translation import Extending, Rewriting, Translation
+    from tinyspec.translating import Extending, Rewriting, Translation
 
 
 @click.command("translate", cls=base.KnobCommand)
