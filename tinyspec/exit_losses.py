@@ -115,8 +115,8 @@ class Course:
 
     def begin(self, step: int, progress: float) -> None:
         """Turn to a step, `progress` being the share of the training before it: t / T, or more by the clock."""
+        self.shares = self.exits.shares(self.n_layers, step, progress)
         done = min(1.0, progress * self.steps / max(self.steps - 1, 1))  # t / (T-1): the last step has 1
-        self.shares = self.exits.shares(self.n_layers, step, done)
         self.dropped = self.exits.dropped(self.n_layers, done)
 
     def loss(self, blocks: Blocks, inputs: Tensor, targets: Tensor, dropout: float = 0.0) -> Tensor:

@@ -22,6 +22,7 @@ from tinyspec.decoding.trace import Statistics
 from tinyspec.decoding.treedraft import Shape, TreeDraft
 from tinyspec.decoding.verify import residual, walk
 from tinyspec.early_exit.ppd import Pipeline
+from tinyspec.exit_losses import Course
 from tinyspec.lm.feed import Feed, Scores
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
@@ -85,6 +86,7 @@ class Parts:
     pipeline    (session, layer, k): a target that begins with its next token
     racing      (model, gamma): a chain raced by a model;  match  the target's race, which follows it
     jacobi      (size, parallel): sweeps over blocks in the loop;  solve  the same as published
+    course      (exits, layers, steps): what a training of exits counts and leaves out, step by step
     decoder     the loop;  stop  where a text ends
     replay, seeded   where decisions come from;  race  the exponential race on given noise
     kernels     the compiled functions of one row and one tree, by name
@@ -111,6 +113,7 @@ class Parts:
     match: Verifier = match
     jacobi: Callable[..., Jacobi] = Jacobi
     solve: Callable[..., Any] = solve
+    course: Callable[..., Course] = Course
     decoder: type[Decoder] = Decoder
     stop: Callable[..., Stop] = Stop
     replay: Callable[[Sequence[Any]], Replay] = Replay

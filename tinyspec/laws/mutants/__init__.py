@@ -37,6 +37,7 @@ KINDS = (
     "nested",
     "sweeps",
     "pipelines",
+    "exit_losses",
 )
 """The files of mutants here: each has MUTANTS and may have EQUIVALENT."""
 

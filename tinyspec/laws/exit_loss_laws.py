@@ -1,0 +1,139 @@
+"""What a training of exits is held to, step by step: LayerSkip's and CALM's weights, LayerSkip's dropout, one head for all.
+
+The judge writes the papers' formulas down once more, in another form (sums are summed, curricula are counted out), and for the
+loss asks each exit as a model of its own: the first layers, with the final norm and the head of the whole.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from tinyspec.exit_losses import Course, Exits
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.parts import Parts
+from tinyspec.lm.config import Config
+from tinyspec.lm.transformer import Model
+
+WEIGHTS = "what an exit's loss counts"
+DROPOUT = "how often a layer is left out"
+HEAD = "all exits speak through one norm and one head"
+
+Make = Callable[[Exits, int, int], Course]
+SHAPES = [(3, 12), (4, 40), (10, 60)]
+"""Layers, steps."""
+SECTIONS = [
+    Exits("linear"), Exits("sum", e_scale=0.25), Exits("sum", curriculum="rotational", rotation=3),
+    Exits("linear", curriculum="gradual"), Exits("sum", curriculum="gradual", p_max=0.2),
+    Exits("linear", curriculum="rotational", rotation=2, p_max=0.1), Exits("none", p_max=0.3, scratch=False),
+]  # fmt: skip
+SMALL = Config(vocab_size=7, d_model=8, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12, max_positions=8)
+
+
+def _counted(exits: Exits, layers: int, step: int, steps: int) -> list[int]:
+    """The layers whose exits count at a step."""
+    if exits.curriculum == "rotational":
+        return sorted({*range(step % exits.rotation, layers, exits.rotation), layers - 1})
+    if exits.curriculum == "gradual":
+        on = 1 + step * 2 * layers // steps  # the last, and one more each T / (2 L) steps
+        return list(range(max(layers - on, 0), layers))
+    return list(range(layers))
+
+
+def due(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
+    """The weight of every exit at a step, as published."""
+    last = layers - 1
+    if exits.weights == "linear":
+        e = [exits.e_scale * (layer + 1) for layer in range(last)] + [float(layers)]
+    elif exits.weights == "sum":
+        e = [exits.e_scale * sum(range(layer + 1)) for layer in range(last)] + [last + exits.e_scale * sum(range(last))]
+    else:
+        e = [0.0] * last + [1.0]
+    counted = _counted(exits, layers, step, steps)
+    return [e[layer] / sum(e[k] for k in counted) if layer in counted else 0.0 for layer in range(layers)]
+
+
+def chances(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
+    """How likely each layer is left out for a sample at a step, as published."""
+    rise = math.exp(step * math.log(2) / (steps - 1)) - 1 if exits.scratch else 1.0
+    return [rise * (math.exp(layer * math.log(2) / (layers - 1)) - 1) * exits.p_max for layer in range(layers)]
+
+
+def _steps(make: Make) -> Iterator[tuple[dict[str, Any], Course, Exits, tuple[int, int, int]]]:
+    for exits, (layers, steps) in product(SECTIONS, SHAPES):
+        course = make(exits, layers, steps)
+        for step in range(steps):
+            course.begin(step, step / steps)
+            yield (
+                {"section": exits, "layers": layers, "step": step, "steps": steps},
+                course,
+                exits,
+                (layers, step, steps),
+            )
+
+
+def weights(make: Make) -> Evidence:
+    """e(t, l) at every step; they sum to 1."""
+    seen = 0
+    for case, course, exits, at in _steps(make):
+        expected, seen = due(exits, *at), seen + 1
+        if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.shares, strict=True)):
+            accuse(WEIGHTS, expected, course.shares, **case)
+    return Evidence(WEIGHTS, seen)
+
+
+def dropout(make: Make) -> Evidence:
+    """p(t, l) at every step: 0 at the bottom, p_max at the top of the last step."""
+    seen = 0
+    for case, course, exits, at in _steps(make):
+        expected, seen = chances(exits, *at), seen + 1
+        if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.dropped, strict=True)):
+            accuse(DROPOUT, expected, course.dropped, **case)
+    return Evidence(DROPOUT, seen)
+
+
+def loss_of(make: Make, exits: Exits, model: Model, step: int) -> float:
+    """The loss of one batch at a step of ten."""
+    ids = torch.randint(model.config.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step))
+    course = make(exits, model.config.n_layers, 10)
+    course.begin(step, step / 10)
+    return float(course.loss(model.dense(), ids[:, :-1], ids[:, 1:]))
+
+
+def _cut(model: Model, layers: int) -> Model:
+    """The model of the first layers, with the norm and the head of the whole."""
+    above = tuple(f"{layer}." for layer in range(layers, model.config.n_layers))
+    kept = {name: weight for name, weight in model.weights.items() if not name.startswith(above)}
+    return Model(replace(model.config, n_layers=layers), kept)
+
+
+def one_head(make: Make) -> Evidence:
+    """The loss is the weighted sum of the cross-entropies of as many models, each cut off behind a layer."""
+    model, seen = Model.random(SMALL, seed=1, dtype=torch.float64, scale=0.5), 0
+    cut = [_cut(model, layers) for layers in range(1, 4)]
+    for exits, step in product([exits for exits in SECTIONS if not exits.p_max], range(4)):
+        ids = torch.randint(SMALL.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step))
+        each = [float(F.cross_entropy(m.teach(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())) for m in cut]
+        expected = sum(e * loss for e, loss in zip(due(exits, 3, step, 10), each, strict=True))
+        got, seen = loss_of(make, exits, model, step), seen + 1
+        if abs(got - expected) > 1e-6:
+            accuse(HEAD, expected, got, section=exits, step=step, losses_of_the_exits=each)
+    return Evidence(HEAD, seen)
+
+
+def told(parts: Parts) -> Any:
+    """What can be seen without a law: weights, chances and losses."""
+    model = Model.random(SMALL, seed=1, dtype=torch.float64, scale=0.5)
+    figures = [(list(course.shares), list(course.dropped)) for _, course, _, _ in _steps(parts.course)]
+    return figures, [loss_of(parts.course, exits, model, 1) for exits in SECTIONS if not exits.p_max]
+
+
+LAWS: dict[str, Callable[[Parts], Evidence]] = {
+    WEIGHTS: lambda parts: weights(parts.course),
+    DROPOUT: lambda parts: dropout(parts.course),
+    HEAD: lambda parts: one_head(parts.course),
+}
