@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tinyspec.cli import base, bench_drafts, bench_ppd
+from tinyspec.cli import base, bench_drafts, bench_ppd, bench_sweeps
 from tinyspec.cli.measuring import results, rounds, show, tokens
 
 
@@ -256,5 +256,12 @@ def equality(model: str, **options: Any) -> None:
     show(measure, options, kept=True, name=model)
 
 
-for command in (bench_drafts.plan_draft, bench_drafts.sizes, bench_drafts.skip, bench_drafts.retrieval, bench_ppd.ppd):
+for command in (
+    bench_drafts.plan_draft,
+    bench_drafts.sizes,
+    bench_drafts.skip,
+    bench_drafts.retrieval,
+    bench_ppd.ppd,
+    bench_sweeps.sweeps,
+):
     bench.add_command(command)

@@ -192,9 +192,12 @@ class Jacobi(NoDraft):
         return [int(laws[node].argmax()) for node in range(-1, len(tree.tokens))]
 
     def observe(self, round: Round) -> None:
+        self.length += len(round.tokens)
+        if len(round.tokens) >= len(self.block):  # it stands
+            self.block = []
+            return
         said = self.said(round)
         self.block = [*said, *self.block[len(said) :]][len(round.tokens) :]
-        self.length += len(round.tokens)
 
 
 def sweeps(decoder: Decoder, chance: Chance) -> Iterator[Sweep]:
