@@ -1,0 +1,51 @@
+"""Translations in lockstep are those of the dense decoder under a causal mask."""
+
+import pytest
+import torch
+
+from tinyspec.bitext import BOS, EOS, padded
+from tinyspec.decoding.beam import greedy
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.lockstep import Lockstep
+from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.seq2seq_config import Seq2SeqConfig
+
+SOURCES = [[4, 5, 6, 7], [8], [9, 4, 9]]
+
+
+@pytest.fixture
+def model() -> Seq2Seq:
+    config = Seq2SeqConfig(11, d_model=16, n_heads=2, d_ff=24, encoder_layers=2, decoder_layers=2, max_positions=12)
+    return Seq2Seq.create(config, torch.Generator().manual_seed(3), torch.float64)
+
+
+def test_every_step_is_the_dense_pass(model: Seq2Seq) -> None:
+    memory = model.encode(padded(SOURCES))
+    tokens = torch.randint(4, 11, (3, 6), generator=torch.Generator().manual_seed(0))
+    tokens[:, 0] = BOS
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    dense = model.logits(model.decode(model.embed(tokens), memory, causal))
+    rows = Lockstep(model, memory, 6)
+    for at in range(6):
+        torch.testing.assert_close(rows.step(tokens[:, at]), dense[:, at], rtol=0, atol=1e-10)
+    with pytest.raises(TinyspecError, match="room for 6 tokens"):
+        rows.step(tokens[:, 0])
+
+
+def test_rows_that_are_selected_go_on_with_their_own_past_and_source(model: Seq2Seq) -> None:
+    rows = Lockstep(model, model.encode(padded(SOURCES)), 6)
+    rows.step(torch.tensor([BOS, BOS, BOS]))
+    rows.step(torch.tensor([5, 6, 7]))
+    rows.select(torch.tensor([2, 0, 2]))
+    found = rows.step(torch.tensor([8, 8, 9]))
+    for row, (source, said) in enumerate((([2], [7, 8]), ([0], [5, 8]), ([2], [7, 9]))):
+        alone = Lockstep(model, model.encode(padded([SOURCES[source[0]]])), 6)
+        for token in (BOS, *said):
+            last = alone.step(torch.tensor([token]))
+        torch.testing.assert_close(found[row], last[0], rtol=0, atol=1e-10)
+
+
+def test_greedy_translations_together_are_those_one_by_one(model: Seq2Seq) -> None:
+    together = greedy(Lockstep(model, model.encode(padded(SOURCES)), 9), BOS, EOS, [9, 5, 7])
+    for source, limit, text in zip(SOURCES, (9, 5, 7), together, strict=True):
+        assert greedy(Lockstep(model, model.encode(padded([source])), 9), BOS, EOS, [limit]) == [text]
