@@ -6,6 +6,7 @@ import click
 
 from tinyspec.cli import base
 from tinyspec.cli.boost import boost
+from tinyspec.cli.train_mt import mt
 from tinyspec.errors import TinyspecError
 
 
@@ -23,6 +24,7 @@ def train() -> None:
 
 
 train.add_command(boost)
+train.add_command(mt)
 
 
 @train.command("lm")

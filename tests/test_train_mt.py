@@ -1,0 +1,194 @@
+"""A teacher, what it writes, and two students: from recipes to checkpoints, on a language of made-up words."""
+
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.nn import functional as F
+
+from tinyspec import bitext, taught
+from tinyspec.bitext import Pair, padded
+from tinyspec.cli import main
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.recipe_mt import read_translation_recipe
+from tinyspec.train_mt import begin, train_mt
+
+RECIPE = """
+name = "NAME"
+method = "METHOD"
+vocab_size = 300
+tokens = 120
+longest = 40
+dropout = 0.1
+judged = 6
+REST
+[shape]
+d_model = 16
+n_heads = 2
+d_ff = 24
+encoder_layers = 1
+decoder_layers = 1
+max_positions = 64
+SHAPE
+[train]
+steps = 8
+lr = 1e-2
+warmup = 2
+log_every = 2
+valid_every = 4
+"""
+STUDENT = 'teacher = "../teacher"\ninherit = ["embed", "encoder"]\n[distill]\nbeam = 1\n'
+RECIPES = {
+    "teacher": ("teacher", "", ""),
+    "nat": ("nat", STUDENT, "positional = true\nfertilities = 24"),
+    "cmlm": ("mask_predict", STUDENT, "lengths = 41"),
+}
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three recipes, and captions in two languages: the second says every word backwards."""
+    monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
+    words, chance = ["the", "dog", "boy", "runs", "sees", "red"], random.Random(0)
+    (tmp_path / "data/multi30k").mkdir(parents=True)
+    for split, many in (("train", 60), ("val", 8)):
+        english = [" ".join(chance.choices(words, k=chance.randint(2, 5))) + "." for _ in range(many)]
+        for language, texts in (("en", english), ("de", [text[::-1] for text in english])):
+            content = "".join(text + "\n" for text in texts).encode()
+            (tmp_path / f"data/multi30k/{split}.{language}.gz").write_bytes(gzip.compress(content))
+    for name, (method, rest, shape) in RECIPES.items():
+        text = RECIPE
+        for key, value in (("NAME", name), ("METHOD", method), ("REST", rest), ("SHAPE", shape)):
+            text = text.replace(key, value)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.toml").write_text(text)
+    return tmp_path
+
+
+def run(zoo: Path, name: str, **options: Any) -> bool:
+    options = {"data_folder": zoo / "data", "device": "cpu", **options}
+    return train_mt(zoo / name / "recipe.toml", zoo / name, **options).finished
+
+
+def test_a_teacher_and_its_students_are_trained_and_find_each_other(zoo: Path) -> None:
+    with pytest.raises(TinyspecError, match=r"the teacher .* is not there: train it first"):
+        run(zoo, "nat")
+    for name, (method, _, _) in RECIPES.items():
+        assert run(zoo, name)
+        model = Seq2Seq.load(zoo / name)
+        assert model.config.extra["trained_for"] == method
+        assert model.config.extra.get("teacher") == (None if name == "teacher" else "teacher")
+        assert model.tokenizer.same_vocabulary(Seq2Seq.load(zoo / "teacher").tokenizer)
+        card = (zoo / name / "README.md").read_text()
+        assert card.count("\n| ") == 2 + 4
+        assert f"tinyspec train mt --recipe models/{name}/recipe.toml" in card
+        assert "<polyline" in (zoo / name / "loss.svg").read_text()
+        assert not (zoo / name / ".tinyspec").exists()
+        log = [json.loads(line) for line in (zoo / name / "log.jsonl").read_text().splitlines()]
+        assert {"missed", "valid_bleu"} <= log[-1].keys()
+    assert "greedily" in card
+    assert len(list((zoo / "cache/distilled").iterdir())) == 1  # both students read the same translations
+    with pytest.raises(TinyspecError, match="already holds a trained model; --restart"):
+        run(zoo, "teacher")
+
+
+def test_an_interrupted_training_goes_on_to_the_same_model(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(zoo, "teacher")
+    whole = Seq2Seq.load(zoo / "teacher").weights
+    (zoo / "teacher/model.safetensors").unlink()
+    drawn = bitext.drawn
+
+    def with_a_ctrl_c(*parts: Any) -> Any:
+        draw, times = drawn(*parts), iter(range(100))
+
+        def interrupted(generator: torch.Generator) -> Any:
+            if next(times) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return draw(generator)
+
+        return interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bitext, "drawn", with_a_ctrl_c)
+        assert not run(zoo, "teacher")
+    assert not (zoo / "teacher/model.safetensors").exists()
+    assert run(zoo, "teacher")
+    again = Seq2Seq.load(zoo / "teacher").weights
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+def test_a_student_begins_with_the_weights_that_its_recipe_has_the_teacher_lend(zoo: Path) -> None:
+    plan = read_translation_recipe(zoo / "nat/recipe.toml")
+    other = read_translation_recipe(zoo / "teacher/recipe.toml", {"train.seed": "1"})
+    teacher = begin(other, _tokenizer(zoo), None, torch.device("cpu"))
+    student = begin(plan, teacher.tokenizer, teacher, torch.device("cpu"))
+    for name, weight in student.weights.items():
+        lent = name.startswith(("embed", "encoder"))
+        assert torch.equal(weight, teacher.weights.get(name, torch.zeros(0))) == (lent or weight.ndim == 1), name
+
+
+def _tokenizer(zoo: Path) -> Any:
+    return bitext.train_joint_tokenizer(["the dog runs."] * 3, 300, zoo / "tokenizer")
+
+
+def test_the_teachers_loss_is_that_of_each_pair_alone_and_padding_counts_for_nothing(zoo: Path) -> None:
+    plan = read_translation_recipe(zoo / "teacher/recipe.toml")
+    model = Seq2Seq.create(plan.config(20), torch.Generator().manual_seed(0), torch.float64)
+    pairs = [Pair([5, 6, 7], [8]), Pair([9], [10, 11, 12])]
+    total = 0.0
+    for source, target in pairs:
+        read, said = [1, *target], [*target, 2]
+        causal = torch.ones(len(read), len(read), dtype=torch.bool).tril()
+        states = model.decode(model.embed(torch.tensor([read])), model.encode(torch.tensor([source])), causal)
+        total += float(F.cross_entropy(model.logits(states)[0], torch.tensor(said), reduction="sum"))
+    found = taught.forced(model, padded([pair.source for pair in pairs]), padded([pair.target for pair in pairs]))
+    assert float(found) == pytest.approx(total / 6, abs=1e-6)
+
+
+def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
+    path = zoo / "nat/recipe.toml"
+    for old, new, said in (
+        ('method = "nat"', 'method = "nut"', "method nut cannot be trained"),
+        ('teacher = "../teacher"\n', "", "need a teacher: teacher = FOLDER is missing"),
+        ("beam = 1", "beams = 1", r"\[distill\] beams is not known"),
+        ("beam = 1", "beam = 0", "beam is 0"),
+        ("longest", "longst", "longst is not known"),
+        ("d_model = 16", "d_modell = 16", r"section \[shape\]"),
+        ("fertilities = 24", "", r"\[shape\] fertilities is missing"),
+    ):
+        text = path.read_text()
+        assert old in text
+        other = zoo / "nat/other.toml"
+        other.write_text(text.replace(old, new))
+        if not (zoo / "teacher/model.safetensors").exists() and "[shape]" in said.replace("\\", ""):
+            assert run(zoo, "teacher")
+        with pytest.raises(TinyspecError, match=said):
+            train_mt(other, zoo / "out", data_folder=zoo / "data", device="cpu")
+
+
+def test_from_the_command_line(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINYSPEC_DATA", str(zoo / "data"))
+    out, recipe = str(zoo / "mine"), str(zoo / "teacher/recipe.toml")
+    done = CliRunner().invoke(main, ["train", "mt", "--recipe", recipe, "--out", out, "-q", "--set", "train.steps=4"])
+    assert (done.exit_code, done.stdout) == (0, f"{out}\n")
+    shutil.copytree(out, zoo / "teacher", dirs_exist_ok=True)
+    nat = ["train", "mt", "--recipe", str(zoo / "nat/recipe.toml"), "--out", str(zoo / "student"), "-q"]
+    done = CliRunner().invoke(main, [*nat, "--distill-only"])
+    assert done.exit_code == 0
+    assert list(Path(done.stdout.strip()).glob("*.json"))
+    assert not (zoo / "student").exists()
+    done = CliRunner().invoke(main, [*nat, "--set", "train.steps"])
+    assert done.exit_code == 2
+    assert "write KEY=VALUE" in done.stderr
+    done = CliRunner().invoke(main, ["train", "mt", "--recipe", recipe, "--out", out, "--distill-only", "-q"])
+    assert done.exit_code == 2
+    assert "no section [distill]" in done.stderr
