@@ -5,7 +5,7 @@ names of things.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,8 +28,15 @@ class Pass(NamedTuple):
     values: list[Array | None]
 
 
-def dense(model: Model, text: Sequence[int], plan: Plan | None = None) -> Pass:
-    """One causal pass of the model over a text. `plan` may stop early or skip sublayers; what is visible is everything."""
+Leaves = Callable[[int, Array, Array], NDArray[np.bool_]]
+"""(layers done, the states after them [n, d], the states before the last [n, d]) -> [n] which tokens leave here."""
+
+
+def dense(model: Model, text: Sequence[int], plan: Plan | None = None, leaves: Leaves | None = None) -> Pass:
+    """One causal pass of the model over a text. `plan` may stop early or skip sublayers; what is visible is everything.
+
+    A token that leaves keeps its state from there on: keys and values of the layers above are made from it.
+    """
     c, w, plan = model.config, _weights(model), plan or Plan()
     if plan.visible is not None:
         raise ValueError("the dense pass sees everything: it cannot judge a plan that hides positions")
@@ -39,7 +46,9 @@ def dense(model: Model, text: Sequence[int], plan: Plan | None = None) -> Pass:
         x = x + w["positions"][:n]
     keys: list[Array | None] = [None] * c.n_layers
     values: list[Array | None] = [None] * c.n_layers
+    left = np.zeros(n, dtype=np.bool_)
     for layer in range(last):
+        entered = x
         if 2 * layer not in plan.skip:
             fused = _linear(w, f"{layer}.qkv", _norm(model, w, f"{layer}.norm1", x)).reshape(n, -1, c.head_dim)
             q, k, v = np.split(fused, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1)  # each [n, heads, hd]
@@ -52,7 +61,16 @@ def dense(model: Model, text: Sequence[int], plan: Plan | None = None) -> Pass:
             act = _silu if c.activation == "silu" else _gelu
             h = act(h[:, : c.d_ff]) * h[:, c.d_ff :] if c.gated else act(h)
             x = x + _linear(w, f"{layer}.down", h)
-    return Pass(_norm(model, w, "norm", x) @ w["embed" if c.tied else "head"].T, keys, values)
+        x = np.where(left[:, None], entered, x)
+        if leaves is not None:
+            left = left | leaves(layer + 1, x, entered)
+    return Pass(said(model, x), keys, values)
+
+
+def said(model: Model, x: Array) -> Array:
+    """The logits [n, V] of states [n, d]."""
+    w = _weights(model)
+    return _norm(model, w, "norm", x) @ w["embed" if model.config.tied else "head"].T
 
 
 _read: WeakKeyDictionary[Model, dict[str, Array]] = WeakKeyDictionary()

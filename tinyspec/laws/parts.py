@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Generator, Tensor
+
 from tinyspec import _core, generation
 from tinyspec._core import Forest, NgramIndex
 from tinyspec.decoding import sampling, trace
+from tinyspec.decoding.calibrate import Calibrated, PValue, calibrate, hoeffding
 from tinyspec.decoding.chance import Replay, Seeded
 from tinyspec.decoding.decode import Decoder, Drafter, Round, Target, Verifier
+from tinyspec.decoding.exits import ExitTarget
 from tinyspec.decoding.joint import Joint
 from tinyspec.decoding.modeldraft import ModelDraft
 from tinyspec.decoding.nested import Nested
@@ -28,6 +32,7 @@ from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.lm.view import View
 from tinyspec.nonautoregressive.jacobi import Jacobi, solve
+from tinyspec.nonautoregressive.mask_predict import MaskPredict, hide
 from tinyspec.speculative.verification.bild import big
 from tinyspec.speculative.verification.block_verification import verify_block
 from tinyspec.speculative.verification.gumbel_coupling import RaceDraft, match
@@ -93,6 +98,9 @@ class Parts:
     statistics, origins, logprobs   what is reported of a round
     session, view    text, nodes and cache on a model
     forward     what stands between sessions and the model
+    exits       (session, rule, fill): a target whose tokens may leave early
+    calibrate   (candidates, losses, delta, epsilon, p_value): fixed-sequence testing;  p_value  (total, n, delta)
+    mask_predict  (model, iterations, lengths): a refiner;  hide  (slots, generator): the masks of a training batch
     """
 
     walk: Verifier = walk
@@ -126,6 +134,12 @@ class Parts:
     session: Callable[[Model], Session] = session
     view: Callable[..., View] = View
     forward: Callable[[Forward, Sequence[Feed]], list[Scores]] = through
+    exits: Callable[..., ExitTarget] = ExitTarget
+    calibrate: Callable[..., Calibrated] = calibrate
+    p_value: PValue = hoeffding
+
+    mask_predict: type[MaskPredict] = MaskPredict
+    hide: Callable[[Tensor, Generator], Tensor] = hide
 
 
 PARTS = Parts()

@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any
 
 from tinyspec.errors import TinyspecError
+from tinyspec.laws import exit_laws  # noqa: F401  (enters CALM's oracle)
 from tinyspec.laws.accused import Accused, Evidence
 from tinyspec.laws.contracts import of_technique
 from tinyspec.laws.suites import Case, cases

@@ -52,9 +52,14 @@ def reach(owner: Any) -> tuple[Names, list[Place]]:
     """
     key = owner.__code__ if isinstance(owner, types.FunctionType) else owner
     if key not in _known:
-        places = [place for place in _places(owner) if place.of is not owner and place.of not in _cells(owner)]
+        own = (
+            owner,
+            *_cells(owner),
+        )  # cells are equal where their contents are, and arrays have no one truth: by identity
+        places = [place for place in _places(owner) if all(place.of is not mine for mine in own)]
         quick = [place for place in places if place.still and hasattr(place.of, "get")]
-        slow = [place for place in places if place not in quick and not (place.still and _settled(place))]
+        rest = [place for place in places if not (place.still and hasattr(place.of, "get"))]
+        slow = [place for place in rest if not (place.still and _settled(place))]
         _known[key] = [(place.of.get, place.name, place.before) for place in quick], slow
     return _known[key]
 

@@ -35,8 +35,10 @@ KINDS = (
     "verification",
     "trees",
     "nested",
+    "masking",
     "sweeps",
     "pipelines",
+    "exits",
     "exit_losses",
 )
 """The files of mutants here: each has MUTANTS and may have EQUIVALENT."""

@@ -1,0 +1,203 @@
+"""Early exits against their rule, written out again: which layer each row was read from, and what later tokens saw of it.
+
+The oracle knows no session, no cache and no fill: it runs a whole text layer by layer, and a token that has left keeps its
+state from there on, so that the keys above are made from it. On tables that is exact; on transformers it is the dense pass.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.early_exit.calm import Confident, decayed, measure_of
+from tinyspec.laws.accused import Evidence
+from tinyspec.laws.dense import dense, said
+from tinyspec.laws.exact import Law, Reference, compare, law
+from tinyspec.laws.network import WITHIN, network
+from tinyspec.laws.parts import Parts
+from tinyspec.laws.suites import oracle
+from tinyspec.laws.tables import TableModel
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import Card, Request
+
+RULE = "a token leaves at the first layer that is sure, and is copied up (CALM, arXiv 2207.07061)"
+MEASURES = "each measure is its own (CALM, arXiv 2207.07061, section 3.5)"
+LAYERS, V = 3, 3
+
+Build = Callable[..., Decoder]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a user chose, and how long the text may become."""
+
+    threshold: float
+    decay: str = "constant"
+    measure: str = "softmax"
+    min_exit: int = 1
+    interval: int = 1
+    tau: float = 4.0
+    tokens: int = 3
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """As the technique takes them."""
+        return {name: value for name, value in vars(self).items() if name != "tokens"}
+
+    def due(self, step: int) -> float:
+        """The threshold of a new token, by the formulas of the paper and of its code."""
+        fade = math.exp(-self.tau * step / self.tokens)
+        if self.decay == "paper":
+            return min(1.0, max(0.0, 0.9 * self.threshold + 0.1 * fade))
+        return self.threshold * (0.9 + 0.1 * fade) if self.decay == "t5x" else self.threshold
+
+    def asked(self, layer: int) -> bool:
+        """Whether a token may leave behind so many layers."""
+        return self.min_exit <= layer < LAYERS and (layer - self.min_exit) % self.interval == 0
+
+
+ON_TABLES = (
+    Setting(0.0), Setting(0.3), Setting(0.5), Setting(1.0), Setting(0.3, min_exit=2), Setting(0.25, interval=2),
+    Setting(0.2, "paper"), Setting(0.34, "t5x"), Setting(0.5, "t5x", tau=0.0), Setting(1.0, min_exit=3),
+)  # fmt: skip
+ON_NETWORKS = (
+    *(Setting(x, "constant", measure, tokens=2) for measure, xs in
+      (("softmax", (0.1, 0.4)), ("saturation", (0.0, 0.6, 0.9)), ("classifier", (0.3, 0.6))) for x in xs),
+    Setting(0.2, "paper", "softmax", tokens=2), Setting(0.5, "paper", "classifier", tokens=2),
+)  # fmt: skip
+PROMPT = (0, 1)
+
+
+def tables() -> Iterator[TableModel]:
+    yield from (TableModel(seed, V, LAYERS, zeros=bool(seed % 2)) for seed in (1, 4))
+
+
+@lru_cache(maxsize=4)
+def with_classifier(seed: int) -> Model:
+    """A small transformer beside whose weights a classifier stands that nobody trained."""
+    plain = network(seed, vocabulary=4)
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(plain.config.d_model, generator=generator)
+    extras = {"exits.weight": weight, "exits.bias": torch.tensor(0.1)}
+    return Model(plain.config, plain.weights, name=plain.name, extras=extras)
+
+
+# ---------------------------------------------------------------------- the rule, written out again
+
+
+def on_table(model: TableModel, text: Sequence[int], first: int, setting: Setting) -> Any:
+    """The row after a text in which the tokens from position `first` on may leave: [V] Fractions."""
+    net, n = model.network, len(text)
+    states, left = [net.embed(token) for token in text], [False] * n
+    for layer in range(LAYERS):
+        keys = [net.keys(layer, state, position) for position, state in enumerate(states)]
+        for at in range(n):
+            if left[at]:
+                continue
+            states[at] = net.feed_forward(layer, net.attend(layer, states[at], keys[: at + 1]))
+            if at >= first and setting.asked(layer + 1):
+                row = sorted(model.head(states[at]), reverse=True)
+                left[at] = row[0] - row[1] >= setting.due(at - first)
+    return model.head(states[-1])
+
+
+def on_network(model: Model, text: Sequence[int], first: int, setting: Setting) -> Any:
+    """The same on a transformer, by any measure: logits [V]."""
+    may = np.arange(len(text)) >= first
+    due = np.array([setting.due(max(at - first, 0)) for at in range(len(text))])
+
+    def leaves(layer: int, states: Any, below: Any) -> Any:
+        if not setting.asked(layer):
+            return np.zeros(len(text), dtype=np.bool_)
+        return may & (sure(model, setting.measure, layer, states, below) >= due)
+
+    return dense(model, text, leaves=leaves).logits[-1]
+
+
+def sure(model: Model, measure: str, layer: int, states: Any, below: Any) -> Any:
+    """The confidence of every token: [n]."""
+    if measure == "softmax":
+        logits = said(model, states)
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+        top = np.sort(p / p.sum(axis=1, keepdims=True), axis=1)
+        return top[:, -1] - top[:, -2]
+    if measure == "saturation":
+        lengths = np.linalg.norm(states, axis=1) * np.linalg.norm(below, axis=1)
+        return np.maximum((states * below).sum(axis=1) / lengths, 0) * (layer > 1)
+    weight, bias = (model.extras[name].double().numpy() for name in ("exits.weight", "exits.bias"))
+    return 1 / (1 + np.exp(-(states @ weight + bias)))
+
+
+# ---------------------------------------------------------------------- the law
+
+
+def follows_the_rule(
+    build: Build, on_tables: Sequence[Setting] = ON_TABLES, networks: Sequence[Setting] = ()
+) -> Evidence:
+    """The exact joint law of whole texts at thresholds that bite."""
+    began, cases, branches = perf_counter(), 0, 0
+    for model in tables():
+        for setting in on_tables:
+            got = _hold(build, model, on_table, setting, Warp(), 0.0, RULE)
+            cases, branches = cases + 1, branches + got.branches
+    for setting in networks:
+        got = _hold(build, with_classifier(3), on_network, setting, Warp(top_k=2), WITHIN, RULE)
+        cases, branches = cases + 1, branches + got.branches
+    return Evidence(RULE, cases, branches, perf_counter() - began)
+
+
+def each_measure(build: Build) -> Evidence:
+    """The same on transformers alone, for all three measures."""
+    began, branches = perf_counter(), 0
+    for setting in ON_NETWORKS:
+        branches += _hold(build, with_classifier(3), on_network, setting, Warp(top_k=2), WITHIN, MEASURES).branches
+    return Evidence(MEASURES, len(ON_NETWORKS), branches, perf_counter() - began)
+
+
+def _hold(build: Build, model: Any, rows: Any, setting: Setting, warp: Warp, within: float, name: str) -> Law:
+    stop = Stop(max_new_tokens=setting.tokens)
+
+    def make() -> Decoder:
+        ledger: list[Any] = []
+        return build(Request(model.session(ledger), warp=warp, stop=stop, ledger=ledger), **setting.knobs)
+
+    first = len(PROMPT) - 1  # the last of the prompt decides the first new token
+    expected = Reference(lambda text: rows(model, text, first, setting), warp, stop).law(setting.tokens, PROMPT)
+    got = law(make, setting.tokens, PROMPT, outside=lambda decoder: (model,))
+    compare(dict(expected), dict(got), within, name, model=repr(model), warp=warp, prompt=PROMPT, **setting.knobs)
+    return got
+
+
+@oracle("calm")
+def calm_oracle(card: Card) -> Evidence:
+    """Away from its neutral value too, CALM has a law that can be written down."""
+    return follows_the_rule(card.make, networks=ON_NETWORKS)
+
+
+def of_parts(parts: Parts) -> Build:
+    """CALM on another exit target."""
+
+    def build(request: Request, **knobs: Any) -> Decoder:
+        session: Any = request.target
+        limit = request.stop.max_new_tokens or math.inf
+        layers = range(knobs["min_exit"], session.model.config.n_layers, knobs["interval"])
+
+        def due(step: int) -> float:
+            return decayed(knobs["decay"], knobs["threshold"], knobs["tau"], step, limit)
+
+        rule = Confident(measure_of(knobs["measure"], session.model), due, layers)
+        target = parts.exits(session, rule, "copy")
+        return parts.decoder(target, NoDraft(), parts.walk, warp=request.warp, stop=request.stop, ledger=request.ledger)
+
+    return build
+
+
+LAWS = {RULE: lambda parts: follows_the_rule(of_parts(parts))}
