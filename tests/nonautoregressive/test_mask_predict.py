@@ -1,0 +1,197 @@
+"""Mask-Predict: any number of words is hidden in training, and decoding masks exactly what the paper says."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.refine import Pass, Refinement, blank, refine
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.masking import chooses, fillers, follows_the_rule, hides
+from tinyspec.laws.toys import judge, toys
+from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
+from tinyspec.nonautoregressive.mask_predict import Batch, MaskPredict, hide, loss, masked
+from tinyspec.technique import Guarantee, RefineRequest, Request, find
+
+
+def run(source: tuple[int, ...] = (4, 7, 5), iterations: int = 4, lengths: int = 3) -> tuple[Refinement, list[Pass]]:
+    model = next(fillers())
+    request = RefineRequest(model, ledger=[])
+    running = refine(
+        request.model,
+        source,
+        find("mask_predict").refiner(request, iterations=iterations, lengths=lengths),
+        Seeded(0),
+        request.ledger,
+    )
+    return running, list(running)
+
+
+# ---------------------------------------------------------------------- the traps
+
+
+def test_any_number_of_words_is_hidden_and_other_ones_each_time() -> None:
+    assert hides(hide).cases > 0
+
+
+@pytest.mark.parametrize("name", [toy.name for technique, toy in toys() if technique == "mask_predict"])
+def test_what_looks_like_it_is_told_apart(name: str) -> None:
+    toy = next(toy for technique, toy in toys() if (technique, toy.name) == ("mask_predict", name))
+    assert judge("mask_predict", toy)["killed_by"] == toy.law
+
+
+# ---------------------------------------------------------------------- the rule
+
+
+def test_every_pass_is_that_of_an_oracle_without_padding_or_batches() -> None:
+    assert follows_the_rule(find("mask_predict").refiner).cases > 100
+
+
+def test_the_best_mean_of_the_likeliest_lengths_is_chosen_with_one_encoder_pass() -> None:
+    assert chooses(find("mask_predict").refiner).cases > 10
+
+
+@pytest.mark.parametrize("n", range(1, 14))
+def test_the_schedule_masks_what_the_paper_says_and_strictly_less_each_pass(n: int) -> None:
+    for passes in range(1, n + 1):
+        counts = [int(masked(torch.tensor(n), t, passes)) for t in range(passes)]
+        assert counts == [n * (passes - t) // passes for t in range(passes)]  # never the floor's 0 while T <= N
+        assert counts[0] == n and all(a > b for a, b in pairwise(counts))
+    assert [int(masked(torch.tensor(n), t, n)) for t in range(n)] == list(range(n, 0, -1))  # T = N: one more each pass
+
+
+def test_of_more_passes_than_words_each_masks_one_at_least() -> None:
+    assert [int(masked(torch.tensor(2), t, 5)) for t in range(5)] == [2, 1, 1, 1, 1]
+
+
+def test_words_that_are_not_masked_keep_their_word_and_their_stale_probability() -> None:
+    _, passes = run(iterations=5)
+    moved = 0
+    for step in passes[1:]:
+        kept = ~step.after.extra & step.after.mask
+        assert (step.after.tokens == step.before.tokens)[kept].all()
+        assert (step.after.scores == step.before.scores)[kept].all()
+        moved += int((step.after.scores != step.before.scores)[step.after.extra].sum())
+    assert moved > 0
+
+
+def test_masks_fall_on_the_lowest_probabilities_and_never_on_padding() -> None:
+    _, passes = run(iterations=4, lengths=5)
+    for step in passes:
+        assert not (step.after.extra & ~step.after.mask).any()
+        for row, slots in enumerate(step.after.mask):
+            scores, again = step.before.scores[row][slots], step.after.extra[row][slots]
+            if not bool(again.all()):
+                assert scores[again].max() <= scores[~again].min()
+
+
+def test_lengths_beside_it_change_nothing_of_a_candidate() -> None:
+    alone, beside = run(lengths=1)[1], run(lengths=6)[1]
+    assert not bool(beside[0].after.mask.all())  # there is padding
+    for one, many in zip(alone, beside, strict=True):
+        assert one.after.text(0) == many.after.text(0)
+        torch.testing.assert_close(one.after.scores[0], many.after.scores[0][many.after.mask[0]], atol=1e-12, rtol=0)
+
+
+def test_one_pass_is_plain_parallel_decoding() -> None:
+    running, passes = run(iterations=1, lengths=1)
+    assert len(passes) == 1
+    model, canvas = next(fillers()), passes[0].after
+    memory = model.encode(torch.tensor([[4, 7, 5]]))
+    pages = blank([int(canvas.mask.sum())], model.config.mask)
+    rows = model.logits(model.decode(model.embed(pages.tokens), memory))[0, :, 4:]
+    assert running.tokens == (rows.argmax(dim=-1) + 4).tolist()
+
+
+def test_passes_are_counted_one_of_the_encoder_and_t_of_the_decoder() -> None:
+    running, _ = run(iterations=4, lengths=3)
+    names = [call.model for call in running.ledger]
+    assert names == ["filler/encoder", *["filler"] * 4]
+
+
+def test_many_sources_in_one_batch_are_each_as_alone() -> None:
+    """Rows of a canvas may be of different sources: what the bench does."""
+    model, sources = next(fillers()), ((4, 7, 5), (6,), (5, 4))
+    padded = torch.tensor([[4, 7, 5], [6, 0, 0], [5, 4, 0]])
+    refiner = MaskPredict(model, 3, 1)
+    alone = [run(source, 3, 1)[0].tokens for source in sources]
+    memory = model.encode(padded)
+    canvas = blank([len(text) for text in alone], model.config.mask)
+    for t in range(3):
+        canvas = refiner.rewrite(canvas, memory, t, Seeded(0))
+    assert [canvas.text(row) for row in range(3)] == alone
+
+
+# ---------------------------------------------------------------------- training
+
+
+def tiny(lengths: int = 8) -> Seq2Seq:
+    config = Seq2SeqConfig(8, 8, 2, 8, encoder_layers=1, decoder_layers=1, max_positions=12, lengths=lengths)
+    return Seq2Seq.create(config, torch.Generator().manual_seed(0), torch.float64)
+
+
+def test_the_loss_is_the_cross_entropy_of_the_hidden_words_and_of_the_length() -> None:
+    model = tiny()
+    source, target = torch.tensor([[4, 5, 0], [6, 7, 4]]), torch.tensor([[5, 4, 6, 7], [7, 5, 0, 0]])
+    got = float(loss(model, Batch(source, target), torch.Generator().manual_seed(3), smoothing=0.1))
+    hidden = hide(target != 0, torch.Generator().manual_seed(3))
+    total = 0.0
+    for row in range(2):
+        n = int((target[row] != 0).sum())
+        memory = model.encode(source[row : row + 1, : 2 + row])
+        read = torch.where(hidden[row], 3, target[row])[None, :n]
+        law = model.logits(model.decode(model.embed(read), memory))[0].log_softmax(dim=-1)
+        for i in range(n):
+            if hidden[row, i]:
+                total -= 0.9 * float(law[i, target[row, i]]) + 0.1 * float(law[i].mean())
+        total -= float(model.length_logits(memory)[0].log_softmax(dim=-1)[n])
+    assert got == pytest.approx(total / int(hidden.sum()), abs=1e-9)
+
+
+def test_the_loss_does_not_depend_on_visible_words_predictions() -> None:
+    """Gradients reach the head at hidden words alone: with one hidden word, one row of logits counts."""
+    model = tiny()
+    model.ledger = []
+    target = torch.tensor([[5, 4, 6]])
+    loss(model, Batch(torch.tensor([[4, 5]]), target), torch.Generator().manual_seed(1))
+    assert model.ledger[-1].head_rows == int(hide(target != 0, torch.Generator().manual_seed(1)).sum())
+
+
+def test_targets_that_the_length_token_cannot_tell_are_refused() -> None:
+    with pytest.raises(TinyspecError, match="tells 1 to 3"):
+        loss(tiny(4), Batch(torch.tensor([[4]]), torch.tensor([[5, 5, 5, 5]])), torch.Generator())
+    with pytest.raises(TinyspecError, match="targets of 0 to 2 tokens"):
+        loss(tiny(), Batch(torch.tensor([[4], [5]]), torch.tensor([[5, 5], [0, 0]])), torch.Generator())
+
+
+# ---------------------------------------------------------------------- bad input, and the card
+
+
+def test_no_passes_are_refused() -> None:
+    with pytest.raises(TinyspecError, match="iterations is 0: it must be at least 1"):
+        run(iterations=0)
+    with pytest.raises(TinyspecError, match="lengths is 0: it must be at least 1"):
+        run(lengths=0)
+
+
+def test_a_model_without_a_length_token_is_refused() -> None:
+    config = Seq2SeqConfig(8, 8, 2, 8, encoder_layers=1, decoder_layers=1, max_positions=12)
+    model = Seq2Seq.create(config, torch.Generator().manual_seed(0))
+    with pytest.raises(TinyspecError, match="has no LENGTH token"):
+        find("mask_predict").refiner(RefineRequest(model))
+
+
+def test_lengths_stay_within_the_positions() -> None:
+    model = [*fillers()][-1]  # five positions, lengths up to seven
+    request = RefineRequest(model)
+    running = refine(request.model, (4, 5), find("mask_predict").refiner(request, lengths=99), Seeded(0))
+    assert max(len(text) for text in [*running][-1].written().tokens) == 5
+
+
+def test_the_card_says_what_it_is() -> None:
+    card = find("mask_predict")
+    assert (card.kind, card.guarantee) == ("refine", Guarantee.APPROX)
+    assert {knob.name: knob.default for knob in card.knobs} == {"iterations": 10, "lengths": 5}
+    with pytest.raises(TinyspecError, match="tinyspec translate"):
+        card.make(Request(target=None))  # type: ignore[arg-type]
