@@ -10,12 +10,14 @@ from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Round
 from tinyspec.decoding.joint import Joint
 from tinyspec.decoding.modeldraft import GuestDraft, ModelDraft
+from tinyspec.decoding.refine import Canvas, blank
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.verify import Verdict, walk
 from tinyspec.laws.parts import Siblings
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.plan import Plan
-from tinyspec.technique import Card, Guarantee, Knob, Request
+from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.technique import Card, Guarantee, Knob, RefineRequest, Request
 from tinyspec.tree import ROOT, TokenTree
 
 
@@ -317,3 +319,32 @@ def store(request: Request) -> Decoder:
 def planner(request: Request) -> Any:
     """An analysis decodes nothing."""
     raise AssertionError("nobody builds a planner")
+
+
+# ---- a canvas --------------------------------------------------------------------------------------------------------
+
+
+class FillIn:
+    """Two candidates, of the source's length and of one slot less; every pass writes all slots at once."""
+
+    def __init__(self, model: Seq2Seq):
+        self.model = model
+
+    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+        return blank([len(source), max(len(source) - 1, 1)], self.model.config.mask)
+
+    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+        states = self.model.decode(self.model.embed(canvas.tokens), memory, slots=canvas.mask)
+        scores, tokens = self.model.logits(states).log_softmax(dim=-1).max(dim=-1)
+        return Canvas(tokens, canvas.mask, scores)
+
+    def finished(self, canvas: Canvas, iteration: int) -> bool:
+        return iteration == 2
+
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+        return int(canvas.means().argmax())
+
+
+def fill_in(request: RefineRequest) -> FillIn:
+    """Rewrites a canvas."""
+    return FillIn(request.model)

@@ -4,10 +4,12 @@ A case is a plain function with a name; `prove` runs them and adds up what they 
 too large a tree to walk, its card says smaller values (`Knob.small`).
 """
 
+import importlib
 import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +17,7 @@ from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.errors import TinyspecError
+from tinyspec.laws import refine_laws
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.adversaries import greedy_equality
 from tinyspec.laws.exact import JOINT, Law, Reference
@@ -66,14 +69,43 @@ def cases(card: Card, seed: int = 0) -> list[Case]:
         return []
     own = [Case("its own oracle", card.name, lambda: ORACLES[card.name](card))] if card.name in ORACLES else []
     if card.kind == "refine" or card.guarantee is Guarantee.APPROX:
+        own = own or _traps(card.name)
         if not own:
-            raise TinyspecError(f"{card.name} promises no other's law, so it must bring an oracle: laws.suites.oracle")
-        return own
+            raise TinyspecError(
+                f"{card.name} promises no other's law, so it must bring an oracle of its rule: laws.suites.oracle, or traps in "
+                f"laws/toys/{card.name}.py"
+            )
+        return [*_rewriting(card, seed), *own] if card.kind == "refine" else own
     if card.coupled:
         return [*_by_paths(card, seed), *_greedy(card, seed), *_knobs(card, seed), *own]
     if card.guarantee is Guarantee.GREEDY:
         return [*_greedy(card, seed), *_knobs(card, seed), *own]
     return [*_exact(card, seed), *_greedy(card, seed), *_knobs(card, seed), *own]
+
+
+def _traps(name: str) -> list[Case]:
+    """What tells a technique from its look-alikes: where nobody else's law is kept, exact oracles of its own rule."""
+    place = f"tinyspec.laws.toys.{name}"
+    try:
+        found = importlib.import_module(place)  # it stands above this module, and imports it
+    except ModuleNotFoundError as missing:
+        if missing.name != place:
+            raise
+        return []
+    return [Case(trap.law, "its trap", partial(_trap, trap)) for trap in found.TRAPS]
+
+
+def _trap(trap: Any) -> Evidence:
+    found: Evidence = trap.check(trap.real())
+    return found
+
+
+def _rewriting(card: Card, seed: int) -> Iterator[Case]:
+    """What every technique owes that rewrites a canvas."""
+    for knobs in refine_laws.settings(card):
+        said = ", ".join(f"{name} {value}" for name, value in knobs.items())
+        for law in refine_laws.LAWS:
+            yield Case(law, said or card.name, partial(refine_laws.held, law, card, knobs, seed))
 
 
 # ---------------------------------------------------------------------- EXACT
