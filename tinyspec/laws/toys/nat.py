@@ -1,0 +1,220 @@
+"""NAT (Gu et al. 2018): fertilities, not a length; a place sees the others and where they stand; the teacher chooses."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.copies import uniform
+from tinyspec.decoding.refine import Canvas, Refiner
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.fertility_laws import (
+    RULE,
+    Build,
+    decoded,
+    fertility_law,
+    judged,
+    named,
+    noisy_parallel,
+    parallel,
+    student,
+    teacher,
+    usable,
+)
+from tinyspec.laws.toys import Toy, Trap
+from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.nonautoregressive import nat
+from tinyspec.nonautoregressive.nat import FertileParallel
+from tinyspec.technique import RefineRequest, find
+
+FERTILE = "a source word stands on the canvas as often as it is fertile"
+PASS = "a place sees the other places' copies, and where they stand"
+TEACHER = "the teacher chooses, not the student"
+SUPERVISED = "the aligner's fertilities are learnt"
+EXPECTED = "the fertilities follow the gradient of the expected cost"
+
+SOURCES = ((4, 5), (5, 7, 4), (6, 4, 7, 5))
+
+
+def words_stand_by_fertility(build: Build) -> Evidence:
+    """The first canvas, against copies made by hand."""
+    seen = 0
+    for seed, source in product(range(3), SOURCES):
+        model = student(seed)
+        law = fertility_law(model, source)
+        fertilities = usable(named(law, "argmax"), law, 24)
+        memory = model.encode(torch.tensor([list(source)]))
+        canvas = build(RefineRequest(model), samples=1).start(source, memory, Seeded(0))
+        want = [word for word, f in zip(source, fertilities, strict=True) for _ in range(f)]
+        got, seen = canvas.text(0), seen + 1
+        if got != want:
+            accuse(FERTILE, want, got, source=source, fertilities=fertilities)
+    return Evidence(FERTILE, seen)
+
+
+def one_pass_as_published(build: Build) -> Evidence:
+    """The translation of one fertility sequence, against the decoder with a mask and inputs written out."""
+    seen = 0
+    for seed, source in product(range(3), SOURCES):
+        model = student(seed)
+        law = fertility_law(model, source)
+        fertilities = usable(named(law, "argmax"), law, 24)
+        want = parallel(model, source, fertilities)
+        got, seen = list(decoded(build, RefineRequest(model), source, Seeded(0), samples=1)), seen + 1
+        if got != want:
+            accuse(PASS, want, got, source=source, fertilities=fertilities)
+    return Evidence(PASS, seen)
+
+
+def the_teacher_chooses(build: Build) -> Evidence:
+    """Among eight candidates, on models whose own favourite is another one."""
+    seen = 0
+    for seed, source in product(range(4), SOURCES[1:]):
+        model, judge = student(seed), teacher(seed)
+        request = RefineRequest(model, judge)
+        refiner = build(request, samples=8)
+        memory = model.encode(torch.tensor([list(source)]))
+        canvas = refiner.rewrite(refiner.start(source, memory, Seeded(seed)), memory, 0, Seeded(1))
+        texts = [canvas.text(candidate) for candidate in range(len(canvas.tokens))]
+        scores = [judged(judge, source, text) for text in texts]
+        want, own = texts[scores.index(max(scores))], texts[int(canvas.means().argmax())]
+        got = texts[refiner.choose(canvas, source, memory)]
+        seen += own != want
+        if got != want:
+            accuse(TEACHER, want, got, source=source, candidates=texts, scores=scores)
+    return Evidence(TEACHER, seen)
+
+
+def fertilities_are_learnt(loss: Callable[..., Tensor]) -> Evidence:
+    """The loss moves the head's bias by (how likely each fertility is) - (how often it was the aligner's)."""
+    source, target = torch.tensor([[4, 6, 5], [7, 5, 0]]), torch.tensor([[5, 5, 6], [4, 4, 0]])
+    fertilities = torch.tensor([[2, 0, 1], [0, 2, 0]])
+    for seed in range(3):
+        model = student(seed)
+        bias = [weight.requires_grad_() for weight in model.parameters()][-1]
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(loss(model, (source, target, fertilities)), bias, allow_unused=True)
+        law = model.fertility_logits(model.encode(source)).softmax(dim=-1).detach()
+        want = [round(float(law[source > 0][:, f].sum() - n) / 5, 9) for f, n in enumerate((2, 1, 2))]
+        got = [0.0, 0.0, 0.0] if slope is None else [round(float(x), 9) for x in slope]
+        if max(abs(a - b) for a, b in zip(want, got, strict=True)) > 1e-8:
+            accuse(SUPERVISED, want, got, source=source.tolist(), fertilities=fertilities.tolist())
+    return Evidence(SUPERVISED, 3)
+
+
+def gradient_of_the_expectation(surrogate: Callable[..., Tensor]) -> Evidence:
+    """By all fertility sequences of two words: the mean gradient is that of sum_f p(f) cost(f)."""
+    mask, count = torch.ones(1, 2, dtype=torch.bool), 3
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(1, 2, count, generator=generator, dtype=torch.float64).requires_grad_()
+        costs = torch.randn(count, count, generator=generator, dtype=torch.float64)
+        with torch.enable_grad():
+            law = logits.softmax(dim=-1)[0]
+            want = torch.autograd.grad((law[0][:, None] * law[1] * costs).sum(), logits)[0]
+            got = torch.zeros_like(want)
+            for f in product(range(count), repeat=2):
+                cost = costs[f].reshape(1)
+                (slope,) = torch.autograd.grad(surrogate(logits, mask, torch.tensor([f]), cost), logits)
+                got = got + law[0, f[0]].detach() * law[1, f[1]].detach() * slope
+        if float((want - got).abs().max()) > 1e-12:
+            accuse(EXPECTED, want.flatten().tolist(), got.flatten().tolist(), words=2, classes=count)
+    return Evidence(EXPECTED, 3, 3 * count**2)
+
+
+# ------------------------------------------------------------------ toys
+
+
+class EvenCopies(FertileParallel):
+    """A length, and the source spread evenly over it."""
+
+    def start(self, source: Any, memory: Memory, chance: Any) -> Canvas:
+        canvas = super().start(source, memory, chance)
+        lengths = canvas.mask.sum(dim=1)
+        places, slots = uniform(torch.full_like(lengths, len(source)), lengths)
+        return canvas._replace(tokens=torch.tensor(list(source))[places].masked_fill(~slots, 0))
+
+
+def length_and_even_copies(request: RefineRequest, samples: int) -> Refiner:
+    return EvenCopies(request.model, request.teacher, "argmax", samples, 1.0)
+
+
+def without_positions(request: RefineRequest, samples: int) -> Refiner:
+    """A decoder from the shelf: self-attention, cross-attention, nothing that looks at places."""
+    model = request.model
+    plain = Seq2Seq(replace(model.config, positional=False), model.weights)
+    return FertileParallel(plain, None, "argmax", samples, 1.0)
+
+
+class OwnPlace(FertileParallel):
+    """Attention over all places, its own too."""
+
+    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Any) -> Canvas:
+        states = self.model.decode(self.model.embed(canvas.tokens), memory, None, slots=canvas.mask)
+        scores, tokens = nat.words(self.model, self.model.logits(states)).log_softmax(dim=-1).max(dim=-1)
+        return canvas._replace(tokens=tokens, scores=scores)
+
+
+def own_place_too(request: RefineRequest, samples: int) -> Refiner:
+    return OwnPlace(request.model, None, "argmax", samples, 1.0)
+
+
+class Immodest(FertileParallel):
+    """The student keeps what it finds likeliest itself."""
+
+    def choose(self, canvas: Canvas, source: Any, memory: Memory) -> int:
+        return int(canvas.means().argmax())
+
+
+def student_chooses(request: RefineRequest, samples: int) -> Refiner:
+    return Immodest(request.model, request.teacher, "argmax", samples, 1.0)
+
+
+def only_noise(request: RefineRequest, samples: int, fertility: str, temperature: float) -> Refiner:
+    """Every sequence is sampled: the likeliest and the mean are not among them."""
+
+    class Noise(FertileParallel):
+        def proposals(self, logits: Tensor, chance: Any) -> Tensor:
+            law = logits.softmax(dim=-1).tolist()
+            streams = [chance.split("fertilities", number) for number in range(self.samples)]
+            return torch.tensor([[stream.draw(row) for row in law] for stream in streams])
+
+    return Noise(request.model, request.teacher, fertility, samples, temperature)
+
+
+def tokens_alone(model: Seq2Seq, batch: Any) -> Tensor:
+    """The fertilities are used, and never learnt."""
+    source, target, fertilities = batch
+    read, slots = nat.copied(source, fertilities)
+    logits = nat.parallel(model, read, slots, model.encode(source))
+    return F.cross_entropy(logits[slots], target[slots])
+
+
+def probability_times_cost(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
+    """A sampled sequence is made less likely by what it costs: it is counted twice, once by being sampled."""
+    chosen = logits.softmax(dim=-1).gather(-1, sampled[..., None])[..., 0]
+    return (cost * chosen.prod(dim=-1)).sum()
+
+
+TRAPS = [
+    Trap(RULE, noisy_parallel, lambda: find("nat").refiner),
+    Trap(FERTILE, words_stand_by_fertility, lambda: find("nat").refiner),
+    Trap(PASS, one_pass_as_published, lambda: find("nat").refiner),
+    Trap(TEACHER, the_teacher_chooses, lambda: find("nat").refiner),
+    Trap(SUPERVISED, fertilities_are_learnt, lambda: nat.loss),
+    Trap(EXPECTED, gradient_of_the_expectation, lambda: nat.reinforce),
+]
+TOYS = [
+    Toy("samples without the likeliest", RULE, only_noise),
+    Toy("a length and even copies", FERTILE, length_and_even_copies),
+    Toy("no positional attention", PASS, without_positions),
+    Toy("a place sees its own copy", PASS, own_place_too),
+    Toy("the student judges itself", TEACHER, student_chooses),
+    Toy("fertilities without supervision", SUPERVISED, tokens_alone),
+    Toy("the probability times the cost", EXPECTED, probability_times_cost),
+]
