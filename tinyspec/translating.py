@@ -81,6 +81,10 @@ class Extending:
     def __iter__(self) -> Iterator[Round]:
         return iter(self.running)
 
+    def detail(self, wanted: bool) -> None:
+        """Whether the trace keeps probabilities."""
+        self.running.trace.detailed = wanted
+
     @property
     def text(self) -> str:
         """The text so far."""
@@ -131,6 +135,9 @@ class Rewriting:
             stats.teacher_calls = sum(call.model in names for call in self.ledger)
         stats.emitted, stats.candidates = len(self.refinement.tokens), 0 if canvas is None else len(canvas.tokens)
         stats.seconds = time.perf_counter() - self.begun
+
+    def detail(self, wanted: bool) -> None:
+        """Passes keep what a replay shows, wanted or not."""
 
     @property
     def text(self) -> str:

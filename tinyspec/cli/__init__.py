@@ -3,7 +3,7 @@
 import click
 
 import tinyspec
-from tinyspec.cli import bench, chat, generate, laws, methods, models, race, train, translate
+from tinyspec.cli import bench, chat, generate, laws, methods, models, race, replay, train, translate
 from tinyspec.cli.base import Group
 
 
@@ -29,6 +29,7 @@ for command in (
     generate.generate,
     translate.translate,
     chat.chat,
+    replay.replay,
     methods.methods,
     laws.laws,
     models.models,

@@ -149,6 +149,13 @@ def options(*chosen: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
+replay_option = click.option(
+    "--replay",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a page that plays it back; if the name ends in .json, the page's trace.",
+)
+
+
 def where_options(function: F) -> F:
     """--seed, --device, --dtype."""
     return options(

@@ -24,6 +24,7 @@ from tinyspec.cli import base
     base.where_options,
     click.option("--stats", is_flag=True, help="Print calls, acceptance and time to standard error."),
     click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
+    base.replay_option,
 )
 @click.pass_context
 def generate(
@@ -42,6 +43,7 @@ def generate(
     dtype: str | None,
     stats: bool,
     as_json: bool,
+    replay: Path | None,
     **sampling: Any,
 ) -> None:
     """Continue PROMPT, by any technique; the text appears as it grows.
@@ -55,6 +57,7 @@ def generate(
       tinyspec generate "Once upon a time" --method speculative_decoding --gamma 6 --stats
       tinyspec generate --model smollm2 --chat --method llma "Name three rivers."
       tinyspec generate --method llma --reference notes.txt "In short:" --stop "\\n\\n"
+      tinyspec generate "Once upon a time" --method sequoia --replay tree.html
       cat story.txt | tinyspec generate --json
     """
     knobs = base.given_knobs(ctx, knob)
@@ -69,6 +72,7 @@ def generate(
     texts = [base.read_text(path) for path in references]
     options: dict[str, Any] = {"method": method, "draft": small, "seed": seed, "stop": stops, "chat": chat}
     running = start(target, text, references=texts, **options, **sampling, **knobs)
+    running.trace.detailed = replay is not None
     growing, terminal = Growing(running), sys.stdout.isatty()
     interrupted = False
     try:
@@ -87,6 +91,10 @@ def generate(
         click.echo(json.dumps(done | more))
     else:
         click.echo()
+    if replay is not None:
+        from tinyspec.replay import record, save
+
+        save(record(target, method, result), replay)
     if stats or interrupted:
         click.echo(statistics(result.stats, result.finish_reason), err=True)
     if interrupted:

@@ -2,11 +2,13 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinyspec.cli import base
+from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
     from tinyspec.translating import Extending, Rewriting, Translation
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy."),
     base.where_options,
     click.option("--trace", is_flag=True, help="Show what every pass made of the canvas, or added to the text."),
+    base.replay_option,
     click.option("--stats", is_flag=True, help="Print passes and time to standard error."),
     click.option("--json", "as_json", is_flag=True, help="One JSON object a sentence on standard output."),
 )
@@ -41,6 +44,7 @@ def translate(
     device: str,
     dtype: str | None,
     trace: bool,
+    replay: Path | None,
     stats: bool,
     as_json: bool,
 ) -> None:
@@ -55,6 +59,7 @@ def translate(
       tinyspec translate --method nat "A dog runs through the snow."
       tinyspec translate --method mask_predict --iterations 4 --trace "Two men are cooking."
       tinyspec translate --method jacobi --model models/mine "A child is sleeping." --json
+      tinyspec translate --method mask_predict "Two men are cooking." --replay passes.html
       cat sentences.txt | tinyspec translate --method mask_predict > translations.txt
     """
     knobs = base.given_knobs(ctx, knob)
@@ -66,15 +71,23 @@ def translate(
     translator = for_method(method, device, dtype) if model is None else _load(model, device, dtype)
     judge = None if teacher is None else _load(teacher, device, dtype)
     lines = [text] if source not in (None, "-") else text.splitlines()
+    if replay is not None and len(lines) > 1:
+        raise TinyspecError("--replay plays back one sentence: give one as an argument")
     options: dict[str, Any] = {"method": method, "teacher": judge, "temperature": temperature, **knobs}
     for number, line in enumerate(lines):
         running = start(translator, line, seed=seed + number, max_new_tokens=max_new_tokens, **options)
+        running.detail(replay is not None)
         try:
             _run(running, shows=trace, grows=not (trace or as_json))
         except KeyboardInterrupt:
             _report(running.interrupted(), as_json, stats=True)
             ctx.exit(130)
         _report(running.result(), as_json, stats)
+        if replay is not None:
+            from tinyspec.replay import record, record_passes, save
+
+            done, given = running.result(), running.model
+            save(record_passes(given, method, done) if done.passes else record(given, method, done), replay)
 
 
 def _load(name: str, device: str, dtype: str | None) -> Any:

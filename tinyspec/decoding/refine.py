@@ -8,7 +8,7 @@ The source is encoded once. Every pass is entered in the ledger by the model its
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -72,11 +72,13 @@ class Refiner(Protocol):
 
 @dataclass
 class Written:
-    """A pass as plain data: every candidate's tokens behind it, and the slots whose token is another than before."""
+    """A pass as plain data: every candidate's tokens behind it, and the slots whose token is another than before; how sure
+    the technique is of each (log-probabilities, as it keeps them)."""
 
     tokens: list[list[int]]
     changed: list[list[int]]
     calls: int
+    scores: list[list[float]] = field(default_factory=list)
 
 
 class Pass(NamedTuple):
@@ -91,7 +93,8 @@ class Pass(NamedTuple):
         """Without the tensors."""
         moved = (self.before.tokens != self.after.tokens) & self.after.mask
         texts = [self.after.text(candidate) for candidate in range(len(moved))]
-        return Written(texts, [row.nonzero().flatten().tolist() for row in moved], len(self.calls))
+        scores = [row[slots].tolist() for row, slots in zip(self.after.scores, self.after.mask, strict=True)]
+        return Written(texts, [row.nonzero().flatten().tolist() for row in moved], len(self.calls), scores)
 
 
 class Refinement:

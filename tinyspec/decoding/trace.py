@@ -73,7 +73,12 @@ def origins(round: Round) -> tuple[Origin, ...]:
 
 @dataclass
 class TraceRound:
-    """One round as plain data: the tree, the path that was kept, what was refused, what came of it."""
+    """One round as plain data: the tree, the path that was kept, what was refused, what came of it.
+
+    ran    layers that were run for the row of each emitted token
+    p, q   of a detailed trace: each guess under the target's own law, and under the law it was drawn from (None: a point mass)
+    said   of a detailed trace: each emitted token under the target's own law
+    """
 
     tokens: list[int]
     parents: list[int]
@@ -84,14 +89,20 @@ class TraceRound:
     layers: list[int]
     target_calls: int
     draft_calls: int
+    probe: list[bool] = field(default_factory=list)
+    ran: list[int] = field(default_factory=list)
+    p: list[float] = field(default_factory=list)
+    q: list[float | None] = field(default_factory=list)
+    said: list[float] = field(default_factory=list)
 
 
 @dataclass
 class Trace:
-    """A request, replayable: the prompt and every round."""
+    """A request, replayable: the prompt and every round. `detailed` keeps probabilities too, which takes time."""
 
     prompt: list[int] = field(default_factory=list)
     rounds: list[TraceRound] = field(default_factory=list)
+    detailed: bool = False
 
     def add(self, round: Round) -> None:
         """Enter a round; tensors are left behind."""
@@ -106,8 +117,21 @@ class Trace:
                 list(round.scores.layers),
                 len(round.calls),
                 len(round.draft_calls),
+                list(round.tree.probe),
+                [round.scores.layers[row] for row in _rows(round)],
             )
         )
+        if self.detailed:
+            self._detail(round, self.rounds[-1])
+
+    def _detail(self, round: Round, entry: TraceRound) -> None:
+        """The target's own law is that of the logits, before the warpers."""
+        laws = round.scores.logits.detach().double().cpu().softmax(dim=-1)  # [n + 1, V]
+        size = laws.shape[-1]
+        for token, parent, law in zip(round.tree.tokens, round.tree.parents, round.tree.laws, strict=True):
+            entry.p.append(float(laws[parent + 1, token]) if token < size else 0.0)  # a probe may be no token
+            entry.q.append(None if law is None else float(law[token]))
+        entry.said = [float(laws[row, token]) for row, token in zip(_rows(round), round.tokens, strict=True)]
 
     @property
     def origins(self) -> list[str]:
@@ -122,7 +146,13 @@ class Trace:
     def from_json(cls, text: str) -> "Trace":
         """Back from `to_json`."""
         data: dict[str, Any] = json.loads(text)
-        return cls(data["prompt"], [TraceRound(**round) for round in data["rounds"]])
+        rounds = [TraceRound(**round) for round in data["rounds"]]
+        return cls(data["prompt"], rounds, data.get("detailed", False))
+
+
+def _rows(round: Round) -> list[int]:
+    """The row of the scores that gave each emitted token: the root's, then those of the path."""
+    return [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
 
 
 def distinct(tokens: Sequence[int], n: int = 4) -> float:

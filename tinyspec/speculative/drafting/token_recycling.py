@@ -7,8 +7,8 @@ draft is read off the matrix, breadth first from the newest token: a static tree
 imbalanced, since the first candidate of a first candidate is worth more than the eighth of an eighth. One pass verifies
 it. Nothing is trained, and no text is searched: a matrix of V x k ids is all there is.
 
-The static tree here: of all paths of ranks the `nodes` with the greatest product of chances, CHANCES being measured once (the
-share of steps at which the candidate of each rank was what came). Where a token stands at several nodes of one pass, the
+The static tree here: of all paths of ranks the `nodes` with the greatest product of chances, CHANCES falling with the
+rank. Where a token stands at several nodes of one pass, the
 last one written wins; the rows of the text that was kept are written last, for they are the newest and the text's own.
 
 Guarantee: EXACT. A candidate is a point mass, so the walk is exact at any temperature, whatever the matrix holds.
@@ -36,7 +36,8 @@ from tinyspec.tree import ROOT, TokenTree
 
 NOTHING = -1  # no candidate of this rank
 CHANCES = (0.28, 0.11, 0.03, 0.025, 0.02, 0.015, 0.012, 0.01)
-"""By rank; further ranks share the last. Measured with SmolLM2 on ten Spec-Bench questions, greedily, and smoothed to fall."""
+"""Worth of a candidate by its rank; further ranks share the last. Ours: the paper fixes its own tree. They decide what is
+guessed first, never what is said; `tinyspec bench` shows what a tree of them is worth."""
 
 Shape = tuple[tuple[int, int], ...]
 """The static tree: (parent's index or ROOT, rank among the parent's candidates) of every node, a parent before its children."""

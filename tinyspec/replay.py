@@ -1,0 +1,123 @@
+"""A replay: one self-contained page that plays a generation back, round by round or pass by pass.
+
+The page needs no network and no other file: the trace lies in it as JSON, and can be saved from it. What a colour says
+(Okabe and Ito's palette), a mark says too. Three pictures, shown where the trace has them: the tree of guesses of each round,
+with probabilities; the layers each token ran (a technique that leaves early); guesses or a canvas, row by row.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from tinyspec.decoding.trace import Trace
+from tinyspec.display import visible
+from tinyspec.errors import TinyspecError
+from tinyspec.generation import Generation
+from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.seq2seq_config import Seq2SeqConfig
+from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.lm.transformer import Model
+from tinyspec.translating import Translation
+
+Record = dict[str, Any]
+"""What a page is made from, as plain data. `kind` is "text" (rounds) or "canvas" (passes)."""
+
+
+def record(model: Model | Seq2Seq, method: str, generation: Generation) -> Record:
+    """A generation's trace with the words of its tokens. Probabilities are there if the trace was `detailed`."""
+    stats, trace, config = generation.stats, generation.trace, model.config
+    calls = f"{stats.target_calls} target calls, {stats.tokens_per_call:.2f} tokens a call"
+    drafts = f", {stats.accepted} of {stats.drafted} guesses accepted" if stats.drafted else ""
+    return {
+        "kind": "text",
+        "model": model.name,
+        "method": method,
+        "summary": f"{stats.emitted} tokens in {calls}{drafts}; ended by {generation.finish_reason}",
+        "n_layers": config.decoder_layers if isinstance(config, Seq2SeqConfig) else config.n_layers,
+        "prompt": visible(model.tokenizer.decode(trace.prompt)),
+        "rounds": _rounds(model.tokenizer, model.config.vocab_size, trace),
+    }
+
+
+def record_passes(model: Seq2Seq, method: str, done: Translation) -> Record:
+    """What a canvas went through: the candidate that was kept, pass by pass."""
+    tokenizer, size = model.tokenizer, model.config.vocab_size
+    kept = done.passes[-1].tokens.index(done.tokens) if done.passes else 0
+    passes = []
+    for written in done.passes:
+        tokens, changed = written.tokens[kept], set(written.changed[kept])
+        passes.append(
+            {
+                "pieces": [_word(tokenizer, size, token) for token in tokens],
+                "fresh": [slot in changed for slot in range(len(tokens))],
+                "sure": [math.exp(min(score, 0.0)) for score in written.scores[kept]],
+            }
+        )
+    return {
+        "kind": "canvas",
+        "model": model.name,
+        "method": method,
+        "summary": done.figures(),
+        "n_layers": model.config.decoder_layers,
+        "prompt": visible(tokenizer.decode(done.source)),
+        "passes": passes,
+    }
+
+
+def _rounds(tokenizer: Tokenizer, size: int, trace: Trace) -> list[Record]:
+    """Every round with the text of its tokens (what they add to the text) and of its guesses (each on its own)."""
+    stream, newest, rounds = tokenizer.stream(), trace.prompt[-1:], list[Record]()
+    for entry in trace.rounds:
+        unknown: list[None] = [None] * max(len(entry.tokens), len(entry.emitted))  # of a trace without details
+        known = {"p": entry.p or unknown, "q": entry.q or unknown, "said": entry.said or unknown}
+        words = {
+            "root": _word(tokenizer, size, newest[0]) if newest else "",
+            "node_pieces": [_word(tokenizer, size, token) for token in entry.tokens],
+            "pieces": [visible(stream.push([token])) for token in entry.emitted],
+        }
+        rounds.append(asdict(entry) | known | words)
+        newest = entry.emitted[-1:] or newest
+    if rounds and (rest := visible(stream.flush())):
+        rounds[-1]["pieces"][-1] += rest
+    return rounds
+
+
+def _word(tokenizer: Tokenizer, size: int, token: int) -> str:
+    """One token as text; a special one by its name, a probe by its number."""
+    return f"<probe {token - size}>" if token >= size else visible(tokenizer.token_text(token))
+
+
+def page(record: Record) -> str:
+    """The record as HTML: one file, nothing to fetch."""
+    template = files("tinyspec").joinpath("replay.html").read_text(encoding="utf-8")
+    # inside a script element only "<" could end it; as an escape it is the same JSON
+    return template.replace("{{DATA}}", json.dumps(record, ensure_ascii=False).replace("<", "\\u003c"))
+
+
+def read(path: str | Path) -> Record:
+    """A record that `--replay FILE.json` or the page itself saved. Raises TinyspecError where it is none."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TinyspecError(f"{path}: {error.strerror or error}") from None
+    except ValueError:
+        raise TinyspecError(f"{path} is no JSON: save one with tinyspec generate --replay FILE.json") from None
+    needed: Sequence[str] = ("kind", "model", "method", "summary", "n_layers", "prompt")
+    steps = {"text": "rounds", "canvas": "passes"}.get(found.get("kind", "")) if isinstance(found, dict) else None
+    if steps is None or any(name not in found for name in (*needed, steps)):
+        raise TinyspecError(f"{path} is no trace of a generation: save one with tinyspec generate --replay FILE.json")
+    return found  # type: ignore[no-any-return]
+
+
+def save(record: Record, path: str | Path) -> None:
+    """Write the page; the record itself where the name ends in .json."""
+    path = Path(path)
+    text = json.dumps(record, ensure_ascii=False, indent=1) if path.suffix == ".json" else page(record)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TinyspecError(f"cannot write {path}: {error.strerror}") from None
