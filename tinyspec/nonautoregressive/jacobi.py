@@ -10,7 +10,8 @@ autoregressively, so that no length need be known. Nothing is trained.
 
 Theorem: after k sweeps the first k tokens are final, so m sweeps are enough, and greedy text is the only fixed point. Tested
 in tests/nonautoregressive/test_jacobi.py, with the laws of tinyspec/laws/sweeps.py: every start of small blocks, the only fixed
-point by trying all texts, and targets on which each sweep fixes one token and no more.
+point by trying all texts, and targets on which each sweep fixes one token and no more; on language models, and on the
+autoregressive translator (`Seq2Seq.given`), for which the paper made it.
 
 In the frame a sweep is a draft: what is left of the block hangs below the newest token as a chain. The walk accepts the
 tokens that came true and adds the next, so whatever has a final input is committed in the sweep that computed it, its keys and
