@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tinyspec import aligner, distilled
 from tinyspec.bitext import Pair, buckets, padded
 from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.refine import refine
+from tinyspec.decoding.refine_many import chosen
 from tinyspec.distilled import Writing
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
@@ -130,13 +130,11 @@ def mask_predict(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[
         return masking.loss(model, masking.Batch(*batch), generator, plan.dropout, plan.smoothing)
 
     def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
-        made = []
-        for source in sources:
-            running = refine(model, source, masking.MaskPredict(model, **ASKED), Seeded(0))
-            for _ in running:
-                pass
-            made.append(running.tokens)
-        return made
+        def ask(part: list[Sequence[int]]) -> list[list[int]]:
+            refiner = masking.MaskPredict(model, **ASKED)
+            return chosen(model, padded(part).to(model.device), refiner, [Seeded(0)] * len(part))
+
+        return together(sources, ask)
 
     return Taught(batch, loss, translate)
 

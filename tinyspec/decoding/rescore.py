@@ -11,28 +11,32 @@ from torch import Tensor
 
 from tinyspec.decoding.refine import Canvas
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.seq2seq import Memory, Seq2Seq
 
 
 def judge(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> Tensor:
-    """log p of every token of every candidate, and of the end behind its last, given the source: [C, T + 1], 0 at padding.
+    """`said` for the candidates of one source. One pass of the encoder (its source is the only one) and one of the decoder."""
+    return said(teacher, teacher.encode(torch.tensor([list(source)], device=teacher.device)), canvas)
 
-    One pass of the encoder (its source is the only one) and one of the decoder. What a padding slot holds does not matter.
+
+def said(teacher: Seq2Seq, memory: Memory, canvas: Canvas) -> Tensor:
+    """log p of every token of every candidate, and of the end behind its last, given its source: [C, T + 1], 0 at padding.
+
+    memory  of one source for all candidates, or of each candidate's. What a padding slot holds does not matter.
     """
     config, device = teacher.config, teacher.device
     tokens, mask = canvas.tokens.to(device), canvas.mask.to(device)
     teacher.fits(tokens.shape[1] + 1, "translation")
-    memory = teacher.encode(torch.tensor([list(source)], device=device))
     count, room = tokens.shape
     ends = mask.sum(dim=1)  # [C] where each candidate's end belongs
     read = torch.cat((torch.full((count, 1), config.bos, device=device), tokens.masked_fill(~mask, config.pad)), dim=1)
     causal = torch.ones(room + 1, room + 1, dtype=torch.bool, device=device).tril()
     logits = teacher.logits(teacher.decode(teacher.embed(read), memory, causal))  # [C, T + 1, V]
-    said = torch.cat((tokens, torch.zeros_like(tokens[:, :1])), dim=1)
+    spoken = torch.cat((tokens, torch.zeros_like(tokens[:, :1])), dim=1)
     places = torch.arange(room + 1, device=device)[None]
-    said = torch.where(places == ends[:, None], config.eos, said.masked_fill(places > ends[:, None], 0))
+    spoken = torch.where(places == ends[:, None], config.eos, spoken.masked_fill(places > ends[:, None], 0))
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    scores = logits.log_softmax(dim=-1).gather(-1, said[..., None])[..., 0]
+    scores = logits.log_softmax(dim=-1).gather(-1, spoken[..., None])[..., 0]
     return scores.masked_fill(places > ends[:, None], 0)
 
 

@@ -1,0 +1,94 @@
+"""Many canvases at once: the second loop over a batch of sources.
+
+One encoder pass and, each iteration, one decoder pass for all candidates of all sources. For techniques that draw nothing
+while they rewrite, and that stop after a fixed number of iterations; what comes out is what `refine` gives source by source
+(a test). A large batch is where parallel decoding has least to gain, and measuring it is what this is for.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.refine import Canvas, Refiner
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.seq2seq import Memory, Seq2Seq
+
+
+class Many(NamedTuple):
+    """Canvases of several sources as one, after the last iteration.
+
+    canvas  all candidates, those of a source together, in the sources' order; its `extra` is None
+    owners  [C] whose candidate each row is
+    """
+
+    canvas: Canvas
+    owners: Tensor
+
+    def of(self, source: int) -> Canvas:
+        """The canvas of one source, without the padding that the others asked for."""
+        rows = (self.owners == source).nonzero().flatten()
+        room = max(1, int(self.canvas.mask[rows].sum(dim=1).max()))
+        return Canvas(*(part[rows, :room] for part in self.canvas[:3]))
+
+
+@torch.inference_mode()
+def refine_many(
+    model: Seq2Seq, sources: Tensor, refiner: Refiner, chances: Sequence[Chance], memory: Memory | None = None
+) -> Many:
+    """Rewrite a canvas for each of the sources [B, S], padded at the end; nothing is chosen yet.
+
+    chances  one for each source, as `refine` would get it
+    memory   of these sources, where the caller has it
+    """
+    memory = model.encode(sources) if memory is None else memory
+    mask = sources != model.config.pad
+    firsts = [
+        refiner.start(row[there].tolist(), alone(memory, i), chance.split("start", 0))
+        for i, (row, there, chance) in enumerate(zip(sources, mask, chances, strict=True))
+    ]
+    canvas, owners = joined(firsts)
+    theirs, iteration = memory.rows(owners), 0
+    while not refiner.finished(canvas, iteration):
+        canvas = refiner.rewrite(canvas, theirs, iteration, _Silent())
+        iteration += 1
+    return Many(canvas._replace(extra=None), owners)
+
+
+def chosen(model: Seq2Seq, sources: Tensor, refiner: Refiner, chances: Sequence[Chance]) -> list[list[int]]:
+    """The translations of the sources [B, S]: what `refine` chooses for each."""
+    with torch.inference_mode():
+        memory = model.encode(sources)
+    many, found = refine_many(model, sources, refiner, chances, memory), []
+    for i, row in enumerate(sources):
+        canvas, source = many.of(i), row[row != model.config.pad].tolist()
+        with torch.inference_mode():
+            found.append(canvas.text(refiner.choose(canvas, source, alone(memory, i))))
+    return found
+
+
+def alone(memory: Memory, source: int) -> Memory:
+    """The memory of one source, without the padding that the others asked for."""
+    length = int(memory.mask[source].sum())
+    one = memory.rows([source])
+    heard = None if one.heard is None else tuple((k[:, :length], v[:, :length]) for k, v in one.heard)
+    return Memory(one.states[:, :length], one.mask[:, :length], one.summary, heard)
+
+
+def joined(canvases: Sequence[Canvas]) -> tuple[Canvas, Tensor]:
+    """Canvases below one another, padded to the widest, and whose each row is."""
+    room = max(canvas.tokens.shape[1] for canvas in canvases)
+    parts = zip(*(canvas[:3] for canvas in canvases), strict=True)
+    tokens, mask, scores = (torch.cat([F.pad(part, (0, room - part.shape[1])) for part in of]) for of in parts)
+    counts = torch.tensor([len(canvas.tokens) for canvas in canvases], device=tokens.device)
+    return Canvas(tokens, mask, scores), torch.repeat_interleave(counts)
+
+
+class _Silent:
+    """A chance for all sources together: there is none."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise TinyspecError("this technique draws while it rewrites: its sources are refined one by one")
