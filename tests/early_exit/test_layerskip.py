@@ -1,0 +1,197 @@
+"""LayerSkip: the whole model's text, layers below the exit run once, one cache, drafts of the model cut off behind the exit."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lm.small import GPT2, LLAMA, close, same_cache
+from tests.lm.small import model as network
+from tests.table import Table, law
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder, NoDraft, Round
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.early_exit.layerskip import drafting_layers, evaluations
+from tinyspec.errors import TinyspecError
+from tinyspec.generation import start
+from tinyspec.laws import toys
+from tinyspec.laws.toys import layerskip as traps
+from tinyspec.lm.feed import Call
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import Guarantee, Request, find
+
+CARD = find("layerskip")
+GREEDY = Warp(temperature=0.0)
+FIVE = replace(LLAMA, n_layers=5)
+
+
+def made(session: Any, warp: Warp = GREEDY, stop: Stop | None = None, **knobs: Any) -> Decoder:
+    ledger: list[Call] = session.runner.ledger
+    return CARD.make(Request(session, warp=warp, stop=stop or Stop(max_new_tokens=20), ledger=ledger), **knobs)
+
+
+def finish(decoder: Decoder, prompt: list[int]) -> list[Round]:
+    decoder.extend(prompt)
+    rounds = []
+    while not decoder.finished:
+        rounds.append(decoder.step(Seeded(decoder.rounds)))
+    return rounds
+
+
+def plain(model: Model, prompt: list[int], warp: Warp = GREEDY, stop: Stop | None = None) -> list[int]:
+    decoder = Decoder(model.session(), NoDraft(), walk, warp=warp, stop=stop or Stop(max_new_tokens=20))
+    finish(decoder, prompt)
+    return decoder.new
+
+
+@pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
+def test_trap_the_technique_and_its_recipe_pass_it(trap: toys.Trap) -> None:
+    assert trap.check(trap.real()).cases > 0
+
+
+# ---------------------------------------------------------------------- the text
+
+
+@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(0.5, top_k=2)], ids=str)
+@pytest.mark.parametrize(("exit", "gamma"), [(1, 1), (1, 2), (2, 2), (3, 1)])
+def test_the_joint_law_is_the_whole_models(warp: Warp, exit: int, gamma: int) -> None:
+    reference = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
+    assert law(lambda: CARD.make(Request(Table(1), warp=warp), exit=exit, gamma=gamma), 2) == reference
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_on_a_transformer_it_is_greedy_decoding_at_every_exit(config: Any, dtype: torch.dtype) -> None:
+    model = network(config, seed=1, dtype=dtype)
+    text = plain(model, [1, 2, 3])
+    for exit, gamma in product((1, 2, 3), (1, 3)):
+        decoder = made(model.session(), exit=exit, gamma=gamma)
+        finish(decoder, [1, 2, 3])
+        assert decoder.new == text
+
+
+def test_from_the_last_layer_every_guess_holds() -> None:
+    for warp in (GREEDY, Warp(0.7)):
+        rounds = finish(made(network(LLAMA).session(), warp, exit=3, gamma=4), [1, 2])
+        assert [len(round.tokens) for round in rounds] == [5] * 4
+        assert not any(round.verdict.refused for round in rounds)
+
+
+# ---------------------------------------------------------------------- what it costs, and what it keeps
+
+
+@pytest.mark.parametrize(("exit", "gamma"), [(1, 1), (1, 4), (2, 3), (4, 2), (5, 2)])
+@pytest.mark.parametrize("warp", [GREEDY, Warp(0.8)], ids=str)
+def test_a_round_costs_n_times_the_exit_to_draft_and_the_layers_above_for_all(
+    exit: int, gamma: int, warp: Warp
+) -> None:
+    rounds = finish(made(network(FIVE, seed=2).session(), warp, exit=exit, gamma=gamma), [1, 2, 3])
+    for round in rounds:
+        n = len(round.tree.tokens)
+        work = [sum(call.row_layers for call in calls) for calls in (round.draft_calls, round.calls)]
+        assert work == list(evaluations(n, exit, 5)) == [n * exit, exit + (5 - exit) * (n + 1)]
+        assert [call.rows for call in round.draft_calls] == [1] * n, "one row a guess, the prompt is never read again"
+        assert sum(call.rows for call in round.calls) == n + 1
+
+
+def test_a_round_reads_the_head_once_a_guess_and_once_a_row() -> None:
+    for round in finish(made(network(FIVE).session(), exit=2, gamma=3), [1, 2]):
+        n = len(round.tree.tokens)
+        assert sum(call.head_rows for call in round.draft_calls) == n
+        assert sum(call.head_rows for call in round.calls) == n + 1
+
+
+@pytest.mark.parametrize("warp", [GREEDY, Warp(0.8)], ids=str)
+def test_after_every_round_all_layers_hold_the_text_but_its_newest_token(warp: Warp) -> None:
+    """prompt + emitted - 1 positions at every layer, and they are what a fresh pass over the text leaves there."""
+    session = network(FIVE, seed=1).session()
+    decoder = made(session, warp, exit=2, gamma=3)
+    decoder.extend([1, 2, 3])
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+        n = 3 + len(decoder.new)
+        assert len(session) == n
+        assert session.cache.present[: n - 1].all()
+        same_cache(session)
+    assert session.cache_exact
+
+
+def test_a_refused_guess_leaves_nothing_behind_in_the_early_layers() -> None:
+    session = network(FIVE, seed=1).session()
+    decoder = made(session, Warp(0.8), exit=2, gamma=3)
+    decoder.extend([1, 2, 3])
+    refused = 0
+    while not decoder.finished:
+        round = decoder.step(Seeded(decoder.rounds))
+        refused += bool(round.verdict.refused)
+        assert not session.committed[-1].children, "what hung below the text and was not kept is gone"
+    assert refused > 2
+
+
+def test_guesses_are_drawn_from_the_model_that_is_cut_off_behind_the_exit() -> None:
+    model = network(FIVE, seed=3)
+    cut = Model(replace(FIVE, n_layers=2), {k: w for k, w in model.weights.items() if k[0] not in "234"})
+    decoder = made(model.session(), Warp(), exit=2, gamma=3)
+    decoder.extend([1, 2, 3])
+    for _ in range(4):
+        text = list(decoder.context)
+        round = decoder.step(Seeded(decoder.rounds))
+        for at, row in enumerate(round.tree.laws):
+            expected = cut.logits([*text, *round.tree.tokens[:at]])[-1].softmax(-1)
+            close(torch.as_tensor(row), expected)
+
+
+# ---------------------------------------------------------------------- edges and bad input
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_budgets_of_no_and_one_token_need_no_draft(wanted: int) -> None:
+    decoder = made(network(LLAMA).session(), stop=Stop(max_new_tokens=wanted))
+    rounds = finish(decoder, [1])
+    assert len(decoder.new) == len(rounds) == wanted
+    assert all(not round.tree.tokens for round in rounds)
+
+
+def test_an_end_of_text_ends_it_as_the_first_token_and_inside_a_draft() -> None:
+    model = network(LLAMA, seed=1)
+    text = plain(model, [1, 2, 3])
+    for eos in {text[0], text[3]}:
+        stop = Stop(eos=frozenset({eos}), max_new_tokens=20)
+        decoder = made(model.session(), stop=stop, exit=2, gamma=6)
+        finish(decoder, [1, 2, 3])
+        assert decoder.new == text[: text.index(eos) + 1] == plain(model, [1, 2, 3], stop=stop)
+
+
+@pytest.mark.parametrize("left", [1, 2, 5])
+def test_at_the_limit_of_the_context_it_drafts_no_further(left: int) -> None:
+    model = network(LLAMA, seed=1)
+    prompt = [1 + i % 9 for i in range(64 - left)]
+    session = model.session()
+    decoder = CARD.make(Request(session, warp=GREEDY, positions=64), exit=1, gamma=6)
+    finish(decoder, prompt)
+    assert len(decoder.new) == left
+
+
+def test_an_exit_out_of_range_is_named_with_the_range() -> None:
+    with pytest.raises(TinyspecError, match="exit 4 is out of range: model has 3 layers; layerskip takes 1 to 3"):
+        made(network(LLAMA).session(), exit=4)
+    with pytest.raises(TinyspecError, match="exit is -1: it must be at least 0"):
+        made(network(LLAMA).session(), exit=-1)
+    with pytest.raises(TinyspecError, match="gamma is 0: it must be at least 1"):
+        made(network(LLAMA).session(), gamma=0)
+
+
+def test_by_default_a_quarter_of_the_layers_draft() -> None:
+    assert [drafting_layers(0, depth) for depth in (1, 3, 4, 10, 12, 32)] == [1, 1, 1, 3, 3, 8]
+    assert CARD.guarantee is Guarantee.EXACT
+
+
+def test_generate_takes_it_by_name() -> None:
+    model = network(replace(LLAMA, max_positions=40), seed=1, dtype=torch.float32)
+    arms: list[dict[str, Any]] = [{"method": "autoregressive"}, {"method": "layerskip", "exit": 1, "gamma": 2}]
+    texts = [start(model, [1, 2, 3], max_new_tokens=9, temperature=0.0, **arm) for arm in arms]
+    assert len({tuple(token for round in text for token in round.tokens) for text in texts}) == 1
