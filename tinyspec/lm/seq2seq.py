@@ -292,7 +292,8 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor
 
 def sinusoids(positions: int, width: int) -> Tensor:
     """[positions, width]: sine and cosine in turn, wavelengths from 2 pi to 20000 pi."""
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
+    slower = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * slower
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :width]
 
 
