@@ -1,5 +1,6 @@
 """generate and stream: one face for every technique."""
 
+import gc
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import tinyspec
 from tests.zoo import Zoo, tiny_zoo
 from tinyspec import generation
+from tinyspec.decoding.decode import Decoder
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 
@@ -253,3 +255,98 @@ def test_each_of_several_drafts_is_checked_for_its_vocabulary(model: Model, draf
 
     with pytest.raises(TinyspecError, match="280 tokens against 286"):
         generation._drafts(model, card(id, drafts=2), [draft, zoo.other])
+
+
+# ---------------------------------------------------------------------- the end of a request
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
+    """Decoders that were told that their request is over."""
+    told: list[Decoder] = []
+    end = Decoder.end
+
+    def noted(self: Decoder) -> None:
+        told.append(self)
+        end(self)
+
+    monkeypatch.setattr(Decoder, "end", noted)
+    return told
+
+
+def test_a_request_that_is_over_is_closed_once_and_can_still_be_asked(model: Model, ended: list[Decoder]) -> None:
+    running = generation.start(model, "the cat", method="llma", max_new_tokens=5)
+    for _ in running:
+        assert ended == []
+    seconds = running.stats.seconds
+    assert ended == [running.decoder] and len(running.decoder.target) == 0  # type: ignore[arg-type]
+    assert running.result().tokens == tinyspec.generate(model, "the cat", max_new_tokens=5).tokens
+    running.close("interrupted")
+    assert len(ended) == 2 and running.result().finish_reason == "length" and running.stats.seconds == seconds
+
+
+@pytest.mark.parametrize("failure", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_request_that_fails_is_closed(
+    model: Model, ended: list[Decoder], failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise failure
+
+    running = generation.start(model, "the cat", max_new_tokens=5)
+    rounds = iter(running)
+    first = next(rounds)
+    monkeypatch.setattr(running.decoder.target, "score", fails)
+    with pytest.raises(failure):
+        next(rounds)
+    assert ended == [running.decoder] and running.result().tokens == list(first.tokens)
+    assert running.result().finish_reason == "interrupted"
+    monkeypatch.setattr(Decoder, "extend", fails)
+    with pytest.raises(failure):
+        generation.start(model, "the cat")
+    assert len(ended) == 2
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_a_stream_that_nobody_reads_to_its_end_is_closed(model: Model, ended: list[Decoder], pieces: int) -> None:
+    stream = tinyspec.stream(model, "the cat", max_new_tokens=40)
+    for _ in range(pieces):
+        next(stream)
+    assert ended == []
+    del stream
+    gc.collect()
+    assert len(ended) == 1
+
+
+def test_where_one_request_of_a_batch_fails_all_are_closed(
+    model: Model, ended: list[Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Decoder.step
+
+    def fails(self: Decoder, chance: Any) -> Any:
+        if len(self.context) > 40:
+            raise ZeroDivisionError
+        return step(self, chance)
+
+    monkeypatch.setattr(Decoder, "step", fails)
+    with pytest.raises(ZeroDivisionError):
+        tinyspec.generate(model, [[1, 2, 3], [4] * 38], max_new_tokens=20)
+    gc.collect()
+    assert len({id(decoder) for decoder in ended}) == 2
+
+
+def test_what_a_drafter_was_asked_is_forgotten_and_what_was_said_stays(model: Model) -> None:
+    """lookahead_trie keeps a model's answers over requests; of a prompt nothing may be left, nor of an abandoned request's."""
+    for abandoned in (False, True):
+        fresh = Model(model.config, model.weights, model.tokenizer, "fresh")
+        running = generation.start(fresh, "the mat and the house", method="lookahead_trie", max_new_tokens=6)
+        rounds = iter(running)
+        next(rounds)
+        drafter: Any = running.decoder.drafter
+        own, asked = drafter.own, running.decoder.context[1:2]
+        assert drafter.forest.gather([(own, 9)], asked, 1, 1, 3)[0]
+        if not abandoned:
+            for _ in rounds:
+                pass
+        del rounds
+        assert drafter.own != own and drafter.runs == [] and drafter.length == 0
+        assert not drafter.forest.gather([(own, 9)], asked, 1, 1, 3)[0]

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -46,27 +47,43 @@ class Generation:
 
 
 class Running:
-    """One request under way: iterate it for its rounds, then ask for the result."""
+    """One request under way: iterate it for its rounds, then ask for the result.
+
+    However it ends - by itself, by an exception, or because nobody asks for the rest - the target and the drafter are told, so
+    that a drafter with a memory keeps of the request what it means to keep and nothing else.
+    """
+
+    open = False
 
     def __init__(self, decoder: Decoder, model: Model, prompt: list[int], seed: int):
         self.decoder, self.model, self.chance = decoder, model, Seeded(seed)
         self.stats, self.trace = Statistics(), Trace(list(prompt))
         self._logprobs: list[float] = []
         self._far: list[torch.Tensor] = []  # log-probabilities that still lie on a device: read when they are asked for
-        self.started = time.perf_counter()
-        decoder.extend(prompt)
+        self.started, self.open = time.perf_counter(), True
+        try:
+            decoder.extend(prompt)
+        except BaseException:
+            self.close()
+            raise
 
     def __iter__(self) -> Iterator[Round]:
-        while not self.decoder.finished:
-            round = self.decoder.step(self.chance)
-            self.stats.count(round)
-            self.trace.add(round)
-            if round.scores.logits.device.type == "cpu":
-                self._logprobs += _logprobs(round)
-            else:
-                self._far.append(_logprobs_there(round))
-            yield round
-        self.close()
+        try:
+            while not self.decoder.finished:
+                round = self.decoder.step(self.chance)
+                self.stats.count(round)
+                self.trace.add(round)
+                if round.scores.logits.device.type == "cpu":
+                    self._logprobs += _logprobs(round)
+                else:
+                    self._far.append(_logprobs_there(round))
+                yield round
+        finally:  # also where the iterator is dropped half-way
+            self.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # one that was dropped before its first round
+            self.close()
 
     @property
     def logprobs(self) -> list[float]:
@@ -77,10 +94,13 @@ class Running:
         return self._logprobs
 
     def close(self, reason: str | None = None) -> None:
-        """The request is over, with this reason where it was cut from outside."""
+        """The request is over, with this reason where it was cut from outside. What was made can still be asked for."""
         if reason and not self.decoder.finished:
             self.decoder.finished = reason
-        self.stats.seconds = time.perf_counter() - self.started
+        if self.open:
+            self.open = False
+            self.stats.seconds = time.perf_counter() - self.started
+            self.decoder.end()
 
     @property
     def text(self) -> str:
