@@ -165,7 +165,19 @@ def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"accepts": "0.9,0.9"}, {"accepts": "a"}, {"costs": "1,2"}, {"costs": "1,x,2"}, {"nodes": 0}]
+    "knobs",
+    [
+        {"accepts": "0.9,0.9"},
+        {"accepts": "a"},
+        {"accepts": "nan"},
+        {"accepts": "0.5,nan"},
+        {"accepts": "-0.1"},
+        {"costs": "1,2"},
+        {"costs": "1,x,2"},
+        {"costs": "nan,1,2"},
+        {"costs": "1,1,inf"},
+        {"nodes": 0},
+    ],
 )
 def test_figures_that_mean_nothing_are_refused_by_name(knobs: dict[str, Any]) -> None:
     with pytest.raises(TinyspecError, match="|".join(knobs)):

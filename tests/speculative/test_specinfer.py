@@ -129,6 +129,12 @@ def test_an_expansion_that_is_none_is_refused_in_one_line(expansion: str) -> Non
         made(expansion=expansion)
 
 
+def test_a_tree_that_no_draft_would_grow_is_refused_and_never_dropped() -> None:
+    with pytest.raises(TinyspecError, match="2 trees for 1 draft model: give one for each, or more drafts"):
+        made(qs=(2,), expansion="2+1x1")
+    assert made(qs=(2, 3), expansion="2+1x1")
+
+
 # ---------------------------------------------------------------------- boosting
 
 SMALL = Config(vocab_size=13, d_model=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=8, d_ff=8, max_positions=16)

@@ -21,6 +21,7 @@ unless `accepts` and `costs` are given. `measured` takes P from paired rows befo
 Left out: trees of hundreds of nodes for offloaded targets (the bound is a knob, and the planning grows with its square).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -239,7 +240,8 @@ def _numbers(knob: str, text: str) -> list[float]:
         numbers = [float(word) for word in str(text).split(",")]
     except ValueError:
         numbers = [-1.0]
-    if min(numbers) < 0 or (knob == "accepts" and sum(numbers) > 1 + 1e-9) or (knob == "costs" and len(numbers) < 3):
+    wrong = not all(0 <= number < math.inf for number in numbers)  # also where it is no number
+    if wrong or (knob == "accepts" and sum(numbers) > 1 + 1e-9) or (knob == "costs" and len(numbers) < 3):
         what = {
             "accepts": "shares that add up to at most 1, as in 0.6,0.2,0.1",
             "costs": "that of a draft call, then of a target call over 0, 1, ... guesses, as in 0.3,1,1.1,1.2",

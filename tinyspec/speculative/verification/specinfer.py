@@ -127,6 +127,11 @@ def _any(ways: int, chance: Chance) -> int:
 def specinfer(request: Request, *, expansion: str) -> Decoder:
     """Every draft model grows a tree; the target verifies them as one."""
     trees = [shape(widths(word)) for word in str(expansion).split("+")]
+    if len(trees) > len(request.drafts):
+        given = f"{len(request.drafts)} draft model" + "s" * (len(request.drafts) > 1)
+        raise TinyspecError(
+            f"expansion {expansion} names {len(trees)} trees for {given}: give one for each, or more drafts"
+        )
     reach = [*request.reach, *[None] * len(request.drafts)]
     drafts = [
         TreeDraft(model, trees[min(number, len(trees) - 1)], request.stop.eos, reach[number])
