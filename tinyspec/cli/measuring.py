@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from tinyspec.cli import base
+from tinyspec.errors import TinyspecError
 
 RAW = ("samples", "prompts", "machine", "columns")  # long, and in the file that --out writes
 
@@ -29,6 +30,21 @@ results = base.options(
     click.option("--json", "as_json", is_flag=True, help="The result with all samples on standard output."),
     click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
 )
+
+
+def numbers(option: str, text: str, what: str) -> list[int]:
+    """What a list of numbers means: 1,2,4 or 1-16, or both.
+
+    >>> numbers("--blocks", "1,4-6,4", "tokens")
+    [1, 4, 5, 6]
+    """
+    found: list[int] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (not dash or last.isdecimal()) and 0 < int(first) <= int(last or first)):
+            raise TinyspecError(f"{option} {text}: write numbers of {what}, such as 1,2,4 or 1-16")
+        found += range(int(first), int(last or first) + 1)
+    return list(dict.fromkeys(found))
 
 
 def show(measure: Any, options: dict[str, Any], kept: bool = False, **more: Any) -> None:

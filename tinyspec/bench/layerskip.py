@@ -1,0 +1,137 @@
+"""`tinyspec bench layerskip`: what the exits of models are worth as drafts, by layer, and what LayerSkip makes of them.
+
+Per model and exit E: *agreement*, how often the exit's likeliest token is the whole model's, and *overlap*, the mean of
+sum min(p, q), which is the chance that a sampled guess is accepted; both at every position of the model's own greedy texts, by
+one dense pass. Then LayerSkip is run on the same openings: guesses kept, tokens a round, and layers a token, counted from the
+ledger. "In a row" are the layers that cannot run side by side: E for each guess, and all L once a round; plain decoding has L
+a token, so L over it is the most that LayerSkip could gain where a pass over some rows takes as long as one over one row. No
+clock is read: the figures are the same on every machine, up to rounding.
+"""
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+
+from tinyspec import models
+from tinyspec.bench.arms import endless
+from tinyspec.bench.harness import progress, report
+from tinyspec.bench.report import Grid, number
+from tinyspec.bench.tasks import openings
+from tinyspec.early_exit.layerskip import drafting_layers
+from tinyspec.errors import TinyspecError
+from tinyspec.generation import prompt_ids, start
+from tinyspec.lm.blocks import Blocks
+from tinyspec.lm.transformer import Model
+
+METHOD = "layerskip"
+
+
+def run(
+    names: Sequence[str],
+    exits: Sequence[int] = tuple(range(2, 9)),
+    gamma: int = 4,
+    temperature: float = 0.0,
+    prompts: int = 10,
+    tokens: int = 64,
+    dtype: str | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """All figures of all models, at the exits that each has. TinyspecError for none, and texts that do not fit."""
+    if not (names and exits):
+        raise TinyspecError("there is nothing to measure: name --models and --exits, such as exits-layerskip and 2-8")
+    found: dict[str, Any] = {}
+    loaded = {name: endless(models.load(name, dtype=dtype)) for name in names}
+    for name, model in loaded.items():
+        for exit in exits:
+            drafting_layers(exit, model.config.n_layers, name)
+        if model.config.max_positions <= tokens:
+            raise TinyspecError(f"{tokens} new tokens do not fit into the context of {name}: fewer --tokens")
+    with progress(f"{len(loaded)} models", len(loaded) * (1 + len(exits)), quiet) as tick:
+        for name, model in loaded.items():
+            texts = [prompt_ids(model, text)[-(model.config.max_positions - tokens) :] for text in openings()[:prompts]]
+            written = [_made(model, text, tokens, "autoregressive").new for text in texts]
+            worth = _worth(model, texts, written)
+            tick()
+            found[name] = {"n_layers": model.config.n_layers, "exits": {}}
+            for exit in exits:
+                runs = [_made(model, text, tokens, METHOD, temperature, exit=exit, gamma=gamma) for text in texts]
+                found[name]["exits"][str(exit)] = {**worth[exit - 1], **_counted(runs, model.config.n_layers)}
+                tick()
+    settings = {
+        "gamma": gamma, "temperature": temperature, "prompts": prompts, "tokens": tokens, "openings": "valid books",
+        "dtype": {name: str(model.dtype).removeprefix("torch.") for name, model in loaded.items()},
+    }  # fmt: skip
+    return report({"settings": settings, "models": found})
+
+
+class Ran(NamedTuple):
+    """A finished run: its tokens, and of every round the layers run to draft, to verify, and the guesses."""
+
+    new: list[int]
+    rounds: list[tuple[float, float, int, int]]  # drafting, verification, drafted, kept
+
+
+def _made(model: Model, prompt: Sequence[int], tokens: int, method: str, temperature: float = 0.0, **knobs: Any) -> Ran:
+    running = start(model, list(prompt), method=method, max_new_tokens=tokens, temperature=temperature, **knobs)
+    rounds = [
+        (
+            sum(call.row_layers for call in round.draft_calls),
+            sum(call.row_layers for call in round.calls),
+            len(round.tree.tokens),
+            len(round.verdict.path),
+        )
+        for round in running
+    ]
+    return Ran(running.decoder.new, rounds)
+
+
+def _worth(model: Model, prompts: Sequence[Sequence[int]], written: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+    """Agreement and overlap of every exit with the last layer, over the rows that said the written tokens."""
+    wide = model.to(dtype=torch.float32)
+    blocks = Blocks(wide.config, dict(wide.weights))
+    same: list[list[float]] = [[] for _ in range(model.config.n_layers)]
+    common: list[list[float]] = [[] for _ in range(model.config.n_layers)]
+    for prompt, new in zip(prompts, written, strict=True):
+        ids = torch.tensor([[*prompt, *new[:-1]]], device=wide.device)
+        with torch.inference_mode():
+            laws = [blocks.head(x[0, len(prompt) - 1 :]).softmax(-1) for x in blocks.stream(ids)]
+        for layer, q in enumerate(laws):
+            same[layer] += (q.argmax(-1) == laws[-1].argmax(-1)).tolist()
+            common[layer] += torch.minimum(q, laws[-1]).sum(-1).tolist()
+    return [{"agreement": mean(a), "overlap": mean(b)} for a, b in zip(same, common, strict=True)]
+
+
+def _counted(runs: Sequence[Ran], depth: int) -> dict[str, float]:
+    """What the rounds of some runs add up to."""
+    made, rounds = sum(len(run.new) for run in runs), [round for run in runs for round in run.rounds]
+    drafting, verifying, drafted, kept = (sum(column) for column in zip(*rounds, strict=True))
+    in_a_row = drafting + depth * len(rounds)
+    return {
+        "kept": kept / drafted if drafted else 0.0,
+        "tokens_per_round": made / len(rounds),
+        "layers_per_token": (drafting + verifying) / made,
+        "in_a_row_per_token": in_a_row / made,
+        "bound": depth * made / in_a_row,
+    }
+
+
+def grids(result: dict[str, Any]) -> list[Grid]:
+    """A table a model, a row an exit."""
+    settings, made = result["settings"], []
+    header = [
+        "exit", "agreement", "overlap", "guesses kept", "tokens a round", "layers a token", "in a row", "at most",
+    ]  # fmt: skip
+    for name, of in result["models"].items():
+        rows = [
+            [
+                exit, number(f["agreement"], 3), number(f["overlap"], 3), number(f["kept"], 3),
+                number(f["tokens_per_round"], 2), number(f["layers_per_token"], 2), number(f["in_a_row_per_token"], 2),
+                f"{f['bound']:.2f}x",
+            ]
+            for exit, f in of["exits"].items()
+        ]  # fmt: skip
+        title = f"{name}: {of['n_layers']} layers, gamma {settings['gamma']}, temperature {settings['temperature']:g}"
+        made.append(Grid(title, header, rows))
+    return made
