@@ -3,7 +3,7 @@
 import click
 
 import tinyspec
-from tinyspec.cli import bench, chat, generate, laws, methods, models, race, replay, train, translate
+from tinyspec.cli import bench, book, chat, exits, generate, laws, methods, models, race, replay, train, translate
 from tinyspec.cli.base import Group
 
 
@@ -30,11 +30,13 @@ for command in (
     translate.translate,
     chat.chat,
     replay.replay,
+    book.book,
     methods.methods,
     laws.laws,
     models.models,
     models.data,
     train.train,
+    exits.calibrate,
     bench.bench,
 ):
     main.add_command(command)

@@ -6,7 +6,16 @@ from typing import Any
 
 import click
 
-from tinyspec.cli import base, bench_drafts, bench_layerskip, bench_ppd, bench_sweeps
+from tinyspec.cli import (
+    base,
+    bench_dialects,
+    bench_drafts,
+    bench_layerskip,
+    bench_ppd,
+    bench_sweeps,
+    bench_translation,
+    exits,
+)
 from tinyspec.cli.measuring import results, rounds, show, tokens
 
 
@@ -264,5 +273,8 @@ for command in (
     bench_layerskip.layerskip,
     bench_ppd.ppd,
     bench_sweeps.sweeps,
+    bench_translation.translation,
+    bench_dialects.dialects,
+    exits.exits,
 ):
     bench.add_command(command)

@@ -6,6 +6,7 @@ import click
 
 from tinyspec.cli import base
 from tinyspec.cli.boost import boost
+from tinyspec.cli.exits import train_exits
 from tinyspec.cli.train_mt import mt
 from tinyspec.errors import TinyspecError
 
@@ -24,6 +25,7 @@ def train() -> None:
 
 
 train.add_command(boost)
+train.add_command(train_exits)
 train.add_command(mt)
 
 

@@ -132,16 +132,16 @@ def calm(
 
 
 def labels(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a text [B, T]: the states below the top [B, T, L-1, d], and where their likeliest word is the top's [B, T, L-1]."""
+    """Of a text [B, T]: where a layer's likeliest word is the top's [B, T, L-1]; the states below the top [B, T, L-1, d]."""
     path = model.dense()
     with torch.no_grad():
         states = list(path.stream(ids))
         words = torch.stack([path.head(state).argmax(-1) for state in states], dim=-1)  # [B, T, L]
-    return torch.stack(states[:-1], dim=-2), words[..., :-1] == words[..., -1:]
+    return words[..., :-1] == words[..., -1:], torch.stack(states[:-1], dim=-2)
 
 
-def balanced_loss(states: Tensor, agrees: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Cross-entropy of the classifier on [..., L-1, d] and [..., L-1]: the mean over layers, in which each kind counts half.
+def balanced_loss(agrees: Tensor, states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Cross-entropy of the classifier on [..., L-1] and [..., L-1, d]: the mean over layers, in which each kind counts half.
 
     A layer where one kind is missing counts by the other alone.
     """
@@ -163,14 +163,14 @@ def fit(
     def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
         return labels(frozen, crops(generator)[0])
 
-    held = labels(frozen, crops(torch.Generator().manual_seed(settings.seed + 1))[0])
+    held = labels(frozen, torch.cat([crops(torch.Generator().manual_seed(settings.seed - i))[0] for i in range(1, 5)]))
 
     def validate() -> dict[str, float]:
         with torch.no_grad():
             return {"held_out": float(balanced_loss(*held, weights[WEIGHT], weights[BIAS]))}
 
-    def loss(states: Tensor, agrees: Tensor) -> Tensor:
-        return balanced_loss(states, agrees, weights[WEIGHT], weights[BIAS])
+    def loss(agrees: Tensor, states: Tensor) -> Tensor:
+        return balanced_loss(agrees, states, weights[WEIGHT], weights[BIAS])
 
     ended = train(weights, batches, loss, settings, folder, validate=validate, title="exit classifier", **watch)
     return ended, {name: weight.detach() for name, weight in weights.items()}

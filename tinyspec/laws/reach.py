@@ -52,10 +52,7 @@ def reach(owner: Any) -> tuple[Names, list[Place]]:
     """
     key = owner.__code__ if isinstance(owner, types.FunctionType) else owner
     if key not in _known:
-        own = (
-            owner,
-            *_cells(owner),
-        )  # cells are equal where their contents are, and arrays have no one truth: by identity
+        own = (owner, *_cells(owner))  # by identity: cells are equal where their contents are, and arrays have no truth
         places = [place for place in _places(owner) if all(place.of is not mine for mine in own)]
         quick = [place for place in places if place.still and hasattr(place.of, "get")]
         rest = [place for place in places if not (place.still and hasattr(place.of, "get"))]

@@ -1,0 +1,109 @@
+"""`tinyspec calibrate`: the lowest of CALM's thresholds whose texts stay within delta, with probability 1 - epsilon.
+
+Passages are drawn independently, each place of the texts as likely as any other: what is shown holds for passages drawn so,
+from texts like these. Thresholds 1, 0.95, ... are tested in this order, by Hoeffding's p-values (decoding/calibrate.py), until
+one fails. Textual consistency compares with the full model's text, risk consistency with how the passage really goes on. In
+the end the choice is looked at on fresh passages; that is no part of the guarantee.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tinyspec import models
+from tinyspec.bench.exits import Passage, counted, passages, work, written
+from tinyspec.bench.harness import progress, report
+from tinyspec.decoding.calibrate import calibrate, enough, hoeffding, risk, textual
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.feed import Call
+from tinyspec.lm.transformer import Model
+
+
+def thresholds(step: float) -> list[float]:
+    """From the safest down.
+
+    >>> thresholds(0.25)
+    [1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if not 0 < step <= 1:
+        raise TinyspecError(f"--step is {step}: it must be above 0 and at most 1")
+    found = [round(1 - i * step, 10) for i in range(int(1 / step + 1e-9) + 1)]
+    return found
+
+
+def run(
+    name: str,
+    texts: Sequence[str],
+    delta: float = 0.1,
+    epsilon: float = 0.05,
+    consistency: str = "textual",
+    prompts: int = 200,
+    prompt_tokens: int = 64,
+    tokens: int = 32,
+    step: float = 0.05,
+    check: int = 200,
+    seed: int = 0,
+    dtype: str | None = None,
+    quiet: bool = False,
+    **knobs: Any,
+) -> dict[str, Any]:
+    """The threshold ("inf" where not even 1 passed: the full model), and everything that was tested.
+
+    knobs  of the technique: measure, decay, tau, min_exit, interval
+    """
+    enough(prompts, delta, epsilon)
+    candidates = thresholds(step)
+    model = models.load(name, dtype=dtype)
+    found = passages(model, texts, prompts + check, prompt_tokens, tokens, seed)
+    examples, fresh = found[:prompts], found[prompts:]
+    written(model, examples[0].prompt, 1, [], {**knobs, "threshold": 1.0})  # what is wrong with the knobs is said first
+    full = [written(model, p.prompt, tokens, [], {"threshold": math.inf}) for p in examples]
+    costs: dict[float, float] = {}
+    with progress(f"{model.name}: {consistency} consistency", len(candidates), quiet) as tick:
+
+        def losses(threshold: float) -> list[float]:
+            ledger: list[Call] = []
+            early = [written(model, p.prompt, tokens, ledger, {**knobs, "threshold": threshold}) for p in examples]
+            costs[threshold] = _work(model, ledger, sum(map(len, early)))
+            tick()
+            return _losses(consistency, early, full, examples)
+
+        outcome = calibrate(candidates, losses, delta, epsilon, hoeffding)
+    choice = math.inf if outcome.choice is None else outcome.choice
+    made: dict[str, Any] = {
+        "model": model.name,
+        "threshold": "inf" if choice == math.inf else choice,
+        "delta": delta,
+        "epsilon": epsilon,
+        "consistency": consistency,
+        "knobs": knobs,
+        "prompts": prompts,
+        "prompt_tokens": prompt_tokens,
+        "tokens": tokens,
+        "seed": seed,
+        "work_over_full": costs.get(choice, 1.0),
+        "tested": [
+            {"threshold": t.candidate, "loss": t.loss, "p": t.p, "passed": t.rejected, "work": costs[t.candidate]}
+            for t in outcome.tested
+        ],
+    }
+    if check and fresh:
+        early, full = (
+            [written(model, p.prompt, tokens, [], {**knobs, "threshold": x}) for p in fresh] for x in (choice, math.inf)
+        )
+        made["checked"] = {"prompts": check, "loss": sum(_losses(consistency, early, full, fresh)) / check}
+    return report(made)
+
+
+Texts = Sequence[list[int]]
+
+
+def _losses(consistency: str, early: Texts, full: Texts, of: Sequence[Passage]) -> list[float]:
+    if consistency == "textual":
+        return [textual(*pair) for pair in zip(early, full, strict=True)]
+    return [risk(one, other, passage.rest) for one, other, passage in zip(early, full, of, strict=True)]
+
+
+def _work(model: Model, ledger: Sequence[Call], tokens: int) -> float:
+    """All work behind the prompts, over the full model's for as many tokens."""
+    return work(model.config, *counted(ledger)) / max(tokens, 1)

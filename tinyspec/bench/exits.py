@@ -1,0 +1,289 @@
+"""`tinyspec bench exits`: what early exits save and what they cost, the survey's second experiment.
+
+CALM's three measures over a sweep of thresholds, and, as what they must beat, one fixed exit for all tokens. Two ways each:
+*forced*, the passage goes on as its book does (is the exit's word the full model's, on the same past? what is the perplexity of
+the book?), and *free*, the model goes on by itself at temperature 0 (is the text the full model's? how likely does the full
+model hold it for?). Past tokens left early in both, and were copied up.
+
+Work is counted, not timed, and all of it is counted: layers run, keys and values made for layers that were left out, and
+products with the vocabulary matrix, which the softmax measure needs at every layer it looks at. A "layers per token" alone is
+the field's flattering figure. Multiplications of weights are added up; 1 is the full model. Attention's own are left out.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinyspec import models
+from tinyspec.bench.arms import endless
+from tinyspec.bench.harness import progress, report, save
+from tinyspec.bench.report import Grid, number
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.config import Config
+from tinyspec.lm.feed import Call
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import Request, find
+from tinyspec.tree import TokenTree
+
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+FIXED, FULL = "fixed", "full"
+MEASURES = ("softmax", "saturation", "classifier")
+
+
+class Passage(NamedTuple):
+    """A piece of a book: what is read, and what comes after it."""
+
+    prompt: list[int]
+    rest: list[int]
+
+
+class Sample(NamedTuple):
+    """One passage, one way, under one setting.
+
+    right    forced: words of the exit that are the full model's; free: tokens that are those of its text
+    bits     of the passage under the exits' rows (forced), of the text under the full model (free)
+    layers, fills, heads   (row, layer) evaluations, keys and values copied up, products with the vocabulary matrix
+    """
+
+    way: str
+    passage: int
+    tokens: int
+    right: int
+    bits: float
+    layers: float
+    fills: int
+    heads: int
+
+
+def passages(model: Model, texts: Sequence[str], n: int, prompt: int, tokens: int, seed: int) -> list[Passage]:
+    """n independent draws, each place of the texts as likely as any other."""
+    if prompt + tokens > model.config.max_positions:
+        raise TinyspecError(
+            f"{prompt} tokens of a passage and {tokens} new ones do not fit into the context of {model.name} "
+            f"({model.config.max_positions}): fewer --tokens or --prompt-tokens"
+        )
+    ids = [model.tokenizer.encode(text) for text in texts]
+    room = [max(len(text) - prompt - tokens + 1, 0) for text in ids]
+    if not sum(room):
+        raise TinyspecError(f"no text has {prompt + tokens} tokens: give longer ones, or fewer --tokens")
+    random, found = np.random.default_rng(seed), list[Passage]()
+    for place in random.integers(sum(room), size=n).tolist():
+        which = 0
+        while place >= room[which]:
+            place, which = place - room[which], which + 1
+        end = place + prompt
+        found.append(Passage(ids[which][place:end], ids[which][end : end + tokens]))
+    return found
+
+
+def decoder(model: Model, tokens: int, ledger: list[Call], knobs: Mapping[str, Any]) -> Decoder:
+    """CALM at temperature 0, with nothing in its text yet."""
+    stop = Stop(frozenset(model.config.eos), max_new_tokens=tokens)
+    return find("calm").make(Request(model.session(ledger), warp=Warp(0.0), stop=stop, ledger=ledger), **knobs)
+
+
+def written(
+    model: Model, prompt: Sequence[int], tokens: int, ledger: list[Call], knobs: Mapping[str, Any]
+) -> list[int]:
+    """The text that it writes."""
+    made = decoder(model, tokens, ledger, knobs)
+    made.extend(prompt)
+    chance = Seeded(0)
+    while not made.finished:
+        made.step(chance)
+    return made.new
+
+
+def work(config: Config, layers: float, fills: float, heads: float) -> float:
+    """Multiplications of weights, over those of the full model for one token."""
+    shapes = config.shapes()
+    layer = sum(math.prod(shapes[f"0.{part}.weight"]) for part in ("qkv", "out", "up", "down"))
+    head, kv = (len(config.says) or config.vocab_size) * config.d_model, 2 * config.kv_dim * config.d_model
+    return (layers * layer + fills * kv + heads * head) / (config.n_layers * layer + head)
+
+
+# ---------------------------------------------------------------------- the experiment
+
+
+def run(
+    name: str,
+    thresholds: Sequence[float] = THRESHOLDS,
+    measures: Sequence[str] = MEASURES,
+    texts: Sequence[str] = (),
+    prompts: int = 20,
+    prompt_tokens: int = 64,
+    tokens: int = 64,
+    decay: str = "constant",
+    tau: float = 4.0,
+    min_exit: int = 1,
+    seed: int = 0,
+    dtype: str | None = None,
+    resume: bool = False,
+    out: Path | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """All samples and what follows from them. With `out`, each setting is written as it comes; `resume` goes on there."""
+    model = endless(models.load(name, dtype=dtype))
+    found = passages(model, texts, prompts, prompt_tokens, tokens, seed)
+    knobs = {"decay": decay, "tau": tau, "min_exit": min_exit}
+    if missing := [m for m in measures if m not in MEASURES]:
+        raise TinyspecError(f"there is no measure '{missing[0]}': {', '.join(MEASURES)}")
+    for measure in measures:  # a missing classifier is said before anything is run
+        for threshold in thresholds or (0.5,):
+            decoder(model, 1, [], {**knobs, "measure": measure, "threshold": threshold})
+    settings = {
+        "model": model.name, "n_layers": model.config.n_layers, "dtype": str(model.dtype).removeprefix("torch."),
+        "prompts": prompts, "prompt_tokens": prompt_tokens, "tokens": tokens, "seed": seed, **knobs,
+    }  # fmt: skip
+    done: dict[str, list[Any]] = _kept(out, settings) if resume else {}
+    asked = dict(_asked(measures, thresholds, knobs, model.config.n_layers))
+    result: dict[str, Any] = {}
+    with progress(f"{model.name}: exits", len(asked), quiet) as tick:
+        whole = [_whole(model, passage) for passage in found]
+        for label, given in asked.items():
+            if label not in done:
+                done[label] = [list(s) for at, p in enumerate(found) for s in _both(model, at, p, whole[at], given)]
+            made = {"settings": settings, "columns": list(Sample._fields), "samples": done}
+            result = report({**made, "config": _shape(model.config)})
+            if out is not None:
+                save(out, result)
+            tick()
+    result["figures"] = told(result, model.config)
+    if out is not None:
+        save(out, result)
+    return result
+
+
+def _asked(
+    measures: Sequence[str], thresholds: Sequence[float], knobs: Mapping[str, Any], depth: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every setting with its name: the full model, fixed exits, each measure at each threshold."""
+    yield FULL, {"threshold": math.inf}
+    for layer in range(1, depth):  # a threshold that everyone reaches, first asked there
+        yield f"{FIXED} {layer}", {"threshold": 0.0, "decay": "constant", "min_exit": layer}
+    for measure in measures:
+        for threshold in thresholds:
+            yield f"{measure} {threshold:g}", {**knobs, "measure": measure, "threshold": threshold}
+
+
+def _shape(config: Config) -> dict[str, Any]:
+    names = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
+    return {name: getattr(config, name) for name in names}
+
+
+class Whole(NamedTuple):
+    """The full model on a passage: its words behind each token of it, and its own text."""
+
+    words: list[int]
+    text: list[int]
+
+
+def _whole(model: Model, passage: Passage) -> Whole:
+    rows = model.logits([*passage.prompt, *passage.rest])[len(passage.prompt) - 1 : -1]
+    return Whole(
+        rows.argmax(-1).tolist(), written(model, passage.prompt, len(passage.rest), [], {"threshold": math.inf})
+    )
+
+
+def _both(model: Model, at: int, passage: Passage, whole: Whole, knobs: Mapping[str, Any]) -> Iterator[Sample]:
+    """A passage forced, and free."""
+    n, ledger = len(passage.rest), list[Call]()
+    target = decoder(model, n, ledger, knobs).target
+    target.extend(passage.prompt)
+    right, bits = 0, 0.0
+    for word, token in zip(whole.words, passage.rest, strict=True):
+        row = target.score(TokenTree()).logits[0].double()
+        right, bits = right + (int(row.argmax()) == word), bits + _bits(row, token)
+        target.commit((), token)
+    yield Sample("forced", at, n, right, bits, *counted(ledger))
+    ledger.clear()
+    text = written(model, passage.prompt, n, ledger, knobs)
+    rows = model.logits([*passage.prompt, *text])[len(passage.prompt) - 1 : -1].double()
+    same = sum(a == b for a, b in zip(text, whole.text, strict=True))
+    bits = sum(_bits(row, token) for row, token in zip(rows, text, strict=True))
+    yield Sample("free", at, n, same, bits, *counted(ledger))
+
+
+def _bits(row: Any, token: int) -> float:
+    return float(row.logsumexp(0) - row[token]) / math.log(2)
+
+
+def counted(ledger: Sequence[Call]) -> tuple[float, int, int]:
+    """Layers, fills and head products behind the prompt."""
+    calls = [call for call in ledger if not call.prefill]
+    return sum(c.row_layers for c in calls), sum(c.fills for c in calls), sum(c.head_rows for c in calls)
+
+
+def _kept(out: Path | None, settings: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The settings that an interrupted run has finished."""
+    if out is None:
+        raise TinyspecError("--resume goes on with the file of --out: name it")
+    if not out.exists():
+        return {}
+    try:
+        found = json.loads(out.read_text(encoding="utf-8"))
+        kept = {str(label): [list(Sample(*row)) for row in rows] for label, rows in found["samples"].items()}
+        known = found["settings"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise TinyspecError(f"{out} is no result of `tinyspec bench exits` ({type(error).__name__})") from error
+    for key, value in settings.items():
+        if known.get(key) != value:
+            raise TinyspecError(
+                f"{out} was made with {key} {known.get(key)}, not {value}: name another --out, or leave --resume"
+            )
+    return kept
+
+
+# ---------------------------------------------------------------------- what follows from it
+
+
+def told(result: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Figures by setting and way, from the samples alone; `front`: nothing else is both cheaper and agrees as often."""
+    found: dict[str, Any] = {}
+    for label, rows in result["samples"].items():
+        samples = [Sample(*row) for row in rows]
+        found[label] = {way: _mean([s for s in samples if s.way == way], config) for way in ("forced", "free")}
+    for one in found.values():
+        mine = one["forced"]
+        better = [f["forced"] for f in found.values() if f["forced"]["work"] <= mine["work"]]
+        one["front"] = all(other["agreement"] <= mine["agreement"] or other is mine for other in better)
+    return found
+
+
+def _mean(samples: Sequence[Sample], config: Config) -> dict[str, float]:
+    n = sum(s.tokens for s in samples)
+    layers, fills, heads = (sum(getattr(s, name) for s in samples) / n for name in ("layers", "fills", "heads"))
+    return {
+        "layers": layers,
+        "fills": fills,
+        "heads": heads,
+        "work": work(config, layers, fills, heads),
+        "agreement": sum(s.right for s in samples) / n,
+        "perplexity": 2 ** (sum(s.bits for s in samples) / n),
+    }
+
+
+def grid(result: Mapping[str, Any]) -> Grid:
+    """A row a setting."""
+    rows = []
+    for label, of in result["figures"].items():
+        forced, free = of["forced"], of["free"]
+        rows.append([
+            label + (" *" if of["front"] else ""), *(number(forced[k]) for k in ("layers", "fills", "heads")),
+            number(forced["work"]), f"{forced['agreement']:.1%}", number(forced["perplexity"]),
+            number(free["work"]), f"{free['agreement']:.1%}", number(free["perplexity"]),
+        ])  # fmt: skip
+    head = [
+        "", "layers a token", "fills", "head products", "work", "agreement", "perplexity",
+        "free: work", "same text", "perplexity, full model's",
+    ]  # fmt: skip
+    of = result["settings"]["model"]
+    return Grid(f"Early exits of {of}: work over the full model's; * nothing is cheaper and agrees more", head, rows)
