@@ -1,0 +1,111 @@
+"""Every lesson runs as it stands: its cells in order, in one namespace; a failure names the lesson's file and line."""
+
+import ast
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+TUTORIALS = Path(__file__).parent.parent / "tutorials"
+LESSONS = sorted(TUTORIALS.glob("[0-9][0-9]_*.md"))
+OPEN = re.compile(r"^```\{code-cell\}")
+SECONDS = 20  # of processor time: a lesson that takes longer is not a lesson
+
+
+class Cell(NamedTuple):
+    """A code cell, and the line of the file at which its first line stands."""
+
+    line: int
+    code: str
+    tags: str
+
+
+def cells(text: str) -> Iterator[Cell]:
+    """The code cells of a MyST page, without their options."""
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        if OPEN.match(lines[at]):
+            first = at + 1
+            end = next(i for i in range(first, len(lines)) if lines[i] == "```")
+            tags = ""
+            while first < end and lines[first].startswith(":"):
+                tags, first = tags + lines[first], first + 1
+            yield Cell(first + 1, "\n".join(lines[first:end]), tags)
+            at = end
+        at += 1
+
+
+def run(path: Path) -> dict[str, Any]:
+    """Execute a lesson; tracebacks name its own file and lines."""
+    names: dict[str, Any] = {"__name__": path.stem}
+    for cell in cells(path.read_text(encoding="utf-8")):
+        code = compile("\n" * (cell.line - 1) + cell.code, str(path), "exec")
+        exec(code, names)
+    return names
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a lesson finds: its folder on the path, and plots that need no screen."""
+    plots = pytest.importorskip("matplotlib", reason="the lessons draw with matplotlib: pip install -e .[book]")
+    plots.use("Agg")
+    monkeypatch.syspath_prepend(str(TUTORIALS))
+    monkeypatch.chdir(TUTORIALS)
+    yield
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+    sys.modules.pop("lesson", None)
+
+
+@pytest.mark.usefixtures("stage")
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.process_time()
+    run(path)
+    assert time.process_time() - began < SECONDS
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_is_a_lesson(path: Path) -> None:
+    """At most 250 lines; a plot, claims that end in `assert`, code shown from its file, exercises."""
+    text = path.read_text(encoding="utf-8")
+    code = [ast.parse(cell.code) for cell in cells(text)]
+    nodes = [node for tree in code for node in ast.walk(tree)]
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert len(text.splitlines()) <= 250
+    assert any(isinstance(node, ast.Assert) for node in nodes)
+    assert {"show", "axes"} <= called
+    assert "## Exercises" in text
+
+
+def test_every_lesson_is_in_the_book() -> None:
+    index = (TUTORIALS / "index.md").read_text(encoding="utf-8")
+    assert [path.stem for path in LESSONS] == re.findall(r"^(\d\d_\w+)$", index, re.M)
+
+
+def test_a_failing_cell_names_the_lessons_file_and_line(tmp_path: Path) -> None:
+    page = tmp_path / "00_wrong.md"
+    page.write_text("# Wrong\n\n```{code-cell} python\n:tags: [hide-input]\nx = 1\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as caught:
+        run(page)
+    last = caught.traceback[-1]
+    assert Path(str(last.path)) == page and last.lineno + 1 == 6
+
+
+def test_the_book_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from tinyspec.cli import book, main
+
+    monkeypatch.setattr(book, "NEEDED", ("no_such_module",))
+    said = CliRunner().invoke(main, ["book", "--no-open"])
+    assert said.exit_code == 2 and "pip install -e '.[book]'" in said.output
+    monkeypatch.setattr(book, "TUTORIALS", tmp_path)
+    assert "in a clone of the repository" in CliRunner().invoke(main, ["book"]).output
