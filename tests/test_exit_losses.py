@@ -139,6 +139,22 @@ def test_a_recipe_trains_its_exits_and_the_card_says_what_each_is_worth(zoo: Pat
     assert (zoo / "teller/tokenizer.json").read_bytes() == (zoo / "helper/tokenizer.json").read_bytes()
 
 
+def test_a_trained_model_is_trained_on_with_exits(zoo: Path) -> None:
+    """LayerSkip's continual pretraining: from its weights, all of the dropout from the first step on."""
+    assert run(zoo, "teller")
+    section = '[exits]\nweights = "sum"\ncurriculum = "gradual"\np_max = 0.2\nscratch = false\n'
+    text = RECIPE.replace('name = "teller"', 'name = "helper"\nstart = "../teller"').replace("steps = 20", "steps = 1")
+    (zoo / "helper/recipe.toml").write_text(text.replace("lr = 1e-2", "lr = 0.0") + section)
+    assert run(zoo, "helper")
+    assert (zoo / "teller/tokenizer.json").read_bytes() == (zoo / "helper/tokenizer.json").read_bytes()
+    assert "goes on from the weights of `teller`" in (zoo / "helper/README.md").read_text()
+    old, new = (checkpoint.read(zoo / name).weights for name in ("teller", "helper"))
+    assert all(torch.equal(old[name], new[name]) for name in old), "a rate of 0 leaves them where they were"
+    (zoo / "helper/recipe.toml").write_text(text.replace("d_ff = 32", "d_ff = 16"))
+    with pytest.raises(TinyspecError, match="which has another"):
+        run(zoo, "helper", restart=True)
+
+
 def test_the_section_names_what_is_wrong_with_it(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     for section, complaint in (

@@ -128,6 +128,8 @@ def _text(
     )
     shape += f"{c.head_dim}, MLP of {c.d_ff}, vocabulary {c.vocab_size} (byte-level BPE), context {c.max_positions}"
     pair = f"- **draft**: `{recipe.draft}`\n" if recipe.draft else f"- **draft of**: `{teacher}`\n" if teacher else ""
+    if recipe.start:
+        what += f" It goes on from the weights of `{Path(recipe.start).name}`."
     if recipe.exits is not None:
         what += " " + recipe.exits.said()
         quality += ".\n" + _exits(recipe, final)

@@ -27,6 +27,7 @@ class Recipe:
     dropout: float = 0.0
     teacher: str = ""  # a folder beside the recipe's own; its tokenizer is the student's
     tokenizer: str = ""  # a folder beside the recipe's own, whose tokenizer is taken over; none: one is trained
+    start: str = ""  # a folder beside the recipe's own: its weights are trained on, with its tokenizer
     inherit: bool = False  # start from the teacher's embeddings, first layers and final norm
     draft: str = ""  # named on the card: the draft of this model
     valid_characters: int = 40_000  # of each valid book, while training; the end is measured on all

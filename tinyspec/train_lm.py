@@ -86,8 +86,12 @@ def train_lm(
 
     texts = [corpus.clean(book.text) for book in data.books("train", data_folder)]
     held_out = [corpus.clean(book.text) for book in data.books("valid", data_folder)]
-    teacher = None
-    if plan.teacher:
+    teacher = parent = None
+    if plan.start:
+        parent = Model(*checkpoint.read(path.parent / plan.start)).to(dtype=torch.float32)
+        tokenizer = parent.tokenizer
+        plan = replace(plan, vocab_size=parent.config.vocab_size)
+    elif plan.teacher:
         teacher = Model(*checkpoint.read(path.parent / plan.teacher)).to(where, torch.float32)
         tokenizer = teacher.tokenizer
         plan = replace(plan, vocab_size=teacher.config.vocab_size)
@@ -102,7 +106,10 @@ def train_lm(
     tokens = corpus.pack(tokenizer, texts, END).to(where)
     say(f"{len(texts)} books, {len(tokens):,} tokens; {plan.name}: {config.parameters():,} weights on {where}")
 
-    model = _fresh(config, plan.settings.seed, teacher if plan.inherit else None).to(where)
+    if parent is not None and parent.config.shapes() != config.shapes():
+        raise TinyspecError(f"{path}: start goes on from {plan.start}, which has another [shape]: write the same here")
+    parent = teacher if plan.inherit else parent
+    model = _fresh(config, plan.settings.seed, parent).to(where)
     exits = plan.exits or Exits()
     course = Course(exits, config.n_layers, plan.settings.steps) if exits.taught else None
     compiled = (where.type == "cuda" and course is None) if compiled is None else compiled
