@@ -63,12 +63,15 @@ class Scene:
     def run(self) -> tuple[RefineRequest, Refinement, list[Pass]]:
         """The whole request."""
         request, refiner = self.begin()
-        running, passes = refine(request.model, self.source, refiner, Seeded(self.seed), request.ledger), list[Pass]()
+        running = refine(request.model, self.source, refiner, Seeded(self.seed), request.ledger)
+        return request, running, list(self.steps(running))
+
+    def steps(self, running: Refinement) -> Iterator[Pass]:
+        """Its passes; a technique has to come to an end."""
         for step in running:
-            passes.append(step)
-            if len(passes) > MOST:
+            if step.iteration == MOST:
                 accuse(CANVAS, f"an end within {MOST} passes", "none", **self.words())
-        return request, running, passes
+            yield step
 
     def words(self) -> dict[str, Any]:
         """For a counterexample."""
@@ -98,7 +101,7 @@ def a_candidate_alone(scene: Scene) -> None:
     request, refiner = scene.begin()
     running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.ledger)
     memory = request.model.encode(torch.tensor([list(scene.source)]))
-    for step in running:
+    for step in scene.steps(running):
         for row in range(len(step.before.tokens)):
             own = alone(step.before, row, len(scene.source))
             if own is None:
@@ -167,7 +170,7 @@ def a_canvas_in_order(scene: Scene) -> None:
     request, refiner = scene.begin()
     running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.ledger)
     kept: Canvas | None = None
-    for step in running:
+    for step in scene.steps(running):
         if kept is not None and any(not torch.equal(a, b) for a, b in zip(kept[:3], step.before[:3], strict=True)):
             accuse(CANVAS, kept.tokens, step.before.tokens, **scene.words(), canvas=f"behind pass {step.iteration - 1}")
         kept = Canvas(*(part.clone() for part in step.after[:3]))
@@ -181,8 +184,11 @@ def a_canvas_in_order(scene: Scene) -> None:
             accuse(CANVAS, "tokens of the vocabulary", strange, **scene.words())
         if not bool(torch.isfinite(step.after.scores[mask]).all()):
             accuse(CANVAS, "finite scores", step.after.scores, **scene.words())
-    if kept is None or running.chosen not in range(len(kept.tokens)) or not running.tokens:
-        accuse(CANVAS, "a translation", running.tokens, **scene.words(), chosen=running.chosen)
+    count = 0 if kept is None else len(kept.tokens)
+    if running.chosen not in range(count):
+        accuse(CANVAS, f"one of {count} candidates", running.chosen, **scene.words(), asked="which candidate is chosen")
+    if not running.tokens:
+        accuse(CANVAS, "a translation", running.tokens, **scene.words())
 
 
 LAWS: dict[str, Callable[[Scene], None]] = {
