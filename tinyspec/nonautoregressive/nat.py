@@ -47,13 +47,13 @@ def copied(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def parallel(model: Seq2Seq, read: Tensor, slots: Tensor, memory: Memory, dropout: float = 0.0) -> Tensor:
-    """Logits of all places at once, [B, T, V]. A place sees every other place's copy: its own it has in the residual stream."""
+    """One pass over all places: states [B, T, d]. A place attends to all others: its own copy is in its residual stream."""
     others = ~torch.eye(read.shape[1], dtype=torch.bool, device=read.device)
-    return model.logits(model.decode(model.embed(read), memory, others, dropout, slots))
+    return model.decode(model.embed(read), memory, others, dropout, slots)
 
 
 def words(model: Seq2Seq, logits: Tensor) -> Tensor:
-    """The logits with special tokens impossible."""
+    """The logits [..., V] with special tokens impossible."""
     c = model.config
     return logits.index_fill(-1, torch.tensor([c.pad, c.bos, c.eos, c.mask], device=logits.device), -torch.inf)
 
@@ -100,11 +100,11 @@ def _supervised(model: Seq2Seq, batch: Batch, memory: Memory, dropout: float, sm
     there = target != model.config.pad
     if not torch.equal(there.sum(dim=1), fertilities.sum(dim=1)):
         raise TinyspecError("fertilities do not add up to the targets' lengths: align the same sentences anew")
-    there, target = slots, target[:, : slots.shape[1]]
-    logits = parallel(model, read, slots, memory, dropout)
-    tokens = F.cross_entropy(logits[there], target[there], reduction="sum", label_smoothing=smoothing)
+    said = target[:, : slots.shape[1]][slots]
+    logits = model.logits(parallel(model, read, slots, memory, dropout)[slots])
+    tokens = F.cross_entropy(logits, said, reduction="sum", label_smoothing=smoothing)
     counts = F.cross_entropy(model.fertility_logits(memory)[memory.mask], fertilities[memory.mask], reduction="sum")
-    return (tokens + counts) / there.sum()
+    return (tokens + counts) / len(said)
 
 
 def reverse_kl(
@@ -115,7 +115,7 @@ def reverse_kl(
     heard  the teacher's own memory of the sources
     """
     read, slots = copied(source, fertilities)
-    logits = parallel(model, read, slots, memory)
+    logits = model.logits(parallel(model, read, slots, memory))
     law = logits.log_softmax(dim=-1)  # [B, T, V]
     with torch.no_grad():
         written = words(model, logits).argmax(dim=-1).masked_fill(~slots, teacher.config.pad)
@@ -174,7 +174,7 @@ def written(model: Seq2Seq, source: Tensor, fertility: str = "argmax") -> list[l
         law = model.fertility_logits(memory).softmax(dim=-1)
         chosen = law.argmax(dim=-1) if fertility == "argmax" else average(law)
         read, slots = copied(source, sane(model, source, chosen, law))
-        tokens = words(model, parallel(model, read, slots, memory)).argmax(dim=-1)
+        tokens = words(model, model.logits(parallel(model, read, slots, memory))).argmax(dim=-1)
     return [row[there].tolist() for row, there in zip(tokens, slots, strict=True)]
 
 
@@ -212,8 +212,8 @@ class FertileParallel:
 
     def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
         """Every slot's likeliest word."""
-        law = words(self.model, parallel(self.model, canvas.tokens, canvas.mask, memory)).log_softmax(dim=-1)
-        scores, tokens = law.max(dim=-1)
+        logits = self.model.logits(parallel(self.model, canvas.tokens, canvas.mask, memory))
+        scores, tokens = words(self.model, logits).log_softmax(dim=-1).max(dim=-1)
         return Canvas(tokens.masked_fill(~canvas.mask, self.model.config.pad), canvas.mask, scores, canvas.extra)
 
     def finished(self, canvas: Canvas, iteration: int) -> bool:
@@ -251,7 +251,7 @@ def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: fl
     """Noisy parallel decoding; with one sample, one translation from one fertility sequence."""
     model, teacher = request.model, request.teacher
     if not (model.config.fertilities and model.config.positional):
-        lacks = "positional attention" if model.config.fertilities else "a fertility head"
+        lacks = "positional attention" if model.config.fertilities else "fertility head"
         raise TinyspecError(
             f"{model.name} has no {lacks}, so it is no NAT: use a model that was trained for method nat"
         )

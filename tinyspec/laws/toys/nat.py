@@ -191,8 +191,8 @@ def tokens_alone(model: Seq2Seq, batch: Any) -> Tensor:
     """The fertilities are used, and never learnt."""
     source, target, fertilities = batch
     read, slots = nat.copied(source, fertilities)
-    logits = nat.parallel(model, read, slots, model.encode(source))
-    return F.cross_entropy(logits[slots], target[slots])
+    logits = model.logits(nat.parallel(model, read, slots, model.encode(source))[slots])
+    return F.cross_entropy(logits, target[slots])
 
 
 def probability_times_cost(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
