@@ -87,7 +87,7 @@ class TableSession(TableText):
 
     def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
         """Give committed tokens that left early the keys they lack: from the state at their exit, or by running on."""
-        chosen = [self.committed[i] for i in (range(len(self)) if slots is None else sorted(slots))]
+        chosen = [self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))]
         todo = [node for node in chosen if node.reach > 0 and self._lacks(node, self.plan, self._end)]
         if how == "recompute":
             self._pass([(todo, self._end, self.plan)])

@@ -104,13 +104,13 @@ class Session(Text):
         return scores
 
     def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
-        """Give committed tokens that left early the keys and values they lack.
+        """Give committed tokens that left early the keys and values they lack; all but the newest, unless told which.
 
         copy       the state at their exit is copied up: keys and values of the layers above are made from it (CALM)
         recompute  the layers are run after all; this is also what the next `score` does to whatever is left (postpone)
         """
         n_layers = self.model.config.n_layers
-        chosen = [self.committed[i] for i in (range(len(self)) if slots is None else sorted(slots))]
+        chosen = [self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))]
         todo = [
             node for node in chosen if node.reach > 0 and node.lacks(self.plan, self._end, n_layers, (), head=False)
         ]
