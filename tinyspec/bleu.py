@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
 
-
 ORDER = 4  # n-grams of up to so many words
 
 

@@ -38,7 +38,7 @@ class Writing:
     beam: int = 4
     length_power: float = 1.0
     factor: float = 1.5
-    more: int = 10
+    more: int = 11
 
     def __post_init__(self) -> None:
         if not isinstance(self.beam, int) or self.beam < 1:
@@ -65,14 +65,20 @@ def write(model: Seq2Seq, sources: Sequence[Sequence[int]], writing: Writing = W
     return beam_search(rows, c.bos, c.eos, limits, writing.beam, writing.length_power)
 
 
-def folder(model: Seq2Seq, sources: Sequence[Sequence[int]], writing: Writing) -> Path:
-    """Where the translations of these sources, by this teacher, written so, are kept."""
+def fingerprint(model: Seq2Seq) -> str:
+    """A hash of its weights, in float32."""
     digest = hashlib.blake2b(digest_size=8)
     for name, weight in sorted(model.weights.items()):
         digest.update(name.encode())
         digest.update(weight.detach().float().cpu().contiguous().numpy().tobytes())
-    digest.update(json.dumps([[list(source) for source in sources], asdict(writing)], sort_keys=True).encode())
-    return models.cache().parent / "distilled" / f"{model.name}-{digest.hexdigest()}"
+    return digest.hexdigest()
+
+
+def folder(model: Seq2Seq, sources: Sequence[Sequence[int]], writing: Writing) -> Path:
+    """Where the translations of these sources, by this teacher, written so, are kept."""
+    asked = [fingerprint(model), [list(source) for source in sources], asdict(writing)]
+    key = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return models.cache().parent / "distilled" / f"{model.name}-{key}"
 
 
 def translations(

@@ -132,7 +132,7 @@ def mask_predict(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[
     def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
         def ask(part: list[Sequence[int]]) -> list[list[int]]:
             refiner = masking.MaskPredict(model, **ASKED)
-            return chosen(model, padded(part).to(model.device), refiner, [Seeded(0)] * len(part))
+            return chosen(model, padded(part).to(model.device), refiner, [Seeded(0) for _ in part])
 
         return together(sources, ask)
 

@@ -128,7 +128,7 @@ def _lines(
     high, right = 290.0, max((k for line in lines.values() for k in line), default=1)
     highest = max((v for line in (*lines.values(), floor) for v in line.values()), default=1.0)
     step = next(s for p in range(-3, 9) for s in (10.0**p, 2 * 10.0**p, 5 * 10.0**p) if highest / s <= 8)
-    top = step * math.ceil(highest / step)
+    top = step * max(1, math.ceil(highest / step))
 
     def at(k: float, value: float) -> str:
         return f"{x + k / right * wide:.1f} {y + high - value / top * high:.1f}"

@@ -1,0 +1,199 @@
+"""Quality and time of translations: figures that follow from samples, runs that go on, a table and a picture."""
+
+import gzip
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tinyspec.bench import translation
+from tinyspec.bench.book import dumps
+from tinyspec.bench.translation import Sample, told
+from tinyspec.bench.translation_picture import lines, picture
+from tinyspec.bench.translators import PLAIN, arms, loaded
+from tinyspec.bitext import train_joint_tokenizer
+from tinyspec.bleu import bleu
+from tinyspec.cli import main
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.seq2seq_config import Seq2SeqConfig
+
+ENGLISH = ["A dog runs.", "A red dog sleeps in the snow.", "Two dogs.", "A boy sees a dog."] * 2
+GERMAN = ["Ein Hund rennt.", "Ein roter Hund schläft im Schnee.", "Zwei Hunde.", "Ein Junge sieht einen Hund."] * 2
+SHAPES: dict[str, dict[str, Any]] = {
+    "teacher": {},
+    "nat": {"positional": True, "fertilities": 4},
+    "mask_predict": {"lengths": 30},
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three untrained models and 8 test sentences."""
+    root = tmp_path_factory.mktemp("translators")
+    tokenizer = train_joint_tokenizer(3 * (ENGLISH + GERMAN), 400, root / "tokenizer")
+    for number, (role, shape) in enumerate(SHAPES.items()):
+        config = Seq2SeqConfig(
+            tokenizer.vocab_size, d_model=16, n_heads=2, d_ff=24, encoder_layers=1, decoder_layers=1, max_positions=64,
+            extra={"trained_for": role}, **shape,
+        )  # fmt: skip
+        Seq2Seq.create(config, torch.Generator().manual_seed(number), tokenizer=tokenizer).save(root / role)
+    (root / "data/multi30k").mkdir(parents=True)
+    for language, texts in (("en", ENGLISH), ("de", GERMAN)):
+        content = "".join(text + "\n" for text in texts).encode()
+        (root / f"data/multi30k/test_2016_flickr.{language}.gz").write_bytes(gzip.compress(content))
+    return root
+
+
+def names(zoo: Path) -> list[str]:
+    return [str(zoo / role) for role in SHAPES]
+
+
+def measured(zoo: Path, **options: Any) -> dict[str, Any]:
+    options = {
+        "samples": (3,),
+        "iterations": (1, 2),
+        "lengths": (2,),
+        "batch": 5,
+        "rounds": 2,
+        "block": 4,
+        "quiet": True,
+        **options,
+    }
+    made = translation.run(names(zoo), data_folder=zoo / "data", **options)
+    found: dict[str, Any] = json.loads(dumps(made))
+    return found
+
+
+@pytest.fixture(scope="module")
+def result(zoo: Path) -> dict[str, Any]:
+    return measured(zoo)
+
+
+def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
+    assert json.loads(dumps(told(result))) == result["figures"]
+    samples = [Sample.read(row) for row in result["samples"]]
+    assert all(len(row) == len(result["columns"]) for row in result["samples"])
+    assert {sample.block for sample in samples} == {0, 1}
+    assert sum(sample.sentences for sample in samples if sample.arm == PLAIN) == 8
+    assert result["figures"][PLAIN]["speedup"]["median"] == 1
+    assert result["figures"][PLAIN]["signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
+
+
+def test_bleu_of_the_blocks_is_bleu_of_all_sentences_together(zoo: Path, result: dict[str, Any]) -> None:
+    found = loaded(names(zoo))
+    for arm in arms("table", found, (3,), (1, 2), (2,)):
+        texts = [arm.one(text) for text in ENGLISH]
+        assert result["figures"][arm.label]["bleu"] == bleu([made.text for made in texts], GERMAN).score
+        assert result["figures"][arm.label]["decoder_passes"] == sum(made.decoder for made in texts) / 8
+
+
+def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:
+    figures = result["figures"]
+    passes = {
+        label: (of["decoder_passes"], of["encoder_passes"], of["teacher_passes"]) for label, of in figures.items()
+    }
+    assert passes["nat, argmax"] == passes["nat, average"] == (1, 1, 0)
+    assert passes["nat, NPD 3"] == (1, 1, 2)
+    assert passes["mask_predict, T 2, 2 lengths"] == (2, 1, 0)
+    assert all(encoder == 1 for _, encoder, _ in passes.values())
+    assert passes["teacher, jacobi"][0] <= passes[PLAIN][0]
+    assert figures["teacher, jacobi"]["bleu"] == figures[PLAIN]["bleu"]
+
+
+def test_a_large_batch_translates_as_one_sentence_does(zoo: Path) -> None:
+    found = {role: _wide(model) for role, model in loaded(names(zoo)).items()}
+    ids = [found["teacher"].tokenizer.encode(text) for text in ENGLISH[:4]]
+    for arm in arms("table", found, (3,), (1, 2), (2,)):
+        if arm.many is not None and "NPD" not in arm.label:  # which draws with one seed for each place in the batch
+            assert arm.many(ids) == [arm.one(text).tokens for text in ENGLISH[:4]], arm.label
+
+
+def _wide(model: Seq2Seq) -> Seq2Seq:
+    """In float64, where a batch rounds like one sentence."""
+    weights = {name: weight.double() for name, weight in model.weights.items()}
+    return Seq2Seq(model.config, weights, model.tokenizer, model.name)
+
+
+def test_an_interrupted_run_goes_on(zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, done = tmp_path / "t.json", translation._block
+
+    def interrupted(asked: Any, number: int, *rest: Any) -> Any:
+        if number == 1:
+            raise KeyboardInterrupt
+        return done(asked, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(translation, "_block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            measured(zoo, out=out)
+    first = json.loads(out.read_text())["samples"]
+    whole = measured(zoo, out=out, resume=True)
+    assert whole["samples"][: len(first)] == first
+    assert len(whole["samples"]) == 2 * len(first)
+    assert {len(taken) for taken in whole["batches"].values()} == {2}
+    again = measured(zoo, out=out, resume=True)
+    assert (again["samples"], again["batches"]) == (whole["samples"], whole["batches"])
+    with pytest.raises(TinyspecError, match="made with other arms: name another --out"):
+        measured(zoo, out=out, resume=True, iterations=(1, 3))
+    out.write_text("{}")
+    with pytest.raises(TinyspecError, match="is no result of `tinyspec bench translation`"):
+        measured(zoo, out=out, resume=True)
+    with pytest.raises(TinyspecError, match="name it"):
+        measured(zoo, resume=True)
+
+
+def test_the_tables_and_pictures_of_both_experiments(zoo: Path, result: dict[str, Any]) -> None:
+    other = measured(zoo, experiment="iterations", iterations=(1, 2, 3), lengths=(1, 2), rounds=1, sentences=4)
+    assert list(lines(other, "bleu")) == ["1 length", "2 lengths"]
+    assert list(lines(other, "bleu")["1 length"]) == [1, 2, 3]
+    for one in (result, other):
+        grid = translation.grid(one)
+        assert grid.rows[0][0] == PLAIN
+        assert all(len(row) == len(grid.header) for row in grid.rows)
+        drawn = picture(one)
+        ElementTree.fromstring(drawn)
+        assert "http" not in drawn.replace("http://www.w3.org", "")
+    assert picture(other).count('<path class="curve s0') == 3  # two panels and the legend
+    assert picture(result).count('<path class="fast"') == 2 * len(result["figures"])
+
+
+def test_bad_input_says_what_to_do(zoo: Path) -> None:
+    with pytest.raises(TinyspecError, match="no autoregressive teacher to compare with"):
+        loaded([str(zoo / "nat")])
+    with pytest.raises(TinyspecError, match="both trained for nat: name one"):
+        loaded([str(zoo / "teacher"), str(zoo / "nat"), str(zoo / "nat")])
+    with pytest.raises(TinyspecError, match="no model for mask_predict"):
+        arms("iterations", loaded([str(zoo / "teacher")]), (), (1,), (1,))
+    with pytest.raises(TinyspecError, match="there is no experiment tabel"):
+        measured(zoo, experiment="tabel")
+
+
+def test_the_command_writes_all_three(zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINYSPEC_DATA", str(zoo / "data"))
+    out, drawn, page = tmp_path / "r" / "t.json", tmp_path / "t.svg", tmp_path / "t.md"
+    asked = [
+        "bench",
+        "translation",
+        "--models",
+        ",".join(names(zoo)),
+        "--sentences",
+        "3",
+        "--samples",
+        "2",
+        "--lengths",
+        "1",
+    ]
+    files = ["--out", str(out), "--svg", str(drawn), "--markdown", str(page), "--rounds", "1", "--batch", "2", "-q"]
+    done = CliRunner().invoke(main, [*asked, *files])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(out.read_text())["settings"]["sentences"] == 3
+    assert drawn.read_text().startswith("<svg")
+    assert "nrefs:1" in page.read_text()
+    done = CliRunner().invoke(main, [*asked, "--iterations", "0"])
+    assert done.exit_code == 2
+    assert "whole numbers from 1 on" in done.stderr

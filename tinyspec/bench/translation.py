@@ -1,0 +1,259 @@
+"""`tinyspec bench translation`: BLEU, passes and time of every way to translate, on Multi30k's test sentences.
+
+At batch 1 each sentence is translated by all arms in turn, from text to text, so that they meet the same mood of the machine;
+what is kept is summed over blocks of sentences, BLEU's counts too, and an interrupted run goes on at the next block. Then the
+first sentences are translated by each arm in large batches, where parallel decoding has least to gain. Two experiments: a table
+of all methods, and the survey's third, Mask-Predict by its iterations.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from tinyspec import data, distilled
+from tinyspec.bench.book import dumps
+from tinyspec.bench.harness import progress, report, save
+from tinyspec.bench.measure import turned
+from tinyspec.bench.report import Grid, number, speed
+from tinyspec.bench.tally import five
+from tinyspec.bench.translators import EXPERIMENTS, PLAIN, Arm, Done, Ids, arms, loaded
+from tinyspec.bleu import ORDER, Counts, counts, metric
+from tinyspec.errors import TinyspecError, nearest
+
+BLOCK = 20  # sentences of which a sample tells
+ROWS = 1024  # rows of a batch, at most: a source with s candidates is s of them
+Clock = Callable[[], float]
+
+
+class Sample(NamedTuple):
+    """What an arm did with a block of sentences, summed; seconds at batch 1.
+
+    counts  n-grams found in the reference, then all n-grams, of 1 to ORDER words
+    """
+
+    arm: str
+    block: int
+    sentences: int
+    seconds: float
+    tokens: int
+    repeats: int
+    decoder: int
+    encoder: int
+    teacher: int
+    wanted: int
+    counts: list[int]
+
+    @property
+    def counted(self) -> Counts:
+        return Counts(tuple(self.counts[:ORDER]), tuple(self.counts[ORDER:]), self.wanted)
+
+    def row(self) -> list[Any]:
+        """On one line."""
+        return [*self[:-1], *self.counts]
+
+    @classmethod
+    def read(cls, row: Sequence[Any]) -> "Sample":
+        first = len(cls._fields) - 1
+        return cls._make([*row[:first], list(row[first:])])
+
+
+COLUMNS = [*Sample._fields[:-1], *(f"{what}_{n}" for what in ("hits", "all") for n in range(1, ORDER + 1))]
+
+
+def run(
+    names: Sequence[str] = (),
+    experiment: str = "table",
+    sentences: int = 1000,
+    samples: Sequence[int] = (10,),
+    iterations: Sequence[int] = (),
+    lengths: Sequence[int] = (),
+    batch: int = 64,
+    rounds: int = 3,
+    block: int = BLOCK,
+    data_folder: Path | None = None,
+    resume: bool = False,
+    out: Path | None = None,
+    quiet: bool = False,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """All figures with their samples. With `out`, the file is written after every block; with `resume`, it is gone on with."""
+    if experiment not in EXPERIMENTS:
+        raise TinyspecError(f"there is no experiment {experiment}: {nearest(experiment, EXPERIMENTS)}")
+    metric()  # says at once if sacrebleu is missing
+    texts, found = data.multi30k("test", data_folder)[:sentences], loaded(names)
+    whole = experiment == "iterations"
+    asked = arms(
+        experiment, found, samples,
+        iterations or (range(1, 11) if whole else (1, 4, 10)),
+        lengths or ((1, 3, 5) if whole else (3,)),
+    )  # fmt: skip
+    settings = {
+        "experiment": experiment,
+        "models": {role: [model.name, distilled.fingerprint(model)] for role, model in found.items()},
+        "sentences": len(texts),
+        "arms": [arm.label for arm in asked],
+        **{"block": block, "batch": batch, "rounds": rounds, "dtype": "float32"},
+    }
+    kept, batches = _kept(out, settings) if resume else ([], {})
+    blocks = [texts[at : at + block] for at in range(0, len(texts), block)]
+
+    def result() -> dict[str, Any]:
+        made = {"settings": settings, "columns": COLUMNS, "samples": [one.row() for one in kept], "batches": batches}
+        return report({**made, "figures": told(made)})
+
+    def keep() -> None:
+        if out is not None:
+            save(out, result(), dumps)
+
+    done = {one.block for one in kept}
+    timed = [arm for arm in asked if arm.many is not None]
+    turns = [turn for turn in range(rounds) if turn >= min((len(taken) for taken in batches.values()), default=0)]
+    steps = (len(blocks) - len(done)) * len(asked) + len(turns) * len(timed)
+    with progress(f"{len(asked)} ways to translate", steps, quiet) as tick:
+        for arm in asked if steps else ():
+            arm.one(texts[0][0])  # warm up
+        for number, part in enumerate(blocks):
+            if number not in done:
+                kept += _block(asked, number, part, clock, tick)
+                keep()
+        some = [found["teacher"].tokenizer.encode(english) for english, _ in texts[: 4 * batch]]
+        some.sort(key=len)
+        for turn in turns:
+            taken = {}
+            for arm in turned(timed, turn):
+                taken[arm.label] = _batched(arm, some, batch, clock)
+                tick()
+            for label, seconds in taken.items():
+                batches.setdefault(label, []).append(seconds)
+            keep()
+    return result()
+
+
+def _block(
+    asked: Sequence[Arm], number: int, block: Sequence[tuple[str, str]], clock: Clock, tick: Callable[[], None]
+) -> list[Sample]:
+    """Every sentence of a block by all arms in turn."""
+    seconds = {arm.label: 0.0 for arm in asked}
+    made: dict[str, list[Done]] = {arm.label: [] for arm in asked}
+    for place, (english, _) in enumerate(block):
+        for arm in turned(asked, number * len(block) + place):
+            begun = clock()
+            done = arm.one(english)
+            seconds[arm.label] += clock() - begun
+            made[arm.label].append(done)
+    samples = []
+    for arm in asked:
+        own = made[arm.label]
+        found = counts([one.text for one in own], [german for _, german in block])
+        samples.append(
+            Sample(
+                arm=arm.label,
+                block=number,
+                sentences=len(own),
+                seconds=round(seconds[arm.label], 6),
+                tokens=sum(len(one.tokens) for one in own),
+                repeats=sum(a == b for one in own for a, b in pairwise(one.tokens)),
+                decoder=sum(one.decoder for one in own),
+                encoder=sum(one.encoder for one in own),
+                teacher=sum(one.teacher for one in own),
+                wanted=found.wanted,
+                counts=[*found.hits, *found.all],
+            )
+        )
+        tick()
+    return samples
+
+
+def _batched(arm: Arm, sources: Sequence[Ids], batch: int, clock: Clock) -> float:
+    """Seconds a sentence where many are translated at once."""
+    assert arm.many is not None
+    size = max(1, min(batch, ROWS // arm.width))
+    begun = clock()
+    for at in range(0, len(sources), size):
+        arm.many(sources[at : at + size])
+    return (clock() - begun) / len(sources)
+
+
+def told(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures by arm, from the samples alone. Times as fast as plain decoding: by block, and by round for batches."""
+    by_arm: dict[str, dict[int, Sample]] = {}
+    for row in result["samples"]:
+        sample = Sample.read(row)
+        by_arm.setdefault(sample.arm, {})[sample.block] = sample
+    found: dict[str, Any] = {}
+    for label, blocks in by_arm.items():
+        own, plain, batches = list(blocks.values()), by_arm[PLAIN], result["batches"]
+        score = sum((one.counted for one in own[1:]), own[0].counted).bleu
+        many, tokens = sum(one.sentences for one in own), sum(one.tokens for one in own)
+        ratios = [plain[block].seconds / one.seconds for block, one in blocks.items()]
+        pairs = list(zip(batches.get(PLAIN, ()), batches.get(label, ()), strict=False))
+        found[label] = {
+            "bleu": score.score,
+            "signature": score.signature,
+            **{
+                f"{what}_passes": sum(getattr(one, what) for one in own) / many
+                for what in ("decoder", "encoder", "teacher")
+            },
+            "tokens": tokens / many,
+            "repeated": sum(one.repeats for one in own) / max(tokens, 1),
+            "milliseconds": 1000 * median(one.seconds / one.sentences for one in own),
+            "speedup": five(ratios),
+            "batch_milliseconds": 1000 * median(batches[label]) if label in batches else None,
+            "batch_speedup": five([slow / fast for slow, fast in pairs]) if pairs else None,
+        }
+    return found
+
+
+def _kept(out: Path | None, settings: Mapping[str, Any]) -> tuple[list[Sample], dict[str, list[float]]]:
+    """What an interrupted run has done."""
+    if out is None:
+        raise TinyspecError("--resume goes on with the file of --out: name it")
+    if not out.exists():
+        return [], {}
+    try:
+        found = json.loads(out.read_text(encoding="utf-8"))
+        samples = [Sample.read(row) for row in found["samples"]]
+        batches = {str(label): [float(x) for x in taken] for label, taken in found["batches"].items()}
+        theirs = dict(found["settings"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise TinyspecError(
+            f"{out} is no result of `tinyspec bench translation` ({type(error).__name__}): name another"
+        ) from error
+    for key, value in settings.items():
+        if theirs.get(key) != value:
+            raise TinyspecError(f"{out} was made with other {key}: name another --out, or leave --resume")
+    return samples, batches
+
+
+def grid(result: Mapping[str, Any]) -> Grid:
+    """A row an arm."""
+    settings, figures = result["settings"], result["figures"]
+    rows = [
+        [
+            label, number(of["bleu"]), number(of["decoder_passes"], 1), number(of["encoder_passes"], 0),
+            number(of["teacher_passes"], 0), number(of["milliseconds"], 1), speed(of["speedup"]),
+            number(of["batch_milliseconds"]), speed(of["batch_speedup"]), f"{of['repeated']:.1%}",
+        ]
+        for label, of in figures.items()
+    ]  # fmt: skip
+    head = [
+        "", "BLEU", "decoder passes", "encoder", "teacher", "ms a sentence", "times as fast",
+        f"ms, batch {settings['batch']}", "times as fast", "repeated tokens",
+    ]  # fmt: skip
+    return Grid(f"English to German, Multi30k test_2016_flickr, {settings['sentences']} sentences", head, rows)
+
+
+def notes(result: Mapping[str, Any]) -> list[str]:
+    """What belongs below a table: how BLEU was computed, by what, on what."""
+    machine, settings = result["machine"], result["settings"]
+    signature = next(iter(result["figures"].values()))["signature"]
+    models = ", ".join(name for name, _ in settings["models"].values())
+    return [
+        f"BLEU: sacrebleu, raw text, {signature}. Times as fast: medians (quartiles) against `{PLAIN}` in the same turn.",
+        f"Models: {models}; {settings['dtype']}, {machine['threads']} threads, {machine['cores']} cores of {machine['cpu']}; "
+        f"{result['date']}, commit {result['commit']}.",
+    ]

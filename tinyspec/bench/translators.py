@@ -1,0 +1,157 @@
+"""The arms of `tinyspec bench translation`: every way to translate a sentence, from text to text, and many at once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tinyspec import distilled, translators
+from tinyspec.bitext import padded
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.refine_many import chosen, refine_many
+from tinyspec.decoding.rescore import said
+from tinyspec.distilled import Writing
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.feed import Call
+from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.nonautoregressive.mask_predict import MaskPredict
+from tinyspec.nonautoregressive.nat import FertileParallel
+from tinyspec.translating import Work
+from tinyspec.translation import translate
+
+ROLES = ("teacher", "nat", "mask_predict")
+PLAIN = "teacher, greedy"
+EXPERIMENTS = ("table", "iterations")
+Ids = list[int]
+
+
+class Done(NamedTuple):
+    """A sentence's translation, and the passes that it took: of its decoder, its encoder, and of a teacher that judged."""
+
+    text: str
+    tokens: Ids
+    decoder: int
+    encoder: int
+    teacher: int
+
+
+class Arm(NamedTuple):
+    """A way to translate.
+
+    one    from a text
+    many   from several sources at once; None: it has no such form
+    width  rows that a source becomes in a batch
+    """
+
+    label: str
+    one: Callable[[str], Done]
+    many: Callable[[Sequence[Ids]], list[Ids]] | None
+    width: int = 1
+
+
+def loaded(names: Sequence[str]) -> dict[str, Seq2Seq]:
+    """The models by what they were trained for; those on this machine where none is named. There must be a teacher."""
+    found: dict[str, Seq2Seq] = {}
+    for name in names or translators.trained_for():
+        model = translators.load_translator(name)
+        role = str(model.config.extra.get("trained_for", translators.TEACHER))
+        if role in found and names:
+            raise TinyspecError(f"{name} and {found[role].name} were both trained for {role}: name one of them")
+        found.setdefault(role, model)
+    if translators.TEACHER not in found:
+        raise TinyspecError(
+            "there is no autoregressive teacher to compare with: name it in --models, or train it (train mt)"
+        )
+    return {role: found[role] for role in ROLES if role in found}
+
+
+def arms(
+    experiment: str,
+    found: Mapping[str, Seq2Seq],
+    samples: Sequence[int],
+    iterations: Sequence[int],
+    lengths: Sequence[int],
+) -> list[Arm]:
+    """The arms of an experiment, plain decoding by the teacher first."""
+    teacher = found["teacher"]
+    made = [_plain(PLAIN, teacher, "plain", lambda part: distilled.write(teacher, part, Writing(beam=1)))]
+    if experiment == "iterations":
+        if "mask_predict" not in found:
+            raise TinyspecError(
+                "no model for mask_predict on this machine: name it in --models, or train it (train mt)"
+            )
+    else:
+        made.append(_beam(teacher, 4))
+        made.append(_plain("teacher, jacobi", teacher, "jacobi", None))
+        if "nat" in found:
+            nat = found["nat"]
+            made += [_fertile(f"nat, {first}", nat, None, first, 1) for first in ("argmax", "average")]
+            made += [_fertile(f"nat, NPD {count}", nat, teacher, "argmax", count) for count in samples]
+    if "mask_predict" in found:
+        made += [_masking(found["mask_predict"], count, wide) for wide in lengths for count in iterations]
+    return made
+
+
+def label_of(iterations: int, lengths: int) -> str:
+    """How an arm of Mask-Predict is named.
+
+    >>> label_of(10, 1), label_of(1, 3)
+    ('mask_predict, T 10, 1 length', 'mask_predict, T 1, 3 lengths')
+    """
+    return f"mask_predict, T {iterations}, {lengths} length{'s' if lengths > 1 else ''}"
+
+
+def _one(model: Seq2Seq, method: str, teacher: Seq2Seq | None, **knobs: Any) -> Callable[[str], Done]:
+    def one(text: str) -> Done:
+        made = translate(model, text, method=method, teacher=teacher, **knobs)
+        assert not isinstance(made, list)
+        stats = made.stats
+        assert isinstance(stats, Work)
+        tokens = [token for token in made.tokens if token != model.config.eos]
+        return Done(made.text, tokens, stats.target_calls, stats.encoder_calls, stats.teacher_calls)
+
+    return one
+
+
+def _plain(label: str, model: Seq2Seq, method: str, many: Callable[[Sequence[Ids]], list[Ids]] | None) -> Arm:
+    return Arm(label, _one(model, method, None), many)
+
+
+def _beam(model: Seq2Seq, beam: int) -> Arm:
+    writing = Writing(beam=beam)
+
+    def one(text: str) -> Done:
+        ledger: list[Call] = []
+        ids = distilled.write(model.counting(ledger), [model.tokenizer.encode(text)], writing)[0]
+        passes = sum(call.model == model.name for call in ledger)
+        return Done(model.tokenizer.decode(ids), ids, passes, len(ledger) - passes, 0)
+
+    return Arm(f"teacher, beam {beam}", one, lambda part: distilled.write(model, part, writing), beam)
+
+
+def _fertile(label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, samples: int) -> Arm:
+    def many(part: Sequence[Ids]) -> list[Ids]:
+        refiner = FertileParallel(model, None, first, samples, 1.0)
+        sources = padded(part)
+        chances = [Seeded(0) for _ in part]
+        if teacher is None:
+            return chosen(model, sources, refiner, chances)
+        canvases = refine_many(model, sources, refiner, chances)
+        with torch.inference_mode():
+            totals = said(teacher, teacher.encode(sources).rows(canvases.owners), canvases.canvas).sum(dim=1)
+        best = [
+            max((canvases.owners == i).nonzero().flatten().tolist(), key=lambda row: float(totals[row]))
+            for i in range(len(part))
+        ]
+        return [canvases.canvas.text(row) for row in best]
+
+    return Arm(label, _one(model, "nat", teacher, samples=samples, fertility=first), many, samples)
+
+
+def _masking(model: Seq2Seq, iterations: int, lengths: int) -> Arm:
+    def many(part: Sequence[Ids]) -> list[Ids]:
+        refiner = MaskPredict(model, iterations, lengths)
+        return chosen(model, padded(part), refiner, [Seeded(0) for _ in part])
+
+    knobs = {"iterations": iterations, "lengths": lengths}
+    return Arm(label_of(iterations, lengths), _one(model, "mask_predict", None, **knobs), many, lengths)
