@@ -207,18 +207,18 @@ class Dialects:
             total -= texts * p * math.log(p) if p > 0 else 0.0
         return total
 
+    def judge(self, source: Sequence[int], output: Sequence[int]) -> tuple[bool, bool, bool]:
+        """Whether one output is valid, of a single dialect, and repeats a token: see `Quality`."""
+        right = [pair.target for pair in self.renderings(source)]
+        single = any(set(output) <= set(target) for target in right)
+        return tuple(output) in right, single, len(set(output)) < len(output)
+
     def quality(self, sources: Iterable[Sequence[int]], outputs: Iterable[Sequence[int]]) -> Quality:
         """How good outputs are, each for the source in its place."""
-        valid = single = repeated = count = 0
-        for source, output in zip(sources, outputs, strict=True):
-            right = [pair.target for pair in self.renderings(source)]
-            valid += tuple(output) in right
-            single += any(set(output) <= set(target) for target in right)
-            repeated += len(set(output)) < len(output)
-            count += 1
-        if not count:
+        judged = [self.judge(source, output) for source, output in zip(sources, outputs, strict=True)]
+        if not judged:
             raise TinyspecError("there are no outputs to judge: give at least one source")
-        return Quality(valid / count, single / count, repeated / count)
+        return Quality(*(sum(one) / len(judged) for one in zip(*judged, strict=True)))
 
 
 def entropy(law: Iterable[float]) -> float:

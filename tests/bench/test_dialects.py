@@ -1,0 +1,128 @@
+"""Writing all words at once, where a source has several right translations: the ordering, and the command."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.zoo import failed, run
+from tinyspec.bench import dialects
+from tinyspec.bench.dialects import AR, KD, RAW, SAMPLED, Copying, Setup, Trial, copying, said
+from tinyspec.bench.dialects_report import grids, named, picture, told
+from tinyspec.dialects import padded
+from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
+
+QUICK = (
+    *("--words", "4", "--shortest", "2", "--longest", "3", "--modes", "2", "--pairs", "40", "--tests", "6"),
+    *(
+        "--width",
+        "8",
+        "--layers",
+        "1",
+        "--steps",
+        "2",
+        "--batch",
+        "4",
+        "--passes",
+        "1,2",
+        "--lengths",
+        "1,2",
+        "--quiet",
+    ),
+)
+TINY = Setup(modes=2, words=4, shortest=2, longest=3, pairs=40, tests=6, width=8, layers=1, steps=2, batch=4)
+
+
+def files(folder: Path) -> tuple[str, ...]:
+    return ("--out", str(folder / "d.json"), "--svg", str(folder / "d.svg"), "--markdown", str(folder / "d.md"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    folder = tmp_path_factory.mktemp("dialects")
+    done = run("bench", "dialects", "--kinds", "lex,fert", *QUICK, *files(folder))
+    assert done.exit_code == 0, done.output
+    return folder, json.loads((folder / "d.json").read_text(encoding="utf-8")), done.stdout
+
+
+def test_every_kind_has_every_model_and_its_figures_follow_from_the_verdicts(made: Any) -> None:
+    _, result, _ = made
+    for kind in ("lex", "fert"):
+        arms = result["kinds"][kind]["arms"]
+        assert list(arms) == [
+            AR,
+            RAW,
+            SAMPLED,
+            KD,
+            *(f"mask-predict, T {t}, l {n}" for t, n in ((1, 1), (2, 1), (2, 2))),
+        ]
+        assert all(len(row["verdicts"]) == 6 for row in arms.values())
+    assert told(result) == result["figures"]
+    assert {"command", "commit", "machine", "settings"} <= result.keys()
+
+
+def test_shares_are_counted_by_the_digits() -> None:
+    of = told({"kinds": {"lex": {"arms": {"a": {"verdicts": "3326"}}}}})["lex"]["a"]
+    assert of == {"valid": 0.5, "single": 1.0, "repeated": 0.25}
+
+
+def test_the_files_are_a_table_a_kind_and_a_picture(made: Any) -> None:
+    folder, result, shown = made
+    page = (folder / "d.md").read_text(encoding="utf-8")
+    assert page.startswith("`tinyspec ") and page.count("| autoregressive |") == 2
+    drawn = (folder / "d.svg").read_text(encoding="utf-8")
+    ElementTree.fromstring(drawn)
+    assert drawn.count("M") > 10 and picture(result) == drawn
+    assert all(len(row) == len(table.header) for table in grids(result) for row in table.rows)
+    assert "valid %" in shown and not (folder / "d.json.parts").exists()
+    assert named("ord") == "orders of their own"
+
+
+def test_an_interrupted_run_goes_on_where_it_was(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, whole, _ = made
+    out, kept = tmp_path / "d.json", Trial.masked
+    settings = {"passes": (1, 2), "lengths": (1, 2), "out": out, "quiet": True}
+
+    def stops(self: Trial, *passes: Any) -> Any:
+        if self.folder.name == "fert":
+            raise KeyboardInterrupt
+        return kept(self, *passes)
+
+    monkeypatch.setattr(Trial, "masked", stops)
+    with pytest.raises(KeyboardInterrupt):
+        dialects.run(["lex", "fert"], TINY, **settings)  # type: ignore[arg-type]
+    monkeypatch.undo()
+    assert (tmp_path / "d.json.parts" / "fert" / KD.replace(", ", "-") / "state.pt").exists()
+    result = dialects.run(["lex", "fert"], TINY, resume=True, **settings)  # type: ignore[arg-type]
+    assert result["figures"] == whole["figures"]
+
+
+def test_what_is_wrong_is_said_in_one_line(made: Any, tmp_path: Path) -> None:
+    folder, _, _ = made
+    assert "no dialect 'lax'" in failed(run("bench", "dialects", "--kinds", "lax", *QUICK))
+    assert "such as 1,2,4" in failed(run("bench", "dialects", "--passes", "0", "--quiet"))
+    assert "name it" in failed(run("bench", "dialects", *QUICK, "--resume"))
+    assert "other settings" in failed(
+        run("bench", "dialects", *QUICK, "--seed", "1", "--resume", "--out", str(folder / "d.json"))
+    )
+    (tmp_path / "x.json").write_text("{}")
+    assert "no result of" in failed(run("bench", "dialects", *QUICK, "--resume", "--out", str(tmp_path / "x.json")))
+
+
+def test_the_one_pass_model_reads_even_copies_and_tells_its_length() -> None:
+    config = Seq2SeqConfig(12, 8, 2, 8, 1, 1, 24, lengths=7)
+    model = Seq2Seq.create(config, torch.Generator().manual_seed(0), torch.float64)
+    source, target = padded([(4, 5, 6), (7, 4)]), padded([(8, 9, 10, 11), (11, 8)])
+    alone = [
+        said(model, source[i : i + 1, :n], target[i : i + 1, :m], model.encode(source[i : i + 1, :n]))
+        for i, n, m in ((0, 3, 4), (1, 2, 2))
+    ]
+    assert float(said(model, source, target, model.encode(source))) == pytest.approx(float(sum(alone)), abs=1e-9)
+    told_length = -model.length_logits(model.encode(source)).log_softmax(-1)[[0, 1], [4, 2]].sum()
+    assert float(copying(model, source, target)) == pytest.approx(float(sum(alone) + told_length) / 6, abs=1e-9)
+    memory = model.encode(source[:1])
+    length = int(model.length_logits(memory).argmax())
+    assert Copying(model).start((4, 5, 6), memory, None).mask.tolist() == [[True] * length]  # type: ignore[arg-type]

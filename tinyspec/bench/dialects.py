@@ -1,0 +1,279 @@
+"""`tinyspec bench dialects`: what writing all words at once costs where a source has several right translations.
+
+On the task of tinyspec/dialects.py, where the best a model can do is known exactly: a model that reads what it wrote; one that
+writes in a single parallel pass, trained on the same pairs and on the first one's translations of their sources (distillation);
+and Mask-Predict, by its passes, on the pairs as they are. Every model is judged with the length that it tells itself.
+
+All are Seq2Seq of one shape, trained alike for the same number of steps. A training that was interrupted goes on.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyspec.bench.dialects_report import told
+from tinyspec.bench.harness import progress, report, save
+from tinyspec.decoding.chance import Chance, Seeded
+from tinyspec.decoding.copies import uniform
+from tinyspec.decoding.lengths import beam, by_token
+from tinyspec.decoding.refine import Canvas, Refiner
+from tinyspec.decoding.refine_many import chosen
+from tinyspec.dialects import Dialects, padded
+from tinyspec.distilled import Writing, write
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.seq2seq import Memory, Seq2Seq, Seq2SeqConfig
+from tinyspec.nonautoregressive import mask_predict
+from tinyspec.nonautoregressive.nat import parallel, words
+from tinyspec.schedule import Settings
+from tinyspec.taught import forced
+from tinyspec.train import train
+
+AR, RAW, SAMPLED, KD = "autoregressive", "parallel", "parallel, sampled", "parallel, distilled"
+BATCH = 250  # sources that are decoded together
+Loss = Callable[[Seq2Seq, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One run: the task, what is trained, and how long."""
+
+    modes: int = 3
+    words: int = 12
+    shortest: int = 5
+    longest: int = 7
+    pairs: int = 20_000
+    tests: int = 500
+    width: int = 96
+    layers: int = 1
+    steps: int = 600
+    student_steps: int = 0  # 0: as many
+    batch: int = 64
+    lr: float = 3e-3
+    seed: int = 0
+
+    def task(self, kind: str) -> Dialects:
+        return Dialects(tuple(kind.split("+")), self.modes, self.words, self.shortest, self.longest)
+
+
+class Trial:
+    """One kind of dialects: its sentences, and the models as they are trained in `folder`."""
+
+    def __init__(self, kind: str, setup: Setup, folder: Path):
+        self.setup, self.folder, self.task = setup, folder, setup.task(kind)
+        held = self.task.corpus(setup.tests, seed=2 * setup.seed + 1)
+        pairs = self.task.corpus(setup.pairs, seed=2 * setup.seed + 2, without={pair.source for pair in held})
+        self.tests = [pair.source for pair in held]
+        self.held = padded(self.tests), padded([pair.target for pair in held])
+        self.sources = [pair.source for pair in pairs]
+        self.targets: list[Sequence[int]] = [pair.target for pair in pairs]
+
+    def fit(self, name: str, loss: Loss, targets: Sequence[Sequence[int]], steps: int = 0) -> Seq2Seq:
+        """A model trained on the sources and these targets; at once, where the folder holds it already."""
+        s = self.setup
+        config = Seq2SeqConfig(
+            self.task.vocab_size, s.width, 4, 2 * s.width, s.layers, s.layers, 2 * self.task.most + 12,
+            lengths=self.task.most + 1,
+        )  # fmt: skip
+        model = Seq2Seq.create(config, torch.Generator().manual_seed(s.seed + len(name)))
+        said = [
+            (x, y[: self.task.most]) for x, y in zip(self.sources, targets, strict=True) if y
+        ]  # a poor teacher's: cut
+        if not said:
+            raise TinyspecError(f"the teacher of {name} says nothing at all: more --steps")
+        source, target = padded([x for x, _ in said]), padded([y for _, y in said])
+
+        def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
+            rows = torch.randint(len(source), (s.batch,), generator=generator)
+            return source[rows], target[rows]
+
+        steps = steps or s.steps
+        settings = Settings(
+            steps, s.lr, warmup=max(1, steps // 15), weight_decay=0.01, betas=(0.9, 0.98), seed=s.seed, save_minutes=1.0
+        )
+        where = self.folder / name.replace(", ", "-")
+        ended = train(model.weights, batches, lambda *batch: loss(model, *batch), settings, where)
+        if not ended.finished:
+            raise KeyboardInterrupt
+        for weight in model.weights.values():
+            weight.requires_grad_(False)
+        return model
+
+    def ask(self, model: Seq2Seq, refiner: Refiner) -> list[list[int]]:
+        """The test sentences as a refiner writes them."""
+        made = list[list[int]]()
+        for at in range(0, len(self.tests), BATCH):
+            part = padded(self.tests[at : at + BATCH])
+            made += chosen(model, part, refiner, [Seeded(at + i) for i in range(len(part))])
+        return made
+
+    def judged(self, outputs: Sequence[Sequence[int]], passes: float, **more: float) -> dict[str, Any]:
+        """An arm as plain data: a digit a sentence (1 valid + 2 of one dialect + 4 repeats a token), and what it cost."""
+        marks = (self.task.judge(source, output) for source, output in zip(self.tests, outputs, strict=True))
+        return {
+            "passes": passes,
+            "verdicts": "".join(str(valid + 2 * single + 4 * twice) for valid, single, twice in marks),
+            **more,
+        }
+
+    # ------------------------------------------------------------------ the models
+
+    def autoregressive(self) -> tuple[Seq2Seq, dict[str, Any]]:
+        """Trained on the pairs as they are: the teacher."""
+        model = self.fit(AR, forced, self.targets)
+        made = [text for at in range(0, len(self.tests), BATCH) for text in greedy(model, self.tests[at : at + BATCH])]
+        source, target = self.held
+        with torch.no_grad():
+            ends = int((target != 0).sum()) + len(target)
+            nats = float(forced(model, source, target)) * ends / len(target)
+        return model, self.judged(made, sum(map(len, made)) / len(made) + 1, nats=nats)
+
+    def one_pass(self, name: str, targets: Sequence[Sequence[int]]) -> dict[str, dict[str, Any]]:
+        """One parallel pass from evenly spread copies of the source; only on the pairs as they are its nats have a floor."""
+        model = self.fit(name, copying, targets, self.setup.student_steps if name == KD else 0)
+        found = {name: self.judged(self.ask(model, Copying(model)), 1)}
+        if name == RAW:
+            source, target = self.held
+            with torch.no_grad():
+                found[name]["nats"] = float(said(model, source, target, model.encode(source))) / len(target)
+            generator = torch.Generator().manual_seed(self.setup.seed)
+            found[SAMPLED] = self.judged(self.ask(model, Copying(model, generator)), 1)
+        return found
+
+    def masked(self, passes: Sequence[int], lengths: Sequence[int]) -> dict[str, dict[str, Any]]:
+        """Mask-Predict by its passes, with the first number of lengths; the most passes with the others."""
+
+        def loss(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
+            seed = int(torch.randint(1 << 62, ()))  # the trainer has seeded torch for this step
+            batch = mask_predict.Batch(source, target)
+            return mask_predict.loss(model, batch, torch.Generator().manual_seed(seed))
+
+        model, found = self.fit("mask-predict", loss, self.targets), {}
+        for t, count in [*((t, lengths[0]) for t in passes), *((max(passes), count) for count in lengths[1:])]:
+            refiner = mask_predict.MaskPredict(model, t, count)
+            found[f"mask-predict, T {t}, l {count}"] = self.judged(self.ask(model, refiner), t)
+        return found
+
+
+def greedy(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Greedy translations of a batch."""
+    return write(model, sources, Writing(beam=1, factor=2.0))
+
+
+def said(model: Seq2Seq, source: Tensor, target: Tensor, memory: Memory) -> Tensor:
+    """-sum of log p(y_t | x, T) over a batch, all places written in one pass from evenly spread copies of the source."""
+    places, slots = uniform((source != 0).sum(dim=1), (target != 0).sum(dim=1))
+    logits = model.logits(parallel(model, source.gather(1, places), slots, memory)[slots])
+    return F.cross_entropy(logits, target[:, : slots.shape[1]][slots], reduction="sum")
+
+
+def copying(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
+    """The one-pass model's loss: its words and its length, per word."""
+    memory, lengths = model.encode(source), (target != 0).sum(dim=1)
+    told = F.cross_entropy(model.length_logits(memory), lengths, reduction="sum")
+    return (said(model, source, target, memory) + told) / lengths.sum()
+
+
+class Copying:
+    """One pass from copies of the source, spread evenly over the likeliest length; words likeliest, or drawn one by one."""
+
+    def __init__(self, model: Seq2Seq, generator: torch.Generator | None = None):
+        self.model, self.generator = model, generator
+
+    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+        length = beam(by_token(self.model, memory), 1)[0]
+        places, slots = uniform(torch.tensor([len(source)]), torch.tensor(length))
+        return Canvas(torch.tensor([list(source)]).gather(1, places), slots, torch.zeros(slots.shape))
+
+    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+        states = parallel(self.model, canvas.tokens, canvas.mask, memory)
+        law = words(self.model, self.model.logits(states)).log_softmax(dim=-1)
+        tokens = law.argmax(dim=-1)
+        if self.generator is not None:
+            tokens = torch.multinomial(law.exp().flatten(0, 1), 1, generator=self.generator).view_as(tokens)
+        return Canvas(tokens, canvas.mask, law.gather(-1, tokens[..., None])[..., 0])
+
+    def finished(self, canvas: Canvas, iteration: int) -> bool:
+        return iteration == 1
+
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+        return 0
+
+
+# ---------------------------------------------------------------------- the whole table
+
+
+def run(
+    kinds: Sequence[str] = ("lex", "ord", "fert"),
+    setup: Setup = Setup(),
+    passes: Sequence[int] = (1, 2, 4, 10),
+    lengths: Sequence[int] = (1, 3),
+    resume: bool = False,
+    out: Path | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Every kind with every model. With `out`, each is written as it is done; with `resume`, what is there is kept."""
+    for kind in kinds:
+        setup.task(kind)
+    settings = {**asdict(setup), "passes": list(passes), "lengths": list(lengths)}
+    done = _kept(out, settings) if resume else {}
+    parts = None if out is None else out.with_name(out.name + ".parts")
+    if parts is not None and parts.exists() and not resume:
+        shutil.rmtree(parts)
+    with tempfile.TemporaryDirectory() as temporary, progress("dialects", 4 * len(kinds), quiet) as tick:
+        for kind in kinds:
+            if kind not in done:
+                done[kind] = _kind(Trial(kind, setup, (parts or Path(temporary)) / kind), passes, lengths, tick)
+                if out is not None:
+                    save(out, report({"settings": settings, "kinds": done}))
+            else:
+                for _ in range(4):
+                    tick()
+    result = report({"settings": settings, "kinds": {kind: done[kind] for kind in kinds}})
+    result["figures"] = told(result)
+    if out is not None:
+        save(out, result)
+        shutil.rmtree(out.with_name(out.name + ".parts"), ignore_errors=True)
+    return result
+
+
+def _kind(trial: Trial, passes: Sequence[int], lengths: Sequence[int], tick: Callable[[], None]) -> dict[str, Any]:
+    """The arms of one kind, and the floors of its test sentences."""
+    floors = [trial.task.floors(source) for source in trial.tests]
+    mean = {name: sum(getattr(one, name) for one in floors) / len(floors) for name in ("sequence", "parallel")}
+    teacher, row = trial.autoregressive()
+    arms = {AR: row}
+    tick()
+    arms |= trial.one_pass(RAW, trial.targets)
+    tick()
+    taught = [
+        text for at in range(0, len(trial.sources), BATCH) for text in greedy(teacher, trial.sources[at : at + BATCH])
+    ]
+    arms |= trial.one_pass(KD, taught)
+    tick()
+    arms |= trial.masked(passes, lengths)
+    tick()
+    return {"floors": mean, "arms": arms}
+
+
+def _kept(out: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The kinds that an interrupted run has finished."""
+    if out is None:
+        raise TinyspecError("--resume goes on with the file of --out: name it")
+    if not out.exists():
+        return {}
+    try:
+        found = json.loads(out.read_text(encoding="utf-8"))
+        kept, made = dict(found["kinds"]), found["settings"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise TinyspecError(f"{out} is no result of `tinyspec bench dialects` ({type(error).__name__})") from error
+    if made != settings:
+        raise TinyspecError(f"{out} was made with other settings: name another --out, or leave --resume")
+    return kept
