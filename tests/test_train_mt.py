@@ -80,7 +80,7 @@ def run(zoo: Path, name: str, **options: Any) -> bool:
 
 
 def test_a_teacher_and_its_students_are_trained_and_find_each_other(zoo: Path) -> None:
-    with pytest.raises(TinyspecError, match=r"the teacher .* is not there: train it first"):
+    with pytest.raises(TinyspecError, match=r"the model .* is not there: train it first"):
         run(zoo, "nat")
     for name, (method, _, _) in RECIPES.items():
         assert run(zoo, name)
@@ -174,6 +174,26 @@ def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
             assert run(zoo, "teacher")
         with pytest.raises(TinyspecError, match=said):
             train_mt(other, zoo / "out", data_folder=zoo / "data", device="cpu")
+
+
+def test_a_nat_is_fine_tuned_from_where_it_was(zoo: Path) -> None:
+    assert run(zoo, "teacher") and run(zoo, "nat")
+    text = (zoo / "nat/recipe.toml").read_text()
+    (zoo / "fine").mkdir()
+    (zoo / "fine/recipe.toml").write_text(text.replace('method = "nat"', 'method = "nat"\nfinetune = "../nat"'))
+    plan = read_translation_recipe(zoo / "fine/recipe.toml")
+    first, where = Seq2Seq.load(zoo / "nat"), torch.device("cpu")
+    assert all(
+        torch.equal(w, first.weights[name]) for name, w in begin(plan, first.tokenizer, first, where).weights.items()
+    )
+    assert run(zoo, "fine")
+    assert Seq2Seq.load(zoo / "fine").config.extra["trained_for"] == "nat"
+    assert "`nat`, fine-tuned" in (zoo / "fine/README.md").read_text()
+    (zoo / "fine/recipe.toml").write_text(
+        text.replace('method = "nat"', 'method = "mask_predict"\nfinetune = "../nat"')
+    )
+    with pytest.raises(TinyspecError, match="finetune is a stage of nat"):
+        run(zoo, "fine")
 
 
 def test_from_the_command_line(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,8 @@ def write_card(
     else:
         how = "greedily" if recipe.distill.beam == 1 else f"with a beam of {recipe.distill.beam}"
         targets = f"what `{Path(recipe.teacher).name}` says to the same sentences, {how}"
+    if recipe.finetune:
+        targets += f"; it is `{Path(recipe.finetune).name}`, fine-tuned by its teacher's word-level laws"
     lent = f"; its {', '.join(recipe.inherit)} began as the teacher's" if recipe.inherit else ""
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     text = f"""# {recipe.name}

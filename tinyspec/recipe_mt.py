@@ -30,6 +30,9 @@ class TranslationRecipe:
     smoothing: float = 0.1  # of the labels
     teacher: str = ""  # a folder beside the recipe's own: tokenizer, distilled targets, first weights
     inherit: tuple[str, ...] = ()  # weights that begin as the teacher's, by the beginnings of their names
+    finetune: str = (
+        ""  # nat: a folder beside the recipe's own, whose NAT is fine-tuned by the teacher's word-level laws
+    )
     judged: int = 1014  # valid sentences that are translated at each validation
     extra: Mapping[str, Any] = field(default_factory=dict)
     distill: Writing | None = None  # how the teacher wrote the targets; none: the targets are people's
@@ -63,6 +66,8 @@ def read_translation_recipe(path: str | Path, overrides: Mapping[str, str] | Non
         raise TinyspecError(f"{path}: {error}") from error
     if plan.method not in METHODS:
         raise TinyspecError(f"{path}: method {plan.method} cannot be trained; {nearest(plan.method, METHODS)}")
-    if not plan.teacher and (plan.distill is not None or plan.inherit):
-        raise TinyspecError(f"{path}: [distill] and inherit need a teacher: teacher = FOLDER is missing")
+    if not plan.teacher and (plan.distill is not None or plan.inherit or plan.finetune):
+        raise TinyspecError(f"{path}: [distill], inherit and finetune need a teacher: teacher = FOLDER is missing")
+    if plan.finetune and plan.method != "nat":
+        raise TinyspecError(f"{path}: finetune is a stage of nat: method {plan.method} has none")
     return plan

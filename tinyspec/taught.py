@@ -40,7 +40,7 @@ class Taught(NamedTuple):
     figures: Callable[[Seq2Seq], dict[str, float]] = lambda model: {}
 
 
-def teacher(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair]) -> Taught:
+def teacher(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None) -> Taught:
     """The autoregressive teacher: every token from those before it, with smoothed labels."""
 
     def batch(numbers: Sequence[int]) -> Batch:
@@ -97,7 +97,7 @@ def together(
     return [found[i] for i in range(len(sources))]
 
 
-def nat(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair]) -> Taught:
+def nat(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None) -> Taught:
     """NAT: the fertilities are an aligner's; asked as it writes in one pass, from each word's likeliest fertility."""
     most = int(plan.shape.get("fertilities", 0)) - 1
     if most < 1:
@@ -114,13 +114,17 @@ def nat(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair]) ->
     def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
         return fertile.loss(model, fertile.Batch(*batch), generator, plan.dropout, plan.smoothing)
 
+    def fine(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
+        assert judge is not None
+        return fertile.finetune(model, judge, fertile.Batch(*batch), generator, plan.dropout, plan.smoothing)
+
     def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
         return together(sources, lambda part: fertile.written(model, padded(part).to(model.device)))
 
-    return Taught(batch, loss, translate)
+    return Taught(batch, fine if plan.finetune else loss, translate)
 
 
-def mask_predict(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair]) -> Taught:
+def mask_predict(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None) -> Taught:
     """Mask-Predict: asked with few iterations and lengths while it learns, to be quick."""
 
     def batch(numbers: Sequence[int]) -> Batch:
@@ -139,7 +143,7 @@ def mask_predict(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[
     return Taught(batch, loss, translate)
 
 
-METHODS: dict[str, Callable[[TranslationRecipe, Sequence[Pair], Sequence[Pair]], Taught]] = {
+METHODS: dict[str, Callable[[TranslationRecipe, Sequence[Pair], Sequence[Pair], Seq2Seq | None], Taught]] = {
     "teacher": teacher,
     "nat": nat,
     "mask_predict": mask_predict,

@@ -59,7 +59,7 @@ def train_mt(
     say = (console or Console(quiet=True)).print
 
     texts, held = data.multi30k("train", data_folder), data.multi30k("valid", data_folder)[: plan.judged]
-    teacher = load_teacher(plan, path.parent, out)
+    teacher = load_model(plan, plan.teacher, path.parent, out)
     if teacher is not None:
         tokenizer = teacher.tokenizer
     elif (state / "tokenizer.json").exists():
@@ -71,8 +71,9 @@ def train_mt(
         written = distilled.translations(teacher, [pair.source for pair in pairs], plan.distill, console=console)
         pairs = [Pair(pair.source, target) for pair, target in zip(pairs, written, strict=True)]
     seen = bitext.usable(pairs, plan.longest)
-    model = begin(plan, tokenizer, teacher, where)
-    taught = METHODS[plan.method](plan, seen, valid)
+    parent = load_model(plan, plan.finetune, path.parent, out)
+    model = begin(plan, tokenizer, parent or teacher, where)
+    taught = METHODS[plan.method](plan, seen, valid, teacher)
     say(f"{len(seen):,} pairs; {plan.name}: {model.config.parameters():,} weights on {where}")
 
     def judged(one: Seq2Seq) -> float:
@@ -121,7 +122,7 @@ def distill_only(
 ) -> Path:
     """Have the teacher of a recipe write its students' targets into the cache; returns the folder they lie in."""
     plan = read_translation_recipe(recipe, overrides)
-    teacher = load_teacher(plan, Path(recipe).parent, Path(out))
+    teacher = load_model(plan, plan.teacher, Path(recipe).parent, Path(out))
     if teacher is None or plan.distill is None:
         raise TinyspecError(f"{recipe}: nothing is distilled: it has no section [distill]")
     pairs = bitext.encode(teacher.tokenizer, data.multi30k("train", data_folder))
@@ -130,27 +131,25 @@ def distill_only(
     return distilled.folder(teacher, sources, plan.distill)
 
 
-def load_teacher(plan: TranslationRecipe, *beside: Path) -> Seq2Seq | None:
-    """The teacher that a recipe names: a folder beside the recipe or the student, or a model by name."""
-    if not plan.teacher:
+def load_model(plan: TranslationRecipe, name: str, *beside: Path) -> Seq2Seq | None:
+    """A model that a recipe names, its teacher for one: a folder beside the recipe or the student, or a model by name."""
+    if not name:
         return None
-    for at in beside:
-        if (at / plan.teacher / "model.safetensors").is_file():
-            return Seq2Seq.load(at / plan.teacher)
-    found = models.find(plan.teacher)
-    if found is None or not (found / "model.safetensors").is_file():
-        raise TinyspecError(f"recipe {plan.name}: the teacher {plan.teacher} is not there: train it first (train mt)")
-    return Seq2Seq.load(found)
+    known = models.find(name)
+    for folder in (*(at / name for at in beside), *([known] if known else [])):
+        if (folder / "model.safetensors").is_file():
+            return Seq2Seq.load(folder)
+    raise TinyspecError(f"recipe {plan.name}: the model {name} is not there: train it first (train mt)")
 
 
-def begin(plan: TranslationRecipe, tokenizer: Tokenizer, teacher: Seq2Seq | None, where: torch.device) -> Seq2Seq:
-    """Random weights, but for those that the recipe has the teacher lend: same name, same shape."""
+def begin(plan: TranslationRecipe, tokenizer: Tokenizer, parent: Seq2Seq | None, where: torch.device) -> Seq2Seq:
+    """Random weights, but for those that the recipe has a parent lend: same name, same shape. Fine-tuning begins with all."""
     config = plan.config(tokenizer.vocab_size)
     fresh = Seq2Seq.create(config, torch.Generator().manual_seed(plan.settings.seed), tokenizer=tokenizer)
-    lent = {} if teacher is None else teacher.weights
+    lent = {} if parent is None else parent.weights
     weights = {
         name: lent[name].float().clone()
-        if name.startswith(plan.inherit) and name in lent and lent[name].shape == w.shape
+        if (plan.finetune or name.startswith(plan.inherit)) and name in lent and lent[name].shape == w.shape
         else w
         for name, w in fresh.weights.items()
     }
