@@ -109,7 +109,7 @@ def translate(
     seed: int = 0,
     teacher: "Seq2Seq | str | None" = None,
     max_new_tokens: int | None = None,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     **knobs: Any,
 ) -> "Translation | list[Translation]":
     """Translate a source (text or token ids) and return what `generate` does, and what every pass made of the canvas.
@@ -119,7 +119,8 @@ def translate(
     seed     the same seed gives the same translation
     teacher  an autoregressive model that judges the candidates of methods that ask one; None takes the one the model's
              card names
-    max_new_tokens, temperature  of methods that extend a text; None: half as many again as the source has, and 11
+    max_new_tokens  of methods that extend a text; None: half as many again as the source has, and 11
+    temperature     of what is drawn; None: methods that extend a text are greedy, others have a default of their own
 
     A list of sources gives a list, translated one after another; source i uses seed + i.
     """

@@ -218,6 +218,7 @@ class Card:
             "family": self.family,
             "paper": self.paper,
             "guarantee": self.guarantee.value,
+            "kind": self.kind,
             "neutral": None if self.lossy is None else {self.lossy[0]: _in_json(self.lossy[1])},
             "drafts": self.drafts,
             "knobs": [{"name": k.name, "default": k.default, "doc": k.doc} for k in self.knobs],

@@ -35,7 +35,7 @@ def start(
     seed: int = 0,
     teacher: Seq2Seq | str | None = None,
     max_new_tokens: int | None = None,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     **knobs: Any,
@@ -43,13 +43,17 @@ def start(
     """Prepare a translation: everything that can be wrong with its arguments is said here."""
     model = translator(model)
     card = find(spelled(model, method))
+    if temperature is not None and any(knob.name == "temperature" for knob in card.knobs):
+        knobs["temperature"], temperature = temperature, None  # its own, and another's than the tokens'
     card.settings(knobs)
     ids = model.tokenizer.encode(source) if isinstance(source, str) else [int(token) for token in source]
     check_source(model, ids)
     check_pair(model, card)
+    if teacher is not None and not card.teacher:
+        raise TinyspecError(f"{card.name} asks no teacher: leave it out")
     ledger: list[Call] = []
     if card.kind == "refine":
-        if temperature or top_k is not None or top_p is not None:
+        if temperature is not None or top_k is not None or top_p is not None:
             raise TinyspecError(
                 f"{card.name} rewrites a canvas and has no temperature: its own knobs say what is drawn"
             )
@@ -58,7 +62,7 @@ def start(
         judge = teacher_of(model, card, teacher)
         request = RefineRequest(model, judge, ledger)
         return Rewriting(model, ids, card, request, seed, **knobs)
-    warp = Warp(temperature, top_k, top_p)
+    warp = Warp(temperature or 0.0, top_k, top_p)
     room = most_tokens(len(ids)) if max_new_tokens is None else max_new_tokens
 
     def make(given: Model) -> Running:
@@ -168,8 +172,6 @@ def teacher_of(model: Seq2Seq, card: Card, teacher: Seq2Seq | str | None) -> Seq
             teacher = load_translator(str(named), model.device, model.dtype)
         except TinyspecError:
             return None  # not on this machine; a technique that cannot do without says so
-    if teacher is not None and not card.teacher:
-        raise TinyspecError(f"{card.name} asks no teacher: leave it out")
     judge = None if teacher is None else translator(teacher)
     if judge is not None:
         check_teacher(model, judge)

@@ -63,6 +63,8 @@ def page(cards: "Iterable[Card]") -> str:
             "or several" if card.several and card.drafts else "",
             "a draft model, if there is one" if card.optional_draft else "",
             "texts to copy from" if card.copies else "",
+            "a translation model trained for it" if card.kind == "refine" else "",
+            "and its teacher" if card.teacher else "",
         ]
         promised = "an analysis" if card.kind == "analysis" else card.guarantee.value
         promised += f" ({card.lossy[0]} {card.lossy[1]:g})" if card.lossy else ""
@@ -81,6 +83,10 @@ def described(card: "Card") -> str:
         lines.append("uses a draft model where there is one: --draft NAME")
     if card.several:
         lines.append("uses several draft models where there are several: --draft NAME,NAME")
+    if card.kind == "refine":
+        lines.append(f"translates, with a model that was trained for it: tinyspec translate --method {card.name}")
+    if card.teacher:
+        lines.append("its candidates are judged by a teacher: --teacher NAME")
     if card.copies:
         lines.append("copies from the prompt and from texts given by --reference FILE")
     lines.append("knobs:" if card.knobs else "knobs: none")
