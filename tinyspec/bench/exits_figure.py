@@ -26,7 +26,7 @@ def picture(result: Mapping[str, Any]) -> str:
         "perplexity over the full model's, to 4", lines, lambda row: min(row["perplexity"] / full["perplexity"], 4.0), 4.0,
         figures.MARGIN + 110 + wide, y, wide,
     )  # fmt: skip
-    end = y + 300
+    end = y + 250
     for i, name in enumerate(lines):
         shown = "one exit for all tokens" if name == FIXED else name
         body.append(f'<path class="curve s{i}"{figures._dash(i)} d="M{figures.MARGIN + 36:.1f} {end - 4:.1f}h32"/>')

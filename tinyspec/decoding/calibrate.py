@@ -85,6 +85,7 @@ def needed(delta: Any, epsilon: Any, p_value: PValue = hoeffding) -> int:
 
 def enough(n: int, delta: Any, epsilon: Any, p_value: PValue = hoeffding) -> None:
     """TinyspecError where nothing can be shown with n examples."""
+    _check(delta, epsilon)
     if n < 1 or p_value(0, n, delta) > epsilon:
         raise TinyspecError(
             f"{n} calibration examples are too few for delta {delta} and epsilon {epsilon}: "
@@ -103,7 +104,7 @@ def calibrate(
 
     Raises TinyspecError for delta or epsilon outside (0, 1), losses outside [0, 1], and too few examples.
     """
-    _check(delta, epsilon)
+    _check(delta, epsilon)  # also where there is no candidate
     tested: list[Tested] = []
     choice = None
     for candidate in candidates:

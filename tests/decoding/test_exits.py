@@ -1,0 +1,193 @@
+"""Tokens that leave early: what the target shows, what it leaves behind, and the three fills."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lm.oracle import Oracle
+from tests.lm.small import GPT2, LLAMA, PROMPT, model, same_cache
+from tinyspec.decoding.exits import FILLS, Exit, ExitTarget, Rule
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.tables import TableModel
+from tinyspec.lm.feed import Call
+from tinyspec.lm.plan import Plan
+from tinyspec.tree import TokenTree
+
+M = model(LLAMA)
+L = LLAMA.n_layers
+EMPTY = TokenTree()
+
+
+class At(Rule):
+    """Tokens leave behind these layers, one after the other; those behind the list run the whole model."""
+
+    def __init__(self, *layers: int, row: bool = False, states: int = 0):
+        self.wanted, self.layers = layers, range(1, L)
+        self.row, self.states, self.seen = row, states, list[Exit]()
+
+    def stops(self, at: Exit) -> bool:
+        self.seen.append(at)
+        return at.step < len(self.wanted) and self.wanted[at.step] == at.layer
+
+
+def run(target: ExitTarget, tokens: list[int]) -> list[Any]:
+    """Score and commit, token by token; the scores."""
+    target.extend(PROMPT)
+    scores = []
+    for token in tokens:
+        scores.append(target.score(EMPTY))
+        target.commit((), token)
+    return scores
+
+
+def begun(rule: Rule, fill: str = "copy", m: Any = M) -> tuple[ExitTarget, list[Call]]:
+    ledger: list[Call] = []
+    return ExitTarget(m.session(ledger), rule, fill), ledger
+
+
+@pytest.mark.parametrize("m", [M, model(GPT2)], ids=["llama", "gpt2"])
+def test_a_copied_tokens_keys_are_each_layers_own_projection_of_its_exit_state(m: Any) -> None:
+    """Trap: the exit layer's keys in the layers above. Against a transformer written a second time, layer by layer."""
+    target, _ = begun(At(1, 2, 1), m=m)
+    oracle = Oracle(m)
+    done = oracle.text(PROMPT[:-1])
+    scores = run(target, [7, 8, 9, 2])
+    for token, layer, score in zip((PROMPT[-1], 7, 8), (1, 2, 1), scores, strict=False):
+        done.append(oracle.run(token, done, copy_from=layer))
+        np.testing.assert_allclose(score.logits[0].numpy(), done[-1].logits, atol=1e-10)
+        assert list(score.layers) == [layer]
+    np.testing.assert_allclose(scores[3].logits[0].numpy(), oracle.run(9, done).logits, atol=1e-10)
+    for at, token in enumerate(done):
+        for layer in range(L):
+            np.testing.assert_allclose(target.session.cache.keys[layer][:, at].numpy(), token.keys[layer], atol=1e-10)
+    assert not target.cache_exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("row", [False, True])
+def test_who_is_asked_in_every_layer_and_never_leaves_is_the_full_model_bit_for_bit(dtype: Any, row: bool) -> None:
+    m = model(LLAMA, dtype=dtype)
+    whole = m.session()
+    whole.extend(PROMPT)
+    for score, token in zip(run(begun(At(row=row, states=2), m=m)[0], [7, 8, 9]), [7, 8, 9], strict=True):
+        assert torch.equal(score.logits, whole.score(EMPTY).logits) and list(score.layers) == [L]
+        whole.commit((), token)
+
+
+@pytest.mark.parametrize("fill", ["recompute", "postpone"])
+def test_the_other_two_fills_are_cache_exact_and_the_row_stays_the_exits(fill: str) -> None:
+    target, _ = begun(At(1, 2, 1), fill)
+    scores = run(target, [7, 8, 9, 2])
+    text = [*PROMPT, 7, 8, 9]
+    for at, (layer, score) in enumerate(zip((1, 2, 1, L), scores, strict=True)):
+        session = M.session()
+        session.extend(text[: len(PROMPT) + at])
+        torch.testing.assert_close(score.logits, session.view(Plan(last=layer)).score(EMPTY).logits, atol=1e-10, rtol=0)
+    target.session.score(EMPTY)  # whoever goes deep brings along what waits
+    same_cache(target.session)
+    assert target.cache_exact
+
+
+def test_what_each_fill_costs_is_in_the_ledger() -> None:
+    """Exits behind 1, 1 and then the whole model, three layers: fills, layers, and who runs with whom."""
+    told = {}
+    for fill in FILLS:
+        target, ledger = begun(At(1, 1), fill)
+        run(target, [7, 8, 9])
+        told[fill] = [(call.rows, call.row_layers, call.fills) for call in ledger if not call.prefill]
+    one, head = (1, 1.0, 0), (1, 0.0, 0)  # a layer; the exit's row, where the rule reads none
+    whole = [one, one, one]
+    assert told["copy"] == [one, head, (1, 0.0, 2), one, head, (1, 0.0, 2), *whole]
+    assert told["recompute"] == [one, head, (1, 2.0, 0), one, head, (1, 2.0, 0), *whole]
+    assert told["postpone"] == [one, head, one, head, one, (3, 3.0, 0), (3, 3.0, 0)]
+
+
+def test_a_rule_that_reads_rows_pays_a_head_product_a_layer_and_one_that_does_not_pays_one() -> None:
+    for row, products in ((True, 2 + 1), (False, 1 + 1)):
+        target, ledger = begun(At(2, row=row))
+        run(target, [7])
+        target.session.score(EMPTY)
+        assert sum(call.head_rows for call in ledger) == products
+
+
+def test_a_rule_sees_the_states_it_reads_the_step_and_the_row() -> None:
+    rule = At(1, row=True, states=2)
+    target, _ = begun(rule)
+    run(target, [7, 8])
+    done = Oracle(M).text(PROMPT)
+    assert [(at.layer, at.step) for at in rule.seen] == [(1, 0), (1, 1), (2, 1)]
+    first = rule.seen[0]
+    for state, layer in zip(first.states, (1, 0), strict=True):
+        np.testing.assert_allclose(state.numpy(), done[-1].states[layer], atol=1e-10)
+    cut = Oracle(M).text([PROMPT[-1]], Plan(last=1), done[:-1])
+    np.testing.assert_allclose(first.logits.numpy(), cut[-1].logits, atol=1e-10)
+
+
+def test_the_last_token_of_a_text_is_never_filled_and_the_prompt_always_runs_whole() -> None:
+    target, ledger = begun(At(1, 1, 1))
+    run(target, [7])
+    assert [call.fills for call in ledger] == [0, 0, 0] and ledger[0].prefill
+    assert ledger[0].row_layers == L * (len(PROMPT) - 1)
+    target.score(EMPTY)
+    assert sum(call.fills for call in ledger) == L - 1
+
+
+@pytest.mark.parametrize("m", [M, TableModel(3)], ids=["transformer", "table"])
+@pytest.mark.parametrize("fill", FILLS)
+def test_what_is_taken_back_and_said_again_is_as_if_it_had_never_been(m: Any, fill: str) -> None:
+    prompt, tokens = [0, 1, 2], [2, 0, 1, 1]
+    straight = ExitTarget(m.session(), At(1, 2, 1, 1), fill)
+    straight.extend(prompt)
+    for token in tokens:
+        expected = straight.score(EMPTY).logits
+        straight.commit((), token)
+    for back in (1, 2, 3):
+        target = ExitTarget(m.session(), At(1, 2, 1, 1), fill)
+        target.extend(prompt)
+        for token in tokens[:3]:
+            target.score(EMPTY)
+            target.commit((), token)
+        target.rewind(len(prompt) + 3 - back)
+        for token in tokens[3 - back :]:
+            got = target.score(EMPTY).logits  # the new newest token is run again, as far as it went
+            target.commit((), token)
+        assert np.allclose(np.array(got, dtype=float), np.array(expected, dtype=float), atol=1e-10)
+
+
+def test_text_given_from_outside_fills_what_left_early_first() -> None:
+    target, ledger = begun(At(1))
+    run(target, [7])
+    target.extend([8, 9])
+    assert sum(call.fills for call in ledger) == L - 1
+    assert target.start == len(target) == len(PROMPT) + 3
+    target.end()
+    assert (len(target), target.start, target.left) == (0, 0, [])
+
+
+def test_a_hole_in_the_cache_is_an_error_and_never_silence() -> None:
+    target, _ = begun(At(1))
+    run(target, [7])
+    target.fill = lambda session, positions: setattr(session.committed[positions[0]], "filled", True)
+    with pytest.raises(RuntimeError, match="has no keys in layer 1"):
+        target.score(EMPTY)
+
+
+def test_a_rule_that_may_stop_takes_no_drafts_and_one_that_never_does_is_the_session() -> None:
+    target, _ = begun(At(1))
+    target.extend(PROMPT)
+    with pytest.raises(ValueError, match="no drafts"):
+        target.score(TokenTree.chain([1]))
+    target, _ = begun(Rule())
+    target.extend(PROMPT)
+    assert len(target.score(TokenTree.chain([1, 2])).logits) == 3
+    assert target.text == PROMPT and target.model is M
+
+
+@pytest.mark.parametrize("layer", [0, L + 1])
+def test_an_exit_that_is_no_layer_is_said(layer: int) -> None:
+    rule = Rule()
+    rule.layers = (layer,)
+    with pytest.raises(TinyspecError, match=rf"exit layer {layer} is out of range: .* layers 1 to {L}"):
+        ExitTarget(M.session(), rule)

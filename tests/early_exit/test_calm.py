@@ -1,0 +1,290 @@
+"""CALM: three measures, a threshold that decays, states copied up, a classifier that is trained, and both ends."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tinyspec
+from tests.lm.small import LLAMA, PROMPT
+from tests.lm.small import model as network
+from tests.table import Table, law
+from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.confidence import BIAS, WEIGHT, classified, gap, saturation, softmax_response
+from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.exits import ExitTarget
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.verify import walk
+from tinyspec.early_exit.calm import balanced_loss, decayed, fit, labels
+from tinyspec.errors import TinyspecError
+from tinyspec.generation import start
+from tinyspec.laws import toys
+from tinyspec.laws.exit_laws import with_classifier
+from tinyspec.laws.toys import calm as traps
+from tinyspec.lm.feed import Call
+from tinyspec.lm.transformer import Model
+from tinyspec.schedule import Settings
+from tinyspec.technique import Guarantee, Request, find
+from tinyspec.tree import TokenTree
+
+CARD = find("calm")
+GREEDY = Warp(temperature=0.0)
+M = network(LLAMA)
+L, V, D = LLAMA.n_layers, LLAMA.vocab_size, LLAMA.d_model
+
+
+def made(model: Any = M, warp: Warp = GREEDY, stop: Stop | None = None, **knobs: Any) -> Decoder:
+    ledger: list[Call] = []
+    request = Request(model.session(ledger), warp=warp, stop=stop or Stop(max_new_tokens=9), ledger=ledger)
+    return CARD.make(request, **knobs)
+
+
+def layers(decoder: Decoder, prompt: list[int]) -> list[int]:
+    """Finish the text: after how many layers each of its words was read."""
+    decoder.extend(prompt)
+    found = []
+    while not decoder.finished:
+        found += decoder.step(Seeded(decoder.rounds)).scores.layers
+    return found
+
+
+def plain(model: Any = M, stop: Stop | None = None) -> list[int]:
+    decoder = Decoder(model.session(), NoDraft(), walk, warp=GREEDY, stop=stop or Stop(max_new_tokens=9))
+    layers(decoder, PROMPT)
+    return decoder.new
+
+
+@pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
+def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
+    assert trap.check(trap.real()).cases > 0
+
+
+def test_trap_the_confidence_is_the_gap_and_not_the_greatest_probability() -> None:
+    """Two words of 0.45 are a doubt."""
+    row = np.array([0.45, 0.45, 0.1])
+    assert gap(row) == 0 < row.max()
+    assert float(softmax_response(torch.tensor(row).log())) == pytest.approx(0, abs=1e-12)
+    assert gap([1, 0, 0]) == 1 and gap(np.array([1.0])) == 1.0
+    assert float(gap(np.array([0.2, 0.5, 0.3]))) == pytest.approx(0.2)
+
+
+# ---------------------------------------------------------------------- measures
+
+
+def test_saturation_is_a_cosine_from_0_to_1_and_has_no_first_layer() -> None:
+    a = torch.tensor([3.0, 4.0])
+    assert saturation(a, 2 * a) == pytest.approx(1)
+    assert saturation(a, torch.tensor([4.0, -3.0])) == pytest.approx(0)
+    assert saturation(a, -a) == 0 and saturation(a, torch.zeros(2)) == 0
+    for threshold, first in ((1e-9, 2), (0.0, 1)):
+        found = layers(made(threshold=threshold, measure="saturation", decay="constant"), PROMPT)
+        assert min(found) >= first
+        assert first > 1 or set(found) == {1}  # at 0 everybody leaves at once
+
+
+def test_the_classifier_is_one_vector_for_all_layers() -> None:
+    assert classified(torch.tensor([1.0, 2.0]), np.array([3.0, -1.0]), 0.5) == pytest.approx(1 / (1 + math.exp(-1.5)))
+    assert (
+        classified(torch.tensor([-900.0]), np.array([1.0]), 0.0)
+        == 0.0
+        < 1.0
+        == classified(torch.tensor([900.0]), np.array([1.0]), 0.0)
+    )
+
+
+@pytest.mark.parametrize("measure", ["softmax", "saturation", "classifier"])
+def test_on_a_fixed_text_layers_fall_with_the_threshold_from_all_to_the_first(measure: str) -> None:
+    model = Model(
+        LLAMA,
+        M.weights,
+        extras={WEIGHT: torch.randn(D, generator=torch.Generator().manual_seed(1)), BIAS: torch.zeros(())},
+    )
+    ends = {}
+    for prompt in ([3], PROMPT, [1, 2, 3, 4]):
+        before = L
+        for threshold in (math.inf, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0):
+            decoder = made(model, threshold=threshold, measure=measure, decay="constant")
+            decoder.extend(prompt)
+            now = decoder.step(Seeded(0)).scores.layers[0]
+            assert now <= before
+            before = ends[threshold] = now
+        assert before == 1
+    assert ends[math.inf] == L
+
+
+# ---------------------------------------------------------------------- the threshold
+
+
+def test_both_decays_are_their_formulas_and_agree_at_one() -> None:
+    for t, n in ((0, 10), (3, 10), (10, 10)):
+        fade = math.exp(-4 * t / n)
+        assert decayed("paper", 0.6, 4.0, t, n) == pytest.approx(0.54 + 0.1 * fade)
+        assert decayed("t5x", 0.6, 4.0, t, n) == pytest.approx(0.6 * (0.9 + 0.1 * fade))
+        assert decayed("paper", 1.0, 4.0, t, n) == decayed("t5x", 1.0, 4.0, t, n)
+        assert decayed("constant", 0.6, 4.0, t, n) == 0.6
+        assert decayed("paper", 0.0, 4.0, t, n) == pytest.approx(0.1 * fade)
+    assert decayed("paper", 1.0, 0.0, 5, 9) == 1.0 == decayed("t5x", 1.0, 4.0, 5, math.inf)
+    falling = [decayed("paper", 0.7, 4.0, t, 20) for t in range(20)]
+    assert falling == sorted(falling, reverse=True) and falling[0] > falling[-1]
+
+
+def test_inf_bypasses_clip_and_decay_and_one_does_not() -> None:
+    """Where every gap is 1, a threshold of 1 lets everybody leave at once; inf nobody."""
+
+    class Sure(Table):
+        def row(self, context: Any) -> Any:
+            return (1, 0, 0)
+
+    for decay in ("paper", "t5x", "constant"):
+        for threshold, layer in ((1.0, 1), (math.inf, 3)):
+            decoder = made(Sure(0).model, threshold=threshold, decay=decay)
+            assert set(layers(decoder, [0])) == {layer}
+            assert len(decoder.target.rule.layers) == (0 if threshold == math.inf else 2)  # type: ignore[attr-defined]
+
+
+def test_where_it_is_asked_is_what_min_exit_and_interval_say() -> None:
+    deep = with_classifier(3)
+    assert set(layers(made(threshold=0.0, min_exit=2, decay="constant"), PROMPT)) == {2}
+    assert set(layers(made(threshold=0.0, min_exit=L), PROMPT)) == {L}
+    for knobs, asked in (({"min_exit": 1, "interval": 2}, [1]), ({"min_exit": 2}, [2]), ({}, [1, 2])):
+        assert list(made(deep, threshold=1.0, **knobs).target.rule.layers) == asked  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------- its neutral value, and the loop
+
+
+@pytest.mark.parametrize("measure", ["softmax", "saturation", "classifier"])
+def test_at_inf_the_text_is_the_full_models_bit_for_bit(measure: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = M.to(dtype=dtype)
+        decoder, whole = made(model, threshold=math.inf, measure=measure), model.session()
+        decoder.extend(PROMPT)
+        whole.extend(PROMPT)
+        for _ in range(4):
+            round = decoder.step(Seeded(decoder.rounds))
+            assert torch.equal(round.scores.logits, whole.score(round.tree).logits)
+            whole.commit((), round.tokens[0])
+    assert CARD.promise(threshold=math.inf) is Guarantee.EXACT
+    assert CARD.promise(threshold=1.0) is CARD.promise() is Guarantee.LOSSY
+
+
+def test_at_inf_the_joint_law_is_plain_decodings() -> None:
+    expected = law(lambda: Decoder(Table(1), NoDraft(), walk), 2)
+    assert law(lambda: CARD.make(Request(Table(1)), threshold=math.inf), 2) == expected
+    assert law(lambda: CARD.make(Request(Table(1)), threshold=0.0, decay="constant"), 2) != expected
+
+
+def test_text_is_written_as_the_common_loop_does_it() -> None:
+    """No tokens, one, an end of text at once and later, a prompt at the context's limit, sampling by the seed."""
+    assert made(threshold=0.3, stop=Stop(max_new_tokens=0)).extend(PROMPT) is None
+    nothing = made(threshold=0.3, stop=Stop(max_new_tokens=0))
+    nothing.extend(PROMPT)
+    assert nothing.finished == "length" and nothing.new == []
+    one = made(threshold=0.3, stop=Stop(max_new_tokens=1))
+    assert len(layers(one, PROMPT)) == 1
+    free = made(threshold=0.3)
+    layers(free, PROMPT)
+    for end in dict.fromkeys(free.new):
+        ended = made(threshold=0.3, stop=Stop(eos=frozenset({end}), max_new_tokens=9))
+        layers(ended, PROMPT)
+        assert ended.new == free.new[: free.new.index(end) + 1] and ended.finished == "eos"
+    limit = CARD.make(Request(M.session(), warp=GREEDY, positions=LLAMA.max_positions), threshold=0.3)
+    layers(limit, [1] * (LLAMA.max_positions - 2))
+    assert len(limit.new) == 2 and limit.finished == "context"
+    texts = [tinyspec.generate(M, PROMPT, method="calm", temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_statistics_and_the_ledger_show_layers_fills_and_head_products() -> None:
+    decoder = made(threshold=0.0, decay="constant", stop=Stop(max_new_tokens=5))
+    found = layers(decoder, PROMPT)
+    assert found == [1] * 5
+    calls = [call for call in decoder.ledger if not call.prefill]
+    assert sum(call.row_layers for call in calls) == 5
+    assert sum(call.head_rows for call in calls) == 5  # the row that was looked at is the row that is used
+    assert sum(call.fills for call in calls) == 4 * (L - 1)
+    assert isinstance(decoder.target, ExitTarget)
+
+
+# ---------------------------------------------------------------------- the classifier
+
+
+def test_labels_are_agreement_with_the_top_layer() -> None:
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    agrees, states = labels(M, ids)
+    assert agrees.shape == (2, 4, L - 1) and states.shape == (2, 4, L - 1, D)
+    session = M.session()
+    session.extend([1])
+    rows = [session.advance(TokenTree.chain([2, 3, 4]), layer, head=True).logits for layer in range(1, L + 1)]
+    words = torch.stack([row.argmax(-1) for row in rows])
+    assert torch.equal(agrees[0], (words[:-1] == words[-1]).T)
+
+
+def test_each_kind_counts_half_in_each_layer_however_rare_it_is() -> None:
+    states = torch.zeros(5, 2, 1)
+    states[:, :, 0] = torch.tensor([[2.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
+    agrees = torch.tensor([[True, True], [False, True], [False, True], [False, True], [False, True]])
+    yes = lambda x: math.log1p(math.exp(-x))  # noqa: E731
+    no = lambda x: math.log1p(math.exp(x))  # noqa: E731
+    first = (yes(2.0) + (3 * no(0.0) + no(1.0)) / 4) / 2
+    got = balanced_loss(agrees, states, torch.tensor([1.0]), torch.tensor(0.0))
+    assert float(got) == pytest.approx((first + yes(1.0)) / 2, rel=1e-6)
+
+
+def test_training_lowers_the_held_out_loss_and_leaves_the_model_alone(tmp_path: Path) -> None:
+    before = {name: weight.clone() for name, weight in M.weights.items()}
+
+    def crops(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return (torch.randint(V, (8, 12), generator=generator),)
+
+    settings = Settings(40, lr=0.05, warmup=2, weight_decay=0.0, log_every=10, valid_every=20)
+    ended, extras = fit(M, crops, settings, tmp_path)
+    assert ended.finished and ended.best is not None and ended.best < math.log(2) - 0.005
+    assert extras[WEIGHT].shape == (D,) and extras[BIAS].shape == ()
+    assert all(torch.equal(weight, before[name]) for name, weight in M.weights.items())
+
+
+def test_a_classifier_stands_beside_the_weights_and_is_loaded_with_them(tmp_path: Path) -> None:
+    extras = {WEIGHT: torch.arange(D).float(), BIAS: torch.tensor(0.5)}
+    model = Model(LLAMA, M.to(dtype=torch.float32).weights, extras=extras)
+    model.save(tmp_path / "m")
+    loaded = tinyspec.load(str(tmp_path / "m"))
+    assert loaded.extras.keys() == extras.keys()
+    assert all(torch.equal(loaded.extras[name], tensor) for name, tensor in extras.items())
+    assert loaded.to(dtype=torch.float64).extras.keys() == extras.keys()
+    assert tinyspec.generate(loaded, PROMPT, method="calm", measure="classifier", max_new_tokens=3).tokens
+    (tmp_path / "m" / "extras.safetensors").write_bytes(b"no")
+    with pytest.raises(TinyspecError, match=r"extras\.safetensors: truncated or damaged"):
+        tinyspec.load(str(tmp_path / "m"))
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.01, 2, "x", math.nan, -math.inf])
+def test_a_threshold_outside_its_range_is_refused(threshold: Any) -> None:
+    with pytest.raises(TinyspecError, match=r"threshold is .*(from 0.0 to 1.0, or inf|must be a number)"):
+        start(M, PROMPT, method="calm", threshold=threshold)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"min_exit": 0}, "min_exit is 0: it must be at least 1"),
+        ({"min_exit": L + 1}, f"min_exit is {L + 1}: model has {L} layers"),
+        ({"interval": 0}, "interval is 0"),
+        ({"tau": -1}, "tau is -1"),
+        ({"measure": "entropy"}, "measure is 'entropy': it must be one of softmax, saturation, classifier"),
+        ({"decay": "linear"}, "decay is 'linear': it must be one of paper, t5x, constant"),
+        ({"measure": "classifier"}, "model has no exit classifier: `tinyspec train exits --model model` trains one"),
+        ({"fill": "copy"}, "no knob 'fill'"),
+    ],
+)
+def test_bad_settings_are_said_in_one_line(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(TinyspecError) as caught:
+        start(M, PROMPT, method="calm", **knobs)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
