@@ -36,6 +36,7 @@ from tinyspec.laws import (
     stop_laws,
     sweeps,
     theorems,
+    translation_laws,
 )
 from tinyspec.laws.accused import Evidence
 from tinyspec.laws.cache_laws import FAMILIES, Through, Wrong, weights
@@ -148,6 +149,7 @@ def judges() -> dict[str, Law]:
         **joint_laws.LAWS,
         **nested_laws.LAWS,
         **pipeline_laws.LAWS,
+        **translation_laws.LAWS,
         **exit_loss_laws.LAWS,
         **exit_laws.LAWS,
         **masking.LAWS,

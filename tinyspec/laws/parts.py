@@ -20,6 +20,8 @@ from tinyspec.decoding.exits import ExitTarget
 from tinyspec.decoding.joint import Joint
 from tinyspec.decoding.modeldraft import ModelDraft
 from tinyspec.decoding.nested import Nested
+from tinyspec.decoding.refine import Refinement, refine
+from tinyspec.decoding.rescore import judge
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.trace import Statistics
@@ -28,6 +30,7 @@ from tinyspec.decoding.verify import residual, walk
 from tinyspec.early_exit.ppd import Pipeline
 from tinyspec.exit_losses import Course
 from tinyspec.lm.feed import Feed, Scores
+from tinyspec.lm.given import Given
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.lm.view import View
@@ -92,6 +95,8 @@ class Parts:
     racing      (model, gamma): a chain raced by a model;  match  the target's race, which follows it
     jacobi      (size, parallel): sweeps over blocks in the loop;  solve  the same as published
     course      (exits, layers, steps): what a training of exits counts and leaves out, step by step
+    given       (model, source): an encoder-decoder that has read a source;  judge  a teacher's judgement of candidates
+    refine      the loop that rewrites a canvas
     decoder     the loop;  stop  where a text ends
     replay, seeded   where decisions come from;  race  the exponential race on given noise
     kernels     the compiled functions of one row and one tree, by name
@@ -122,6 +127,9 @@ class Parts:
     jacobi: Callable[..., Jacobi] = Jacobi
     solve: Callable[..., Any] = solve
     course: Callable[..., Course] = Course
+    given: Callable[..., Model] = Given
+    judge: Callable[..., Any] = judge
+    refine: Callable[..., Refinement] = refine
     decoder: type[Decoder] = Decoder
     stop: Callable[..., Stop] = Stop
     replay: Callable[[Sequence[Any]], Replay] = Replay

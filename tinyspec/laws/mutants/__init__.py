@@ -36,6 +36,7 @@ KINDS = (
     "trees",
     "nested",
     "masking",
+    "translation",
     "sweeps",
     "pipelines",
     "exits",

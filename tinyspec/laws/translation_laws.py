@@ -1,0 +1,165 @@
+"""What translation stands on: a session that has read a source, the loop that rewrites, a teacher that judges.
+
+The dense decoder is the oracle here; it is itself held to a version written out token by token (tests/lm/test_seq2seq.py).
+"""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from tinyspec.decoding.chance import Chance, Seeded
+from tinyspec.decoding.refine import Canvas, blank
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.parts import Parts
+from tinyspec.laws.refine_laws import SOURCES, reader
+from tinyspec.lm.feed import Call
+from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.tree import ROOT, TokenTree
+
+LISTENS = "a session that has read a source"
+LOOP = "the loop of rewriting"
+JUDGED = "a teacher's judgement"
+
+WITHIN = 1e-9
+TEXT = (1, 4, 8, 8, 5)
+TREE = TokenTree((4, 6, 7, 5), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
+PATHS = ((), (4,), (6,), (4, 7), (4, 7, 5))  # what the root and its nodes spell
+TEXTS = (((4, 5, 6, 8), (7,), (5, 5)), ((8,), (8, 8)), ((6, 7, 4),))
+
+
+def writer(seed: int) -> Seq2Seq:
+    """A random encoder-decoder that writes from left to right."""
+    return reader(seed, positional=False)
+
+
+def dense(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> torch.Tensor:
+    """Logits behind every token of a text, [n, V], in one causal pass."""
+    causal = torch.ones(len(text), len(text), dtype=torch.bool).tril()
+    memory = model.encode(torch.tensor([list(source)]))
+    return model.logits(model.decode(model.embed(torch.tensor([list(text)])), memory, causal))[0]
+
+
+# ---------------------------------------------------------------------- the session
+
+
+def listens(parts: Parts) -> Evidence:
+    """Rows of trees, of trees grown by layers, after commits and rewinds, are those of the dense decoder."""
+    begun, seen = perf_counter(), 0
+    for seed, source in enumerate(SOURCES):
+        model = writer(seed)
+        session = parts.given(model, source).session()
+        for length in range(1, len(TEXT) + 1):
+            session.extend(TEXT[length - 1 : length])
+            if length % 2:
+                session.advance(TREE, 1)
+            rows = session.score(TREE).logits
+            for row, path in zip(rows, PATHS, strict=True):
+                seen += _same(model, source, (*TEXT[:length], *path), row, "a tree below the text")
+        session.rewind(2)
+        session.score(TREE)
+        session.commit((0, 2), 6)
+        seen += _same(model, source, (*TEXT[:2], 4, 7, 6), session.score(TokenTree()).logits[0], "a committed path")
+        session.rewind(3)
+        seen += _same(model, source, (*TEXT[:2], 4), session.score(TokenTree()).logits[0], "taken back")
+    return Evidence(LISTENS, seen, 0, perf_counter() - begun)
+
+
+def _same(model: Seq2Seq, source: Sequence[int], text: tuple[int, ...], row: torch.Tensor, where: str) -> int:
+    expected = dense(model, source, text)[-1]
+    if not torch.allclose(row, expected, rtol=0, atol=WITHIN):
+        accuse(LISTENS, expected, row, source=tuple(source), text=text, after=where)
+    return 1
+
+
+# ---------------------------------------------------------------------- the loop
+
+
+class Scripted:
+    """A refiner that notes what it is asked; its second candidate is the one to keep."""
+
+    def __init__(self, model: Seq2Seq, passes: int):
+        self.model, self.passes, self.log = model, passes, list[Any]()
+
+    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+        self._note("start", chance, tuple(source), memory)
+        return blank([2, 2], self.model.config.mask)
+
+    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+        self._note("rewrite", chance, iteration, memory, canvas)
+        self.model.logits(self.model.decode(self.model.embed(canvas.tokens), memory))
+        return canvas._replace(tokens=canvas.tokens + 1)
+
+    def finished(self, canvas: Canvas, iteration: int) -> bool:
+        return iteration >= self.passes
+
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+        self.log.append(("choose", tuple(source), int(canvas.tokens[0, 0])))
+        return 1
+
+    def _note(self, what: str, chance: Chance, number: Any, memory: Memory, canvas: Canvas | None = None) -> None:
+        uniforms = chance.uniforms(1)
+        drawn = None if uniforms is None else round(float(uniforms[0]), 6)
+        where = None if canvas is None else int(canvas.tokens[0, 0])
+        self.log.append((what, number, where, float(memory.states.sum()), drawn))
+
+
+def in_order(parts: Parts) -> Evidence:
+    """start, as many passes as are wanted, choose: each on what the one before left, with its own chance and the one memory."""
+    begun, seen = perf_counter(), 0
+    for seed, source in enumerate(SOURCES):
+        for passes in (0, 1, 3):
+            model, ledger, root = reader(seed), list[Call](), Seeded(seed)
+            refiner = Scripted(model.counting(ledger), passes)
+            running = parts.refine(model, source, refiner, Seeded(seed), ledger)
+            events = [(step.iteration, int(step.before.tokens[0, 0]), len(step.calls)) for step in running]
+            state = float(model.encode(torch.tensor([list(source)])).states.sum())
+            keys = [("start", 0), *(("rewrite", number) for number in range(passes))]
+            drawn = [round(float(root.split(*key).uniforms(1)[0]), 6) for key in keys]
+            mask = model.config.mask
+            expected = [
+                ("start", tuple(source), None, state, drawn[0]),
+                *(("rewrite", number, mask + number, state, drawn[1 + number]) for number in range(passes)),
+                ("choose", tuple(source), mask + passes),
+            ]
+            told = {"source": tuple(source), "passes wanted": passes, "seed": seed}
+            _compare(expected, refiner.log, told, "what the refiner is asked")
+            _compare([(n, mask + n, 1) for n in range(passes)], events, told, "what is told of the passes")
+            _compare([mask + passes] * 2, running.tokens, told, "the text that is kept")
+            _compare(1, running.chosen, told, "the candidate that is kept")
+            names = [call.model for call in ledger]
+            _compare([f"{model.name}/encoder", *[model.name] * passes], names, told, "the ledger")
+            seen += 1
+    return Evidence(LOOP, seen, 0, perf_counter() - begun)
+
+
+def _compare(expected: Any, got: Any, told: dict[str, Any], what: str) -> None:
+    if expected != got:
+        accuse(LOOP, expected, got, **told, asked=what)
+
+
+# ---------------------------------------------------------------------- the judgement
+
+
+def judges(parts: Parts) -> Evidence:
+    """log p of each token and of the end, as a dense pass over each candidate alone says it; nothing at padding."""
+    begun, seen = perf_counter(), 0
+    for seed, source in enumerate(SOURCES):
+        teacher = writer(seed)
+        for texts in TEXTS:
+            canvas = blank([len(text) for text in texts], 8)
+            for row, text in enumerate(texts):
+                canvas.tokens[row, : len(text)] = torch.tensor(text)
+            got = parts.judge(teacher, source, canvas).tolist()
+            for row, text in enumerate(texts):
+                laws = dense(teacher, source, (teacher.config.bos, *text)).log_softmax(dim=-1)
+                expected = [float(law[token]) for law, token in zip(laws, (*text, teacher.config.eos), strict=True)]
+                expected += [0.0] * (len(canvas.tokens[0]) - len(text))
+                if any(abs(a - b) > WITHIN for a, b in zip(expected, got[row], strict=True)):
+                    accuse(JUDGED, expected, got[row], source=tuple(source), candidate=text, beside=texts)
+                seen += 1
+    return Evidence(JUDGED, seen, 0, perf_counter() - begun)
+
+
+LAWS: dict[str, Callable[[Parts], Evidence]] = {LISTENS: listens, LOOP: in_order, JUDGED: judges}
