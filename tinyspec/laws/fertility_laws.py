@@ -6,18 +6,23 @@ in one batch must come to the same, with the same probability.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tinyspec.decoding.chance import Exhaustive
+from tinyspec.decoding.chance import Exhaustive, Seeded
 from tinyspec.decoding.refine import Refiner, refine
 from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.parts import Parts
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import RefineRequest
 
-RULE = "the law of noisy parallel decoding"
+RULE = "the law of noisy parallel decoding (Gu et al. 2018)"
+NESTED = "more samples contain the fewer (Gu et al. 2018)"
+SUPERVISED = "the aligner's fertilities are learnt (Gu et al. 2018)"
+EXPECTED = "the fertilities follow the gradient of the expected cost (Gu et al. 2018)"
 WITHIN = 1e-9
 
 Build = Callable[..., Refiner]
@@ -181,3 +186,85 @@ def noisy_parallel(build: Build) -> Evidence:
             shown = {"source": source, **knobs, "classes of fertility": model.config.fertilities}
             accuse(RULE, dict(sorted(want.items())), dict(sorted(got.items())), **shown)
     return Evidence(RULE, count, branches)
+
+
+def nested(build: Build) -> Evidence:
+    """The candidates of a smaller s are the first of a larger; so the teacher's best score never falls."""
+    seen = 0
+    for seed, source in product(range(3), ((4, 5), (6, 4, 7, 5))):
+        model, judge = student(seed), teacher(seed)
+        told, scores = list[Any](), list[float]()
+        for samples in (1, 2, 3, 5, 8):
+            request = RefineRequest(model, judge)
+            run = refine(request.model, source, build(request, samples=samples), Seeded(seed), request.ledger)
+            for _ in run:
+                pass
+            assert run.canvas is not None
+            told.append([run.canvas.text(row) for row in range(len(run.canvas.tokens))])
+            scores.append(judged(judge, source, run.tokens))
+            seen += 1
+        for fewer, more in pairwise(told):
+            if more[: len(fewer)] != fewer:
+                accuse(NESTED, fewer, more[: len(fewer)], source=source, fewer=len(fewer), more=len(more))
+        for low, high in pairwise(scores):
+            if high < low - WITHIN:
+                accuse(NESTED, f"at least {low}", high, source=source, asked="the teacher's score of the choice")
+    return Evidence(NESTED, seen)
+
+
+def fertilities_are_learnt(loss: Callable[..., Tensor]) -> Evidence:
+    """The loss moves the head's bias by (how likely each fertility is) - (how often it was the aligner's), per target token."""
+    source, target = torch.tensor([[4, 6, 5], [7, 5, 0]]), torch.tensor([[5, 5, 6], [4, 4, 0]])
+    fertilities = torch.tensor([[2, 0, 1], [0, 2, 0]])
+    for seed in range(3):
+        model = student(seed)
+        bias = [weight.requires_grad_() for weight in model.parameters()][-1]
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(loss(model, (source, target, fertilities)), bias, allow_unused=True)
+        law = model.fertility_logits(model.encode(source)).softmax(dim=-1).detach()
+        want = [round(float(law[source > 0][:, f].sum() - n) / 5, 9) for f, n in enumerate((2, 1, 2))]
+        got = [0.0, 0.0, 0.0] if slope is None else [round(float(x), 9) for x in slope]
+        if max(abs(a - b) for a, b in zip(want, got, strict=True)) > 1e-8:
+            accuse(SUPERVISED, want, got, source=source.tolist(), fertilities=fertilities.tolist())
+    return Evidence(SUPERVISED, 3)
+
+
+def gradient_of_the_expectation(surrogate: Callable[..., Tensor]) -> Evidence:
+    """By all fertility sequences of two words beside padding: the mean gradient is that of sum_f p(f) cost(f).
+
+    What a cost itself depends on is no part of it: it is learnt by back-propagation, from the aligner's fertilities.
+    """
+    mask, count = torch.tensor([[True, True, False]]), 3
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(1, 3, count, generator=generator, dtype=torch.float64).requires_grad_()
+        costs = torch.randn(count, count, generator=generator, dtype=torch.float64)
+        with torch.enable_grad():
+            law = logits.softmax(dim=-1)[0]
+            want = torch.autograd.grad((law[0][:, None] * law[1] * costs).sum(), logits)[0]
+            got = torch.zeros_like(want)
+            for f in product(range(count), repeat=2):
+                cost = costs[f].reshape(1) + (logits - logits.detach()).sum()
+                (slope,) = torch.autograd.grad(surrogate(logits, mask, torch.tensor([[*f, 1]]), cost), logits)
+                got = got + law[0, f[0]].detach() * law[1, f[1]].detach() * slope
+        if float((want - got).abs().max()) > 1e-12:
+            accuse(EXPECTED, want.flatten().tolist(), got.flatten().tolist(), words=2, classes=count)
+    return Evidence(EXPECTED, 3, 3 * count**2)
+
+
+def builder(parts: Parts) -> Build:
+    """The refiner of these parts, as the technique makes it."""
+
+    def build(request: RefineRequest, samples: int, fertility: str = "argmax", temperature: float = 1.0) -> Refiner:
+        teacher = request.teacher if samples > 1 else None
+        return parts.fertile(request.model, teacher, fertility, samples, temperature)
+
+    return build
+
+
+LAWS: dict[str, Callable[[Parts], Evidence]] = {
+    RULE: lambda parts: noisy_parallel(builder(parts)),
+    NESTED: lambda parts: nested(builder(parts)),
+    SUPERVISED: lambda parts: fertilities_are_learnt(parts.fertile_loss),
+    EXPECTED: lambda parts: gradient_of_the_expectation(parts.reinforce),
+}

@@ -15,6 +15,7 @@ from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, NoDraft
 from tinyspec.decoding.sampling import Warp
 from tinyspec.laws import (
+    alignment_laws,
     blocks,
     cache_laws,
     calibration_laws,
@@ -23,6 +24,7 @@ from tinyspec.laws import (
     couplings,
     exit_laws,
     exit_loss_laws,
+    fertility_laws,
     joint_laws,
     loop_laws,
     masking,
@@ -153,6 +155,8 @@ def judges() -> dict[str, Law]:
         **exit_loss_laws.LAWS,
         **exit_laws.LAWS,
         **masking.LAWS,
+        **fertility_laws.LAWS,
+        **alignment_laws.LAWS,
         **calibration_laws.LAWS,
         bild.ALGORITHM: lambda parts: bild.follows_the_algorithm(bild.policed(parts.rollback)),
         **{law: _contract(law) for law in contracts.LAWS},

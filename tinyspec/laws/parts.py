@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 
 from tinyspec import _core, generation
 from tinyspec._core import Forest, NgramIndex
+from tinyspec.aligner import Aligned, align
 from tinyspec.decoding import sampling, trace
 from tinyspec.decoding.calibrate import Calibrated, PValue, calibrate, hoeffding
 from tinyspec.decoding.chance import Replay, Seeded
@@ -36,6 +37,7 @@ from tinyspec.lm.transformer import Model
 from tinyspec.lm.view import View
 from tinyspec.nonautoregressive.jacobi import Jacobi, solve
 from tinyspec.nonautoregressive.mask_predict import MaskPredict, hide
+from tinyspec.nonautoregressive.nat import FertileParallel, loss, reinforce
 from tinyspec.speculative.verification.bild import big
 from tinyspec.speculative.verification.block_verification import verify_block
 from tinyspec.speculative.verification.gumbel_coupling import RaceDraft, match
@@ -106,6 +108,8 @@ class Parts:
     exits       (session, rule, fill): a target whose tokens may leave early
     calibrate   (candidates, losses, delta, epsilon, p_value): fixed-sequence testing;  p_value  (total, n, delta)
     mask_predict  (model, iterations, lengths): a refiner;  hide  (slots, generator): the masks of a training batch
+    fertile     (model, teacher, fertility, samples, temperature): a refiner;  fertile_loss, reinforce  what it is trained by
+    align       (source, target): who produced which word
     """
 
     walk: Verifier = walk
@@ -148,6 +152,10 @@ class Parts:
 
     mask_predict: type[MaskPredict] = MaskPredict
     hide: Callable[[Tensor, Generator], Tensor] = hide
+    fertile: type[FertileParallel] = FertileParallel
+    fertile_loss: Callable[..., Tensor] = loss
+    reinforce: Callable[..., Tensor] = reinforce
+    align: Callable[..., Aligned] = align
 
 
 PARTS = Parts()

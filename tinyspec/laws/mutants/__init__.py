@@ -37,6 +37,8 @@ KINDS = (
     "nested",
     "masking",
     "translation",
+    "fertility",
+    "alignment",
     "sweeps",
     "pipelines",
     "exits",

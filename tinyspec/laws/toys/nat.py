@@ -1,6 +1,5 @@
 """NAT (Gu et al. 2018): fertilities, not a length; a place sees the others and where they stand; the teacher chooses."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,12 +13,18 @@ from tinyspec.decoding.copies import uniform
 from tinyspec.decoding.refine import Canvas, Refiner
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.fertility_laws import (
+    EXPECTED,
+    NESTED,
     RULE,
+    SUPERVISED,
     Build,
     decoded,
+    fertilities_are_learnt,
     fertility_law,
+    gradient_of_the_expectation,
     judged,
     named,
+    nested,
     noisy_parallel,
     parallel,
     student,
@@ -35,8 +40,6 @@ from tinyspec.technique import RefineRequest, find
 FERTILE = "a source word stands on the canvas as often as it is fertile"
 PASS = "a place sees the other places' copies, and where they stand"
 TEACHER = "the teacher chooses, not the student"
-SUPERVISED = "the aligner's fertilities are learnt"
-EXPECTED = "the fertilities follow the gradient of the expected cost"
 
 SOURCES = ((4, 5), (5, 7, 4), (6, 4, 7, 5))
 
@@ -88,43 +91,6 @@ def the_teacher_chooses(build: Build) -> Evidence:
         if got != want:
             accuse(TEACHER, want, got, source=source, candidates=texts, scores=scores)
     return Evidence(TEACHER, seen)
-
-
-def fertilities_are_learnt(loss: Callable[..., Tensor]) -> Evidence:
-    """The loss moves the head's bias by (how likely each fertility is) - (how often it was the aligner's)."""
-    source, target = torch.tensor([[4, 6, 5], [7, 5, 0]]), torch.tensor([[5, 5, 6], [4, 4, 0]])
-    fertilities = torch.tensor([[2, 0, 1], [0, 2, 0]])
-    for seed in range(3):
-        model = student(seed)
-        bias = [weight.requires_grad_() for weight in model.parameters()][-1]
-        with torch.enable_grad():
-            (slope,) = torch.autograd.grad(loss(model, (source, target, fertilities)), bias, allow_unused=True)
-        law = model.fertility_logits(model.encode(source)).softmax(dim=-1).detach()
-        want = [round(float(law[source > 0][:, f].sum() - n) / 5, 9) for f, n in enumerate((2, 1, 2))]
-        got = [0.0, 0.0, 0.0] if slope is None else [round(float(x), 9) for x in slope]
-        if max(abs(a - b) for a, b in zip(want, got, strict=True)) > 1e-8:
-            accuse(SUPERVISED, want, got, source=source.tolist(), fertilities=fertilities.tolist())
-    return Evidence(SUPERVISED, 3)
-
-
-def gradient_of_the_expectation(surrogate: Callable[..., Tensor]) -> Evidence:
-    """By all fertility sequences of two words: the mean gradient is that of sum_f p(f) cost(f)."""
-    mask, count = torch.ones(1, 2, dtype=torch.bool), 3
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        logits = torch.randn(1, 2, count, generator=generator, dtype=torch.float64).requires_grad_()
-        costs = torch.randn(count, count, generator=generator, dtype=torch.float64)
-        with torch.enable_grad():
-            law = logits.softmax(dim=-1)[0]
-            want = torch.autograd.grad((law[0][:, None] * law[1] * costs).sum(), logits)[0]
-            got = torch.zeros_like(want)
-            for f in product(range(count), repeat=2):
-                cost = costs[f].reshape(1)
-                (slope,) = torch.autograd.grad(surrogate(logits, mask, torch.tensor([f]), cost), logits)
-                got = got + law[0, f[0]].detach() * law[1, f[1]].detach() * slope
-        if float((want - got).abs().max()) > 1e-12:
-            accuse(EXPECTED, want.flatten().tolist(), got.flatten().tolist(), words=2, classes=count)
-    return Evidence(EXPECTED, 3, 3 * count**2)
 
 
 # ------------------------------------------------------------------ toys
@@ -187,6 +153,16 @@ def only_noise(request: RefineRequest, samples: int, fertility: str, temperature
     return Noise(request.model, request.teacher, fertility, samples, temperature)
 
 
+def fresh_noise(request: RefineRequest, samples: int) -> Refiner:
+    """Samples depend on how many there are: a tenth translation costs the second."""
+
+    class Fresh(FertileParallel):
+        def proposals(self, logits: Tensor, chance: Any) -> Tensor:
+            return super().proposals(logits, chance.split("samples", self.samples))
+
+    return Fresh(request.model, request.teacher if samples > 1 else None, "argmax", samples, 1.0)
+
+
 def tokens_alone(model: Seq2Seq, batch: Any) -> Tensor:
     """The fertilities are used, and never learnt."""
     source, target, fertilities = batch
@@ -203,6 +179,7 @@ def probability_times_cost(logits: Tensor, mask: Tensor, sampled: Tensor, cost: 
 
 TRAPS = [
     Trap(RULE, noisy_parallel, lambda: find("nat").refiner),
+    Trap(NESTED, nested, lambda: find("nat").refiner),
     Trap(FERTILE, words_stand_by_fertility, lambda: find("nat").refiner),
     Trap(PASS, one_pass_as_published, lambda: find("nat").refiner),
     Trap(TEACHER, the_teacher_chooses, lambda: find("nat").refiner),
@@ -211,6 +188,7 @@ TRAPS = [
 ]
 TOYS = [
     Toy("samples without the likeliest", RULE, only_noise),
+    Toy("other samples where there are more", NESTED, fresh_noise),
     Toy("a length and even copies", FERTILE, length_and_even_copies),
     Toy("no positional attention", PASS, without_positions),
     Toy("a place sees its own copy", PASS, own_place_too),
