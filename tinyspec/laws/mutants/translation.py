@@ -27,9 +27,8 @@ class Unscaled(Listening):
     """Embeddings enter as they are."""
 
     def enter(self, feed: Feed) -> Tensor:
-        return (
-            super().enter(feed) / self.config.d_model**0.5
-        )  # right: embeddings times sqrt(d), and positions as they are
+        x: Tensor = super().enter(feed)
+        return x.mul(self.config.d_model**-0.5)  # right: embeddings times sqrt(d), then positions
 
 
 class CountsRows(Listening):
