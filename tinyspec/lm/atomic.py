@@ -33,8 +33,13 @@ def whole(target: Path) -> Iterator[Path]:
 
 def _open_to_others(folder: Path) -> None:
     """Temporary folders, and the files that safetensors writes, are private; a checkpoint is an ordinary folder."""
-    umask = os.umask(0)
-    os.umask(umask)
-    folder.chmod(0o777 & ~umask)
+    folder.chmod(0o777 & ~umask())
     for file in folder.iterdir():
-        file.chmod(0o666 & ~umask)
+        file.chmod(0o666 & ~umask())
+
+
+def umask() -> int:
+    """What this process takes from the rights of new files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

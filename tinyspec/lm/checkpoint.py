@@ -6,9 +6,6 @@ post-processor puts BOS before an empty text.
 """
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +19,7 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed, naming
+from tinyspec.lm.atomic import umask, whole
 from tinyspec.lm.config import Config
 from tinyspec.lm.hf_config import from_hf, to_hf, token_ids
 from tinyspec.lm.tokenizer import Tokenizer
@@ -209,7 +207,7 @@ def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
     part = folder / f".{_EXTRAS}.part"
     try:
         safetensors.torch.save_file(kept, part, metadata={"format": "pt"})
-        part.chmod(0o666 & ~_umask())
+        part.chmod(0o666 & ~umask())
         part.replace(folder / _EXTRAS)
     except (OSError, safetensors.SafetensorError) as error:
         raise TinyspecError(f"{folder / _EXTRAS}: cannot be written ({error})") from error
@@ -226,9 +224,7 @@ def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokeni
     dtype = str(weights["embed"].dtype)[len("torch.") :]
     values = to_hf(config, dtype)
     generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": values["eos_token_id"]}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+    with whole(target) as work:
         safetensors.torch.save_file(theirs, work / "model.safetensors", metadata={"format": "pt"})
         for name, content in (("config.json", values), ("generation_config.json", generation)):
             (work / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -236,26 +232,3 @@ def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokeni
             Tokenizer(
                 tokenizer.backend, {**tokenizer.config, "add_bos_token": config.add_bos}, tokenizer.chat_template
             ).save(work)
-        _open_to_others(work)
-        if target.is_dir():
-            for file in sorted(work.iterdir()):
-                file.replace(target / file.name)
-        else:
-            work.replace(target)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise TinyspecError(f"{target}: cannot be written ({error})") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _open_to_others(folder: Path) -> None:
-    """Temporary folders, and the files that safetensors writes, are private; a checkpoint is an ordinary folder."""
-    folder.chmod(0o777 & ~_umask())
-    for file in folder.iterdir():
-        file.chmod(0o666 & ~_umask())
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
