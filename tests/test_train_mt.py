@@ -202,7 +202,10 @@ def test_from_the_command_line(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> No
     done = CliRunner().invoke(main, ["train", "mt", "--recipe", recipe, "--out", out, "-q", "--set", "train.steps=4"])
     assert (done.exit_code, done.stdout) == (0, f"{out}\n")
     shutil.copytree(out, zoo / "teacher", dirs_exist_ok=True)
-    nat = ["train", "mt", "--recipe", str(zoo / "nat/recipe.toml"), "--out", str(zoo / "student"), "-q"]
+    (zoo / "elsewhere").mkdir()
+    shutil.move(zoo / "nat/recipe.toml", zoo / "elsewhere/recipe.toml")  # the teacher stands beside the student alone
+    shutil.move(zoo / "elsewhere", zoo / "data/elsewhere")
+    nat = ["train", "mt", "--recipe", str(zoo / "data/elsewhere/recipe.toml"), "--out", str(zoo / "student"), "-q"]
     done = CliRunner().invoke(main, [*nat, "--distill-only"])
     assert done.exit_code == 0
     assert list(Path(done.stdout.strip()).glob("*.json"))

@@ -5,6 +5,7 @@ as far as their recipe says with its weights, and are trained by the loss that s
 judged by BLEU on the valid sentences, by which the best weights are chosen; the test sentences are for the benchmark.
 """
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,7 +137,8 @@ def load_model(plan: TranslationRecipe, name: str, *beside: Path) -> Seq2Seq | N
     if not name:
         return None
     known = models.find(name)
-    for folder in (*(at / name for at in beside), *([known] if known else [])):
+    here = [Path(os.path.normpath(at / name)) for at in beside]  # the student's folder may not be there yet
+    for folder in (*here, *([known] if known else [])):
         if (folder / "model.safetensors").is_file():
             return Seq2Seq.load(folder)
     raise TinyspecError(f"recipe {plan.name}: the model {name} is not there: train it first (train mt)")
