@@ -45,15 +45,15 @@ Loss = Callable[[Seq2Seq, Tensor, Tensor], Tensor]
 class Setup:
     """One run: the task, what is trained, and how long."""
 
-    modes: int = 3
-    words: int = 12
+    modes: int = 4
+    words: int = 10
     shortest: int = 5
     longest: int = 7
-    pairs: int = 20_000
+    pairs: int = 12_000
     tests: int = 500
     width: int = 96
     layers: int = 1
-    steps: int = 600
+    steps: int = 500
     student_steps: int = 0  # 0: as many
     batch: int = 64
     lr: float = 3e-3
@@ -91,13 +91,16 @@ class Trial:
         source, target = padded([x for x, _ in said]), padded([y for _, y in said])
 
         def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
-            rows = torch.randint(len(source), (s.batch,), generator=generator)
+            """As many pairs of each dialect: a model that meets one of them more often takes that one for a while."""
+            first = torch.randint(max(1, len(source) // s.modes), (max(1, s.batch // s.modes), 1), generator=generator)
+            rows = (s.modes * first + torch.arange(s.modes)).flatten().clamp(max=len(source) - 1)
             return source[rows], target[rows]
 
         steps = steps or s.steps
         settings = Settings(
-            steps, s.lr, warmup=max(1, steps // 15), weight_decay=0.01, betas=(0.9, 0.98), seed=s.seed, save_minutes=1.0
-        )
+            steps, s.lr, warmup=max(1, steps // 15), floor=0.0, weight_decay=0.01, betas=(0.9, 0.98), seed=s.seed,
+            save_minutes=1.0,
+        )  # fmt: skip
         where = self.folder / name.replace(", ", "-")
         ended = train(model.weights, batches, lambda *batch: loss(model, *batch), settings, where)
         if not ended.finished:
