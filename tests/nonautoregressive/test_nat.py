@@ -288,16 +288,16 @@ def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
 
 
 @pytest.mark.slow
-def test_distillation_and_the_teachers_choice_each_help_on_a_task_with_two_dialects() -> None:
-    """Lexicon and fertilities are a dialect's. One pass on raw pairs mixes dialects; measured shares of right translations, of
-    100: teacher 100; raw 20, with 30 samples 92; distilled 94, with 10 samples 96. About 40 seconds on one free core."""
+def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_with_two_dialects() -> None:
+    """Lexicon and fertilities are a dialect's. One pass on raw pairs mixes dialects. Right translations, of 100: teacher 99;
+    raw 8, fine-tuned 20, with 30 samples 88; distilled 89, with 30 samples 99. Fifty seconds of one core."""
     task = Dialects(("lex", "fert"), modes=2, words=12, shortest=3, longest=5)
     train = task.corpus(4000, 1)
     sources, held = [p.source for p in train], [p.source for p in task.corpus(100, 2, {p.source for p in train})]
     config = shape(task, 48, 2)
     judge = Seq2Seq.create(replace(config, positional=False, fertilities=0), torch.Generator().manual_seed(1))
     judge.name = "teacher"
-    fit(lambda model, batch, _: forced(model, *batch), judge, [(p.source, p.target) for p in train], 300)
+    fit(lambda model, batch, _: forced(model, *batch), judge, [(p.source, p.target) for p in train], 250)
     said = write(judge, sources, Writing(beam=1))
 
     def share(model: Seq2Seq, samples: int) -> float:
@@ -309,9 +309,15 @@ def test_distillation_and_the_teachers_choice_each_help_on_a_task_with_two_diale
     shares = {}
     for name, targets in (("raw", [p.target for p in train]), ("distilled", said)):
         pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if 0 < len(y) <= 3 * len(x)]
-        model = fit(nat.loss, Seq2Seq.create(config, torch.Generator().manual_seed(2)), aligned(pairs), 300)
+        data = aligned(pairs)
+        model = fit(nat.loss, Seq2Seq.create(config, torch.Generator().manual_seed(2)), data, 250)
         shares |= {(name, samples): share(model, samples) for samples in (1, 30)}
+        if name == "raw":
+            fine = fit(lambda model, *batch: nat.finetune(model, judge, *batch), model, data, 60, 1e-3)
+            shares["fine", 1] = share(fine, 1)
+    print(shares)
     assert shares["raw", 1] < 0.5
+    assert shares["fine", 1] > shares["raw", 1] + 0.05
     assert shares["raw", 30] > shares["raw", 1] + 0.3
     assert shares["distilled", 1] > shares["raw", 1] + 0.3
     assert shares["distilled", 30] >= shares["distilled", 1] > 0.8

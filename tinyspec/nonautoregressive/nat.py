@@ -198,7 +198,8 @@ class FertileParallel:
         for number in range(self.samples - 2):
             stream = chance.split("fertilities", number)
             drawn.append([stream.draw(row) for row in law])
-        return torch.cat((torch.stack(fixed)[: self.samples], torch.tensor(drawn, dtype=torch.long).view(-1, len(law))))
+        samples = torch.tensor(drawn, dtype=torch.long, device=logits.device).view(-1, len(law))
+        return torch.cat((torch.stack(fixed)[: self.samples], samples))
 
     def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
         """The source's words, copied by each fertility sequence. `extra` keeps the fertilities [s, S]."""
@@ -208,7 +209,7 @@ class FertileParallel:
         rows = row.expand(len(proposed), -1)
         chosen = sane(self.model, rows, proposed, logits.softmax(dim=-1)[None].expand(len(rows), -1, -1))
         read, slots = copied(rows, chosen)
-        return Canvas(read, slots, torch.zeros(read.shape, dtype=logits.dtype), chosen)
+        return Canvas(read, slots, logits.new_zeros(read.shape), chosen)
 
     def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
         """Every slot's likeliest word."""
