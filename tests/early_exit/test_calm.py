@@ -199,6 +199,18 @@ def test_text_is_written_as_the_common_loop_does_it() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_in_a_batch_a_row_is_what_it_is_alone() -> None:
+    """Rows leave at different layers, so their passes do not even have the same number."""
+    model = M.to(dtype=torch.float32)
+    prompts = [PROMPT, [1], [7, 8, 2]]
+    both: Any = tinyspec.generate(model, prompts, method="calm", threshold=0.2, max_new_tokens=6, temperature=1.0)
+    for row, prompt in enumerate(prompts):
+        alone: Any = tinyspec.generate(
+            model, prompt, method="calm", threshold=0.2, max_new_tokens=6, temperature=1.0, seed=row
+        )
+        assert (both[row].tokens, both[row].logprobs) == (alone.tokens, alone.logprobs)
+
+
 def test_statistics_and_the_ledger_show_layers_fills_and_head_products() -> None:
     decoder = made(threshold=0.0, decay="constant", stop=Stop(max_new_tokens=5))
     found = layers(decoder, PROMPT)
@@ -208,6 +220,8 @@ def test_statistics_and_the_ledger_show_layers_fills_and_head_products() -> None
     assert sum(call.head_rows for call in calls) == 5  # the row that was looked at is the row that is used
     assert sum(call.fills for call in calls) == 4 * (L - 1)
     assert isinstance(decoder.target, ExitTarget)
+    stats = start(M, PROMPT, method="calm", threshold=0.0, decay="constant", max_new_tokens=5)
+    assert len(list(stats)) == 5 and stats.stats.layers_per_token == 1
 
 
 # ---------------------------------------------------------------------- the classifier
