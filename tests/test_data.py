@@ -1,5 +1,6 @@
 """Fetching goes on where it broke, believes checksums only and leaves no half file; readers name what is wrong."""
 
+import gzip
 import hashlib
 import http.server
 import json
@@ -177,6 +178,28 @@ def test_what_is_public_unpacked_is_packed_here_and_not_fetched_twice(home: Home
     assert len(home.asked) == 1
     assert [(s.question, s.answer) for s in data.gsm8k("train", tmp_path)] == [("1 + 1?", "2")]
     assert [p.name for p in (tmp_path / "code_math").iterdir()] == ["gsm8k.train.jsonl.gz"]
+
+
+def test_captions_are_fetched_in_both_languages_and_read_as_pairs(home: Home, tmp_path: Path) -> None:
+    texts = {"en": "A dog.\nTwo men.\n", "de": "Ein Hund.\nZwei M\u00e4nner.\n"}
+    pinned = []
+    for source in DATA_SETS["multi30k"].sources:
+        content = gzip.compress(texts[source.file.removesuffix(".gz")[-2:]].encode())
+        home.files[f"/{source.home}/{source.file}"] = content
+        pinned.append(source._replace(digest=hashlib.sha256(content).hexdigest()))
+    sets = {"multi30k": DataSet("research", tuple(pinned))}
+    assert len(fetch(["multi30k"], root=tmp_path, base_url=home.url, data_sets=sets)) == 6
+    for split in ("train", "valid", "test"):
+        assert data.multi30k(split, tmp_path) == [("A dog.", "Ein Hund."), ("Two men.", "Zwei M\u00e4nner.")]  # type: ignore[arg-type]
+    (tmp_path / "multi30k/val.de.gz").unlink()
+    with pytest.raises(TinyspecError, match=r"val.de.gz: no such data file; `tinyspec data fetch`"):
+        data.multi30k("valid", tmp_path)
+    (tmp_path / "multi30k/val.de.gz").write_bytes((tmp_path / "multi30k/val.en.gz").read_bytes()[:-9])
+    with pytest.raises(TinyspecError, match="damaged"):
+        data.multi30k("valid", tmp_path)
+    (tmp_path / "multi30k/val.de.gz").write_bytes(gzip.compress(b"Ein Hund.\n"))
+    with pytest.raises(TinyspecError, match="2 English lines but 1 German ones"):
+        data.multi30k("valid", tmp_path)
 
 
 def test_an_unknown_set_names_the_nearest(tmp_path: Path) -> None:
