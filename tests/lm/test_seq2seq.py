@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tinyspec import _core
 from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, NoDraft
 from tinyspec.decoding.sampling import Warp
@@ -19,6 +20,7 @@ from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.feed import Call
+from tinyspec.lm.given import Heard
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.seq2seq import Memory, Seq2Seq, Seq2SeqConfig, attend_dense, sinusoids
 from tinyspec.tree import ROOT, TokenTree
@@ -281,6 +283,65 @@ def test_passes_are_entered_where_they_are_counted_and_nowhere_else() -> None:
     twin.logits(twin.decode(twin.embed(torch.full((2, 3), 3)), memory))
     m.decode(m.embed(torch.full((2, 3), 3)), memory)
     assert ledger == [Call("translator/encoder", 6, 12.0, 0, prefill=True), Call("translator", 6, 12.0, 6)]
+
+
+# ---------------------------------------------------------------------- compiled
+
+compiled = pytest.mark.skipif(_core.compute is None, reason="the compiled kernels are missing")
+
+
+def twins(seed: int) -> tuple[Seq2Seq, Seq2Seq]:
+    """A model in float32, and the same in float64."""
+    small = model(seed=seed, dtype=torch.float32)
+    return small, Seq2Seq(small.config, {name: w.double() for name, w in small.weights.items()})
+
+
+@compiled
+@pytest.mark.parametrize("seed", range(3))
+def test_the_compiled_path_says_what_torch_says_and_a_row_has_the_same_bits_whatever_is_beside_it(seed: int) -> None:
+    small, wide = twins(seed)
+    given = small.given(SOURCE)
+    assert isinstance(given._path, Heard)
+    assert not isinstance(wide.given(SOURCE)._path, Heard)
+    together = given.logits(TARGET)
+    assert torch.allclose(together.double(), dense(wide, SOURCE, TARGET), atol=1e-4)
+    session, alone = given.session(), []
+    for token in TARGET:
+        session.extend([token])
+        alone.append(session.score(TokenTree()).logits[0])
+    assert torch.equal(torch.stack(alone), together)
+    session.rewind(2)
+    tree = TokenTree((TARGET[2], 5, TARGET[3], 7), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
+    session.advance(tree, 1)
+    assert torch.equal(session.score(tree).logits[[0, 1, 3]], together[1:4])
+    assert torch.equal(given.dense().teach(torch.tensor([TARGET]))[0], dense(small, SOURCE, TARGET))
+
+
+@compiled
+def test_states_copied_up_leave_the_same_keys_on_both_paths() -> None:
+    rows = []
+    for m in twins(0):
+        session = m.given(SOURCE).session()
+        session.extend(TARGET[:3])
+        view = session.view(Plan(last=1))
+        view.score(TokenTree.chain([8]))
+        view.commit([0], 5)
+        session.fill("copy", [2])
+        rows.append(session.score(TokenTree()).logits[-1].double())
+    assert torch.allclose(*rows, atol=1e-4)
+
+
+@compiled
+def test_weights_that_are_written_to_are_packed_anew_and_weights_in_training_are_not_packed() -> None:
+    small, _ = twins(0)
+    before = small.given(SOURCE).logits(TARGET)
+    with torch.no_grad():
+        small.weights["decoder.1.cross.kv.weight"].mul_(2)
+    after = small.given(SOURCE).logits(TARGET)
+    assert not torch.allclose(before, after, atol=1e-3)
+    assert torch.allclose(after, dense(small, SOURCE, TARGET), atol=1e-4)
+    small.weights["embed"].requires_grad_()
+    assert not isinstance(small.given(SOURCE)._path, Heard)
 
 
 # ---------------------------------------------------------------------- bad input

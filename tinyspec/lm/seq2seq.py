@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ class Seq2Seq:
         self.embedding = self.weights["embed"]
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.positions = sinusoids(config.max_positions, config.d_model).to(self.device, self.dtype)
+        self.compiled: dict[str, Any] = {}  # what given.py packed of the weights; shared with twins
         self.encoder = self._blocks("encoder", config.encoder_layers)
         self.decoder = self._blocks("decoder", config.decoder_layers)
 
