@@ -35,11 +35,14 @@ Hide = Callable[[Tensor, torch.Generator], Tensor]
 
 
 def fillers() -> Iterator[Seq2Seq]:
-    """Random conditional masked language models with four words, in float64 and with strong opinions; one of few positions."""
+    """Random conditional masked language models of 16 words in float64, loud, so that words differ; one of few positions."""
     for seed, positions in ((1, 16), (2, 16), (3, 16), (4, 5)):
-        config = Seq2SeqConfig(8, 8, 2, 8, encoder_layers=1, decoder_layers=1, max_positions=positions, lengths=LENGTHS)
+        config = Seq2SeqConfig(
+            20, 8, 2, 8, encoder_layers=1, decoder_layers=1, max_positions=positions, lengths=LENGTHS
+        )
         made = Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64)
-        yield Seq2Seq(config, {name: 3 * w if w.ndim == 2 else w for name, w in made.weights.items()}, name="filler")
+        loud = {name: w if w.ndim < 2 or name == "embed" else 6 * w for name, w in made.weights.items()}
+        yield Seq2Seq(config, loud, name="filler")
 
 
 # ---------------------------------------------------------------------- the rule, by itself
