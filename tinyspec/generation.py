@@ -135,9 +135,7 @@ def start(
 ) -> Running:
     """Prepare a request: everything that can be wrong with its arguments is said here."""
     if not isinstance(model, Model):
-        raise TinyspecError(
-            f"{getattr(model, 'name', model)} is an encoder-decoder, which translates and extends no text: use translate"
-        )
+        raise TinyspecError(f"{getattr(model, 'name', model)} is an encoder-decoder, which translates: use translate")
     card = find(method)
     card.settings(knobs)
     warp = Warp(temperature, top_k, top_p, min_p, repetition_penalty)

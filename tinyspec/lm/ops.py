@@ -72,3 +72,21 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     gqa = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
     return out.transpose(1, 2).flatten(2)
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q [B, T, H, hd] over k and v [B or 1, S, H, hd]; mask bool [B or 1, T or 1, S], True where a row may look. -> [B, T, d].
+
+    A row that may look nowhere gets zeros.
+    """
+    batch = len(q)
+    q, k, v = (
+        q.transpose(1, 2),
+        k.transpose(1, 2).expand(batch, -1, -1, -1),
+        v.transpose(1, 2).expand(batch, -1, -1, -1),
+    )
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    nowhere = ~mask.any(dim=-1, keepdim=True)  # [B or 1, T or 1, 1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=(mask | nowhere)[:, None])
+    return out.transpose(1, 2).flatten(2).masked_fill(nowhere, 0)

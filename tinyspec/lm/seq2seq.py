@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.feed import Call
-from tinyspec.lm.ops import linear
+from tinyspec.lm.ops import attend_dense, linear
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.lm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tinyspec.lm.given import Given
 
-__all__ = ["Memory", "Seq2Seq", "Seq2SeqConfig"]
+__all__ = ["Memory", "Seq2Seq", "Seq2SeqConfig", "attend_dense", "sinusoids"]
 
 
 class Memory(NamedTuple):
@@ -271,24 +271,6 @@ class Seq2Seq:
         if self.ledger is not None:
             rows = x.shape[:-1].numel()
             self.ledger.append(Call(self.name + part, rows, float(rows * layers), 0, prefill=part == "/encoder"))
-
-
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q [B, T, H, hd] over k and v [B or 1, S, H, hd]; mask bool [B or 1, T or 1, S], True where a row may look. -> [B, T, d].
-
-    A row that may look nowhere gets zeros.
-    """
-    batch = len(q)
-    q, k, v = (
-        q.transpose(1, 2),
-        k.transpose(1, 2).expand(batch, -1, -1, -1),
-        v.transpose(1, 2).expand(batch, -1, -1, -1),
-    )
-    if mask is None:
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-    nowhere = ~mask.any(dim=-1, keepdim=True)  # [B or 1, T or 1, 1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=(mask | nowhere)[:, None])
-    return out.transpose(1, 2).flatten(2).masked_fill(nowhere, 0)
 
 
 def sinusoids(positions: int, width: int) -> Tensor:
