@@ -17,9 +17,11 @@ from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.verify import walk
 from tinyspec.early_exit.layerskip import drafting_layers, evaluations
 from tinyspec.errors import TinyspecError
+from tinyspec.exit_losses import Course, Exits
 from tinyspec.generation import start
 from tinyspec.laws import toys
 from tinyspec.laws.toys import layerskip as traps
+from tinyspec.lm.config import Config
 from tinyspec.lm.feed import Call
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Request, find
@@ -195,3 +197,48 @@ def test_generate_takes_it_by_name() -> None:
     arms: list[dict[str, Any]] = [{"method": "autoregressive"}, {"method": "layerskip", "exit": 1, "gamma": 2}]
     texts = [start(model, [1, 2, 3], max_new_tokens=9, temperature=0.0, **arm) for arm in arms]
     assert len({tuple(token for round in text for token in round.tokens) for text in texts}) == 1
+
+
+# ---------------------------------------------------------------------- what the recipe is for
+
+TINY = Config(
+    vocab_size=12, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=48, max_positions=64
+)  # fmt: skip
+
+
+def texts(random: torch.Generator, count: int, length: int) -> torch.Tensor:
+    """Nine tokens of ten follow from the two before them: one layer cannot know them, all four can."""
+    ids = torch.randint(12, (count, length), generator=random)
+    for at in range(2, length):
+        ruled = torch.rand(count, generator=random) < 0.9
+        ids[:, at] = torch.where(ruled, (5 * ids[:, at - 2] + 7 * ids[:, at - 1] + 3) % 12, ids[:, at])
+    return ids
+
+
+def trained(exits: Exits, steps: int = 90) -> Model:
+    model, course, random = Model.random(TINY, scale=0.1), Course(exits, 4, steps), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW([w.requires_grad_() for w in model.weights.values()], lr=1e-2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for step in range(steps):
+            course.begin(step, step / steps)
+            ids = texts(random, 12, 20)
+            course.loss(model.dense(), ids[:, :-1], ids[:, 1:]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.to(dtype=torch.float32)
+
+
+def test_a_model_that_was_taught_so_drafts_better_from_its_middle_than_one_that_was_not() -> None:
+    kept, prompts = {}, texts(torch.Generator().manual_seed(9), 5, 6).tolist()
+    recipe = Exits("sum", curriculum="rotational", rotation=2, p_max=0.1)
+    for name, exits in (("plain", Exits()), ("layerskip", recipe)):
+        model, drafted, accepted = trained(exits), 0, 0
+        for prompt in prompts:
+            decoder = made(model.session(), exit=2, gamma=3)
+            rounds = finish(decoder, prompt)
+            assert decoder.new == plain(model, prompt)
+            drafted += sum(len(round.tree.tokens) for round in rounds)
+            accepted += sum(len(round.verdict.path) for round in rounds)
+        kept[name] = accepted / drafted
+    assert kept["layerskip"] > kept["plain"] + 0.1, kept
