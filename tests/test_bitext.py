@@ -40,6 +40,10 @@ def test_any_text_comes_back_in_composed_unicode_with_single_spaces(tokenizer: T
     assert tokenizer.decode(tokenizer.encode(" Ein\xa0 Ma\u0308nnchen \n")) == "Ein Männchen"
 
 
+def test_a_token_is_shown_as_text(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.token_text(id) for id in tokenizer.encode("Ein Hund")] == [" Ein", " Hund"]
+
+
 def test_what_is_written_in_a_text_is_no_special_token(tokenizer: Tokenizer) -> None:
     assert not {PAD, BOS, EOS, MASK} & set(tokenizer.encode("<mask> </s>"))
 

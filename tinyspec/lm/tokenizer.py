@@ -133,9 +133,17 @@ class Tokenizer:
         token = self.backend.id_to_token(id)
         if token is None:
             return f"<{id}>"
-        if isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel):
+        if self._spells_bytes:
             return self._bytes(token).decode("utf-8", "replace")
         return token.replace("▁", " ")
+
+    @cached_property
+    def _spells_bytes(self) -> bool:
+        """Whether tokens are written in the byte alphabet, whatever else the decoder does."""
+        if self.backend.decoder is None:
+            return False
+        kind = json.loads(self.backend.decoder.__getstate__())
+        return any(part["type"] == "ByteLevel" for part in kind.get("decoders", [kind]))
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """Ids of a conversation, by the checkpoint's template; special tokens in the result are parsed."""
