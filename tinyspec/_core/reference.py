@@ -30,13 +30,32 @@ def block_sum(block: Sequence[Number]) -> Number:
 
 
 def total(row: Sequence[Number]) -> Number:
-    """Sum a row: blocks of 256 in order, lanes inside. O(V)."""
+    """Sum a row: blocks of 256 in order, lanes inside. O(V). Fractions need no order, and are reduced once."""
+    if len(row) and all(type(x) is Fraction for x in row):
+        return exactly(row)
     return reduce(add, (block_sum(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)), 0)
+
+
+def exactly(row: Sequence[Fraction]) -> Fraction:
+    """The sum of Fractions, over a common denominator.
+
+    >>> exactly([Fraction(1, 3), Fraction(1, 6), Fraction(0)])
+    Fraction(1, 2)
+    """
+    above, below = 0, 1
+    for x in row:
+        if x.denominator == below:
+            above += x.numerator
+        elif x.numerator:
+            above, below = above * x.denominator + x.numerator * below, below * x.denominator
+    return Fraction(above, below)
 
 
 def normalise(row: Sequence[Number]) -> list[Number] | None:
     """The row divided by its sum, or None where nothing is left. O(V)."""
     mass = total(row)
+    if mass == 1:
+        return list(row)
     return [x / mass for x in row] if mass > 0 else None
 
 

@@ -98,7 +98,7 @@ class Exhaustive:
         mass = reference.total(list(row))
         if not mass > 0:
             raise TinyspecError("cannot draw from a row without mass")
-        return self._script.branch([(token, x / mass) for token, x in enumerate(row) if x > 0])
+        return self._script.branch([(token, x if mass == 1 else x / mass) for token, x in enumerate(row) if x > 0])
 
     def order(self, row: Row, k: int) -> list[int]:
         left, drawn = list(row), list[int]()

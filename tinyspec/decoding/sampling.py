@@ -123,7 +123,7 @@ class Warp:
         return float(self.temperature), self.top_k, top_p, min_p, float(self.repetition_penalty)
 
     def _exact(self, weights: Sequence[Fraction]) -> list[Fraction]:
-        row = [Fraction(x) for x in weights]
+        row = [x if type(x) is Fraction else Fraction(x) for x in weights]
         if self.repetition_penalty != 1:
             raise TinyspecError("a repetition penalty acts on logits: rational weights have no exact one")
         if not row or min(row) < 0 or max(row) == 0:
@@ -135,7 +135,8 @@ class Warp:
             raise TinyspecError(f"rational weights are exact at temperature 0 and 1/n only, got {self.temperature}")
         top_p = None if self.top_p is None else rational(self.top_p)
         min_p = Fraction(0) if self.min_p is None else rational(self.min_p)
-        law = reference.normalise(reference.truncate([x**power for x in row], self.top_k, top_p, min_p))
+        row = row if power == 1 else [x**power for x in row]
+        law = reference.normalise(reference.truncate(row, self.top_k, top_p, min_p))
         assert law is not None
         return law
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
@@ -86,10 +87,19 @@ class Stage:
     def row(self, context: Text) -> Any:
         """The target's conditionals by a pass of their own: [V] Fractions or logits."""
         if self.card.keeps:  # the law of the technique's own target, asked for one text at a time
-            own = self.made().target
-            own.extend(context)
-            return own.score(TokenTree()).logits[0]
+            known = _own.setdefault(self.target, {})
+            if (key := (*self._who, context)) not in known:
+                own = self.made().target
+                own.extend(context)
+                known[key] = own.score(TokenTree()).logits[0]
+            return known[key]
         return _conditional(self.target, context)
+
+    @cached_property
+    def _who(self) -> tuple[Any, ...]:
+        """All that the technique's own target is made of, beside the model."""
+        made_of = self.seed, self.vocabulary, self.floats, self.deep, self.draft, self.warp, self.stop, self.positions
+        return self.card.build, repr(self.settings), *made_of
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -166,6 +176,10 @@ class Stage:
             return [int(token == held) for token in range(v)]
 
         return TableModel(vocabulary=v, rows=rows, floats=self.floats or self.deep, name=self.draft)
+
+
+_own: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+"""Rows of techniques' own targets on a model: cases ask for the same again and again."""
 
 
 @lru_cache(maxsize=4096)
