@@ -374,6 +374,11 @@ def test_a_teacher_translates_the_same_in_every_form_from_every_start(knobs: Any
         assert len(told) == d.rounds <= len(d.new) and all(sweep.fixed >= 1 for sweep in told)
 
 
+def test_a_block_begins_with_the_models_padding_and_a_language_model_takes_its_end_of_text() -> None:
+    for model, pad in ((teacher().given(SOURCES[0]), 0), (TableModel(vocabulary=6, eos=(4,)), 4), (TableModel(), 0)):
+        assert next(sweeps(decoded(model, [1], block=3), Seeded(0))).guess == (pad, pad)
+
+
 def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_sweeps_are_enough() -> None:
     host = teacher(1, vocabulary=4)
     model = host.given([3, 2, 3])

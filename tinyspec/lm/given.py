@@ -140,6 +140,7 @@ class Given(Model):
         if not source:
             raise TinyspecError("the source is empty: give at least one token")
         self.source = list(source)
+        self.pad = host.config.pad  # what stands where nothing is known yet
         with torch.inference_mode():
             memory = host.encode(torch.tensor([self.source], device=host.device))
         self._listening = Listening(host, memory)

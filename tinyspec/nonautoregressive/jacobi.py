@@ -228,7 +228,6 @@ def jacobi(request: Request, *, form: str, block: int, prefix: int, init: str) -
         raise TinyspecError("form pj solves for all tokens at once: say how many (max_new_tokens), or take form pgj")
     target: Any = request.target
     config = target.model.config
-    pad = getattr(config, "pad", None)
-    pad = next(iter(config.eos), 0) if pad is None else pad
+    pad = getattr(target.model, "pad", next(iter(config.eos), 0))  # a language model has none: its end of text
     drafter = Jacobi(None if form == "pj" else block, prefix if form == "hgj" else None, init, config.vocab_size, pad)
     return request.decoder(drafter, walk)
