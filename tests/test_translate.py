@@ -9,7 +9,7 @@ import torch
 
 import tinyspec
 from tests.zoo import failed, run, tiny_zoo
-from tinyspec import models
+from tinyspec import _core, models
 from tinyspec.bitext import train_joint_tokenizer
 from tinyspec.decoding.refine import blank
 from tinyspec.decoding.rescore import judge
@@ -106,6 +106,16 @@ def test_every_technique_without_a_draft_model_says_what_plain_decoding_says(tra
     done = one(model, TEXT, method=method, **neutral)
     assert done.tokens == one(model, TEXT, method="plain").tokens
     assert work(done).encoder_calls == 1
+
+
+@pytest.mark.skipif(_core.compute is None, reason="the compiled kernels are missing")
+@pytest.mark.parametrize("method", ["jacobi", "lookahead_jacobi", "llma", "layerskip"])
+def test_in_float32_no_bit_of_a_law_depends_on_what_is_guessed(trained: Trained, method: str) -> None:
+    model = tinyspec.load_translator(Path(trained.teacher))
+    for source in ([200], [201, 202, 203, 204], list(range(205, 235))):
+        plain, guessed = (one(model, source, method=name) for name in ("plain", method))
+        assert guessed.tokens == plain.tokens
+        assert guessed.logprobs == plain.logprobs
 
 
 def test_jacobi_needs_fewer_passes_where_its_guesses_come_true(trained: Trained) -> None:

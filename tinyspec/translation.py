@@ -6,6 +6,7 @@ A technique that extends a text runs in the common loop, on a model that writes 
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinyspec.decoding.rescore import check_teacher
@@ -28,12 +29,12 @@ AUTOREGRESSIVE = "autoregressive"
 
 
 def start(
-    model: Seq2Seq | str,
+    model: Seq2Seq | str | Path,
     source: Source,
     *,
     method: str | None = None,
     seed: int = 0,
-    teacher: Seq2Seq | str | None = None,
+    teacher: Seq2Seq | str | Path | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -80,7 +81,7 @@ def start(
 
 
 def translate(
-    model: Seq2Seq | str, source: Source | Sequence[Source], **options: Any
+    model: Seq2Seq | str | Path, source: Source | Sequence[Source], **options: Any
 ) -> Translation | list[Translation]:
     """Translate a source, or several one after another. See `tinyspec.translate` for the options."""
     if isinstance(source, str) or not source or isinstance(source[0], int):
@@ -109,9 +110,9 @@ def spelled(model: Seq2Seq, method: str | None) -> str:
     return AUTOREGRESSIVE if method in ("plain", "teacher") else method
 
 
-def translator(model: Seq2Seq | str) -> Seq2Seq:
-    """An encoder-decoder, loaded or by name."""
-    if isinstance(model, str):
+def translator(model: Seq2Seq | str | Path) -> Seq2Seq:
+    """An encoder-decoder, loaded, by name or by folder."""
+    if isinstance(model, (str, Path)):
         return load_translator(model)
     if not isinstance(model, Seq2Seq):
         raise TinyspecError(
@@ -165,7 +166,7 @@ def check_pair(model: Seq2Seq, card: Card) -> None:
         )
 
 
-def teacher_of(model: Seq2Seq, card: Card, teacher: Seq2Seq | str | None) -> Seq2Seq | None:
+def teacher_of(model: Seq2Seq, card: Card, teacher: Seq2Seq | str | Path | None) -> Seq2Seq | None:
     """The model that judges candidates: what was given, else the one that the model's own card names, if it is here."""
     if teacher is None and card.teacher and (named := model.config.extra.get("teacher")):
         try:
