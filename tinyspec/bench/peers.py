@@ -35,9 +35,16 @@ def arms(specs: list[ArmSpec], settings: Settings, model: Model, room: int) -> l
 
             made.append(Llama.of(spec, settings, model, room))
             continue
+        _known(spec)  # before transformers is imported: that takes seconds
         theirs = theirs or loaded(settings.model, settings, model)
         made.append(Transformers(spec, theirs, settings))
     return made
+
+
+def _known(spec: ArmSpec) -> None:
+    for name, _ in spec.knobs:
+        if name not in KNOBS:
+            raise TinyspecError(f"{spec.name} has no knob '{name}': {nearest(name, KNOBS)}")
 
 
 def loaded(name: str, settings: Settings, model: Model | None = None) -> Any:
@@ -66,9 +73,7 @@ class Transformers:
     def __init__(self, spec: ArmSpec, theirs: Any, settings: Settings):
         self.label, self.theirs, self.device = spec.label, theirs, torch.device(settings.device)
         knobs = dict(spec.knobs)
-        for name in knobs:
-            if name not in KNOBS:
-                raise TinyspecError(f"{spec.name} has no knob '{name}': {nearest(name, KNOBS)}")
+        _known(spec)
         self.assistant: Any = None
         self.options: dict[str, Any] = {"do_sample": settings.temperature > 0, "pad_token_id": 0}
         if settings.temperature > 0:
