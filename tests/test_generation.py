@@ -14,6 +14,7 @@ from tinyspec import generation
 from tinyspec.decoding.decode import Decoder
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
+from tinyspec.pairing import drafts_for
 
 METHODS = ["autoregressive", "speculative_decoding", "llma"]
 
@@ -238,7 +239,7 @@ def test_fewer_drafts_than_a_method_needs_repeat_the_last_and_of_more_the_first_
     from tests.laws.hosted import card
 
     def shared(**traits: Any) -> list[Model]:
-        return generation._drafts(model, card(id, **traits), given)
+        return drafts_for(model, card(id, **traits), given)
 
     given: generation.Draft = [draft, model]
     assert shared(drafts=1) == [draft] and shared(drafts=3) == [draft, model, model]
@@ -254,7 +255,7 @@ def test_each_of_several_drafts_is_checked_for_its_vocabulary(model: Model, draf
     from tests.laws.hosted import card
 
     with pytest.raises(TinyspecError, match="280 tokens against 286"):
-        generation._drafts(model, card(id, drafts=2), [draft, zoo.other])
+        drafts_for(model, card(id, drafts=2), [draft, zoo.other])
 
 
 # ---------------------------------------------------------------------- the end of a request

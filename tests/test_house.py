@@ -38,6 +38,7 @@ FLOORS = [
         "imitation",
         "distill",
         "generation",
+        "pairing",
         "translating",
         "translation",
     ),

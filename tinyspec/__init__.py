@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tinyspec.generation import Draft, Generation, Prompt
+    from tinyspec.generation import Generation, Prompt
     from tinyspec.lm.seq2seq import Seq2Seq
     from tinyspec.lm.transformer import Model
+    from tinyspec.pairing import Draft
     from tinyspec.technique import Card
     from tinyspec.translation import Source, Translation
 

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tinyspec import models
 from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.sampling import Warp
@@ -20,12 +19,10 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Call
 from tinyspec.lm.gate import Gate, run_together
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Card, Request, find, techniques
+from tinyspec.pairing import Draft, drafts_for
+from tinyspec.technique import Request, find
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
-
-Draft: TypeAlias = Model | str | Sequence[Model | str] | None
-"""One draft model or several, loaded or by name; None: the one that the model's own card names."""
 
 
 @dataclass
@@ -139,7 +136,7 @@ def start(
     card = find(method)
     card.settings(knobs)
     warp = Warp(temperature, top_k, top_p, min_p, repetition_penalty)
-    drafts = _drafts(model, card, draft)
+    drafts = drafts_for(model, card, draft)
     ids = prompt_ids(model, prompt, chat)
     if not ids:
         raise TinyspecError("the prompt is empty: give at least one token")
@@ -174,7 +171,7 @@ def generate(model: Model, prompt: Prompt | Sequence[Prompt], **options: Any) ->
         return _finish(start(model, prompt, **options))  # type: ignore[arg-type]
     seed = options.pop("seed", 0)
     rows: Sequence[Any] = prompt
-    drafts = _drafts(model, find(options.get("method", "autoregressive")), options.get("draft"))
+    drafts = drafts_for(model, find(options.get("method", "autoregressive")), options.get("draft"))
     options["draft"] = drafts or None  # loaded once, so that all rows share it and batch
 
     def job(row: int) -> Any:
@@ -251,49 +248,6 @@ def _finish(running: Running) -> Generation:
 
 def _decode(model: Model, ids: list[int]) -> str:
     return model.tokenizer.decode(ids) if model.has_tokenizer else ""
-
-
-def _drafts(model: Model, card: Card, draft: Draft) -> list[Model]:
-    """The draft models a method needs or can use: what was given, else what the model's own card names.
-
-    Of more than it can use, the first; of fewer, the last once more.
-    """
-    if card.drafts == 0 and not card.optional_draft:
-        return []
-    draft = model.config.extra.get("draft") if draft is None else draft
-    if draft is None and card.drafts:  # the card is silent: a draft on this machine that was made for it
-        draft = next(iter(models.drafts_of(model.name)), None)
-    given = [draft] if isinstance(draft, (Model, str)) else list(draft or ())
-    if not given and card.drafts == 0:
-        return []
-    if not given:
-        raise TinyspecError(
-            f"{card.name} needs a draft model and the card of {model.name} names none: pass draft=... "
-            f"(a smaller model with the same tokenizer), or a method without one: {_draftless()}"
-        )
-    needed = max(card.drafts, 1)
-    used = given if card.several else given[:needed]
-    loaded = [d if isinstance(d, Model) else models.load(d, device=model.device, dtype=model.dtype) for d in used]
-    for small in loaded:
-        check_pair(model, small)
-    return loaded + loaded[-1:] * (needed - len(loaded))
-
-
-def check_pair(model: Model, small: Model) -> None:
-    """Raise TinyspecError unless both read the same tokens."""
-    ours, theirs = model.config.vocab_size, small.config.vocab_size
-    same = not (model.has_tokenizer and small.has_tokenizer) or model.tokenizer.same_vocabulary(small.tokenizer)
-    if ours != theirs or not same:
-        how = f"{theirs} tokens against {ours}" if ours != theirs else "same size, other tokens"
-        raise TinyspecError(
-            f"the draft {small.name} has another vocabulary than {model.name} ({how}): "
-            f"use a draft with the same tokenizer, or a method without a draft model: {_draftless()}"
-        )
-
-
-def _draftless() -> str:
-    """The methods that need no draft model, for an error."""
-    return ", ".join(name for name, card in techniques().items() if not card.drafts and card.kind == "decoder")
 
 
 def _logprobs(round: Round) -> list[float]:

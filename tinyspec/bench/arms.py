@@ -20,8 +20,9 @@ from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.stores import prepared
 from tinyspec.bench.tasks import Job
 from tinyspec.decoding.trace import Statistics, origins
-from tinyspec.generation import Draft, start
+from tinyspec.generation import start
 from tinyspec.lm.transformer import Model
+from tinyspec.pairing import Draft
 from tinyspec.technique import find
 
 Clock = Callable[[], float]

@@ -13,8 +13,8 @@ from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.stores import prepared
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, nearest
-from tinyspec.generation import Draft
 from tinyspec.lm.transformer import Model
+from tinyspec.pairing import Draft
 from tinyspec.technique import CHAPTERS, Card, find, techniques
 
 TRIED = 16  # tokens that each technique makes before the table is begun

@@ -18,8 +18,9 @@ from tinyspec.bench.tasks import openings
 from tinyspec.decoding.goodput import Clock
 from tinyspec.decoding.sampling import Warp
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import check_pair, prompt_ids, stopping
+from tinyspec.generation import prompt_ids, stopping
 from tinyspec.lm.transformer import Model
+from tinyspec.pairing import check_pair
 from tinyspec.speculative.drafting.planner import Advice, Asked, Profile, measured, plan, recommend
 from tinyspec.technique import Request
 

@@ -24,8 +24,8 @@ from tinyspec.bench.report import Grid, number, speed
 from tinyspec.bench.tasks import Job
 from tinyspec.decoding.sampling import Warp
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import check_pair
 from tinyspec.lm.transformer import Model
+from tinyspec.pairing import check_pair
 from tinyspec.speculative.drafting.planner import profile_draft, profile_target
 from tinyspec.speculative.drafting.speculative_decoding import acceptance, walltime_gain
 

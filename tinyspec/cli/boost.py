@@ -50,7 +50,7 @@ def boost(
     import torch
 
     from tinyspec import corpus, data
-    from tinyspec.generation import check_pair
+    from tinyspec.pairing import check_pair
     from tinyspec.recipe import END
     from tinyspec.schedule import Settings
     from tinyspec.speculative.verification import specinfer

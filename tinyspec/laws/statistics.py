@@ -34,6 +34,7 @@ from tinyspec.laws.dense import dense
 from tinyspec.laws.evalues import EValue
 from tinyspec.laws.gtest import detectable, g_test, moved, power, simulated_power
 from tinyspec.lm.transformer import Model
+from tinyspec.pairing import drafts_for
 from tinyspec.technique import Request, find
 from tinyspec.tree import Row, TokenTree
 
@@ -241,7 +242,7 @@ def _wide(model: Model) -> Model:
 
 
 def _drafts(model: Model, draft: generation.Draft, method: str) -> list[Model] | None:
-    chosen = generation._drafts(model, find(method), draft)
+    chosen = drafts_for(model, find(method), draft)
     return [_wide(small) for small in chosen] or None
 
 
