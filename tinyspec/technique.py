@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from tinyspec.decoding.decode import Decoder, Target
 from tinyspec.decoding.goodput import Choose, Clock
@@ -128,7 +128,12 @@ class RefineRequest:
             self.teacher = self.teacher.counting(self.ledger, other)
 
 
-Builder = Callable[..., Decoder] | Callable[..., Refiner]
+Builder = Callable[..., Any]
+"""(request, **knobs) -> a Decoder, or a Refiner where the card's kind is "refine"."""
+
+B = TypeVar("B", bound=Builder)
+
+B = TypeVar("B", bound=Builder)
 
 
 @dataclass(frozen=True)
@@ -244,10 +249,10 @@ def technique(
     copies: bool = False,
     lossy: tuple[str, Any] | None = None,
     **traits: Any,
-) -> Callable[[Builder], Builder]:
+) -> Callable[[B], B]:
     """Register a builder under its file's name. `traits` are the other fields of a card."""
 
-    def register(build: Builder) -> Builder:
+    def register(build: B) -> B:
         name = build.__module__.rpartition(".")[2]
         _cards[name] = Card(name, title, paper, family, guarantee, tuple(knobs), build, drafts, copies, lossy, **traits)
         return build
