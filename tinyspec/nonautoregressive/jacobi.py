@@ -19,7 +19,7 @@ values are kept, and no pass confirms what is known. `solve` is the algorithm as
 a pass more (m + 1), and is the frame's oracle in the tests.
 
 Guarantee: EXACT. At temperature 0 it is Jacobi iteration; above, the same guesses are judged as point masses.
-What to expect: the paper reports up to 38 % less time on translation, nearly twice the speed on more cores; Kou et al. (arXiv
+What to expect: the paper reports up to 38 % more speed on translation, nearly twice the speed on more cores; Kou et al. (arXiv
 2403.00835) report 1.05x for large language models. `tinyspec bench sweeps` measures it here.
 Left out: the authors' dependency visualiser, of which `Sweep` is the data; their code keeps one key a sweep, here all final
 ones are kept.
