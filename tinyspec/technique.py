@@ -133,8 +133,6 @@ Builder = Callable[..., Any]
 
 B = TypeVar("B", bound=Builder)
 
-B = TypeVar("B", bound=Builder)
-
 
 @dataclass(frozen=True)
 class Card:

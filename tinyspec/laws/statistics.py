@@ -34,7 +34,7 @@ from tinyspec.laws.dense import dense
 from tinyspec.laws.evalues import EValue
 from tinyspec.laws.gtest import detectable, g_test, moved, power, simulated_power
 from tinyspec.lm.transformer import Model
-from tinyspec.pairing import drafts_for
+from tinyspec.pairing import Draft, drafts_for
 from tinyspec.technique import Request, find
 from tinyspec.tree import Row, TokenTree
 
@@ -169,7 +169,7 @@ def _shown(x: float | None) -> str:
 
 def demo(
     model: Model,
-    draft: generation.Draft = None,
+    draft: Draft = None,
     method: str = "speculative_decoding",
     *,
     prompt: generation.Prompt = "Once upon a time",
@@ -241,7 +241,7 @@ def _wide(model: Model) -> Model:
     return model if model.dtype in (torch.float32, torch.float64) else model.to(dtype=torch.float32)
 
 
-def _drafts(model: Model, draft: generation.Draft, method: str) -> list[Model] | None:
+def _drafts(model: Model, draft: Draft, method: str) -> list[Model] | None:
     chosen = drafts_for(model, find(method), draft)
     return [_wide(small) for small in chosen] or None
 
