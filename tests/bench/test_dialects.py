@@ -15,6 +15,7 @@ from tinyspec.bench.dialects_report import grids, named, picture, told
 from tinyspec.dialects import padded
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 
+RESULTS = sorted((Path(__file__).parents[2] / "tutorials" / "results").glob("dialects*.json"))
 QUICK = (
     *("--words", "4", "--shortest", "2", "--longest", "3", "--modes", "2", "--pairs", "40", "--tests", "6"),
     *(
@@ -67,6 +68,15 @@ def test_every_kind_has_every_model_and_its_figures_follow_from_the_verdicts(mad
 def test_shares_are_counted_by_the_digits() -> None:
     of = told({"kinds": {"lex": {"arms": {"a": {"verdicts": "3326"}}}}})["lex"]["a"]
     assert of == {"valid": 0.5, "single": 1.0, "repeated": 0.25}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_a_committed_result_follows_from_its_verdicts(path: Path) -> None:
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert told(result) == result["figures"]
+    tables = [f"`{result['command']}`", *(table.markdown() for table in grids(result))]
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == "\n\n".join(tables) + "\n"
+    assert path.with_suffix(".svg").read_text(encoding="utf-8") == picture(result)
 
 
 def test_the_files_are_a_table_a_kind_and_a_picture(made: Any) -> None:

@@ -53,7 +53,7 @@ class Setup:
     tests: int = 500
     width: int = 96
     layers: int = 1
-    steps: int = 500
+    steps: int = 1500  # orders are found at about 500, all of a sudden
     student_steps: int = 0  # 0: as many
     batch: int = 64
     lr: float = 3e-3

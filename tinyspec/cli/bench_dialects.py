@@ -21,7 +21,7 @@ from tinyspec.cli.measuring import results, write
     click.option("--tests", type=click.IntRange(1), default=500, show_default=True, help="Sources that are held out."),
     click.option("--width", type=click.IntRange(4), default=96, show_default=True, help="Of the layers; divided by 4."),
     click.option("--layers", type=click.IntRange(1), default=1, show_default=True, help="Of the encoder and the decoder."),
-    click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="Of each training."),
+    click.option("--steps", type=click.IntRange(1), default=1500, show_default=True, help="Of each training."),
     click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="Pairs of a step."),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the pairs and the weights."),
     click.option("--passes", default="1,2,4,10", show_default=True, metavar="LIST", help="Of Mask-Predict."),
@@ -37,7 +37,7 @@ def dialects(
     """What writing all words at once costs where a source has several right translations, and what mends it.
 
     Trains four small models for each kind of dialects: one that reads what it wrote, one that writes in a single pass, the
-    same on the first one's translations, and Mask-Predict. Tens of minutes; Ctrl-C stops, and --resume goes on.
+    same on the first one's translations, and Mask-Predict. Some ten minutes of a core; Ctrl-C stops, and --resume goes on.
 
     \b
     Examples:
