@@ -202,8 +202,8 @@ def demo(
     cells = Cells(model, ids, tokens, width, temperature)
     options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": temperature}
     texts = [ids] if find(method).copies else []  # what it may copy: the prompt itself
-    real = generation.start(model, ids, method=method, draft=small, references=texts, **options, **knobs).decoder
-    stop = real.stop
+    begun = generation.start(model, ids, method=method, draft=small, references=texts, **options, **knobs)
+    real, stop = begun.decoder, begun.decoder.stop  # `begun` is kept: a request that nobody holds is closed
     broken = Request(model.session(), warp=Warp(temperature), stop=stop).decoder(
         SoftGreedy(model.session(), tokens, stop.eos), walk
     )  # the model drafts for itself: every draft passes
