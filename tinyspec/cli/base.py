@@ -149,6 +149,17 @@ def options(*chosen: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
+def overrides(seed: int | None, settings: Sequence[str]) -> dict[str, str]:
+    """What --seed and --set KEY=VALUE change in a recipe."""
+    changed = {} if seed is None else {"train.seed": str(seed)}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise TinyspecError(f"--set {setting}: write KEY=VALUE, such as train.lr=2e-3")
+        changed[key.strip()] = value.strip()
+    return changed
+
+
 replay_option = click.option(
     "--replay",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -95,12 +95,7 @@ def lm(
     """
     if (recipe is None) == (distill is None):
         raise TinyspecError("give --recipe FILE, or --distill TARGET to make a draft of a model")
-    overrides = {} if seed is None else {"train.seed": str(seed)}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise TinyspecError(f"--set {setting}: write KEY=VALUE, such as train.lr=2e-3")
-        overrides[key.strip()] = value.strip()
+    overrides = base.overrides(seed, settings)
 
     from rich.console import Console
 

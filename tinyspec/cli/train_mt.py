@@ -5,7 +5,6 @@ from pathlib import Path
 import click
 
 from tinyspec.cli import base
-from tinyspec.errors import TinyspecError
 
 
 @click.command("mt", cls=base.Command)
@@ -45,12 +44,7 @@ def mt(
       tinyspec train mt --recipe models/multi30k-teacher/recipe.toml --out models/my-teacher
       tinyspec train mt --recipe models/multi30k-nat/recipe.toml --out models/my-nat --minutes 30
     """
-    overrides = {} if seed is None else {"train.seed": str(seed)}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise TinyspecError(f"--set {setting}: write KEY=VALUE, such as train.lr=2e-3")
-        overrides[key.strip()] = value.strip()
+    overrides = base.overrides(seed, settings)
 
     from rich.console import Console
 
