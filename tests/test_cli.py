@@ -224,6 +224,17 @@ def test_ctrl_c_while_waiting_is_quiet() -> None:
 # ---------------------------------------------------------------------- the others
 
 
+def test_techniques_stand_in_the_books_order_whatever_was_imported_first() -> None:
+    code = "import tinyspec.nonautoregressive.nat, tinyspec.early_exit.ppd; from tinyspec.technique import techniques"
+    said = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(*techniques())"], capture_output=True, text=True, check=True
+    )
+    from tinyspec.technique import techniques
+
+    assert said.stdout.split() == list(techniques())
+    assert said.stdout.split()[:2] == ["auto", "autoregressive"] and said.stdout.split()[-1] == "nat"
+
+
 def test_the_readme_shows_the_registry() -> None:
     """`tinyspec methods --markdown` made its table."""
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")

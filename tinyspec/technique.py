@@ -259,7 +259,8 @@ def technique(
 
 
 def techniques() -> dict[str, Card]:
-    """Every technique there is, by name, in the order of the book's chapters."""
+    """Every technique there is, by name, in the order of the book's chapters, whatever was imported before."""
+    files: list[str] = []
     for chapter in CHAPTERS:
         try:
             package = importlib.import_module(chapter)
@@ -269,7 +270,9 @@ def techniques() -> dict[str, Card]:
             continue
         for module in pkgutil.walk_packages(package.__path__, f"{chapter}."):
             importlib.import_module(module.name)
-    return dict(_cards)
+            files.append(module.name.rpartition(".")[2])
+    place = {name: at for at, name in enumerate(files)}
+    return dict(sorted(_cards.items(), key=lambda item: place.get(item[0], len(files))))
 
 
 def find(name: str) -> Card:
