@@ -33,3 +33,16 @@ def show(*things: Callable[..., Any] | type) -> Code:
 def axes(width: float = 6.4, height: float = 3.0, **layout: Any) -> Any:
     """A figure's axes."""
     return plt.subplots(figsize=(width, height), layout="constrained", **layout)[1]
+
+
+def refuted(law: str, judge: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """What a judge says of something wrong, printed: the smallest case. An error if nothing, or another law, is broken."""
+    from tinyspec.laws import Accused
+
+    try:
+        judge(*given, **named)
+    except Accused as accused:
+        assert accused.counterexample.law == law, f"{accused.counterexample.law}, not {law}, was broken"
+        print(accused)
+        return accused.counterexample
+    raise AssertionError(f"{law}: nothing was found")
