@@ -155,6 +155,17 @@ def test_the_teachers_loss_is_that_of_each_pair_alone_and_padding_counts_for_not
     assert float(found) == pytest.approx(total / 6, abs=1e-6)
 
 
+def test_a_nat_is_not_taught_pairs_that_its_fertilities_cannot_say(zoo: Path) -> None:
+    """And a batch holds the pairs whose numbers were drawn, although some were left out."""
+    plan = read_translation_recipe(zoo / "nat/recipe.toml", {"shape.fertilities": "3"})
+    pairs = [Pair([5], [8, 8, 8]), Pair([6], [9]), Pair([7, 7], [10, 11])]
+    told = taught.METHODS["nat"](plan, pairs, pairs, None)
+    assert list(told.pairs) == pairs[1:]
+    for number, pair in enumerate(told.pairs):
+        source, target, _ = told.batch([number])
+        assert (source.tolist(), target.tolist()) == ([pair.source], [pair.target])
+
+
 def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
     path = zoo / "nat/recipe.toml"
     for old, new, said in (

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tinyspec import models
 from tinyspec.bitext import padded
@@ -24,6 +23,7 @@ from tinyspec.decoding.beam import beam_search, greedy
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.lockstep import Lockstep
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.waiting import counted
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,7 @@ def translations(
     where.mkdir(parents=True, exist_ok=True)
     order = sorted(range(len(sources)), key=lambda i: (len(sources[i]), i))  # of like lengths: less padding
     found: dict[int, list[int]] = {}
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=console is None,
-    )
+    bar = counted(console)
     with bar:
         task = bar.add_task(f"{model.name} writes", total=len(order))
         for at in range(0, len(order), batch):

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from tinyspec import corpus, data, models
@@ -31,6 +30,7 @@ from tinyspec.lm import borrowed
 from tinyspec.lm.gate import Gate, run_together
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import TokenTree
+from tinyspec.waiting import counted
 
 
 @dataclass(frozen=True)
@@ -189,15 +189,7 @@ def write(
     (where / "asking.json").write_text(
         json.dumps({"target": model.name, **asdict(asking)}, indent=1) + "\n", encoding="utf-8"
     )
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=console is None,
-    )
+    bar = counted(console)
     made: list[Output] = []
     with bar:
         task = bar.add_task(f"texts of {model.name}", total=len(asks))

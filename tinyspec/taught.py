@@ -28,12 +28,14 @@ ASKED = {"iterations": 4, "lengths": 2}  # of Mask-Predict, while it learns
 class Taught(NamedTuple):
     """What a method is taught and asked.
 
+    pairs      what it is taught from: a method may leave out pairs that it cannot say
     batch      the pairs of these numbers, as tensors on a device
     loss       of a batch, a scalar; what is drawn is drawn from the generator
     translate  ids of translations, as the model is judged while it learns
     figures    what else is logged at a validation
     """
 
+    pairs: Sequence[Pair]
     batch: Callable[[Sequence[int]], Batch]
     loss: Callable[[Seq2Seq, Batch, torch.Generator], Tensor]
     translate: Callable[[Seq2Seq, Sequence[Sequence[int]]], list[list[int]]]
@@ -61,7 +63,7 @@ def teacher(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair]
             tokens += said
         return {"valid_loss": total / tokens}
 
-    return Taught(batch, loss, translate, figures)
+    return Taught(seen, batch, loss, translate, figures)
 
 
 def forced(model: Seq2Seq, source: Tensor, target: Tensor, dropout: float = 0.0, smoothing: float = 0.0) -> Tensor:
@@ -121,7 +123,7 @@ def nat(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], ju
     def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
         return together(sources, lambda part: fertile.written(model, padded(part).to(model.device)))
 
-    return Taught(batch, fine if plan.finetune else loss, translate)
+    return Taught(seen, batch, fine if plan.finetune else loss, translate)
 
 
 def mask_predict(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None) -> Taught:
@@ -140,7 +142,7 @@ def mask_predict(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[
 
         return together(sources, ask)
 
-    return Taught(batch, loss, translate)
+    return Taught(seen, batch, loss, translate)
 
 
 METHODS: dict[str, Callable[[TranslationRecipe, Sequence[Pair], Sequence[Pair], Seq2Seq | None], Taught]] = {

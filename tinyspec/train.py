@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.muon import Muon
 from tinyspec.schedule import Settings, progress, rate
+from tinyspec.waiting import counted
 
 Batch = tuple[Tensor, ...]
 Batches = Callable[[torch.Generator], Batch]
@@ -74,16 +75,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     run = _Run(dict(weights), settings, folder)
     run.resume()
-    shown = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=console is None,
-    )
+    shown = counted(console, TextColumn("{task.fields[note]}"))
     cuda = [run.device] if run.device.type == "cuda" else []
     generator = torch.Generator(run.device)
     recent: list[Tensor] = []

@@ -75,7 +75,7 @@ def train_mt(
     parent = load_model(plan, plan.finetune, path.parent, out)
     model = begin(plan, tokenizer, parent or teacher, where)
     taught = METHODS[plan.method](plan, seen, valid, teacher)
-    say(f"{len(seen):,} pairs; {plan.name}: {model.config.parameters():,} weights on {where}")
+    say(f"{len(taught.pairs):,} pairs; {plan.name}: {model.config.parameters():,} weights on {where}")
 
     def judged(one: Seq2Seq) -> float:
         made = taught.translate(one, [pair.source for pair in valid])
@@ -90,7 +90,7 @@ def train_mt(
         seed = int(torch.randint(1 << 62, ()))  # the trainer has seeded torch for this step
         return taught.loss(model, batch, torch.Generator(where).manual_seed(seed))
 
-    draw = bitext.drawn(seen, plan.tokens)
+    draw = bitext.drawn(taught.pairs, plan.tokens)
 
     def batches(generator: torch.Generator) -> Batch:
         return tuple(part.to(where) for part in taught.batch(draw(generator)))

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tinyspec.waiting import counted
 
 Arms = Mapping[str, Callable[[], Any]]
 
@@ -115,15 +116,7 @@ def save(path: str | Path, result: Mapping[str, Any], dumps: Callable[[Any], str
 @contextmanager
 def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[], None]]:
     """A bar with the time left, on stderr; yields the function that moves it on by one."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=quiet,
-    )
+    bar = counted(None if quiet else Console(stderr=True))
     with bar:
         task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)
