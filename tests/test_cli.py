@@ -246,6 +246,9 @@ def test_methods_lists_the_registry() -> None:
     names = {entry["name"] for entry in listed}
     assert {"autoregressive", "speculative_decoding", "llma"} <= names
     assert {"name", "family", "paper", "guarantee", "knobs"} <= set(listed[0])
+    needs = {entry["name"]: entry for entry in listed}
+    assert needs["auto"]["optional_draft"] and needs["auto"]["copies"] and not needs["auto"]["drafts"]
+    assert needs["specinfer"]["several_drafts"] and needs["token_recycling"]["persistent"]
     table = run("methods").output
     assert all(name in table for name in names)
     assert "gamma=3" in table

@@ -224,6 +224,10 @@ class Card:
             "kind": self.kind,
             "neutral": None if self.lossy is None else {self.lossy[0]: _in_json(self.lossy[1])},
             "drafts": self.drafts,
+            "optional_draft": self.optional_draft,
+            "several_drafts": self.several,
+            "copies": self.copies,
+            "persistent": self.persistent,
             "knobs": [{"name": k.name, "default": k.default, "doc": k.doc} for k in self.knobs],
         }
 
