@@ -1,0 +1,1 @@
+"""Assignments and their autograder: the laws are the tests."""
