@@ -1,0 +1,164 @@
+"""What A2 holds its trees to: where a node stands, what it sees, and that its row is the row of its path alone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from random import Random
+from typing import Any
+
+from tinyspec.grade.props_a2 import TreeSession
+from tinyspec.grade.task import Cases
+from tinyspec.laws.accused import Evidence, accuse
+
+STANDS = "a node stands where its token would stand if its path were the text"
+SEES = "a node sees the committed text, its ancestors and itself, and nothing else"
+ROWS = "every row is the row of its path alone"
+BILL = "one call for the whole tree, and each path is fed once"
+
+ROOT = -1
+Function = Callable[..., Any]
+Parents = tuple[int, ...]
+
+
+def words(got: Any) -> str:
+    """What came back in place of what was asked for."""
+    return "None: nothing was returned" if got is None else f"{got!r} ({type(got).__name__})"
+
+
+def items(law: str, got: Any, count: int, what: str, **case: Any) -> Sequence[Any]:
+    """What came back, if it is a list of so many."""
+    if not isinstance(got, (list, tuple)):
+        accuse(law, f"a list of {count} {what}", words(got), **case)
+    if len(got) != count:
+        accuse(law, f"a list of {count} {what}", f"a list of {len(got)}", **case)
+    return got  # type: ignore[no-any-return]
+
+
+def path(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the first guess down to this one."""
+    return [] if node == ROOT else [*path(parents, parents[node]), node]
+
+
+def shapes(largest: int) -> Iterator[Parents]:
+    """Every tree of up to so many nodes, in every order in which a parent comes before its children."""
+    for count in range(largest + 1):
+        yield from product(*(range(ROOT, node) for node in range(count)))
+
+
+def drawn(random: Random, largest: int) -> Parents:
+    """A tree of up to so many nodes."""
+    return tuple(random.randrange(ROOT, node) for node in range(random.randint(1, largest)))
+
+
+def trees(cases: Cases) -> Iterator[tuple[Parents, int]]:
+    """Trees and tokens of committed text: all of up to four nodes, then larger ones."""
+    for parents in shapes(4):
+        for committed in (0, 1, 3):
+            yield parents, committed
+    random = Random(f"{cases.seed} trees")
+    larger = [(drawn(random, 12), random.randrange(9)) for _ in range(60 * cases.times)]
+    yield from sorted(larger, key=lambda tree: len(tree[0]))
+
+
+def stands(function: Function, cases: Cases) -> Evidence:
+    """Not at its index, nor one off, nor from the beginning of the tree."""
+    seen = 0
+    for parents, committed in trees(cases):
+        case: dict[str, Any] = {"parents": list(parents), "committed": committed}
+        got = items(STANDS, function(list(parents), committed), len(parents), "positions", **case)
+        expected = [committed + len(path(parents, node)) - 1 for node in range(len(parents))]
+        if list(got) != expected:
+            accuse(STANDS, expected, list(got), **case)
+        seen += 1
+    return Evidence(STANDS, seen)
+
+
+def sees(function: Function, cases: Cases) -> Evidence:
+    """All of its ancestors, none of its siblings and cousins, all of the committed text."""
+    seen = 0
+    for parents, committed in trees(cases):
+        case: dict[str, Any] = {"parents": list(parents), "committed": committed}
+        rows = items(SEES, function(list(parents), committed), len(parents), "rows", **case)
+        for node, row in enumerate(rows):
+            case["row of node"] = node
+            got = items(SEES, row, committed + len(parents), "entries", **case)
+            above = path(parents, node)
+            expected = [True] * committed + [other in above for other in range(len(parents))]
+            if list(got) != expected:
+                case["what is wrong"] = _difference(expected, got, committed, node)
+                accuse(SEES, expected, list(got), **case)
+        seen += 1
+    return Evidence(SEES, seen)
+
+
+def _difference(expected: Sequence[bool], got: Sequence[Any], committed: int, node: int) -> str:
+    """The first wrong entry of a mask's row, in words."""
+    column = next(at for at, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)
+    if got[column] not in (0, 1):
+        return f"entry {column} is {got[column]!r}, neither True nor False"
+    if column < committed:
+        return f"it does not see committed token {column}"
+    other = column - committed
+    if expected[column]:
+        return "it does not see itself" if other == node else f"it does not see node {other}, its ancestor"
+    return f"it sees node {other}, which is no ancestor of it"
+
+
+# ---------------------------------------------------------------------- one call
+
+
+def drafts(cases: Cases) -> Iterator[tuple[int, list[int], list[int], Parents]]:
+    """Seed of a model of three tokens, a text, the tree's tokens and parents; equal siblings too. The smallest first."""
+    random = Random(f"{cases.seed} drafts")
+
+    def some(count: int) -> list[int]:
+        return [random.randrange(3) for _ in range(count)]
+
+    for parents in shapes(3):
+        for length in (1, 2):
+            yield random.randrange(5), some(length), some(len(parents)), parents
+    larger = []
+    for _ in range(100 * cases.times):
+        parents = drawn(random, 8)
+        larger.append((random.randrange(5), some(random.randint(1, 4)), some(len(parents)), parents))
+    yield from sorted(larger, key=lambda draft: len(draft[3]))
+
+
+def alone(seed: int, text: Sequence[int]) -> list[Any]:
+    """The row behind a text without any tree."""
+    return TreeSession(text, 3, seed).score(text[-1:], [len(text) - 1], [[1] * len(text)])[0]
+
+
+def rows(function: Function, cases: Cases) -> Evidence:
+    """The root's row and every node's, whatever else is in the tree."""
+    seen = 0
+    for seed, text, tokens, parents in drafts(cases):
+        session = TreeSession(text, 3, seed)
+        case: dict[str, Any] = {"text": text, "tokens": tokens, "parents": list(parents)}
+        answer = function(session, list(tokens), list(parents))
+        for read, (fed, positions) in enumerate(session.trace, 1):
+            case["fed" if len(session.trace) == 1 else f"fed in call {read}"] = {"tokens": fed, "positions": positions}
+        got = items(ROWS, answer, len(tokens) + 1, "rows, the root's and one a node", **case)
+        for place, row in enumerate(got):
+            spelled = [*text, *(tokens[node] for node in path(parents, place - 1))]
+            case["entry"] = f"{place}, the row behind {spelled}"
+            expected = alone(seed, spelled)
+            if list(items(ROWS, row, 3, "probabilities", **case)) != expected:
+                accuse(ROWS, expected, list(row), **case)
+        seen += 1
+    return Evidence(ROWS, seen)
+
+
+def bill(function: Function, cases: Cases) -> Evidence:
+    """Rows cost, calls cost more."""
+    seen = 0
+    for seed, text, tokens, parents in drafts(cases):
+        session = TreeSession(text, 3, seed)
+        function(session, list(tokens), list(parents))
+        paths = {tuple(tokens[node] for node in path(parents, end)) for end in range(ROOT, len(tokens))}
+        expected = {"calls": 1, "rows": len(paths)}
+        got = {"calls": len(session.trace), "rows": sum(len(fed) for fed, _ in session.trace)}
+        if got != expected:
+            case: dict[str, Any] = {"text": text, "tokens": tokens, "parents": list(parents)}
+            accuse(BILL, expected, got, **case, paths=sorted(paths, key=lambda tokens: (len(tokens), tokens)))
+        seen += 1
+    return Evidence(BILL, seen)

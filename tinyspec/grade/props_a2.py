@@ -1,0 +1,112 @@
+"""What a submission to A2 is given: a model of one attention layer, which is told what stands where and what sees what.
+
+It believes what it is told. A row attends to whatever its mask shows, at whatever positions are said: a wrong mask or a wrong
+position is no error but a wrong row, as in a real model. Standard library only: a child process loads this.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Self
+
+from tinyspec.grade.props import Prop
+
+MOST_CALLS = 100  # of one run: whoever asks more often is not going to stop
+FARTHEST = 10_000  # position
+
+
+class TreeSession(Prop):
+    """A model that has read a text but for its newest token. `text` is all of it; what is scored is not kept.
+
+    Tokens 0 to V - 1. A row attends to what it sees. A token t_j at position s_j, seen from token t_i at position s_i, weighs
+
+        (1 + (2 t_i + 3 t_j + seed) mod 5) / (1 + |s_i - s_j|)
+
+    and says 1 + ((v + 1) (t_j + 2) + 3 s_j + seed) mod 7 for the word v as the next one. The weighted sum of what all say,
+    divided by its total, is the row.
+
+    The trace has an entry for every call: [tokens, positions].
+
+    >>> session = TreeSession(text=[2, 0, 1], seed=1)
+    >>> row, = session.score([1], [2], [[1, 1, 1]])  # the newest token, which stands at position 2, sees all of the text
+    >>> print(*row)
+    48/121 69/242 7/22
+    >>> session.score([1], [2], [[1, 1]])
+    Traceback (most recent call last):
+    ValueError: row 0 of the mask has 2 entries: it needs 3, for 2 tokens that were read and 1 that is fed
+    """
+
+    def __init__(self, text: Sequence[int], vocabulary: int = 3, seed: int = 0):
+        self.text, self.vocabulary, self.seed = list(text), vocabulary, seed
+        self.trace: list[Any] = []
+
+    def plain(self) -> Any:
+        return {"text": list(self.text), "vocabulary": self.vocabulary, "seed": self.seed}
+
+    @classmethod
+    def make(cls, plain: Any) -> Self:
+        return cls(**plain)
+
+    def score(
+        self, tokens: Sequence[int], positions: Sequence[int], mask: Sequence[Sequence[Any]]
+    ) -> list[list[Fraction]]:
+        """One call of the model: k tokens at k positions, k rows of V probabilities.
+
+        mask   [k][c + k]: which of the c = len(text) - 1 tokens that were read, and of the k that are fed, each row sees
+
+        ValueError where the three do not fit together, a token is none of the model's, or a row sees nothing.
+        """
+        read = len(self.text) - 1
+        if len(self.trace) >= MOST_CALLS:
+            raise ValueError(f"the model was called {MOST_CALLS} times: the function is not going to stop")
+        for name, given in (("tokens", tokens), ("positions", positions), ("the mask", mask)):
+            if not isinstance(given, (list, tuple)):
+                raise ValueError(f"{name} must be a list: got {given!r}")
+        if not tokens or not len(tokens) == len(positions) == len(mask):
+            sizes = f"{len(tokens)} tokens, {len(positions)} positions and {len(mask)} rows of the mask"
+            raise ValueError(
+                f"a call needs as many positions and rows of the mask as tokens, at least one: got {sizes}"
+            )
+        for token in tokens:
+            _whole(token, "a token", self.vocabulary - 1)
+        for position in positions:
+            _whole(position, "a position", FARTHEST)
+        for place, row in enumerate(mask):
+            self._fits(place, row, read, len(tokens))
+        self.trace.append([list(tokens), list(positions)])
+        words = [*self.text[:read], *tokens]
+        places = [*range(read), *positions]
+        return [
+            self._row(tokens[i], positions[i], [(words[j], places[j]) for j, seen in enumerate(mask[i]) if seen])
+            for i in range(len(tokens))
+        ]
+
+    def _fits(self, place: int, row: Any, read: int, fed: int) -> None:
+        """Raise ValueError unless this is a row of a mask over so many columns."""
+        if not isinstance(row, (list, tuple)):
+            raise ValueError(f"row {place} of the mask must be a list: got {row!r}")
+        if len(row) != read + fed:
+            raise ValueError(
+                f"row {place} of the mask has {len(row)} entries: it needs {read + fed}, for {read} "
+                f"token{'' if read == 1 else 's'} that {'was' if read == 1 else 'were'} read and {fed} that "
+                f"{'is' if fed == 1 else 'are'} fed"
+            )
+        if any(seen not in (0, 1) for seen in row):
+            raise ValueError(f"row {place} of the mask is {row!r}: its entries are True or False")
+        if not any(row):
+            raise ValueError(f"row {place} of the mask shows nothing: a row attends at least to itself")
+
+    def _row(self, token: int, position: int, seen: Sequence[tuple[int, int]]) -> list[Fraction]:
+        """What a token at a position says of the next one, of the (token, position) pairs that it sees."""
+        said = [Fraction(0)] * self.vocabulary
+        for other, place in seen:
+            weight = Fraction(1 + (2 * token + 3 * other + self.seed) % 5, 1 + abs(position - place))
+            for word in range(self.vocabulary):
+                said[word] += weight * (1 + ((word + 1) * (other + 2) + 3 * place + self.seed) % 7)
+        whole = sum(said)
+        return [x / whole for x in said]
+
+
+def _whole(value: Any, what: str, high: int) -> None:
+    """Raise ValueError unless the value is a whole number from 0 to high."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
+        raise ValueError(f"{what} is {value!r}: it must be a whole number from 0 to {high}")
