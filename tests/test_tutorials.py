@@ -14,6 +14,9 @@ TUTORIALS = Path(__file__).parent.parent / "tutorials"
 LESSONS = sorted(TUTORIALS.glob("[0-9][0-9]_*.md"))
 OPEN = re.compile(r"^```\{code-cell\}")
 SECONDS = 20  # of processor time: a lesson that takes longer is not a lesson
+PAGES = [path for path in sorted(TUTORIALS.glob("*.md")) if path not in LESSONS]  # of the book; some have cells too
+ROOT = TUTORIALS.parent
+LINKING = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *LESSONS, *PAGES]
 
 
 class Cell(NamedTuple):
@@ -40,6 +43,9 @@ def cells(text: str) -> Iterator[Cell]:
         at += 1
 
 
+RUN = [*LESSONS, *(path for path in PAGES if any(cells(path.read_text(encoding="utf-8"))))]
+
+
 def run(path: Path) -> dict[str, Any]:
     """Execute a lesson; tracebacks name its own file and lines."""
     names: dict[str, Any] = {"__name__": path.stem}
@@ -64,7 +70,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("stage")
-@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_a_lesson_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.process_time()
     run(path)
@@ -88,6 +94,16 @@ def test_a_lesson_is_a_lesson(path: Path) -> None:
 def test_every_lesson_is_in_the_book() -> None:
     index = (TUTORIALS / "index.md").read_text(encoding="utf-8")
     assert [path.stem for path in LESSONS] == re.findall(r"^(\d\d_\w+)$", index, re.M)
+    listed = set(re.findall(r"^(\w+)$", index, re.M))
+    assert {path.stem for path in PAGES} - {"index"} <= listed
+
+
+@pytest.mark.parametrize("path", [path for path in LINKING if path.exists()], ids=lambda path: path.stem)
+def test_a_link_leads_somewhere(path: Path) -> None:
+    """Links inside the repository; what lies elsewhere is not asked for."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if not re.match(r"[a-z]+:|#", target):
+            assert (path.parent / target.partition("#")[0]).exists(), target
 
 
 def test_a_failing_cell_names_the_lessons_file_and_line(tmp_path: Path) -> None:
