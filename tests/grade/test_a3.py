@@ -1,0 +1,746 @@
+"""A3: the reference holds every law; each mistake of students and of the field is caught by the law meant for it."""
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinyspec.grade import a3_calibration, a3_laws, a3_layers, a3_sweeps
+from tinyspec.grade.a3 import ASSIGNMENT
+from tinyspec.grade.props_a3 import CountedModel, LayeredModel
+from tinyspec.grade.task import Cases
+from tinyspec.laws import calibration_laws
+from tinyspec.laws.accused import Accused
+
+FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A3"
+TASKS = {task.name: task for task in ASSIGNMENT.tasks}
+SURE = Fraction(1, 20)
+
+
+def loaded() -> Any:
+    spec = importlib.util.spec_from_file_location("a3_reference", FOLDER / "reference.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = loaded()
+
+
+def broken(name: str, function: Callable[..., Any], cases: Cases = Cases()) -> str | None:  # noqa: B008
+    """The name of the first law of a task that a function breaks."""
+    for law in TASKS[name].laws:
+        try:
+            assert law(function, cases).cases > 0
+        except Accused as accused:
+            return accused.counterexample.law
+    return None
+
+
+def test_a_hundred_points() -> None:
+    assert sum(task.points for task in ASSIGNMENT.tasks) == 100
+    assert [task.title.split()[0] for task in ASSIGNMENT.tasks] == [f"A3.{i}" for i in range(1, 9)]
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("cases", [Cases(), Cases(seed=5, times=2)], ids=["public", "other"])
+def test_the_reference_holds_every_law(name: str, cases: Cases) -> None:
+    assert broken(name, getattr(REFERENCE, name), cases) is None
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_is_not_written_holds_no_law(name: str) -> None:
+    def starter(*args: Any) -> Any:
+        raise NotImplementedError
+
+    def nothing(*args: Any, **named: Any) -> Any:
+        return None
+
+    for law in TASKS[name].laws:
+        with pytest.raises(NotImplementedError):
+            law(lambda *args, **named: starter(), Cases())
+        with pytest.raises(Accused):
+            law(nothing, Cases())
+
+
+# ---------------------------------------------------------------------- confidences
+
+
+def distinct(row: Any) -> Any:
+    top = sorted(set(row))
+    return top[-1] - (top[-2] if len(top) > 1 else 0)
+
+
+GAPS = {
+    "the greatest alone": max,
+    "the first two places": lambda row: abs(row[0] - row[1]),
+    "the greatest less the least": lambda row: max(row) - min(row),
+    "equals are taken for one": distinct,
+    "their ratio": lambda row: 1 - sorted(row)[-2] / sorted(row)[-1],
+}
+
+
+@pytest.mark.parametrize("wrong", GAPS)
+def test_wrong_gaps(wrong: str) -> None:
+    assert broken("softmax_response", GAPS[wrong]) == a3_laws.GAP
+
+
+def cosine(state: Any, below: Any) -> float:
+    dot = sum(x * y for x, y in zip(state, below, strict=True))
+    return float(dot / (math.hypot(*state) * math.hypot(*below) or 1))
+
+
+SATURATIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "no division": (lambda a, b: max(0, sum(x * y for x, y in zip(a, b, strict=True))), a3_laws.COSINE),
+    "divided by one length": (
+        lambda a, b: max(0.0, sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*b) or 1)),
+        a3_laws.COSINE,
+    ),
+    "divided by the squares": (
+        lambda a, b: max(0.0, cosine(a, b) / (math.hypot(*a) * math.hypot(*b) or 1)),
+        a3_laws.COSINE,
+    ),
+    "a distance": (lambda a, b: 1 / (1 + math.dist(a, b)), a3_laws.COSINE),
+    "its square": (lambda a, b: cosine(a, b) ** 2, a3_laws.COSINE),
+    "not cut at 0": (cosine, a3_laws.RANGE),
+    "without its sign": (lambda a, b: abs(cosine(a, b)), a3_laws.RANGE),
+    "all zeros are sure": (lambda a, b: max(0.0, cosine(a, b)) if any(a) and any(b) else 1.0, a3_laws.RANGE),
+}
+
+
+@pytest.mark.parametrize("wrong", SATURATIONS)
+def test_wrong_saturations(wrong: str) -> None:
+    function, law = SATURATIONS[wrong]
+    assert broken("saturation", function) == law
+
+
+# ---------------------------------------------------------------------- the exit layer
+
+
+def exits(
+    due: Callable[..., float] | None = None,
+    reaches: Callable[[Any, Any], bool] = lambda c, due: bool(c >= due),
+    first: int = 1,
+    never: bool = True,
+    last: bool = False,
+) -> Callable[..., int]:
+    """The exit layer with one thing changed."""
+
+    def paper(threshold: float, step: int, limit: int, tau: float) -> float:
+        return min(1.0, 0.9 * threshold + 0.1 * math.exp(-tau * step / limit))
+
+    def exit_layer(confidences: Any, threshold: float, step: int, limit: int, tau: float) -> int:
+        if threshold == math.inf and never:
+            return len(confidences) + 1
+        bar = (due or paper)(threshold, step, limit, tau)
+        sure = [layer for layer, c in enumerate(confidences, first) if reaches(c, bar)]
+        return (sure[-1] if last else sure[0]) if sure else len(confidences) + first
+
+    return exit_layer
+
+
+EXITS: dict[str, tuple[Callable[..., Any], str]] = {
+    "greater, not equal": (exits(reaches=lambda c, due: bool(c > due)), a3_laws.FIRST),
+    "the last that is sure": (exits(last=True), a3_laws.FIRST),
+    "layers from 0": (exits(first=0), a3_laws.FIRST),
+    "leaves where it is not sure": (exits(reaches=lambda c, due: bool(c < due)), a3_laws.FIRST),
+    "no decay": (exits(lambda threshold, *place: min(1.0, threshold)), a3_laws.DECAY),
+    "the form of the published code": (
+        exits(lambda threshold, step, limit, tau: min(1.0, threshold * (0.9 + 0.1 * math.exp(-tau * step / limit)))),
+        a3_laws.DECAY,
+    ),
+    "rises": (
+        exits(
+            lambda threshold, step, limit, tau: min(
+                1.0, 0.9 * threshold + 0.1 * math.exp(-tau * (limit - step) / limit)
+            )
+        ),
+        a3_laws.DECAY,
+    ),
+    "does not know the limit": (
+        exits(lambda threshold, step, limit, tau: min(1.0, 0.9 * threshold + 0.1 * math.exp(-tau * step))),
+        a3_laws.DECAY,
+    ),
+    "counts from 1": (
+        exits(
+            lambda threshold, step, limit, tau: min(1.0, 0.9 * threshold + 0.1 * math.exp(-tau * (step - 1) / limit))
+        ),
+        a3_laws.DECAY,
+    ),
+    "inf is cut to 1": (exits(never=False), a3_laws.CUT),
+    "not cut": (
+        exits(lambda threshold, step, limit, tau: 0.9 * threshold + 0.1 * math.exp(-tau * step / limit)),
+        a3_laws.CUT,
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", EXITS)
+def test_wrong_exit_layers(wrong: str) -> None:
+    function, law = EXITS[wrong]
+    assert broken("exit_layer", function) == law
+
+
+# ---------------------------------------------------------------------- missing keys and values
+
+
+def gap(row: Any) -> Any:
+    top = sorted(row)
+    return top[-1] - top[-2]
+
+
+class Decoding:
+    """Decoding with early exits, a method for everything that can go wrong."""
+
+    recompute = False
+    prompt_leaves = False
+    tops = False  # whether the last layer is asked, and left out of the count
+
+    def __call__(self, model: Any, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+        self.model, self.threshold = model, threshold
+        tokens, layers = list[int](), list[int]()
+        text = list(prompt)
+        for position in range(len(prompt) - 1 + n):
+            new = position >= len(prompt) - 1
+            state, left = self.token(position, text[position], new or self.prompt_leaves)
+            if not self.recompute or position < len(prompt) - 2 + n or self.runs_the_last():
+                self.fill(position, state, left)
+            if new:
+                text.append(self.word(position, state)), tokens.append(text[-1]), layers.append(left)
+        return tokens, layers
+
+    def runs_the_last(self) -> bool:
+        return False
+
+    def layer(self, layer: int, position: int, state: int) -> int:
+        self.model.store(layer, position, self.model.project(layer, position, state))
+        return int(self.model.run(layer, position, state))
+
+    def token(self, position: int, token: int, may: bool) -> tuple[int, int]:
+        state = self.model.embed(token)
+        for layer in range(1, self.model.depth + 1):
+            self.below = state
+            state = self.layer(layer, position, state)
+            if may and layer < self.model.depth and self.sure(self.model.row(state)):
+                return state, layer
+        return state, int(self.model.depth)
+
+    def sure(self, row: Any) -> bool:
+        return bool(gap(row) >= self.threshold)
+
+    def fill(self, position: int, state: int, left: int) -> None:
+        for layer in range(left + 1, self.model.depth + 1):
+            if self.recompute:
+                state = self.layer(layer, position, state)
+            else:
+                self.model.store(layer, position, self.model.project(layer, position, state))
+
+    def word(self, position: int, state: int) -> int:
+        row = self.model.row(state)
+        return int(row.index(max(row)))
+
+
+class NothingIsFilled(Decoding):
+    def fill(self, position: int, state: int, left: int) -> None:
+        pass
+
+
+class OneLayerIsFilled(Decoding):
+    def fill(self, position: int, state: int, left: int) -> None:
+        if left < self.model.depth:
+            self.model.store(left + 1, position, self.model.project(left + 1, position, state))
+
+
+class TheNextPositionIsFilled(Decoding):
+    def fill(self, position: int, state: int, left: int) -> None:
+        super().fill(position + 1, state, left)
+
+
+class HolesAreIgnored(NothingIsFilled):
+    """Goes on with the state it has where a layer is refused."""
+
+    def layer(self, layer: int, position: int, state: int) -> int:
+        try:
+            return super().layer(layer, position, state)
+        except ValueError:
+            return state
+
+
+class KeysOfTheExitAreCopied(Decoding):
+    """Not projected by each layer: the field's favourite."""
+
+    def fill(self, position: int, state: int, left: int) -> None:
+        for layer in range(left + 1, self.model.depth + 1):
+            self.model.store(layer, position, self.model.project(left, position, self.below))
+
+
+class OneProjectionForAll(Decoding):
+    def fill(self, position: int, state: int, left: int) -> None:
+        for layer in range(left + 1, self.model.depth + 1):
+            self.model.store(layer, position, self.model.project(left + 1, position, state))
+
+
+class TheStateBelowTheExit(Decoding):
+    def fill(self, position: int, state: int, left: int) -> None:
+        super().fill(position, self.below, left)
+
+
+class Zeros(Decoding):
+    def fill(self, position: int, state: int, left: int) -> None:
+        for layer in range(left + 1, self.model.depth + 1):
+            self.model.store(layer, position, 0)
+
+
+class ThePromptLeavesToo(Decoding):
+    prompt_leaves = True
+
+
+class Recomputes(Decoding):
+    recompute = True
+
+
+class CopiesInstead(Decoding):
+    """For the task that asks for recomputation."""
+
+
+class RecomputesTheLast(Recomputes):
+    def runs_the_last(self) -> bool:
+        return True
+
+
+class RecomputesFromTheBottom(Recomputes):
+    """Right, and layers run twice."""
+
+    def fill(self, position: int, state: int, left: int) -> None:
+        if left < self.model.depth:
+            state = self.model.embed(self.fed)
+            super().fill(position, state, 0)
+
+    def token(self, position: int, token: int, may: bool) -> tuple[int, int]:
+        self.fed = token
+        return super().token(position, token, may)
+
+
+class RecomputesFromTheStateBelow(Recomputes):
+    def fill(self, position: int, state: int, left: int) -> None:
+        super().fill(position, self.below, left)
+
+
+class RunsTheTopAsWell(Decoding):
+    """Reads the row of the exit, and saves nothing: one layer above is run for no one."""
+
+    def fill(self, position: int, state: int, left: int) -> None:
+        if left < self.model.depth:
+            self.layer(left + 1, position, state)
+        super().fill(position, state, left)
+
+
+class RunsThePrefixAgain(Decoding):
+    def token(self, position: int, token: int, may: bool) -> tuple[int, int]:
+        if position == 1:
+            for layer in range(1, self.model.depth + 1):
+                self.model.run(layer, 0, self.first[layer - 1])
+        self.first = [] if position == 0 else self.first
+        return super().token(position, token, may)
+
+    def layer(self, layer: int, position: int, state: int) -> int:
+        if position == 0:
+            self.first.append(state)
+        return super().layer(layer, position, state)
+
+    def fill(self, position: int, state: int, left: int) -> None:
+        for layer in range(left + 1, self.model.depth + 1):
+            self.first += [state] if position == 0 else []
+            self.model.store(layer, position, self.model.project(layer, position, state))
+
+
+class TheRowBelow(Decoding):
+    def word(self, position: int, state: int) -> int:
+        return super().word(position, self.below)
+
+
+class TheLastOfEquals(Decoding):
+    def word(self, position: int, state: int) -> int:
+        row = self.model.row(state)
+        return max(range(len(row)), key=lambda token: (row[token], token))
+
+
+class GreaterNotEqual(Decoding):
+    def sure(self, row: Any) -> bool:
+        return bool(gap(row) > self.threshold)
+
+
+class TheGreatestAlone(Decoding):
+    def sure(self, row: Any) -> bool:
+        return bool(max(row) >= self.threshold)
+
+
+class IgnoresInf(Decoding):
+    def sure(self, row: Any) -> bool:
+        return bool(gap(row) >= min(self.threshold, Fraction(1, 5)))
+
+
+COPY = {
+    IgnoresInf: a3_layers.NEVER,
+    NothingIsFilled: a3_layers.HOLES,
+    OneLayerIsFilled: a3_layers.HOLES,
+    TheNextPositionIsFilled: a3_layers.HOLES,
+    HolesAreIgnored: a3_layers.HOLES,
+    KeysOfTheExitAreCopied: a3_layers.COPIED,
+    OneProjectionForAll: a3_layers.COPIED,
+    TheStateBelowTheExit: a3_layers.COPIED,
+    Zeros: a3_layers.COPIED,
+    ThePromptLeavesToo: a3_layers.COPIED,
+    Recomputes: a3_layers.COPIED,
+    TheRowBelow: a3_layers.READ,
+    TheLastOfEquals: a3_layers.READ,
+    GreaterNotEqual: a3_layers.SURE,
+    TheGreatestAlone: a3_layers.SURE,
+    RunsTheTopAsWell: a3_layers.COUNTED,
+    RunsThePrefixAgain: a3_layers.COUNTED,
+}
+RECOMPUTE = {
+    NothingIsFilled: a3_layers.HOLES,
+    CopiesInstead: a3_layers.RECOMPUTED,
+    KeysOfTheExitAreCopied: a3_layers.RECOMPUTED,
+    RecomputesFromTheStateBelow: a3_layers.RECOMPUTED,
+    RecomputesTheLast: a3_layers.COUNTED,
+    RecomputesFromTheBottom: a3_layers.COUNTED,
+}
+
+
+def test_the_frame_of_the_wrong_ones_is_right() -> None:
+    assert broken("decode", Decoding()) is None
+    assert broken("decode_recomputing", Recomputes()) is None
+
+
+@pytest.mark.parametrize("wrong", COPY, ids=lambda wrong: wrong.__name__)
+def test_wrong_copies(wrong: type[Decoding]) -> None:
+    assert broken("decode", wrong()) == COPY[wrong]
+
+
+@pytest.mark.parametrize("wrong", RECOMPUTE, ids=lambda wrong: wrong.__name__)
+def test_wrong_recomputations(wrong: type[Decoding]) -> None:
+    assert broken("decode_recomputing", wrong()) == RECOMPUTE[wrong]
+
+
+def test_a_hole_is_told_with_layer_and_position() -> None:
+    with pytest.raises(Accused) as told:
+        TASKS["decode"].laws[0](NothingIsFilled(), Cases())
+    assert told.value.counterexample.got == "layer 2, run at position 1, read position 0, where nothing was stored"
+    assert told.value.counterexample.case["prompt"] and told.value.counterexample.case["n"] == 2
+
+
+# ---------------------------------------------------------------------- Learn then Test
+
+
+def tail(n: int, delta: Fraction, counted: Any) -> Fraction:
+    return sum((math.comb(n, k) * delta**k * (1 - delta) ** (n - k) for k in counted), Fraction(0))
+
+
+P_VALUES: dict[str, tuple[Callable[..., Any], str]] = {
+    "fewer losses, not as many": (lambda k, n, d: tail(n, d, range(k)), calibration_laws.SUPER),
+    "the other side": (lambda k, n, d: tail(n, d, range(k, n + 1)), calibration_laws.SUPER),
+    "just as many": (lambda k, n, d: tail(n, d, (k,)), calibration_laws.SUPER),
+    "the mean": (lambda k, n, d: Fraction(k, n), calibration_laws.SUPER),
+    "without the binomial coefficients": (
+        lambda k, n, d: sum(d**i * (1 - d) ** (n - i) for i in range(k + 1)),
+        calibration_laws.SUPER,
+    ),
+    "Hoeffding's": (lambda k, n, d: math.exp(-2 * n * max(0.0, float(d) - k / n) ** 2), a3_calibration.TAIL),
+    "one loss more": (lambda k, n, d: tail(n, d, range(min(k + 2, n + 1))), a3_calibration.TAIL),
+    "always 1": (lambda k, n, d: 1, a3_calibration.TAIL),
+}
+
+
+@pytest.mark.parametrize("wrong", P_VALUES)
+def test_wrong_p_values(wrong: str) -> None:
+    function, law = P_VALUES[wrong]
+    assert broken("p_value", function) == law
+
+
+def goes_on(thresholds: Any, p_values: Any, epsilon: Any) -> Any:
+    passed = [threshold for threshold, p in zip(thresholds, p_values, strict=True) if p <= epsilon]
+    return passed[-1] if passed else math.inf
+
+
+def one_too_far(thresholds: Any, p_values: Any, epsilon: Any) -> Any:
+    for threshold, p in zip(thresholds, p_values, strict=True):
+        if p > epsilon:
+            return threshold
+    return thresholds[-1]
+
+
+def divided(thresholds: Any, p_values: Any, epsilon: Any) -> Any:
+    return goes_on(thresholds, p_values, epsilon / len(thresholds))  # Bonferroni: valid, and weaker
+
+
+CALIBRATIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "goes on behind a failure": (goes_on, calibration_laws.CALIBRATED),
+    "returns the one that failed": (one_too_far, calibration_laws.CALIBRATED),
+    "the smallest p": (lambda ts, ps, e: ts[ps.index(min(ps))], calibration_laws.CALIBRATED),
+    "from the boldest up": (
+        lambda ts, ps, e: next((t for t, p in zip(ts[::-1], ps[::-1], strict=True) if p <= e), math.inf),
+        calibration_laws.CALIBRATED,
+    ),
+    "keeps what it could not reject": (
+        lambda ts, ps, e: next((t for t, p in zip(ts, ps, strict=True) if p > e), math.inf),
+        calibration_laws.CALIBRATED,
+    ),
+    "the safest where none passed": (
+        lambda ts, ps, e: ts[0] if ps[0] > e else REFERENCE.calibrate(ts, ps, e),
+        calibration_laws.CALIBRATED,
+    ),
+    "never": (lambda ts, ps, e: math.inf, calibration_laws.SEQUENCE),
+    "the first that passed": (lambda ts, ps, e: ts[0] if ps[0] <= e else math.inf, calibration_laws.SEQUENCE),
+    "smaller, not equal": (
+        lambda ts, ps, e: REFERENCE.calibrate(ts, ps, e - Fraction(1, 10**6)),
+        calibration_laws.SEQUENCE,
+    ),
+    "epsilon divided by their number": (divided, calibration_laws.SEQUENCE),
+}
+
+
+@pytest.mark.parametrize("wrong", CALIBRATIONS)
+def test_wrong_calibrations(wrong: str) -> None:
+    function, law = CALIBRATIONS[wrong]
+    assert broken("calibrate", function) == law
+
+
+def test_a_wrong_choice_is_shown_with_its_probability_and_an_example() -> None:
+    with pytest.raises(Accused) as told:
+        TASKS["calibrate"].laws[0](goes_on, Cases())
+    found = told.value.counterexample
+    assert float(found.got.split()[-1]) > calibration_laws.EPSILON
+    assert found.case["for_example_the_p_values"].count(Fraction(3, 16)) == 1  # one failure, and it went on
+    assert found.case["from_which_you_chose"] < found.case["and_testing_in_order_chooses"]
+
+
+# ---------------------------------------------------------------------- Jacobi iteration
+
+
+class Iteration:
+    """Jacobi iteration, a method for everything that can go wrong."""
+
+    def __call__(self, model: Any, prompt: list[int], n: int, block: int) -> list[int]:
+        made = list[int]()
+        while len(made) < n:
+            size = self.size(n, block, made)
+            guess = self.solved(model, [*prompt, *made], [0] * size)
+            made += guess
+            if self.ended(model, made, guess):
+                return self.cut(model, made)
+        return made
+
+    def size(self, n: int, block: int, made: list[int]) -> int:
+        return min(block, n - len(made))
+
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        for _ in range(len(guess)):
+            said = model.says(text, guess)
+            if said == guess:
+                break
+            guess = said
+        return guess
+
+    def ended(self, model: Any, made: list[int], guess: list[int]) -> bool:
+        return model.eos in guess
+
+    def cut(self, model: Any, made: list[int]) -> list[int]:
+        return made[: made.index(model.eos) + 1]
+
+
+class SlicesWhatIsFinal(Iteration):
+    """Right too: what is final goes into the text."""
+
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        done = list[int]()
+        while guess:
+            said = model.says([*text, *done], guess)
+            agreed = next((at for at, (a, b) in enumerate(zip(said, guess, strict=True)) if a != b), len(guess))
+            fixed = min(agreed + 1, len(guess))
+            done, guess = done + said[:fixed], said[fixed:]
+        return done
+
+
+class OneSweep(Iteration):
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        return list(model.says(text, guess))
+
+
+class StopsWhenTheFirstStands(Iteration):
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        for _ in range(len(guess)):
+            said = model.says(text, guess)
+            if said[0] == guess[0]:
+                return list(said)
+            guess = said
+        return guess
+
+
+class ConvergesByTheLastToken(Iteration):
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        for _ in range(len(guess)):
+            said = model.says(text, guess)
+            if said[-1] == guess[-1]:
+                return list(said)
+            guess = said
+        return guess
+
+
+class BelievesAnEndThatIsGuessed(Iteration):
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        for _ in range(len(guess)):
+            said = model.says(text, guess)
+            if said == guess or model.eos in said:
+                return list(said)
+            guess = said
+        return guess
+
+
+class IsNotCut(Iteration):
+    def cut(self, model: Any, made: list[int]) -> list[int]:
+        return made
+
+
+class LooksForTheEndAtTheLastToken(Iteration):
+    def ended(self, model: Any, made: list[int], guess: list[int]) -> bool:
+        return bool(guess[-1] == model.eos)
+
+
+class LeavesTheEndOut(Iteration):
+    def cut(self, model: Any, made: list[int]) -> list[int]:
+        return made[: made.index(model.eos)]
+
+
+class TheLastBlockIsWhole(Iteration):
+    def size(self, n: int, block: int, made: list[int]) -> int:
+        return block
+
+
+class ShiftedByOne(Iteration):
+    """Takes what is said in a place for what comes behind it."""
+
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        for _ in range(len(guess)):
+            guess = [guess[0], *model.says(text, guess)[:-1]]
+        return guess
+
+
+class AllAtOnce(Iteration):
+    """Forgets the blocks."""
+
+    def size(self, n: int, block: int, made: list[int]) -> int:
+        return n - len(made)
+
+
+class OneByOne(Iteration):
+    """Plain decoding under another name."""
+
+    def size(self, n: int, block: int, made: list[int]) -> int:
+        return 1
+
+
+class OneTokenASweep(Iteration):
+    """As many calls as plain decoding: keeps the rest of the guess as it was, also where it has come true."""
+
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        for at in range(len(guess)):
+            guess = [*guess[:at], model.says(text, guess)[at], *guess[at + 1 :]]
+        return guess
+
+
+class OneSweepToConfirm(Iteration):
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        while True:
+            said = model.says(text, guess)
+            if said == guess:
+                return guess
+            guess = said
+
+
+class EverySweepTwice(Iteration):
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        for _ in range(len(guess)):
+            model.says(text, guess)
+            guess = model.says(text, guess)
+        return guess
+
+
+class StartsAnew(Iteration):
+    """Finds out what is final, and forgets the guesses behind it."""
+
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        known = list[int]()
+        while len(known) < len(guess):
+            tried = [*known, *guess[len(known) :]]
+            said = model.says(text, tried)
+            agreed = next((at for at, (a, b) in enumerate(zip(said, tried, strict=True)) if a != b), len(tried))
+            known = said[: agreed + 1]
+        return known
+
+
+JACOBI = {
+    OneSweep: a3_sweeps.GREEDY,
+    StopsWhenTheFirstStands: a3_sweeps.GREEDY,
+    ConvergesByTheLastToken: a3_sweeps.GREEDY,
+    BelievesAnEndThatIsGuessed: a3_sweeps.GREEDY,
+    IsNotCut: a3_sweeps.GREEDY,
+    LooksForTheEndAtTheLastToken: a3_sweeps.GREEDY,
+    LeavesTheEndOut: a3_sweeps.GREEDY,
+    TheLastBlockIsWhole: a3_sweeps.GREEDY,
+    ShiftedByOne: a3_sweeps.GREEDY,
+    AllAtOnce: a3_sweeps.BLOCKS,
+    OneByOne: a3_sweeps.BLOCKS,
+    EverySweepTwice: a3_sweeps.PROGRESS,
+    OneTokenASweep: a3_sweeps.PROGRESS,
+    OneSweepToConfirm: a3_sweeps.CALLS,
+    StartsAnew: a3_sweeps.CALLS,
+}
+
+
+@pytest.mark.parametrize("right", [Iteration, SlicesWhatIsFinal], ids=lambda right: right.__name__)
+def test_two_right_ways_to_iterate(right: type[Iteration]) -> None:
+    assert broken("jacobi", right()) is None
+
+
+@pytest.mark.parametrize("wrong", JACOBI, ids=lambda wrong: wrong.__name__)
+def test_wrong_iterations(wrong: type[Iteration]) -> None:
+    assert broken("jacobi", wrong()) == JACOBI[wrong]
+
+
+# ---------------------------------------------------------------------- what the functions are given
+
+
+def misuses() -> Iterator[tuple[Callable[[], Any], str]]:
+    layered, counted = LayeredModel(1, 2), CountedModel("mixing", vocabulary=3)
+    yield lambda: layered.run(1, 0, 5), "a hole: layer 1, run at position 0, reads the keys and values of position 0"
+    yield lambda: layered.run(3, 0, 5), "the layer is 3: it must be a whole number from 1 to 2"
+    yield lambda: layered.embed(7), "the token is 7"
+    yield lambda: layered.store(1, 0, None), "the key and value is None"  # type: ignore[arg-type]
+    yield lambda: layered.row(1.5), "the state is 1.5"  # type: ignore[arg-type]
+    yield lambda: counted.says([0], []), "the guesses must be a list of tokens that is not empty"
+    yield lambda: counted.says([0], [-1]), "a token of the guesses is -1"
+    yield lambda: [counted.says([0], [0]) for _ in range(2000)], "called 1000 times"
+
+
+@pytest.mark.parametrize("misuse", misuses(), ids=lambda misuse: misuse[1][:24])
+def test_misuse_is_refused_in_a_sentence(misuse: tuple[Callable[[], Any], str]) -> None:
+    with pytest.raises(ValueError, match=misuse[1]):
+        misuse[0]()
+
+
+def test_models_are_made_again_of_what_they_tell() -> None:
+    layered, counted = LayeredModel(2, 3), CountedModel("places", 1, 4, 2)
+    layered.store(1, 0, 5)
+    assert (
+        LayeredModel.make(layered.plain()).plain() == layered.plain() and LayeredModel.make(layered.plain()).trace == []
+    )
+    assert CountedModel.make(counted.plain()).plain() == counted.plain()

@@ -1,0 +1,144 @@
+"""What A3 holds Learn then Test to: p-values by exact sums, and the order of tests over every outcome of small calibrations."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import product
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from tinyspec.grade.a3_laws import Function, equal, number, words
+from tinyspec.grade.task import Cases
+from tinyspec.laws.accused import Accused, Evidence, accuse
+from tinyspec.laws.calibration_laws import (
+    CALIBRATED,
+    CURVES,
+    EPSILON,
+    EXAMPLES,
+    HALF,
+    SEQUENCE,
+    SUPER,
+    is_a_p_value,
+    tail,
+    violation,
+)
+
+TAIL = "the p-value of k losses is P(Bin(n, delta) <= k)"
+
+
+def is_valid(function: Function, cases: Cases) -> Evidence:
+    """By the exact distribution of the losses: a p-value below u must not come oftener than u where the risk is too great."""
+
+    def checked(losses: int, n: int, delta: Fraction) -> Any:
+        return number(SUPER, function(losses, n, delta), losses=losses, n=n, delta=delta)
+
+    try:
+        return is_a_p_value(checked)
+    except Accused as accused:
+        found = accused.counterexample
+        case = found.case
+        if "risk" in case:
+            n, delta = case["examples"], case["delta"]
+            yours = {k: checked(k, n, delta) for k in range(n + 1)}
+            happens = "a p-value so small comes with probability "
+            accuse(
+                SUPER,
+                f"{happens}{found.expected}",
+                f"{happens}{float(found.got):.4f}",
+                n=n,
+                delta=delta,
+                true_risk=case["risk"],
+                p_values_by_losses=yours,
+            )
+        raise
+
+
+def is_the_tail(function: Function, cases: Cases) -> Evidence:
+    """A p-value that is valid, but greater than it need be, lets fewer tokens leave."""
+    random = Random(cases.seed)
+    drawn = [(n, Fraction(1, d)) for n, d in ((1, 2), (2, 2), (2, 3), (5, 2))]
+    for _ in range(12 * cases.times):
+        n, below = random.randrange(1, 13), random.randrange(2, 11)
+        drawn.append((n, Fraction(random.randrange(1, below), below)))
+    seen = 0
+    for n, delta in drawn:
+        for losses in range(n + 1):
+            case = {"losses": losses, "n": n, "delta": delta}
+            got, seen = number(TAIL, function(losses, n, delta), **case), seen + 1
+            if not equal(tail(losses, n, delta), got):
+                accuse(TAIL, tail(losses, n, delta), got, **case)
+    return Evidence(TAIL, seen)
+
+
+def ladder(count: int) -> list[float]:
+    """Thresholds from the safest to the boldest."""
+    return [round(1 - at / 10, 1) for at in range(1, count + 1)]
+
+
+def chosen(law: str, function: Function, p_values: Sequence[Fraction], epsilon: Fraction) -> int | None:
+    """The number of the threshold that is chosen, None for inf."""
+    thresholds = ladder(len(p_values))
+    got = function(thresholds, list(p_values), epsilon)
+    if isinstance(got, bool) or got not in (*thresholds, math.inf):
+        accuse(
+            law, "one of the thresholds, or inf", words(got), thresholds=thresholds, p_values=p_values, epsilon=epsilon
+        )
+    return None if got == math.inf else thresholds.index(got)
+
+
+def in_order(p_values: Sequence[Fraction], epsilon: Fraction) -> int | None:
+    """The number of the last threshold in front of the first that is not rejected, None where that is the first."""
+    front = next((at for at, p in enumerate(p_values) if p > epsilon), len(p_values))
+    return front - 1 if front else None
+
+
+def controls_its_risk(function: Function, cases: Cases) -> Evidence:
+    """The probability of a wrong choice, summed over every outcome of a small calibration: no simulation."""
+    wrong: list[tuple[tuple[Fraction, ...], int]] = []
+
+    def procedure(numbers: range, losses: Any, delta: Fraction, epsilon: Fraction, p_value: Any) -> Any:
+        p_values = tuple(p_value(sum(losses(at)), EXAMPLES, delta) for at in numbers)
+        choice = chosen(CALIBRATED, function, p_values, epsilon)
+        if choice is not None and risks[choice] > delta and choice != in_order(p_values, epsilon):
+            wrong.append((p_values, choice))
+        return SimpleNamespace(choice=choice)
+
+    walked = 0
+    for name, risks in CURVES.items():
+        wrong.clear()
+        mass, outcomes = violation(procedure, risks)
+        walked += outcomes
+        if mass > EPSILON:
+            p_values, choice = min(wrong, key=lambda found: sorted(found[0], reverse=True))
+            thresholds, due = ladder(len(risks)), in_order(p_values, EPSILON)
+            accuse(
+                CALIBRATED,
+                f"a threshold whose risk is above delta is chosen with probability {float(EPSILON)} at most",
+                f"with probability {float(mass):.4f}",
+                thresholds=thresholds,
+                their_true_risks=risks,
+                which_are=name,
+                delta=HALF,
+                epsilon=EPSILON,
+                examples=EXAMPLES,
+                for_example_the_p_values=p_values,
+                from_which_you_chose=thresholds[choice],
+                and_testing_in_order_chooses=math.inf if due is None else thresholds[due],
+            )
+    return Evidence(CALIBRATED, len(CURVES), walked)
+
+
+def accepts_what_passed(function: Function, cases: Cases) -> Evidence:
+    """Whoever accepts nothing is safe, and useless; p = epsilon is a rejection too."""
+    random, seen = Random(cases.seed), 0
+    small, great = (Fraction(1, 100), EPSILON), (Fraction(51, 1000), Fraction(1, 2))
+    drawn = [ps for size in (1, 2, 3) for ps in product((*small, *great), repeat=size)]
+    drawn += [tuple(random.choice((*small * 3, *great)) for _ in range(6)) for _ in range(50 * cases.times)]
+    for p_values in drawn:
+        expected, thresholds = in_order(p_values, EPSILON), ladder(len(p_values))
+        got, seen = chosen(SEQUENCE, function, p_values, EPSILON), seen + 1
+        if got != expected:
+            shown = [math.inf if at is None else thresholds[at] for at in (expected, got)]
+            accuse(SEQUENCE, *shown, thresholds=thresholds, p_values=p_values, epsilon=EPSILON)
+    return Evidence(SEQUENCE, seen)

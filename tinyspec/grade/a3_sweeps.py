@@ -1,0 +1,149 @@
+"""What A3 holds Jacobi iteration to: the greedy text, in blocks, a token a sweep at least, and no sweep too many.
+
+The judge asks the model's rule for one token after the other; it knows no blocks and no guesses.
+"""
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+from tinyspec.grade.a3_laws import Function, words
+from tinyspec.grade.props_a3 import CountedModel, after
+from tinyspec.grade.task import Cases
+from tinyspec.laws.accused import Evidence, accuse
+
+GREEDY = "Jacobi iteration ends at the greedy text (Santilli et al. 2023, arXiv 2305.10427)"
+BLOCKS = "a sweep is one call over what is left of one block"
+PROGRESS = "each sweep makes one more token final at least"
+CALLS = "a block of m tokens takes m sweeps at most, and two where no answer depends on a guess"
+
+
+class Case(NamedTuple):
+    """What the function is given; the first four make the model."""
+
+    rule: str
+    seed: int
+    vocabulary: int
+    eos: int | None
+    prompt: tuple[int, ...]
+    n: int
+    block: int
+
+    def model(self) -> CountedModel:
+        return CountedModel(self.rule, self.seed, self.vocabulary, self.eos)
+
+    def shown(self) -> dict[str, Any]:
+        """In the words of the task."""
+        model = f'CountedModel("{self.rule}", seed={self.seed}, vocabulary={self.vocabulary}, eos={self.eos})'
+        return {"model": model, "prompt": list(self.prompt), "n": self.n, "block": self.block}
+
+
+def drawn(cases: Cases) -> Iterator[Case]:
+    """The shortest texts first: without an end, and with one inside a block, at its end, or never said."""
+    random = Random(cases.seed)
+    for n, block in ((1, 1), (2, 1), (2, 2), (3, 3), (3, 2), (4, 4), (5, 2), (5, 3), (4, 8), (7, 3), (9, 4)):
+        for round in range(4 * cases.times):
+            vocabulary = 2 + round % 3
+            prompt = tuple(random.randrange(vocabulary) for _ in range(1 + round % 2))
+            for rule in ("places", "counting", "mixing", "mixing"):
+                eos = random.choice((None, random.randrange(vocabulary)))
+                yield Case(rule, random.randrange(97), vocabulary, eos, prompt, n, block)
+
+
+def greedy(case: Case, ends: bool = True) -> list[int]:
+    """Token by token; without looking for the end, as many as are wanted."""
+    model, made = case.model().plain(), list[int]()
+    while len(made) < case.n and not (ends and made and made[-1] == case.eos):
+        made.append(after(model, [*case.prompt, *made]))
+    return made
+
+
+class Solved(NamedTuple):
+    """What came back, and the calls: (text, guesses, said)."""
+
+    tokens: list[int]
+    calls: list[Any]
+
+
+def solved(law: str, function: Function, case: Case) -> Solved:
+    """One run."""
+    model = case.model()
+    got = function(model, list(case.prompt), case.n, case.block)
+    if not isinstance(got, (list, tuple)) or not all(isinstance(x, int) and not isinstance(x, bool) for x in got):
+        accuse(law, f"a list of at most {case.n} tokens", words(got), **case.shown())
+    return Solved(list(got), model.trace)
+
+
+def ends_at_greedy(function: Function, cases: Cases) -> Evidence:
+    """The end of text cuts it, wherever in a block it stands; a guess of it does not."""
+    seen = 0
+    for case in drawn(cases):
+        got, expected, seen = solved(GREEDY, function, case), greedy(case), seen + 1
+        if got.tokens != expected:
+            accuse(GREEDY, expected, got.tokens, **case.shown(), **_shown(got.calls))
+    return Evidence(GREEDY, seen)
+
+
+def sweeps_one_block(function: Function, cases: Cases) -> Evidence:
+    """Blocks begin behind the prompt, one behind the other; a block of one token is plain greedy decoding."""
+    seen = 0
+    for case in drawn(cases):
+        got, whole, seen = solved(BLOCKS, function, case), greedy(case, ends=False), seen + 1
+        for text, guesses, _ in got.calls:
+            made = len(text) - len(case.prompt)
+            final = [*case.prompt, *whole][: len(text)]
+            if made < 0 or made >= case.n or list(text) != final:
+                accuse(BLOCKS, "a call behind a text that is final", text, **case.shown(), greedy=whole)
+            left = min((made // case.block + 1) * case.block, case.n) - made
+            if len(guesses) != left:
+                shown = (f"guesses, behind {made} new tokens: {left}", f"guesses: {len(guesses)}")
+                accuse(BLOCKS, shown[0], shown[1], **case.shown(), **_shown(got.calls))
+    return Evidence(BLOCKS, seen)
+
+
+def right(case: Case, text: Sequence[int], guesses: Sequence[int], whole: Sequence[int]) -> int:
+    """How many new tokens of a text and of the guesses behind it are the greedy ones."""
+    new = [*text, *guesses][len(case.prompt) :]
+    return next(
+        (at for at, (one, other) in enumerate(zip(new, whole, strict=False)) if one != other), min(len(new), len(whole))
+    )
+
+
+def progresses(function: Function, cases: Cases) -> Evidence:
+    """What a call made final stands in the next one: all that was right in it, and one token more of its block."""
+    seen = 0
+    for case in drawn(cases):
+        got, whole, seen = solved(PROGRESS, function, case), greedy(case, ends=False), seen + 1
+        final = 0
+        for at, (text, guesses, _) in enumerate(got.calls, 1):
+            now, end = right(case, text, guesses, whole), len(text) - len(case.prompt) + len(guesses)
+            if now < final:
+                shown = (f"right new tokens when call {at} is made: {final}", f"right: {now}")
+                accuse(PROGRESS, shown[0], shown[1], **case.shown(), greedy=whole, **_shown(got.calls[:at]))
+            final = min(now + 1, end)
+    return Evidence(PROGRESS, seen)
+
+
+def calls_no_more_than_needed(function: Function, cases: Cases) -> Evidence:
+    """Block by block. A pass that only confirms what the theorem says already is one too many."""
+    seen = 0
+    for case in drawn(cases):
+        got, seen = solved(CALLS, function, case), seen + 1
+        made = len(got.tokens)
+        blocks = [min(case.block, case.n - begin) for begin in range(0, made, case.block)]
+        most = sum(min(size, 2) if case.rule == "places" else size for size in blocks)
+        if len(got.calls) > most:
+            shown = (f"calls: at most {most}", f"calls: {len(got.calls)}")
+            accuse(CALLS, shown[0], shown[1], **case.shown(), tokens_of_each_block=blocks, **_shown(got.calls))
+    return Evidence(CALLS, seen)
+
+
+def _shown(calls: Sequence[Any]) -> dict[str, Any]:
+    """The calls as a table: what was guessed behind how many tokens, and what the model said."""
+    return {
+        f"call_{at}": f"text {text}, guesses {guesses}, said {said}"
+        for at, (text, guesses, said) in enumerate(calls[:8], 1)
+    }
+
+
+LAWS = (ends_at_greedy, sweeps_one_block, progresses, calls_no_more_than_needed)

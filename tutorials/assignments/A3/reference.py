@@ -1,0 +1,285 @@
+"""A3: exits and fixed points.
+
+Eight functions. The hand-out (handout.md) says what each is for, with an example by hand; here stand their exact terms.
+Numbers may be Fractions: they calculate like floats, without rounding, so write ordinary code. Use the standard library alone.
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Protocol
+
+Row = Sequence[Fraction]  # [V] the law of the next word
+
+
+class LayeredModel(Protocol):
+    """What `decode` is given: a model that is run a layer and a token at a time. Layers are 1 to `depth`, positions from 0.
+
+    A layer that is run for a token reads that layer's keys and values of the token itself and of all positions before it.
+    They must have been stored; where one was not, `run` raises ValueError. Every `run` is counted.
+    """
+
+    depth: int
+
+    def embed(self, token: int) -> int:
+        """The state of a token below layer 1."""
+        ...
+
+    def project(self, layer: int, position: int, state: int) -> int:
+        """The key and value that this layer makes of the state that a token brings to it."""
+        ...
+
+    def store(self, layer: int, position: int, pair: int) -> None:
+        """Write a key and value into the cache of a layer; what stood there is overwritten."""
+        ...
+
+    def run(self, layer: int, position: int, state: int) -> int:
+        """The state above this layer, of the state below it."""
+        ...
+
+    def row(self, state: int) -> list[Fraction]:
+        """[V] The law of the next word, read from a state above any layer. Not counted."""
+        ...
+
+
+class CountedModel(Protocol):
+    """What `jacobi` is given: a model at temperature 0. Every `says` is counted."""
+
+    eos: int | None  # the token that ends a text
+
+    def says(self, text: Sequence[int], guesses: Sequence[int]) -> list[int]:
+        """One call: for every i the likeliest token behind text + guesses[:i], so as many as there are guesses."""
+        ...
+
+
+class Submission(Protocol):
+    """What `submission.py` offers. Write the functions here, or anywhere else and import them here."""
+
+    def softmax_response(self, row: Row) -> Any: ...
+    def saturation(self, state: Sequence[int], below: Sequence[int]) -> float: ...
+    def exit_layer(self, confidences: Sequence[float], threshold: float, step: int, limit: int, tau: float) -> int: ...
+    def decode(self, model: Any, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]: ...
+    def decode_recomputing(
+        self, model: Any, prompt: list[int], n: int, threshold: Any
+    ) -> tuple[list[int], list[int]]: ...
+    def p_value(self, losses: int, n: int, delta: Fraction) -> Fraction: ...
+    def calibrate(self, thresholds: list[float], p_values: list[Fraction], epsilon: Fraction) -> float: ...
+    def jacobi(self, model: Any, prompt: list[int], n: int, block: int) -> list[int]: ...
+
+
+def softmax_response(row: Row) -> Any:
+    """The greatest probability of a row less the second greatest: the confidence of an exit.
+
+    Args:
+        row: [V] probabilities that sum to one, in the order of the tokens; V is 2 or more.
+    Returns:
+        A number from 0 to 1: 0 where two words are equally likely, 1 where only one is possible.
+
+    >>> softmax_response([Fraction(1, 8), Fraction(1, 2), Fraction(3, 8)])
+    Fraction(1, 8)
+    """
+    # solution
+    first, second = sorted(row, reverse=True)[:2]
+    return first - second
+    # end of solution
+
+
+def saturation(state: Sequence[int], below: Sequence[int]) -> float:
+    """The cosine between a token's state above a layer and its state below it: near 1 when the layer changed little.
+
+    Args:
+        state, below: [d] numbers.
+    Returns:
+        A number from 0 to 1: a negative cosine counts as 0, and so does that of a state that is all zeros.
+
+    >>> saturation([3, 4], [4, 3])
+    0.96
+    """
+    # solution
+    lengths = math.sqrt(sum(x * x for x in state) * sum(x * x for x in below))
+    if lengths == 0:
+        return 0.0
+    return max(0.0, sum(x * y for x, y in zip(state, below, strict=True)) / lengths)
+    # end of solution
+
+
+def exit_layer(confidences: Sequence[float], threshold: float, step: int, limit: int, tau: float) -> int:
+    """After how many layers a token leaves, under CALM's decaying threshold.
+
+    The threshold of new token `step` is 0.9 * threshold + 0.1 * exp(-tau * step / limit), cut to 0 below and to 1 above. The
+    token leaves after the first layer whose confidence reaches it (is equal or greater); if none does, after the last
+    layer. A threshold of math.inf means: never before the last layer, however sure the token is.
+
+    Args:
+        confidences: [L - 1] of layers 1 to L - 1, each from 0 to 1.
+        threshold: 0 or more, or math.inf.
+        step: which new token, from 0; limit: the most new tokens, at least 1; tau: 0 or more.
+    Returns:
+        A layer from 1 to L.
+
+    >>> exit_layer([0.2, 0.5, 0.9], 0.5, step=0, limit=10, tau=4.0)  # the threshold is 0.55
+    3
+    >>> exit_layer([0.2, 0.5, 0.9], 0.5, step=5, limit=10, tau=4.0)  # the threshold is 0.4635...
+    2
+    """
+    # solution
+    if threshold < math.inf:
+        due = min(max(0.9 * threshold + 0.1 * math.exp(-tau * step / limit), 0.0), 1.0)
+        for layer, confidence in enumerate(confidences, 1):
+            if confidence >= due:
+                return layer
+    return len(confidences) + 1
+    # end of solution
+
+
+def decode(model: LayeredModel, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+    """Greedy decoding with early exits; what a token leaves out is filled from its state at the exit ("copy").
+
+    All tokens of the prompt but the last run through every layer. The last one, and every new token that another one
+    follows, leaves after the first layer below the top at which the gap of its row's two greatest probabilities reaches the
+    threshold (is equal or greater), or after the last layer. The row at its exit decides the next word: the likeliest
+    token, the lowest among equals. Into every layer above the exit goes a key and value that *this layer* makes of the state
+    at the exit. No layer is run twice for a token, and none above its exit.
+
+    Args:
+        prompt: at least one token. n: at least 1. threshold: one number for all tokens; math.inf means never.
+    Returns:
+        The n new tokens, and for each of them the layer after which its row was read.
+
+    >>> from tinyspec.grade.props_a3 import LayeredModel
+    >>> decode(LayeredModel(seed=0, depth=3), [0], 2, Fraction(1, 4))
+    ([2, 2], [1, 3])
+    >>> decode(LayeredModel(seed=0, depth=3), [0], 2, math.inf)
+    ([1, 0], [3, 3])
+    """
+    # solution
+    tokens, layers = list[int](), list[int]()
+    for position, token in enumerate(prompt[:-1]):
+        state = model.embed(token)
+        for layer in range(1, model.depth + 1):
+            model.store(layer, position, model.project(layer, position, state))
+            state = model.run(layer, position, state)
+    token = prompt[-1]
+    for position in range(len(prompt) - 1, len(prompt) - 1 + n):
+        state, left = model.embed(token), model.depth
+        for layer in range(1, model.depth + 1):
+            model.store(layer, position, model.project(layer, position, state))
+            if layer <= left:
+                state = model.run(layer, position, state)
+            if layer < left and softmax_response(model.row(state)) >= threshold:
+                left = layer
+        row = model.row(state)
+        token = row.index(max(row))
+        tokens.append(token)
+        layers.append(left)
+    return tokens, layers
+    # end of solution
+
+
+def decode_recomputing(model: LayeredModel, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+    """As `decode`, but what a token left out is computed after all: the layers above its exit are run ("recompute").
+
+    The word of a token that left is still the one of its exit. Its layers above are run before the next token is, so that
+    the cache is that of a model without exits on the same text. The last token to be run has no next one: nobody reads what
+    it left out, and nothing above its exit is run.
+
+    >>> from tinyspec.grade.props_a3 import LayeredModel
+    >>> decode_recomputing(LayeredModel(seed=0, depth=3), [0], 2, Fraction(1, 4))
+    ([2, 1], [1, 3])
+    """
+    # solution
+    tokens, layers = list[int](), list[int]()
+    waiting = list[tuple[int, int, int]]()  # (position, the layer it left after, its state there)
+    text = list(prompt)
+    for position in range(len(prompt) - 1 + n):
+        for at, left, state in waiting:
+            for layer in range(left + 1, model.depth + 1):
+                model.store(layer, at, model.project(layer, at, state))
+                state = model.run(layer, at, state)
+        state, left = model.embed(text[position]), model.depth
+        for layer in range(1, model.depth + 1):
+            model.store(layer, position, model.project(layer, position, state))
+            state = model.run(layer, position, state)
+            may = layer < model.depth and position >= len(prompt) - 1
+            if may and softmax_response(model.row(state)) >= threshold:
+                left = layer
+                break
+        waiting = [(position, left, state)]
+        if position >= len(prompt) - 1:
+            row = model.row(state)
+            text.append(row.index(max(row)))
+            tokens.append(text[-1])
+            layers.append(left)
+    return tokens, layers
+    # end of solution
+
+
+def p_value(losses: int, n: int, delta: Fraction) -> Fraction:
+    """How surprising so few losses are, if the risk is delta: P(Bin(n, delta) <= losses), exactly.
+
+    Args:
+        losses: examples of n, from 0 to n, on which the text with exits was not good enough.
+        delta: the risk that must not be exceeded, a Fraction between 0 and 1.
+
+    >>> p_value(1, 5, Fraction(1, 2))
+    Fraction(3, 16)
+    """
+    # solution
+    return sum((math.comb(n, k) * delta**k * (1 - delta) ** (n - k) for k in range(losses + 1)), Fraction(0))
+    # end of solution
+
+
+def calibrate(thresholds: list[float], p_values: list[Fraction], epsilon: Fraction) -> float:
+    """Learn then Test, by testing in a fixed order: the threshold whose risk is at most delta with probability 1 - epsilon.
+
+    Args:
+        thresholds: from the safest (the highest) to the boldest, at least one.
+        p_values: of "the risk of this threshold is above delta", one for each; it is rejected where p <= epsilon.
+    Returns:
+        The last threshold that was rejected before testing stopped, or math.inf (never leave early) where none was.
+
+    >>> calibrate([0.9, 0.8, 0.7], [Fraction(1, 100), Fraction(1, 30), Fraction(1, 5)], Fraction(1, 20))
+    0.8
+    """
+    # solution
+    chosen = math.inf
+    for threshold, p in zip(thresholds, p_values, strict=True):
+        if p > epsilon:
+            break
+        chosen = threshold
+    return chosen
+    # end of solution
+
+
+def jacobi(model: CountedModel, prompt: list[int], n: int, block: int) -> list[int]:
+    """Greedy decoding by Jacobi iteration: block by block, each block by sweeps over all of its tokens.
+
+    The first guess of a block is yours: any tokens will do. A sweep is one call of the model, with a text that is final and
+    guesses for what is left of the block. A block of m tokens takes m calls at most; two, where no answer depends on a guess.
+
+    Args:
+        prompt: at least one token. n: the most new tokens, at least 1. block: tokens of a block, at least 1; the last block
+            is shorter where n is no multiple of it.
+    Returns:
+        The new tokens: n of them, or fewer if the model says `model.eos`, which is then the last.
+
+    >>> from tinyspec.grade.props_a3 import CountedModel
+    >>> model = CountedModel("places", vocabulary=5)
+    >>> jacobi(model, [0, 0], 6, 3), len(model.trace)
+    ([2, 3, 4, 0, 1, 2], 4)
+    """
+    # solution
+    made = list[int]()
+    while len(made) < n:
+        size = min(block, n - len(made))
+        guess = [0] * size
+        for _ in range(size):  # after so many sweeps the block is final: nothing has to confirm it
+            said = model.says([*prompt, *made], guess)
+            if said == guess:
+                break
+            guess = said
+        if model.eos in guess:
+            return made + guess[: guess.index(model.eos) + 1]
+        made += guess
+    return made
+    # end of solution
