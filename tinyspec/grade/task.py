@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.accused import Evidence
+from tinyspec.laws.accused import Evidence, show
 
 
 class Cases(NamedTuple):
@@ -23,7 +23,22 @@ Law = Callable[[Callable[..., Any], Cases], Evidence]
 
 
 class Failed(TinyspecError):
-    """The submitted function gave no result that could be judged; the sentence says why. Laws let it pass."""
+    """The submitted function gave no result that could be judged. Laws let it pass.
+
+    said   a sentence without its end: "residual raises ZeroDivisionError (submission.py, line 12)"
+    case   what it was given, by the names of its arguments
+    """
+
+    def __init__(self, said: str, case: dict[str, Any] | None = None):
+        self.said, self.case = said, case or {}
+        shown = ", ".join(f"{name} = {brief(value)}" for name, value in self.case.items())
+        super().__init__(f"{said}, given {shown}" if shown else said)
+
+
+def brief(value: Any, most: int = 120) -> str:
+    """A value on one line, its middle left out where it is long."""
+    text = show(value)
+    return text if len(text) <= most else f"{text[: most - 40]} ... {text[-35:]}"
 
 
 class Task(NamedTuple):

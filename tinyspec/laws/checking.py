@@ -7,6 +7,7 @@ is the smallest case found, in the words of the task.
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from tinyspec.decoding.exhaustive import Exhaustive
@@ -88,6 +89,30 @@ def check(
     return proof
 
 
+def prove(
+    form: Form,
+    seed: int = 0,
+    *,
+    most: int | None = None,
+    corners: bool = False,
+    seconds: float = 60.0,
+    numbers: tuple[str, ...] = NUMBERS,
+    through: tuple[type[Exception], ...] = (),
+) -> Evidence:
+    """Judge a function in its form, as `check` does; for laws that are made of forms.
+
+    most     cases that are looked at; the same ones on every machine, where `seconds` of computing leaves time for them
+    numbers  what rows are made of, in the order in which they are offered
+    through  exceptions of the function that end the search, instead of being taken for one case in which it fails
+    """
+    search = _Search(form, seconds, most, through)
+    search.numbers = numbers
+    try:
+        return search.run(seed, corners)
+    except Accused as accused:
+        raise accused.with_traceback(None) from None
+
+
 class _OutOfTime(BaseException):
     """A case has too many outcomes for the time that is left."""
 
@@ -95,8 +120,9 @@ class _OutOfTime(BaseException):
 class _Search:
     """One function on its cases, smallest first."""
 
-    def __init__(self, form: Form, seconds: float):
-        self.form, self.seconds = form, seconds
+    def __init__(self, form: Form, seconds: float, most: int | None = None, through: tuple[type[Exception], ...] = ()):
+        self.form, self.seconds, self.most = form, seconds, most
+        self.through: tuple[type[Exception], ...] = (NotEnumerable, Misfit, *through)
         self.numbers = NUMBERS  # those that the function was not seen to fail with while later ones worked
         self.worked = ""  # the numbers it computed with last
         self.crash: tuple[Any, dict[str, Exception]] | None = None
@@ -110,7 +136,7 @@ class _Search:
         cases, notes = 0, list[str]()
         small = list[Any]()
         try:
-            for tried, case in enumerate(self.form.cases(seed)):
+            for tried, case in enumerate(islice(self.form.cases(seed), self.most)):
                 law = self.law(case)
                 if law is None:
                     if not cases and tried + 1 == GIVE_UP:
@@ -153,7 +179,7 @@ class _Search:
         for place, numbers in enumerate(self.numbers):
             try:
                 law = self.enumerate(case, numbers, zero)
-            except (NotEnumerable, Misfit):
+            except self.through:
                 raise
             except Exception as error:  # whatever the reader's code raises
                 errors[numbers] = error

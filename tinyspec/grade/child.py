@@ -1,0 +1,237 @@
+"""The child process of the grader: it runs the submission, and knows nothing of what is expected.
+
+Messages come in on one private pipe and go out on another, a line of JSON each; what the submission prints goes elsewhere.
+
+    {"load": folder}                            -> {"ok": {name of a function: [names of its arguments]}} or {"problem": text}
+    {"call": name, "args": [...], "chance": how, "script": [answer, ...], "most": n, "again": whether}
+                                                -> {"runs": [...]}: this script, twice if it is to be run again, and then the
+                                                   other branches below it, breadth first, n runs at most
+    how: null (it takes no chance), "" (behind the arguments) or the name of the argument
+    a run: {"script": ..., "asked": [["accept", ratio] or ["draw", row], ...], "traces": [...],
+            "value": result or "problem": text}
+
+A script is what chance answers: 1 or 0 for accept, a token for draw; behind its end chance takes the first branch. This is
+no security boundary. It stops accidents and plain tricks; run it in a container where submissions may be hostile.
+
+Started by path, without site-packages; it imports the standard library, and its neighbours codec.py and props.py.
+"""
+
+import builtins
+import fractions
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+DECISIONS = 1000  # of one run
+SLICE = 0.3  # seconds after which the runs that are done are sent
+
+for _name, _path in (("tinyspec", []), ("tinyspec.grade", [str(HERE)])):  # the package without its weight
+    sys.modules[_name] = types.ModuleType(_name)
+    sys.modules[_name].__path__ = _path
+from tinyspec.grade import codec, guard, props  # noqa: E402
+
+sys.modules["tinyspec.grade"].__path__ = []
+for _place in (
+    globals(),
+    vars(codec),
+    vars(guard),
+):  # what is here stays as it is, whatever the submission makes of builtins
+    _place.update({_name: _value for _name, _value in vars(builtins).items() if not _name.startswith("_")})
+
+
+class Enough(BaseException):
+    """Ends a run; not an Exception, so that the submission does not catch it by accident."""
+
+
+def scripted(script: list[int], asked: list[Any], ways: list[list[int]]) -> tuple[object, Callable[[], bool]]:
+    """A chance that follows a script and notes every decision and its possible answers; and whether nobody changed it."""
+
+    def decide(kind: str, value: Any, possible: list[int]) -> int:
+        if len(asked) == DECISIONS:
+            raise Enough(f"asked chance more than {DECISIONS} times in one run")
+        asked.append([kind, codec.plain(value)])
+        ways.append(possible)
+        return script[len(asked) - 1] if len(asked) <= len(script) else possible[0]
+
+    def accept(self: object, ratio: Any) -> bool:
+        """True with probability min(1, ratio)."""
+        if not number(ratio):
+            raise TypeError(f"chance.accept needs a number, not {codec.described(ratio)}")
+        return bool(decide("accept", ratio, ([1] if ratio > 0 else []) + ([] if ratio >= 1 else [0])))
+
+    def draw(self: object, row: Any) -> int:
+        """A token with the probability that the row gives it."""
+        if type(row) not in (list, tuple) or not all(map(number, row)):
+            raise TypeError(f"chance.draw needs a list of numbers, not {codec.described(row)}")
+        if not 0 < sum(row) < float("inf"):
+            raise ValueError(
+                "chance.draw cannot draw from a row without mass" if all(map(finite, row)) else "not finite"
+            )
+        return decide("draw", list(row), [token for token, x in enumerate(row) if x > 0])
+
+    kind = type("Chance", (), {"__slots__": (), "accept": accept, "draw": draw})
+    return kind(), lambda: kind.accept is accept and kind.draw is draw  # type: ignore[attr-defined]
+
+
+def number(x: Any) -> bool:
+    return type(x) in (int, float, bool, fractions.Fraction)
+
+
+def finite(x: Any) -> bool:
+    return type(x) is not float or -float("inf") < x < float("inf")
+
+
+class Submission:
+    """The submitted module and what it may not change."""
+
+    def __init__(self, folder: str) -> None:
+        sys.path.insert(0, folder)
+        self.folder = folder
+        self.module: Any = None
+        guard.keep()
+
+    def load(self) -> dict[str, Any]:
+        """Import it: {"ok": functions and the names of their arguments} or {"problem": why not}."""
+        path = os.path.join(self.folder, "submission.py")
+        try:
+            spec = importlib.util.spec_from_file_location("submission", path)
+            assert spec is not None and spec.loader is not None
+            self.module = sys.modules["submission"] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(self.module)
+        except BaseException as error:
+            alone = (
+                " (there is Python's standard library, and no other)" if isinstance(error, ModuleNotFoundError) else ""
+            )
+            return {"problem": self.told(error) + alone}
+        problem = guard.offence()
+        return (
+            {"problem": problem}
+            if problem
+            else {"ok": {n: names(f) for n, f in vars(self.module).items() if callable(f)}}
+        )
+
+    def runs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Run a function by a script, and by those that branch off."""
+        began, done = time.monotonic(), list[dict[str, Any]]()
+        waiting = [message["script"]] * (2 if message["again"] else 1)
+        for script in waiting:  # grows while it is walked
+            ways: list[list[int]] = []
+            done.append(self.run(message, script, ways))
+            if len(done) == message["most"] or time.monotonic() - began > SLICE:
+                break
+            taken = script + [possible[0] for possible in ways[len(script) :]]
+            for place in range(len(script), len(ways)) if script is not waiting[0] or len(done) == 1 else ():
+                waiting += [[*taken[:place], answer] for answer in ways[place][1:]]
+        return done
+
+    def run(self, message: dict[str, Any], script: list[int], ways: list[list[int]]) -> dict[str, Any]:
+        """Run a function once, by a script; `ways` takes the possible answers of each decision."""
+        asked: list[Any] = []
+        given: list[props.Prop] = []
+
+        def one(told: Any) -> props.Prop:
+            given.append(made(told))
+            return given[-1]
+
+        args, named = codec.back(message["args"], one)
+        chance, untouched = scripted(script, asked, ways)
+        function = vars(self.module).get(message["call"])
+        result: dict[str, Any] = {"script": script, "asked": asked}
+        try:
+            if not callable(function):
+                what = "has no" if function is None else f"has {codec.described(function)} where it should have a"
+                raise Enough(f"is missing: submission.py {what} function of this name")
+            if message["chance"]:
+                named[message["chance"]] = chance
+            value = function(*args, *([chance] if message["chance"] == "" else []), **named)
+            try:
+                result["value"] = codec.plain(value)
+            except codec.NotPlain as refused:
+                result["problem"] = f"returned {refused}"
+            result["traces"] = codec.plain([prop.trace for prop in given])
+        except BaseException as error:
+            result.pop("value", None)
+            result["problem"] = self.told(error)
+        if not untouched():
+            guard.offences.append("changes the chance it was given")
+        if offence := guard.offence():
+            result["problem"] = offence
+        return result
+
+    def told(self, error: BaseException) -> str:
+        """What was raised, and where in the submission, in a clause whose subject is the function or the file."""
+        if isinstance(error, Enough):
+            return str(error)
+        kind = str(type(error).__name__)[:60]
+        try:
+            words = str(error)[:300]
+        except BaseException:
+            words = "(whose text cannot be read)"
+        if isinstance(error, NotImplementedError):
+            return f"is not written yet ({words})" if words else "is not written yet"
+        if isinstance(error, SystemExit):
+            return f"ends the program (sys.exit {words})"
+        at = ""
+        if isinstance(error, SyntaxError) and error.filename:
+            at = f" ({os.path.basename(error.filename)}, line {error.lineno})"
+            words = error.msg
+        else:
+            for frame in traceback.extract_tb(error.__traceback__, -200):
+                if frame.filename.startswith(self.folder):
+                    at = f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
+        return f"raises {kind}{': ' if words else ''}{words}{at}"
+
+
+def names(function: Any) -> list[str]:
+    """Of the arguments, as far as they can be seen."""
+    try:
+        return [str(name)[:40] for name in inspect.signature(function).parameters][:20]
+    except (TypeError, ValueError):
+        return []
+
+
+def made(told: Any) -> props.Prop:
+    """A Prop of the class that a file defines."""
+    kind, path, plain = told
+    name = f"tinyspec.grade.{Path(path).stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    prop: props.Prop = getattr(sys.modules[name], kind).make(plain)
+    return prop
+
+
+def main() -> None:
+    """Answer messages until there are none."""
+    receive, send, memory, seconds = map(int, sys.argv[1:5])
+    shown = sys.stdout
+    with os.fdopen(receive, "r", encoding="utf-8") as messages, os.fdopen(send, "w", encoding="utf-8") as answers:
+        guard.begin(memory, seconds)
+        submission: Submission | None = None
+        for line in messages:
+            message = json.loads(line)
+            if submission is None:
+                submission = Submission(message["load"])
+                answer = submission.load()
+            else:
+                answer = {"runs": submission.runs(message)}
+            with suppress(Exception):  # it closed it: then nothing is lost
+                shown.flush()
+            answers.write(codec.text(answer) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()

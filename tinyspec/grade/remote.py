@@ -1,0 +1,187 @@
+"""A submitted function, as a function: it runs in a child process, and is known here by the table of its decisions.
+
+Run with the answers of chance fixed beforehand (a script), a function of chance asks, and ends. What it asked after each
+beginning of a script is its table; it is grown breadth first, many scripts a message. Any `Chance` can then be played against
+the table: `Exhaustive` walks it, `Seeded` goes one way. So the laws judge a submission as they judge everything else.
+"""
+
+import inspect
+import sys
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from tinyspec.errors import TinyspecError
+from tinyspec.grade import codec
+from tinyspec.grade.process import Child, Gone, Hung, Limits
+from tinyspec.grade.props import Prop
+from tinyspec.grade.task import Failed
+
+BATCH = 128  # runs in a message
+WAYS = 20_000  # ends that a function may have on one case
+TABLES = 2_000  # that are remembered
+
+Path = tuple[int, ...]
+
+
+class Asks(NamedTuple):
+    """A decision: "accept" a ratio, or "draw" from a row; `told` is it as it crossed the border."""
+
+    kind: str
+    value: Any
+    told: str
+
+    @property
+    def first(self) -> int:
+        """The answer that a run takes behind the end of its script."""
+        return (
+            int(self.value > 0) if self.kind == "accept" else next(token for token, x in enumerate(self.value) if x > 0)
+        )
+
+
+class Ends(NamedTuple):
+    """An end: a result or a problem, and what happened to the props."""
+
+    value: Any
+    problem: str | None
+    traces: Any
+    told: str
+
+
+class Table:
+    """What a function does on one case: after every answer of chance, what it asks next, or how it ends."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[Path, Asks | Ends] = {}
+        self.ways = 0
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Enter one run. Failed where it did something else before, at the same point."""
+        path: Path = ()
+        script = run["script"]
+        for place, (kind, told) in enumerate(run["asked"]):
+            if kind not in ("accept", "draw"):
+                raise ValueError(kind)
+            asks = Asks(kind, codec.back(told), codec.text([kind, told]))
+            self._enter(path, asks)
+            path = (*path, script[place] if place < len(script) else asks.first)
+        result = {name: run.get(name) for name in ("value", "problem", "traces")}
+        self._enter(path, Ends(**result, told=codec.text(result)))
+        if len(path) < len(script):
+            raise Failed("decides differently when it is run again")
+        self.ways += 1
+        if self.ways > WAYS:
+            raise Failed(f"has more than {WAYS} ways to go on one case")
+
+    def _enter(self, path: Path, node: Asks | Ends) -> None:
+        known = self.nodes.setdefault(path, node)
+        if type(known) is not type(node) or known.told != node.told:
+            raise Failed("decides differently when it is run again with the same answers of chance")
+
+
+def _form(*given: Any, chance: Any) -> None:
+    """The form that a Function shows to whoever looks at its arguments."""
+
+
+class Function:
+    """Looks like the submitted function. Raises Failed where that gives no result.
+
+    A law may hand over positional and named arguments: plain data and props; and, last, a chance.
+    """
+
+    def __init__(self, child: Child, name: str, names: list[str], seconds: float | None = None):
+        self.__name__ = name
+        self.__signature__ = inspect.signature(_form)
+        self.child, self.names, self.seconds = child, names, seconds
+        self.gone: str | None = None  # why there is no child any more
+        self.hung = False
+        self._tables: dict[str, Table] = {}
+
+    def __call__(self, *given: Any, chance: Any = None, **named: Any) -> Any:
+        how = None if chance is None else "chance" if "chance" in self.names else ""
+        if given and chance is None and _decides(given[-1]):
+            *given, chance = given  # type: ignore[assignment]
+            how = ""
+        props: list[Prop] = []
+
+        def told(value: Any) -> Any:
+            if not isinstance(value, Prop):
+                raise codec.NotPlain(codec.described(value))
+            props.append(value)
+            kind = type(value)
+            return [kind.__name__, str(sys.modules[kind.__module__].__file__), value.plain()]
+
+        args = codec.plain([tuple(given), named], told)
+        message = {"call": self.__name__, "args": args, "chance": how}
+        key = codec.text(message)
+        table = self._tables.get(key)
+        if table is None:
+            while len(self._tables) >= TABLES:
+                self._tables.pop(next(iter(self._tables)))
+            table = self._tables[key] = Table()
+        try:
+            end = self._play(table, message, chance)
+            for prop, trace in zip(props, codec.back(end.traces) or [], strict=False):
+                prop.trace = trace
+            if end.problem is not None:
+                raise Failed(end.problem)
+            return codec.back(end.value)
+        except (Failed, Gone, codec.NotPlain) as error:
+            said = error.said if isinstance(error, Failed) else str(error)
+            if isinstance(error, Gone):
+                said = self.gone = self.gone or said
+                self.hung = self.hung or isinstance(error, Hung)
+            raise Failed(f"{self.__name__} {said}", self._case(given, named, how)) from None
+
+    def _play(self, table: Table, message: dict[str, Any], chance: Any) -> Ends:
+        """Follow the table wherever chance leads."""
+        path: Path = ()
+        while True:
+            node = table.nodes.get(path)
+            if node is None:
+                self._grow(table, message, path)
+            elif isinstance(node, Ends):
+                return node
+            else:
+                path = (*path, int(getattr(chance, node.kind)(node.value)))
+
+    def _grow(self, table: Table, message: dict[str, Any], wanted: Path) -> None:
+        if self.gone is not None:
+            raise Gone(self.gone)
+        asked = {"script": wanted, "most": min(max(8, 2 * table.ways), BATCH), "again": not table.nodes}
+        answer = self.child.ask({**message, **asked}, self.seconds)
+        try:
+            for run in answer["runs"]:
+                table.add(run)
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration):
+            raise Gone("writes into the grader's pipe") from None
+        if wanted not in table.nodes:
+            raise Failed("decides differently when it is run again")
+
+    def _case(self, given: Any, named: dict[str, Any], how: str | None) -> dict[str, Any]:
+        shown = [
+            f"argument {place + 1}" if place >= len(self.names) else self.names[place] for place in range(len(given))
+        ]
+        return {name: _shown(value) for name, value in [*zip(shown, given, strict=True), *named.items()]}
+
+
+def _decides(value: Any) -> bool:
+    return not isinstance(value, (Prop, int, float, str, list, tuple, dict, Fraction)) and hasattr(value, "draw")
+
+
+def _shown(value: Any) -> Any:
+    return f"{type(value).__name__} {value.plain()}" if isinstance(value, Prop) else value
+
+
+def load(folder: str, limits: Limits, seconds: float | None = None) -> tuple[Child, dict[str, list[str]]]:
+    """A child that has imported the submission, and its functions; TinyspecError says why it could not be imported."""
+    child = Child(limits)
+    try:
+        answer = child.ask({"load": folder}, seconds)
+        functions = answer.get("ok")
+        if not isinstance(functions, dict):
+            child.close()
+            raise TinyspecError(str(answer.get("problem", "writes into the grader's pipe")))
+    except BaseException:
+        child.close()
+        raise
+    return child, functions
