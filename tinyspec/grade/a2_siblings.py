@@ -49,10 +49,11 @@ def drafts(cases: Cases) -> Iterator[Case]:
             for p, q in pairs((vocabulary,), largest):
                 if k <= support(q):
                     yield p, q, k
-    random = Random(f"{cases.seed} siblings")
-    for number in range(40 * cases.times):
-        p, q = (_row(random, 3 + number % 2, 8) for _ in "pq")
-        yield p, q, random.randint(1, min(3, support(q)))
+    random, larger = Random(f"{cases.seed} siblings"), list[Case]()
+    for number in range(100 * cases.times):
+        p, q = (_row(random, 4 if number % 5 == 0 else 3, 8) for _ in "pq")
+        larger.append((p, q, random.randint(1, min(3, support(q)))))
+    yield from sorted(larger, key=lambda case: (len(case[0]), case[2], sum(x.denominator for x in case[0] + case[1])))
 
 
 def _row(random: Random, vocabulary: int, whole: int) -> Exact:

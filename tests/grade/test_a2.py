@@ -1,0 +1,610 @@
+"""A2: the reference holds every law; each mistake of students and of the field is caught by the law meant for it."""
+
+import doctest
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinyspec.grade import a2_siblings, a2_trees, a2_trie, a2_walk, props_a2
+from tinyspec.grade.a2 import ASSIGNMENT
+from tinyspec.grade.a2_siblings import LAW
+from tinyspec.grade.props_a2 import TreeSession
+from tinyspec.grade.task import Cases
+from tinyspec.laws.accused import Accused, Counterexample
+
+FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A2"
+TASKS = {task.name: task for task in ASSIGNMENT.tasks}
+ROOT = -1
+
+
+def loaded() -> Any:
+    spec = importlib.util.spec_from_file_location("a2_reference", FOLDER / "reference.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = loaded()
+
+
+def accused(name: str, function: Callable[..., Any], cases: Cases = Cases()) -> Counterexample | None:  # noqa: B008
+    """What the first law that a function breaks says of it."""
+    for law in TASKS[name].laws:
+        try:
+            assert law(function, cases).cases > 0
+        except Accused as accusation:
+            return accusation.counterexample
+    return None
+
+
+def test_a_hundred_points() -> None:
+    assert sum(task.points for task in ASSIGNMENT.tasks) == 100
+    assert [task.title.split()[0] for task in ASSIGNMENT.tasks] == [f"A2.{i}" for i in range(1, 7)]
+
+
+def test_the_examples_hold() -> None:
+    for module in (REFERENCE, props_a2, a2_siblings):
+        found = doctest.testmod(module)
+        assert found.attempted and not found.failed
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("cases", [Cases(), Cases(seed=5, times=2)], ids=["public", "other"])
+def test_the_reference_holds_every_law(name: str, cases: Cases) -> None:
+    assert accused(name, getattr(REFERENCE, name), cases) is None
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_is_not_written_holds_no_law(name: str) -> None:
+    def starter(*given: Any) -> Any:
+        raise NotImplementedError
+
+    for law in TASKS[name].laws:
+        with pytest.raises(NotImplementedError):
+            law(starter, Cases())
+        with pytest.raises(Accused):
+            law(lambda *given: None, Cases())
+
+
+def test_other_cases_are_other_cases() -> None:
+    for draws in (a2_trees.trees, a2_trees.drafts, a2_siblings.drafts, a2_walk.cases_of, a2_trie.operations):
+        public, again, final = (list(draws(cases)) for cases in (Cases(), Cases(), Cases(1, 10)))
+        assert public == again
+        assert public != final[: len(public)]
+        assert len(final) > 2 * len(public)
+
+
+# ---------------------------------------------------------------------- positions
+
+
+def flat(parents: list[int], committed: int) -> list[int]:
+    return [committed + node for node in range(len(parents))]
+
+
+def one_on(parents: list[int], committed: int) -> list[int]:
+    return [x + 1 for x in REFERENCE.positions(parents, committed)]
+
+
+def from_the_tree(parents: list[int], committed: int) -> list[int]:
+    return REFERENCE.positions(parents, 0)  # type: ignore[no-any-return]
+
+
+def level_by_level(parents: list[int], committed: int) -> list[int]:
+    """One deeper whenever the parent is behind the nodes of the last level."""
+    found, start = list[int](), 0
+    depth = committed
+    for node, parent in enumerate(parents):
+        if parent >= start:
+            depth, start = depth + 1, node
+        found.append(depth)
+    return found
+
+
+@pytest.mark.parametrize("wrong", [flat, one_on, from_the_tree, level_by_level])
+def test_wrong_positions(wrong: Callable[..., Any]) -> None:
+    said = accused("positions", wrong)
+    assert said is not None
+    assert said.law == a2_trees.STANDS
+    assert len(said.case["parents"]) <= 3
+
+
+# ---------------------------------------------------------------------- the mask
+
+
+def from_rule(rule: Callable[[list[int], int, int], bool]) -> Callable[..., Any]:
+    """A mask of all committed text, and of the nodes that a rule shows."""
+
+    def mask(parents: list[int], committed: int) -> list[list[bool]]:
+        nodes = range(len(parents))
+        return [[True] * committed + [rule(parents, node, other) for other in nodes] for node in nodes]
+
+    return mask
+
+
+def above(parents: list[int], node: int, other: int) -> bool:
+    return other in a2_trees.path(parents, node)
+
+
+MASKS = {
+    "causal": from_rule(lambda parents, node, other: other <= node),
+    "siblings too": from_rule(lambda parents, node, other: above(parents, node, other) or parents[node] == parents[other]),
+    "not itself": from_rule(lambda parents, node, other: above(parents, node, other) and node != other),
+    "parent alone": from_rule(lambda parents, node, other: other in (node, parents[node])),
+    "descendants": from_rule(lambda parents, node, other: above(parents, other, node)),
+    "no text": lambda parents, committed: REFERENCE.mask(parents, 0),
+    "text unseen": lambda parents, committed: [
+        [False] * committed + row for row in REFERENCE.mask(parents, 0)
+    ],
+    "columns turned": lambda parents, committed: [
+        row[committed:] + row[:committed] for row in REFERENCE.mask(parents, committed)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_wrong_masks(name: str) -> None:
+    said = accused("mask", MASKS[name])
+    assert said is not None
+    assert said.law == a2_trees.SEES
+    assert len(said.case["parents"]) <= 3
+
+
+def test_a_wrong_mask_is_told_in_words() -> None:
+    said = accused("mask", MASKS["causal"])
+    assert said is not None
+    assert said.case["what is wrong"] == "it sees node 0, which is no ancestor of it"
+
+
+# ---------------------------------------------------------------------- one call
+
+
+def scored(
+    positions: Callable[..., Any], mask: Callable[..., Any], back: int = 1, merge: Any = lambda up, token, node: node
+) -> Callable[..., Any]:
+    """A way to score a tree, with its parts exchanged."""
+
+    def score(session: Any, tokens: list[int], parents: list[int]) -> Any:
+        fed, over, found, place = [session.text[-1]], [ROOT], dict[Any, int](), list[int]()
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            up = 0 if parent == ROOT else place[parent]
+            key = merge(up, token, node)
+            if key not in found:
+                found[key] = len(fed)
+                fed.append(token)
+                over.append(up)
+            place.append(found[key])
+        read = len(session.text) - back
+        rows = session.score(
+            fed, positions(over, read), [row[-(len(session.text) - 1 + len(fed)) :] for row in mask(over, read)]
+        )
+        return [rows[0], *(rows[at] for at in place)]
+
+    return score  # fmt: skip
+
+
+def path_by_path(session: Any, tokens: list[int], parents: list[int]) -> Any:
+    """Right, at the price of a call a node."""
+    rows = []
+    for end in range(ROOT, len(tokens)):
+        fed = [session.text[-1], *(tokens[node] for node in a2_trees.path(parents, end))]
+        chain, read = list(range(-1, len(fed) - 1)), len(session.text) - 1
+        rows.append(session.score(fed, REFERENCE.positions(chain, read), REFERENCE.mask(chain, read))[-1])
+    return rows
+
+
+def rootless(session: Any, tokens: list[int], parents: list[int]) -> Any:
+    return REFERENCE.score(session, tokens, parents)[1:]
+
+
+def root_last(session: Any, tokens: list[int], parents: list[int]) -> Any:
+    rows = REFERENCE.score(session, tokens, parents)
+    return [*rows[1:], rows[0]]
+
+
+def path_key(up: int, token: int, node: int) -> Any:
+    return up, token
+
+
+WRONG_SCORES = {
+    "flat positions": (scored(flat, REFERENCE.mask, merge=path_key), a2_trees.ROWS),
+    "causal mask": (scored(REFERENCE.positions, MASKS["causal"], merge=path_key), a2_trees.ROWS),
+    "siblings seen": (scored(REFERENCE.positions, MASKS["siblings too"], merge=path_key), a2_trees.ROWS),
+    "newest token twice": (scored(REFERENCE.positions, REFERENCE.mask, 0, path_key), a2_trees.ROWS),
+    "merged by token": (scored(REFERENCE.positions, REFERENCE.mask, merge=lambda up, token, node: token), a2_trees.ROWS),
+    "rootless": (rootless, a2_trees.ROWS),
+    "root last": (root_last, a2_trees.ROWS),
+    "a call a node": (path_by_path, a2_trees.BILL),
+    "equal paths twice": (scored(REFERENCE.positions, REFERENCE.mask), a2_trees.BILL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_SCORES)
+def test_wrong_scores(name: str) -> None:
+    wrong, law = WRONG_SCORES[name]
+    said = accused("score", wrong)
+    assert said is not None
+    assert said.law == law
+    assert len(said.case["parents"]) <= 3
+
+
+def test_the_session_refuses_what_does_not_fit() -> None:
+    session = TreeSession([0, 1, 2])
+    for given, sentence in (
+        (([], [], []), "at least one"),
+        (([1], [2, 3], [[1] * 3]), "as many positions"),
+        (([3], [2], [[1] * 3]), "from 0 to 2"),
+        (([1], [-1], [[1] * 3]), "from 0 to"),
+        (([1], [2], [[1] * 4]), "it needs 3"),
+        (([1], [2], [None]), "must be a list"),
+        (([1], [2], [[1, 1, 7]]), "True or False"),
+        (([1], [2], [[0, 0, 0]]), "at least to itself"),
+        ((None, [2], [[1, 1, 1]]), "must be a list"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            session.score(*given)  # type: ignore[arg-type]
+    for _ in range(props_a2.MOST_CALLS):
+        session.score([1], [2], [[1, 1, 1]])
+    with pytest.raises(ValueError, match="not going to stop"):
+        session.score([1], [2], [[1, 1, 1]])
+    assert TreeSession.make(session.plain()).trace == []
+
+
+# ---------------------------------------------------------------------- siblings
+
+
+def scaled(row: Any) -> list[Any]:
+    whole = sum(row)
+    return [x / whole for x in row] if whole else list(row)
+
+
+def less(p: Any, q: Any) -> list[Any]:
+    return [max(Fraction(0), x - y) for x, y in zip(p, q, strict=True)]
+
+
+def but(row: Any, token: int) -> list[Any]:
+    return [x * (i != token) for i, x in enumerate(row)]
+
+
+def judged(
+    residual: Any = lambda p, q: scaled(less(p, q)),
+    rest: Any = lambda q, token: scaled(but(q, token)),
+    point: Any = lambda p, token: scaled(but(p, token)),
+    ratio: Any = lambda p, q: p / q,
+    most: int = 99,
+    last: Any = lambda first, p: p,
+    as_law: Any = lambda p: None,
+) -> Callable[..., Any]:
+    """Recursive rejection, with its parts exchanged."""
+
+    def siblings(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
+        first = p
+        q = as_law(p) if q is None else q
+        for place, token in enumerate(candidates[:most]):
+            if chance.accept(p[token] if q is None else ratio(p[token], q[token])):
+                return place, token
+            p, q = (point(p, token), None) if q is None else (residual(p, q), rest(q, token))
+        return None, chance.draw(last(first, p))
+
+    return siblings
+
+
+def drawn_and_compared(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
+    token = chance.draw(p)
+    return (candidates.index(token) if token in candidates else None), token
+
+
+def kept_as_token(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
+    place, token = REFERENCE.siblings(p, q, candidates, chance)
+    return token if place is not None else None, token
+
+
+def counted_from_one(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
+    place, token = REFERENCE.siblings(p, q, candidates, chance)
+    return place + 1 if place is not None else None, token
+
+
+def token_alone(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
+    return REFERENCE.siblings(p, q, candidates, chance)[1]
+
+
+def every_one_tested_against_p(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
+    for place, token in enumerate(candidates):
+        if chance.accept(p[token] / q[token] if q is not None else p[token]):
+            return place, token
+    return None, chance.draw(scaled(less(p, q)) if q is not None and sum(less(p, q)) else p)
+
+
+WRONG_SIBLINGS = {
+    "place is the token": (kept_as_token, a2_siblings.KEPT_IS),
+    "counted from one": (counted_from_one, a2_siblings.KEPT_IS),
+    "the token alone": (token_alone, a2_siblings.KEPT_IS),
+    "p to the end": (judged(last=lambda first, p: first), LAW),
+    "no residual at all": (judged(residual=lambda p, q: p), LAW),
+    "q not renormalised": (judged(rest=but), LAW),
+    "q with replacement": (judged(rest=lambda q, token: q), LAW),
+    "q over p": (judged(ratio=lambda p, q: q / p if p else 0), LAW),
+    "residual not renormalised": (judged(residual=lambda p, q: less(p, q) if sum(less(p, q)) else p), LAW),
+    "absolute difference": (judged(residual=lambda p, q: scaled([abs(x - y) for x, y in zip(p, q, strict=True)])), LAW),
+    "candidate taken away from p": (judged(residual=lambda p, q: scaled(p)), LAW),
+    "all against the first p": (every_one_tested_against_p, LAW),
+    "p, and keep nothing": (judged(most=0), a2_siblings.KEPT),
+    "the first alone": (judged(most=1), a2_siblings.KEPT),
+    "drawn and compared": (drawn_and_compared, a2_siblings.KEPT),
+    "point not taken away": (judged(point=lambda p, token: p), a2_siblings.POINT),
+    "point not renormalised": (judged(point=but), a2_siblings.POINT),
+    "point as uniform": (judged(as_law=lambda p: [Fraction(1, len(p))] * len(p)), a2_siblings.POINT),
+    "point as p": (judged(as_law=lambda p: [x or Fraction(1) for x in p]), a2_siblings.POINT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_SIBLINGS)
+def test_wrong_siblings(name: str) -> None:
+    wrong, law = WRONG_SIBLINGS[name]
+    said = accused("siblings", wrong)
+    assert said is not None
+    assert said.law == law
+    assert len(said.case["p"]) <= 3
+
+
+def test_floats_will_do() -> None:
+    def siblings(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
+        floats = [[float(x) for x in row] if row is not None else None for row in (p, q)]
+        return judged()(*floats, candidates, chance)
+
+    assert accused("siblings", siblings) is None
+
+
+# ---------------------------------------------------------------------- the walk
+
+
+def children(parents: list[int], here: int) -> list[int]:
+    return [node for node, parent in enumerate(parents) if parent == here]
+
+
+def walked(
+    of: Callable[..., list[int]] = children,
+    p_at: Callable[[int], int] = lambda here: here + 1,
+    q_at: Callable[[int], int] = lambda here: here + 1,
+    most: int = 99,
+    judge: Callable[..., Any] = REFERENCE.siblings,
+    say: Callable[..., Any] = lambda path, tokens: path,
+) -> Callable[..., Any]:
+    """A walk, with its parts exchanged."""
+
+    def walk(tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any) -> Any:
+        path, here = list[int](), ROOT
+        while True:
+            nodes = of(parents, here) if len(path) < most else []
+            row = p_rows[p_at(here)]
+            place, token = judge(row, q_rows[q_at(here)], [tokens[node] for node in nodes], chance)
+            if place is None:
+                return say(path, tokens), token
+            here = nodes[place]
+            path.append(here)
+
+    return walk
+
+
+def bonus_everywhere(tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any) -> Any:
+    """Draws its last token from p, whatever was refused."""
+    path, _ = REFERENCE.walk(tokens, parents, p_rows, q_rows, chance)
+    return path, chance.draw(p_rows[path[-1] + 1 if path else 0])
+
+
+def branch_by_branch(tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any) -> Any:
+    """Tries every path from the root by itself, and takes the longest."""
+    best: list[int] = []
+    for end in range(len(tokens)):
+        down = a2_trees.path(parents, end)
+        kept: list[int] = []
+        for node in down:
+            q = q_rows[parents[node] + 1]
+            p = p_rows[parents[node] + 1][tokens[node]]
+            if not chance.accept(p / q[tokens[node]] if q else p):
+                break
+            kept.append(node)
+        best = max(best, kept, key=len)
+    return best, chance.draw(p_rows[best[-1] + 1 if best else 0])
+
+
+def next_to_it(parents: list[int], here: int) -> list[int]:
+    """Children stand right behind their parent, in a row."""
+    found = []
+    for node in range(here + 1, len(parents)):
+        if parents[node] != here:
+            break
+        found.append(node)
+    return found
+
+
+WRONG_WALKS = {
+    "tokens for nodes": (walked(say=lambda path, tokens: [tokens[node] for node in path]), a2_walk.PATH),
+    "from the bottom": (walked(say=lambda path, tokens: path[::-1]), a2_walk.PATH),
+    "the last node": (walked(say=lambda path, tokens: path[-1:]), a2_walk.PATH),
+    "p of the root everywhere": (walked(p_at=lambda here: 0), a2_walk.JOINT),
+    "p of the node before": (walked(p_at=lambda here: max(here, 0)), a2_walk.JOINT),
+    "bonus everywhere": (bonus_everywhere, a2_walk.JOINT),
+    "branch by branch": (branch_by_branch, a2_walk.JOINT),
+    "siblings in reverse": (walked(of=lambda parents, here: children(parents, here)[::-1]), a2_walk.JOINT),
+    "siblings with replacement": (walked(judge=judged(rest=lambda q, token: q)), a2_walk.JOINT),
+    "the first child alone": (walked(of=lambda parents, here: children(parents, here)[:1]), a2_walk.KEPT),
+    "one level": (walked(most=1), a2_walk.KEPT),
+    "nothing": (walked(most=0), a2_walk.KEPT),
+    "children in a row": (walked(of=next_to_it), a2_walk.KEPT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_WALKS)
+def test_wrong_walks(name: str) -> None:
+    wrong, law = WRONG_WALKS[name]
+    said = accused("walk", wrong)
+    assert said is not None
+    assert said.law == law
+    rows = said.case["target rows"]
+    assert all(len(row) <= 3 for row in (rows.values() if isinstance(rows, dict) else rows))
+
+
+# ---------------------------------------------------------------------- the trie
+
+
+class Runs:
+    """A trie as the list of all runs, with its parts exchanged."""
+
+    ends = staticmethod(lambda longest: range(longest, 0, -1))
+
+    def __init__(self, depth: int):
+        self.depth, self.texts = depth, list[list[int]]()
+
+    def insert(self, text: list[int]) -> None:
+        self.texts.append(text)
+
+    def runs(self) -> Iterator[tuple[int, ...]]:
+        for text in self.texts:
+            for start in range(len(text)):
+                for end in range(start + 1, min(start + self.depth, len(text)) + 1):
+                    yield tuple(text[start:end])
+
+    def paths(self, context: list[int]) -> dict[tuple[int, ...], int]:
+        runs = list(self.runs())
+        for length in self.ends(min(len(context), self.depth - 1)):
+            end, found = tuple(context[len(context) - length :]), dict[tuple[int, ...], int]()
+            for run in runs:
+                if run[:length] == end and len(run) > length:
+                    found[run[length:]] = found.get(run[length:], 0) + 1
+            if found or self.stops(end, runs):
+                return found
+        return {}
+
+    def stops(self, end: tuple[int, ...], runs: list[tuple[int, ...]]) -> bool:
+        return False
+
+    def chosen(self, paths: dict[tuple[int, ...], int], budget: int) -> list[tuple[int, ...]]:
+        return sorted(paths, key=lambda path: (-paths[path], path))[:budget]
+
+    def retrieve(self, context: list[int], budget: int) -> Any:
+        chosen = self.chosen(self.paths(context), budget)
+        return [path[-1] for path in chosen], [chosen.index(p[:-1]) if len(p) > 1 else ROOT for p in chosen]
+
+    @classmethod
+    def answers(cls, depth: int, operations: list[Any]) -> Any:
+        trie = cls(depth)
+        return [trie.insert(*x) if what == "insert" else trie.retrieve(*x) for what, *x in operations]  # type: ignore[func-returns-value]
+
+
+class ShortestFirst(Runs):
+    ends = staticmethod(lambda longest: range(1, longest + 1))
+
+
+class DeadEnd(Runs):
+    def stops(self, end: tuple[int, ...], runs: list[tuple[int, ...]]) -> bool:
+        return end in runs
+
+
+class OneText(Runs):
+    def insert(self, text: list[int]) -> None:
+        self.texts = [[token for known in self.texts for token in known] + text]
+
+
+class NewestText(Runs):
+    def insert(self, text: list[int]) -> None:
+        self.texts = [text]
+
+
+class LargerFirst(Runs):
+    def chosen(self, paths: dict[tuple[int, ...], int], budget: int) -> list[tuple[int, ...]]:
+        return sorted(paths, key=lambda path: (-paths[path], len(path), [-token for token in path]))[:budget]
+
+
+class LevelByLevel(Runs):
+    def chosen(self, paths: dict[tuple[int, ...], int], budget: int) -> list[tuple[int, ...]]:
+        return sorted(paths, key=lambda path: (len(path), -paths[path], path))[:budget]
+
+
+class AsTheyCame(Runs):
+    def chosen(self, paths: dict[tuple[int, ...], int], budget: int) -> list[tuple[int, ...]]:
+        return list(paths)[:budget]
+
+
+class TooShallow(Runs):
+    def __init__(self, depth: int):
+        super().__init__(depth - 1)
+
+
+class TooDeep(Runs):
+    def __init__(self, depth: int):
+        super().__init__(depth + 1)
+
+
+class BeginningsOnly(Runs):
+    """A trie of texts, not of their ends."""
+
+    def runs(self) -> Iterator[tuple[int, ...]]:
+        for text in self.texts:
+            for end in range(1, min(self.depth, len(text)) + 1):
+                yield tuple(text[:end])
+
+
+class Learning(Runs):
+    """Inserts what it is asked about."""
+
+    def retrieve(self, context: list[int], budget: int) -> Any:
+        found = super().retrieve(context, budget)
+        self.texts.append(context)
+        return found
+
+
+class OneMore(Runs):
+    def chosen(self, paths: dict[tuple[int, ...], int], budget: int) -> list[tuple[int, ...]]:
+        return super().chosen(paths, budget + 1)
+
+
+class DeepestFirst(Runs):
+    def retrieve(self, context: list[int], budget: int) -> Any:
+        tokens, parents = super().retrieve(context, budget)
+        n = len(tokens)
+        return tokens[::-1], [ROOT if parent == ROOT else n - 1 - parent for parent in parents[::-1]]
+
+
+class Strands(Runs):
+    """A chain for every path: what paths share stands in the tree twice."""
+
+    def retrieve(self, context: list[int], budget: int) -> Any:
+        tokens, parents = list[int](), list[int]()
+        for path in self.chosen(self.paths(context), budget):
+            for depth, token in enumerate(path):
+                parents.append(len(tokens) - 1 if depth else ROOT)
+                tokens.append(token)
+        return tokens[:budget], parents[:budget]
+
+
+class Starless(Runs):
+    def retrieve(self, context: list[int], budget: int) -> Any:
+        return super().retrieve(context, budget)[0]
+
+
+WRONG_TRIES = {
+    a2_trie.ANSWER: (
+        *(ShortestFirst, DeadEnd, OneText, NewestText, LargerFirst, LevelByLevel),
+        *(AsTheyCame, TooShallow, TooDeep, BeginningsOnly, Learning),
+    ),
+    a2_trie.TREE: (OneMore, DeepestFirst, Strands, Starless),
+}  # fmt: skip
+
+
+def test_another_way_to_the_same_answers() -> None:
+    assert accused("answers", Runs.answers) is None
+
+
+@pytest.mark.parametrize(("law", "wrong"), [(law, wrong) for law, many in WRONG_TRIES.items() for wrong in many])
+def test_wrong_tries(law: str, wrong: type[Runs]) -> None:
+    said = accused("answers", wrong.answers)
+    assert said is not None
+    assert said.law == law
+    assert len(said.case["operations"]) <= 4
