@@ -1,0 +1,152 @@
+"""What `generate` of assignment A1 is held to: the whole loop, on two sessions with caches, on every outcome of its chance.
+
+The joint law must be that of plain decoding, which `laws.exact` calculates from the target's rows. A cache that is left dirty
+can hide from it: a draft that reads refused tokens is only a worse draft. So the sessions remember what was asked of them,
+and two more laws read that: what stood in the caches, and how often the target was called.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.stop import Stop
+from tinyspec.grade.a1_laws import Function
+from tinyspec.grade.a1_round import Text, alike
+from tinyspec.grade.a1_stage import STOPS, Run, Situation, endings, every, situations
+from tinyspec.grade.task import Cases
+from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.cases import shrink
+from tinyspec.laws.exact import Reference
+
+JOINT = "joint law: over all rounds, the text has the law of plain decoding"
+CACHES = "when a model is called, its cache holds what was kept: nothing refused, nothing read twice"
+CALLS = "one call of the target a round, and rounds as long as the rule allows"
+
+
+def stops(generate: Function, cases: Cases) -> Evidence:
+    """A target that knows what follows is obeyed: up to n tokens, up to the end token, whatever the draft says."""
+    evidence = Evidence(STOPS)
+    for given in sorted(endings(cases), key=lambda given: given.case.tokens + given.case.gamma + len(given.prompt)):
+        evidence.cases += 1
+        expected: Text = ()
+        while len(expected) < given.case.tokens and (not expected or expected[-1] != given.eos):
+            row = given.law("p", (*given.prompt, *expected))
+            expected = (*expected, row.index(1))
+        for outcome in every(generate, given, evidence):
+            if outcome.new != expected:
+                accuse(STOPS, list(expected), list(outcome.new), **given.shown())
+    return evidence
+
+
+def smallest(given: Situation, broken: Callable[[Situation], bool]) -> Situation:
+    """The smallest situation that a broken one leads to."""
+    return replace(given, case=shrink(given.case, lambda case: broken(replace(given, case=case))))
+
+
+def plain(given: Situation) -> dict[Text, Any]:
+    """The law of plain decoding."""
+    stop = Stop(eos=frozenset(() if given.eos is None else (given.eos,)))
+    temperature, top_k, top_p = given.knobs
+    warp = Warp(float(temperature), top_k, top_p)
+    return dict(Reference(given.session("p").row, warp, stop).law(given.case.tokens, given.prompt))
+
+
+def joint(generate: Function, cases: Cases) -> Evidence:
+    """The probability of every text is that of plain decoding under the same knobs, exactly."""
+    evidence = Evidence(JOINT)
+
+    def law(given: Situation) -> dict[Text, Any]:
+        texts: dict[Text, Any] = {}
+        for outcome, mass in every(generate, given, evidence).items():
+            texts[outcome.new] = texts.get(outcome.new, 0) + mass
+        return texts
+
+    def broken(given: Situation) -> bool:
+        return not alike(plain(given), law(given))
+
+    for given in situations(cases):
+        evidence.cases += 1
+        if broken(given):
+            found = smallest(given, broken)
+            accuse(JOINT, plain(found), law(found), **found.shown())
+    return evidence
+
+
+def shared(one: Text, other: Text) -> int:
+    """How many tokens two texts have in common, from the first on."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def misread(prompt: Text, outcome: Run) -> tuple[dict[str, Any], Any, Any] | None:
+    """The first call whose cache holds something else than it should: (which, expected, got).
+
+    The target has to have read what was kept of its last block. The draft has to have read what the target is about to judge.
+    """
+    text: Text = (*prompt, *outcome.new)
+    after: Text = ()
+    for before, tokens in outcome.target:
+        ought = after[: shared(after, text)]
+        if before != ought:
+            return {"text": list(text), "call": f"target.score({list(tokens)})"}, list(ought), list(before)
+        after = (*before, *tokens)
+    judged, after = [(*before, *tokens) for before, tokens in outcome.target], ()
+    for before, tokens in outcome.draft:
+        read = (*before, *tokens)
+        call = {"text": list(text), "call": f"draft.score({list(tokens)})"}
+        while judged and judged[0][: len(read)] != read:
+            judged.pop(0)
+        if not judged:
+            return call, "a text that the target reads later", list(read)
+        ought = after[: shared(after, judged[0])]
+        if before != ought:
+            return call, list(ought), list(before)
+        after = read
+    return None
+
+
+def caches(generate: Function, cases: Cases) -> Evidence:
+    """In every outcome, at every call: the cache holds what was kept."""
+    evidence = Evidence(CACHES)
+    for given in situations(cases):
+        evidence.cases += 1
+        for outcome in every(generate, given, evidence):
+            wrong = misread(given.prompt, outcome)
+            if wrong is not None:
+                which, expected, got = wrong
+                accuse(CACHES, expected, got, **given.shown(), **which)
+    return evidence
+
+
+def fewest(given: Situation) -> Any:
+    """How often the rule calls the target, on average: where both laws agree, with mass min(p, q), the round goes on."""
+
+    def ended(new: Text) -> bool:
+        return len(new) >= given.case.tokens or (bool(new) and new[-1] == given.eos)
+
+    def begin(new: Text) -> Any:
+        return 0 if ended(new) else 1 + within(new, min(given.case.gamma, given.case.tokens - len(new) - 1))
+
+    def within(new: Text, left: int) -> Any:
+        p, q = (given.law(name, (*given.prompt, *new)) for name in "pq")
+        average: Any = 0
+        for token, (a, b) in enumerate(zip(p, q, strict=True)):
+            longer = (*new, token)
+            agreed = min(a, b) if left else 0
+            average += agreed * (within(longer, left - 1) if agreed and not ended(longer) else 0)
+            average += (a - agreed) * begin(longer) if a > agreed else 0
+        return average
+
+    return begin(())
+
+
+def frugal(generate: Function, cases: Cases) -> Evidence:
+    """On average over all outcomes the target is called as often as the rule needs."""
+    evidence = Evidence(CALLS)
+    for given in situations(cases):
+        evidence.cases += 1
+        got = sum(mass * len(outcome.target) for outcome, mass in every(generate, given, evidence).items())
+        expected = fewest(given)
+        if got > expected + (1e-9 if isinstance(got, float) else 0):
+            accuse(CALLS, f"at most {expected} calls of the target, on average", got, **given.shown())
+    return evidence

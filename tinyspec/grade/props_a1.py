@@ -1,0 +1,99 @@
+"""What a submission to A1 is given: a language model of a few words whose session keeps a cache.
+
+The cache is the text that the model has read. What it says depends on all of it, so that a token which was refused and still
+stands there changes every row behind it. Standard library only: a child process loads this.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Self
+
+from tinyspec.grade.props import Prop
+
+MOST_CALLS, MOST_TOKENS = 100, 50  # of one run, and in a cache: whoever asks for more is not going to stop
+
+
+class Session(Prop):
+    """A model and its cache. `len(session)` is the number of tokens that it holds; a new session has read nothing.
+
+    rows   the model's rows, [V] weights each (Fractions from 0 on, not all 0, which need not add up to one)
+    by     which row stands behind a text:
+           "length"  that of its length: rows[len(text) - 1], the last one behind longer texts
+           "last"    that of its last token: rows[text[-1]]
+           "text"    every text has its own, as long as there are enough of them: with n = 0, then n = V n + token + 1 for
+                     each token of the text, rows[n % len(rows)]
+
+    The trace has an entry for every call: ("score", cache before, tokens) or ("rewind", cache before, length).
+
+    >>> model = Session([[Fraction(1), Fraction(3)], [Fraction(2), Fraction(2)]])
+    >>> [[str(x) for x in row] for row in model.score([0, 1])], len(model)
+    ([['1', '3'], ['2', '2']], 2)
+    >>> model.rewind(1)
+    >>> len(model)
+    1
+    >>> model.rewind(5)
+    Traceback (most recent call last):
+    ValueError: rewind(5): the cache holds 1 token, and a rewind only takes tokens away
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Fraction]], by: str = "length"):
+        super().__init__()
+        self.rows = [[Fraction(x) for x in row] for row in rows]
+        self.by = by
+        self.vocabulary = len(self.rows[0])
+        self.cache: list[int] = []
+
+    def plain(self) -> Any:
+        return {"rows": [list(row) for row in self.rows], "by": self.by}
+
+    @classmethod
+    def make(cls, plain: Any) -> Self:
+        return cls(**plain)
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def score(self, tokens: Sequence[int]) -> list[list[Fraction]]:
+        """Read tokens behind the cache: one call of the model. They stand in the cache from then on.
+
+        Returns a row [V] for each token: the weights of the token that follows it. ValueError for no tokens, or none of ours.
+        """
+        if not isinstance(tokens, (list, tuple)) or not tokens:
+            raise ValueError(f"score needs a list of at least one token: got {tokens!r}")
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocabulary:
+                raise ValueError(
+                    f"score was given {token!r}: a token is a whole number from 0 to {self.vocabulary - 1}"
+                )
+        self._remember("score", list(tokens))
+        if len(self.cache) + len(tokens) > MOST_TOKENS:
+            raise ValueError(f"the cache has room for {MOST_TOKENS} tokens: the function is not going to stop")
+        rows = []
+        for token in tokens:
+            self.cache.append(token)
+            rows.append(list(self.row(self.cache)))
+        return rows
+
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` tokens of the cache and forget the others. ValueError if there are fewer."""
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self.cache):
+            tokens = f"{len(self.cache)} token{'' if len(self.cache) == 1 else 's'}"
+            raise ValueError(f"rewind({length!r}): the cache holds {tokens}, and a rewind only takes tokens away")
+        self._remember("rewind", length)
+        del self.cache[length:]
+
+    def row(self, text: Sequence[int]) -> list[Fraction]:
+        """The weights behind a text that is not empty."""
+        if self.by == "length":
+            return self.rows[min(len(text), len(self.rows)) - 1]
+        if self.by == "last":
+            return self.rows[text[-1]]
+        number = 0
+        for token in text:
+            number = number * self.vocabulary + token + 1
+        return self.rows[number % len(self.rows)]
+
+    def _remember(self, what: str, given: Any) -> None:
+        if len(self.trace) >= MOST_CALLS:
+            raise ValueError(f"the session was asked {MOST_CALLS} things: the function is not going to stop")
+        self.note(what, list(self.cache), given)
