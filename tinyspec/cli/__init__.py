@@ -3,7 +3,22 @@
 import click
 
 import tinyspec
-from tinyspec.cli import bench, book, chat, exits, generate, laws, methods, models, race, replay, train, translate
+from tinyspec.cli import (
+    assignment,
+    bench,
+    book,
+    chat,
+    exits,
+    generate,
+    grade,
+    laws,
+    methods,
+    models,
+    race,
+    replay,
+    train,
+    translate,
+)
 from tinyspec.cli.base import Group
 
 
@@ -31,6 +46,8 @@ for command in (
     chat.chat,
     replay.replay,
     book.book,
+    assignment.assignment,
+    grade.grade,
     methods.methods,
     laws.laws,
     models.models,

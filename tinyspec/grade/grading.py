@@ -13,9 +13,14 @@ from tinyspec.grade.task import Assignment, Cases, Failed, Task
 from tinyspec.laws.accused import Accused, Counterexample, Evidence
 
 RUNS = "it gives a result"  # the law that is broken where there is nothing to judge
-PUBLIC = Cases(0, 1)
+PUBLIC = Cases()
 FINAL = 90_001  # the seed of the final run where none is given
 MORE = 10  # times as many cases in the final run
+
+
+def cases_of(final: bool, seed: int | None) -> Cases:
+    """The cases of the public or of the final run, with a seed of one's own or theirs."""
+    return Cases(FINAL if seed is None else seed, MORE) if final else Cases(seed or 0)
 
 
 @dataclass(frozen=True)
@@ -85,13 +90,13 @@ def grade(
     cases: Cases = PUBLIC,
     limits: Limits | None = None,
     only: str | None = None,
-    watch: Callable[[Task], None] = lambda task: None,
+    watch: Callable[[Task, int], None] = lambda task, done: None,
 ) -> Report:
     """Judge a folder with a submission.py; whatever is wrong with it is in the report.
 
     limits  of the child processes; by default a task has more time where it has more cases
     only    the name of the one task to judge
-    watch   is told which task is next
+    watch   is told which task is next, and how many are done
 
     Raises TinyspecError where `only` is no task of the assignment.
     """
@@ -103,7 +108,7 @@ def grade(
     results: list[Result] = []
     hung = 0.0
     for task in [] if problem else tasks:
-        watch(task)
+        watch(task, len(results))
         with ExitStack() as stack:
             seconds = max(limits.least, min(limits.call, limits.hanging - hung))
             try:

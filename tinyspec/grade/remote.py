@@ -15,6 +15,7 @@ from tinyspec.grade import codec
 from tinyspec.grade.process import Child, Gone, Hung, Limits
 from tinyspec.grade.props import Prop
 from tinyspec.grade.task import Failed
+from tinyspec.laws.accused import show
 
 BATCH = 128  # runs in a message
 WAYS = 20_000  # ends that a function may have on one case
@@ -130,7 +131,8 @@ class Function:
             if isinstance(error, Gone):
                 said = self.gone = self.gone or said
                 self.hung = self.hung or isinstance(error, Hung)
-            raise Failed(f"{self.__name__} {said}", self._case(given, named, how)) from None
+            case = {} if said.startswith(("is not written", "is missing")) else self._case(given, named)
+            raise Failed(f"{self.__name__} {said}", case) from None
 
     def _play(self, table: Table, message: dict[str, Any], chance: Any) -> Ends:
         """Follow the table wherever chance leads."""
@@ -157,7 +159,7 @@ class Function:
         if wanted not in table.nodes:
             raise Failed("decides differently when it is run again")
 
-    def _case(self, given: Any, named: dict[str, Any], how: str | None) -> dict[str, Any]:
+    def _case(self, given: Any, named: dict[str, Any]) -> dict[str, Any]:
         shown = [
             f"argument {place + 1}" if place >= len(self.names) else self.names[place] for place in range(len(given))
         ]
@@ -169,7 +171,7 @@ def _decides(value: Any) -> bool:
 
 
 def _shown(value: Any) -> Any:
-    return f"{type(value).__name__} {value.plain()}" if isinstance(value, Prop) else value
+    return f"{type(value).__name__} {show(value.plain())}" if isinstance(value, Prop) else value
 
 
 def load(folder: str, limits: Limits, seconds: float | None = None) -> tuple[Child, dict[str, list[str]]]:

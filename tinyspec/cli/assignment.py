@@ -1,0 +1,91 @@
+"""tinyspec assignment: what there is to be built, a folder to begin with, and a bundle for Gradescope."""
+
+import json
+from pathlib import Path
+
+import click
+
+from tinyspec.cli import base
+
+
+@click.group("assignment", cls=base.Group)
+def assignment() -> None:
+    """Assignments: list them, begin one, or bundle its autograder.
+
+    \b
+    Examples:
+      tinyspec assignment list
+      tinyspec assignment new A1 my-a1          a hand-out and a starter
+      tinyspec grade A1 my-a1                   judge it
+      tinyspec assignment bundle A1 a1.zip      for instructors: upload it to Gradescope
+    """
+
+
+@assignment.command("list", cls=base.Command)
+@base.options(click.option("--json", "as_json", is_flag=True, help="JSON on standard output."))
+def list_assignments(as_json: bool) -> None:
+    """The assignments, their tasks and their points.
+
+    \b
+    Examples:
+      tinyspec assignment list
+      tinyspec assignment list --json
+    """
+    from tinyspec.grade.assignments import NAMES, find
+
+    found = [find(name) for name in NAMES]
+    if as_json:
+        tasks = [[{"name": t.name, "title": t.title, "max_score": t.points} for t in one.tasks] for one in found]
+        told = [{"name": one.name, "title": one.title, "tasks": its} for one, its in zip(found, tasks, strict=True)]
+        click.echo(json.dumps(told))
+        return
+    for one in found:
+        click.echo(f"{one.name} {one.title}: {sum(task.points for task in one.tasks)} points")
+        for task in one.tasks:
+            click.echo(f"  {task.title} ({task.name}): {task.points}")
+
+
+@assignment.command("new", cls=base.Command)
+@click.argument("name")
+@click.argument("folder", type=click.Path(path_type=Path))
+def new(name: str, folder: Path) -> None:
+    """Begin assignment NAME in FOLDER: a hand-out, submission.py with what is to be written, and a README.
+
+    Nothing that is there already is overwritten.
+
+    \b
+    Examples:
+      tinyspec assignment new A1 my-a1
+    """
+    from tinyspec.grade import assignments
+
+    found = assignments.find(name)
+    for path in assignments.new(found, folder):
+        click.echo(path)
+    click.echo(f"Read the hand-out, write submission.py, and see how far it is: tinyspec grade {found.name} {folder}")
+
+
+@assignment.command("bundle", cls=base.Command)
+@click.argument("name")
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@base.options(
+    click.option(
+        "--seed", type=click.IntRange(0), help="Of the final run's cases; keep it to yourself.  [default: 90001]"
+    )
+)
+def bundle(name: str, out: Path, seed: int | None) -> None:
+    """Write OUT, a zip file that Gradescope takes as the autograder of assignment NAME.
+
+    It holds this package's source, setup.sh and run_autograder, which makes the final run on what a student handed in. It
+    installs this package's dependencies and nothing else.
+
+    \b
+    Examples:
+      tinyspec assignment bundle A1 a1.zip
+      tinyspec assignment bundle A1 a1.zip --seed 1848
+    """
+    from tinyspec.grade import assignments, bundle, grading
+
+    found = assignments.find(name)
+    count = bundle.write(found, out, grading.FINAL if seed is None else seed)
+    click.echo(f"{out}: {count} files, {out.stat().st_size / 1e6:.1f} MB; upload it as the autograder's zip file")

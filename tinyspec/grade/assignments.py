@@ -1,0 +1,80 @@
+"""The assignments there are, and the folder that a student begins with."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from tinyspec.errors import TinyspecError
+from tinyspec.grade.starter import starter
+from tinyspec.grade.task import Assignment
+
+NAMES = ("A1", "A2", "A3")
+
+
+def find(name: str) -> Assignment:
+    """An assignment by its name; TinyspecError where there is none."""
+    if name.upper() not in NAMES:
+        raise TinyspecError(f"no assignment {name!r}: there are {', '.join(NAMES)}")
+    found: Assignment = import_module(f"tinyspec.grade.{name.lower()}").ASSIGNMENT
+    return found
+
+
+def folder(name: str) -> Path:
+    """Where the hand-out and the reference of an assignment lie: in the installed package, or beside its source."""
+    spec = find_spec("tinyspec._assignments")
+    installed = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    beside = Path(__file__).parents[2] / "tutorials" / "assignments"
+    for place in (beside, *installed):
+        if (place / name / "reference.py").is_file():
+            return place / name
+    raise TinyspecError(f"the files of {name} are missing: {beside / name}")
+
+
+def starter_of(assignment: Assignment) -> str:
+    """What a student's submission.py begins as."""
+    labels = {task.name: task.title.split()[0] for task in assignment.tasks}
+    reference = (folder(assignment.name) / "reference.py").read_text(encoding="utf-8")
+    try:
+        return starter(reference, labels, assignment.name)
+    except TinyspecError as error:
+        raise TinyspecError(f"{assignment.name}/reference.py, {error}") from None
+
+
+def new(assignment: Assignment, where: Path) -> list[Path]:
+    """Write the starter, the hand-out and a README into a folder; TinyspecError where one of them is there already."""
+    source = folder(assignment.name)
+    texts = {"submission.py": starter_of(assignment), "README.md": readme(assignment)}
+    handout = {
+        path.name: path.read_bytes() for path in sorted(source.iterdir()) if path.suffix in (".md", ".svg", ".png")
+    }
+    files = {**{name: text.encode() for name, text in texts.items()}, **handout}
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            with (where / name).open("xb") as file:
+                file.write(data)
+    except FileExistsError as error:
+        raise TinyspecError(f"{error.filename} is there already, and is left as it is: name a new folder") from None
+    return [where / name for name in files]
+
+
+def readme(assignment: Assignment) -> str:
+    """The first page: what is where, the tasks, and the one command."""
+    name = assignment.name
+    tasks = "\n".join(f"| {task.title} | `{task.name}` | {task.points} |" for task in assignment.tasks)
+    return f"""# {name}: {assignment.title}
+
+`handout.md` says what is to be built, and why. Write the functions in `submission.py`; the standard library is all there is.
+
+| task | function | points |
+|---|---|---|
+{tasks}
+
+Grade what you have, as often as you like:
+
+    tinyspec grade {name} .
+    tinyspec grade {name} . --task {assignment.tasks[0].name}
+
+The report shows, for each function that breaks a law, the smallest case in which it does: yours and what was expected.
+These are the public cases. The final run holds the same laws to other cases, ten times as many.
+"""

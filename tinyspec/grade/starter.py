@@ -1,0 +1,90 @@
+"""Starters are generated: a reference solution, less what stands between its markers.
+
+    # solution            a line of its own, inside the function that is to be written
+    # end of solution     at the same depth; everything between becomes `raise NotImplementedError("A1.3 residual: write me")`
+
+At the depth of the file itself a block is left out without a word: helpers and imports that only the solution needs.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from tinyspec.errors import TinyspecError
+
+BEGIN, END = "# solution", "# end of solution"
+DEFINITION = re.compile(r"\s*(?:async )?(?:def|class) (\w+)")
+WORDS = re.compile(r"\w+")
+
+
+def starter(reference: str, labels: Mapping[str, str], name: str) -> str:
+    """The starter of a reference.
+
+    labels  of the functions that are tasks: {"residual": "A1.3"}
+    name    of the assignment, said of the others
+
+    Raises TinyspecError where markers do not match, or a line of the solution would be given away.
+
+    >>> print(starter("def half(x):\\n    # solution\\n    return x / 2\\n    # end of solution\\n", {"half": "A0.1"}, "A0"))
+    def half(x):
+        raise NotImplementedError("A0.1 half: write me")
+    <BLANKLINE>
+    """
+    kept: list[str] = []
+    secret: list[str] = []
+    for number, line, hidden in _marked(reference):
+        if hidden and line.strip() == BEGIN:
+            depth = len(line) - len(line.lstrip())
+            owner = _owner(kept, depth)
+            if depth and owner is None:
+                raise TinyspecError(f"line {number}: this solution stands in no function")
+            if depth:
+                label = f"{labels.get(str(owner), name)} {owner}: write me"
+                kept.append(f'{line[:depth]}raise NotImplementedError("{label}")')
+        elif hidden:
+            secret += [] if line.strip() == END else [line]
+        else:
+            kept.append(line)
+    text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept)).rstrip() + "\n"
+    if leaked := leaks(secret, text):
+        raise TinyspecError(f"the starter gives away a line of the solution: {leaked[0]}")
+    return text
+
+
+def solution_lines(reference: str) -> list[str]:
+    """Every line between markers."""
+    return [line for _, line, hidden in _marked(reference) if hidden and line.strip() not in (BEGIN, END)]
+
+
+def leaks(secret: list[str], text: str) -> list[str]:
+    """Lines of a solution that stand in a text too; those of fewer than three words say nothing."""
+    lines = {line.strip() for line in text.splitlines()}
+    telling = [line.strip() for line in secret if len(set(WORDS.findall(line))) >= 3]
+    return [line for line in telling if line in lines or (len(line) >= 20 and line in text)]
+
+
+def _marked(reference: str) -> Iterator[tuple[int, str, bool]]:
+    """Lines by number, and whether each belongs to a solution, its markers included."""
+    begun = ("", 0)
+    for number, line in enumerate(reference.splitlines(), 1):
+        mark = line.strip()
+        indent = line[: len(line) - len(line.lstrip())]
+        if mark == BEGIN:
+            if begun[1]:
+                raise TinyspecError(f"line {number}: a solution begins inside the one of line {begun[1]}")
+            begun = (indent, number)
+        if mark == END and (not begun[1] or indent != begun[0]):
+            where = f"that of line {begun[1]} is indented otherwise" if begun[1] else "none has begun"
+            raise TinyspecError(f"line {number}: a solution ends, but {where}")
+        yield number, line, bool(begun[1])
+        if mark == END:
+            begun = ("", 0)
+    if begun[1]:
+        raise TinyspecError(f"line {begun[1]}: this solution has no end")
+
+
+def _owner(lines: list[str], depth: int) -> str | None:
+    """The function or class in which a line of this depth stands."""
+    for line in reversed(lines):
+        if line.strip() and len(line) - len(line.lstrip()) < depth and (found := DEFINITION.match(line)):
+            return found[1]
+    return None
