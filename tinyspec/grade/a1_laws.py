@@ -51,12 +51,17 @@ def is_number(value: Any) -> bool:
 def held_row(row: Any, size: int, law: str, case: dict[str, Any]) -> list[Any]:
     """The row, if it is a list of so many numbers, none below 0, that add up to one; else the accusation."""
     if not isinstance(row, (list, tuple)) or len(row) != size or not all(map(is_number, row)):
-        accuse(law, f"a list of {size} numbers", row, **case)
+        accuse(law, f"a list of {size} numbers", repr(row) if contains_text(row) else row, **case)
     if any(x < 0 for x in row):
         accuse(law, "no number below 0", list(row), **case)
     if not close(1, sum(row)):
         accuse(law, f"{size} numbers that add up to 1", {"row": list(row), "sum": sum(row)}, **case)
     return list(row)
+
+
+def contains_text(row: Any) -> bool:
+    """Whether this is a list with a text in it, which looks like a number when it is printed."""
+    return isinstance(row, (list, tuple)) and any(isinstance(x, str) for x in row)
 
 
 def same_row(expected: Sequence[Any], row: Sequence[Any]) -> bool:

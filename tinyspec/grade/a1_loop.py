@@ -88,21 +88,26 @@ def misread(prompt: Text, outcome: Run) -> tuple[dict[str, Any], Any, Any] | Non
     for before, tokens in outcome.target:
         ought = after[: shared(after, text)]
         if before != ought:
-            return {"text": list(text), "call": f"target.score({list(tokens)})"}, list(ought), list(before)
+            return called("target", text, tokens, "its cache before the call"), list(ought), list(before)
         after = (*before, *tokens)
     judged, after = [(*before, *tokens) for before, tokens in outcome.target], ()
     for before, tokens in outcome.draft:
         read = (*before, *tokens)
-        call = {"text": list(text), "call": f"draft.score({list(tokens)})"}
         while judged and judged[0][: len(read)] != read:
             judged.pop(0)
         if not judged:
-            return call, "a text that the target reads later", list(read)
+            asked = called("draft", text, tokens, "what it has read with this call")
+            return asked, "a beginning of a text that the target reads later", list(read)
         ought = after[: shared(after, judged[0])]
         if before != ought:
-            return call, list(ought), list(before)
+            return called("draft", text, tokens, "its cache before the call"), list(ought), list(before)
         after = read
     return None
+
+
+def called(model: str, text: Text, tokens: Text, compared: str) -> dict[str, Any]:
+    """The call of a model in the words of the hand-out."""
+    return {"text in the end": list(text), "call": f"{model}.score({list(tokens)})", "compared": compared}
 
 
 def caches(generate: Function, cases: Cases) -> Evidence:
@@ -148,5 +153,6 @@ def frugal(generate: Function, cases: Cases) -> Evidence:
         got = sum(mass * len(outcome.target) for outcome, mass in every(generate, given, evidence).items())
         expected = fewest(given)
         if got > expected + (1e-9 if isinstance(got, float) else 0):
-            accuse(CALLS, f"at most {expected} calls of the target, on average", got, **given.shown())
+            compared = "how often the target is called, on average"
+            accuse(CALLS, f"at most {expected}", got, **given.shown(), compared=compared)
     return evidence

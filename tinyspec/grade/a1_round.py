@@ -50,7 +50,7 @@ def said(verify: Function, given: Given, chance: Exhaustive) -> Text:
     fits = isinstance(tokens, (list, tuple)) and 1 <= len(tokens) <= most
     fits = fits and all(type(token) is int and 0 <= token < vocabulary for token in tokens)
     if not fits:
-        expected = f"a list of 1 to {most} tokens from 0 to {vocabulary - 1}"
+        expected = f"a list of {'1 token' if most == 1 else f'1 to {most} tokens'} from 0 to {vocabulary - 1}"
         accuse(TOKENS, expected, tokens, **given.shown())
     if tuple(tokens[:-1]) != given.draft[: len(tokens) - 1]:
         accuse(TOKENS, "the draft's first tokens and one more", list(tokens), **given.shown())
@@ -163,7 +163,9 @@ def joint(verify: Function, cases: Cases) -> Evidence:
 
 def named(found: Counterexample) -> Counterexample:
     """The counterexample of `laws.forms` in the words of the hand-out."""
-    words = {"p": "p (target rows)", "q": "q (draft rows)", "draft": "drafts, and how probable each is"}
+    words = {"p": "p (target rows)", "q": "q (draft rows)"}
+    if isinstance(found.case["draft"], dict):
+        words["draft"] = "drafts, and how probable each is"
     case = {words.get(name, name): value for name, value in found.case.items()}
     return Counterexample(JOINT, case, found.expected, found.got)
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -34,13 +35,28 @@ class Situation:
 
     def session(self, name: str) -> Session:
         """A session of the model called `p` or `q` that has read nothing."""
-        model = getattr(self.case, name)
-        return Session([[x * max(y.denominator for y in law) for x in law] for law in model.laws], model.by)
+        return Session(self.weights[name], getattr(self.case, name).by)
+
+    @cached_property
+    def weights(self) -> dict[str, list[list[Fraction]]]:
+        """The rows of both models."""
+        wholes = {
+            name: [(law, max(x.denominator for x in law)) for law in getattr(self.case, name).laws] for name in "pq"
+        }
+        return {name: [[x * whole for x in law] for law, whole in laws] for name, laws in wholes.items()}
 
     def law(self, name: str, text: Sequence[int]) -> list[Any]:
         """The warped row of a model behind a text."""
         temperature, top_k, top_p = self.knobs
-        return warped(self.session(name).row(text), (), Warp(float(temperature), top_k, top_p))
+        row = tuple(self.session(name).row(text))
+        if row not in self.warped:
+            self.warped[row] = warped(row, (), Warp(float(temperature), top_k, top_p))
+        return self.warped[row]
+
+    @cached_property
+    def warped(self) -> dict[Any, list[Any]]:
+        """The warped rows that were asked for."""
+        return {}
 
     def shown(self) -> dict[str, Any]:
         """In the words of the hand-out."""
@@ -61,8 +77,13 @@ class Situation:
         session, first, n = self.session(name), len(self.prompt), self.case.tokens
         if session.by == "length":
             most = min(len(session.rows), first + n - 1)
-            several = {f"behind {length} tokens": session.rows[length - 1] for length in range(first, most + 1)}
+            several = {
+                f"behind {length} token{'s' * (length > 1)}": session.rows[length - 1]
+                for length in range(first, most + 1)
+            }
             return several or {"behind any text": session.rows[-1]}
+        if session.by == "last":
+            return {f"behind token {token}": row for token, row in enumerate(session.rows)}
         texts = [
             (*self.prompt, *new) for count in range(n) for new in product(range(self.case.vocabulary), repeat=count)
         ]
@@ -127,6 +148,7 @@ def situations(cases: Cases) -> Iterator[Situation]:
         (2, 2, 3, 2, (3, 3), "length", 16, PLAIN, None),
         (2, 1, 2, 4, (2, 2), "length", 8, warm, None),
         (2, 1, 3, 3, (3, 3), "length", 6, PLAIN, 1),
+        (2, 1, 4, 1, (4, 4), "length", 4, PLAIN, None),
         (3, 1, 2, 5, (2, 2), "length", 5, (ONE, 2, None), None),
         (3, 1, 2, 6, (2, 2), "length", 5, (ONE, None, Fraction(3, 4)), None),
         (3, 2, 3, 4, (3, 3), "length", 4, (ZERO, None, None), None),
@@ -134,11 +156,13 @@ def situations(cases: Cases) -> Iterator[Situation]:
         (2, 1, 4, 2, (7, 7), "text", 4, PLAIN, None),
         (2, 3, 4, 2, (4, 4), "length", 3, PLAIN, 1),
         (2, 2, 4, 2, (5, 5), "text", 3, (THIRD, 2, Fraction(9, 10)), 1),
-        (3, 2, 3, 3, (7, 7), "text", 2, (HALF, 2, None), 2),
+        (3, 2, 3, 3, (7, 7), "text", 3, (HALF, 2, None), 2),
+        (2, 2, 3, 5, (7, 7), "text", 10, PLAIN, None),
+        (3, 2, 3, 6, (5, 5), "text", 3, PLAIN, 2),
     ):
         for case in stage(vocabulary, gamma, n, whole, lengths, by, count * times, seed):
             yield Situation(case, (0,), eos, knobs)
-            if by == "length" and lengths == (3, 3):
+            if by == "length" and lengths in ((3, 3), (4, 4)):
                 yield Situation(replace(case, q=case.p), (0,), eos, knobs)
     for case in stage(2, 2, 3, 3, (7, 7), "text", 2 * times, seed + 1):
         yield Situation(case, (1, 0), None, PLAIN)

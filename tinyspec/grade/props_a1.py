@@ -38,7 +38,7 @@ class Session(Prop):
 
     def __init__(self, rows: Sequence[Sequence[Fraction]], by: str = "length"):
         super().__init__()
-        self.rows = [[Fraction(x) for x in row] for row in rows]
+        self.rows = [list(row) for row in rows]
         self.by = by
         self.vocabulary = len(self.rows[0])
         self.cache: list[int] = []
