@@ -15,7 +15,7 @@ from tinyspec.grade.a2 import ASSIGNMENT
 from tinyspec.grade.a2_siblings import LAW
 from tinyspec.grade.props_a2 import TreeSession
 from tinyspec.grade.task import Cases
-from tinyspec.laws.accused import Accused, Counterexample
+from tinyspec.laws.accused import Accused, Counterexample, show
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A2"
 TASKS = {task.name: task for task in ASSIGNMENT.tasks}
@@ -79,6 +79,46 @@ def test_other_cases_are_other_cases() -> None:
         assert public == again
         assert public != final[: len(public)]
         assert len(final) > 2 * len(public)
+
+
+# ---------------------------------------------------------------------- the hand-out
+
+HANDOUT = (FOLDER / "handout.md").read_text(encoding="utf-8")
+
+
+def test_the_hand_out_has_the_tasks_and_their_points() -> None:
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in HANDOUT.splitlines() if line.startswith("| A2.")
+    ]
+    assert [(row[0], int(row[2])) for row in rows] == [(task.title, task.points) for task in ASSIGNMENT.tasks]
+    assert all(f"{task.name}(" in row[1] for row, task in zip(rows, ASSIGNMENT.tasks, strict=True))
+
+
+def test_the_examples_by_hand() -> None:
+    parents = [-1, -1, 0, 0, 1]
+    assert REFERENCE.positions(parents, 4) == [4, 4, 5, 5, 5]
+    for node, row in enumerate(REFERENCE.mask(parents, 1)):
+        shown = " ".join("1" if seen else "." for seen in row[1:])
+        assert f"node {node}:     1  | {shown}\n" in HANDOUT
+    session = TreeSession([2, 0, 1])
+    REFERENCE.score(session, [0, 0, 2, 2], [-1, -1, 0, 1])
+    assert session.trace == [[[1, 0, 2], [2, 3, 4]]]
+    p, q = (tuple(Fraction(x, 12) for x in row) for row in ((2, 6, 4), (6, 3, 3)))
+    assert [a2_siblings.rule(p, q, k) for k in (1, 2)] == [Fraction(2, 3), Fraction(11, 12)]
+    said = a2_siblings.said(LAW, REFERENCE.siblings, p, q, 2)
+    assert sum(
+        x for outcomes in said.values() for (place, token), x in outcomes.items() if (place, token) == (1, 2)
+    ) == Fraction(1, 12)
+    trie = REFERENCE.Trie(4)
+    trie.insert([1, 2, 3, 1, 2, 5, 1, 2, 5])
+    assert trie.retrieve([9, 1, 2], 3) == ([5, 3, 1], [-1, -1, 1])
+
+
+def test_the_counterexample_of_the_hand_out_is_the_graders() -> None:
+    found = accused("siblings", judged(rest=but))
+    assert found is not None
+    for name, value in (*found.case.items(), ("yours", found.got), ("expected", found.expected)):
+        assert f"  {name:12}{show(value)}\n" in HANDOUT
 
 
 # ---------------------------------------------------------------------- positions
@@ -248,7 +288,7 @@ def test_the_session_refuses_what_does_not_fit() -> None:
         ((None, [2], [[1, 1, 1]]), "must be a list"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            session.score(*given)  # type: ignore[arg-type]
+            session.score(*given)
     for _ in range(props_a2.MOST_CALLS):
         session.score([1], [2], [[1, 1, 1]])
     with pytest.raises(ValueError, match="not going to stop"):

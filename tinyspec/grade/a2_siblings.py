@@ -129,7 +129,7 @@ def has_the_law(function: Function, cases: Cases) -> Evidence:
                 total = sum(outcomes.values())
                 what[candidates] = {place_token: pretty(x / total) for place_token, x in outcomes.items()}
             case: dict[str, Any] = {"p": p, "q": q, "candidates": f"{k} drawn from q, without replacement"}
-            case["yours, for each draw of candidates"] = what
+            case["each draw"] = what
             case["compared"] = "the law of the token, over all draws"
             accuse(LAW, list(p), [pretty(x) for x in got], **case)
         seen += 1

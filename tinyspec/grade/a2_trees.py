@@ -27,9 +27,9 @@ def words(got: Any) -> str:
 def items(law: str, got: Any, count: int, what: str, **case: Any) -> Sequence[Any]:
     """What came back, if it is a list of so many."""
     if not isinstance(got, (list, tuple)):
-        accuse(law, f"a list of {count} {what}", words(got), **case)
+        accuse(law, f"{what}: a list of {count}", words(got), **case)
     if len(got) != count:
-        accuse(law, f"a list of {count} {what}", f"a list of {len(got)}", **case)
+        accuse(law, f"{what}: a list of {count}", f"a list of {len(got)}", **case)
     return got  # type: ignore[no-any-return]
 
 
@@ -52,7 +52,7 @@ def drawn(random: Random, largest: int) -> Parents:
 def trees(cases: Cases) -> Iterator[tuple[Parents, int]]:
     """Trees and tokens of committed text: all of up to four nodes, then larger ones."""
     for parents in shapes(4):
-        for committed in (0, 1, 3):
+        for committed in (1, 0, 3):
             yield parents, committed
     random = Random(f"{cases.seed} trees")
     larger = [(drawn(random, 12), random.randrange(9)) for _ in range(60 * cases.times)]
@@ -137,7 +137,7 @@ def rows(function: Function, cases: Cases) -> Evidence:
         answer = function(session, list(tokens), list(parents))
         for read, (fed, positions) in enumerate(session.trace, 1):
             case["fed" if len(session.trace) == 1 else f"fed in call {read}"] = {"tokens": fed, "positions": positions}
-        got = items(ROWS, answer, len(tokens) + 1, "rows, the root's and one a node", **case)
+        got = items(ROWS, answer, len(tokens) + 1, "the root's row and one for each node", **case)
         for place, row in enumerate(got):
             spelled = [*text, *(tokens[node] for node in path(parents, place - 1))]
             case["entry"] = f"{place}, the row behind {spelled}"

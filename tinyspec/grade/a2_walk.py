@@ -114,7 +114,12 @@ class Walks(Form):
             return Outcome(said, (), (words(token),), f"a token, 0 to {case.vocabulary - 1}")
         nodes = range(len(tree.tokens))
         if not all(node in nodes for node in down) or down != (list(tree.path(down[-1])) if down else []):
-            return Outcome(said, (), (tuple(down),), f"a path down the tree with parents {list(tree.parents)}")
+            return Outcome(
+                said,
+                (),
+                (tuple(down),),
+                f"nodes of the tree with parents {list(tree.parents)}, each a child of the one before",
+            )
         return Outcome(said, (*tree.spelled(down), token))
 
     def outcomes(self, case: Grown) -> Law:
@@ -130,7 +135,7 @@ class Walks(Form):
 
     def report(self, *given: Any) -> tuple[dict[str, Any], Any, Any]:
         shown, expected, got = super().report(*given)
-        names = {"draft": "tokens of the tree", "output of each draft": "yours, for each tree"}
+        names = {"draft": "tokens of the tree", "output of each draft": "each tree"}
         return {names.get(name, name): value for name, value in shown.items()}, expected, got
 
     def problem(self, case: Grown, law: Law) -> Counterexample | None:
@@ -159,7 +164,7 @@ class Walks(Form):
         got: Any = sum(((len(outcome.tokens) - 1) * mass for outcome, mass in law.items()), Fraction(0))
         if at_least(expected, got):
             return None
-        said = (f"{pretty(x)} accepted tokens, on average" for x in (expected, got))
+        said = (f"on average, accepted tokens: {pretty(x)}" for x in (expected, got))
         return Counterexample(KEPT, self.shown(case), *said)
 
 

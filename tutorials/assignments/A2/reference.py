@@ -8,7 +8,6 @@ without rounding: write ordinary code. Use the standard library alone.
 
 from collections.abc import Sequence
 from fractions import Fraction
-from heapq import heappop, heappush
 from typing import Any, Protocol
 
 ROOT = -1
@@ -131,6 +130,16 @@ def score(session: Session, tokens: list[int], parents: list[int]) -> list[Row]:
     # end of solution
 
 
+# solution
+def scaled(row: Row) -> Row:
+    """The row divided by its sum; where nothing is left, as it is."""
+    whole = sum(row)
+    return [x / whole for x in row] if whole else row
+
+
+# end of solution
+
+
 def siblings(p: Row, q: Row | None, candidates: list[int], chance: Chance) -> tuple[int | None, int]:
     """Judge several guesses of one token, in their order, by recursive rejection. The token returned has exactly the law p.
 
@@ -148,16 +157,12 @@ def siblings(p: Row, q: Row | None, candidates: list[int], chance: Chance) -> tu
     ...         return ratio >= 1
     ...     def draw(self, row):
     ...         return max(range(len(row)), key=lambda token: row[token])
-    >>> half, quarter = Fraction(1, 2), Fraction(1, 4)
-    >>> siblings([quarter, half, quarter], [half, quarter, quarter], [0, 2], Stubborn())
+    >>> sixth, quarter, third, half = (Fraction(1, n) for n in (6, 4, 3, 2))
+    >>> siblings([sixth, half, third], [half, quarter, quarter], [0, 2], Stubborn())
     (None, 1)
     """
 
     # solution
-    def scaled(row: Row) -> Row:
-        whole = sum(row)
-        return [x / whole for x in row] if whole else row
-
     for place, token in enumerate(candidates):
         drawn = q if q is not None else [Fraction(i == token) for i in range(len(p))]
         if chance.accept(p[token] / drawn[token]):
@@ -258,17 +263,16 @@ class Trie:
         else:
             return [], []
         tokens, parents = list[int](), list[int]()
-        waiting: list[tuple[int, tuple[int, ...], int, Node]] = []
-        node, above, path = end, ROOT, tuple[int, ...]()
-        while True:
-            for token, child in node.children.items():
-                heappush(waiting, (-child.count, (*path, token), above, child))
-            if not waiting or len(tokens) >= budget:
-                return tokens, parents
-            _, path, parent, node = heappop(waiting)
-            above = len(tokens)
+        waiting: list[tuple[int, tuple[int, ...], int, Node]]
+        waiting = [(-child.count, (token,), ROOT, child) for token, child in end.children.items()]
+        while waiting and len(tokens) < budget:
+            best = min(waiting, key=lambda entry: entry[:2])  # a heap, where budgets are large
+            waiting.remove(best)
+            _, path, parent, node = best
+            waiting += [(-child.count, (*path, token), len(tokens), child) for token, child in node.children.items()]
             tokens.append(path[-1])
             parents.append(parent)
+        return tokens, parents
         # end of solution
 
 
