@@ -1,6 +1,8 @@
 """A3: the reference holds every law; each mistake of students and of the field is caught by the law meant for it."""
 
+import doctest
 import importlib.util
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -47,6 +49,46 @@ def broken(name: str, function: Callable[..., Any], cases: Cases = Cases()) -> s
 def test_a_hundred_points() -> None:
     assert sum(task.points for task in ASSIGNMENT.tasks) == 100
     assert [task.title.split()[0] for task in ASSIGNMENT.tasks] == [f"A3.{i}" for i in range(1, 9)]
+
+
+def test_the_examples_in_the_docstrings_and_the_hand_out() -> None:
+    assert doctest.testmod(REFERENCE).attempted > 10 and not doctest.testmod(REFERENCE).failed
+    names = {**vars(REFERENCE), "LayeredModel": LayeredModel}
+    tried = doctest.testfile(str(FOLDER / "handout.md"), module_relative=False, globs=names, encoding="utf-8")
+    assert tried.attempted == 3 and not tried.failed
+
+
+def test_the_hand_out_s_sums() -> None:
+    model = LayeredModel(seed=0, depth=3)
+    assert REFERENCE.decode_recomputing(model, [0], 2, Fraction(1, 4)) == ([2, 1], [1, 3])
+    ran = [event[1:] for event in model.trace if event[0] == "run"]
+    assert ran[:2] == [(1, 0, 1, 6), (2, 0, 6, 41)] and [event[-1] for event in ran[3:]] == [0, 13, 65]
+    copied = LayeredModel(seed=0, depth=3)
+    REFERENCE.decode(copied, [0], 2, Fraction(1, 4))
+    stored = {event[1:3]: event[3] for event in copied.trace if event[0] == "store"}
+    assert (stored[1, 0], stored[2, 0], stored[3, 0], stored[3, 1]) == (2, 18, 24, 53)
+    assert [event[-1] for event in copied.trace if event[0] == "run"] == [6, 0, 13, 32]  # four layers
+    weights = {6: (1, 1, 4), 32: (1, 4, 8), 65: (1, 8, 7)}
+    assert all(model.row(h) == [Fraction(w, sum(row)) for w in row] for h, row in weights.items())
+    assert [REFERENCE.softmax_response(model.row(h)) for h in (6, 0, 13)] == [
+        Fraction(1, 2),
+        Fraction(2, 9),
+        Fraction(2, 11),
+    ]
+    assert [REFERENCE.p_value(k, 5, Fraction(1, 2)) for k in (0, 1)] == [Fraction(1, 32), Fraction(6, 32)]
+    p_values = [Fraction(1, 32), Fraction(1, 32), Fraction(6, 32), Fraction(1, 32)]
+    assert REFERENCE.calibrate([0.9, 0.8, 0.7, 0.6], p_values, SURE) == 0.8
+    counting = CountedModel("counting", vocabulary=5)
+    REFERENCE.jacobi(counting, [1], 3, 3)
+    assert [said for _, _, said in counting.trace] == [[2, 1, 1], [2, 3, 2], [2, 3, 4]]
+    lower, higher = (REFERENCE.decode(LayeredModel(8, 3), [2], 3, at)[1] for at in (Fraction(1, 4), Fraction(1, 3)))
+    assert sum(lower) > sum(higher)  # question 2
+    for seed, threshold in itertools.product(range(5), (Fraction(1, 10), Fraction(1, 4))):  # question 1
+        texts = [
+            function(LayeredModel(seed, 2), [0, 1], 4, threshold)
+            for function in (REFERENCE.decode, REFERENCE.decode_recomputing)
+        ]
+        assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from tinyspec.grade.a3_laws import Function, words
-from tinyspec.grade.props_a3 import LayeredModel, mixed
+from tinyspec.grade.props_a3 import MODULUS, LayeredModel, mixed
 from tinyspec.grade.task import Cases, Law
 from tinyspec.laws.accused import Evidence, accuse
 
@@ -67,7 +67,7 @@ def drawn(cases: Cases) -> list[Case]:
     ):
         for seed in range(4 * cases.times):
             prompt = tuple(random.randrange(3) for _ in range(1 + behind))
-            found += [Case(seed + 10 * cases.seed, depth, prompt, n, threshold) for threshold in THRESHOLDS]
+            found += [Case((seed + 10 * cases.seed) % MODULUS, depth, prompt, n, threshold) for threshold in THRESHOLDS]
     return found
 
 

@@ -1,7 +1,8 @@
 """A3: exits and fixed points.
 
 Eight functions. The hand-out (handout.md) says what each is for, with an example by hand; here stand their exact terms.
-Numbers may be Fractions: they calculate like floats, without rounding, so write ordinary code. Use the standard library alone.
+Numbers may be Fractions: they calculate like floats, without rounding, so write ordinary code. Use the standard library
+alone, and no randomness. The examples below run with `python -m doctest submission.py`; `tinyspec grade A3 .` judges.
 """
 
 import math
@@ -10,6 +11,7 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 Row = Sequence[Fraction]  # [V] the law of the next word
+Read = tuple[list[int], list[int]]  # new tokens [n], and the layers after which they were read [n]
 
 
 class LayeredModel(Protocol):
@@ -58,10 +60,8 @@ class Submission(Protocol):
     def softmax_response(self, row: Row) -> Any: ...
     def saturation(self, state: Sequence[int], below: Sequence[int]) -> float: ...
     def exit_layer(self, confidences: Sequence[float], threshold: float, step: int, limit: int, tau: float) -> int: ...
-    def decode(self, model: Any, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]: ...
-    def decode_recomputing(
-        self, model: Any, prompt: list[int], n: int, threshold: Any
-    ) -> tuple[list[int], list[int]]: ...
+    def decode(self, model: Any, prompt: list[int], n: int, threshold: Any) -> Read: ...
+    def decode_recomputing(self, model: Any, prompt: list[int], n: int, threshold: Any) -> Read: ...
     def p_value(self, losses: int, n: int, delta: Fraction) -> Fraction: ...
     def calibrate(self, thresholds: list[float], p_values: list[Fraction], epsilon: Fraction) -> float: ...
     def jacobi(self, model: Any, prompt: list[int], n: int, block: int) -> list[int]: ...
@@ -132,7 +132,32 @@ def exit_layer(confidences: Sequence[float], threshold: float, step: int, limit:
     # end of solution
 
 
-def decode(model: LayeredModel, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+# solution
+def through(model: LayeredModel, layer: int, position: int, state: int) -> int:
+    """One layer for one token: its own key and value first, for it reads those too."""
+    model.store(layer, position, model.project(layer, position, state))
+    return model.run(layer, position, state)
+
+
+def climb(model: LayeredModel, position: int, token: int, threshold: Any) -> tuple[int, int]:
+    """The state at a token's exit, and the layer that it leaves after."""
+    state = model.embed(token)
+    for layer in range(1, model.depth + 1):
+        state = through(model, layer, position, state)
+        if layer < model.depth and softmax_response(model.row(state)) >= threshold:
+            return state, layer
+    return state, model.depth
+
+
+def likeliest(row: Row) -> int:
+    """The lowest token among equals."""
+    return row.index(max(row))
+
+
+# end of solution
+
+
+def decode(model: LayeredModel, prompt: list[int], n: int, threshold: Any) -> Read:
     """Greedy decoding with early exits; what a token leaves out is filled from its state at the exit ("copy").
 
     All tokens of the prompt but the last run through every layer. The last one, and every new token that another one
@@ -153,30 +178,19 @@ def decode(model: LayeredModel, prompt: list[int], n: int, threshold: Any) -> tu
     ([1, 0], [3, 3])
     """
     # solution
-    tokens, layers = list[int](), list[int]()
-    for position, token in enumerate(prompt[:-1]):
-        state = model.embed(token)
-        for layer in range(1, model.depth + 1):
+    text, layers, first = list(prompt), list[int](), len(prompt) - 1
+    for position in range(first + n):
+        state, left = climb(model, position, text[position], math.inf if position < first else threshold)
+        for layer in range(left + 1, model.depth + 1):
             model.store(layer, position, model.project(layer, position, state))
-            state = model.run(layer, position, state)
-    token = prompt[-1]
-    for position in range(len(prompt) - 1, len(prompt) - 1 + n):
-        state, left = model.embed(token), model.depth
-        for layer in range(1, model.depth + 1):
-            model.store(layer, position, model.project(layer, position, state))
-            if layer <= left:
-                state = model.run(layer, position, state)
-            if layer < left and softmax_response(model.row(state)) >= threshold:
-                left = layer
-        row = model.row(state)
-        token = row.index(max(row))
-        tokens.append(token)
-        layers.append(left)
-    return tokens, layers
+        if position >= first:
+            text.append(likeliest(model.row(state)))
+            layers.append(left)
+    return text[first + 1 :], layers
     # end of solution
 
 
-def decode_recomputing(model: LayeredModel, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+def decode_recomputing(model: LayeredModel, prompt: list[int], n: int, threshold: Any) -> Read:
     """As `decode`, but what a token left out is computed after all: the layers above its exit are run ("recompute").
 
     The word of a token that left is still the one of its exit. Its layers above are run before the next token is, so that
@@ -188,29 +202,16 @@ def decode_recomputing(model: LayeredModel, prompt: list[int], n: int, threshold
     ([2, 1], [1, 3])
     """
     # solution
-    tokens, layers = list[int](), list[int]()
-    waiting = list[tuple[int, int, int]]()  # (position, the layer it left after, its state there)
-    text = list(prompt)
-    for position in range(len(prompt) - 1 + n):
-        for at, left, state in waiting:
-            for layer in range(left + 1, model.depth + 1):
-                model.store(layer, at, model.project(layer, at, state))
-                state = model.run(layer, at, state)
-        state, left = model.embed(text[position]), model.depth
-        for layer in range(1, model.depth + 1):
-            model.store(layer, position, model.project(layer, position, state))
-            state = model.run(layer, position, state)
-            may = layer < model.depth and position >= len(prompt) - 1
-            if may and softmax_response(model.row(state)) >= threshold:
-                left = layer
-                break
-        waiting = [(position, left, state)]
-        if position >= len(prompt) - 1:
-            row = model.row(state)
-            text.append(row.index(max(row)))
-            tokens.append(text[-1])
+    text, layers, first = list(prompt), list[int](), len(prompt) - 1
+    for position in range(first + n):
+        state, left = climb(model, position, text[position], math.inf if position < first else threshold)
+        if position >= first:
+            text.append(likeliest(model.row(state)))
             layers.append(left)
-    return tokens, layers
+        if position < first + n - 1:  # behind the last token nobody comes who could read it
+            for layer in range(left + 1, model.depth + 1):
+                state = through(model, layer, position, state)
+    return text[first + 1 :], layers
     # end of solution
 
 
