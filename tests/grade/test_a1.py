@@ -4,6 +4,7 @@ import doctest
 import importlib.util
 import math
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tinyspec.grade import a1_laws, a1_loop, a1_round, a1_stage, props_a1
+from tinyspec.grade import a1_laws, a1_loop, a1_round, a1_stage, assignments, grading, props_a1, report, starter
 from tinyspec.grade.a1 import ASSIGNMENT
 from tinyspec.grade.task import Cases, Task
 from tinyspec.laws.accused import Accused, Evidence
@@ -644,6 +645,101 @@ def test_every_law_breaks_on_something() -> None:
     meant = {law for _, _, law in WRONG}
     laws = {evidence.law for name, task in TASKS.items() for evidence in judged(task, getattr(reference, name))}
     assert meant == laws
+
+
+# ---------------------------------------------------------------------- the folder that a student gets
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A new A1."""
+    assignments.new(ASSIGNMENT, tmp_path / "A1")
+    return tmp_path / "A1"
+
+
+def test_the_starter_fails_every_task_and_leaks_nothing(folder: Path) -> None:
+    text = (folder / "submission.py").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "submission"}
+    exec(compile(text, "submission.py", "exec"), names)
+    for task in ASSIGNMENT.tasks:
+        result = grading.judge(task, names[task.name])
+        assert result.score == 0 and f"{task.title.split()[0]} {task.name}: write me" in result.sentence
+    solution = (FOLDER / "reference.py").read_text(encoding="utf-8")
+    assert not starter.leaks(starter.solution_lines(solution), text)
+    assert text.count("write me") == 5 and text.count(">>>") == solution.count(">>>")
+
+
+def test_the_reference_through_the_child_process(folder: Path) -> None:
+    shutil.copy(FOLDER / "reference.py", folder / "submission.py")
+    graded = grading.grade(ASSIGNMENT, folder)
+    assert graded.score == graded.max_score == 100, graded.problem
+
+
+def test_a_half_solved_submission_is_told_its_smallest_case(folder: Path) -> None:
+    """As README and hand-out promise: points for what is right, and for what is wrong the case to calculate by hand."""
+    text = (FOLDER / "reference.py").read_text(encoding="utf-8")
+    wrong = text.replace("return [x / mass for x in left] if mass else list(p)", "return list(p)")
+    wrong = wrong.replace(
+        "text, end = list(prompt), len(prompt) + n", "raise NotImplementedError('A1.5 generate: write me')"
+    )
+    assert wrong != text
+    (folder / "submission.py").write_text(wrong, encoding="utf-8")
+    handout = (folder / "handout.md").read_text(encoding="utf-8")
+    results = {
+        task: grading.grade(ASSIGNMENT, folder, only=task).results[0] for task in ("acceptance", "residual", "generate")
+    }
+    assert [result.score for result in results.values()] == [10, 0, 0]
+    assert "\n".join(report.details(results["residual"])) in handout
+    assert "not written yet" in results["generate"].sentence
+
+
+# ---------------------------------------------------------------------- what the hand-out says
+
+
+def test_the_handouts_table_and_points() -> None:
+    handout = (FOLDER / "handout.md").read_text(encoding="utf-8")
+    for task in ASSIGNMENT.tasks:
+        assert f"| {task.title} | `{task.name}` | {task.points} |" in handout
+    p, q = ([Fraction(x, 8) for x in row] for row in ((4, 3, 1), (2, 2, 4)))
+    kept = list(map(min, p, q))
+    rows = {
+        "$p$": p,
+        "$q$": q,
+        "acceptance": [acceptance(p, q, token) for token in range(3)],
+        "drafted and kept, $\\min(p, q)$": kept,
+        "residual": residual(p, q),
+    }
+    for name, row in rows.items():
+        assert f"| {name} | {' | '.join(map(str, row))} |" in handout
+    refused = 1 - sum(kept)
+    assert f"alpha = {1 - refused}$" in handout and f"refused: {refused}" in handout
+    said = [f"{a} + {refused} · {r} = {a + refused * r}" for a, r in zip(kept, residual(p, q), strict=True) if r]
+    assert all(line in handout for line in said) and len(said) == 2
+    weights = [Fraction(x) for x in (3, 1, 2)]
+    assert warp(weights, Fraction(1), 2, Fraction(3, 5)) == [1, 0, 0]
+    assert top_p_first(weights, Fraction(1), 2, Fraction(3, 5)) == [Fraction(3, 5), 0, Fraction(2, 5)]
+
+
+def test_the_handouts_two_rounds() -> None:
+    words = ["The", "cat", "sat", "ran", "away", "fast", "."]
+
+    def says(**after: str) -> Any:
+        return [[Fraction(after.get(a, ".") == b) for b in words] for a in words]
+
+    target = props_a1.Session(says(The="cat", cat="ran", ran="away", away="fast"), "last")
+    draft = props_a1.Session(says(The="cat", cat="sat", ran="away", away="fast"), "last")
+    new = reference.generate(target, draft, [0], 5, 2, None, (Fraction(1), None, None), reference.Dice(0))
+    spelled = lambda tokens: " ".join(words[token] for token in tokens)  # noqa: E731
+    assert spelled(new) == "cat ran away fast ."
+    asked = [(spelled(before), spelled(tokens)) for what, before, tokens in target.trace if what == "score"]
+    assert asked == [("", "The cat sat"), ("The cat", "ran away fast")]
+    handout = (FOLDER / "handout.md").read_text(encoding="utf-8")
+    assert all(f"target.score({tokens})" in handout for _, tokens in asked)
+    assert spelled(target.cache) == "The cat ran away fast" and spelled(draft.cache) == "The cat ran away"
+    assert f"{spelled(target.cache)}       {spelled(draft.cache)}   " in handout
+
+
+# ---------------------------------------------------------------------- the session
 
 
 def test_floats_may_be_calculated_with() -> None:
