@@ -2,6 +2,7 @@
 
 Messages come in on one private pipe and go out on another, a line of JSON each; what the submission prints goes elsewhere.
 
+    {}                                          -> {}: it has started
     {"load": folder}                            -> {"ok": {name of a function: [names of its arguments]}} or {"problem": text}
     {"call": name, "args": [...], "chance": how, "script": [answer, ...], "most": n, "again": whether}
                                                 -> {"runs": [...]}: this script, twice if it is to be run again, and then the
@@ -35,18 +36,16 @@ HERE = Path(__file__).parent
 DECISIONS = 1000  # of one run
 SLICE = 0.3  # seconds after which the runs that are done are sent
 
-for _name, _path in (("tinyspec", []), ("tinyspec.grade", [str(HERE)])):  # the package without its weight
-    sys.modules[_name] = types.ModuleType(_name)
-    sys.modules[_name].__path__ = _path
+if __name__ == "__main__":  # the package without its weight
+    for _name, _path in (("tinyspec", []), ("tinyspec.grade", [str(HERE)])):
+        sys.modules[_name] = types.ModuleType(_name)
+        sys.modules[_name].__path__ = _path
 from tinyspec.grade import codec, guard, props  # noqa: E402
 
-sys.modules["tinyspec.grade"].__path__ = []
-for _place in (
-    globals(),
-    vars(codec),
-    vars(guard),
-):  # what is here stays as it is, whatever the submission makes of builtins
-    _place.update({_name: _value for _name, _value in vars(builtins).items() if not _name.startswith("_")})
+if __name__ == "__main__":  # what is here stays as it is, whatever the submission makes of builtins
+    sys.modules["tinyspec.grade"].__path__ = []
+    for _place in (globals(), vars(codec), vars(guard)):
+        _place.update({_name: _value for _name, _value in vars(builtins).items() if not _name.startswith("_")})
 
 
 class Enough(BaseException):
@@ -158,10 +157,12 @@ class Submission:
                 result["value"] = codec.plain(value)
             except codec.NotPlain as refused:
                 result["problem"] = f"returned {refused}"
-            result["traces"] = codec.plain([prop.trace for prop in given])
         except BaseException as error:
-            result.pop("value", None)
             result["problem"] = self.told(error)
+        try:
+            result["traces"] = codec.plain([prop.trace for prop in given])
+        except codec.NotPlain as refused:
+            result["problem"] = f"does too much with what it is given: {refused}"
         if not untouched():
             guard.offences.append("changes the chance it was given")
         if offence := guard.offence():
@@ -222,7 +223,9 @@ def main() -> None:
         submission: Submission | None = None
         for line in messages:
             message = json.loads(line)
-            if submission is None:
+            if not message:  # a greeting: the time until it is answered is Python's own
+                answer: dict[str, Any] = {}
+            elif submission is None:
                 submission = Submission(message["load"])
                 answer = submission.load()
             else:

@@ -1,7 +1,6 @@
 """Judging a submission: each task by its laws, in a child process of its own, up to the first law that is broken."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,14 +108,13 @@ def grade(
     hung = 0.0
     for task in [] if problem else tasks:
         watch(task, len(results))
-        with ExitStack() as stack:
+        try:
+            child, functions = load(str(folder.resolve()), limits)
+        except TinyspecError as error:
+            problem = f"submission.py {error}"
+            break
+        with child:
             seconds = max(limits.least, min(limits.call, limits.hanging - hung))
-            try:
-                child, functions = load(str(folder.resolve()), limits, seconds)
-            except TinyspecError as error:
-                problem = f"submission.py {error}"
-                break
-            stack.enter_context(child)
             function = Function(child, task.name, functions.get(task.name, []), seconds)
             results.append(judge(task, function, cases))
             hung += seconds if function.hung else 0.0

@@ -19,6 +19,7 @@ from tinyspec.laws.accused import show
 
 BATCH = 128  # runs in a message
 WAYS = 20_000  # ends that a function may have on one case
+START = 30.0  # seconds in which Python itself starts, on however busy a machine
 TABLES = 2_000  # that are remembered
 
 Path = tuple[int, ...]
@@ -174,14 +175,14 @@ def _shown(value: Any) -> Any:
     return f"{type(value).__name__} {show(value.plain())}" if isinstance(value, Prop) else value
 
 
-def load(folder: str, limits: Limits, seconds: float | None = None) -> tuple[Child, dict[str, list[str]]]:
+def load(folder: str, limits: Limits) -> tuple[Child, dict[str, list[str]]]:
     """A child that has imported the submission, and its functions; TinyspecError says why it could not be imported."""
     child = Child(limits)
     try:
-        answer = child.ask({"load": folder}, seconds)
+        child.ask({}, START)
+        answer = child.ask({"load": folder})
         functions = answer.get("ok")
         if not isinstance(functions, dict):
-            child.close()
             raise TinyspecError(str(answer.get("problem", "writes into the grader's pipe")))
     except BaseException:
         child.close()

@@ -1,0 +1,26 @@
+"""A Prop for the tests: it also runs in the child process."""
+
+from typing import Any, Self
+
+from tinyspec.grade.props import Prop
+
+
+class Counter(Prop):
+    """Counts from a number on."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.start = self.total = start
+
+    def plain(self) -> Any:
+        return self.start
+
+    @classmethod
+    def make(cls, plain: Any) -> Self:
+        return cls(plain)
+
+    def add(self, step: int) -> None:
+        if len(self.trace) == 3:
+            raise ValueError("no more than 3 steps")
+        self.total += step
+        self.note(step)
