@@ -14,6 +14,8 @@ import pytest
 
 from tinyspec.grade import a3_calibration, a3_laws, a3_layers, a3_sweeps
 from tinyspec.grade.a3 import ASSIGNMENT
+from tinyspec.grade.assignments import starter_of
+from tinyspec.grade.grading import grade
 from tinyspec.grade.props_a3 import CountedModel, LayeredModel
 from tinyspec.grade.task import Cases
 from tinyspec.laws import calibration_laws
@@ -786,3 +788,60 @@ def test_models_are_made_again_of_what_they_tell() -> None:
         LayeredModel.make(layered.plain()).plain() == layered.plain() and LayeredModel.make(layered.plain()).trace == []
     )
     assert CountedModel.make(counted.plain()).plain() == counted.plain()
+
+
+# ---------------------------------------------------------------------- in a child process
+
+
+def handed_in(folder: Path, text: str) -> dict[str, Any]:
+    """The results of a submission by task."""
+    (folder / "submission.py").write_text(text, encoding="utf-8")
+    report = grade(ASSIGNMENT, folder)
+    assert not report.problem
+    return {result.task.name: result for result in report.results}
+
+
+def test_the_reference_has_all_points_in_a_child_process(tmp_path: Path) -> None:
+    results = handed_in(tmp_path, (FOLDER / "reference.py").read_text(encoding="utf-8"))
+    assert sum(result.score for result in results.values()) == 100
+
+
+def test_the_starter_has_none(tmp_path: Path) -> None:
+    results = handed_in(tmp_path, starter_of(ASSIGNMENT))
+    assert [result.score for result in results.values()] == [0] * len(TASKS)
+    assert all("is not written yet" in result.sentence for result in results.values())
+    assert "A3.4 decode: write me" in results["decode"].sentence
+
+
+HALF_DONE = (
+    (
+        "            model.store(layer, position, model.project(layer, position, state))\n        if position",
+        "            pass\n        if position",
+    ),
+    ("        if position < first + n - 1:", "        if position < first + n:"),
+    (
+        "        if p > epsilon:\n            break\n        chosen = threshold\n",
+        "        if p <= epsilon:\n            chosen = threshold\n",
+    ),
+    ("    if threshold < math.inf:\n", "    if True:\n"),
+    ("        for _ in range(size):", "        while True:"),
+)
+
+
+def test_half_done_work_is_told_which_law_it_breaks_and_where(tmp_path: Path) -> None:
+    text = (FOLDER / "reference.py").read_text(encoding="utf-8")
+    for right, wrong in HALF_DONE:
+        assert text.count(right) == 1
+        text = text.replace(right, wrong)
+    results = handed_in(tmp_path, text)
+    laws = {name: result.counterexample.law for name, result in results.items() if result.counterexample}
+    assert laws == {
+        "exit_layer": a3_laws.CUT,
+        "decode": a3_layers.HOLES,
+        "decode_recomputing": a3_layers.COUNTED,
+        "calibrate": calibration_laws.CALIBRATED,
+        "jacobi": a3_sweeps.CALLS,
+    }
+    hole = results["decode"].counterexample
+    assert hole and hole.got == "layer 2, run at position 1, read position 0, where nothing was stored"
+    assert sum(result.score for result in results.values()) == 6 + 8 + 8
