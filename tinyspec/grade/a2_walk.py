@@ -113,7 +113,9 @@ class Walks(Form):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < case.vocabulary:
             return Outcome(said, (), (words(token),), f"a token, 0 to {case.vocabulary - 1}")
         nodes = range(len(tree.tokens))
-        if not all(node in nodes for node in down) or down != (list(tree.path(down[-1])) if down else []):
+        if not all(type(node) is int and node in nodes for node in down) or down != (
+            list(tree.path(down[-1])) if down else []
+        ):
             return Outcome(
                 said,
                 (),
