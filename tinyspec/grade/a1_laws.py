@@ -211,11 +211,12 @@ def whole(residual: Function, cases: Cases) -> Evidence:
 def equal(residual: Function, cases: Cases) -> Evidence:
     """Where the laws are equal, p comes back and nothing is divided by 0."""
     evidence = Evidence(EQUAL)
-    for size in (2, 3):
-        for p in (row for below in range(1, 4) for row in rows(size, below)):
-            case = {"p (target row)": list(p), "q (draft row)": list(p)}
-            got = held_row(residual(list(p), list(p)), size, EQUAL, case)
-            evidence.cases += 1
-            if not same_row(p, got):
-                accuse(EQUAL, list(p), got, **case)
+    rng = random.Random(f"equal {cases.seed}")
+    small = [row for size in (2, 3) for below in range(1, 4) for row in rows(size, below)]
+    for p in (*small, *(one_law(rng, rng.randint(3, 5)) for _ in range(20 * cases.times))):
+        case = {"p (target row)": list(p), "q (draft row)": list(p)}
+        got = held_row(residual(list(p), list(p)), len(p), EQUAL, case)
+        evidence.cases += 1
+        if not same_row(p, got):
+            accuse(EQUAL, list(p), got, **case)
     return evidence
