@@ -60,8 +60,16 @@ def test_every_law_holds_of_it() -> None:
     assert "joint law" in evidence
     assert all(evidence.values())
     assert CONTRACTS in evidence or len(evidence) > 3
+
+
+@pytest.mark.usefixtures("added")
+def test_the_command_line_knows_it() -> None:
     told = CliRunner().invoke(main, ["methods", NAME])
     assert told.exit_code == 0 and "--gamma 3" in told.output
+    said = CliRunner().invoke(
+        main, ["generate", "Once upon a time", "--method", NAME, "-n", "8", "--temperature", "0.8"]
+    )
+    assert said.exit_code == 0, said.output
 
 
 @pytest.mark.usefixtures("added")
