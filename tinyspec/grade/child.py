@@ -108,16 +108,10 @@ class Submission:
             self.module = sys.modules["submission"] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(self.module)
         except BaseException as error:
-            alone = (
-                " (there is Python's standard library, and no other)" if isinstance(error, ModuleNotFoundError) else ""
-            )
-            return {"problem": self.told(error) + alone}
-        problem = guard.offence()
-        return (
-            {"problem": problem}
-            if problem
-            else {"ok": {n: names(f) for n, f in vars(self.module).items() if callable(f)}}
-        )
+            return {"problem": guard.offence() or self.told(error)}
+        if problem := guard.offence():
+            return {"problem": problem}
+        return {"ok": {name: names(found) for name, found in vars(self.module).items() if callable(found)}}
 
     def runs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Run a function by a script, and by those that branch off."""
@@ -142,14 +136,14 @@ class Submission:
             given.append(made(told))
             return given[-1]
 
-        args, named = codec.back(message["args"], one)
         chance, untouched = scripted(script, asked, ways)
         function = vars(self.module).get(message["call"])
-        result: dict[str, Any] = {"script": script, "asked": asked}
+        result: dict[str, Any] = {"script": script, "asked": asked, "value": None}
         try:
             if not callable(function):
                 what = "has no" if function is None else f"has {codec.described(function)} where it should have a"
                 raise Enough(f"is missing: submission.py {what} function of this name")
+            args, named = codec.back(message["args"], one)
             if message["chance"]:
                 named[message["chance"]] = chance
             value = function(*args, *([chance] if message["chance"] == "" else []), **named)
@@ -166,7 +160,7 @@ class Submission:
         if not untouched():
             guard.offences.append("changes the chance it was given")
         if offence := guard.offence():
-            result["problem"] = offence
+            result |= {"problem": offence, "value": None}
         return result
 
     def told(self, error: BaseException) -> str:
@@ -181,7 +175,9 @@ class Submission:
         if isinstance(error, NotImplementedError):
             return f"is not written yet ({words})" if words else "is not written yet"
         if isinstance(error, SystemExit):
-            return f"ends the program (sys.exit {words})"
+            return f"ends the program (sys.exit{' ' if words else ''}{words})"
+        if isinstance(error, ModuleNotFoundError):
+            words += ", and there is Python's standard library alone"
         at = ""
         if isinstance(error, SyntaxError) and error.filename:
             at = f" ({os.path.basename(error.filename)}, line {error.lineno})"

@@ -96,7 +96,7 @@ def described(value: Any) -> str:
     kind = type(value)
     name = "".join(letter for letter in str(kind.__name__)[:60] if letter.isprintable())
     for base in (bool, int, float, str, list, tuple, dict, Fraction):
-        if issubclass(kind, base):
+        if issubclass(kind, base) and kind is not base:
             return f"an object of the class {name}, made to look like {base.__name__}"
     return (
         f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -3,6 +3,7 @@
 Runs in the child: standard library alone. No security boundary: whoever wants to get around it can.
 """
 
+import _thread
 import builtins
 import fractions
 import os
@@ -19,8 +20,6 @@ REFUSED = {
     "os.posix_spawn": "starts a process",
     "subprocess.Popen": "starts a process",
     "pty.spawn": "starts a process",
-    "_thread.start_new_thread": "starts a thread",
-    "_thread.start_joinable_thread": "starts a thread",
     "os.kill": "sends a signal",
     "os.killpg": "sends a signal",
     "signal.pthread_kill": "sends a signal",
@@ -61,6 +60,11 @@ def no_dice(*args: Any, **named: Any) -> NoReturn:
     raise PermissionError("draw through chance alone: the module random is closed")
 
 
+def no_thread(*args: Any, **named: Any) -> NoReturn:
+    """Stands in for what starts a thread."""
+    offend("starts a thread")
+
+
 def limit(memory: int, seconds: int) -> None:
     """What the operating system holds this process to; where it knows no such limit, the parent's clock remains."""
     try:
@@ -80,6 +84,8 @@ def begin(memory: int, seconds: int) -> None:
     for name in random.__all__:
         if name.islower():
             setattr(random, name, no_dice)
+    for name in ("start_new_thread", "start_new", "start_joinable_thread"):  # no audit event tells of them everywhere
+        setattr(_thread, name, no_thread)
     sys.addaudithook(watch)
 
 

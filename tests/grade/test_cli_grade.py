@@ -1,0 +1,159 @@
+"""Laws of `tinyspec grade` and `tinyspec assignment`: what they print, how they end, what they write and refuse."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+
+from tests.grade.tiny import FAST, RIGHT, TINY, submit
+from tests.zoo import failed, run
+from tinyspec.errors import TinyspecError
+from tinyspec.grade import assignments, grading
+from tinyspec.grade.task import Assignment
+
+WRONG = RIGHT.replace("max(0, x - y)", "abs(x - y)")
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny assignment as A0, with short limits."""
+
+    def find(name: str) -> Assignment:
+        if name != "A0":
+            raise TinyspecError(f"no assignment {name!r}: there are A0")
+        return TINY
+
+    monkeypatch.setattr(assignments, "find", find)
+    monkeypatch.setattr(grading, "Limits", lambda **named: FAST._replace(**named))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_full_marks_end_with_0_and_are_no_promise(tmp_path: Path) -> None:
+    result = run("grade", "A0", str(submit(tmp_path, RIGHT)))
+    assert result.exit_code == 0, result.output
+    assert "A0 Tiny: 100 of 100 points" in result.output
+    assert "This run used the public cases (seed 0)." in result.output
+    assert "other cases, ten times as many" in result.output
+    assert "all passed" not in result.output.lower()
+    assert "\x1b" not in result.output
+
+
+@pytest.mark.usefixtures("tiny")
+def test_less_ends_with_1_and_shows_the_counterexample(tmp_path: Path) -> None:
+    saved, scope = tmp_path / "report.json", tmp_path / "results.json"
+    options = ("--json", str(saved), "--gradescope", str(scope), "--final", "--seed", "5")
+    result = run("grade", "A0", str(submit(tmp_path, WRONG)), *options)
+    assert result.exit_code == 1
+    for line in ("A0 Tiny: 40 of 100 points", "  yours     [1/2, 1/2]", "  expected  [0, 1]", "  p         [0, 1]"):
+        assert line in result.output.splitlines()
+    assert "Final run: seed 5, 10 times as many cases" in result.output
+    assert "run submissions that you do not trust in a container" in result.output
+    told = json.loads(saved.read_text())
+    assert (told["score"], told["max_score"], told["run"], told["seed"], told["times"]) == (40, 100, "final", 5, 10)
+    for task in told["tasks"]:
+        assert {"name", "score", "max_score", "law", "counterexample"} <= set(task)
+    assert [task["counterexample"] is None for task in told["tasks"]] == [True, False]
+    tests = json.loads(scope.read_text())["tests"]
+    assert [(test["name"], test["score"], test["max_score"], test["status"]) for test in tests] == [
+        ("A0.1 Accept (accept)", 40, 40, "passed"),
+        ("A0.2 The residual (residual)", 0, 60, "failed"),
+    ]
+    assert "yours     [1/2, 1/2]" in tests[1]["output"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_json_on_standard_output_and_one_task(tmp_path: Path) -> None:
+    result = run("grade", "A0", str(submit(tmp_path, WRONG)), "--json", "-", "--task", "residual", "--seconds", "9")
+    assert result.exit_code == 1
+    told = json.loads(result.stdout)
+    assert [task["name"] for task in told["tasks"]] == ["residual"]
+    assert told["max_score"] == 60
+
+
+@pytest.mark.usefixtures("tiny")
+def test_what_cannot_be_graded_is_a_report_and_what_is_misspelt_an_error(tmp_path: Path) -> None:
+    result = run("grade", "A0", str(tmp_path / "nowhere"))
+    assert result.exit_code == 1
+    assert "nowhere does not exist" in result.output
+    assert "A0 Tiny: 0 of 100 points" in result.output
+    assert "A0 has no task 'nothing': accept, residual" in failed(
+        run("grade", "A0", str(tmp_path), "--task", "nothing")
+    )
+    assert "no assignment 'A7'" in failed(run("grade", "A7", str(tmp_path)))
+    submit(tmp_path, RIGHT)
+    assert "No such file or directory" in failed(run("grade", "A0", str(tmp_path), "--json", "/nowhere/report.json"))
+
+
+def test_help_says_what_it_is_not() -> None:
+    for words in ("no security boundary", "container", "Exit status", "--final", "--gradescope"):
+        assert words in " ".join(run("grade", "--help").output.split())
+
+
+def test_the_list() -> None:
+    told = json.loads(run("assignment", "list", "--json").stdout)
+    assert [one["name"] for one in told] == ["A1", "A2", "A3"]
+    assert all(sum(task["max_score"] for task in one["tasks"]) == 100 for one in told)
+    assert "A1 Speculative sampling: 100 points" in run("assignment", "list").output
+
+
+def test_a_new_folder_has_all_that_is_needed(tmp_path: Path) -> None:
+    result = run("assignment", "new", "a1", str(tmp_path / "mine"))
+    assert result.exit_code == 0, result.output
+    assert f"tinyspec grade A1 {tmp_path / 'mine'}" in result.output
+    assert {"submission.py", "handout.md", "README.md"} <= set(os.listdir(tmp_path / "mine"))
+    assert "tinyspec grade A1 ." in (tmp_path / "mine" / "README.md").read_text()
+    assert "is there already" in failed(run("assignment", "new", "A1", str(tmp_path / "mine")))
+    (tmp_path / "file").write_text("")
+    assert "file" in failed(run("assignment", "new", "A1", str(tmp_path / "file")))
+
+
+def test_the_files_are_found_in_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    (tmp_path / "A1").mkdir()
+    (tmp_path / "A1" / "reference.py").write_text("")
+    found: Any = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(assignments, "find_spec", lambda name: found)
+    monkeypatch.setattr(assignments, "__file__", "/nowhere/tinyspec/grade/assignments.py")
+    assert assignments.folder("A1") == tmp_path / "A1"
+    with pytest.raises(TinyspecError, match="the files of A2 are missing"):
+        assignments.folder("A2")
+
+
+def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
+    """Unpacked elsewhere, with the scripts that Gradescope calls, it grades; and a broken grader says so."""
+    out = tmp_path / "a1.zip"
+    result = run("assignment", "bundle", "A1", str(out), "--seed", "1848")
+    assert result.exit_code == 0, result.output
+    first = out.read_bytes()
+    run("assignment", "bundle", "A1", str(out), "--seed", "1848")
+    assert out.read_bytes() == first
+    with ZipFile(out) as bundle:
+        bundle.extractall(tmp_path / "autograder" / "source")
+        assert "reference" not in "".join(name for name in bundle.namelist() if "assignments/" in name)
+        modes = {name: bundle.getinfo(name).external_attr >> 16 for name in ("setup.sh", "run_autograder")}
+        assert all(mode & stat.S_IXUSR for mode in modes.values())
+        assert b"torch" in bundle.read("requirements.txt")
+        assert b"tinyspec" not in bundle.read("requirements.txt")
+    root = tmp_path / "autograder"
+    assignments.new(assignments.find("A1"), root / "submission")
+    results = root / "results" / "results.json"
+    script = ["bash", str(root / "source" / "run_autograder")]
+    env = {"AUTOGRADER": str(root), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    for file in ("setup.sh", "run_autograder"):
+        subprocess.run(["bash", "-n", str(root / "source" / file)], check=True)
+    ran = subprocess.run(script, env={**env, "PYTHON": sys.executable}, capture_output=True, text=True, cwd=tmp_path)
+    told = json.loads(results.read_text())
+    assert told["score"] == 0, ran.stderr
+    assert "Final run: seed 1848" in told["output"]
+    assert {test["max_score"] for test in told["tests"]} == {20, 10, 15, 25, 30}
+    assert all("is not written yet" in test["output"] for test in told["tests"])
+    results.unlink()
+    subprocess.run(script, env={**env, "PYTHON": "false"}, check=True, cwd=tmp_path)
+    assert json.loads(results.read_text())["score"] == 0
