@@ -431,7 +431,33 @@ class IgnoresInf(Decoding):
         return bool(gap(row) >= min(self.threshold, Fraction(1, 5)))
 
 
+class TheFirstNeverLeaves(Decoding):
+    """Counts the last token of the prompt among those that run through."""
+
+    def token(self, position: int, token: int, may: bool) -> tuple[int, int]:
+        may, self.seen = may and self.seen, may
+        return super().token(position, token, may)
+
+    def __call__(self, model: Any, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+        self.seen = False
+        return super().__call__(model, prompt, n, threshold)
+
+
+class LayersFromZero(Decoding):
+    def __call__(self, model: Any, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+        tokens, layers = super().__call__(model, prompt, n, threshold)
+        return tokens, [layer - 1 for layer in layers]
+
+
+class OneTokenTooMany(Decoding):
+    def __call__(self, model: Any, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+        return super().__call__(model, prompt, n + 1, threshold)
+
+
 COPY = {
+    LayersFromZero: a3_layers.PAIR,
+    OneTokenTooMany: a3_layers.PAIR,
+    TheFirstNeverLeaves: a3_layers.SURE,
     IgnoresInf: a3_layers.NEVER,
     NothingIsFilled: a3_layers.HOLES,
     OneLayerIsFilled: a3_layers.HOLES,
@@ -563,8 +589,8 @@ def test_a_wrong_choice_is_shown_with_its_probability_and_an_example() -> None:
         TASKS["calibrate"].laws[0](goes_on, Cases())
     found = told.value.counterexample
     assert float(found.got.split()[-1]) > calibration_laws.EPSILON
-    assert found.case["for_example_the_p_values"].count(Fraction(3, 16)) == 1  # one failure, and it went on
-    assert found.case["from_which_you_chose"] < found.case["and_testing_in_order_chooses"]
+    assert found.case["p-values, for example"].count(Fraction(3, 16)) == 1  # one failure, and it went on
+    assert found.case["you choose"] < found.case["testing in order chooses"]
 
 
 # ---------------------------------------------------------------------- Jacobi iteration

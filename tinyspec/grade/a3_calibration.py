@@ -112,20 +112,19 @@ def controls_its_risk(function: Function, cases: Cases) -> Evidence:
         if mass > EPSILON:
             p_values, choice = min(wrong, key=lambda found: sorted(found[0], reverse=True))
             thresholds, due = ladder(len(risks)), in_order(p_values, EPSILON)
-            accuse(
-                CALIBRATED,
-                f"a threshold whose risk is above delta is chosen with probability {float(EPSILON)} at most",
-                f"with probability {float(mass):.4f}",
-                thresholds=thresholds,
-                their_true_risks=risks,
-                which_are=name,
-                delta=HALF,
-                epsilon=EPSILON,
-                examples=EXAMPLES,
-                for_example_the_p_values=p_values,
-                from_which_you_chose=thresholds[choice],
-                and_testing_in_order_chooses=math.inf if due is None else thresholds[due],
-            )
+            case = {
+                "thresholds": thresholds,
+                "their true risks": risks,
+                "which are": name,
+                "delta": HALF,
+                "epsilon": EPSILON,
+                "prompts": EXAMPLES,
+                "p-values, for example": p_values,
+                "you choose": thresholds[choice],
+                "testing in order chooses": math.inf if due is None else thresholds[due],
+            }
+            said = "a threshold whose risk is above delta is chosen with probability "
+            accuse(CALIBRATED, f"{said}{float(EPSILON)} at most", f"{said}{float(mass):.4f}", **case)
     return Evidence(CALIBRATED, len(CURVES), walked)
 
 

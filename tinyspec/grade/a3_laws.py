@@ -136,7 +136,7 @@ def leaves(law: str, function: Function, confidences: Sequence[float], due: floa
     if isinstance(got, bool) or not isinstance(got, int):
         accuse(law, f"a layer from 1 to {len(confidences) + 1}", words(got), **case)
     if got != first:
-        accuse(law, first, got, **case, threshold_of_this_token=due)
+        accuse(law, first, got, **case, **{"threshold of this token": due})
 
 
 def leaves_at_the_first(function: Function, cases: Cases) -> Evidence:

@@ -17,6 +17,7 @@ from tinyspec.grade.props_a3 import MODULUS, LayeredModel, mixed
 from tinyspec.grade.task import Cases, Law
 from tinyspec.laws.accused import Evidence, accuse
 
+PAIR = "the new tokens come back, and the layers after which they were read"
 NEVER = "a model that nobody leaves early is the full model"
 HOLES = "no key or value is read that was never stored"
 COPIED = "a token that left is filled from its state at the exit, by each layer above itself (CALM, arXiv 2207.07061)"
@@ -75,7 +76,7 @@ def model_of(case: Case) -> LayeredModel:
     return LayeredModel(case.seed, case.depth)
 
 
-def decoded(law: str, function: Function, case: Case) -> Decoded:
+def decoded(function: Function, case: Case) -> Decoded:
     """One run. A hole is an accusation of its own, also where the function was stopped by it."""
     model = model_of(case)
     try:
@@ -88,11 +89,11 @@ def decoded(law: str, function: Function, case: Case) -> Decoded:
     asked = f"{case.n} tokens and {case.n} layers from 1 to {case.depth}"
     fine = isinstance(got, (tuple, list)) and len(got) == 2 and all(isinstance(part, (tuple, list)) for part in got)
     if not fine:
-        accuse(law, f"a pair of lists: {asked}", words(got), **case.shown())
+        accuse(PAIR, f"a pair of lists: {asked}", words(got), **case.shown())
     for part, low, high in zip(got, (0, 1), (model.vocabulary - 1, case.depth), strict=True):
         whole = all(isinstance(x, int) and not isinstance(x, bool) and low <= x <= high for x in part)
         if len(part) != case.n or not whole:
-            accuse(law, asked, got, **case.shown())
+            accuse(PAIR, asked, got, **case.shown())
     return Decoded(list(got[0]), list(got[1]), model.trace)
 
 
@@ -156,7 +157,7 @@ def leaves_when_sure(recompute: bool, function: Function, cases: Cases) -> Evide
 
 def _same(law: str, chosen: Sequence[Case], recompute: bool, function: Function) -> Evidence:
     for case in chosen:
-        got = decoded(law, function, case)
+        got = decoded(function, case)
         tokens, layers = by_the_rule(case, recompute)
         if (got.tokens, got.layers) != (tokens, layers):
             shown = [f"tokens {a}, read after layers {b}" for a, b in ((tokens, layers), (got.tokens, got.layers))]
@@ -168,7 +169,7 @@ def reads_no_hole(recompute: bool, function: Function, cases: Cases) -> Evidence
     """`decoded` accuses."""
     chosen = drawn(cases)
     for case in chosen:
-        decoded(HOLES, function, case)
+        decoded(function, case)
     return Evidence(HOLES, len(chosen))
 
 
@@ -182,10 +183,10 @@ def fills_what_is_missing(recompute: bool, function: Function, cases: Cases) -> 
     """Every state that a layer was given, and every key and value that it read, wherever the tokens chose to leave."""
     law, chosen = RECOMPUTED if recompute else COPIED, drawn(cases)
     for case in chosen:
-        got = decoded(law, function, case)
+        got = decoded(function, case)
         text, exits, right = _forced(case, got, recompute)
         stored: dict[tuple[int, int], int] = {}
-        said = {"text_that_was_run": text, "left_after_layers": exits}
+        said = {"text that was run": text, "left after layers": exits}
         for kind, layer, position, *rest in got.trace:
             if kind == "store":
                 stored[layer, position] = rest[0]
@@ -207,13 +208,13 @@ def reads_at_the_exit(recompute: bool, function: Function, cases: Cases) -> Evid
     """Wherever the tokens chose to leave."""
     chosen = drawn(cases)
     for case in chosen:
-        got, model = decoded(READ, function, case), model_of(case)
+        got, model = decoded(function, case), model_of(case)
         text, exits, right = _forced(case, got, recompute)
         for step, token in enumerate(got.tokens):
             at = len(case.prompt) - 1 + step
             row = model.row(right.states[exits[at]][at])
             if token != likeliest(row):
-                said = {"text_that_was_run": text[: at + 1], "left_after_layers": exits[: at + 1], "row": row}
+                said = {"text that was run": text[: at + 1], "left after layers": exits[: at + 1], "row": row}
                 accuse(READ, likeliest(row), token, **case.shown(), **said)
     return Evidence(READ, len(chosen))
 
@@ -222,7 +223,7 @@ def runs_what_is_needed(recompute: bool, function: Function, cases: Cases) -> Ev
     """Counted by the model: not the product with the vocabulary, not what is filled."""
     chosen = drawn(cases)
     for case in chosen:
-        got = decoded(COUNTED, function, case)
+        got = decoded(function, case)
         text, exits, _ = _forced(case, got, recompute)
         reach = [case.depth if recompute and at < len(text) - 1 else left for at, left in enumerate(exits)]
         ran = Counter((position, layer) for kind, layer, position, *_ in got.trace if kind == "run")
@@ -230,22 +231,15 @@ def runs_what_is_needed(recompute: bool, function: Function, cases: Cases) -> Ev
         for position, layer in sorted(ran | needed):
             times, due = ran[position, layer], needed[position, layer]
             if times != due:
-                said = {"text": [*text, got.tokens[-1]], "left_after_layers": exits}
-                shown = [f"layer {layer} is run {_times(x)} for position {position}" for x in (due, times)]
-                accuse(
-                    COUNTED,
-                    shown[0],
-                    shown[1],
-                    **case.shown(),
-                    **said,
-                    layers_run=ran.total(),
-                    layers_needed=needed.total(),
-                )
+                said: dict[str, Any] = {"text": [*text, got.tokens[-1]], "left after layers": exits}
+                said |= {"layers run": ran.total(), "layers needed": needed.total()}
+                shown = [f"layer {layer} is {_run(x)} for position {position}" for x in (due, times)]
+                accuse(COUNTED, shown[0], shown[1], **case.shown(), **said)
     return Evidence(COUNTED, len(chosen))
 
 
-def _times(count: int) -> str:
-    return {0: "not at all", 1: "once"}.get(count, f"{count} times")
+def _run(times: int) -> str:
+    return {0: "not run", 1: "run once"}.get(times, f"run {times} times")
 
 
 JUDGES: tuple[Callable[[bool, Function, Cases], Evidence], ...] = (

@@ -134,14 +134,14 @@ def calls_no_more_than_needed(function: Function, cases: Cases) -> Evidence:
         most = sum(min(size, 2) if case.rule == "places" else size for size in blocks)
         if len(got.calls) > most:
             shown = (f"calls: at most {most}", f"calls: {len(got.calls)}")
-            accuse(CALLS, shown[0], shown[1], **case.shown(), tokens_of_each_block=blocks, **_shown(got.calls))
+            accuse(CALLS, shown[0], shown[1], **case.shown(), **{"tokens of each block": blocks}, **_shown(got.calls))
     return Evidence(CALLS, seen)
 
 
 def _shown(calls: Sequence[Any]) -> dict[str, Any]:
     """The calls as a table: what was guessed behind how many tokens, and what the model said."""
     return {
-        f"call_{at}": f"text {text}, guesses {guesses}, said {said}"
+        f"call {at}": f"text {text}, guesses {guesses}, said {said}"
         for at, (text, guesses, said) in enumerate(calls[:8], 1)
     }
 
