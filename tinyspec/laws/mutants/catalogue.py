@@ -44,7 +44,7 @@ CATALOGUE = {
     "B37": "a placeholder of -1 accepted: vllm-project/vllm PR#46533",
     "B38": "block verification rounds otherwise than one-token steps: huggingface/transformers#39421",
     "B39": "top-k keeps ties: vllm-project/tpu-inference PR#3580",
-    "B40": "an exit's missing keys, or its wrong layer: facebookresearch/LayerSkip PR#28",
+    "B40": "an exit's missing keys, or its wrong layer; positions lost on the way (facebookresearch/LayerSkip PR#28)",
     "B41": "bonus or cut tokens miscounted: vllm-project/vllm#56101",
     "B42": "log-probabilities of the draft, or 0: ggml-org/llama.cpp#27972",
     "B43": "a slow-down hidden: ggml-org/llama.cpp#3649",
