@@ -439,9 +439,14 @@ def newest(session: Any, text: Any) -> Any:
     return text[-1:] if len(session) else text
 
 
-def with_parts(**parts: Any) -> Callable[..., Any]:
+def with_parts(name: str, **parts: Any) -> Callable[..., Any]:
     """The loop with constant parts exchanged."""
-    return lambda *args: looping(*args, **parts)
+
+    def exchanged(*args: Any) -> list[int]:
+        return looping(*args, **parts)
+
+    exchanged.__name__ = name
+    return exchanged
 
 
 def overshoots(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
@@ -625,13 +630,13 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ),
     *(
         ("generate", f, a1_loop.JOINT)
-        for f in (with_parts(clean=never, read=newest), declared_raw, target_not_warped, greedy_drafts)
+        for f in (with_parts("never_rewound", clean=never, read=newest), declared_raw, target_not_warped, greedy_drafts)
     ),
     *(
         ("generate", f, a1_loop.CACHES)
         for f in (
-            with_parts(clean=from_the_start),
-            with_parts(clean=one_too_far),
+            with_parts("thrown_away", clean=from_the_start),
+            with_parts("rewound_too_far", clean=one_too_far),
             draft_not_rewound,
             draft_reads_newest,
         )
@@ -747,6 +752,40 @@ def test_the_handouts_two_rounds() -> None:
 
 
 # ---------------------------------------------------------------------- the session
+
+
+def cut_late(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+    """Drafts gamma tokens in every round, and cuts what is too much."""
+
+    def cut(tokens: Any, new: Any) -> Any:
+        tokens = tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
+        return tokens[: n - len(new)]
+
+    return tuple(looping(target, draft, prompt, n, gamma, eos, knobs, chance, room=lambda left: gamma, cut=cut))
+
+
+def rewound_early(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+    """Rewinds before a round, the draft reads all that it drafted, and drafting ends with the end token."""
+    text = list(prompt)
+    while len(text) < len(prompt) + n and (text[-1] != eos or len(text) == len(prompt)):
+        for session in (target, draft):
+            session.rewind(min(len(session), len(text) - 1))
+        rows = draft.score(text[len(draft) :])
+        drafted: list[int] = []
+        q_rows: list[Any] = []
+        while len(drafted) < min(gamma, len(prompt) + n - len(text) - 1) and eos not in drafted:
+            q_rows.append(warp(rows[-1], *knobs))
+            drafted.append(chance.draw(q_rows[-1]))
+            rows = draft.score(drafted[-1:])
+        rows = target.score(text[len(target) :] + drafted)
+        tokens = verify([warp(row, *knobs) for row in rows[-len(drafted) - 1 :]], q_rows, drafted, chance)
+        text += tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("function", [cut_late, rewound_early])
+def test_other_right_ways_are_right(function: Callable[..., Any]) -> None:
+    judged(TASKS["generate"], function)
 
 
 def test_floats_may_be_calculated_with() -> None:

@@ -49,12 +49,12 @@ class Situation:
         """The warped row of a model behind a text."""
         temperature, top_k, top_p = self.knobs
         row = tuple(self.session(name).row(text))
-        if row not in self.warped:
-            self.warped[row] = warped(row, (), Warp(float(temperature), top_k, top_p))
-        return self.warped[row]
+        if row not in self.remembered:
+            self.remembered[row] = warped(row, (), Warp(float(temperature), top_k, top_p))
+        return self.remembered[row]
 
     @cached_property
-    def warped(self) -> dict[Any, list[Any]]:
+    def remembered(self) -> dict[Any, list[Any]]:
         """The warped rows that were asked for."""
         return {}
 
@@ -104,7 +104,8 @@ def run(generate: Function, given: Situation, chance: Exhaustive) -> Run:
     new = generate(target, draft, list(given.prompt), case.tokens, case.gamma, given.eos, given.knobs, chance)
     fits = isinstance(new, (list, tuple)) and len(new) <= case.tokens
     if not fits or not all(type(token) is int and 0 <= token < case.vocabulary for token in new):
-        accuse(STOPS, f"a list of at most {case.tokens} tokens from 0 to {case.vocabulary - 1}", new, **given.shown())
+        most = f"{case.tokens} token{'s' * (case.tokens != 1)}"
+        accuse(STOPS, f"a list of at most {most} from 0 to {case.vocabulary - 1}", new, **given.shown())
     return Run(tuple(new), calls(target), calls(draft))
 
 
