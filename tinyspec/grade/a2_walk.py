@@ -8,7 +8,7 @@ from typing import Any
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
-from tinyspec.grade.a2_siblings import MASSLESS, at_least
+from tinyspec.grade.a2_siblings import MASSLESS, WITHIN, at_least, played
 from tinyspec.grade.a2_trees import Parents, path, words
 from tinyspec.grade.task import Cases, Failed
 from tinyspec.laws.accused import Accused, Counterexample, Evidence
@@ -50,7 +50,7 @@ SHAPES: tuple[tuple[Parents, bool], ...] = (
 
 def cases_of(cases: Cases) -> Iterator[Grown]:
     """Trees over two tokens, then over three; every text has rows of its own."""
-    for vocabulary, whole, count in ((2, 2, 8), (2, 4, 6), (3, 4, 10)):
+    for vocabulary, whole, count in ((2, 2, 6), (2, 4, 4), (3, 4, 8)):
         for parents, points in SHAPES:
             depth = max((len(path(parents, node)) for node in range(len(parents))), default=0)
             texts = [sum(vocabulary**n for n in range(length)) for length in range(depth + 2)]
@@ -125,7 +125,10 @@ class Walks(Form):
         return Outcome(said, (*tree.spelled(down), token))
 
     def outcomes(self, case: Grown) -> Law:
-        return Exhaustive.law(lambda chance: self.outcome(case, chance))
+        known = played(self.function)
+        if case not in known:
+            known[case] = Exhaustive.law(lambda chance: self.outcome(case, chance))
+        return known[case]  # type: ignore[no-any-return]
 
     def shown(self, case: Grown) -> dict[str, Any]:
         how = "drawn from q without replacement" + (", but the root's children: point masses" if case.points else "")
@@ -175,7 +178,7 @@ Judge = Callable[[Walks, Grown, Law], Counterexample | None]
 
 def _every(name: str, judge: Judge, function: Function, cases: Cases) -> Evidence:
     """Judge all cases; one that is accused is made smaller as long as it is accused."""
-    walks, seen, branches = Walks(function), 0, 0
+    walks, seen, branches = Walks(function, WITHIN), 0, 0
 
     def broken(case: Case) -> bool:
         assert isinstance(case, Grown)
