@@ -59,7 +59,7 @@ class Session(Prop):
         Returns a row [V] for each token: the weights of the token that follows it. ValueError for no tokens, or none of ours.
         """
         if not isinstance(tokens, (list, tuple)) or not tokens:
-            raise ValueError(f"score needs a list of at least one token: got {tokens!r}")
+            raise ValueError(f"score needs a list of at least one token: got {tokens!r}, and its cache is {self.cache}")
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocabulary:
                 raise ValueError(
