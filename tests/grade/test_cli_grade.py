@@ -39,7 +39,7 @@ def test_full_marks_end_with_0_and_are_no_promise(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "A0 Tiny: 100 of 100 points" in result.output
     assert "This run used the public cases (seed 0)." in result.output
-    assert "other cases, ten times as many" in result.output
+    assert "other cases, and draws ten times as many" in result.output
     assert "all passed" not in result.output.lower()
     assert "\x1b" not in result.output
 
@@ -52,7 +52,7 @@ def test_less_ends_with_1_and_shows_the_counterexample(tmp_path: Path) -> None:
     assert result.exit_code == 1
     for line in ("A0 Tiny: 40 of 100 points", "  yours     [1/2, 1/2]", "  expected  [0, 1]", "  p         [0, 1]"):
         assert line in result.output.splitlines()
-    assert "Final run: seed 5, 10 times as many cases" in result.output
+    assert "Final run: seed 5, 10 times as many cases drawn" in result.output
     assert "run submissions that you do not trust in a container" in result.output
     told = json.loads(saved.read_text())
     assert (told["score"], told["max_score"], told["run"], told["seed"], told["times"]) == (40, 100, "final", 5, 10)

@@ -253,9 +253,9 @@ def test_a_right_submission_has_all_points_twice_the_same(tmp_path: Path) -> Non
     assert as_dict(first) == as_dict(second)
     assert [summary(result) for result in first.results] == ["1 law held in 30 cases", "1 law held in 17 cases"]
     assert "public cases (seed 0)" in note(first)
-    assert "other cases, ten times as many" in note(first)
+    assert "other cases, and draws ten times as many" in note(first)
     final = graded(tmp_path, RIGHT, cases=grading.cases_of(True, 7))
-    assert note(final).startswith("Final run: seed 7, 10 times as many cases as in the public run.")
+    assert note(final).startswith("Final run: seed 7, 10 times as many cases drawn as in the public run.")
     assert "no security boundary" in note(final)
     for report in (first, final):
         assert "all passed" not in str(as_dict(report)).lower()

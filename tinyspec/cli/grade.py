@@ -13,7 +13,7 @@ from tinyspec.cli import base
 @click.argument("name")
 @click.argument("folder", type=click.Path(path_type=Path))
 @base.options(
-    click.option("--final", is_flag=True, help="The final run: other cases, ten times as many."),
+    click.option("--final", is_flag=True, help="The final run: other cases, ten times as many drawn."),
     click.option("--seed", type=click.IntRange(0), help="Of the cases that are drawn.  [default: 0; with --final 90001]"),
     click.option("--task", metavar="NAME", help="Judge this one function."),
     click.option("--seconds", type=click.FloatRange(min=1), help="For a task's answers in all.  [default: 60; final 600]"),

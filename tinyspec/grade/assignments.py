@@ -76,5 +76,5 @@ Grade what you have, as often as you like:
     tinyspec grade {name} . --task {assignment.tasks[0].name}
 
 The report shows, for each function that breaks a law, the smallest case in which it does: yours and what was expected.
-These are the public cases. The final run holds the same laws to other cases, ten times as many.
+These are the public cases. The final run holds the same laws to other cases, and draws ten times as many.
 """

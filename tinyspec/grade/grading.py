@@ -14,7 +14,7 @@ from tinyspec.laws.accused import Accused, Counterexample, Evidence
 RUNS = "it gives a result"  # the law that is broken where there is nothing to judge
 PUBLIC = Cases()
 FINAL = 90_001  # the seed of the final run where none is given
-MORE = 10  # times as many cases in the final run
+MORE = 10  # times as many cases are drawn in the final run
 
 
 def cases_of(final: bool, seed: int | None) -> Cases:

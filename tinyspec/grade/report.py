@@ -18,9 +18,9 @@ def note(report: Report) -> str:
     if times == 1:
         return (
             f"This run used the public cases (seed {seed}). The final run holds the same laws to other cases, "
-            "ten times as many: full marks here are no promise of full marks there."
+            "and draws ten times as many: full marks here are no promise of full marks there."
         )
-    return f"Final run: seed {seed}, {times} times as many cases as in the public run. {CONTAINER}"
+    return f"Final run: seed {seed}, {times} times as many cases drawn as in the public run. {CONTAINER}"
 
 
 def summary(result: Result) -> str:

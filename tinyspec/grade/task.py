@@ -11,7 +11,7 @@ class Cases(NamedTuple):
     """Which cases a law draws.
 
     seed   of the cases that are drawn
-    times  how many times as many as in the public run
+    times  how many times as many are drawn as in the public run
     """
 
     seed: int = 0
