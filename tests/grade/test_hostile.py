@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.grade.props_counter import Counter
 from tests.grade.tiny import FAST, RIGHT, TINY, graded, submit
 from tinyspec.grade.grading import Report, grade
 from tinyspec.grade.process import Limits
+from tinyspec.grade.remote import Function, load
+from tinyspec.grade.task import Failed
 
 PRELUDE = "import os, sys, time\nfrom fractions import Fraction\n"
 NOT_ALLOWED = "which the grader does not allow"
@@ -36,7 +39,7 @@ BODIES = {
     "return chance": "returned an object of Chance",
     "return list(range(10**6))": "returned more than 50000 values",
     "return [[[[[[[[[[[[[[1]]]]]]]]]]]]]]": "returned data nested deeper than 12 levels",
-    "return 10**4000": "returned a number of more than 3000 digits",
+    "return 10**4000": "returned a number of more than 1000 digits",
     "return 'x' * 10**6": "returned a text of more than 20000 letters",
     "type(chance).accept = lambda self, ratio: True; return True": f"changes the chance it was given, {NOT_ALLOWED}",
     "chance.accept = lambda ratio: True; return True": "raises AttributeError",
@@ -58,6 +61,13 @@ BODIES = {
     "while chance.accept(Fraction(1, 2)): pass": "asked chance more than 1000 times in one run",
     "return chance.accept('yes')": "raises TypeError: chance.accept needs a number, not a str",
     "return chance.draw(p[:0])": "raises ValueError: chance.draw cannot draw from a row without mass",
+    "return chance.draw([2, -1])": "raises ValueError: chance.draw needs finite numbers from 0 on",
+    "return chance.draw([0.5, float('nan')])": "raises ValueError: chance.draw needs finite numbers from 0 on",
+    "return chance.accept(Fraction(1, 3**999))": "raises ValueError: chance.accept takes numbers of at most 1000 bits",
+    "return open('/etc/hostname').read()": f"reads a file that is not its own, {NOT_ALLOWED}",
+    "return open(sys.modules['tinyspec.grade.codec'].__file__.replace('codec', 'task')).read()": (
+        f"reads a file that is not its own, {NOT_ALLOWED}"
+    ),
     "return chance.draw(3)": "raises TypeError: chance.draw needs a list of numbers, not an int",
     "return chance.draw([float('inf')])": "raises ValueError",
     "RUNS.append(1); return len(RUNS) % 2 == 0": "decides differently when it is run again",
@@ -106,6 +116,32 @@ def test_what_a_function_does_costs_it_its_points_and_is_said(body: str, tmp_pat
 def test_what_was_refused_is_told_even_where_it_was_caught(tmp_path: Path) -> None:
     caught = "\ndef residual(p, q):\n    try:\n        open('written', 'w')\n    except Exception:\n        return p\n"
     assert said(graded(tmp_path, RIGHT + caught), "residual").startswith("residual writes a file, which")
+
+
+def test_a_submission_reads_its_own_files(tmp_path: Path) -> None:
+    """Its other modules, a table beside it, and the standard library."""
+    (tmp_path / "table.txt").write_text("0")
+    (tmp_path / "helper.py").write_text(RIGHT)
+    own = "import decimal, os\nfrom helper import accept, residual\nhere = os.path.dirname(__file__)\n"
+    assert graded(tmp_path, own + "assert open(os.path.join(here, 'table.txt')).read() == '0'\n").score == 100
+
+
+def test_what_was_noted_of_a_function_is_out_of_its_reach(tmp_path: Path) -> None:
+    for change in ("clear()", "pop()", "__setitem__(0, (7,))"):
+        source = f"def count(counter):\n    counter.add(1)\n    counter.trace.{change}\n"
+        child, _ = load(str(submit(tmp_path, source)), FAST)
+        with child, pytest.raises(Failed, match="changes what was noted of it") as failed:
+            Function(child, "count", ["counter"])(Counter(1))
+        assert "counter = Counter" in str(failed.value)
+
+
+def test_more_ways_than_can_be_judged_are_refused_in_time(tmp_path: Path) -> None:
+    """A dozen idle coins a case: each is cheap for the submission, and dear for whoever multiplies their laws."""
+    coins = (
+        "\ndef accept(p, q, token, chance):\n    [chance.accept(Fraction(1, 2)) for _ in range(12)]\n    return True\n"
+    )
+    report = graded(tmp_path, PRELUDE + RIGHT + coins, limits=FAST._replace(task=1.0), only="accept")
+    assert "takes too long" in said(report) or "is too slow" in said(report)
 
 
 def test_a_function_costs_only_itself(tmp_path: Path) -> None:

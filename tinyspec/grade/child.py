@@ -34,6 +34,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 DECISIONS = 1000  # of one run
+EVENTS = 20_000  # that props note in one run
+LONGEST = 1000  # bits of a number that chance is asked about: what is asked often is multiplied often
 SLICE = 0.3  # seconds after which the runs that are done are sent
 
 if __name__ == "__main__":  # the package without its weight
@@ -58,6 +60,8 @@ def scripted(script: list[int], asked: list[Any], ways: list[list[int]]) -> tupl
     def decide(kind: str, value: Any, possible: list[int]) -> int:
         if len(asked) == DECISIONS:
             raise Enough(f"asked chance more than {DECISIONS} times in one run")
+        if any(map(long, value if kind == "draw" else [value])):
+            raise ValueError(f"chance.{kind} takes numbers of at most {LONGEST} bits")
         asked.append([kind, codec.plain(value)])
         ways.append(possible)
         return script[len(asked) - 1] if len(asked) <= len(script) else possible[0]
@@ -72,10 +76,10 @@ def scripted(script: list[int], asked: list[Any], ways: list[list[int]]) -> tupl
         """A token with the probability that the row gives it."""
         if type(row) not in (list, tuple) or not all(map(number, row)):
             raise TypeError(f"chance.draw needs a list of numbers, not {codec.described(row)}")
-        if not 0 < sum(row) < float("inf"):
-            raise ValueError(
-                "chance.draw cannot draw from a row without mass" if all(map(finite, row)) else "not finite"
-            )
+        if not all(map(finite, row)) or any(x < 0 for x in row):
+            raise ValueError("chance.draw needs finite numbers from 0 on")
+        if not sum(row) > 0:
+            raise ValueError("chance.draw cannot draw from a row without mass")
         return decide("draw", list(row), [token for token, x in enumerate(row) if x > 0])
 
     kind = type("Chance", (), {"__slots__": (), "accept": accept, "draw": draw})
@@ -90,6 +94,23 @@ def finite(x: Any) -> bool:
     return type(x) is not float or -float("inf") < x < float("inf")
 
 
+def long(x: Any) -> bool:
+    return type(x) is not float and max(x.numerator.bit_length(), x.denominator.bit_length()) > LONGEST
+
+
+def noting(record: list[Any]) -> list[Any]:
+    """An empty trace. What is appended is also kept in the record, where the submission does not reach it."""
+
+    def append(self: list[Any], event: Any) -> None:
+        if len(record) == EVENTS:
+            raise Enough(f"does more than {EVENTS} things with what it is given")
+        record.append(codec.plain(event))
+        list.append(self, event)
+
+    trace: list[Any] = type("Trace", (list,), {"append": append})()
+    return trace
+
+
 class Submission:
     """The submitted module and what it may not change."""
 
@@ -97,7 +118,7 @@ class Submission:
         sys.path.insert(0, folder)
         self.folder = folder
         self.module: Any = None
-        guard.keep()
+        guard.keep(folder)
 
     def load(self) -> dict[str, Any]:
         """Import it: {"ok": functions and the names of their arguments} or {"problem": why not}."""
@@ -131,9 +152,12 @@ class Submission:
         """Run a function once, by a script; `ways` takes the possible answers of each decision."""
         asked: list[Any] = []
         given: list[props.Prop] = []
+        records: list[list[Any]] = []
 
         def one(told: Any) -> props.Prop:
             given.append(made(told))
+            records.append([])
+            given[-1].trace = noting(records[-1])
             return given[-1]
 
         chance, untouched = scripted(script, asked, ways)
@@ -153,10 +177,12 @@ class Submission:
                 result["problem"] = f"returned {refused}"
         except BaseException as error:
             result["problem"] = self.told(error)
+        result["traces"] = records
         try:
-            result["traces"] = codec.plain([prop.trace for prop in given])
-        except codec.NotPlain as refused:
-            result["problem"] = f"does too much with what it is given: {refused}"
+            if codec.plain([list(prop.trace) for prop in given]) != records:
+                guard.offences.append("changes what was noted of it")
+        except Exception:
+            guard.offences.append("changes what was noted of it, or does too much")
         if not untouched():
             guard.offences.append("changes the chance it was given")
         if offence := guard.offence():
@@ -180,10 +206,11 @@ class Submission:
             words += ", and there is Python's standard library alone"
         at = ""
         if isinstance(error, SyntaxError) and error.filename:
-            at = f" ({os.path.basename(error.filename)}, line {error.lineno})"
-            words = error.msg
+            at = f" ({os.path.basename(str(error.filename))}, line {error.lineno})"
+            words = str(error.msg)[:300]
         else:
-            for frame in traceback.extract_tb(error.__traceback__, -200):
+            trail = traceback.walk_tb(error.__traceback__)
+            for frame in traceback.StackSummary.extract(trail, limit=-200, lookup_lines=False):
                 if frame.filename.startswith(self.folder):
                     at = f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
         return f"raises {kind}{': ' if words else ''}{words}{at}"
@@ -205,7 +232,9 @@ def made(told: Any) -> props.Prop:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
+        guard.trusting[0] = True
         spec.loader.exec_module(sys.modules[name])
+        guard.trusting[0] = False
     prop: props.Prop = getattr(sys.modules[name], kind).make(plain)
     return prop
 

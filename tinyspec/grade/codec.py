@@ -11,7 +11,7 @@ from typing import Any
 
 DEPTH = 12  # lists in lists
 VALUES = 50_000  # in one message
-DIGITS = 3_000  # of a whole number, so also of a numerator or denominator
+DIGITS = 1_000  # of a whole number, so also of a numerator or denominator
 LETTERS = 20_000  # of a text
 LOG2_10 = 3.33
 ENCODER = json.JSONEncoder(separators=(",", ":"))

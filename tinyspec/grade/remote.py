@@ -7,6 +7,7 @@ the table: `Exhaustive` walks it, `Seeded` goes one way. So the laws judge a sub
 
 import inspect
 import sys
+import time
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from tinyspec.laws.accused import show
 BATCH = 128  # runs in a message
 WAYS = 20_000  # ends that a function may have on one case
 START = 30.0  # seconds in which Python itself starts, on however busy a machine
-TABLES = 2_000  # that are remembered
+TABLES = 8_000  # that are remembered
 
 Path = tuple[int, ...]
 
@@ -96,6 +97,7 @@ class Function:
         self.child, self.names, self.seconds = child, names, seconds
         self.gone: str | None = None  # why there is no child any more
         self.hung = False
+        self.began = time.process_time()
         self._tables: dict[str, Table] = {}
 
     def __call__(self, *given: Any, chance: Any = None, **named: Any) -> Any:
@@ -121,6 +123,8 @@ class Function:
                 self._tables.pop(next(iter(self._tables)))
             table = self._tables[key] = Table()
         try:
+            if time.process_time() - self.began > self.child.limits.task:
+                raise Failed("has so many ways to go that judging them all takes too long")
             end = self._play(table, message, chance)
             for prop, trace in zip(props, codec.back(end.traces) or [], strict=False):
                 prop.trace = trace
