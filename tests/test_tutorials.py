@@ -91,6 +91,14 @@ def test_a_lesson_is_a_lesson(path: Path) -> None:
     assert "## Exercises" in text
 
 
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_what_a_lesson_shows_is_seen(path: Path) -> None:
+    """A notebook displays the last expression of a cell, and no other."""
+    for cell in cells(path.read_text(encoding="utf-8")):
+        for statement in ast.parse(cell.code).body[:-1]:
+            assert not ast.unparse(statement).startswith("show("), f"line {cell.line}: show stands in mid-cell"
+
+
 def test_every_lesson_is_in_the_book() -> None:
     index = (TUTORIALS / "index.md").read_text(encoding="utf-8")
     assert [path.stem for path in LESSONS] == re.findall(r"^(\d\d_\w+)$", index, re.M)
