@@ -153,6 +153,7 @@ SATURATIONS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "a distance": (lambda a, b: 1 / (1 + math.dist(a, b)), a3_laws.COSINE),
     "its square": (lambda a, b: cosine(a, b) ** 2, a3_laws.COSINE),
+    "three entries alone": (lambda a, b: max(0.0, cosine(a[:3], b[:3])), a3_laws.COSINE),
     "not cut at 0": (cosine, a3_laws.RANGE),
     "without its sign": (lambda a, b: abs(cosine(a, b)), a3_laws.RANGE),
     "all zeros are sure": (lambda a, b: max(0.0, cosine(a, b)) if any(a) and any(b) else 1.0, a3_laws.RANGE),
@@ -217,6 +218,18 @@ EXITS: dict[str, tuple[Callable[..., Any], str]] = {
             lambda threshold, step, limit, tau: min(1.0, 0.9 * threshold + 0.1 * math.exp(-tau * (step - 1) / limit))
         ),
         a3_laws.DECAY,
+    ),
+    "lambda is cut": (
+        exits(lambda threshold, step, limit, tau: 0.9 * min(threshold, 1) + 0.1 * math.exp(-tau * step / limit)),
+        a3_laws.CUT,
+    ),
+    "1 for every lambda above 1": (
+        exits(
+            lambda threshold, step, limit, tau: (
+                1.0 if threshold > 1 else 0.9 * threshold + 0.1 * math.exp(-tau * step / limit)
+            )
+        ),
+        a3_laws.CUT,
     ),
     "inf is cut to 1": (exits(never=False), a3_laws.CUT),
     "not cut": (
@@ -467,7 +480,7 @@ COPY = {
     OneProjectionForAll: a3_layers.COPIED,
     TheStateBelowTheExit: a3_layers.COPIED,
     Zeros: a3_layers.COPIED,
-    ThePromptLeavesToo: a3_layers.COPIED,
+    ThePromptLeavesToo: a3_layers.PROMPT,
     Recomputes: a3_layers.COPIED,
     TheRowBelow: a3_layers.READ,
     TheLastOfEquals: a3_layers.READ,
@@ -524,7 +537,8 @@ P_VALUES: dict[str, tuple[Callable[..., Any], str]] = {
         lambda k, n, d: sum(d**i * (1 - d) ** (n - i) for i in range(k + 1)),
         calibration_laws.SUPER,
     ),
-    "Hoeffding's": (lambda k, n, d: math.exp(-2 * n * max(0.0, float(d) - k / n) ** 2), a3_calibration.TAIL),
+    "Hoeffding's": (lambda k, n, d: Fraction(math.exp(-2 * n * max(0.0, float(d) - k / n) ** 2)), a3_calibration.TAIL),
+    "rounded": (lambda k, n, d: float(tail(n, d, range(k + 1))), a3_calibration.TAIL),
     "one loss more": (lambda k, n, d: tail(n, d, range(min(k + 2, n + 1))), a3_calibration.TAIL),
     "always 1": (lambda k, n, d: 1, a3_calibration.TAIL),
 }
@@ -534,6 +548,15 @@ P_VALUES: dict[str, tuple[Callable[..., Any], str]] = {
 def test_wrong_p_values(wrong: str) -> None:
     function, law = P_VALUES[wrong]
     assert broken("p_value", function) == law
+
+
+def test_a_p_value_that_comes_too_often_is_named() -> None:
+    with pytest.raises(Accused) as told:
+        TASKS["p_value"].laws[0](P_VALUES["fewer losses, not as many"][0], Cases())
+    assert told.value.counterexample.expected == (
+        "where the risk is 1/10, a p-value of 0 or less comes with probability 0 at most"
+    )
+    assert str(told.value.counterexample.got).endswith("a p-value of 0 or less comes with probability 0.9000")
 
 
 def goes_on(thresholds: Any, p_values: Any, epsilon: Any) -> Any:
@@ -574,6 +597,7 @@ CALIBRATIONS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda ts, ps, e: REFERENCE.calibrate(ts, ps, e - Fraction(1, 10**6)),
         calibration_laws.SEQUENCE,
     ),
+    "epsilon is always 1/20": (lambda ts, ps, e: REFERENCE.calibrate(ts, ps, SURE), calibration_laws.SEQUENCE),
     "epsilon divided by their number": (divided, calibration_laws.SEQUENCE),
 }
 
@@ -757,7 +781,41 @@ class StartsAnew(Iteration):
         return known
 
 
+def second(model: Any, text: list[int], count: int) -> list[int]:
+    """The greedy tokens, by a second model whose calls nobody counts."""
+    unseen, made = type(model).make(model.plain()), list[int]()
+    while len(made) < count:
+        made += unseen.says([*text, *made], [0])
+    return made
+
+
+class AsksASecondModel(Iteration):
+    """The greedy text, without a call of the model that was given."""
+
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        return second(model, text, len(guess))
+
+
+class GuessesWhatASecondModelSays(Iteration):
+    """One call a block, which confirms what is known."""
+
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        return list(model.says(text, second(model, text, len(guess))))
+
+
+class AsksBehindTheWrongText(Iteration):
+    """Calls as many as are wanted, whose answers are not what is returned."""
+
+    def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
+        for _ in guess:
+            model.says(text, guess)
+        return second(model, text, len(guess))
+
+
 JACOBI = {
+    AsksASecondModel: a3_sweeps.SAID,
+    AsksBehindTheWrongText: a3_sweeps.SAID,
+    GuessesWhatASecondModelSays: a3_sweeps.BLIND,
     OneSweep: a3_sweeps.GREEDY,
     StopsWhenTheFirstStands: a3_sweeps.GREEDY,
     ConvergesByTheLastToken: a3_sweeps.GREEDY,
@@ -805,6 +863,15 @@ def misuses() -> Iterator[tuple[Callable[[], Any], str]]:
 def test_misuse_is_refused_in_a_sentence(misuse: tuple[Callable[[], Any], str]) -> None:
     with pytest.raises(ValueError, match=misuse[1]):
         misuse[0]()
+
+
+def test_models_keep_their_innards_to_themselves() -> None:
+    base = {"trace", "note", "plain", "make"}
+    layered = {"embed", "project", "store", "run", "row", "depth", "vocabulary"}
+    shown = [
+        {name for name in dir(model) if name[0] != "_"} - base for model in (LayeredModel(1, 2), CountedModel("mixing"))
+    ]
+    assert shown == [layered, {"says", "vocabulary", "eos"}]
 
 
 def test_models_are_made_again_of_what_they_tell() -> None:

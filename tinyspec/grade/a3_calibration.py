@@ -8,7 +8,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from tinyspec.grade.a3_laws import Function, equal, number, words
+from tinyspec.grade.a3_laws import Function, number, words
 from tinyspec.grade.task import Cases
 from tinyspec.laws.accused import Accused, Evidence, accuse
 from tinyspec.laws.calibration_laws import (
@@ -22,9 +22,10 @@ from tinyspec.laws.calibration_laws import (
     is_a_p_value,
     tail,
     violation,
+    weight,
 )
 
-TAIL = "the p-value of k losses is P(Bin(n, delta) <= k)"
+TAIL = "the p-value of k losses is P(Bin(n, delta) <= k), exactly"
 
 
 def is_valid(function: Function, cases: Cases) -> Evidence:
@@ -39,18 +40,13 @@ def is_valid(function: Function, cases: Cases) -> Evidence:
         found = accused.counterexample
         case = found.case
         if "risk" in case:
-            n, delta = case["examples"], case["delta"]
+            n, delta, risk = case["examples"], case["delta"], case["risk"]
             yours = {k: checked(k, n, delta) for k in range(n + 1)}
-            happens = "a p-value so small comes with probability "
-            accuse(
-                SUPER,
-                f"{happens}{found.expected}",
-                f"{happens}{float(found.got):.4f}",
-                n=n,
-                delta=delta,
-                true_risk=case["risk"],
-                p_values_by_losses=yours,
-            )
+            often = {u: sum(weight(k, n, risk) for k, p in yours.items() if p <= u) for u in yours.values()}
+            u, mass = max(often.items(), key=lambda found: found[1] - found[0])
+            happens = f"where the risk is {risk}, a p-value of {u} or less comes with probability "
+            yours_is = {"n": n, "delta": delta, "true risk": risk, "your p-values, by losses": yours}
+            accuse(SUPER, f"{happens}{u} at most", f"{happens}{float(mass):.4f}", **yours_is)
         raise
 
 
@@ -66,7 +62,9 @@ def is_the_tail(function: Function, cases: Cases) -> Evidence:
         for losses in range(n + 1):
             case = {"losses": losses, "n": n, "delta": delta}
             got, seen = number(TAIL, function(losses, n, delta), **case), seen + 1
-            if not equal(tail(losses, n, delta), got):
+            if isinstance(got, float):
+                accuse(TAIL, f"{tail(losses, n, delta)}, a Fraction", f"{got!r}, a float: it is rounded", **case)
+            if got != tail(losses, n, delta):
                 accuse(TAIL, tail(losses, n, delta), got, **case)
     return Evidence(TAIL, seen)
 
@@ -131,13 +129,16 @@ def controls_its_risk(function: Function, cases: Cases) -> Evidence:
 def accepts_what_passed(function: Function, cases: Cases) -> Evidence:
     """Whoever accepts nothing is safe, and useless; p = epsilon is a rejection too."""
     random, seen = Random(cases.seed), 0
-    small, great = (Fraction(1, 100), EPSILON), (Fraction(51, 1000), Fraction(1, 2))
-    drawn = [ps for size in (1, 2, 3) for ps in product((*small, *great), repeat=size)]
-    drawn += [tuple(random.choice((*small * 3, *great)) for _ in range(6)) for _ in range(50 * cases.times)]
-    for p_values in drawn:
-        expected, thresholds = in_order(p_values, EPSILON), ladder(len(p_values))
-        got, seen = chosen(SEQUENCE, function, p_values, EPSILON), seen + 1
+    drawn = list[tuple[Fraction, tuple[Fraction, ...]]]()
+    for epsilon in (EPSILON, Fraction(1, 100), Fraction(1, 10), Fraction(1, 4)):
+        small, great = (epsilon / 5, epsilon), (epsilon * 51 / 50, Fraction(1, 2))
+        drawn += [(epsilon, ps) for size in (1, 2, 3) for ps in product((*small, *great), repeat=size)]
+        for _ in range(15 * cases.times):
+            drawn.append((epsilon, tuple(random.choice((*small * 3, *great)) for _ in range(6))))
+    for epsilon, p_values in drawn:
+        expected, thresholds = in_order(p_values, epsilon), ladder(len(p_values))
+        got, seen = chosen(SEQUENCE, function, p_values, epsilon), seen + 1
         if got != expected:
             shown = [math.inf if at is None else thresholds[at] for at in (expected, got)]
-            accuse(SEQUENCE, *shown, thresholds=thresholds, p_values=p_values, epsilon=EPSILON)
+            accuse(SEQUENCE, *shown, thresholds=thresholds, p_values=p_values, epsilon=epsilon)
     return Evidence(SEQUENCE, seen)

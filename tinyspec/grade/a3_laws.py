@@ -15,7 +15,7 @@ COSINE = "saturation is the cosine of two states that follow each other (CALM, a
 RANGE = "a confidence is a number from 0 to 1"
 FIRST = "a token leaves after the first layer that is sure"
 DECAY = "the threshold is 0.9 lambda + 0.1 exp(-tau t / N) (CALM, arXiv 2207.07061, section 3.4)"
-CUT = "the threshold is cut to 1, but inf means never"
+CUT = "the threshold of a token is cut to 1, lambda itself is not; and inf means never"
 
 WITHIN = 1e-9
 Function = Callable[..., Any]
@@ -76,7 +76,7 @@ def is_the_gap(function: Function, cases: Cases) -> Evidence:
 
 
 def vectors(cases: Cases) -> Iterator[tuple[list[int], list[int]]]:
-    """Pairs of states in two and three dimensions, the simplest first."""
+    """Pairs of states in two to eight dimensions, the simplest first."""
     yield from (
         ([1, 0], [1, 0]),
         ([2, 0], [1, 0]),
@@ -87,8 +87,8 @@ def vectors(cases: Cases) -> Iterator[tuple[list[int], list[int]]]:
     )
     yield from (([1, 2], [0, 0]), ([0, 0], [0, 0]))
     random = Random(cases.seed)
-    for size in (2, 3):
-        for _ in range(50 * cases.times):
+    for size in (2, 3, 5, 8):
+        for _ in range(40 * cases.times):
             one, other = ([random.randrange(-4, 5) for _ in range(size)] for _ in range(2))
             yield one, other
 
@@ -170,12 +170,23 @@ def threshold_decays(function: Function, cases: Cases) -> Evidence:
 
 
 def threshold_is_cut(function: Function, cases: Cases) -> Evidence:
-    """Above 1 it is 1, which a sure token reaches; only inf is never reached."""
-    seen = 0
-    for size, threshold, step in product((1, 2), (math.inf, 1.25, 3.0), (0, 2)):
-        for sure in range(size + 1):
-            confidences = [0.9] * sure + [1.0] * (size - sure)
-            due = math.inf if threshold == math.inf else 1.0
-            leaves(CUT, function, confidences, due, threshold=threshold, step=step, limit=4, tau=4.0)
-            seen += 1
+    """Above 1 it is 1, which a sure token reaches; only inf is never reached.
+
+    lambda = 1.25, tau = 8, t = 2 of 4: 1.125 + 0.1 e^-4 is cut to 1, and 0.95 stays; were lambda cut, 0.9 + 0.1 e^-4 = 0.9018
+    would let it leave. lambda = 1.05, tau = 4, t = 4 of 4: 0.945 + 0.1 e^-4 = 0.9468 is not cut, and 0.95 leaves.
+    """
+    random, seen = Random(cases.seed), 0
+    settings = [(threshold, step, 4.0) for threshold in (math.inf, 1.25, 3.0) for step in (0, 2)]
+    settings += [(1.25, 2, 8.0), (1.05, 4, 4.0), (1.05, 2, 4.0)]
+    for _ in range(20 * cases.times):
+        settings.append((random.randrange(101, 130) / 100, random.randrange(5), random.choice((1.0, 4.0, 8.0))))
+    for threshold, step, tau in settings:
+        asked = 0.9 * threshold + 0.1 * math.exp(-tau * step / 4)
+        due = math.inf if threshold == math.inf else min(asked, 1.0)
+        for size in (1, 2):
+            for confidences in product((0.9, 0.95, 1.0), repeat=size):
+                if any(abs(asked - x) < 1e-4 for x in confidences):
+                    continue  # a rounding error must not decide
+                leaves(CUT, function, confidences, due, threshold=threshold, step=step, limit=4, tau=tau)
+                seen += 1
     return Evidence(CUT, seen)

@@ -9,17 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from random import Random
 from typing import Any, NamedTuple
 
 from tinyspec.grade.a3_laws import Function, words
-from tinyspec.grade.props_a3 import MODULUS, LayeredModel, mixed
+from tinyspec.grade.props_a3 import MODULUS, LayeredModel
 from tinyspec.grade.task import Cases, Law
 from tinyspec.laws.accused import Evidence, accuse
 
 PAIR = "the new tokens come back, and the layers after which they were read"
 NEVER = "a model that nobody leaves early is the full model"
 HOLES = "no key or value is read that was never stored"
+PROMPT = "prompt tokens before the last never leave"
 COPIED = "a token that left is filled from its state at the exit, by each layer above itself (CALM, arXiv 2207.07061)"
 RECOMPUTED = "with recomputation the cache is that of the full model on the same text"
 READ = "the word is the likeliest of the row at the exit"
@@ -118,7 +120,9 @@ def passed(case: Case, text: Sequence[int], exits: Sequence[int], recompute: boo
     for layer in range(1, case.depth + 1):
         below = states[-1]
         pairs.append([model.project(layer, position, state) for position, state in enumerate(below)])
-        above = [mixed(layer, position, state, pairs[-1][: position + 1]) for position, state in enumerate(below)]
+        for position, pair in enumerate(pairs[-1]):
+            model.store(layer, position, pair)
+        above = [model.run(layer, position, state) for position, state in enumerate(below)]
         runs = [recompute or layer <= left for left in exits]
         states.append([new if ran else old for new, old, ran in zip(above, below, runs, strict=True)])
     return Text(states, pairs)
@@ -177,6 +181,19 @@ def _forced(case: Case, got: Decoded, recompute: bool) -> tuple[list[int], list[
     """The text that was run, where its tokens left according to the function, and what that ought to give."""
     text, exits = [*case.prompt, *got.tokens[:-1]], [case.depth] * (len(case.prompt) - 1) + got.layers
     return text, exits, passed(case, text, exits, recompute)
+
+
+def keeps_the_prompt(recompute: bool, function: Function, cases: Cases) -> Evidence:
+    """Their words are known, and all that comes behind reads their keys and values."""
+    chosen = drawn(cases)
+    for case in chosen:
+        got = decoded(function, case)
+        ran = {(position, layer) for kind, layer, position, *_ in got.trace if kind == "run"}
+        for position, layer in product(range(len(case.prompt) - 1), range(1, case.depth + 1)):
+            if (position, layer) not in ran:
+                shown = [f"layer {layer} is {_run(times)} for position {position} of the prompt" for times in (1, 0)]
+                accuse(PROMPT, shown[0], shown[1], **case.shown())
+    return Evidence(PROMPT, len(chosen))
 
 
 def fills_what_is_missing(recompute: bool, function: Function, cases: Cases) -> Evidence:
@@ -244,6 +261,7 @@ def _run(times: int) -> str:
 
 JUDGES: tuple[Callable[[bool, Function, Cases], Evidence], ...] = (
     reads_no_hole,
+    keeps_the_prompt,
     fills_what_is_missing,
     reads_at_the_exit,
     is_the_full_model,

@@ -44,11 +44,11 @@ class LayeredModel(Prop):
 
     def __init__(self, seed: int, depth: int, vocabulary: int = 3):
         super().__init__()
-        self.seed, self.depth, self.vocabulary = seed, depth, vocabulary
-        self.cache: list[dict[int, int]] = [{} for _ in range(depth + 1)]  # [layer][position] -> pair; no layer 0
+        self._seed, self.depth, self.vocabulary = seed, depth, vocabulary
+        self._cache: list[dict[int, int]] = [{} for _ in range(depth + 1)]  # [layer][position] -> pair; no layer 0
 
     def plain(self) -> Any:
-        return {"seed": self.seed, "depth": self.depth, "vocabulary": self.vocabulary}
+        return {"seed": self._seed, "depth": self.depth, "vocabulary": self.vocabulary}
 
     @classmethod
     def make(cls, plain: Any) -> Self:
@@ -56,17 +56,17 @@ class LayeredModel(Prop):
 
     def embed(self, token: int) -> int:
         """The state of a token below layer 1."""
-        return (10 * whole(token, "the token", 0, self.vocabulary - 1) + 3 * self.seed + 1) % MODULUS
+        return (10 * whole(token, "the token", 0, self.vocabulary - 1) + 3 * self._seed + 1) % MODULUS
 
     def project(self, layer: int, position: int, state: int) -> int:
         """The key and value, one number here, that a layer makes of the state that a token brings to it."""
         whole(layer, "the layer", 1, self.depth), whole(state, "the state", 0, MODULUS - 1)
-        return ((layer + 1) * state + whole(position, "the position", 0, MOST_CALLS) + self.seed) % MODULUS
+        return ((layer + 1) * state + whole(position, "the position", 0, MOST_CALLS) + self._seed) % MODULUS
 
     def store(self, layer: int, position: int, pair: int) -> None:
         """Write a key and value into the cache of a layer; what stood there is overwritten."""
         whole(layer, "the layer", 1, self.depth), whole(position, "the position", 0, MOST_CALLS)
-        self.cache[layer][position] = whole(pair, "the key and value", 0, MODULUS - 1)
+        self._cache[layer][position] = whole(pair, "the key and value", 0, MODULUS - 1)
         self.note("store", layer, position, pair)
 
     def run(self, layer: int, position: int, state: int) -> int:
@@ -76,13 +76,13 @@ class LayeredModel(Prop):
         """
         whole(layer, "the layer", 1, self.depth), whole(state, "the state", 0, MODULUS - 1)
         for at in range(whole(position, "the position", 0, MOST_CALLS) + 1):
-            if at not in self.cache[layer]:
+            if at not in self._cache[layer]:
                 self.note("hole", layer, position, at)
                 raise ValueError(
                     f"a hole: layer {layer}, run at position {position}, reads the keys and values of position {at}, "
                     "which nobody stored there"
                 )
-        out = mixed(layer, position, state, [self.cache[layer][at] for at in range(position + 1)])
+        out = _mixed(layer, position, state, [self._cache[layer][at] for at in range(position + 1)])
         self.note("run", layer, position, state, out)
         return out
 
@@ -101,7 +101,7 @@ class LayeredModel(Prop):
         super().note(*event)
 
 
-def mixed(layer: int, position: int, state: int, pairs: Sequence[int]) -> int:
+def _mixed(layer: int, position: int, state: int, pairs: Sequence[int]) -> int:
     """What a layer makes of a state and of the keys and values of positions 0 to `position`: near ones weigh less."""
     heard = sum((position - at + 1) * pair for at, pair in enumerate(pairs))
     return (state + heard * heard + layer) % MODULUS
@@ -129,10 +129,10 @@ class CountedModel(Prop):
 
     def __init__(self, rule: str, seed: int = 0, vocabulary: int = 3, eos: int | None = None):
         super().__init__()
-        self.rule, self.seed, self.vocabulary, self.eos = rule, seed, vocabulary, eos
+        self._rule, self._seed, self.vocabulary, self.eos = rule, seed, vocabulary, eos
 
     def plain(self) -> Any:
-        return {"rule": self.rule, "seed": self.seed, "vocabulary": self.vocabulary, "eos": self.eos}
+        return {"rule": self._rule, "seed": self._seed, "vocabulary": self.vocabulary, "eos": self.eos}
 
     @classmethod
     def make(cls, plain: Any) -> Self:
@@ -147,19 +147,17 @@ class CountedModel(Prop):
                 whole(token, f"a token of {name}", 0, self.vocabulary - 1)
         if len(self.trace) >= MOST_CALLS:
             raise ValueError(f"the model was called {MOST_CALLS} times: the function is not going to stop")
-        said = [after(self.plain(), [*text, *guesses[:at]]) for at in range(len(guesses))]
+        said = [self._behind([*text, *guesses[:at]]) for at in range(len(guesses))]
         self.note(list(text), list(guesses), said)
         return list(said)
 
-
-def after(model: Any, text: Sequence[int]) -> int:
-    """What a counted model, as plain data, says after a text."""
-    vocabulary: int = model["vocabulary"]
-    if model["rule"] == "places":
-        return len(text) % vocabulary
-    if model["rule"] == "counting":
-        return (text[-1] + 1) % vocabulary
-    state: int = model["seed"]
-    for token in text:
-        state = (5 * state + token * token + token + 1) % MODULUS
-    return state % vocabulary
+    def _behind(self, text: Sequence[int]) -> int:
+        """The likeliest token behind a text."""
+        if self._rule == "places":
+            return len(text) % self.vocabulary
+        if self._rule == "counting":
+            return (text[-1] + 1) % self.vocabulary
+        state = self._seed
+        for token in text:
+            state = (5 * state + token * token + token + 1) % MODULUS
+        return state % self.vocabulary

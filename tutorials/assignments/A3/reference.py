@@ -221,6 +221,8 @@ def p_value(losses: int, n: int, delta: Fraction) -> Fraction:
     Args:
         losses: examples of n, from 0 to n, on which the text with exits was not good enough.
         delta: the risk that must not be exceeded, a Fraction between 0 and 1.
+    Returns:
+        A Fraction, or a whole number; no float, which is rounded.
 
     >>> p_value(1, 5, Fraction(1, 2))
     Fraction(3, 16)
@@ -255,8 +257,9 @@ def calibrate(thresholds: list[float], p_values: list[Fraction], epsilon: Fracti
 def jacobi(model: CountedModel, prompt: list[int], n: int, block: int) -> list[int]:
     """Greedy decoding by Jacobi iteration: block by block, each block by sweeps over all of its tokens.
 
-    The first guess of a block is yours: any tokens will do. A sweep is one call of the model, with a text that is final and
-    guesses for what is left of the block. A block of m tokens takes m calls at most; two, where no answer depends on a guess.
+    The first guess of a block is yours: any tokens will do, if no model is asked for them. A sweep is one call of the model,
+    with a text that is final and guesses for what is left of the block. A block of m tokens takes m calls at most; two, where
+    no answer depends on a guess.
 
     Args:
         prompt: at least one token. n: the most new tokens, at least 1. block: tokens of a block, at least 1; the last block
