@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tinyspec.grade import a2_siblings, a2_trees, a2_trie, a2_walk, grading, props_a2, report
+from tinyspec.grade import a2_siblings, a2_trees, a2_trie, a2_walk, assignments, grading, props_a2, report
 from tinyspec.grade.a2 import ASSIGNMENT
 from tinyspec.grade.a2_siblings import LAW
 from tinyspec.grade.props_a2 import TreeSession
@@ -81,7 +81,16 @@ def test_other_cases_are_other_cases() -> None:
         assert len(final) > 2 * len(public)
 
 
-# ---------------------------------------------------------------------- the hand-out
+# ---------------------------------------------------------------------- the hand-out, the starter
+
+
+def test_the_starter_says_which_task_judges_the_class() -> None:
+    text = assignments.starter_of(ASSIGNMENT)
+    for method in ("__init__", "insert", "retrieve"):
+        assert f'raise NotImplementedError("A2.6 Trie.{method}: write me")' in text
+    assert text.count("write me") == 8
+    assert "| `answers`, which judges your class `Trie` | 15 |" in assignments.readme(ASSIGNMENT)
+
 
 HANDOUT = (FOLDER / "handout.md").read_text(encoding="utf-8")
 
@@ -167,7 +176,21 @@ def level_by_level(parents: list[int], committed: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("wrong", [flat, one_on, from_the_tree, level_by_level])
+def in_floats(parents: list[int], committed: int) -> list[float]:
+    return [float(x) for x in REFERENCE.positions(parents, committed)]
+
+
+def of_four_levels(parents: list[int], committed: int) -> list[int]:
+    return [min(x, committed + 3) for x in REFERENCE.positions(parents, committed)]
+
+
+def test_deep_positions() -> None:
+    said = accused("positions", of_four_levels)
+    assert said is not None
+    assert said.law == a2_trees.STANDS and said.case["parents"] == list(range(-1, 7))
+
+
+@pytest.mark.parametrize("wrong", [flat, one_on, from_the_tree, level_by_level, in_floats])
 def test_wrong_positions(wrong: Callable[..., Any]) -> None:
     said = accused("positions", wrong)
     assert said is not None
@@ -202,6 +225,7 @@ MASKS = {
     "text unseen": lambda parents, committed: [
         [False] * committed + row for row in REFERENCE.mask(parents, 0)
     ],
+    "floats": lambda parents, committed: [list(map(float, row)) for row in REFERENCE.mask(parents, committed)],
     "columns turned": lambda parents, committed: [
         row[committed:] + row[:committed] for row in REFERENCE.mask(parents, committed)
     ],
@@ -216,7 +240,25 @@ def test_wrong_masks(name: str) -> None:
     assert len(said.case["parents"]) <= 3
 
 
+@pytest.mark.parametrize("levels", [4, 5, 6])
+def test_a_mask_of_a_few_levels(levels: int) -> None:
+    """Right of every tree of up to four nodes."""
+    mask = from_rule(lambda parents, node, other: other in a2_trees.path(parents, node)[-levels:])
+    said = accused("mask", mask)
+    assert said is not None
+    assert said.law == a2_trees.SEES
+    assert (said.case["parents"], said.case["committed"]) == (list(range(-1, 7)), 5)
+    assert said.case["what is wrong"] == "it does not see node 0, its ancestor"
+
+
+def test_a_mask_of_ones_and_zeros_will_do() -> None:
+    assert accused("mask", lambda *given: [list(map(int, row)) for row in REFERENCE.mask(*given)]) is None
+
+
 def test_a_wrong_mask_is_told_in_words() -> None:
+    said = accused("mask", MASKS["floats"])
+    assert said is not None
+    assert said.case["what is wrong"] == "entry 0 is 1.0 (float), neither True nor False"
     said = accused("mask", MASKS["causal"])
     assert said is not None
     assert said.case["what is wrong"] == "it sees node 0, which is no ancestor of it"
@@ -247,6 +289,13 @@ def scored(
         return [rows[0], *(rows[at] for at in place)]
 
     return score  # fmt: skip
+
+
+def equal_siblings_merged(session: Any, tokens: list[int], parents: list[int]) -> Any:
+    """Merges equal tokens with one parent; what stands below two equal siblings is fed twice."""
+    return scored(REFERENCE.positions, REFERENCE.mask, merge=lambda up, token, node: (parents[node], token))(
+        session, tokens, parents
+    )
 
 
 def path_by_path(session: Any, tokens: list[int], parents: list[int]) -> Any:
@@ -281,6 +330,7 @@ WRONG_SCORES = {
     "rootless": (rootless, a2_trees.ROWS),
     "root last": (root_last, a2_trees.ROWS),
     "a call a node": (path_by_path, a2_trees.BILL),
+    "equal siblings merged": (equal_siblings_merged, a2_trees.BILL),
     "equal paths twice": (scored(REFERENCE.positions, REFERENCE.mask), a2_trees.BILL),
 }  # fmt: skip
 
@@ -291,7 +341,20 @@ def test_wrong_scores(name: str) -> None:
     said = accused("score", wrong)
     assert said is not None
     assert said.law == law
-    assert len(said.case["parents"]) <= 3
+    assert len(said.case["parents"]) <= (4 if wrong is equal_siblings_merged else 3)
+
+
+def rounded(digits: int) -> Callable[..., Any]:
+    """The right rows, as floats of so many digits."""
+    return lambda *given: [[round(float(x), digits) for x in row] for row in REFERENCE.score(*given)]
+
+
+def test_rows_in_floats_are_judged_to_nine_digits() -> None:
+    assert accused("score", rounded(12)) is None
+    for wrong in (rounded(7), lambda *given: [["1/3"] * 3 for _ in REFERENCE.score(*given)]):
+        said = accused("score", wrong)
+        assert said is not None
+        assert said.law == a2_trees.ROWS
 
 
 def test_the_session_refuses_what_does_not_fit() -> None:
@@ -304,6 +367,8 @@ def test_the_session_refuses_what_does_not_fit() -> None:
         (([1], [2], [[1] * 4]), "it needs 3"),
         (([1], [2], [None]), "must be a list"),
         (([1], [2], [[1, 1, 7]]), "True or False"),
+        (([1], [2], [[1, 1, 1.0]]), "True or False"),
+        (([1], [2.0], [[1, 1, 1]]), "whole number"),
         (([1], [2], [[0, 0, 0]]), "at least to itself"),
         ((None, [2], [[1, 1, 1]]), "must be a list"),
     ):
@@ -381,6 +446,16 @@ def every_one_tested_against_p(p: Any, q: Any, candidates: list[int], chance: An
     return None, chance.draw(scaled(less(p, q)) if q is not None and sum(less(p, q)) else p)
 
 
+def at_most_three(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
+    return judged(most=3 if q is not None else 99)(p, q, candidates, chance)
+
+
+def not_without_candidates(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
+    if q is not None and not candidates:
+        return None, 0
+    return judged()(p, q, candidates, chance)
+
+
 WRONG_SIBLINGS = {
     "place is the token": (kept_as_token, a2_siblings.KEPT_IS),
     "counted from one": (counted_from_one, a2_siblings.KEPT_IS),
@@ -396,6 +471,8 @@ WRONG_SIBLINGS = {
     "all against the first p": (every_one_tested_against_p, LAW),
     "p, and keep nothing": (judged(most=0), a2_siblings.KEPT),
     "the first alone": (judged(most=1), a2_siblings.KEPT),
+    "three at most": (at_most_three, a2_siblings.KEPT),
+    "not without candidates": (not_without_candidates, LAW),
     "drawn and compared": (drawn_and_compared, a2_siblings.KEPT),
     "point not taken away": (judged(point=lambda p, token: p), a2_siblings.POINT),
     "point not renormalised": (judged(point=but), a2_siblings.POINT),
@@ -410,7 +487,17 @@ def test_wrong_siblings(name: str) -> None:
     said = accused("siblings", wrong)
     assert said is not None
     assert said.law == law
-    assert len(said.case["p"]) <= 3
+    assert len(said.case["p"]) <= (4 if wrong is at_most_three else 3)
+
+
+def test_a_judge_that_fails_without_candidates() -> None:
+    def siblings(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
+        if q is not None and not candidates:
+            raise ValueError("no candidates")
+        return judged()(p, q, candidates, chance)
+
+    with pytest.raises(ValueError, match="no candidates"):
+        accused("siblings", siblings)
 
 
 def test_floats_will_do() -> None:
@@ -484,6 +571,15 @@ def next_to_it(parents: list[int], here: int) -> list[int]:
     return found
 
 
+def points_at_the_root_alone(tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any) -> Any:
+    """Takes a node without a draft's law for one without children."""
+
+    def of(parents: list[int], here: int) -> list[int]:
+        return children(parents, here) if here == ROOT or q_rows[here + 1] is not None else []
+
+    return walked(of=of)(tokens, parents, p_rows, q_rows, chance)
+
+
 WRONG_WALKS = {
     "tokens for nodes": (walked(say=lambda path, tokens: [tokens[node] for node in path]), a2_walk.PATH),
     "from the bottom": (walked(say=lambda path, tokens: path[::-1]), a2_walk.PATH),
@@ -496,6 +592,8 @@ WRONG_WALKS = {
     "siblings with replacement": (walked(judge=judged(rest=lambda q, token: q)), a2_walk.JOINT),
     "the first child alone": (walked(of=lambda parents, here: children(parents, here)[:1]), a2_walk.KEPT),
     "one level": (walked(most=1), a2_walk.KEPT),
+    "two levels": (walked(most=2), a2_walk.KEPT),
+    "points at the root alone": (points_at_the_root_alone, a2_walk.KEPT),
     "nothing": (walked(most=0), a2_walk.KEPT),
     "children in a row": (walked(of=next_to_it), a2_walk.KEPT),
 }  # fmt: skip
@@ -507,6 +605,10 @@ def test_wrong_walks(name: str) -> None:
     said = accused("walk", wrong)
     assert said is not None
     assert said.law == law
+    if wrong is points_at_the_root_alone:
+        assert said.case["tree"].startswith(
+            "parents [-1, 0], drawn from q without replacement, but the children of node 0"
+        )
     rows = said.case["target rows"]
     assert all(len(row) <= 3 for row in (rows.values() if isinstance(rows, dict) else rows))
 
@@ -644,6 +746,12 @@ class Strands(Runs):
         return tokens[:budget], parents[:budget]
 
 
+class InFloats(Runs):
+    def retrieve(self, context: list[int], budget: int) -> Any:
+        tokens, parents = super().retrieve(context, budget)
+        return [float(token) for token in tokens], parents
+
+
 class Starless(Runs):
     def retrieve(self, context: list[int], budget: int) -> Any:
         return super().retrieve(context, budget)[0]
@@ -654,7 +762,7 @@ WRONG_TRIES = {
         *(ShortestFirst, DeadEnd, OneText, NewestText, LargerFirst, LevelByLevel),
         *(AsTheyCame, TooShallow, TooDeep, BeginningsOnly, Learning),
     ),
-    a2_trie.TREE: (OneMore, DeepestFirst, Strands, Starless),
+    a2_trie.TREE: (OneMore, DeepestFirst, Strands, InFloats, Starless),
 }  # fmt: skip
 
 

@@ -340,7 +340,7 @@ def test_a_starter_keeps_everything_but_the_solution() -> None:
     text = starter(REFERENCE, {"half": "A0.1"}, "A0")
     compile(text, "starter", "exec")
     assert '    raise NotImplementedError("A0.1 half: write me")' in text
-    assert '        raise NotImplementedError("A0 add: write me")' in text
+    assert '        raise NotImplementedError("A0 Pile.add: write me")' in text
     for line in solution_lines(REFERENCE):
         assert line.strip() not in text
     assert "solution" not in text

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
-from tinyspec.grade.a2_trees import words
+from tinyspec.grade.a2_trees import same, words
 from tinyspec.grade.task import Cases, Failed
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.forms import pretty
@@ -21,7 +21,6 @@ KEPT = "a candidate is kept as often as recursive rejection keeps one"
 POINT = "a candidate that was not drawn is kept with probability p"
 
 MASSLESS = "a draw from a row that adds up to more than 0"
-WITHIN = 1e-9
 Function = Callable[..., Any]
 Case = tuple[Exact, Exact, int]
 Said = dict[tuple[int, ...], dict[tuple[int | None, int], Any]]
@@ -33,11 +32,6 @@ _played: WeakKeyDictionary[Function, dict[Any, Any]] = WeakKeyDictionary()
 def played(function: Function) -> dict[Any, Any]:
     """What came of a function's cases so far: its laws ask for the same ones, and playing them is what takes time."""
     return _played.setdefault(function, {})
-
-
-def same(expected: Any, got: Any) -> bool:
-    """Exactly so between fractions, to nine digits where a float is among them."""
-    return bool(expected == got or (isinstance(expected - got, float) and abs(expected - got) <= WITHIN))
 
 
 def at_least(expected: Any, got: Any) -> bool:
@@ -53,14 +47,17 @@ def support(q: Sequence[Fraction]) -> int:
 def drafts(cases: Cases) -> Iterator[Case]:
     """Target row, draft row, number of candidates: all small ones, then larger ones."""
     for vocabulary, largest in ((2, 5), (3, 4)):
-        for k in (1, 2, 3):
+        for k in (0, 1, 2, 3):
             for p, q in pairs((vocabulary,), largest):
                 if k <= support(q):
                     yield p, q, k
+    for p, q in pairs((4,), 5):
+        if support(q) == 4:
+            yield p, q, 4
     random, larger = Random(f"{cases.seed} siblings"), list[Case]()
     for number in range(100 * cases.times):
         p, q = (_row(random, 4 if number % 5 == 0 else 3, 8) for _ in "pq")
-        larger.append((p, q, random.randint(1, min(3, support(q)))))
+        larger.append((p, q, random.randint(1, min(len(q), support(q)))))
     yield from sorted(larger, key=lambda case: (len(case[0]), case[2], sum(x.denominator for x in case[0] + case[1])))
 
 

@@ -83,7 +83,9 @@ def _trees(function: Function, depth: int, run: Sequence[Operation]) -> None:
         for node, parent in enumerate(parents):
             if problem:
                 break
-            if not isinstance(parent, int) or not ROOT <= parent < node:
+            if type(tokens[node]) is not int:
+                problem = f"a token, not {words(tokens[node])}"
+            elif type(parent) is not int or not ROOT <= parent < node:
                 problem = f"a parent of node {node} that comes before it, or {ROOT}"
             elif (parent, tokens[node]) in zip(parents[:node], tokens[:node], strict=True):
                 where = "at the root" if parent == ROOT else f"below {[tokens[n] for n in path(parents, parent)]}"

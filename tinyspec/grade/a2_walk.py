@@ -8,8 +8,8 @@ from typing import Any
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
-from tinyspec.grade.a2_siblings import MASSLESS, WITHIN, at_least, played
-from tinyspec.grade.a2_trees import Parents, path, words
+from tinyspec.grade.a2_siblings import MASSLESS, at_least, played
+from tinyspec.grade.a2_trees import WITHIN, Parents, path, words
 from tinyspec.grade.task import Cases, Failed
 from tinyspec.laws.accused import Accused, Counterexample, Evidence
 from tinyspec.laws.cases import Case, shrink, stage
@@ -19,6 +19,7 @@ from tinyspec.tree import ROOT, TokenTree
 
 PATH = "the path goes down the tree from its root"
 JOINT = "the text has the target's joint law"
+ROOTS, CHILDREN = "the root's children", "the children of node {}"
 KEPT = "as much of the tree is accepted as siblings can be kept"
 
 Function = Callable[..., Any]
@@ -26,26 +27,33 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Grown(Case):
-    """A case with the tree that is drawn: its shape, and whether the root's children are point masses."""
+    """A case with the tree that is drawn: its shape, and the nodes whose children are point masses."""
 
     parents: Parents = (ROOT,)
-    points: bool = False
+    points: tuple[int, ...] = ()
 
 
-SHAPES: tuple[tuple[Parents, bool], ...] = (
-    ((), False),
-    ((-1,), False),
-    ((-1, -1), False),
-    ((-1, -1), True),
-    ((-1, 0), False),
-    ((-1, -1, 0), False),
-    ((-1, -1, 1), False),
-    ((-1, 0, -1), True),
-    ((-1, 0, -1, 2), False),
-    ((-1, -1, 1, 0), False),
-    ((-1, 0, 0, -1), False),
-    ((-1, -1, 1, 0, 1), True),
+SHAPES: tuple[tuple[Parents, tuple[int, ...]], ...] = (
+    ((), ()),
+    ((-1,), ()),
+    ((-1, -1), ()),
+    ((-1, -1), (ROOT,)),
+    ((-1, 0), ()),
+    ((-1, 0), (0,)),
+    ((-1, -1, 0), ()),
+    ((-1, -1, 1), ()),
+    ((-1, 0, -1), (ROOT,)),
+    ((-1, -1, 1, 1), (1,)),
+    ((-1, 0, -1, 2), ()),
+    ((-1, -1, 1, 0), ()),
+    ((-1, 0, 0, -1), ()),
+    ((-1, -1, 1, 0, 1), (ROOT,)),
+    ((-1, -1, 1, 0, 0), (ROOT, 0, 1)),
+    ((-1, 0, 1), ()),
+    ((-1, 0, 1), (1,)),
+    ((-1, 0, -1, 1, 2, 3), (ROOT, 1, 2)),
 )
+"""Parents, and below which of them (of the root and the nodes) stand point masses. Of three levels are the last ones."""
 
 
 def cases_of(cases: Cases) -> Iterator[Grown]:
@@ -54,6 +62,8 @@ def cases_of(cases: Cases) -> Iterator[Grown]:
         for parents, points in SHAPES:
             depth = max((len(path(parents, node)) for node in range(len(parents))), default=0)
             texts = [sum(vocabulary**n for n in range(length)) for length in range(depth + 2)]
+            if depth > 2 < vocabulary:  # as many rows as there are texts: more than anyone would read
+                continue
             lengths = (texts[depth + 1], max(1, texts[depth]))
             for case in stage(vocabulary, depth, depth + 1, whole, lengths, "text", count * cases.times, cases.seed):
                 yield Grown(**vars(case), parents=parents, points=points)
@@ -70,8 +80,8 @@ def drawn(case: Grown, chance: Exhaustive) -> tuple[TokenTree, list[Any]]:
         if shaped not in number:
             continue
         above = number[shaped]
-        if case.points and above == ROOT:
-            law, token = None, case.vocabulary - 1 - parents.count(ROOT)
+        if shaped in case.points:
+            law, token = None, case.vocabulary - 1 - parents.count(above)
         else:
             full = case.q.law(tree.spelled(tree.path(above)))
             law = left.get(above, full)
@@ -131,7 +141,9 @@ class Walks(Form):
         return known[case]  # type: ignore[no-any-return]
 
     def shown(self, case: Grown) -> dict[str, Any]:
-        how = "drawn from q without replacement" + (", but the root's children: point masses" if case.points else "")
+        how = "drawn from q without replacement"
+        if case.points:
+            how += f", but {' and '.join(CHILDREN.format(node) if node >= 0 else ROOTS for node in case.points)}: point masses"
         tree = f"parents {list(case.parents)}, {how} (fewer where q has no more)"
         rows = {"target rows": case.p.shown(case.gamma)}
         if case.gamma:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tinyspec.errors import TinyspecError
-from tinyspec.grade.starter import starter
+from tinyspec.grade.starter import askers, starter
 from tinyspec.grade.task import Assignment
 
 NAMES = ("A1", "A2", "A3")
@@ -32,12 +32,16 @@ def folder(name: str) -> Path:
 
 def starter_of(assignment: Assignment) -> str:
     """What a student's submission.py begins as."""
-    labels = {task.name: task.title.split()[0] for task in assignment.tasks}
     reference = (folder(assignment.name) / "reference.py").read_text(encoding="utf-8")
     try:
-        return starter(reference, labels, assignment.name)
+        return starter(reference, _labels(assignment), assignment.name)
     except TinyspecError as error:
         raise TinyspecError(f"{assignment.name}/reference.py, {error}") from None
+
+
+def _labels(assignment: Assignment) -> dict[str, str]:
+    """The numbers of the tasks by their names: {"residual": "A1.3"}."""
+    return {task.name: task.title.split()[0] for task in assignment.tasks}
 
 
 def new(assignment: Assignment, where: Path) -> list[Path]:
@@ -61,7 +65,13 @@ def new(assignment: Assignment, where: Path) -> list[Path]:
 def readme(assignment: Assignment) -> str:
     """The first page: what is where, the tasks, and the one command."""
     name = assignment.name
-    tasks = "\n".join(f"| {task.title} | `{task.name}` | {task.points} |" for task in assignment.tasks)
+    reference = (folder(name) / "reference.py").read_text(encoding="utf-8")
+    judged = {
+        task: f", which judges your class `{made}`" for made, task in askers(reference, _labels(assignment)).items()
+    }
+    tasks = "\n".join(
+        f"| {task.title} | `{task.name}`{judged.get(task.name, '')} | {task.points} |" for task in assignment.tasks
+    )
     return f"""# {name}: {assignment.title}
 
 `handout.md` says what is to be built, and why. Write the functions in `submission.py`; the standard library is all there is.

@@ -90,7 +90,7 @@ class TreeSession(Prop):
                 f"token{'' if read == 1 else 's'} that {'was' if read == 1 else 'were'} read and {fed} that "
                 f"{'is' if fed == 1 else 'are'} fed"
             )
-        if any(seen not in (0, 1) for seen in row):
+        if any(type(seen) not in (bool, int) or seen not in (0, 1) for seen in row):
             raise ValueError(f"row {place} of the mask is {row!r}: its entries are True or False")
         if not any(row):
             raise ValueError(f"row {place} of the mask shows nothing: a row attends at least to itself")

@@ -6,13 +6,14 @@
 At the depth of the file itself a block is left out without a word: helpers and imports that only the solution needs.
 """
 
+import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from tinyspec.errors import TinyspecError
 
 BEGIN, END = "# solution", "# end of solution"
-DEFINITION = re.compile(r"\s*(?:async )?(?:def|class) (\w+)")
+DEFINITION = re.compile(r"\s*(?:async )?(def|class) (\w+)")
 WORDS = re.compile(r"\w+")
 
 
@@ -20,7 +21,7 @@ def starter(reference: str, labels: Mapping[str, str], name: str) -> str:
     """The starter of a reference.
 
     labels  of the functions that are tasks: {"residual": "A1.3"}
-    name    of the assignment, said of the others
+    name    of the assignment, said of the others; methods of a class have the label of the task that uses the class
 
     Raises TinyspecError where markers do not match, or a line of the solution would be given away.
 
@@ -37,8 +38,10 @@ def starter(reference: str, labels: Mapping[str, str], name: str) -> str:
             owner = _owner(kept, depth)
             if depth and owner is None:
                 raise TinyspecError(f"line {number}: this solution stands in no function")
-            if depth:
-                label = f"{labels.get(str(owner), name)} {owner}: write me"
+            if owner:
+                first = owner.split(".")[0]
+                task = first if first in labels else askers(reference, labels).get(first, "") if "." in owner else ""
+                label = f"{labels.get(task, name)} {owner}: write me"
                 kept.append(f'{line[:depth]}raise NotImplementedError("{label}")')
         elif hidden:
             secret += [] if line.strip() == END else [line]
@@ -48,6 +51,24 @@ def starter(reference: str, labels: Mapping[str, str], name: str) -> str:
     if leaked := leaks(secret, text):
         raise TinyspecError(f"the starter gives away a line of the solution: {leaked[0]}")
     return text
+
+
+def askers(reference: str, tasks: Iterable[str]) -> dict[str, str]:
+    """Which task judges a class: the function of that name, where it makes one.
+
+    >>> askers("class Pile: ...\\ndef answers(x):\\n    return Pile(x)", ["answers"])
+    {'Pile': 'answers'}
+    """
+    found: dict[str, str] = {}
+    body = ast.parse(reference).body
+    classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
+    for function in body:
+        if isinstance(function, ast.FunctionDef) and function.name in tasks:
+            calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+            for made in calls:
+                if isinstance(made, ast.Name) and made.id in classes:
+                    found.setdefault(made.id, function.name)
+    return found
 
 
 def solution_lines(reference: str) -> list[str]:
@@ -83,8 +104,12 @@ def _marked(reference: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _owner(lines: list[str], depth: int) -> str | None:
-    """The function or class in which a line of this depth stands."""
+    """The function or class in which a line of this depth stands; a method by the name of its class too: "Pile.add"."""
+    names: list[str] = []
     for line in reversed(lines):
-        if line.strip() and len(line) - len(line.lstrip()) < depth and (found := DEFINITION.match(line)):
-            return found[1]
-    return None
+        around = len(line) - len(line.lstrip())
+        if line.strip() and around < depth and (found := DEFINITION.match(line)):
+            if not names or found[1] == "class":
+                names.insert(0, found[2])
+            depth = around
+    return ".".join(names) or None

@@ -38,7 +38,8 @@ class Session(Protocol):
 
         Args:
             tokens, positions: [k] what is fed, and where in the text each token stands, counted from 0.
-            mask: [k][c + k] what each row sees, of the c = len(text) - 1 tokens that were read and then of the k that are fed.
+            mask: [k][c + k] True or False: what each row sees, of the c = len(text) - 1 tokens that were read and then of the
+                k that are fed.
         Returns:
             [k][V] the law of the token behind each.
         """
@@ -65,7 +66,7 @@ def positions(parents: list[int], committed: int) -> list[int]:
         parents: [n] a node's parent, or ROOT. A parent comes before its children; nothing else is known of the order.
         committed: tokens of the committed text, 0 or more. They stand at positions 0 to committed - 1.
     Returns:
-        [n] whole numbers. Siblings stand at one position: they are guesses of the same token.
+        [n] whole numbers, of type int. Siblings stand at one position: they are guesses of the same token.
 
     >>> positions([-1, -1, 0, 0, 2], committed=10)
     [10, 10, 11, 11, 12]
@@ -84,7 +85,8 @@ def mask(parents: list[int], committed: int) -> list[list[bool]]:
     Args:
         parents, committed: as for `positions`.
     Returns:
-        [n][committed + n] True or False: first the columns of the committed text, then those of the nodes.
+        [n][committed + n] True or False (or 1 and 0, but no floats): first the columns of the committed text, then those of
+        the nodes.
 
     >>> for row in mask([-1, -1, 1], committed=1):
     ...     print(row)
@@ -211,7 +213,7 @@ class Node:
 
 
 class Trie:
-    """Remembers texts by their ends: which tokens followed the last ones, and how often.
+    """Remembers texts by their ends: which tokens followed the last ones, and how often. The task `answers` judges it.
 
     >>> trie = Trie(depth=3)
     >>> trie.insert([1, 2, 3, 1, 2, 5, 1, 2, 5])
@@ -277,7 +279,7 @@ class Trie:
 
 
 def answers(depth: int, operations: list[Any]) -> list[Tree | None]:
-    """What a new trie answers to operations, in order. It is written for you: the grader asks your trie through it.
+    """What a new trie answers to operations, in order. It is written for you: as the task `answers` the grader judges Trie.
 
     Args:
         operations: ("insert", text), answered by None, and ("retrieve", context, budget), answered by the tree.
