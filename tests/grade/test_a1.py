@@ -95,6 +95,12 @@ def numbers_as_text(weights: Any, temperature: Any, top_k: Any, top_p: Any) -> A
     return [str(x) for x in warp(weights, temperature, top_k, top_p)]
 
 
+def whole_weights(weights: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
+    """Weights need not be whole."""
+    whole = [Fraction(int(x)) for x in weights]
+    return warp(whole if any(whole) else weights, temperature, top_k, top_p)
+
+
 def colder_is_warmer(weights: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
     """w ** T in floats."""
     return normalised([float(weight) ** float(temperature) for weight in weights])
@@ -590,11 +596,93 @@ def greedy_drafts(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos:
     return looping(target, draft, prompt, n, gamma, eos, knobs, chance, draft_knobs=greedy, declared_knobs=knobs)
 
 
+def peeked(session: Any, text: Any) -> Any:
+    """The weights behind a text, without a call."""
+    return list(props_a1.behind(**session.plain(), text=text))
+
+
+class Peeked:
+    """A session whose calls leave no trace."""
+
+    def __init__(self, session: Any):
+        self.session, self.read = session, list[int]()
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+    def score(self, tokens: Any) -> Any:
+        self.read += tokens
+        return [peeked(self.session, self.read[: at + 1]) for at in range(len(self.read) - len(tokens), len(self.read))]
+
+    def rewind(self, length: int) -> None:
+        del self.read[length:]
+
+
+def nobody_called(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+    """Plain decoding of rows that no call returned: every law of the caches and the calls holds of no calls."""
+    return looping(Peeked(target), draft, prompt, n, 0, eos, knobs, chance)
+
+
+def called_afterwards(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
+    """The same, and one call in the end."""
+    new = nobody_called(target, draft, prompt, n, gamma, eos, knobs, chance)
+    if new:
+        target.score([*prompt, *new][:-1])
+    return new
+
+
+def draft_never_called(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
+    return looping(target, Peeked(draft), prompt, n, gamma, eos, knobs, chance)
+
+
+def drafts_too_many(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+    """Fewer calls than the rule needs, of longer drafts than were asked for."""
+    return looping(target, draft, prompt, n, gamma + 1, eos, knobs, chance)
+
+
+def called_for_nothing(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
+    """The prompt is read before anybody looks whether something is wanted."""
+    if not n:
+        target.score(prompt)
+    return looping(target, draft, prompt, n, gamma, eos, knobs, chance)
+
+
+def draft_called_for_nothing(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
+    if not n:
+        draft.score(prompt)
+    return looping(target, draft, prompt, n, gamma, eos, knobs, chance)
+
+
+def drafts_what_the_target_says(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
+    """Every draft is kept, as it is drawn from the target's rows, looked up; the draft is called for show."""
+
+    class Shown(Peeked):
+        def score(self, tokens: Any) -> Any:
+            draft.score(tokens)
+            return super().score(tokens)
+
+        def rewind(self, length: int) -> None:
+            draft.rewind(length)
+            super().rewind(length)
+
+    return looping(target, Shown(target), prompt, n, gamma, eos, knobs, chance)
+
+
 WRONG: list[tuple[str, Callable[..., Any], str]] = [
     *(("warp", f, a1_laws.A_LAW) for f in (not_normalised, no_row, numbers_as_text)),
     *(
         ("warp", f, a1_laws.TEMPERATURE)
-        for f in (colder_is_warmer, all_greatest_at_zero, last_greatest_at_zero, temperature_off_at_zero)
+        for f in (whole_weights, colder_is_warmer, all_greatest_at_zero, last_greatest_at_zero, temperature_off_at_zero)
     ),
     *(("warp", f, a1_laws.TOP_K) for f in (ties_stay, one_too_few, ties_from_behind)),
     *(("warp", f, a1_laws.TOP_P) for f in (crossing_one_left_out, more_than_it_takes, whoever_has_top_p)),
@@ -641,7 +729,21 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
             draft_reads_newest,
         )
     ),
-    *(("generate", f, a1_loop.CALLS) for f in (plain_decoding, one_draft_fewer, call_for_the_newest, draft_not_warped)),
+    *(
+        ("generate", f, a1_loop.READ)
+        for f in (
+            nobody_called,
+            called_afterwards,
+            draft_never_called,
+            drafts_too_many,
+            called_for_nothing,
+            draft_called_for_nothing,
+        )
+    ),
+    *(
+        ("generate", f, a1_loop.CALLS)
+        for f in (plain_decoding, one_draft_fewer, call_for_the_newest, draft_not_warped, drafts_what_the_target_says)
+    ),
 ]
 
 
@@ -747,8 +849,8 @@ def test_the_handouts_two_rounds() -> None:
     assert asked == [("", "The cat sat"), ("The cat", "ran away fast")]
     handout = (FOLDER / "handout.md").read_text(encoding="utf-8")
     assert all(f"target.score({tokens})" in handout for _, tokens in asked)
-    assert spelled(target.cache) == "The cat ran away fast" and spelled(draft.cache) == "The cat ran away"
-    assert f"{spelled(target.cache)}       {spelled(draft.cache)}   " in handout
+    caches = [spelled(session._cache) for session in (target, draft)]
+    assert caches == ["The cat ran away fast", "The cat ran away"] and f"{caches[0]}       {caches[1]}   " in handout
 
 
 # ---------------------------------------------------------------------- the session
@@ -802,6 +904,18 @@ def test_a_session_says_the_rows_of_its_model() -> None:
         session = props_a1.Session(laws, "text")
         assert session.score(list(text))[-1] == list(Model(laws, "text").law(text))
         assert props_a1.Session(laws).score(text)[-1] == list(Model(laws).law(text[1:]))
+
+
+def test_a_session_shows_what_the_handout_names_and_nothing_else() -> None:
+    session = props_a1.Session([[Fraction(1), Fraction(1)]])
+    assert {name for name in dir(session) if name[0] != "_"} == {"score", "rewind", "trace", "note", "plain", "make"}
+
+
+@pytest.mark.parametrize("row", [[False, True], [math.nan, math.nan]])
+def test_what_is_no_number_is_said(row: Any) -> None:
+    with pytest.raises(Accused) as accused:
+        judged(TASKS["residual"], lambda p, q: row)
+    assert accused.value.counterexample.expected == "a list of 2 numbers (no bool, no nan)"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,11 @@ ASSIGNMENT = Assignment(
         Task("acceptance", "A1.2 The acceptance", 10, (a1_laws.probability, a1_laws.shared)),
         Task("residual", "A1.3 The residual", 15, (a1_laws.rest, a1_laws.beyond, a1_laws.whole, a1_laws.equal)),
         Task("verify", "A1.4 One round", 25, (a1_round.tokens, a1_round.bonus, a1_round.kept, a1_round.joint)),
-        Task("generate", "A1.5 The loop", 30, (a1_loop.stops, a1_loop.joint, a1_loop.caches, a1_loop.frugal)),
+        Task(
+            "generate",
+            "A1.5 The loop",
+            30,
+            (a1_loop.stops, a1_loop.joint, a1_loop.caches, a1_loop.calls, a1_loop.frugal),
+        ),
     ),
 )

@@ -51,7 +51,7 @@ def is_number(value: Any) -> bool:
 def held_row(row: Any, size: int, law: str, case: dict[str, Any]) -> list[Any]:
     """The row, if it is a list of so many numbers, none below 0, that add up to one; else the accusation."""
     if not isinstance(row, (list, tuple)) or len(row) != size or not all(map(is_number, row)):
-        accuse(law, f"a list of {size} numbers", repr(row) if contains_text(row) else row, **case)
+        accuse(law, f"a list of {size} numbers (no bool, no nan)", repr(row) if contains_text(row) else row, **case)
     if any(x < 0 for x in row):
         accuse(law, "no number below 0", list(row), **case)
     if not close(1, sum(row)):
@@ -73,15 +73,18 @@ def same_row(expected: Sequence[Any], row: Sequence[Any]) -> bool:
 
 
 def weights(cases: Cases, drawn: int) -> Iterator[list[Fraction]]:
-    """Rows of whole weights, two and three tokens first, then longer ones that are drawn."""
+    """Rows of whole weights for two and three tokens first, a few that are not whole, then longer ones that are drawn."""
     for size in (2, 3):
         for row in sorted(product(range(4), repeat=size), key=lambda row: (sum(row), row)):
             if any(row):
                 yield [Fraction(x) for x in row]
+    for parts in ((3, 2), (1, 2), (2, 3), (1, 1), (1, 3, 2)):
+        yield [Fraction(x, 2) for x in parts]
     rng = random.Random(f"weights {cases.seed}")
     for _ in range(drawn * cases.times):
         row = tuple(rng.randrange(7) for _ in range(rng.randint(3, 6)))
-        yield [Fraction(x) for x in (row if any(row) else (1, *row[1:]))]
+        below = rng.choice((1, 2, 3, 4))
+        yield [Fraction(x, below) for x in (row if any(row) else (1, *row[1:]))]
 
 
 def of_warp(law: str, knobs: Sequence[Knobs]) -> Callable[[Function, Cases], Evidence]:
@@ -147,7 +150,7 @@ def acceptances(acceptance: Function, cases: Cases, law: str) -> Iterator[tuple[
                 case = {"p (target row)": list(p), "q (draft row)": list(q), "drafted token": token}
                 got = acceptance(list(p), list(q), token)
                 if not is_number(got):
-                    accuse(law, "a number", got, **case)
+                    accuse(law, "a number (no bool, no nan)", got, **case)
                 yield case, min(p[token], q[token]), got
 
 

@@ -2,16 +2,18 @@
 
 The joint law must be that of plain decoding, which `laws.exact` calculates from the target's rows. A cache that is left dirty
 can hide from it: a draft that reads refused tokens is only a worse draft. So the sessions remember what was asked of them,
-and two more laws read that: what stood in the caches, and how often the target was called.
+and three more laws read that: what stood in the caches, whether each token comes from a call, and how often the target was
+called.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
-from tinyspec.grade.a1_laws import Function
+from tinyspec.grade.a1_laws import Function, close
 from tinyspec.grade.a1_round import Text, alike
 from tinyspec.grade.a1_stage import STOPS, Run, Situation, endings, every, situations
 from tinyspec.grade.task import Cases
@@ -21,13 +23,14 @@ from tinyspec.laws.exact import Reference
 
 JOINT = "joint law: over all rounds, the text has the law of plain decoding"
 CACHES = "when a model is called, its cache holds what was kept: nothing refused, nothing read twice"
+READ = "tokens come from calls: the target reads all but the last, the draft what it drafts behind; n = 0 needs no call"
 CALLS = "one call of the target a round, and rounds as long as the rule allows"
 
 
 def stops(generate: Function, cases: Cases) -> Evidence:
     """A target that knows what follows is obeyed: up to n tokens, up to the end token, whatever the draft says."""
     evidence = Evidence(STOPS)
-    for given in sorted(endings(cases), key=lambda given: given.case.tokens + given.case.gamma + len(given.prompt)):
+    for given in smallest_endings(cases):
         evidence.cases += 1
         expected: Text = ()
         while len(expected) < given.case.tokens and (not expected or expected[-1] != given.eos):
@@ -37,6 +40,11 @@ def stops(generate: Function, cases: Cases) -> Evidence:
             if outcome.new != expected:
                 accuse(STOPS, list(expected), list(outcome.new), **given.shown())
     return evidence
+
+
+def smallest_endings(cases: Cases) -> list[Situation]:
+    """The endings, the smallest first."""
+    return sorted(endings(cases), key=lambda given: given.case.tokens + given.case.gamma + len(given.prompt))
 
 
 def smallest(given: Situation, broken: Callable[[Situation], bool]) -> Situation:
@@ -49,7 +57,7 @@ def plain(given: Situation) -> dict[Text, Any]:
     stop = Stop(eos=frozenset(() if given.eos is None else (given.eos,)))
     temperature, top_k, top_p = given.knobs
     warp = Warp(float(temperature), top_k, top_p)
-    return dict(Reference(given.session("p").row, warp, stop).law(given.case.tokens, given.prompt))
+    return dict(Reference(partial(given.row, "p"), warp, stop).law(given.case.tokens, given.prompt))
 
 
 def joint(generate: Function, cases: Cases) -> Evidence:
@@ -123,7 +131,47 @@ def caches(generate: Function, cases: Cases) -> Evidence:
     return evidence
 
 
-def fewest(given: Situation) -> Any:
+def unread(given: Situation, outcome: Run) -> tuple[str, Any, Any] | None:
+    """What was said without the call that it needs: (what is compared, expected, got).
+
+    A target that read the text but its last token was asked for the law of every token. What it reads beyond the text that is
+    known by then was drafted, behind tokens that the draft has read.
+    """
+    text: Text = (*given.prompt, *outcome.new)
+    target, draft = ([(*before, *tokens) for before, tokens in asked] for asked in (outcome.target, outcome.draft))
+    if given.case.tokens == 0:
+        asked = [*(f"target.score({list(read)})" for read in target), *(f"draft.score({list(read)})" for read in draft)]
+        return ("the calls", "none", asked) if asked else None
+    if not any(shared(read, text) >= len(text) - 1 for read in target):
+        longest = max(target, key=lambda read: shared(read, text), default=())
+        return "what the target has read of the text in the end", list(text[:-1]), list(longest)
+    known = len(given.prompt)
+    for read in target:
+        if len(read) > known + given.case.gamma:
+            what = f"how many tokens behind {list(read[:known])} the target reads in one call"
+            return what, f"at most {given.case.gamma}", len(read) - known
+        if len(read) > known and not any(shared(each, read) >= len(read) - 1 for each in draft):
+            longest = max(draft, key=lambda each: shared(each, read), default=())
+            return f"what the draft has read before it drafts {read[-1]}", list(read[:-1]), list(longest)
+        known = shared(read, text) + 1
+    return None
+
+
+def calls(generate: Function, cases: Cases) -> Evidence:
+    """In every outcome: no token that nobody was asked for, and no call where nothing is wanted."""
+    evidence = Evidence(READ)
+    for given in (*smallest_endings(cases), *situations(cases)):
+        evidence.cases += 1
+        for outcome in every(generate, given, evidence):
+            wrong = unread(given, outcome)
+            if wrong is not None:
+                compared, expected, got = wrong
+                text = [*given.prompt, *outcome.new]
+                accuse(READ, expected, got, **given.shown(), **{"text in the end": text, "compared": compared})
+    return evidence
+
+
+def needed(given: Situation) -> Any:
     """How often the rule calls the target, on average: where both laws agree, with mass min(p, q), the round goes on."""
 
     def ended(new: Text) -> bool:
@@ -146,13 +194,13 @@ def fewest(given: Situation) -> Any:
 
 
 def frugal(generate: Function, cases: Cases) -> Evidence:
-    """On average over all outcomes the target is called as often as the rule needs."""
+    """On average over all outcomes the target is called as often as the rule needs, no oftener and no less often."""
     evidence = Evidence(CALLS)
     for given in situations(cases):
         evidence.cases += 1
         got = sum(mass * len(outcome.target) for outcome, mass in every(generate, given, evidence).items())
-        expected = fewest(given)
-        if got > expected + (1e-9 if isinstance(got, float) else 0):
+        expected = needed(given)
+        if not close(expected, got):
             compared = "how often the target is called, on average"
-            accuse(CALLS, f"at most {expected}", got, **given.shown(), compared=compared)
+            accuse(CALLS, expected, got, **given.shown(), compared=compared)
     return evidence

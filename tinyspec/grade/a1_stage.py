@@ -12,7 +12,7 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.sampling import Warp
 from tinyspec.grade.a1_laws import HALF, ONE, THIRD, ZERO, Function, Knobs
 from tinyspec.grade.a1_round import Text
-from tinyspec.grade.props_a1 import Session
+from tinyspec.grade.props_a1 import Session, behind
 from tinyspec.grade.task import Cases
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.cases import Case, Model, stage
@@ -37,6 +37,10 @@ class Situation:
         """A session of the model called `p` or `q` that has read nothing."""
         return Session(self.weights[name], getattr(self.case, name).by)
 
+    def row(self, name: str, text: Sequence[int]) -> list[Fraction]:
+        """The weights that a model gives behind a text."""
+        return list(behind(self.weights[name], getattr(self.case, name).by, text))
+
     @cached_property
     def weights(self) -> dict[str, list[list[Fraction]]]:
         """The rows of both models."""
@@ -48,7 +52,7 @@ class Situation:
     def law(self, name: str, text: Sequence[int]) -> list[Any]:
         """The warped row of a model behind a text."""
         temperature, top_k, top_p = self.knobs
-        row = tuple(self.session(name).row(text))
+        row = tuple(self.row(name, text))
         if row not in self.remembered:
             self.remembered[row] = warped(row, (), Warp(float(temperature), top_k, top_p))
         return self.remembered[row]
@@ -74,20 +78,19 @@ class Situation:
 
     def said_by(self, name: str) -> dict[Any, list[Fraction]]:
         """The weights of a model behind every text that matters here."""
-        session, first, n = self.session(name), len(self.prompt), self.case.tokens
-        if session.by == "length":
-            most = min(len(session.rows), first + n - 1)
+        rows, by, first, n = self.weights[name], getattr(self.case, name).by, len(self.prompt), self.case.tokens
+        if by == "length":
+            most = min(len(rows), first + n - 1)
             several = {
-                f"behind {length} token{'s' * (length > 1)}": session.rows[length - 1]
-                for length in range(first, most + 1)
+                f"behind {length} token{'s' * (length > 1)}": rows[length - 1] for length in range(first, most + 1)
             }
-            return several or {"behind any text": session.rows[-1]}
-        if session.by == "last":
-            return {f"behind token {token}": row for token, row in enumerate(session.rows)}
+            return several or {"behind any text": rows[-1]}
+        if by == "last":
+            return {f"behind token {token}": row for token, row in enumerate(rows)}
         texts = [
             (*self.prompt, *new) for count in range(n) for new in product(range(self.case.vocabulary), repeat=count)
         ]
-        return {text: session.row(text) for text in texts}
+        return {text: self.row(name, text) for text in texts}
 
 
 class Run(NamedTuple):

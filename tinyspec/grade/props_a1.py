@@ -13,6 +13,18 @@ from tinyspec.grade.props import Prop
 MOST_CALLS, MOST_TOKENS = 100, 50  # of one run, and in a cache: whoever asks for more is not going to stop
 
 
+def behind(rows: Sequence[Sequence[Fraction]], by: str, text: Sequence[int]) -> Sequence[Fraction]:
+    """Which of the rows stands behind a text that is not empty; `by` as for a Session."""
+    if by == "length":
+        return rows[min(len(text), len(rows)) - 1]
+    if by == "last":
+        return rows[text[-1]]
+    number = 0
+    for token in text:
+        number = number * len(rows[0]) + token + 1
+    return rows[number % len(rows)]
+
+
 class Session(Prop):
     """A model and its cache. `len(session)` is the number of tokens that it holds; a new session has read nothing.
 
@@ -38,20 +50,19 @@ class Session(Prop):
 
     def __init__(self, rows: Sequence[Sequence[Fraction]], by: str = "length"):
         super().__init__()
-        self.rows = [list(row) for row in rows]
-        self.by = by
-        self.vocabulary = len(self.rows[0])
-        self.cache: list[int] = []
+        self._rows = [list(row) for row in rows]
+        self._by = by
+        self._cache: list[int] = []
 
     def plain(self) -> Any:
-        return {"rows": [list(row) for row in self.rows], "by": self.by}
+        return {"rows": [list(row) for row in self._rows], "by": self._by}
 
     @classmethod
     def make(cls, plain: Any) -> Self:
         return cls(**plain)
 
     def __len__(self) -> int:
-        return len(self.cache)
+        return len(self._cache)
 
     def score(self, tokens: Sequence[int]) -> list[list[Fraction]]:
         """Read tokens behind the cache: one call of the model. They stand in the cache from then on.
@@ -59,41 +70,31 @@ class Session(Prop):
         Returns a row [V] for each token: the weights of the token that follows it. ValueError for no tokens, or none of ours.
         """
         if not isinstance(tokens, (list, tuple)) or not tokens:
-            raise ValueError(f"score needs a list of at least one token: got {tokens!r}, and its cache is {self.cache}")
+            raise ValueError(
+                f"score needs a list of at least one token: got {tokens!r}, and its cache is {self._cache}"
+            )
+        vocabulary = len(self._rows[0])
         for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocabulary:
-                raise ValueError(
-                    f"score was given {token!r}: a token is a whole number from 0 to {self.vocabulary - 1}"
-                )
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise ValueError(f"score was given {token!r}: a token is a whole number from 0 to {vocabulary - 1}")
         self._remember("score", list(tokens))
-        if len(self.cache) + len(tokens) > MOST_TOKENS:
+        if len(self._cache) + len(tokens) > MOST_TOKENS:
             raise ValueError(f"the cache has room for {MOST_TOKENS} tokens: the function is not going to stop")
         rows = []
         for token in tokens:
-            self.cache.append(token)
-            rows.append(list(self.row(self.cache)))
+            self._cache.append(token)
+            rows.append(list(behind(self._rows, self._by, self._cache)))
         return rows
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens of the cache and forget the others. ValueError if there are fewer."""
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self.cache):
-            tokens = f"{len(self.cache)} token{'' if len(self.cache) == 1 else 's'}"
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self._cache):
+            tokens = f"{len(self._cache)} token{'' if len(self._cache) == 1 else 's'}"
             raise ValueError(f"rewind({length!r}): the cache holds {tokens}, and a rewind only takes tokens away")
         self._remember("rewind", length)
-        del self.cache[length:]
-
-    def row(self, text: Sequence[int]) -> list[Fraction]:
-        """The weights behind a text that is not empty."""
-        if self.by == "length":
-            return self.rows[min(len(text), len(self.rows)) - 1]
-        if self.by == "last":
-            return self.rows[text[-1]]
-        number = 0
-        for token in text:
-            number = number * self.vocabulary + token + 1
-        return self.rows[number % len(self.rows)]
+        del self._cache[length:]
 
     def _remember(self, what: str, given: Any) -> None:
         if len(self.trace) >= MOST_CALLS:
             raise ValueError(f"the session was asked {MOST_CALLS} things: the function is not going to stop")
-        self.note(what, list(self.cache), given)
+        self.note(what, list(self._cache), given)

@@ -86,11 +86,12 @@ class Dice:
 def warp(weights: Row, temperature: Fraction, top_k: int | None, top_p: Fraction | None) -> Row:
     """A1.1 The law that is sampled from: the model's weights after the user's settings.
 
-    weights      [V] e to the power of the logits: from 0 on, not all 0; they need not add up to one
+    weights      [V] e to the power of the logits: from 0 on, not all 0; they need not be whole, nor add up to one
     temperature  0, 1, 1/2 or 1/3. A logit divided by T is a weight to the power 1/T: of a Fraction w, `w ** (1 / temperature)`
                  is exact here. 0 is greedy: all mass on the greatest weight, whatever top_k and top_p are
-    top_k        then keep exactly the k tokens of greatest weight; None keeps all
-    top_p        then keep the smallest set of most probable tokens whose share of what top_k left reaches top_p; None keeps all
+    top_k        from 1 on: then keep exactly the k tokens of greatest weight; None keeps all
+    top_p        above 0, up to 1: then keep the smallest set of most probable tokens whose share of what top_k left reaches
+                 top_p; None keeps all
 
     Among equal weights the lower token comes first, everywhere. Returns the law [V]: its numbers add up to one.
 
@@ -198,9 +199,11 @@ def generate(
     gamma          how many tokens to draft a round; fewer where fewer are wanted
     eos            the token that ends a text: it is said, and nothing after it; one in the prompt ends nothing. Or None
 
-    Each round calls the target once. When a model is called, its cache holds tokens of the text, and for the draft also those
-    it drafted in this round: no refused ones (rewind!). Nothing that was kept is read twice. Returns the new tokens, without
-    the prompt.
+    Each round calls the target once, and every row comes from a call: use nothing else of a session. When a model is called,
+    its cache holds tokens of the text, and for the draft also those it drafted in this round: no refused ones (rewind!).
+    Nothing that was kept is read twice. Returns the new tokens, without the prompt.
+
+    The examples import the grader's Session. Do so in examples only: where the submission is graded, there is no tinyspec.
 
     >>> from tinyspec.grade.props_a1 import Session
     >>> rows = [[Fraction(x == 1) for x in range(3)], [Fraction(x == 2) for x in range(3)]]  # behind 1 token: 1; then: 2
