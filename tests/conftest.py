@@ -48,7 +48,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The suite that proves the laws is long: `-m "not laws"` is the fast part."""
+    """The suite that proves the laws is long: `-m "not (laws or slow)"` is the fast part."""
     for item in items:
         if LAWS in item.path.parents:
             item.add_marker("laws")

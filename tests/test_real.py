@@ -18,6 +18,7 @@ def smollm2():  # type: ignore[no-untyped-def]
     return tinyspec.load("smollm2")
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_transformers_on_twelve_questions() -> None:
     try:
         data.spec_bench()

@@ -22,6 +22,8 @@ from tinyspec.technique import techniques
 
 ENDING = replace(LLAMA, eos=tuple(range(0, 13, 2)))  # every other token ends a text
 METHODS = [name for name, card in techniques().items() if card.kind == "decoder" and card.drafts <= 1]
+NESTED = ("cascade", "staged")  # decoders in decoders take longest
+EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in NESTED else name for name in METHODS]
 
 
 def job(*ids: int, tokens: int = 9) -> Job:
@@ -39,7 +41,7 @@ def may_run(method: str) -> None:
         pytest.skip(f"{method} needs more than a small random model: {error}")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_books_balance_at_every_length_and_temperature(method: str) -> None:
     may_run(method)
 
@@ -63,7 +65,7 @@ def test_books_balance_at_every_length_and_temperature(method: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recounted from the rounds themselves: emitted, accepted, a round's own token, what the stop cut off."""
     may_run(method)

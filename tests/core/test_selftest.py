@@ -11,6 +11,7 @@ SOURCES = HERE.parent.parent / "tinyspec" / "_core" / "src"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="NO C COMPILER: the C is not tested by itself")
 def test_threads_a_fork_and_every_kernel(tmp_path: Path) -> None:
     parts = [HERE / "selftest.c", *(SOURCES / name for name in ("kernels.c", "layers.c", "pool.c"))]
