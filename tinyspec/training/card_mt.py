@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from tinyspec.card import curve
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.recipe_mt import TranslationRecipe
-from tinyspec.train import Trained
+from tinyspec.training.card import curve
+from tinyspec.training.recipe_mt import TranslationRecipe
+from tinyspec.training.train import Trained
 
 SHOWN = 5  # examples on a card: the first valid sentences
 WHAT = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from tinyspec.lm.transformer import Model
-from tinyspec.recipe import Recipe
-from tinyspec.train import Trained
+from tinyspec.training.recipe import Recipe
+from tinyspec.training.train import Trained
 
 
 def sample(model: Model, prompt: str, seed: int, temperature: float = 0.8, tokens: int = 120) -> str:
