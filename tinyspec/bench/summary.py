@@ -131,7 +131,8 @@ def exits(result: dict[str, Any], page: str, share: float = 0.95) -> str:
             found.append(f"`{label}` {of['layers']:.1f} layers, {of['work']:.2f} of the work, {of['agreement']:.1%}")
     return (
         f"**Leaving early** (`{result['command']}`): {result['settings']['model']}, {depth} layers. The least work at which "
-        f"at least {share:.0%} of the words are the full model's: {'; '.join(found)}. [{page}](tutorials/results/{page})."
+        f"at least {share:.0%} of the words are the full model's: {'; '.join(found)} (`softmax` asks the head behind every "
+        f"layer). [{page}](tutorials/results/{page})."
     )
 
 
