@@ -10,12 +10,12 @@ import torch
 import tinyspec
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec import _core, models
-from tinyspec.bitext import train_joint_tokenizer
 from tinyspec.decoding.refine import blank
 from tinyspec.decoding.rescore import judge
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import techniques
+from tinyspec.training.bitext import train_joint_tokenizer
 from tinyspec.translating import Translation, Work
 from tinyspec.translation import start
 

@@ -12,8 +12,8 @@ from tests.zoo import failed, run
 from tinyspec.bench import dialects
 from tinyspec.bench.dialects import AR, KD, RAW, SAMPLED, Copying, Setup, Trial, copying, said
 from tinyspec.bench.dialects_report import grids, named, picture, told
-from tinyspec.dialects import padded
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
+from tinyspec.training.dialects import padded
 
 RESULTS = sorted((Path(__file__).parents[2] / "tutorials" / "results").glob("dialects*.json"))
 QUICK = (

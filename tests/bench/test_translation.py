@@ -15,12 +15,12 @@ from tinyspec.bench.book import dumps
 from tinyspec.bench.translation import Sample, told
 from tinyspec.bench.translation_picture import lines, picture
 from tinyspec.bench.translators import PLAIN, arms, loaded
-from tinyspec.bitext import train_joint_tokenizer
-from tinyspec.bleu import bleu
 from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
+from tinyspec.training.bitext import train_joint_tokenizer
+from tinyspec.training.bleu import bleu
 
 ENGLISH = ["A dog runs.", "A red dog sleeps in the snow.", "Two dogs.", "A boy sees a dog."] * 2
 GERMAN = ["Ein Hund rennt.", "Ein roter Hund schläft im Schnee.", "Zwei Hunde.", "Ein Junge sieht einen Hund."] * 2

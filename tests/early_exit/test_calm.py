@@ -27,8 +27,8 @@ from tinyspec.laws.exit_laws import with_classifier
 from tinyspec.laws.toys import calm as traps
 from tinyspec.lm.feed import Call
 from tinyspec.lm.transformer import Model
-from tinyspec.schedule import Settings
 from tinyspec.technique import Guarantee, Request, find
+from tinyspec.training.schedule import Settings
 from tinyspec.tree import TokenTree
 
 CARD = find("calm")

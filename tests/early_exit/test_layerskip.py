@@ -17,7 +17,6 @@ from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.verify import walk
 from tinyspec.early_exit.layerskip import drafting_layers, evaluations
 from tinyspec.errors import TinyspecError
-from tinyspec.exit_losses import Course, Exits
 from tinyspec.generation import start
 from tinyspec.laws import toys
 from tinyspec.laws.toys import layerskip as traps
@@ -25,6 +24,7 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.feed import Call
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Request, find
+from tinyspec.training.exit_losses import Course, Exits
 
 CARD = find("layerskip")
 GREEDY = Warp(temperature=0.0)

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from tinyspec.aligner import align, fertilities
 from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.copies import by_fertility, guarded, uniform
 from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.refine_many import chosen
-from tinyspec.dialects import Dialects, padded
-from tinyspec.distilled import Writing, write
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.fertility_laws import fertility_law, judged, named, student, teacher
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import nat
-from tinyspec.taught import forced
 from tinyspec.technique import RefineRequest, find
+from tinyspec.training.aligner import align, fertilities
+from tinyspec.training.dialects import Dialects, padded
+from tinyspec.training.distilled import Writing, write
+from tinyspec.training.taught import forced
 
 SOURCES = [(4,), (6, 5), (4, 7, 5), (7, 7, 4, 6), (5, 4, 6, 7, 5)]
 SEEDS = range(4)

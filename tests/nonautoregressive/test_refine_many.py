@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tinyspec.bitext import padded
 from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.refine import Refiner, blank, refine
 from tinyspec.decoding.refine_many import alone, chosen, refine_many
@@ -14,6 +13,7 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.nonautoregressive.mask_predict import MaskPredict
 from tinyspec.nonautoregressive.nat import FertileParallel
+from tinyspec.training.bitext import padded
 
 SOURCES = [[4, 5, 6, 7, 9], [8], [9, 4, 9], [5, 5, 10]]
 SHAPE = {"d_model": 16, "n_heads": 2, "d_ff": 24, "encoder_layers": 1, "decoder_layers": 2, "max_positions": 40}

@@ -24,9 +24,9 @@ from tinyspec.laws.small import Exact, rows
 from tinyspec.laws.theorems import Given
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
-from tinyspec.schedule import Settings
 from tinyspec.speculative.verification.specinfer import Merged, agreement, answered, boost, merged, multi_step
 from tinyspec.technique import Request, find
+from tinyspec.training.schedule import Settings
 from tinyspec.tree import ROOT, TokenTree
 
 CARD = find("specinfer")

@@ -1,8 +1,9 @@
 """`tinyspec bench dialects`: what writing all words at once costs where a source has several right translations.
 
-On the task of tinyspec/dialects.py, where the best a model can do is known exactly: a model that reads what it wrote; one that
-writes in a single parallel pass, trained on the same pairs and on the first one's translations of their sources (distillation);
-and Mask-Predict, by its passes, on the pairs as they are. Every model is judged with the length that it tells itself.
+On the task of tinyspec/training/dialects.py, where the best a model can do is known exactly: a model that reads what it wrote;
+one that writes in a single parallel pass, trained on the same pairs and on the first one's translations of their sources
+(distillation); and Mask-Predict, by its passes, on the pairs as they are. Every model is judged with the length that it tells
+itself.
 
 All are Seq2Seq of one shape, trained alike for the same number of steps. A training that was interrupted goes on.
 """
@@ -26,15 +27,15 @@ from tinyspec.decoding.copies import uniform
 from tinyspec.decoding.lengths import beam, by_token
 from tinyspec.decoding.refine import Canvas, Refiner
 from tinyspec.decoding.refine_many import chosen
-from tinyspec.dialects import Dialects, padded
-from tinyspec.distilled import Writing, write
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Memory, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import mask_predict
 from tinyspec.nonautoregressive.nat import parallel, words
-from tinyspec.schedule import Settings
-from tinyspec.taught import forced
-from tinyspec.train import train
+from tinyspec.training.dialects import Dialects, padded
+from tinyspec.training.distilled import Writing, write
+from tinyspec.training.schedule import Settings
+from tinyspec.training.taught import forced
+from tinyspec.training.train import train
 
 AR, RAW, SAMPLED, KD = "autoregressive", "parallel", "parallel, sampled", "parallel, distilled"
 BATCH = 250  # sources that are decoded together

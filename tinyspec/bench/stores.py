@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyspec import corpus, data, models
+from tinyspec import data, models
 from tinyspec.bench.plan import ArmSpec
 from tinyspec.decoding import datastore
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
+from tinyspec.training import corpus
 
 
 class Prepared(NamedTuple):

@@ -5,11 +5,13 @@ A test holds the README to this text, so that no number in it can be older than 
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tinyspec.bench import report
+from tinyspec.bench.dialects_report import named
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -114,6 +116,71 @@ def chapter(result: dict[str, Any], page: str) -> str:
     )
 
 
+def exits(result: dict[str, Any], page: str, share: float = 0.95) -> str:
+    """Chapter 2's experiment: for each measure the cheapest threshold at which the exits still agree with the full model."""
+    depth, found = result["settings"]["n_layers"], list[str]()
+    for measure in dict.fromkeys(label.rpartition(" ")[0] for label in result["figures"]):
+        rows = {
+            label: of["forced"]
+            for label, of in result["figures"].items()
+            if label.rpartition(" ")[0] == measure and of["forced"]["agreement"] >= share
+        }
+        if rows and measure:
+            label = min(rows, key=lambda label: rows[label]["work"])
+            of = rows[label]
+            found.append(f"`{label}` {of['layers']:.1f} layers, {of['work']:.2f} of the work, {of['agreement']:.1%}")
+    return (
+        f"**Leaving early** (`{result['command']}`): {result['settings']['model']}, {depth} layers. The least work at which "
+        f"at least {share:.0%} of the words are the full model's: {'; '.join(found)} (`softmax` asks the head behind every "
+        f"layer). [{page}](tutorials/results/{page})."
+    )
+
+
+def translations(result: dict[str, Any], page: str) -> list[str]:
+    """Chapter 3's table."""
+    settings = result["settings"]
+    lines = [
+        f"**Translation** (`{result['command']}`): English to German, {settings['sentences']} sentences of Multi30k's "
+        f"test_2016_flickr, greedy decoding of the same teacher = 1. [{page}](tutorials/results/{page}).",
+        "",
+        f"| | BLEU | decoder passes | times as fast | in batches of {settings['batch']} |",
+        "|---|---|---|---|---|",
+    ]
+    for label, of in result["figures"].items():
+        many = verdict(of["batch_speedup"]["median"]) if of["batch_speedup"] else "-"
+        lines.append(
+            f"| {label} | {of['bleu']:.1f} | {of['decoder_passes']:.1f} | {verdict(of['speedup']['median'])} | {many} |"
+        )
+    return lines
+
+
+def iterations(result: dict[str, Any], page: str) -> str:
+    """The survey's third experiment: what each further iteration of Mask-Predict brings, and costs."""
+    rows = [
+        f"{label.split('T ')[1].split(',')[0]}: {of['bleu']:.1f} ({of['speedup']['median']:.2f}x)"
+        for label, of in result["figures"].items()
+        if label.endswith("1 length")
+    ]
+    return (
+        f"**Mask-Predict by its iterations** (`{result['command']}`), one length, BLEU (times as fast as the teacher, "
+        f"greedy): {', '.join(rows)}. [{page}](tutorials/results/{page})."
+    )
+
+
+def dialects(result: dict[str, Any], page: str) -> list[str]:
+    """What writing everything at once costs where there are several right answers."""
+    kinds = result["figures"]
+    arms = list(dict.fromkeys(arm for of in kinds.values() for arm in of))
+    modes = result["settings"]["modes"]
+    rows = [[arm, *(f"{100 * of[arm]['valid']:.1f}" for of in kinds.values())] for arm in arms]
+    return [
+        f"**Several right translations** (`{result['command']}`): right ones of every hundred, {modes} dialects with "
+        f"{', '.join(map(named, kinds))}. [{page}](tutorials/results/{page}).",
+        "",
+        *("| " + " | ".join(row) + " |" for row in (["", *kinds], ["---"] * (1 + len(kinds)), *rows)),
+    ]
+
+
 def text(folder: Path) -> str:
     """The section of the README."""
     race, bare = load(folder, "race"), load(folder, "plain")
@@ -138,6 +205,13 @@ def text(folder: Path) -> str:
     for name in ("speculative-storyteller", "speculative-smollm2"):
         if (folder / f"{name}.json").exists():
             lines += ["", chapter(load(folder, name), f"{name}.md")]
+    made: list[tuple[str, Callable[[dict[str, Any], str], str | list[str]]]] = [
+        ("exits", exits), ("translation", translations), ("translation-iterations", iterations), ("dialects", dialects)
+    ]  # fmt: skip
+    for name, words in made:
+        if (folder / f"{name}.json").exists():
+            said = words(load(folder, name), f"{name}.md")
+            lines += ["", *([said] if isinstance(said, str) else said)]
     if (folder / "equality.json").exists():
         lines += ["", bits(load(folder, "equality"))]
     if (folder / "peer.json").exists():  # takes minutes, so it may be measured on its own

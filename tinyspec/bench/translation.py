@@ -14,15 +14,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from tinyspec import data, distilled
+from tinyspec import data
 from tinyspec.bench.book import dumps
 from tinyspec.bench.harness import progress, report, save
 from tinyspec.bench.measure import turned
 from tinyspec.bench.report import Grid, number, speed
 from tinyspec.bench.tally import five
 from tinyspec.bench.translators import EXPERIMENTS, PLAIN, Arm, Done, Ids, arms, loaded
-from tinyspec.bleu import ORDER, Counts, counts, metric
 from tinyspec.errors import TinyspecError, nearest
+from tinyspec.training import distilled
+from tinyspec.training.bleu import ORDER, Counts, counts, metric
 
 BLOCK = 20  # sentences of which a sample tells
 ROWS = 1024  # rows of a batch, at most: a source with s candidates is s of them

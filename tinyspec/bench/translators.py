@@ -5,17 +5,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tinyspec import distilled, translators
-from tinyspec.bitext import padded
+from tinyspec import translators
 from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.refine_many import chosen, refine_many
 from tinyspec.decoding.rescore import said
-from tinyspec.distilled import Writing
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Call
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import MaskPredict
 from tinyspec.nonautoregressive.nat import FertileParallel
+from tinyspec.training import distilled
+from tinyspec.training.bitext import padded
+from tinyspec.training.distilled import Writing
 from tinyspec.translating import Work
 from tinyspec.translation import translate
 

@@ -49,11 +49,12 @@ def boost(
     """
     import torch
 
-    from tinyspec import corpus, data
+    from tinyspec import data
     from tinyspec.pairing import check_pair
-    from tinyspec.recipe import END
-    from tinyspec.schedule import Settings
     from tinyspec.speculative.verification import specinfer
+    from tinyspec.training import corpus
+    from tinyspec.training.recipe import END
+    from tinyspec.training.schedule import Settings
 
     target, small = base.load_all(model, draft, ["specinfer"], device, "float32")
     if small is None:

@@ -49,10 +49,11 @@ def train_exits(
 
     from rich.console import Console
 
-    from tinyspec import corpus, models
+    from tinyspec import models
     from tinyspec.early_exit.calm import fit
     from tinyspec.lm import checkpoint
-    from tinyspec.schedule import Settings
+    from tinyspec.training import corpus
+    from tinyspec.training.schedule import Settings
 
     loaded = models.load(model)
     found = models.find(model)
@@ -88,7 +89,8 @@ def train_exits(
 
 def passages(files: tuple[Path, ...], split: Any) -> list[str]:
     """The texts of files, else the classics."""
-    from tinyspec import corpus, data
+    from tinyspec import data
+    from tinyspec.training import corpus
 
     return [base.read_text(file) for file in files] or [corpus.clean(book.text) for book in data.books(split)]
 

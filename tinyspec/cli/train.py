@@ -99,8 +99,8 @@ def lm(
 
     from rich.console import Console
 
-    from tinyspec.recipe import read_recipe
-    from tinyspec.train_lm import train_lm
+    from tinyspec.training.recipe import read_recipe
+    from tinyspec.training.train_lm import train_lm
 
     console = None if quiet else Console(stderr=True)
     if distill is not None:
@@ -109,7 +109,7 @@ def lm(
         recipe = _recipe(distill, out, overrides, layers, draft_vocab, texts)
     assert recipe is not None
     if distill is not None or read_recipe(recipe, overrides).distill:
-        from tinyspec.distill import distill as make
+        from tinyspec.training.distill import distill as make
 
         wanted = {"shape.n_layers": layers, "distill.draft_vocab": draft_vocab, "distill.texts": texts}
         overrides = {**{key: str(value) for key, value in wanted.items() if value is not None}, **overrides}
@@ -153,8 +153,8 @@ def _recipe(
     import os
 
     from tinyspec import models
-    from tinyspec.distill import recipe_text, with_values
     from tinyspec.lm import checkpoint
+    from tinyspec.training.distill import recipe_text, with_values
 
     path = models.find(target)
     if path is None and target in models.FETCHABLE:

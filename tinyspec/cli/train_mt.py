@@ -48,7 +48,7 @@ def mt(
 
     from rich.console import Console
 
-    from tinyspec import train_mt
+    from tinyspec.training import train_mt
 
     console = None if quiet else Console(stderr=True)
     if distill_only:

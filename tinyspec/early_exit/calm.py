@@ -39,9 +39,9 @@ from tinyspec.decoding.exits import Exit, ExitTarget, Rule
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
-from tinyspec.schedule import Settings
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.train import Trained, train
+from tinyspec.training.schedule import Settings
+from tinyspec.training.train import Trained, train
 
 # ---------------------------------------------------------------------- the measures (section 3.5)
 

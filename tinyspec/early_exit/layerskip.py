@@ -8,10 +8,11 @@ on from there. A round costs n E for drafting, E for the last guess, which no dr
 L (n + 1) layer evaluations, of which only the first n E stand in a row. That is no more than plain decoding of as many tokens;
 refused guesses are what is lost.
 
-What makes it LayerSkip and not any early exit: the recipe that trains the model (tinyspec/exit_losses.py: layer dropout that
-rises with depth, losses at all exits through the one head, in a rotational or gradual curriculum), and that what the exit
-computed is reused and not repeated. A model that was not trained so is decoded correctly all the same, but its exits say less:
-`tinyspec bench layerskip` shows by how much, on three models of one shape (models/exits-plain, exits-loss, exits-layerskip).
+What makes it LayerSkip and not any early exit: the recipe that trains the model (tinyspec/training/exit_losses.py: layer
+dropout that rises with depth, losses at all exits through the one head, in a rotational or gradual curriculum), and that what
+the exit computed is reused and not repeated. A model that was not trained so is decoded correctly all the same, but its exits
+say less: `tinyspec bench layerskip` shows by how much, on three models of one shape (models/exits-plain, exits-loss,
+exits-layerskip).
 
 Guarantee: EXACT; the paper's algorithm is greedy, and sampling judges the declared draft by the ordinary acceptance test.
 Tested in tests/early_exit/test_layerskip.py: the joint law, the layer evaluations of every round from the ledger, keys and

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.dialects import Dialects
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
+from tinyspec.training.dialects import Dialects
 
 EM = "expectation maximisation, round by round (Brown et al. 1993)"
 KNOWN = "known alignments are found (Brown et al. 1993)"

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tinyspec.exit_losses import Course, Exits
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
+from tinyspec.training.exit_losses import Course, Exits
 
 WEIGHTS = "what an exit's loss counts"
 DROPOUT = "how often a layer is left out"

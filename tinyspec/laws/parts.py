@@ -12,7 +12,6 @@ from torch import Generator, Tensor
 
 from tinyspec import _core, generation
 from tinyspec._core import Forest, NgramIndex
-from tinyspec.aligner import Aligned, align
 from tinyspec.decoding import sampling, trace
 from tinyspec.decoding.calibrate import Calibrated, PValue, calibrate, hoeffding
 from tinyspec.decoding.chance import Replay, Seeded
@@ -29,7 +28,6 @@ from tinyspec.decoding.trace import Statistics
 from tinyspec.decoding.treedraft import Shape, TreeDraft
 from tinyspec.decoding.verify import residual, walk
 from tinyspec.early_exit.ppd import Pipeline
-from tinyspec.exit_losses import Course
 from tinyspec.lm.feed import Feed, Scores
 from tinyspec.lm.given import Given
 from tinyspec.lm.session import Session
@@ -42,6 +40,8 @@ from tinyspec.speculative.verification.bild import big
 from tinyspec.speculative.verification.block_verification import verify_block
 from tinyspec.speculative.verification.gumbel_coupling import RaceDraft, match
 from tinyspec.speculative.verification.spectr import k_seq
+from tinyspec.training.aligner import Aligned, align
+from tinyspec.training.exit_losses import Course
 from tinyspec.tree import ROOT, Row
 
 Forward = Callable[[Sequence[Feed]], list[Scores]]

@@ -10,8 +10,9 @@ sequences at once, of whose translations the autoregressive teacher keeps the on
 
 Trained: everything, on the sentences as the teacher translates them (sequence-level distillation, Kim, Rush 2016, arXiv
 1606.07947: a student that sees one translation of each sentence has less to agree about; on people's translations NAT mixes
-several). An aligner supplies the fertilities, here `tinyspec/aligner.py`: `loss` is -log p_F(f|x) - sum_t log p(y_t|x, f). Then
-`finetune`: the word-level reverse KL to the teacher, for the fertilities by REINFORCE with the average fertilities as baseline.
+several). An aligner supplies the fertilities, here `tinyspec/training/aligner.py`: `loss` is -log p_F(f|x) - sum_t log p(y_t|x,
+f). Then `finetune`: the word-level reverse KL to the teacher, for the fertilities by REINFORCE with the average fertilities as
+baseline.
 
 Guarantee: APPROX, with s, the number of samples: its own rule is proved by an exact oracle (laws/fertility_laws.py) that walks
 all fertility sequences. Tested in tests/nonautoregressive/test_nat.py: T is the sum of the fertilities, samples of a larger

@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tinyspec import aligner
-from tinyspec.aligner import Aligned, align
 from tinyspec.laws.alignment_laws import CORPORA, EM, KNOWN, TWICE
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.parts import PARTS, Parts
+from tinyspec.training import aligner
+from tinyspec.training.aligner import Aligned, align
 
 
 def _counting(count: Callable[[Any, Any, Any], Any]) -> Callable[..., Aligned]:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.exit_losses import Course
 from tinyspec.laws.exit_loss_laws import DROPOUT, HEAD, WEIGHTS, told
 from tinyspec.laws.mutants import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS
 from tinyspec.lm.blocks import Blocks
+from tinyspec.training.exit_losses import Course
 
 
 class NotNormalised(Course):

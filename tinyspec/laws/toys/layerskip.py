@@ -13,7 +13,6 @@ from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Round
 from tinyspec.decoding.modeldraft import GuestDraft, ModelDraft
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.verify import Verdict, walk
-from tinyspec.exit_losses import Course
 from tinyspec.laws import exit_loss_laws
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, law
@@ -24,6 +23,7 @@ from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.feed import Call
 from tinyspec.lm.plan import Plan
 from tinyspec.technique import Request
+from tinyspec.training.exit_losses import Course
 from tinyspec.tree import TokenTree
 
 OWN = "a draft is what the model cut off behind the exit says of the text"

@@ -38,9 +38,9 @@ from tinyspec.decoding.verify import Verdict, residual, without
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.transformer import Model
-from tinyspec.schedule import Settings
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.train import train
+from tinyspec.training.schedule import Settings
+from tinyspec.training.train import train
 from tinyspec.tree import ROOT, TokenTree
 
 D = TypeVar("D")

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tinyspec import corpus
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.transformer import Model
-from tinyspec.recipe import read_recipe
-from tinyspec.train_lm import distillation, train_lm
+from tinyspec.training import corpus
+from tinyspec.training.recipe import read_recipe
+from tinyspec.training.train_lm import distillation, train_lm
 
 RECIPE = """
 name = "teller"
@@ -114,7 +114,7 @@ def test_an_interrupted_training_leaves_no_model_and_goes_on_to_the_same_one(
         return interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr("tinyspec.train_lm.corpus", SimpleNamespace(**{**vars(corpus), "crops": with_a_ctrl_c}))
+        patch.setattr("tinyspec.training.train_lm.corpus", SimpleNamespace(**{**vars(corpus), "crops": with_a_ctrl_c}))
         assert not run(zoo, "teller")
     assert not (zoo / "teller/model.safetensors").exists()
     assert run(zoo, "teller")
@@ -167,7 +167,7 @@ def test_missing_data_is_said_before_anything_is_written(zoo: Path) -> None:
 
 @pytest.mark.parametrize("name", ["storyteller", "apprentice"])
 def test_the_zoo_fits_its_budget(name: str) -> None:
-    recipe = read_recipe(Path(__file__).parents[1] / "models" / name / "recipe.toml")
+    recipe = read_recipe(Path(__file__).parents[2] / "models" / name / "recipe.toml")
     limit = {"storyteller": 18e6, "apprentice": 6e6}[name]
     assert 2 * recipe.config().parameters() < limit, "bytes in bfloat16; together at most 24 MB"
     assert Model.random(recipe.config()).config.max_positions == 512

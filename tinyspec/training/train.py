@@ -28,8 +28,8 @@ from rich.progress import TextColumn
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
-from tinyspec.muon import Muon
-from tinyspec.schedule import Settings, progress, rate
+from tinyspec.training.muon import Muon
+from tinyspec.training.schedule import Settings, progress, rate
 from tinyspec.waiting import counted
 
 Batch = tuple[Tensor, ...]

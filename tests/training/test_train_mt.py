@@ -14,13 +14,13 @@ import torch
 from click.testing import CliRunner
 from torch.nn import functional as F
 
-from tinyspec import bitext, taught
-from tinyspec.bitext import Pair, padded
 from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.recipe_mt import read_translation_recipe
-from tinyspec.train_mt import begin, train_mt
+from tinyspec.training import bitext, taught
+from tinyspec.training.bitext import Pair, padded
+from tinyspec.training.recipe_mt import read_translation_recipe
+from tinyspec.training.train_mt import begin, train_mt
 
 RECIPE = """
 name = "NAME"

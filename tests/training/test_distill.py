@@ -11,13 +11,13 @@ import torch
 
 import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
-from tinyspec import distill, imitation, outputs
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.transformer import Model
-from tinyspec.outputs import Ask, Asking, Output
-from tinyspec.train_lm import distillation
+from tinyspec.training import distill, imitation, outputs
+from tinyspec.training.outputs import Ask, Asking, Output
+from tinyspec.training.train_lm import distillation
 
 SMALL = ["--texts", "8", "--set", "distill.tokens=12", "--set", "distill.prompt=8", "--set", "train.steps=30", "--set",
          "train.lr=1e-2", "--set", "distill.question=6", "--set", "train.warmup=2", "--set", "distill.batch=4"]  # fmt: skip

@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tinyspec.aligner import align, fertilities
-from tinyspec.dialects import Dialects
 from tinyspec.errors import TinyspecError
+from tinyspec.training.aligner import align, fertilities
+from tinyspec.training.dialects import Dialects
 
 
 def corpus(kinds: tuple[str, ...], modes: int, count: int = 1500) -> tuple[list, list, list]:

@@ -23,18 +23,19 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from tinyspec import models, outputs
-from tinyspec.card import curve
+from tinyspec import models
 from tinyspec.errors import TinyspecError, nearest
-from tinyspec.imitation import compared, frequent, judged, rows
 from tinyspec.lm import borrowed
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
-from tinyspec.outputs import Asking
-from tinyspec.recipe import Recipe, read_recipe
-from tinyspec.train import Batch, Trained, train
-from tinyspec.train_lm import _autocast as autocast
+from tinyspec.training import outputs
+from tinyspec.training.card import curve
+from tinyspec.training.imitation import compared, frequent, judged, rows
+from tinyspec.training.outputs import Asking
+from tinyspec.training.recipe import Recipe, read_recipe
+from tinyspec.training.train import Batch, Trained, train
+from tinyspec.training.train_lm import _autocast as autocast
 
 HELD = 20  # every so many texts, one is held out
 JUDGED = 24  # held-out texts on which the figures at the end are exact

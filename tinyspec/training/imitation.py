@@ -8,8 +8,8 @@ from torch import Tensor
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
-from tinyspec.outputs import Output
-from tinyspec.train import Batch
+from tinyspec.training.outputs import Output
+from tinyspec.training.train import Batch
 
 
 def frequent(texts: Sequence[Output], words: int, config: Config) -> tuple[int, ...]:

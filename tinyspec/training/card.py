@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from tinyspec.lm.transformer import Model
-from tinyspec.recipe import Recipe
-from tinyspec.train import Trained
+from tinyspec.training.recipe import Recipe
+from tinyspec.training.train import Trained
 
 
 def sample(model: Model, prompt: str, seed: int, temperature: float = 0.8, tokens: int = 120) -> str:
@@ -106,13 +106,25 @@ def write_card(
         ],
     }
     svg = curve({name: line for name, line in series.items() if line}, "tokens seen", f"training of {recipe.name}")
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     (out / "loss.svg").write_text(svg, encoding="utf-8")
-    (out / "README.md").write_text(_text(model, recipe, ended, final, bytes_per_token, machine), encoding="utf-8")
+    (out / "README.md").write_text(_text(model, recipe, ended, final, bytes_per_token, device), encoding="utf-8")
+
+
+def machine(device: torch.device) -> str:
+    """What it was trained on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _text(
-    model: Model, recipe: Recipe, ended: Trained, final: Mapping[str, float], bytes_per_token: float, machine: str
+    model: Model,
+    recipe: Recipe,
+    ended: Trained,
+    final: Mapping[str, float],
+    bytes_per_token: float,
+    device: torch.device,
 ) -> str:
     c = model.config
     quality = f"{final['valid_bits_per_byte']:.3f} bits per UTF-8 byte over the three valid books (context "
@@ -146,7 +158,7 @@ def _text(
 - **quality**: {quality}
 {pair}- **data**: 107 books of `mlschmitt/classic-books-markdown` (GitHub), {bytes_per_token:.2f} bytes a token; three
   more, by Doyle, Kipling and Nesbit, are the valid books: neither the model nor its tokenizer was trained on them
-- **training**: {ended.tokens:,} tokens in {ended.step:,} steps, {ended.seconds / 60:.1f} minutes on {machine}
+- **training**: {ended.tokens:,} tokens in {ended.step:,} steps, {ended.seconds / 60:.1f} minutes on {machine(device)}
 - **licence**: weights MIT; the texts are in the public domain
 
 Made by `recipe.toml`, with this command (log in `log.jsonl`):

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyspec import corpus
-from tinyspec.corpus import Document
 from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.training import corpus
+from tinyspec.training.corpus import Document
 
 TEXTS = [
     "The rain fell. The rain fell again, and the river rose.\n\nThen it stopped.",

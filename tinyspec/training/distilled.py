@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 
 from tinyspec import models
-from tinyspec.bitext import padded
 from tinyspec.decoding.beam import beam_search, greedy
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.lockstep import Lockstep
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.training.bitext import padded
 from tinyspec.waiting import counted
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from tinyspec.card import curve
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.recipe_mt import TranslationRecipe
-from tinyspec.train import Trained
+from tinyspec.training.card import curve, machine
+from tinyspec.training.recipe_mt import TranslationRecipe
+from tinyspec.training.train import Trained
 
 SHOWN = 5  # examples on a card: the first valid sentences
 WHAT = {
@@ -62,7 +62,6 @@ def write_card(
     if recipe.finetune:
         targets += f"; it is `{Path(recipe.finetune).name}`, fine-tuned by its teacher's word-level laws"
     lent = f"; its {', '.join(recipe.inherit)} began as the teacher's" if recipe.inherit else ""
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     text = f"""# {recipe.name}
 
 English to German, captions of pictures. {WHAT[recipe.method]}.
@@ -74,8 +73,8 @@ English to German, captions of pictures. {WHAT[recipe.method]}.
   kept); the test sentences are measured by `tinyspec bench translation`
 - **data**: Multi30k task 1 (Elliott et al. 2016), 29,000 pairs, for research; trained on {targets}{lent}
 - **text**: composed Unicode (NFC), runs of white space as one space, case kept; output is plain text
-- **training**: {ended.tokens:,} source tokens in {ended.step:,} steps, {ended.seconds / 60:.1f} minutes on {machine}; the
-  best weights by BLEU on the valid sentences
+- **training**: {ended.tokens:,} source tokens in {ended.step:,} steps, {ended.seconds / 60:.1f} minutes on {machine(device)};
+  the best weights by BLEU on the valid sentences
 - **licence**: weights MIT
 
 Made by `recipe.toml`, with this command (log in `log.jsonl`):

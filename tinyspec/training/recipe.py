@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec.errors import TinyspecError, nearest
-from tinyspec.exit_losses import Exits
 from tinyspec.lm.config import Config
-from tinyspec.schedule import Settings
+from tinyspec.training.exit_losses import Exits
+from tinyspec.training.schedule import Settings
 
 END = 0  # the id of the end-of-text token: the first special token of the tokenizers trained here
 

@@ -24,11 +24,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from tinyspec import corpus, data, models
+from tinyspec import data, models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed
 from tinyspec.lm.gate import Gate, run_together
 from tinyspec.lm.transformer import Model
+from tinyspec.training import corpus
 from tinyspec.tree import TokenTree
 from tinyspec.waiting import counted
 

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from tinyspec.dialects import MASK, Dialects, entropy, padded
 from tinyspec.errors import TinyspecError
+from tinyspec.training.dialects import MASK, Dialects, entropy, padded
 
 TINY = {"modes": 2, "words": 4, "shortest": 2, "longest": 3}
 ALL = [("lex",), ("ord",), ("fert",), ("lex", "fert"), ("ord", "fert"), ("lex", "ord", "fert")]

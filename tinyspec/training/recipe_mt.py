@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyspec.bitext import BOS, EOS, MASK, PAD
-from tinyspec.distilled import Writing
 from tinyspec.errors import TinyspecError, nearest
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
-from tinyspec.recipe import check_names, read_sections
-from tinyspec.schedule import Settings
+from tinyspec.training.bitext import BOS, EOS, MASK, PAD
+from tinyspec.training.distilled import Writing
+from tinyspec.training.recipe import check_names, read_sections
+from tinyspec.training.schedule import Settings
 
 METHODS = ("teacher", "nat", "mask_predict")
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
-from tinyspec.schedule import Settings, rate
-from tinyspec.train import train
+from tinyspec.training.schedule import Settings, rate
+from tinyspec.training.train import train
 
 SHAPE = Config(
     vocab_size=16, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32, max_positions=16, eos=(0,)
@@ -144,7 +144,7 @@ def test_pieces_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
 
 def test_a_clock_budget_ends_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()  # every look at the clock takes a second
-    monkeypatch.setattr("tinyspec.train.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr("tinyspec.training.train.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     settings = Settings(steps=10**9, minutes=2, lr=1e-2, warmup=1, log_every=1, valid_every=10**9)
     _, ended = run(tmp_path, settings)
     assert ended.finished

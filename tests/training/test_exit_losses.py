@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_train_lm import RECIPE, run, zoo
+from tests.training.test_train_lm import RECIPE, run, zoo
 from tinyspec.errors import TinyspecError
-from tinyspec.exit_losses import Course, Exits, exit_logits
 from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
-from tinyspec.recipe import read_recipe
+from tinyspec.training.exit_losses import Course, Exits, exit_logits
+from tinyspec.training.recipe import read_recipe
 
 __all__ = ["zoo"]
 
@@ -173,7 +173,7 @@ def test_the_section_names_what_is_wrong_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["exits-plain", "exits-loss", "exits-layerskip"])
 def test_the_exits_checkpoints_share_shape_budget_and_tokenizer(name: str) -> None:
-    models = Path(__file__).parents[1] / "models"
+    models = Path(__file__).parents[2] / "models"
     recipe = read_recipe(models / name / "recipe.toml", {"vocab_size": "2048"})
     plain = read_recipe(models / "exits-plain" / "recipe.toml")
     assert (recipe.shape, recipe.settings, recipe.batch) == (plain.shape, plain.settings, plain.batch)

@@ -9,9 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyspec.bitext import BOS, EOS, MASK, PAD, SPECIAL, Pair, buckets, drawn, encode, train_joint_tokenizer, usable
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.training.bitext import (
+    BOS,
+    EOS,
+    MASK,
+    PAD,
+    SPECIAL,
+    Pair,
+    buckets,
+    drawn,
+    encode,
+    train_joint_tokenizer,
+    usable,
+)
 
 TEXTS = [("A dog runs.", "Ein Hund rennt."), ("A dog sleeps.", "Ein Hund schläft."), ("Dogs run.", "Hunde rennen.")]
 

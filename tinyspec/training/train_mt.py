@@ -14,16 +14,17 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from tinyspec import bitext, data, distilled, models
-from tinyspec.bitext import Pair
-from tinyspec.bleu import bleu, metric
-from tinyspec.card_mt import write_card
+from tinyspec import data, models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
-from tinyspec.recipe_mt import TranslationRecipe, read_translation_recipe
-from tinyspec.taught import METHODS
-from tinyspec.train import Batch, Trained, train
+from tinyspec.training import bitext, distilled
+from tinyspec.training.bitext import Pair
+from tinyspec.training.bleu import bleu, metric
+from tinyspec.training.card_mt import write_card
+from tinyspec.training.recipe_mt import TranslationRecipe, read_translation_recipe
+from tinyspec.training.taught import METHODS
+from tinyspec.training.train import Batch, Trained, train
 
 
 def train_mt(

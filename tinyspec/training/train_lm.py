@@ -24,16 +24,17 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec import corpus, data
-from tinyspec.card import write_card
+from tinyspec import data
 from tinyspec.errors import TinyspecError
-from tinyspec.exit_losses import Course, Exits, exit_logits
 from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Model
-from tinyspec.recipe import END, read_recipe
-from tinyspec.train import Loss, Trained, train
+from tinyspec.training import corpus
+from tinyspec.training.card import write_card
+from tinyspec.training.exit_losses import Course, Exits, exit_logits
+from tinyspec.training.recipe import END, read_recipe
+from tinyspec.training.train import Loss, Trained, train
 
 
 def distillation(p_logits: Tensor, q_logits: Tensor) -> Tensor:

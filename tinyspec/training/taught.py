@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec import aligner, distilled
-from tinyspec.bitext import Pair, buckets, padded
 from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.refine_many import chosen
-from tinyspec.distilled import Writing
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive import mask_predict as masking
 from tinyspec.nonautoregressive import nat as fertile
-from tinyspec.recipe_mt import TranslationRecipe
-from tinyspec.train import Batch
+from tinyspec.training import aligner, distilled
+from tinyspec.training.bitext import Pair, buckets, padded
+from tinyspec.training.distilled import Writing
+from tinyspec.training.recipe_mt import TranslationRecipe
+from tinyspec.training.train import Batch
 
 ASKED = {"iterations": 4, "lengths": 2}  # of Mask-Predict, while it learns
 

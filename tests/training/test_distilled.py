@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinyspec import distilled
-from tinyspec.distilled import Writing, folder, translations, write
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
+from tinyspec.training import distilled
+from tinyspec.training.distilled import Writing, folder, translations, write
 
 SOURCES = [[4, 5, 6, 7], [8], [9, 4, 9], [5, 5], [10, 8, 7, 6, 5]]
 
