@@ -147,6 +147,19 @@ def test_the_budget_is_kept(trained: Trained) -> None:
 # ---------------------------------------------------------------------- on a canvas
 
 
+def test_the_teacher_that_a_card_names_is_read_once(at_home: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = tinyspec.load_translator("nat"), list[str]()
+
+    def load(name: str, *where: Any) -> Any:
+        read.append(name)
+        return tinyspec.load_translator(name)
+
+    monkeypatch.setattr("tinyspec.translation.load_translator", load)
+    for _ in range(3):
+        assert work(tinyspec.translate(model, [5, 6, 7], method="nat", samples=4)).teacher_calls == 2
+    assert read == ["teacher"]
+
+
 def test_nat_is_one_pass_and_its_teacher_chooses(at_home: Trained) -> None:
     model = tinyspec.load_translator("nat")
     assert one(model, TEXT).tokens == one(model, TEXT, method="nat", seed=0).tokens  # what it was trained for

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.rescore import check_teacher
 from tinyspec.decoding.sampling import Warp
@@ -26,6 +27,7 @@ __all__ = ["AUTOREGRESSIVE", "Extending", "Rewriting", "Source", "Translation", 
 Source: TypeAlias = str | Sequence[int]
 
 AUTOREGRESSIVE = "autoregressive"
+_judges: WeakKeyDictionary[Seq2Seq, Seq2Seq] = WeakKeyDictionary()  # a teacher that a card named is read once
 
 
 def start(
@@ -169,10 +171,12 @@ def check_pair(model: Seq2Seq, card: Card) -> None:
 def teacher_of(model: Seq2Seq, card: Card, teacher: Seq2Seq | str | Path | None) -> Seq2Seq | None:
     """The model that judges candidates: what was given, else the one that the model's own card names, if it is here."""
     if teacher is None and card.teacher and (named := model.config.extra.get("teacher")):
-        try:
-            teacher = load_translator(str(named), model.device, model.dtype)
-        except TinyspecError:
-            return None  # not on this machine; a technique that cannot do without says so
+        if model not in _judges:
+            try:
+                _judges[model] = load_translator(str(named), model.device, model.dtype)
+            except TinyspecError:
+                return None  # not on this machine; a technique that cannot do without says so
+        teacher = _judges[model]
     judge = None if teacher is None else translator(teacher)
     if judge is not None:
         check_teacher(model, judge)
