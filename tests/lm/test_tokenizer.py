@@ -205,6 +205,13 @@ def test_two_vocabularies_are_the_same_if_every_id_is_the_same_token():
     assert not byte_level().same_vocabulary(sentencepiece())
 
 
+def test_a_vocabulary_is_read_once_however_often_it_is_compared(monkeypatch):
+    one, other = byte_level(), sequence_of_bytes()
+    assert one.same_vocabulary(other)
+    monkeypatch.setattr(one, "backend", None)
+    assert one.same_vocabulary(other) and other.same_vocabulary(one)
+
+
 def test_a_fingerprint_tells_vocabularies_apart_as_their_tokens_do():
     assert byte_level().fingerprint == sequence_of_bytes().fingerprint
     assert byte_level().fingerprint != sentencepiece().fingerprint
