@@ -328,3 +328,22 @@ def test_the_command_tells_errors_in_one_line(
     )
     assert "was trained for mask_predict" in failed(run("translate", "--model", trained.cmlm, "--method", "nat", TEXT))
     assert "it cannot translate" in failed(run("translate", "--model", trained.storyteller, TEXT))
+
+
+# ---------------------------------------------------------------------- the models of a clone
+
+GERMAN = {
+    "multi30k-teacher": ("jacobi", {}),
+    "multi30k-nat": ("nat", {"samples": 10}),
+    "multi30k-cmlm": ("mask_predict", {"iterations": 4}),
+}
+
+
+@pytest.mark.parametrize("name", GERMAN)
+def test_the_models_of_a_clone_translate(name: str) -> None:
+    method, knobs = GERMAN[name]
+    done = tinyspec.translate(
+        Path(__file__).parent.parent / "models" / name, "A man is sleeping on a couch.", method=method, **knobs
+    )
+    assert isinstance(done, Translation)
+    assert done.text == "Ein Mann schläft auf einem Sofa."

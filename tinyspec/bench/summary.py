@@ -26,7 +26,7 @@ def verdict(ratio: float) -> str:
     >>> verdict(1.5), verdict(0.8)
     ('1.50x', '0.80x (a slow-down)')
     """
-    return f"{ratio:.2f}x" + ("" if ratio >= 1 else " (a slow-down)")
+    return f"{ratio:.2f}x" + ("" if round(ratio, 2) >= 1 else " (a slow-down)")
 
 
 def machine(result: dict[str, Any]) -> str:
