@@ -32,10 +32,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few")
 def test_who_can_run_is_an_arm_and_who_cannot_says_why() -> None:
     m = model(ENDING)
-    found, cannot, _ = chapters.contestants("speculative", Settings(), m, model(ENDING, seed=1), job())
+    found, cannot, _ = chapters.contestants("speculative", Settings(model="alone"), m, model(ENDING, seed=1), job())
     assert found.methods == (PLAIN, "llma", "speculative_decoding", "auto")
     assert found.draft == ""
-    alone, left, _ = chapters.contestants("speculative", Settings(), m, None, job())
+    alone, left, _ = chapters.contestants("speculative", Settings(model="alone"), m, None, job())
     assert alone.methods == (PLAIN, "llma", "auto") and alone.draft is None
     assert left[0].startswith("speculative_decoding: ") and "draft" in left[0]
     assert any(line.startswith("planner: an analysis") for line in [*cannot, *left])
@@ -153,7 +153,7 @@ def test_one_command_writes_samples_tables_and_pictures_and_goes_on(tmp_path: Pa
     assert "curve" not in found and "memory" not in found
     assert all(of["identical"] == of["jobs"] for of in found["figures"]["overall"].values())
     assert "draft calls/token" in page.read_text(encoding="utf-8")
-    assert (drawn / "bench-speedups.svg").exists()
+    assert (drawn / f"{out.stem}-speedups.svg").exists()
     grown = run("bench", "--resume", str(out), "--rounds", "2", "--quiet", "--no-curve", "--no-memory")
     assert grown.exit_code == 0, grown.output
     again = json.loads(out.read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ def test_a_run_writes_everything_that_it_is_recomputed_from(zoo: Zoo, tmp_path: 
     assert found["figures"]["overall"]["llma:k=4"]["identical"] == 4
     assert found["figures"]["overall"]["speculative_decoding:gamma=2"]["identical"] == 4
     assert page.read_text(encoding="utf-8").startswith("`tinyspec ")
-    assert (drawn / "bench-speedups.svg").exists()
+    assert (drawn / "r-speedups.svg").exists()
 
     grown = run("bench", "--resume", str(out), "--rounds", "3", "--quiet", "--no-curve", "--no-memory", "--json")
     assert grown.exit_code == 0, grown.output

@@ -32,15 +32,15 @@ text{fill:#e6edf3}.quiet{fill:#9198a1}.line{stroke:#3d444d}.one{stroke:#9198a1}.
 """.strip()
 
 
-def write(folder: Path, result: Mapping[str, Any]) -> list[Path]:
-    """The pictures of a result, into the folder; returns their paths."""
+def write(folder: Path, result: Mapping[str, Any], name: str = "bench") -> list[Path]:
+    """The pictures of a result, NAME-speedups.svg and NAME-curve.svg, into the folder; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {"bench-speedups.svg": speedups(result)}
+    drawn = {f"{name}-speedups.svg": speedups(result)}
     if "curve_figures" in result:
-        drawn["bench-curve.svg"] = curve(result)
-    for name, svg in drawn.items():
-        (folder / name).write_text(svg, encoding="utf-8")
-    return [folder / name for name in drawn]
+        drawn[f"{name}-curve.svg"] = curve(result)
+    for file, svg in drawn.items():
+        (folder / file).write_text(svg, encoding="utf-8")
+    return [folder / file for file in drawn]
 
 
 def speedups(result: Mapping[str, Any]) -> str:

@@ -98,22 +98,51 @@ def kernels(result: dict[str, Any]) -> str:
     )
 
 
-def chapter(result: dict[str, Any], page: str) -> str:
-    """All techniques of a chapter on a model's own texts: who is fastest, and how many are slower than plain decoding."""
-    (task, figures), *_ = result["figures"]["tasks"].items()
-    others = {name: row for name, row in figures.items() if name != "autoregressive"}
-    best = sorted(others, key=lambda name: -others[name]["speedup"]["median"])
-    faster = [f"`{n}` {others[n]['speedup']['median']:.2f}x" for n in best if others[n]["speedup"]["median"] >= 1]
-    most = max(others, key=lambda name: others[name]["tau"])
-    model, jobs = result["settings"]["model"], figures["autoregressive"]["jobs"]
-    same = sum(row["identical"] == row["jobs"] for row in others.values())
-    return (
-        f"**Chapter 1 on {model}** (`{result['sittings'][0]['command']}`): {len(others)} techniques on {jobs} prompts "
-        f"({task}), greedy, {result['settings']['rounds']} round(s). Faster than plain decoding: {', '.join(faster)}; the "
-        f"other {len(others) - len(faster)} are slow-downs on this machine. Most tokens a target call: `{most}`, "
-        f"{others[most]['tau']:.2f}. The text is plain decoding's on every prompt for {same} of {len(others)}. All of it: "
-        f"[{page}](tutorials/results/{page})."
-    )
+def chapter(result: dict[str, Any], page: str) -> list[str]:
+    """All techniques of a chapter on a model's own texts: who is fastest on which task, and how many are slower than plain."""
+    tasks, overall = result["figures"]["tasks"], dict(result["figures"]["overall"])
+    jobs, settings = overall.pop("autoregressive")["jobs"], result["settings"]
+    many = len(tasks) > 1
+    best = sorted(overall, key=lambda name: -overall[name]["mean"])
+    told = [f"`{name}` {overall[name]['mean']:.2f}x" for name in best if round(overall[name]["mean"], 2) >= 1]
+    most = max(best, key=lambda name: overall[name]["tau"])
+    same = sum(row["identical"] == row["jobs"] for row in overall.values())
+    lines = [
+        f"**Chapter 1 on {settings['model']}** (`{result['sittings'][0]['command']}`): {len(best)} techniques on {jobs} "
+        f"requests ({', '.join(tasks)}), greedy, {settings['rounds']} round(s). Faster than plain decoding"
+        f"{' in the mean of the groups' if many else ''}: {', '.join(told) or 'none'}; the other {len(best) - len(told)} are "
+        f"slow-downs on this machine. Most tokens a target call: `{most}`, {overall[most]['tau']:.2f}. The text is plain "
+        f"decoding's on every request for {same} of {len(best)}. All of it: [{page}](tutorials/results/{page})."
+    ]
+    if many:
+        heads = ["", *(report.SHORT.get(task, task) for task in tasks), "mean"]
+        lines += ["", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+        for name in best:
+            each = [of[name]["speedup"]["median"] for of in tasks.values()]
+            if max(each) >= 1:
+                lines.append("| " + " | ".join([name, *map(report.ratio, [*each, overall[name]["mean"]])]) + " |")
+        lines += ["", "Techniques that are slower in every group stand on that page alone."]
+    return lines
+
+
+def retrieval(result: dict[str, Any], size: str = "100000") -> list[str]:
+    """What looking a draft up costs, and how that grows with what is known."""
+    sizes = [int(n) for n in next(iter(result["figures"].values()))]
+    lines = [
+        f"**Looking a draft up** (`{result['command']}`): medians at {int(size):,} known tokens, the Python call included, and "
+        f"a call at {max(sizes):,} over one at {min(sizes):,}.",
+        "",
+        "| | us a call | us a guess | us an added token | bytes a token | growth of a call |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, each in result["figures"].items():
+        of = each[size]
+        added = report.number(of.get("us_per_append"))
+        lines.append(
+            f"| {name} | {of['us_per_call']:.1f} | {of['us_per_guess']:.2f} | {added} | {of['bytes_per_token']:.0f} | "
+            f"{result['growth'][name]:.1f}x |"
+        )
+    return lines
 
 
 def exits(result: dict[str, Any], page: str, share: float = 0.95) -> str:
@@ -204,7 +233,9 @@ def text(folder: Path) -> str:
     ]
     for name in ("speculative-storyteller", "speculative-smollm2"):
         if (folder / f"{name}.json").exists():
-            lines += ["", chapter(load(folder, name), f"{name}.md")]
+            lines += ["", *chapter(load(folder, name), f"{name}.md")]
+    if (folder / "retrieval.json").exists():
+        lines += ["", *retrieval(load(folder, "retrieval"))]
     made: list[tuple[str, Callable[[dict[str, Any], str], str | list[str]]]] = [
         ("exits", exits), ("translation", translations), ("translation-iterations", iterations), ("dialects", dialects)
     ]  # fmt: skip

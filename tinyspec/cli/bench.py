@@ -49,7 +49,7 @@ from tinyspec.cli.measuring import results, rounds, show, tokens
     click.option("--curve/--no-curve", "curves", default=True, help="Cost curve and ceilings. [default: on]"),
     click.option("--memory/--no-memory", "memories", default=True, help="Peak memory. [default: on]"),
     click.option("--resume", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Go on with this file."),
-    click.option("--svg", type=click.Path(file_okay=False, path_type=Path), help="Draw pictures into this folder."),
+    click.option("--svg", type=click.Path(file_okay=False, path_type=Path), help="Draw pictures, named after --out, into it."),
     click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables here."),
     results,
 )  # fmt: skip
@@ -132,10 +132,11 @@ def _present(result: dict[str, Any], options: dict[str, Any], path: Path | None)
         base.console().print(report.show(result), highlight=False)
     if options["markdown"] is not None:
         options["markdown"].write_text(report.markdown(result), encoding="utf-8")
+    name = "bench" if path is None else path.stem  # so that two results draw into one folder
     written = [
         path,
         options["markdown"],
-        *(figures.write(options["svg"], result) if options["svg"] is not None else []),
+        *(figures.write(options["svg"], result, name) if options["svg"] is not None else []),
     ]
     for file in (file for file in written if file is not None):
         click.echo(f"written: {file}", err=True)
