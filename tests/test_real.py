@@ -48,3 +48,18 @@ def test_the_stored_weights_are_one_copy_and_a_chat_template(smollm2) -> None:  
     assert smollm2.config.tied
     assert smollm2.tokenizer.has_chat
     assert smollm2.config.parameters() == pytest.approx(134.5e6, rel=0.01)
+
+
+def test_its_committed_draft_guesses_part_of_its_text_and_changes_none_of_it(smollm2) -> None:  # type: ignore[no-untyped-def]
+    """models/smollm2-draft holds layers alone: embeddings, head and tokenizer are the target's."""
+    assert models.drafts_of("smollm2")[0] == "smollm2-draft"
+    draft = tinyspec.load("smollm2-draft")
+    folder = models.find("smollm2-draft")
+    assert folder is not None
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 16e6
+    assert len(draft.config.says) == 8192
+    asked = {"chat": True, "max_new_tokens": 32}
+    plain = tinyspec.generate(smollm2, "Tell me about the sea.", **asked)  # type: ignore[arg-type]
+    quick = tinyspec.generate(smollm2, "Tell me about the sea.", method="speculative_decoding", **asked)  # type: ignore[arg-type]
+    assert quick.text == plain.text
+    assert quick.stats.tokens_per_call > 1.2
