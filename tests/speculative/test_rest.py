@@ -90,6 +90,24 @@ def test_where_matches_fail_again_and_again_it_falls_silent_and_the_whole_tree_d
         assert low <= drafted <= high and d.new == poem[2:]
 
 
+def test_after_glances_in_vain_the_store_is_asked_in_every_fourth_round_alone() -> None:
+    class Counting:
+        asked = 0
+
+        def search(self, *limits: Any) -> Any:
+            self.asked += 1
+            return indexed([[1, 2, 3]]).search(*limits)
+
+    given: Any = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64}
+    for price, context, rounds in ((0.25, [8, 9], 8 + 32 // 4), (0.25, [1, 2], 2 * 40), (0.0, [8, 9], 40)):
+        store: Any = Counting()
+        drafter = Retrieving([store], price=price, **given)
+        drafter.trust.first[2] = 1.0
+        for _ in range(40):
+            drafter.propose(context, 99, GREEDY, Seeded(0))
+        assert store.asked == rounds
+
+
 def test_a_draft_keeps_to_the_room_and_to_its_document() -> None:
     assert proposed([[1, 2, 3, 4, 5]], [1, 2], room=2).tokens == [3, 4]
     assert proposed([[1, 2, 3], [4, 5]], [1, 2]).tokens == [3]

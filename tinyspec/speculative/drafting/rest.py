@@ -17,8 +17,8 @@ Tested in tests/speculative/test_rest.py: the longest match decides; the tree is
 law with two competing continuations; a datastore of another tokenizer is refused. tests/core/test_suffixes.py holds the
 array to a search through the text.
 Off by itself: of the tree, the guesses are run that are expected to hold with at least `price` (decoding/trust.py), so where
-matches lately failed the step is plain decoding too, and a glance at few places tells that. `price` 0 is the paper's rule:
-the whole tree is run.
+matches lately failed the step is plain decoding too, and a glance at few places tells that; after glances in vain only every
+fourth round looks at all. `price` 0 is the paper's rule: the whole tree is run.
 Left out: the arbitrary token that the released code verifies where nothing matches. Of more than `matches` places evenly spaced
 ones are read, not the first.
 """
@@ -57,6 +57,8 @@ class Retrieving(NoDraft):
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         if room < 1:
             return self.trust.watch((), (), ())
+        if self.trust.rests():
+            return TokenTree()
         if self.trust.price > 0:  # a glance: is a draft worth its while?
             found = self._longest(context, 1, min(self.matches, GLANCE), min(self.nodes, GLANCE))
             if not found.match or not self.trust.worth(found.weights, found.match):
