@@ -131,9 +131,9 @@ def test_a_chapter_on_several_tasks_names_who_wins_on_one_of_them_and_counts_the
     from tinyspec.bench import summary
 
     speeds = {"autoregressive": (1.0, 1.0), "even": (1.3, 0.9), "once": (1.1, 0.5), "never": (0.9, 0.8)}
-    result = {
+    result: Any = {
         "settings": {"model": "m", "rounds": 2},
-        "sittings": [{"command": "the command"}],
+        "sittings": [{"command": "begin"}, {"command": "go on"}],
         "figures": {
             "tasks": {
                 task: {arm: {"speedup": {"median": each[at]}} for arm, each in speeds.items()}
@@ -146,11 +146,12 @@ def test_a_chapter_on_several_tasks_names_who_wins_on_one_of_them_and_counts_the
         },
     }
     said = summary.chapter(result, "page.md")
+    assert "(`begin`, then `go on`)" in said[0]
     assert "3 techniques on 4 requests (qa, rag), greedy, 2 round(s)" in said[0]
     assert "Faster than plain decoding in the mean of the groups: `even` 1.10x; the other 2 are slow-downs" in said[0]
     assert "on every request for 2 of 3" in said[0]
     assert [line.split(" | ")[0] for line in said if line.startswith("| ") and "QA" not in line] == ["| even", "| once"]
     assert "| once | 1.10 | 0.50 slower | 0.80 slower |" in said
-    alone = {task: of for task, of in result["figures"]["tasks"].items() if task == "rag"}  # type: ignore[index, attr-defined]
-    result["figures"]["tasks"] = alone  # type: ignore[index]
+    alone = {task: of for task, of in result["figures"]["tasks"].items() if task == "rag"}
+    result["figures"]["tasks"] = alone
     assert len(summary.chapter(result, "page.md")) == 1

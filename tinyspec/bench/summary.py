@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 from typing import Any
 
 from tinyspec.bench import report
@@ -29,11 +29,31 @@ def verdict(ratio: float) -> str:
     return f"{ratio:.2f}x" + ("" if round(ratio, 2) >= 1 else " (a slow-down)")
 
 
-def machine(result: dict[str, Any]) -> str:
-    """Where and when it was measured."""
-    m = result["machine"]
-    units = " with " + ", ".join(m["units"]) if m["units"] else ""
-    return f"{m['cores']} cores of {m['cpu']}{units}, {m['threads']} threads, torch {m['torch']}, {result['date']}"
+QUOTED = (
+    *("race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval", "exits"),
+    *("translation", "translation-iterations", "dialects", "equality", "peer", "bench"),
+)
+"""The results that the README quotes."""
+
+
+def machine(results: dict[str, dict[str, Any]]) -> str:
+    """Where and when they were measured; whichever ran on another number of threads than most is named.
+
+    >>> here = {"cpu": "Z", "units": [], "cores": 2, "threads": 2, "torch": "2"}
+    >>> machine({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "threads": 1}, "date": "7"},
+    ...          "c": {"machine": here, "date": "6"}})
+    '2 cores of Z, torch 2, 2 threads (b: 1), 5 to 7'
+    """
+    machines = {name: result["machine"] for name, result in results.items()}
+    units = {name: " with " + ", ".join(m["units"]) if m["units"] else "" for name, m in machines.items()}
+    places = dict.fromkeys(
+        f"{m['cores']} cores of {m['cpu']}{units[name]}, torch {m['torch']}" for name, m in machines.items()
+    )
+    threads = mode(m["threads"] for m in machines.values())
+    others = [f"{name}: {m['threads']}" for name, m in machines.items() if m["threads"] != threads]
+    aside = f" ({', '.join(others)})" if others else ""
+    dates = sorted({result["date"] for result in results.values()})
+    return f"{' and '.join(places)}, {threads} threads{aside}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
 
 
 def races(result: dict[str, Any]) -> list[str]:
@@ -107,8 +127,9 @@ def chapter(result: dict[str, Any], page: str) -> list[str]:
     told = [f"`{name}` {overall[name]['mean']:.2f}x" for name in best if round(overall[name]["mean"], 2) >= 1]
     most = max(best, key=lambda name: overall[name]["tau"])
     same = sum(row["identical"] == row["jobs"] for row in overall.values())
+    commands = ", then ".join(f"`{command}`" for command in dict.fromkeys(s["command"] for s in result["sittings"]))
     lines = [
-        f"**Chapter 1 on {settings['model']}** (`{result['sittings'][0]['command']}`): {len(best)} techniques on {jobs} "
+        f"**Chapter 1 on {settings['model']}** ({commands}): {len(best)} techniques on {jobs} "
         f"requests ({', '.join(tasks)}), greedy, {settings['rounds']} round(s). Faster than plain decoding"
         f"{' in the mean of the groups' if many else ''}: {', '.join(told) or 'none'}; the other {len(best) - len(told)} are "
         f"slow-downs on this machine. Most tokens a target call: `{most}`, {overall[most]['tau']:.2f}. The text is plain "
@@ -119,7 +140,7 @@ def chapter(result: dict[str, Any], page: str) -> list[str]:
         lines += ["", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
         for name in best:
             each = [of[name]["speedup"]["median"] for of in tasks.values()]
-            if max(each) >= 1:
+            if round(max(each), 2) >= 1:
                 lines.append("| " + " | ".join([name, *map(report.ratio, [*each, overall[name]["mean"]])]) + " |")
         lines += ["", "Techniques that are slower in every group stand on that page alone."]
     return lines
@@ -214,8 +235,9 @@ def text(folder: Path) -> str:
     """The section of the README."""
     race, bare = load(folder, "race"), load(folder, "plain")
     greedy = race["temperature 0.0"]
+    quoted = {name: load(folder, name) for name in QUOTED if (folder / f"{name}.json").exists()}
     lines = [
-        f"All on {machine(race)}; arms interleaved in one run, ratios of medians, raw samples in",
+        f"All on {machine(quoted)}; arms interleaved in one run, ratios of medians, raw samples in",
         "[`tutorials/results/`](tutorials/results).",
         "",
         f"**The race** (`{race['command']}`): the bundled pair on ten openings from books that neither was trained on, "
