@@ -235,15 +235,25 @@ def test_in_a_text_of_words_at_random_hardly_a_guess_is_run() -> None:
 def test_after_looks_in_vain_only_every_fourth_round_is_looked_at_until_one_is_worth_it() -> None:
     trust = Trust(0.3)
     for _ in range(8):
-        assert not trust.rests()
+        assert not trust.rests(1)
         trust.tree([5], [-1], [1.0], [1])
-    assert [trust.rests() for _ in range(8)] == [True, True, True, False] * 2
+    assert [trust.rests(1) for _ in range(8)] == [True, True, True, False] * 2
     trust.tree([5], [-1], [1.0], [8])
-    assert not any(trust.rests() for _ in range(8))
+    assert not any(trust.rests(1) for _ in range(8))
     paper = Trust(0.0)
     for _ in range(20):
         paper.watch((), (), ())
-        assert not paper.rests()
+        assert not paper.rests(1)
+
+
+def test_without_room_nothing_is_looked_at_and_that_is_no_look_in_vain() -> None:
+    trust = Trust(0.3)
+    trust.tree([5], [-1], [1.0], [8])
+    for _ in range(20):
+        assert trust.rests(0)
+    trust.learn([6])
+    assert trust.first == FIRST, "guesses of an earlier round are not judged again"
+    assert not trust.rests(1)
 
 
 def test_what_is_said_while_it_rests_is_counted_at_the_next_look() -> None:

@@ -4,11 +4,15 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tinyspec.decoding.sampling import is_exact
 
 T = TypeVar("T")
+
+COLUMN = 32  # numbers of which the greatest is looked for first
 
 
 def candidates(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
@@ -23,6 +27,9 @@ def candidates(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
     if len(logits) and is_exact(logits[0]):
         return [sorted(range(len(logits[row])), key=lambda t: (-logits[row][t], t))[:k] for row in rows]
     table = logits if isinstance(logits, torch.Tensor) else torch.stack([torch.as_tensor(row) for row in logits])
+    if table.device.type == "cpu" and table.dtype != torch.bfloat16:
+        values = table.numpy()
+        return [highest(values[row], k) for row in rows]
     if len(rows) < len(table):
         table = table[list(rows)]
     if k == 1:
@@ -33,6 +40,25 @@ def candidates(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
     ids, best = ids.gather(-1, order), best.gather(-1, order)
     found: list[list[int]] = ids.gather(-1, best.argsort(dim=-1, descending=True, stable=True)).tolist()
     return found
+
+
+def highest(row: NDArray[Any], k: int) -> list[int]:
+    """The places of the k highest numbers of a row, the highest first, the lowest place of equals.
+
+    No number below the k-th highest of some maxima can be one of them: what is left after that is sorted.
+
+    >>> highest(np.array([0.2, 0.5, 0.1, 0.2]), 3)
+    [1, 0, 3]
+    """
+    if k == 1:
+        return [int(row.argmax())]
+    width = len(row) // COLUMN
+    if k <= width:
+        maxima = row[: COLUMN * width].reshape(COLUMN, width).max(axis=0)
+        first = np.flatnonzero(row >= np.partition(maxima, width - k)[width - k])
+    else:
+        first = np.arange(len(row))
+    return [int(place) for place in first[np.argsort(-row[first], kind="stable")][:k]]
 
 
 _kept: "WeakKeyDictionary[Any, dict[Hashable, Any]]" = WeakKeyDictionary()

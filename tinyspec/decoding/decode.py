@@ -61,13 +61,22 @@ class Laws:
 
     def warped(self, node: int, warp: Warp) -> Row:
         """The node's row under another warp (lenience at temperature 0 looks at the unsharpened law)."""
-        if self._logits is None:
-            self._logits = in_memory(self.scores.logits)
-        logits = self._logits[node + 1]
+        logits = self.unwarped(node)
         history = self.context
         if warp.repetition_penalty != 1.0:
             history = [*self.context, *self.tree.spelled(self.tree.path(node))]
         return warp(logits, history)
+
+    def unwarped(self, node: int) -> Any:
+        """The node's row as the model gave it, in memory."""
+        if self._logits is None:
+            self._logits = in_memory(self.scores.logits)
+        return self._logits[node + 1]
+
+    def ranking(self, node: int) -> Any:
+        """What orders the node's tokens at temperature 0, where its law is one of them: the logits, after the penalty."""
+        penalty = self.warp.repetition_penalty
+        return self.unwarped(node) if penalty == 1.0 else self.warped(node, Warp(repetition_penalty=penalty))
 
 
 class Round(NamedTuple):

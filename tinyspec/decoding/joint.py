@@ -16,6 +16,7 @@ from tinyspec.decoding.decode import Target
 from tinyspec.decoding.sampling import is_exact
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
+from tinyspec.lm.host import stack
 from tinyspec.tree import ROOT, TokenTree
 
 Make: TypeAlias = Callable[[Sequence[Any], Sequence[int], Sequence[int]], Any]
@@ -78,4 +79,4 @@ def _together(rows: list[Any]) -> Any:
     """Rows as `Scores` has them: a table's Fractions as a list, logits as one tensor [n+1, V]."""
     if is_exact(rows[0]):
         return rows
-    return torch.from_numpy(np.stack(rows)) if isinstance(rows[0], np.ndarray) else torch.stack(rows)
+    return torch.from_numpy(np.stack(rows)) if isinstance(rows[0], np.ndarray) else stack(rows)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from tinyspec.decoding.candidates import highest
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Laws, Target
 from tinyspec.decoding.modeldraft import ModelDraft
@@ -125,8 +126,7 @@ class TreeDraft(ModelDraft):
     def children(self, laws: Laws, node: int, k: int, chance: Chance) -> list[tuple[int, Row | None]]:
         """At most k tokens below a node whose law is `laws[node]`, each with the law it was drawn from; in draw order."""
         if laws.warp.temperature == 0:
-            plain = laws.warped(node, Warp(repetition_penalty=laws.warp.repetition_penalty))
-            return [(token, None) for token in likeliest(plain, k)]
+            return [(token, None) for token in likeliest(laws.ranking(node), k)]
         q = laws[node]
         if self.replace:
             return [(chance.draw(q), q) for _ in range(k)]
@@ -157,20 +157,14 @@ def unseen(q: Row, seen: Sequence[int]) -> Row:
 
 
 def likeliest(row: Row, k: int) -> list[int]:
-    """The k tokens that a law holds for likeliest, the best first, the lowest id of equals.
+    """The k tokens that a law, or a row of logits, holds for likeliest, the best first, the lowest id of equals.
 
     >>> likeliest([0.2, 0.5, 0.1, 0.2], 3)
     [1, 0, 3]
     """
     if is_exact(row):
         return sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
-    values = row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
-    if k < len(values):
-        least = np.partition(values, len(values) - k)[len(values) - k]
-        first = np.flatnonzero(values >= least)  # in the order of ids, ties at the edge among them
-    else:
-        first = np.arange(len(values))
-    return [int(token) for token in first[np.argsort(-values[first], kind="stable")][:k]]
+    return highest(row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row), k)
 
 
 def _grow(tree: TokenTree, token: int, parent: int) -> None:

@@ -39,12 +39,13 @@ class Trust:
         self.matches: Sequence[int] = ()
         self.vain = self.rested = 0  # looks without a guess worth a row; rounds since the last look
 
-    def rests(self) -> bool:
-        """Whether this round is not even looked at; what was looked up last is judged no more."""
-        if self.price == 0 or self.vain < PATIENCE or self.rested == EVERY - 1:
-            self.rested = 0
-            return False
-        self.rested += 1
+    def rests(self, room: int) -> bool:
+        """Whether this round, with room for so many guesses, is not even looked at; the last look is judged no more."""
+        if room > 0:
+            if self.price == 0 or self.vain < PATIENCE or self.rested == EVERY - 1:
+                self.rested = 0
+                return False
+            self.rested += 1
         self.tokens = self.parents = self.matches = ()
         return True
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyspec.lm.config import Config
+from tinyspec.lm.host import words
 
 
 class Cache:
@@ -25,7 +26,7 @@ class Cache:
         self._hold(torch.zeros(shape, dtype=dtype, device=device))
 
     def _hold(self, store: Tensor) -> None:
-        self.store, self.address = store, store.data_ptr()
+        self.store, self.address, self.words = store, store.data_ptr(), words(store)
         self.keys = [layer[0] for layer in store]  # views, each [KV, capacity, hd]
         self.values = [layer[1] for layer in store]
 
@@ -62,9 +63,12 @@ class Cache:
         old, first = list(old[stay:]), first + stay
         if not old:
             return
-        with torch.inference_mode():
-            moved = self.store[:, :, :, torch.tensor(old, device=self.store.device)]
-            self.store[:, :, :, first : first + len(old)] = moved
+        if self.words is not None:
+            self.words[:, :, :, first : first + len(old)] = self.words[:, :, :, old]
+        else:
+            with torch.inference_mode():
+                moved = self.store[:, :, :, torch.tensor(old, device=self.store.device)]
+                self.store[:, :, :, first : first + len(old)] = moved
         self.present[first : first + len(old)] = self.present[old]
 
     def clone(self) -> "Cache":

@@ -18,7 +18,6 @@ from torch import Tensor
 from tinyspec import _core
 from tinyspec.lm.config import Config
 from tinyspec.lm.feed import Feed
-from tinyspec.lm.ops import spread
 from tinyspec.lm.rope import rotations
 
 _NOTHING = torch.empty(0, 0, 0)
@@ -93,7 +92,7 @@ class Engine:
         assert _core.compute is not None
         matrices = {name: self._matrix(name, packed, plain) for name in packed}
         self._lookup = matrices["embed"]
-        self._says = torch.tensor(config.says) if config.says else None
+        self._says = np.array(config.says) if config.says else None
         layers = [
             tuple(
                 part
@@ -212,7 +211,10 @@ class Engine:
         """Logits [n, V], float32, of rows x [n, d] before the final norm."""
         logits = np.empty((len(x), len(self.config.says) or self.config.vocab_size), np.float32)
         self._compiled.head(x.contiguous().numpy(), np.empty(x.shape, np.float32), logits, torch.get_num_threads())
-        return spread(torch.from_numpy(logits), self._says, self.config.vocab_size)
+        if self._says is not None:
+            said, logits = logits, np.full((len(x), self.config.vocab_size), -np.inf, np.float32)
+            logits[:, self._says] = said
+        return torch.from_numpy(logits)
 
 
 def _gain(plain: Mapping[str, Tensor], norm: str) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Call, Scores
+from tinyspec.lm.host import stack
 from tinyspec.lm.node import Node
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.runner import SLAB, Gate, Runner
@@ -225,7 +226,7 @@ class Session(Text):
         elif fresh is not None and todo == rows:
             logits = fresh.logits
         else:
-            logits = torch.stack([n.row for n in rows if n.row is not None])
+            logits = stack([n.row for n in rows if n.row is not None])
         scores = Scores(logits, self._states(rows, taps), [stop // 2] * len(rows))
         self._advance_ready()
         return scores, nodes

@@ -29,7 +29,7 @@ from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.datastore import HOW, Datastore, Found, indexed, opened
 from tinyspec.decoding.decode import Decoder, NoDraft, Round
 from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.trust import Trust
+from tinyspec.decoding.trust import NOTHING, Trust
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -55,10 +55,8 @@ class Retrieving(NoDraft):
         self.length, self.matches, self.nodes, self.trust = length, matches, nodes, Trust(price)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        if room < 1:
-            return self.trust.watch((), (), ())
-        if self.trust.rests():
-            return TokenTree()
+        if self.trust.rests(room):
+            return NOTHING
         if self.trust.price > 0:  # a glance: is a draft worth its while?
             found = self._longest(context, 1, min(self.matches, GLANCE), min(self.nodes, GLANCE))
             if not found.match or not self.trust.worth(found.weights, found.match):

@@ -119,11 +119,12 @@ class Staged(ModelDraft):
 
     def children(self, laws: Laws, node: int, k: int, chance: Chance) -> list[tuple[int, Row | None, Any]]:
         """At most k tokens behind a node of the run tree: (token, its declared law, its probability under the draft)."""
-        q = laws[node]
-        if self.drawn and laws.warp.temperature > 0:
-            return [(token, law, q[token]) for token, law in shrinking(q, k, chance)]
         if laws.warp.temperature == 0:
             q = laws.warped(node, Warp(repetition_penalty=laws.warp.repetition_penalty))
+        else:
+            q = laws[node]
+            if self.drawn:
+                return [(token, law, q[token]) for token, law in shrinking(q, k, chance)]
         return [(token, None, q[token]) for token in likeliest(q, k) if q[token] > 0]
 
 

@@ -29,7 +29,7 @@ from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.remembered import OUTPUTS, Remembered, memory
 from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.trust import Trust
+from tinyspec.decoding.trust import NOTHING, Trust
 from tinyspec.decoding.verify import walk
 from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -53,10 +53,8 @@ class Suffixes(Remembered):
         self.length += len(tokens)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        if room < 1:
-            return self.trust.watch((), (), ())
-        if self.trust.rests():
-            return TokenTree()
+        if self.trust.rests(room):
+            return NOTHING
         self.settle()
         suffix, most = context[-self.forest.depth :], self.most
         return self.trust.tree(*self.forest.best((self.own, OUTPUTS), suffix, self.alpha, most, room, self.floor))

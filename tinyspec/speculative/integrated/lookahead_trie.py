@@ -28,7 +28,7 @@ from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.remembered import OUTPUTS, Remembered, memory
 from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.trust import Trust
+from tinyspec.decoding.trust import NOTHING, Trust
 from tinyspec.decoding.verify import walk
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
@@ -42,10 +42,8 @@ class Lookahead(Remembered):
         self.budget, self.branch, self.mode, self.trust = length, branch, mode, Trust(price)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        if room < 1:
-            return self.trust.watch((), (), ())
-        if self.trust.rests():
-            return TokenTree()
+        if self.trust.rests(room):
+            return NOTHING
         self.settle()
         suffix, deepest = context[-self.branch :], min(self.branch, room)
         plan = [(self.own, 2), (OUTPUTS, 4)]  # a glance: is a draft worth its while?

@@ -21,12 +21,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.joint import Joint, Make
 from tinyspec.decoding.modeldraft import GuestDraft
-from tinyspec.decoding.sampling import is_exact, rational
+from tinyspec.decoding.sampling import is_exact, on_device, rational
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -39,14 +40,16 @@ def contrast(beta: float, plausibility: float) -> Make:
         expert, amateur = rows
         if is_exact(expert):
             return _exact(expert, amateur, beta, plausibility)
-        e, a = torch.as_tensor(expert), torch.as_tensor(amateur)
+        xp: Any = torch if on_device(expert) else np
+        e, a = xp.asarray(expert), xp.asarray(amateur)
         floor = e.max() + math.log(plausibility) if plausibility else -math.inf
         said = (e >= floor) & (e > -math.inf)
         unheard = said & (a == -math.inf)  # the amateur cannot say it
         if beta and bool(unheard.any()):
             said, a = unheard, e
-        gap = e - a if beta else torch.zeros_like(e)  # the models' normalisers shift all tokens alike
-        return torch.where(said, e + beta * gap, -math.inf)
+        with np.errstate(invalid="ignore"):  # -inf of both: not said
+            gap = e - a if beta else xp.zeros_like(e)  # the models' normalisers shift all tokens alike
+        return torch.as_tensor(xp.where(said, e + beta * gap, -math.inf))
 
     return make
 

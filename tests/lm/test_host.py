@@ -1,0 +1,77 @@
+"""What decoding does between two forward passes leaves torch's threads asleep: awake they would spin on the cores that the
+compiled kernels need next. And numpy's copies are torch's."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinyspec import _core
+from tinyspec.lm.host import stack, words
+
+DECODE = """
+import os, sys, time
+from dataclasses import replace
+import torch
+import tinyspec
+from tests.lm.small import LLAMA
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import find
+
+torch.set_num_threads(2)
+before = set(os.listdir("/proc/self/task"))
+torch.ones(1 << 20) + 1  # wakes torch's pool
+pool = set(os.listdir("/proc/self/task")) - before
+assert pool, "torch has no pool here"
+config = replace(LLAMA, vocab_size=50_000, max_positions=512)
+model = Model.random(config, seed=0, dtype=torch.bfloat16)
+draft = Model.random(replace(config, n_layers=1, tied=False, says=tuple(range(0, 50_000, 6))), seed=1, dtype=torch.bfloat16)
+
+def ticks():
+    spent = 0
+    for thread in pool:
+        fields = open(f"/proc/self/task/{thread}/stat").read().rpartition(")")[2].split()
+        spent += int(fields[11]) + int(fields[12])
+    return spent
+
+for case in sys.argv[1:]:
+    method, temperature = case.split(":")
+    knobs = {"draft": draft} if find(method).drafts else {}
+    for seconds in (0.1, 0.0):  # the first time for what is made once
+        time.sleep(seconds)
+        begun = ticks()
+        for seed in range(3):
+            tinyspec.generate(model, list(range(5, 25)), method=method, max_new_tokens=16, seed=seed,
+                              temperature=float(temperature), **knobs)
+    print(case, ticks() - begun)
+"""
+CASES = (
+    *("autoregressive:0", "token_recycling:0", "lookahead_jacobi:0", "jacobi:0", "speculative_decoding:0"),
+    *("multi_candidate:0", "spectr:0", "speculative_contrastive:0", "speculative_decoding:0.8", "sequoia:0.8"),
+    *("specinfer:0.8", "block_verification:0.8", "gumbel_coupling:0.8", "staged:0.8"),
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux, which counts the time of each thread")
+@pytest.mark.skipif(_core.compute is None, reason="needs the compiled kernels: without them torch's threads compute")
+def test_decoding_leaves_the_threads_of_torch_asleep() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", DECODE, *CASES], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert not ran.returncode, ran.stderr
+    awake = {case: 10 * int(ticks) for case, ticks in (line.split() for line in ran.stdout.splitlines())}
+    assert list(awake) == list(CASES)
+    assert {case: ms for case, ms in awake.items() if ms > 10} == {}, "milliseconds that torch's threads were awake"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_copies_are_those_of_torch(dtype: torch.dtype) -> None:
+    rows = [torch.randn(7).to(dtype) for _ in range(3)]
+    assert torch.equal(stack(rows), torch.stack(rows)) and stack(rows).dtype == dtype
+    store = torch.randn(2, 5).to(dtype)
+    seen = words(store)
+    assert seen is not None
+    seen[:, 0] = seen[:, 3]
+    assert torch.equal(store[:, 0], store[:, 3]), "the same memory, bit for bit"

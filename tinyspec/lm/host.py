@@ -1,0 +1,28 @@
+"""Copies on the host, by the thread that asks for them.
+
+torch shares the copying of more than some ten thousand numbers among its threads, and these stay awake for milliseconds after
+it, on the very cores that the compiled kernels ask for next. Whatever decoding does between two forward passes is therefore
+done by numpy, on one thread; what lives on a device stays torch's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def stack(rows: Sequence[Tensor]) -> Tensor:
+    """Rows [V], of one type each, as one tensor [n, V]."""
+    if rows[0].device.type != "cpu" or rows[0].dtype == torch.bfloat16:  # which numpy does not know
+        return torch.stack(list(rows))
+    return torch.from_numpy(np.stack([row.numpy() for row in rows]))
+
+
+def words(store: Tensor) -> NDArray[Any] | None:
+    """A tensor of whatever type as numpy sees its memory: whole numbers of the same width. None on a device."""
+    return store.view(WORDS[store.dtype.itemsize]).numpy() if store.device.type == "cpu" else None
