@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.table import Table, law
+from tinyspec.decoding.candidates import candidates
 from tinyspec.decoding.chance import Exhaustive, Seeded
 from tinyspec.decoding.decode import Decoder, NoDraft
 from tinyspec.decoding.sampling import Warp
@@ -33,6 +34,16 @@ def plain(p: int = 1, warp: Warp | None = None) -> Decoder:
 def proposed(draft: TreeDraft, room: int = 9, warp: Warp | None = None, seed: int = 0) -> TokenTree:
     draft.extend((0,), None)  # type: ignore[arg-type]
     return draft.propose([0], room, warp or Warp(), Seeded(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 3, 40, 200, 1000])
+def test_the_likeliest_are_the_first_of_all_in_order_ties_to_the_lowest_id(dtype: torch.dtype, k: int) -> None:
+    row = torch.randint(0, 50, (999,), generator=torch.Generator().manual_seed(k)).to(dtype)
+    row[::3] = -torch.inf
+    in_order = sorted(range(999), key=lambda token: (-float(row[token]), token))[:k]
+    assert likeliest(row, k) == in_order
+    assert candidates(torch.stack([row, row]), [1], k) == [in_order]
 
 
 MODES: list[dict[str, Any]] = [{"replace": True}, {"replace": False}, {"replace": False, "cover": True}]

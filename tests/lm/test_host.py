@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinyspec import _core
-from tinyspec.lm.host import stack, words
+from tinyspec.lm.host import numbers, stack, words
 
 DECODE = """
 import os, sys, time
@@ -70,6 +70,7 @@ def test_decoding_leaves_the_threads_of_torch_asleep() -> None:
 def test_copies_are_those_of_torch(dtype: torch.dtype) -> None:
     rows = [torch.randn(7).to(dtype) for _ in range(3)]
     assert torch.equal(stack(rows), torch.stack(rows)) and stack(rows).dtype == dtype
+    assert torch.equal(torch.from_numpy(numbers(rows[0])).double(), rows[0].double())
     store = torch.randn(2, 5).to(dtype)
     seen = words(store)
     assert seen is not None

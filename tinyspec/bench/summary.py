@@ -30,7 +30,7 @@ def verdict(ratio: float) -> str:
 
 
 QUOTED = (
-    *("race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval", "exits"),
+    *("race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval", "sizes", "exits"),
     *("translation", "translation-iterations", "dialects", "equality", "peer", "bench"),
 )
 """The results that the README quotes."""
@@ -166,6 +166,22 @@ def retrieval(result: dict[str, Any], size: str = "100000") -> list[str]:
     return lines
 
 
+def sizes(result: dict[str, Any], page: str) -> str:
+    """The survey's first experiment: what a larger draft brings, and costs."""
+    told = list[str]()
+    for name, draft in sorted(result["drafts"].items(), key=lambda pair: pair[1]["weights"]):
+        gamma, best = max(result["figures"][name].items(), key=lambda pair: pair[1]["speedup"]["median"])
+        told.append(
+            f"`{name}` {draft['weights'] / 1e6:.2f}M: {draft['alpha']:.2f} ({draft['alpha_1']:.2f}), {draft['c']:.2f}, "
+            f"{verdict(best['speedup']['median'])} with {gamma}"
+        )
+    return (
+        f"**Drafts by size** (`{result['command']}`): weights that a draft of {result['model']} reads for a token, greedy "
+        f"acceptance (at temperature 1), a step of it in plain steps, the best of {len(result['gammas'])} lengths of draft. "
+        f"{'; '.join(told)}. [{page}](tutorials/results/{page})."
+    )
+
+
 def exits(result: dict[str, Any], page: str, share: float = 0.95) -> str:
     """Chapter 2's experiment: for each measure the cheapest threshold at which the exits still agree with the full model."""
     depth, found = result["settings"]["n_layers"], list[str]()
@@ -259,7 +275,8 @@ def text(folder: Path) -> str:
     if (folder / "retrieval.json").exists():
         lines += ["", *retrieval(load(folder, "retrieval"))]
     made: list[tuple[str, Callable[[dict[str, Any], str], str | list[str]]]] = [
-        ("exits", exits), ("translation", translations), ("translation-iterations", iterations), ("dialects", dialects)
+        ("sizes", sizes), ("exits", exits), ("translation", translations), ("translation-iterations", iterations),
+        ("dialects", dialects),
     ]  # fmt: skip
     for name, words in made:
         if (folder / f"{name}.json").exists():

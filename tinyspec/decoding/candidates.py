@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from tinyspec.decoding.sampling import is_exact
+from tinyspec.lm.host import numbers
 
 T = TypeVar("T")
 
@@ -27,9 +28,8 @@ def candidates(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
     if len(logits) and is_exact(logits[0]):
         return [sorted(range(len(logits[row])), key=lambda t: (-logits[row][t], t))[:k] for row in rows]
     table = logits if isinstance(logits, torch.Tensor) else torch.stack([torch.as_tensor(row) for row in logits])
-    if table.device.type == "cpu" and table.dtype != torch.bfloat16:
-        values = table.numpy()
-        return [highest(values[row], k) for row in rows]
+    if table.device.type == "cpu":
+        return [highest(numbers(table[row]), k) for row in rows]
     if len(rows) < len(table):
         table = table[list(rows)]
     if k == 1:

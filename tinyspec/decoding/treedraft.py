@@ -20,6 +20,7 @@ from tinyspec.decoding.modeldraft import ModelDraft
 from tinyspec.decoding.sampling import Warp, is_exact
 from tinyspec.decoding.verify import without
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.host import numbers
 from tinyspec.tree import ROOT, Row, TokenTree
 
 Shape: TypeAlias = tuple[int, ...]
@@ -164,7 +165,7 @@ def likeliest(row: Row, k: int) -> list[int]:
     """
     if is_exact(row):
         return sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
-    return highest(row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row), k)
+    return highest(numbers(row) if isinstance(row, torch.Tensor) else np.asarray(row), k)
 
 
 def _grow(tree: TokenTree, token: int, parent: int) -> None:

@@ -23,6 +23,12 @@ def stack(rows: Sequence[Tensor]) -> Tensor:
     return torch.from_numpy(np.stack([row.numpy() for row in rows]))
 
 
+def numbers(row: Tensor) -> NDArray[Any]:
+    """A tensor as numpy has it, in memory; bfloat16, which numpy does not know, as float32 (exact)."""
+    row = row.detach().cpu()
+    return (row.float() if row.dtype == torch.bfloat16 else row).numpy()
+
+
 def words(store: Tensor) -> NDArray[Any] | None:
     """A tensor of whatever type as numpy sees its memory: whole numbers of the same width. None on a device."""
     return store.view(WORDS[store.dtype.itemsize]).numpy() if store.device.type == "cpu" else None

@@ -30,6 +30,7 @@ from tinyspec.decoding.modeldraft import GuestDraft
 from tinyspec.decoding.sampling import is_exact, on_device, rational
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.host import numbers
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 
@@ -41,7 +42,7 @@ def contrast(beta: float, plausibility: float) -> Make:
         if is_exact(expert):
             return _exact(expert, amateur, beta, plausibility)
         xp: Any = torch if on_device(expert) else np
-        e, a = xp.asarray(expert), xp.asarray(amateur)
+        e, a = (numbers(row) if xp is np and isinstance(row, torch.Tensor) else xp.asarray(row) for row in rows)
         floor = e.max() + math.log(plausibility) if plausibility else -math.inf
         said = (e >= floor) & (e > -math.inf)
         unheard = said & (a == -math.inf)  # the amateur cannot say it
