@@ -46,6 +46,13 @@ def test_the_likeliest_are_the_first_of_all_in_order_ties_to_the_lowest_id(dtype
     assert candidates(torch.stack([row, row]), [1], k) == [in_order]
 
 
+@pytest.mark.parametrize("k", [2, 3, 8, 31])
+@pytest.mark.parametrize("seed", range(5))
+def test_none_of_the_likeliest_is_missed_where_all_differ(k: int, seed: int) -> None:
+    row = torch.randperm(999, generator=torch.Generator().manual_seed(seed)).double()
+    assert likeliest(row, k) == row.argsort(descending=True)[:k].tolist()
+
+
 MODES: list[dict[str, Any]] = [{"replace": True}, {"replace": False}, {"replace": False, "cover": True}]
 
 

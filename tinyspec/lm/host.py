@@ -1,6 +1,6 @@
 """Copies on the host, by the thread that asks for them.
 
-torch shares the copying of more than some ten thousand numbers among its threads, and these stay awake for milliseconds after
+torch shares the copying of many numbers, such as a row of logits, among its threads, and these stay awake for a while after
 it, on the very cores that the compiled kernels ask for next. Whatever decoding does between two forward passes is therefore
 done by numpy, on one thread; what lives on a device stays torch's.
 """
