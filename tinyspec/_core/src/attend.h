@@ -1,5 +1,6 @@
 /* Attention and activation in terms of one vector type; kernels.c includes this after slab.h, whose FN, V, LOAD and the like
- * it uses, with MAX, ADD, TOTAL (the sum of a vector by a fixed tree), TOTALS (of four, each by the same), HALF(from): VEC bfloat16 as floats, and CHAINS (sums at a time).
+ * it uses, with MAX, ADD, TOTAL (the sum of a vector by a fixed tree), TOTALS (of four, each by the same, times a number),
+ * HALF(from): VEC bfloat16 as floats, and CHAINS (sums at a time).
  *
  * As in the product, the order of every sum depends on the row's own path and on the model's shape alone.
  */
@@ -52,16 +53,21 @@ INLINE float FN(dot)(const float *q, const char *k, int width, const int half) {
     return total;
 }
 
-/* The same for FOUR keys, whose lanes are added up together. */
+/* The same for FOUR keys, whose lanes are added up together, times `scale`. */
 enum { FN(FOUR) = 4 };
-INLINE void FN(dots)(const float *q, const char *const *k, int width, const int half, float *to) {
+INLINE void FN(dots)(const float *q, const char *const *k, const int width, const int half, float scale, float *to) {
     V sum[FN(FOUR)] = {SET(0.0f), SET(0.0f), SET(0.0f), SET(0.0f)};
     int i = 0;
     for (; i + VEC <= width; i += VEC)
         UNROLL for (int c = 0; c < FN(FOUR); c++) sum[c] = FMA(LOAD(q + i), FN(some_of)(k[c], i, half), sum[c]);
-    TOTALS(to, sum);
+    if (i == width) {
+        TOTALS(to, sum, scale);
+        return;
+    }
+    TOTALS(to, sum, 1.0f);
     for (; i < width; i++)
         for (int c = 0; c < FN(FOUR); c++) to[c] += q[i] * FN(one_of)(k[c], i, half);
+    for (int c = 0; c < FN(FOUR); c++) to[c] *= scale;
 }
 
 /* e[0..n-1] = exp(e - max e); returns their sum, in VEC lanes by index. */
@@ -114,33 +120,41 @@ INLINE void FN(add_scores)(const Stack *s, const FN(Run) *run, const int half, c
         for (int n = 0; n < queries; n++) {
             float *to = query[n].scores + j;
             if (keys < FN(FOUR))
-                for (int c = 0; c < keys; c++) to[c] = FN(dot)(query[n].q, k[c], width, half && !widened);
+                for (int c = 0; c < keys; c++) to[c] = FN(dot)(query[n].q, k[c], width, half && !widened) * s->scale;
             else if (half && !widened)
-                FN(dots)(query[n].q, k, width, 1, to);
+                FN(dots)(query[n].q, k, width, 1, s->scale, to);
+            else if (width == 64) /* most models; known, the loop is unrolled */
+                FN(dots)(query[n].q, k, 64, 0, s->scale, to);
             else
-                FN(dots)(query[n].q, k, width, 0, to);
-            for (int c = 0; c < keys; c++) to[c] *= s->scale;
+                FN(dots)(query[n].q, k, width, 0, s->scale, to);
         }
     }
 }
 
-/* out += the run's values, weighed by the scores of up to three queries, for which a value is widened once. */
-INLINE void FN(weigh)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, const int queries) {
-    int i = 0;
-    for (; i + CHAINS * VEC <= s->width; i += CHAINS * VEC) {
+/* out += the run's values, weighed by the scores of up to three queries, for which a value is widened once. From number i
+ * on, `chains` vectors at a time; returns the first number that is left. Which go together changes no sum. */
+INLINE int FN(columns)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, const int queries, int i,
+                       const int chains) {
+    for (; i + chains * VEC <= s->width; i += chains * VEC) {
         V sum[3][CHAINS];
         UNROLL for (int n = 0; n < queries; n++)
-            UNROLL for (int c = 0; c < CHAINS; c++) sum[n][c] = LOAD(query[n].out + i + c * VEC);
+            UNROLL for (int c = 0; c < chains; c++) sum[n][c] = LOAD(query[n].out + i + c * VEC);
         for (int j = 0; j < run->count; j++) {
             const char *value = PLACE(run, j);
-            UNROLL for (int c = 0; c < CHAINS; c++) {
+            UNROLL for (int c = 0; c < chains; c++) {
                 V v = FN(some_of)(value, i + c * VEC, half);
                 UNROLL for (int n = 0; n < queries; n++) sum[n][c] = FMA(SET(query[n].scores[j]), v, sum[n][c]);
             }
         }
         UNROLL for (int n = 0; n < queries; n++)
-            UNROLL for (int c = 0; c < CHAINS; c++) STORE(query[n].out + i + c * VEC, sum[n][c]);
+            UNROLL for (int c = 0; c < chains; c++) STORE(query[n].out + i + c * VEC, sum[n][c]);
     }
+    return i;
+}
+
+INLINE void FN(weigh)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, const int queries) {
+    int i = FN(columns)(s, run, half, query, queries, 0, CHAINS);
+    i = FN(columns)(s, run, half, query, queries, i, 1);
     for (; i < s->width; i++)
         for (int n = 0; n < queries; n++)
             for (int j = 0; j < run->count; j++)

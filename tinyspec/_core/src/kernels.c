@@ -57,7 +57,8 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
 #define ADD(a, b) ((a) + (b))
 #define MAX(a, b) max4(a, b)
 #define TOTAL(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
-#define TOTALS(to, v) to[0] = TOTAL(v[0]), to[1] = TOTAL(v[1]), to[2] = TOTAL(v[2]), to[3] = TOTAL(v[3])
+#define TOTALS(to, v, by) \
+    to[0] = TOTAL(v[0]) * by, to[1] = TOTAL(v[1]) * by, to[2] = TOTAL(v[2]) * by, to[3] = TOTAL(v[3]) * by
 #define CHAINS 4
 #define HALF(p) half4(p)
 #define EVEN(p) even4(p)
@@ -93,7 +94,7 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #define ADD(a, b) _mm256_add_ps(a, b)
 #define MAX(a, b) _mm256_max_ps(a, b)
 #define TOTAL(v) _mm_cvtss_f32(totals8(v, v, v, v))
-#define TOTALS(to, v) _mm_storeu_ps(to, totals8(v[0], v[1], v[2], v[3]))
+#define TOTALS(to, v, by) _mm_storeu_ps(to, _mm_mul_ps(totals8(v[0], v[1], v[2], v[3]), _mm_set1_ps(by)))
 #define CHAINS 4
 #define HALF(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define EVEN(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)(p)), 16))
@@ -104,6 +105,13 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #include "attend.h"
 static const Kernel avx2 = {"avx2", product_avx2, NULL, attend_avx2, activate_avx2};
 
+/* Four sums of sixteen lanes: each lane and the one eight further on, then as above. */
+static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m256 halves(__m512 v) {
+    return _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
+}
+static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m128 totals16(__m512 a, __m512 b, __m512 c, __m512 d) {
+    return totals8(halves(a), halves(b), halves(c), halves(d));
+}
 #define SUFFIX _avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx2,fma")))
 #define VEC 16
@@ -114,9 +122,9 @@ static const Kernel avx2 = {"avx2", product_avx2, NULL, attend_avx2, activate_av
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define ADD(a, b) _mm512_add_ps(a, b)
 #define MAX(a, b) _mm512_max_ps(a, b)
-#define TOTAL(v) _mm512_reduce_add_ps(v)
-#define TOTALS(to, v) to[0] = TOTAL(v[0]), to[1] = TOTAL(v[1]), to[2] = TOTAL(v[2]), to[3] = TOTAL(v[3])
-#define CHAINS 2
+#define TOTAL(v) _mm_cvtss_f32(totals16(v, v, v, v))
+#define TOTALS(to, v, by) _mm_storeu_ps(to, _mm_mul_ps(totals16(v[0], v[1], v[2], v[3]), _mm_set1_ps(by)))
+#define CHAINS 4
 #define HALF(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define EVEN(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512((const void *)(p)), 16))
 #define ODD(p) \

@@ -1,9 +1,9 @@
 /* A pool of threads that meets at barriers many times within a forward pass.
  *
  * A layer of a small model lasts a few microseconds, so waking a sleeping thread for every product would cost more than
- * the product. Workers spin for a short while after a job, then sleep; within a job all meet at spinning barriers. Work is
- * taken from counters, not dealt out, so that a thread which the machine holds up does not hold up the others; every
- * result is summed by one thread in a fixed order, whoever that is.
+ * the product. Workers spin after a job for about as long as Python takes until the next, then sleep; within a job all meet
+ * at spinning barriers. Work is taken from counters, not dealt out, so that a thread which the machine holds up does not
+ * hold up the others; every result is summed by one thread in a fixed order, whoever that is.
  */
 #define _GNU_SOURCE
 #include "compute.h"
@@ -21,7 +21,7 @@
 #define PAUSE() ((void)0)
 #endif
 
-enum { MOST = 64, SPINS = 4000, PATIENCE = 2000, COUNTERS = 4 };
+enum { MOST = 64, SPINS = 40000, PATIENCE = 2000, COUNTERS = 4 };
 
 struct Team {
     int size;

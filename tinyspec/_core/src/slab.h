@@ -27,6 +27,10 @@ enum { FN(PARTS_) = BLOCK / VEC };
 #define FORGET(pointer) \
     if (K * PARTS > 4) __asm__ volatile("" : "+r"(pointer))
 
+/* How far on the weights stand that are asked for now: n inputs, and at the end of the blocks in the group that comes next.
+ * What is read first there is no neighbour of what was read last, so the memory's own guesses come too late. */
+#define SOON(n) ((n) * BLOCK + (i + (n) < w->in ? 0 : (G - 1) * step))
+
 /* K rows against G neighbouring blocks. K and G are constants where this is inlined and every loop over them is unrolled,
  * so the sums live in registers: there are at most MOST * PARTS of them, or as many with G > 1. */
 INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const NUMBER *x, int ldx, float *y, int ldy, int add) {
@@ -37,12 +41,13 @@ INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const
 #ifndef DOT
     if (!w->half) {
         const float *from = (const float *)w->data + (size_t)block * step;
-        for (int i = 0; i < w->in; i++, from += BLOCK)
+        for (int i = 0; i < w->in; i++, from += BLOCK) {
+            const size_t soon = SOON(AHEAD);
             UNROLL for (int g = 0; g < G; g++) {
                 V weight[PARTS];
                 const float *column = x + i;
                 FORGET(column);
-                __builtin_prefetch(from + g * step + AHEAD * BLOCK);
+                __builtin_prefetch(from + g * step + soon);
                 UNROLL for (int p = 0; p < PARTS; p++) weight[p] = LOAD(from + g * step + p * VEC);
                 UNROLL for (int k = 0; k < K; k++) {
                     const V input = SET(column[(size_t)k * ldx]);
@@ -50,13 +55,15 @@ INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const
                         sum[k][g * PARTS + p] = FMA(weight[p], input, sum[k][g * PARTS + p]);
                 }
             }
+        }
     } else
 #endif
     {
         const uint16_t *from = (const uint16_t *)w->data + (size_t)block * step;
-        for (int i = 0; i < w->in; i += 2, from += 2 * BLOCK)
+        for (int i = 0; i < w->in; i += 2, from += 2 * BLOCK) {
+            const size_t soon = SOON(2 * AHEAD);
             UNROLL for (int g = 0; g < G; g++) {
-                __builtin_prefetch(from + g * step + 2 * AHEAD * BLOCK);
+                __builtin_prefetch(from + g * step + soon);
 #ifdef DOT
                 const uint16_t *column = x + i;
                 FORGET(column);
@@ -81,6 +88,7 @@ INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const
                 }
 #endif
             }
+        }
     }
     float sums[MOST * 4 * BLOCK];
     UNROLL for (int k = 0; k < K; k++)
@@ -140,6 +148,7 @@ static void FN(product)(const Matrix *w, int first, int last, const NUMBER *x, i
 
 #undef NUMBER
 #undef FORGET
+#undef SOON
 #undef SLAB
 #undef PAIR
 #undef SOME
