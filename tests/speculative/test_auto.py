@@ -12,16 +12,18 @@ from tinyspec import generate, load
 from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, NoDraft
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.goodput import DRAFT, PLAIN, Curve, Goodput, Option
+from tinyspec.decoding.goodput import DRAFT, LOOKED, PLAIN, Curve, Goodput, Offer, Option
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.verify import walk
 from tinyspec.laws.exact import Reference
+from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.stage import adversary
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys.auto import POEM, Ticking, Watch, astray, took
-from tinyspec.speculative.auto import kept
+from tinyspec.speculative.auto import Texts, kept
 from tinyspec.technique import Request, find
+from tinyspec.tree import ROOT
 
 CARD = find("auto")
 GREEDY = Warp(temperature=0.0)
@@ -129,38 +131,68 @@ def test_where_rows_are_free_drafts_are_long_and_where_they_cost_a_token_there_a
 
 
 def test_between_the_two_the_size_is_the_knee_of_the_curve() -> None:
-    """Up to nine rows are free, more take three times as long: eight guesses."""
-    _, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0 if rows <= 9 else 3.0)
+    """Up to eight rows are free, more take three times as long: seven guesses."""
+    _, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0 if rows <= 8 else 3.0)
     curve = decoder.drafter.policy.curve
-    assert max(curve.sizes, key=lambda size: (1 + size) / curve.costs()[curve.place[size]]) == 8
-    assert curve.seconds[curve.place[8]] == 1.0
+    assert max(curve.sizes, key=lambda size: (1 + size) / curve.costs()[curve.place[size]]) == 7
+    assert curve.seconds[curve.place[7]] == 1.0
 
 
 def test_where_acceptance_collapses_drafting_stops() -> None:
     _, decoder = took(CARD.make, POEM, astray(48), lambda rows: 0.9 + 0.1 * rows)
-    assert decoder.drafter.policy.accepts[5][0] < 0.2
+    assert decoder.drafter.texts.trust.first[8] < 0.2
     assert decoder.drafter.option == PLAIN
 
 
 def test_trust_comes_back_without_running_a_row() -> None:
-    """A copy that was not run is compared with what came."""
-    policy = Goodput(Curve(4), Watch())
-    policy.accepts[1][0] = 0.0
-    decoder = Decoder(Table(3), NoDraft(), walk, warp=GREEDY)
-    decoder.extend([0])
-    for chance in map(Seeded, range(9)):
-        round = decoder.step(chance)
-        policy.learn(PLAIN, 1, [round.tokens[0], 0], round)
-    assert policy.accepts[1][0] > 0.8
+    """Guesses that were not run are compared with what came."""
+    watch = Watch()
+    wanted = Request(Ticking(Reciter(POEM), watch, float), (), GREEDY, Stop(max_new_tokens=60), [POEM], clock=watch)
+    decoder = CARD.make(wanted)
+    decoder.extend(POEM[:2])
+    trust, curve = decoder.drafter.texts.trust, decoder.drafter.policy.curve
+    trust.first[8] = 0.0
+    for size in curve.sizes:
+        curve.enter(size, 1.0 + size)
+    while not decoder.finished:
+        assert not decoder.step(Seeded(decoder.rounds)).tree.tokens  # every row costs a call
+    assert trust.first[8] > 0.5
 
 
 def test_nothing_is_drafted_before_plain_rounds_were_timed() -> None:
     policy = Goodput(Curve(16), Watch())
-    assert policy.choose([Option(5, 16)]) == PLAIN
+    offers = [Offer(LOOKED, [0.9**n for n in range(1, 17)])]
+    assert policy.choose(offers) == PLAIN
     policy.curve.enter(0, 1.0)
-    assert policy.choose([Option(5, 16)]) == PLAIN
+    assert policy.choose(offers) == PLAIN
     policy.curve.enter(0, 1.0)
-    assert policy.choose([Option(5, 16)]) == Option(5, 2)  # at most three times as wide as any round before it
+    assert policy.choose(offers) == Option(LOOKED, 2)  # at most three times as wide as any round before it
+
+
+def test_of_a_tree_the_likeliest_guesses_are_run() -> None:
+    """Behind 1 came 2 twice and 3 once, behind 2 always 4: the first guesses are 2, 4, and then 3."""
+    texts = Texts(Request(Table(5), references=[[0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 3]]), 16, False)
+    unread: Any = None
+    texts.extend([0, 1], unread)
+    tree, chances = texts.offer([0, 1], 16)
+    assert tree.tokens[:3] == [2, 4, 3] and tree.parents[:3] == [ROOT, 0, ROOT]
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] == pytest.approx(2 * chances[2])
+    assert all(parent < node for node, parent in enumerate(tree.parents))
+
+
+def test_the_size_with_the_most_expected_tokens_an_expected_second_is_chosen() -> None:
+    curve = Curve(16)
+    for _ in range(2):
+        curve.enter(0, 1.0)
+    curve.widest = 16
+    for slope, best in ((0.05, 3), (0.15, 2), (0.6, 0)):
+        for size in curve.sizes[1:]:
+            curve.seconds[curve.place[size]] = 1.0 + slope * size
+        curve._costs = None
+        chances = [0.5**n for n in range(1, 17)]
+        wanted = max(curve.sizes, key=lambda n: (1 + sum(chances[:n])) / curve.costs()[curve.place[n]])
+        assert Goodput(curve, Watch()).choose([Offer(LOOKED, chances)]).size == wanted == best
 
 
 # ------------------------------------------------------------------ with a draft model
@@ -210,21 +242,44 @@ def test_under_a_clock_of_its_own_a_request_is_deterministic() -> None:
     one, two = (took(CARD.make, POEM, astray(48), lambda rows: 0.9 + 0.1 * rows)[1] for _ in range(2))
     assert one.new == two.new == POEM[2:]
     assert one.rounds == two.rounds
-    assert one.drafter.policy.accepts == two.drafter.policy.accepts
+    assert one.drafter.texts.trust.first == two.drafter.texts.trust.first
 
 
-def test_times_outlive_a_request_and_acceptances_do_not() -> None:
+def test_times_and_outputs_outlive_a_request_and_trust_does_not() -> None:
     model, watch = Table(3).model, Watch()
     wanted = Request(model.session(), clock=watch)
     assert kept(wanted, 16) is kept(Request(model.session(), clock=watch), 16)
     assert kept(wanted, 16) is not kept(Request(Table(3), clock=watch), 16)
     assert kept(Request(model.session()), 16) is not kept(Request(model.session()), 16)
     _, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0)
-    policy = decoder.drafter.policy
-    before = policy.accepts[5][0]
+    trust = decoder.drafter.texts.trust
+    before = trust.first[8]
     decoder.end()
-    assert policy.accepts[5][0] < before
-    assert policy.curve.seconds[0] == 1.0
+    assert trust.first[8] < before
+    assert decoder.drafter.policy.curve.seconds[0] == 1.0
+
+
+def again(**knobs: Any) -> tuple[int, int]:
+    """Rounds of a request, and of the same request made once more of the same model."""
+    watch, model, rounds = Watch(), Reciter(POEM), list[int]()
+    for _ in range(2):
+        wanted = Request(
+            Ticking(model, watch, lambda rows: 1.0), (), GREEDY, Stop(max_new_tokens=len(POEM) - 2), clock=watch
+        )
+        decoder = CARD.make(wanted, **knobs)
+        decoder.extend(POEM[:2])
+        while not decoder.finished:
+            decoder.step(Seeded(decoder.rounds))
+        assert decoder.new == POEM[2:]
+        rounds.append(decoder.rounds)
+        decoder.end()
+    return rounds[0], rounds[1]
+
+
+def test_what_one_request_said_is_a_draft_for_the_next_unless_it_shall_not_be_remembered() -> None:
+    first, second = again()
+    assert first == len(POEM) - 2 and second <= first / 6
+    assert again(remember=False) == (first, first)
 
 
 def test_greedy_text_is_plain_decodings_with_and_without_a_draft_and_the_statistics_add_up(tmp_path: Any) -> None:
@@ -242,10 +297,3 @@ def test_greedy_text_is_plain_decodings_with_and_without_a_draft_and_the_statist
         generate(big, prompt, max_new_tokens=20).tokens  # type: ignore[union-attr]
         for prompt in ("the cat", "the dog sat")
     ]
-
-
-def test_what_failed_in_one_text_is_forgotten_in_the_next() -> None:
-    policy = Goodput(Curve(4), Watch())
-    policy.accepts[5][0] = 0.0
-    policy.forget()
-    assert policy.accepts[5][0] > 0.5

@@ -1,11 +1,13 @@
 """Goodput: which draft, and how long, has the most expected tokens an expected second. The figures and the choice.
 
 The model of SmartSpec (Liu et al. 2024, arXiv 2406.14066) for one request. What a round costs is learnt by its number of
-guesses, what a guess earns by its source and position; both are exponential averages over priors. `auto` is the technique.
+guesses, what a guess of a draft model earns by its position; both are exponential averages over priors. What a guess earns that
+was looked up is said by whoever looked (decoding/trust.py). `auto` is the technique.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any, NamedTuple
 
 from tinyspec.decoding.decode import Round
@@ -16,20 +18,27 @@ Clock = Callable[[], float]
 Choose = Callable[[int, Any], int]
 """(number of ways to go on, chance) -> which: who stands in for a technique's own judgement."""
 
-GRID = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # guesses in a round: few sizes, so that each is measured often
+GRID = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47)
+"""Guesses in a round: few sizes, so that each is measured often. With the root, 12 rows: what a kernel takes at once."""
 SLOPE, STEP = 0.1, 0.3  # prior cost of a further row, and of a draft model's step, in calls
 RATE, FALL, CLIP = 0.2, 0.5, 3.0  # weight of the newest figure, and of a time that is shorter; a long one counts as 3 x
 WARM, RAMP, MARGIN = 2, 3, 0.03  # plain rounds at first; growth of a round's width; gain below which nothing is drafted
 SHARE, EVERY, STALE = 0.01, 16, 64  # time for trials; rounds between them; rounds after which a size is old
-MATCHES = {5: 0.75, 3: 0.5, 2: 0.3, 1: 0.1}  # least length of a match -> prior chance that its first token holds
-DRAFT = 0  # the source that is no match
+DRAFT, LOOKED = 0, 1  # the sources: a draft model, and what was looked up in texts
 
 
 class Option(NamedTuple):
-    """What a round may do. source: a bucket of MATCHES (copy), or DRAFT. size: guesses; as an offer, the most there are."""
+    """What a round may do: run so many guesses of a source."""
 
     source: int
     size: int
+
+
+class Offer(NamedTuple):
+    """What a source has: of each guess the chance that it is accepted, never more than that of the one before."""
+
+    source: int
+    chances: Sequence[float]
 
 
 PLAIN = Option(DRAFT, 0)
@@ -48,6 +57,10 @@ class Curve:
         self.step: float | None = None  # seconds of the draft model for a token; None: never measured
         self.accepts = [0.5] + [0.75] * (longest - 1)
         self._costs: list[float] | None = None
+
+    def chances(self, most: int) -> list[float]:
+        """Of so many guesses of the draft model, the chance that each is accepted."""
+        return list(accumulate(self.accepts[:most], mul))
 
     def enter(self, size: int, seconds: float) -> None:
         """A round of this size took so long. A first figure stands as it is, but for outliers."""
@@ -89,34 +102,25 @@ class Goodput:
     def __init__(self, curve: Curve, clock: Clock):
         self.curve, self.clock = curve, clock
         self.began = self.ready = self.credit = 0.0
-        self.forget()
 
-    def forget(self) -> None:
-        """Another text: what was copied well in the last one says nothing of it."""
-        longest = self.curve.sizes[-1]
-        self.accepts = {n: [a] + [(1 + a) / 2] * (longest - 1) for n, a in MATCHES.items()}
-        self.accepts[DRAFT] = self.curve.accepts
-
-    def choose(self, offers: Sequence[Option]) -> Option:
-        """What to do, given the most that each source has to offer."""
+    def choose(self, offers: Sequence[Offer]) -> Option:
+        """What to do, given what each source has to offer."""
         return self._best(offers) if offers and self.curve.plain >= WARM else PLAIN
 
-    def _best(self, offers: Sequence[Option]) -> Option:
+    def _best(self, offers: Sequence[Offer]) -> Option:
         curve, costs = self.curve, self.curve.costs()
         best, goodput = PLAIN, (1 + MARGIN) / costs[0]
         due = curve.rounds % EVERY == 0 and self.credit > 0
         trials = [(PLAIN, costs[0], 1.0, curve.rounds - curve.last[0])] if due else []
-        for source, most in offers:
-            accepts, known, step = self.accepts[source], True, 0.0
+        for source, chances in offers:
+            known, step = True, 0.0
             if source == DRAFT:
                 known, step = curve.step is not None, curve.step or STEP * costs[0]
-            expected = reach = 1.0
+            expected = 1.0
             for at, (before, size) in enumerate(pairwise(curve.sizes), start=1):
-                if size > most or size >= RAMP * (curve.widest + 1):
+                if size > len(chances) or size >= RAMP * (curve.widest + 1):
                     break
-                for accept in accepts[before:size]:
-                    reach *= accept
-                    expected += reach
+                expected += sum(chances[before:size])
                 cost = costs[at] + size * step
                 if known and expected > goodput * cost:
                     best, goodput = Option(source, size), expected / cost
@@ -141,19 +145,12 @@ class Goodput:
             self.curve.asked = self.curve.rounds
             self.curve.step = timed(self.curve.step, (self.ready - self.began) / size)
 
-    def learn(self, option: Option, source: int, copies: Sequence[int], round: Round) -> None:
-        """How long it took, and what held: of a copy also where it was not run, and one token beyond where it was."""
+    def learn(self, option: Option, round: Round) -> None:
+        """How long it took, and of the draft model's guesses, which held."""
         seconds, drafted = self.clock() - self.ready, len(round.tree.tokens)
         self.curve.enter(drafted, seconds)
         self.credit += SHARE * seconds
-        self._hold(source, [token == guess for token, guess in zip(round.tokens, copies, strict=False)])
         if option.source == DRAFT and drafted and not round.truncated:
-            kept = len(round.verdict.path)
-            self._hold(DRAFT, [True] * kept + [False] * (drafted > kept))
-
-    def _hold(self, source: int, held: Sequence[bool]) -> None:
-        accepts = self.accepts[source]
-        for at, true in enumerate(held):
-            accepts[at] += RATE * (true - accepts[at])
-            if not true:
-                return  # what comes after a mismatch follows another text
+            accepts, kept = self.curve.accepts, len(round.verdict.path)
+            for at in range(min(kept + 1, drafted)):  # behind a mismatch nothing is known
+                accepts[at] += RATE * ((at < kept) - accepts[at])

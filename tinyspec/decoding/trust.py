@@ -27,8 +27,8 @@ NOTHING = TokenTree()
 class Trust:
     """How far the latest drafts came true, by the length of the match they were found behind."""
 
-    def __init__(self, price: float):
-        self.price = price
+    def __init__(self, price: float, rate: float = RATE):
+        self.price, self.rate = price, rate
         self.forget()
 
     def forget(self) -> None:
@@ -59,6 +59,21 @@ class Trust:
         self.vain += 1
         return NOTHING
 
+    def chances(self, parents: Sequence[int], shares: Sequence[float], matches: Sequence[int]) -> list[float]:
+        """How likely each guess is to hold, and all above it: what is expected of it by the rule on top of this file."""
+        whole: dict[
+            int, float
+        ] = {}  # of the first guesses behind each match: a draft may join trees, or leave some out
+        for parent, share, match in zip(parents, shares, matches, strict=True):
+            whole[match] = whole.get(match, 0.0) + (share if parent == ROOT else 0.0)
+        depths, found = list[int](), list[float]()
+        for parent, share, match in zip(parents, shares, matches, strict=True):
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+            group = bucket(match)
+            share /= max(whole[match], share)
+            found.append(share * self.first[group] * self.further[group] ** depths[-1])
+        return found
+
     def tree(
         self, tokens: Sequence[int], parents: Sequence[int], shares: Sequence[float], matches: Sequence[int]
     ) -> TokenTree:
@@ -66,20 +81,13 @@ class Trust:
         self.watch(tokens, parents, matches)
         if not tokens:
             return NOTHING
-        place, depths = {ROOT: ROOT}, {ROOT: 0}
-        whole: dict[
-            int, float
-        ] = {}  # of the first guesses behind each match: a draft may join trees, or leave some out
-        for parent, share, match in zip(parents, shares, matches, strict=True):
-            whole[match] = whole.get(match, 0.0) + (share if parent == ROOT else 0.0)
+        place = {ROOT: ROOT}
         kept, above = list[int](), list[int]()
-        for node, (token, parent, share, match) in enumerate(zip(tokens, parents, shares, matches, strict=True)):
-            if parent not in place:
-                continue
-            group = bucket(match)
-            share /= max(whole[match], share)
-            if share * self.first[group] * self.further[group] ** depths[parent] >= self.price:
-                place[node], depths[node] = len(kept), depths[parent] + 1
+        for node, (token, parent, chance) in enumerate(
+            zip(tokens, parents, self.chances(parents, shares, matches), strict=True)
+        ):
+            if parent in place and chance >= self.price:
+                place[node] = len(kept)
                 kept.append(token)
                 above.append(place[parent])
         if not kept:
@@ -98,7 +106,7 @@ class Trust:
             if not below:
                 return
             at = next((node for node in below if self.tokens[node] == token), ROOT)
-            rates[bucket(longest)] += RATE * ((at != ROOT) - rates[bucket(longest)])
+            rates[bucket(longest)] += self.rate * ((at != ROOT) - rates[bucket(longest)])
             if at == ROOT:
                 return
             rates = self.further

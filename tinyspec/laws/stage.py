@@ -169,10 +169,10 @@ class Stage:
         seed, v = 2 * self.seed + 2 + 1000 * number, self.vocabulary
         if self.draft == "another":
             return network(seed, v) if self.deep else TableModel(seed, v, floats=self.floats, name="draft")
-        exact = self if self.deep else replace(self, floats=False)
+        wrong, target = self.draft == "wrong", (self if self.deep else replace(self, floats=False)).target
 
-        def rows(context: Text) -> list[int]:
-            held = _least(_conditional(exact.target, context)) if self.draft == "wrong" else v - 1
+        def rows(context: Text) -> list[int]:  # holds no stage: a draft is state where its technique may train it
+            held = _least(_conditional(target, context)) if wrong else v - 1
             return [int(token == held) for token in range(v)]
 
         return TableModel(vocabulary=v, rows=rows, floats=self.floats or self.deep, name=self.draft)

@@ -1,46 +1,53 @@
 """auto: measure what a call costs and what a guess earns, and draft as much as pays, or nothing.
 
 No paper of its own: the objective is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066), for one request instead of
-a batch: expected tokens of a round over its expected seconds. A round of s guesses commits 1 + a_1 + a_1 a_2 + ... tokens,
-where a_i is the chance that guess i is accepted after those before it, learnt by exponential averages for every length of
-match; it costs t(s + 1), the measured time of a call over s + 1 rows, and for a draft model s times its measured step. Two
-sources are weighed: copying what followed the longest match in the text or the references, and, where there is one, a draft
-model. The best (source, size) is taken if it beats plain decoding by 3 %. Nothing is trained.
+a batch: expected tokens of a round over its expected seconds. A round of s guesses commits 1 + c_1 + ... + c_s tokens, where
+c_i is the chance that guess i is accepted; it costs t(s + 1), the measured time of a call over s + 1 rows, and for a draft
+model s times its measured step. Two sources are weighed. What is looked up: the best tree behind any suffix of the text, by
+the frequencies of the text itself, the references, and earlier outputs (suffix decoding, Oliaro et al. 2024, arXiv 2411.04975);
+the chance of a guess is its frequency times how far such guesses lately held (decoding/trust.py), and the likeliest are run.
+And, where there is one, a draft model, whose chances by position are learnt. The best (source, size) is taken if it beats
+plain decoding by 3 %. Nothing is trained.
 
 What makes it a planner and not a heuristic: the curve is measured, so the same text is drafted long where extra rows are free
-and not at all where they cost what a token costs; and plain decoding is one of the choices. Copied guesses are judged without
-being run: they are compared with the text that came, so trust that was lost comes back at no cost. The first two rounds
-are plain; sizes never run take the slope of the nearest that was (at first 10 % of a call a row), and a round is at most three
-times as wide as any before it. Sizes not run for long, and a draft model whose gain is unknown, are tried now and then, out of
-a budget of 1 % of the time spent; a draft model reads the prompt when it is first tried, not before.
+and not at all where they cost what a token costs; and plain decoding is one of the choices. Guesses that were looked up are
+judged without being run: they are compared with the text that came, so trust that was lost comes back at no cost. The first
+two rounds are plain; sizes never run take the slope of the nearest that was (at first 10 % of a call a row), and a round is at
+most three times as wide as any before it. Sizes not run for long, and a draft model whose gain is unknown, are tried now and
+then, out of a budget of 1 % of the time spent; a draft model reads the prompt when it is first tried, not before.
 
-Guarantee: EXACT, whatever is chosen: the choice is made before anything is drawn, from the past and the clock alone; copied
-tokens are point masses and the draft declares its laws, so the walk is exact under every policy. Proved for all policies at
-once in tests/speculative/test_auto.py, by branching over every choice of every round. The law does not depend on time, but
-above temperature 0 the text of a seed does, since which noise a token meets depends on the draft it was in.
-State: acceptances of copied tokens end with the request. Times, and the acceptance of the draft model, are kept for a pair of
-models as long as the target lives (`kept`): they speak of the machine, not of any text. Without a clock (the laws; a batch,
-where a call's time is the others' too) no time passes, the prior curve stands, and nothing is kept.
-Left out: trees (several matches side by side), a copied chain continued by the draft model, the load of other requests, and
-the catching up of a draft model that was idle, which is timed but not foreseen.
+Guarantee: EXACT, whatever is chosen: the choice is made before anything is drawn, from the past and the clock alone; guesses
+that were looked up are point masses and the draft declares its laws, so the walk is exact under every policy. Proved for all
+policies at once in tests/speculative/test_auto.py, by branching over every choice of every round. The law does not depend on
+time, but above temperature 0 the text of a seed does, since which noise a token meets depends on the draft it was in.
+State: outputs outlive the request (`persistent`), as in suffix decoding; how far they are trusted ends with it. Times, and
+the acceptance of the draft model, are kept for a pair of models as long as the target lives (`kept`): they speak of the
+machine, not of any text. Without a clock (the laws; a batch, where a call's time is the others' too) no time passes, the prior
+curve stands, and nothing is kept.
+Left out: guesses of both sources in one tree, the load of other requests, the time of a look, and the catching up of a draft
+model that was idle, which is timed but not foreseen.
 """
 
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinyspec._core import NgramIndex
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.goodput import DRAFT, MATCHES, PLAIN, STALE, Curve, Goodput, Option
+from tinyspec.decoding.goodput import DRAFT, LOOKED, MARGIN, PLAIN, STALE, Curve, Goodput, Offer, Option
 from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.remembered import memory
 from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.trust import Trust
 from tinyspec.decoding.verify import walk
 from tinyspec.lm.feed import Scores
+from tinyspec.speculative.drafting.suffix_decoding import Suffixes
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.tree import TokenTree
+from tinyspec.tree import ROOT, TokenTree
 
-OWN, LONGEST = 0, 8  # the request's own text in the index; the longest match that is looked for
+DEPTH, BOUND, ALPHA, FLOOR = 32, 1 << 20, 4.0, 0.1
+"""Of suffix decoding: windows, nodes, guesses a token of the match, least frequency. Long drafts: goodput cuts them short."""
+HEED = 0.3  # weight of the newest outcome in how far guesses are trusted: drafts are long, so doubt must come soon
 
 
 class Waiting(ModelDraft):
@@ -64,21 +71,50 @@ class Waiting(ModelDraft):
         self.behind += len(round.tokens)
 
 
+class Texts(Suffixes):
+    """What texts have to offer behind this one, the likeliest guess first, and how far they are trusted."""
+
+    def __init__(self, request: Request, most: int, remember: bool):
+        forest, numbers = memory(request.target, request.clock, "auto", DEPTH, BOUND, remember)
+        super().__init__(forest, numbers, ALPHA, most, FLOOR, MARGIN)
+        self.trust, self.references = Trust(MARGIN, HEED), request.references
+        self._refer()
+
+    def _refer(self) -> None:
+        for tokens in self.references:
+            self.forest.append(self.forest.open(self.own), tokens)
+
+    def offer(self, context: Sequence[int], room: int) -> tuple[TokenTree, list[float]]:
+        """The best draft in the order of its chances, and these: a guess stands behind the one it follows."""
+        tokens, parents, shares, matches = self.look(context, room)
+        self.trust.watch(tokens, parents, matches)
+        chances = self.trust.chances(parents, shares, matches)
+        for node, parent in enumerate(parents):
+            if parent != ROOT:
+                chances[node] = min(chances[node], chances[parent])
+        order = sorted(range(len(tokens)), key=lambda node: (-chances[node], node))
+        place = {ROOT: ROOT} | {node: at for at, node in enumerate(order)}
+        n = len(order)
+        tree = TokenTree([tokens[i] for i in order], [place[parents[i]] for i in order], (None,) * n, (False,) * n)
+        return tree, [chances[node] for node in order]
+
+    def end(self) -> None:
+        super().end()
+        self._refer()
+
+
 class Planned(NoDraft):
     """Proposes what the policy says, or who was put in its place; that one learns nothing."""
 
-    def __init__(self, policy: Goodput, request: Request, k: int, gamma: int):
-        self.policy, self.pick, self.k, self.gamma = policy, request.choose, k, gamma
-        self.index = NgramIndex(LONGEST)
-        for text, tokens in enumerate(request.references, start=OWN + 1):
-            self.index.append(text, tokens)
+    def __init__(self, policy: Goodput, request: Request, texts: Texts, gamma: int):
+        self.policy, self.pick, self.texts, self.gamma = policy, request.choose, texts, gamma
         self.draft: Waiting | None = None
         if request.drafts:
             self.draft = Waiting(request.drafts[0], gamma, request.stop.eos, *request.reach[:1])
-        self.option, self.source, self.copies = PLAIN, DRAFT, list[int]()
+        self.option, self.found = PLAIN, TokenTree()
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.index.append(OWN, tokens)
+        self.texts.extend(tokens, scores)
         if self.draft is not None:
             self.draft.extend(tokens, scores)
 
@@ -87,7 +123,7 @@ class Planned(NoDraft):
         if self.pick is None:
             self.option = self.policy.choose(offers)
         else:
-            ways = [PLAIN, *(Option(source, size) for source, most in offers for size in range(1, most + 1))]
+            ways = [PLAIN, *(Option(source, n + 1) for source, chances in offers for n in range(len(chances)))]
             self.option = ways[self.pick(len(ways), chance)]
         source, size = self.option
         if source == DRAFT and size and self.draft is not None:
@@ -95,38 +131,39 @@ class Planned(NoDraft):
             self.policy.begin()
             self.draft.gamma = size
             tree = self.draft.propose(context, room, warp, chance)
+        elif size:
+            self.texts.trust.vain = 0
+            tree = TokenTree(self.found.tokens[:size], self.found.parents[:size], (None,) * size, (False,) * size)
         else:
-            tree = TokenTree.chain(self.copies[:size]) if size else TokenTree()
+            tree = TokenTree()
         self.policy.drafted(self.option, len(tree.tokens))
         return tree
 
-    def _offers(self, context: Sequence[int], room: int) -> list[Option]:
-        """The most that each source could propose. Copies are looked up here: that is cheap and draws nothing."""
-        suffix, offers = context[-LONGEST:], []
-        self.copies = self.index.lookup(suffix, min(self.k, room), LONGEST)
-        if self.copies:
-            self.source = next(n for n in MATCHES if n == 1 or self.index.lookup(suffix, 1, LONGEST, n))
-            offers.append(Option(self.source, len(self.copies)))
+    def _offers(self, context: Sequence[int], room: int) -> list[Offer]:
+        """What each source has. Looking up is cheap and draws nothing; where it was in vain for long, some rounds rest."""
+        offers = []
+        if not self.texts.trust.rests(room):
+            self.found, chances = self.texts.offer(context, room)
+            if chances:
+                offers.append(Offer(LOOKED, chances))
         if self.draft is not None and room and not self.draft.left_behind:
-            offers.append(Option(DRAFT, min(self.gamma, room)))
+            offers.append(Offer(DRAFT, self.policy.curve.chances(min(self.gamma, room))))
         return offers
 
     def observe(self, round: Round) -> None:
+        self.texts.observe(round)
         if self.pick is None:
-            self.policy.learn(self.option, self.source, self.copies, round)
-        self.index.append(OWN, round.tokens)
+            self.policy.learn(self.option, round)
         if self.draft is not None:
             self.draft.observe(round)
 
     def rewind(self, length: int) -> None:
-        if self.index.length(OWN) > length:
-            self.index.rewind(OWN, length)
+        self.texts.rewind(length)
         if self.draft is not None:
             self.draft.rewind(length)
 
     def end(self) -> None:
-        self.index.rewind(OWN, 0)
-        self.policy.forget()
+        self.texts.end()
         if self.draft is not None:
             self.draft.end()
 
@@ -154,15 +191,17 @@ def kept(request: Request, longest: int) -> Curve:
     optional_draft=True,
     timed=True,
     copies=True,
+    persistent=True,
     knobs=(
-        Knob("k", 16, "most tokens copied in a round", low=1),
+        Knob("k", 16, "most guesses looked up in a round", low=1),
         Knob("gamma", 4, "most tokens a draft model proposes in a round", low=1, small=(1, 2)),
+        Knob("remember", True, "whether outputs are kept for later requests", choices=(True, False)),
     ),
 )
-def auto(request: Request, *, k: int, gamma: int) -> Decoder:
-    """Copying, a draft model if there is one, or neither: whatever has the greatest goodput now."""
+def auto(request: Request, *, k: int, gamma: int, remember: bool) -> Decoder:
+    """Guesses looked up in texts, a draft model if there is one, or neither: whatever has the greatest goodput now."""
     policy = Goodput(kept(request, max(k, gamma)), request.clock or still)
-    return request.decoder(Planned(policy, request, k, gamma), walk)
+    return request.decoder(Planned(policy, request, Texts(request, k, remember), gamma), walk)
 
 
 def still() -> float:

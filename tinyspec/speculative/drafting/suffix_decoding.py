@@ -35,6 +35,8 @@ from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
+Draft = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
+
 
 class Suffixes(Remembered):
     """Proposes the best draft behind any suffix of the text, from either tree.
@@ -53,11 +55,14 @@ class Suffixes(Remembered):
         self.length += len(tokens)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        if self.trust.rests(room):
-            return NOTHING
+        return NOTHING if self.trust.rests(room) else self.trust.tree(*self.look(context, room))
+
+    def look(self, context: Sequence[int], room: int) -> Draft:
+        """The best draft: its tokens, parents, D(N), and of each node how long the match is that it stands behind."""
         self.settle()
         suffix, most = context[-self.forest.depth :], self.most
-        return self.trust.tree(*self.forest.best((self.own, OUTPUTS), suffix, self.alpha, most, room, self.floor))
+        found: Draft = self.forest.best((self.own, OUTPUTS), suffix, self.alpha, most, room, self.floor)
+        return found
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
