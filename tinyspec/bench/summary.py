@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median, mode
 from typing import Any
 
-from tinyspec.bench import report
+from tinyspec.bench import report, versus
 from tinyspec.bench.dialects_report import named
 
 
@@ -37,23 +37,35 @@ QUOTED = (
 
 
 def machine(results: dict[str, dict[str, Any]]) -> str:
-    """Where and when they were measured; whichever ran on another number of threads than most is named.
+    """Where and when they were measured; whichever ran elsewhere, or on another number of threads, than most is named.
 
     >>> here = {"cpu": "Z", "units": [], "cores": 2, "threads": 2, "torch": "2"}
     >>> machine({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "threads": 1}, "date": "7"},
     ...          "c": {"machine": here, "date": "6"}})
     '2 cores of Z, torch 2, 2 threads (b: 1), 5 to 7'
+    >>> machine({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "units": ["wide"]}, "date": "5"},
+    ...          "c": {"machine": here, "date": "5"}})
+    '2 cores of Z, torch 2 (b: 2 cores of Z with wide, torch 2), 2 threads, 5'
     """
     machines = {name: result["machine"] for name, result in results.items()}
     units = {name: " with " + ", ".join(m["units"]) if m["units"] else "" for name, m in machines.items()}
-    places = dict.fromkeys(
-        f"{m['cores']} cores of {m['cpu']}{units[name]}, torch {m['torch']}" for name, m in machines.items()
-    )
-    threads = mode(m["threads"] for m in machines.values())
-    others = [f"{name}: {m['threads']}" for name, m in machines.items() if m["threads"] != threads]
-    aside = f" ({', '.join(others)})" if others else ""
+    places = {
+        name: f"{m['cores']} cores of {m['cpu']}{units[name]}, torch {m['torch']}" for name, m in machines.items()
+    }
     dates = sorted({result["date"] for result in results.values()})
-    return f"{' and '.join(places)}, {threads} threads{aside}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+    threads = {name: m["threads"] for name, m in machines.items()}
+    most = mode(threads.values())
+    return f"{_told(places)}, {_told(threads, f'{most} threads')}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+
+
+def _told(of: dict[str, Any], said: str = "") -> str:
+    """What most have, and in brackets those that have something else."""
+    most, others = mode(of.values()), dict[Any, list[str]]()
+    for name, value in of.items():
+        if value != most:
+            others.setdefault(value, []).append(name)
+    aside = "; ".join(f"{', '.join(names)}: {value}" for value, names in others.items())
+    return (said or str(most)) + (f" ({aside})" if aside else "")
 
 
 def races(result: dict[str, Any]) -> list[str]:
@@ -287,7 +299,7 @@ def text(folder: Path) -> str:
     if (folder / "peer.json").exists():  # takes minutes, so it may be measured on its own
         lines += ["", equality(load(folder, "peer"))]
     if (folder / "bench.json").exists():
-        lines += ["", "**All methods and peers**", "", report.markdown(load(folder, "bench")).rstrip()]
+        lines += ["", *versus.peers(load(folder, "bench"), "bench.md")]
     return "\n".join(lines)
 
 

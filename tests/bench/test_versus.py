@@ -1,0 +1,84 @@
+"""What the README says of a run with peers: figures beside their aims, misses beside hits."""
+
+from typing import Any
+
+import pytest
+
+from tinyspec.bench.tasks import SPEC_BENCH
+from tinyspec.bench.versus import LOOKUP, aims, ceilings, mean, peers
+
+GROUPS = (*SPEC_BENCH, "edits")
+
+
+def result(auto: float, plain: float = 4.0, over: float = 1.2) -> dict[str, Any]:
+    """A run in which every group went alike, but for edits, which went twice as well."""
+    speeds = {"autoregressive": 1.0, "auto": auto, "transformers": 1 / plain}
+    each = {task: 1 + (task == "edits") for task in GROUPS}
+    return {
+        "settings": {"model": "m", "dtype": "bfloat16", "tokens": 8, "rounds": 1},
+        "sittings": [{"command": "run"}, {"command": "go on"}],
+        "figures": {
+            "tasks": {
+                task: {arm: {"speedup": {"median": s * (each[task] if arm == "auto" else 1)}} for arm, s in speeds.items()}
+                for task in GROUPS
+            },
+            "overall": {
+                arm: {"mean": s, "tokens_per_second": 10 * s, "jobs": 7, "identical": None if arm == "transformers" else 7}
+                for arm, s in speeds.items()
+            },
+            "against": {
+                "transformers": {"autoregressive": dict.fromkeys(GROUPS, plain), "auto": dict.fromkeys(GROUPS, plain * auto)},
+                "llama.cpp": {"autoregressive": dict.fromkeys(GROUPS, 0.8), "auto": dict.fromkeys(GROUPS, 0.8 * auto)},
+                LOOKUP: {"auto": {task: 3.5 - (task == "rag") for task in GROUPS}},
+            },
+        },
+        "curve_figures": {
+            "ceilings": {"bandwidth": {"us": 2e9, "them": 3e9}, "peak": {"us": 5e9}},
+            "curves": {
+                "tinyspec": {"rows": {k: {"against_one": 1.1 if k == "8" else 1.0, "over": over} for k in ("1", "8", "32")}}
+            },
+        },
+    }  # fmt: skip
+
+
+def test_the_mean_of_spec_bench_leaves_the_other_tasks_out() -> None:
+    assert mean(dict.fromkeys(SPEC_BENCH, 1.0) | {"edits": 100.0}) == 1.0
+
+
+def test_a_figure_that_misses_its_aim_is_printed_beside_those_that_reach_it() -> None:
+    told = {what: (figure, good) for what, figure, _, good in aims(result(auto=1.4))}
+    assert told["plain decoding, times transformers, least of the groups"] == (4.0, True)
+    assert told["plain decoding, times llama.cpp, mean of the groups"] == (pytest.approx(0.8), False)
+    assert told["`auto`, times plain decoding, mean of Spec-Bench's six groups"] == (pytest.approx(1.4), False)
+    assert told["`auto`, times plain decoding, mean of what copies (summaries, RAG, edits)"][0] == pytest.approx(
+        5.6 / 3
+    )
+    assert told["`auto`, times transformers' prompt lookup in its best setting, least of the groups"] == (2.5, False)
+    assert told["a call over 8 rows, in calls over one"] == (1.1, True)
+    assert sum("missed" in line for line in peers(result(auto=1.4), "page.md")) == sum(
+        not good for _, good in told.values()
+    )
+
+
+def test_an_upper_bound_is_missed_from_above() -> None:
+    assert not next(good for what, _, _, good in aims(result(2.0, over=1.4)) if "floor" in what)
+    assert next(good for what, _, _, good in aims(result(2.0, over=1.3)) if "floor" in what)
+
+
+def test_what_a_run_did_not_measure_is_not_said() -> None:
+    bare = result(2.0)
+    bare["figures"]["against"] = {}
+    del bare["curve_figures"]
+    said = "\n".join(peers(bare, "page.md"))
+    assert "transformers, least" not in said and "Bandwidth" not in said and "8 rows" not in said
+
+
+def test_slow_downs_are_called_slower_and_every_command_is_named() -> None:
+    said = peers(result(2.0), "page.md")
+    assert "(`run`, then `go on`)" in said[0] and "page.md" in said[0]
+    row = next(line for line in said if line.startswith("| transformers |"))
+    assert "0.25 slower" in row and row.endswith("| 2.5 | - |")
+
+
+def test_the_ceilings_tell_who_reads_how_fast() -> None:
+    assert "us 2.0, them 3.0" in ceilings(result(1.0)["curve_figures"])

@@ -1,0 +1,98 @@
+"""What the README says of a run with peers: one table, and below it what the project set out for, beside what came of it.
+
+The aims are those of a processor with AVX-512 and two threads; a figure that misses its aim is printed with the others.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tinyspec.bench import report
+from tinyspec.bench.plan import PLAIN
+from tinyspec.bench.tasks import COPYING, SPEC_BENCH
+
+LOOKUP = "transformers:lookup, best setting"
+Against = Mapping[str, Mapping[str, float]]
+
+
+def mean(ratios: Mapping[str, float], tasks: Iterable[str] = SPEC_BENCH) -> float:
+    """The mean over these groups.
+
+    >>> mean({"qa": 1.0, "rag": 2.0, "edits": 9.0}, ["qa", "rag"])
+    1.5
+    """
+    found = [ratios[task] for task in tasks if task in ratios]
+    return sum(found) / len(found)
+
+
+def aims(result: Mapping[str, Any]) -> list[tuple[str, float, float, bool]]:
+    """(what, the figure, its aim, whether it is reached). What this run did not measure is left out."""
+    figures, curve = result["figures"], result.get("curve_figures")
+    of, against = figures["tasks"], figures["against"]
+    told: list[tuple[str, float, float, bool]] = []
+
+    def at_least(what: str, figure: float, aim: float) -> None:
+        told.append((what, figure, aim, figure >= aim))
+
+    def at_most(what: str, figure: float, aim: float) -> None:
+        told.append((what, figure, aim, figure <= aim))
+
+    if "transformers" in against:
+        ours = against["transformers"][PLAIN]
+        at_least("plain decoding, times transformers, least of the groups", min(ours[t] for t in of), 3.0)
+    if "llama.cpp" in against:
+        at_least("plain decoding, times llama.cpp, mean of the groups", mean(against["llama.cpp"][PLAIN], of), 0.9)
+    if "auto" in figures["overall"]:
+        own = {task: arms["auto"]["speedup"]["median"] for task, arms in of.items()}
+        at_least("`auto`, times plain decoding, mean of Spec-Bench's six groups", mean(own), 1.5)
+        at_least("`auto`, times plain decoding, least of the groups", min(own.values()), 0.97)
+        at_least("`auto`, times plain decoding, mean of what copies (summaries, RAG, edits)", mean(own, COPYING), 2.5)
+        if LOOKUP in against:
+            least = min(against[LOOKUP]["auto"][task] for task in of)
+            at_least("`auto`, times transformers' prompt lookup in its best setting, least of the groups", least, 3.0)
+        if "llama.cpp" in against:
+            at_least("`auto`, times llama.cpp, mean of the six groups", mean(against["llama.cpp"]["auto"]), 1.1)
+    if curve:
+        rows = curve["curves"]["tinyspec"]["rows"]
+        at_most("a call over 8 rows, in calls over one", rows["8"]["against_one"], 1.25)
+        at_most("the call furthest over its floor", max(row["over"] for row in rows.values()), 1.35)
+    return told
+
+
+def peers(result: Mapping[str, Any], page: str) -> list[str]:
+    """The run: who is how fast on which group, and the aims."""
+    figures, settings = result["figures"], result["settings"]
+    tasks, overall = figures["tasks"], figures["overall"]
+    commands = ", then ".join(f"`{c}`" for c in dict.fromkeys(s["command"] for s in result["sittings"]))
+    heads = ["", *(report.SHORT.get(task, task) for task in tasks), "mean", "tokens/s", "same text"]
+    lines = [
+        f"**All methods and peers** ({commands}): {settings['model']}, {settings['dtype']}, greedy, "
+        f"{settings['tokens']} tokens an answer, {overall[PLAIN]['jobs']} requests, {settings['rounds']} round(s); times as "
+        f"fast as plain decoding, behind the prompt. All of it, and the cost curve: [{page}](tutorials/results/{page}).",
+        "",
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" * len(heads),
+    ]
+    for arm, all_of in overall.items():
+        each = [of[arm]["speedup"]["median"] for of in tasks.values()]
+        same = "-" if all_of["identical"] is None else f"{all_of['identical']} of {all_of['jobs']}"
+        cells = [*map(report.ratio, [*each, all_of["mean"]]), f"{all_of['tokens_per_second']:.1f}", same]
+        lines.append("| " + " | ".join([arm, *cells]) + " |")
+    lines += ["", "| what was aimed at | is | aim | |", "|---|---|---|---|"]
+    lines += [
+        f"| {what} | {figure:.2f} | {aim:.2f} | {'reached' if good else 'missed'} |"
+        for what, figure, aim, good in aims(result)
+    ]
+    if "curve_figures" in result:
+        lines += ["", ceilings(result["curve_figures"])]
+    return lines
+
+
+def ceilings(curve: Mapping[str, Any]) -> str:
+    """Why a call is not at its floor: who reads how fast in this run, and what our own products reach."""
+    reads, peaks = curve["ceilings"]["bandwidth"], curve["ceilings"]["peak"]
+    told = ", ".join(f"{who} {rate / 1e9:.1f}" for who, rate in reads.items())
+    sums = ", ".join(f"{who} {rate / 1e9:.0f}" for who, rate in peaks.items())
+    return (
+        f"The floor under a call is the larger of its weights at the greatest bandwidth and its arithmetic at the greatest "
+        f"peak of this run. Bandwidth, GB/s: {told}. Arithmetic, billion operations/s: {sums}."
+    )
