@@ -60,6 +60,14 @@ def test_a_figure_that_misses_its_aim_is_printed_beside_those_that_reach_it() ->
     )
 
 
+def test_each_dtype_has_its_own_aims_and_those_of_auto_are_for_bfloat16() -> None:
+    full = result(2.0)
+    full["settings"]["dtype"] = "float32"
+    told = {what: aim for what, _, aim, _ in aims(full)}
+    assert told["plain decoding, times transformers, least of the groups"] == 2.7
+    assert not any("auto" in what for what in told)
+
+
 def test_an_upper_bound_is_missed_from_above() -> None:
     assert not next(good for what, _, _, good in aims(result(2.0, over=1.4)) if "floor" in what)
     assert next(good for what, _, _, good in aims(result(2.0, over=1.3)) if "floor" in what)

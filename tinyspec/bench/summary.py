@@ -31,7 +31,7 @@ def verdict(ratio: float) -> str:
 
 QUOTED = (
     *("race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval", "sizes", "exits"),
-    *("translation", "translation-iterations", "dialects", "equality", "peer", "bench"),
+    *("translation", "translation-iterations", "dialects", "equality", "peer", "bench", "bench-float32"),
 )
 """The results that the README quotes."""
 
@@ -298,8 +298,9 @@ def text(folder: Path) -> str:
         lines += ["", bits(load(folder, "equality"))]
     if (folder / "peer.json").exists():  # takes minutes, so it may be measured on its own
         lines += ["", equality(load(folder, "peer"))]
-    if (folder / "bench.json").exists():
-        lines += ["", *versus.peers(load(folder, "bench"), "bench.md")]
+    for name in ("bench", "bench-float32"):
+        if (folder / f"{name}.json").exists():
+            lines += ["", *versus.peers(load(folder, name), f"{name}.md")]
     return "\n".join(lines)
 
 
