@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 from typing import Any
 
 import torch
@@ -84,6 +84,36 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "system": platform.system(),
     }
+
+
+def machines(results: dict[str, dict[str, Any]]) -> str:
+    """Where and when they were measured; whichever ran elsewhere, or on another number of threads, than most is named.
+
+    >>> here = {"cpu": "Z", "units": [], "cores": 2, "threads": 2, "torch": "2"}
+    >>> machines({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "threads": 1}, "date": "7"},
+    ...          "c": {"machine": here, "date": "6"}})
+    '2 cores of Z, torch 2, 2 threads (b: 1), 5 to 7'
+    >>> machines({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "units": ["wide"]}, "date": "5"},
+    ...          "c": {"machine": here, "date": "5"}})
+    '2 cores of Z, torch 2 (b: 2 cores of Z with wide, torch 2), 2 threads, 5'
+    """
+    each = {name: result["machine"] for name, result in results.items()}
+    units = {name: " with " + ", ".join(m["units"]) if m["units"] else "" for name, m in each.items()}
+    places = {name: f"{m['cores']} cores of {m['cpu']}{units[name]}, torch {m['torch']}" for name, m in each.items()}
+    dates = sorted({result["date"] for result in results.values()})
+    threads = {name: m["threads"] for name, m in each.items()}
+    most = mode(threads.values())
+    return f"{_told(places)}, {_told(threads, f'{most} threads')}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+
+
+def _told(of: dict[str, Any], said: str = "") -> str:
+    """What most have, and in brackets those that have something else."""
+    most, others = mode(of.values()), dict[Any, list[str]]()
+    for name, value in of.items():
+        if value != most:
+            others.setdefault(value, []).append(name)
+    aside = "; ".join(f"{', '.join(names)}: {value}" for value, names in others.items())
+    return (said or str(most)) + (f" ({aside})" if aside else "")
 
 
 def commit() -> str | None:

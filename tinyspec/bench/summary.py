@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median, mode
+from statistics import median
 from typing import Any
 
 from tinyspec.bench import report, versus
 from tinyspec.bench.dialects_report import named
+from tinyspec.bench.harness import machines
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -34,38 +35,6 @@ QUOTED = (
     *("translation", "translation-iterations", "dialects", "equality", "peer", "bench", "bench-float32"),
 )
 """The results that the README quotes."""
-
-
-def machine(results: dict[str, dict[str, Any]]) -> str:
-    """Where and when they were measured; whichever ran elsewhere, or on another number of threads, than most is named.
-
-    >>> here = {"cpu": "Z", "units": [], "cores": 2, "threads": 2, "torch": "2"}
-    >>> machine({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "threads": 1}, "date": "7"},
-    ...          "c": {"machine": here, "date": "6"}})
-    '2 cores of Z, torch 2, 2 threads (b: 1), 5 to 7'
-    >>> machine({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "units": ["wide"]}, "date": "5"},
-    ...          "c": {"machine": here, "date": "5"}})
-    '2 cores of Z, torch 2 (b: 2 cores of Z with wide, torch 2), 2 threads, 5'
-    """
-    machines = {name: result["machine"] for name, result in results.items()}
-    units = {name: " with " + ", ".join(m["units"]) if m["units"] else "" for name, m in machines.items()}
-    places = {
-        name: f"{m['cores']} cores of {m['cpu']}{units[name]}, torch {m['torch']}" for name, m in machines.items()
-    }
-    dates = sorted({result["date"] for result in results.values()})
-    threads = {name: m["threads"] for name, m in machines.items()}
-    most = mode(threads.values())
-    return f"{_told(places)}, {_told(threads, f'{most} threads')}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
-
-
-def _told(of: dict[str, Any], said: str = "") -> str:
-    """What most have, and in brackets those that have something else."""
-    most, others = mode(of.values()), dict[Any, list[str]]()
-    for name, value in of.items():
-        if value != most:
-            others.setdefault(value, []).append(name)
-    aside = "; ".join(f"{', '.join(names)}: {value}" for value, names in others.items())
-    return (said or str(most)) + (f" ({aside})" if aside else "")
 
 
 def races(result: dict[str, Any]) -> list[str]:
@@ -265,7 +234,7 @@ def text(folder: Path) -> str:
     greedy = race["temperature 0.0"]
     quoted = {name: load(folder, name) for name in QUOTED if (folder / f"{name}.json").exists()}
     lines = [
-        f"All on {machine(quoted)}; arms interleaved in one run, ratios of medians, raw samples in",
+        f"All on {machines(quoted)}; arms interleaved in one run, ratios of medians, raw samples in",
         "[`tutorials/results/`](tutorials/results).",
         "",
         f"**The race** (`{race['command']}`): the bundled pair on ten openings from books that neither was trained on, "
