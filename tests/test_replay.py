@@ -77,6 +77,17 @@ def test_every_guess_has_its_probabilities(tree: replay.Record) -> None:
     assert guesses > 20
 
 
+@pytest.mark.parametrize("detailed", [True, False])
+def test_a_round_without_guesses_has_no_probabilities_of_guesses(detailed: bool) -> None:
+    model = tinyspec.load("storyteller")
+    running = start(model, "The sea", method="autoregressive", max_new_tokens=2)
+    running.trace.detailed = detailed
+    for _ in running:
+        pass
+    for round in replay.record(model, "autoregressive", running.result())["rounds"]:
+        assert round["p"] == round["q"] == round["tokens"] == [] and len(round["said"]) == 1
+
+
 def test_what_was_said_is_what_logprobs_say() -> None:
     model = tinyspec.load("storyteller")
     running = start(model, "The sea", method="speculative_decoding", max_new_tokens=12, seed=3, temperature=0.9)

