@@ -179,6 +179,19 @@ def test_of_a_tree_the_likeliest_guesses_are_run() -> None:
     assert chances == sorted(chances, reverse=True)
     assert chances[0] == pytest.approx(2 * chances[2])
     assert all(parent < node for node, parent in enumerate(tree.parents))
+    texts.trust.further = dict.fromkeys(texts.trust.further, 0.3)  # what lately came second seldom held
+    tree, chances = texts.offer([0, 1], 16)
+    assert tree.tokens[:3] == [2, 3, 4] and tree.parents[:3] == [ROOT, ROOT, 0]
+    assert chances == sorted(chances, reverse=True)
+
+
+def test_references_serve_the_next_text_too() -> None:
+    texts = Texts(Request(Table(5), references=[[0, 1, 2, 4]]), 16, False)
+    unread: Any = None
+    for _ in range(2):
+        texts.extend([0, 1], unread)
+        assert texts.offer([0, 1], 16)[0].tokens[:2] == [2, 4]
+        texts.end()
 
 
 def test_the_size_with_the_most_expected_tokens_an_expected_second_is_chosen() -> None:
