@@ -141,7 +141,7 @@ def test_the_one_pass_model_reads_even_copies_and_tells_its_length() -> None:
 @pytest.mark.slow
 def test_reading_distillation_and_ten_passes_agree_with_themselves_and_one_parallel_pass_does_not() -> None:
     """About a minute of one core. Dialects are equally likely, so that no model is right by taking the likeliest words."""
-    setup = Setup(modes=5, words=8, longest=6, pairs=8000, tests=200, steps=350, student_steps=900)
+    setup = Setup(modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, student_steps=1500)
     result = dialects.run(["lex"], setup, passes=(1, 4, 10), lengths=(1,), quiet=True)
     valid = {arm: of["valid"] for arm, of in result["figures"]["lex"].items()}
     assert min(valid[arm] for arm in (AR, KD, "mask-predict, T 10, l 1")) >= 0.95, valid
