@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -249,6 +250,24 @@ def test_fewer_drafts_than_a_method_needs_repeat_the_last_and_of_more_the_first_
     assert [small.name for small in shared(drafts=2)] == [tinyspec.load(zoo.small).name, draft.name]
     given = draft
     assert shared(drafts=2) == [draft, draft]
+
+
+def test_a_draft_that_only_the_card_names_is_read_once_and_goes_with_its_target(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.laws.hosted import card
+
+    target = tinyspec.load(zoo.small)
+    with monkeypatch.context() as patch:
+        patch.setitem(target.config.extra, "draft", str(zoo.small))
+        first, again = (drafts_for(target, card(id, drafts=1), None)[0] for _ in range(2))
+    assert first is again, "so that what was measured of it is kept too"
+    given = drafts_for(target, card(id, drafts=1), str(zoo.small))[0]
+    assert given is not first, "a folder that was named may have been trained on since"
+    gone = weakref.ref(first)
+    del target, first, again
+    gc.collect()
+    assert gone() is None
 
 
 def test_each_of_several_drafts_is_checked_for_its_vocabulary(model: Model, draft: Model, zoo: Zoo) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 from tinyspec import models
 from tinyspec.errors import TinyspecError
@@ -11,14 +12,18 @@ from tinyspec.technique import Card, techniques
 Draft: TypeAlias = Model | str | Sequence[Model | str] | None
 """One draft model or several, loaded or by name; None: the one that the model's own card names."""
 
+_named: WeakKeyDictionary[Model, dict[str, Model]] = WeakKeyDictionary()
+"""Drafts that no caller named: they are read once, and live as long as the model that they draft for."""
+
 
 def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     """The draft models a method needs or can use: what was given, else what the model's own card names.
 
-    Of more than it can use, the first; of fewer, the last once more.
+    Of more than it can use, the first; of fewer, the last once more. A name that was given is read from its folder anew.
     """
     if card.drafts == 0 and not card.optional_draft:
         return []
+    silent = draft is None
     draft = model.config.extra.get("draft") if draft is None else draft
     if draft is None and card.drafts:  # the card is silent: a draft on this machine that was made for it
         draft = next(iter(models.drafts_of(model.name)), None)
@@ -32,9 +37,17 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
         )
     needed = max(card.drafts, 1)
     used = given if card.several else given[:needed]
-    loaded = [d if isinstance(d, Model) else models.load(d, device=model.device, dtype=model.dtype) for d in used]
-    for small in loaded:
+    known = _named.setdefault(model, {}) if silent else {}
+    loaded = list[Model]()
+    for named in used:
+        if isinstance(named, Model):
+            small = named
+        else:
+            small = known.get(named) or models.load(named, device=model.device, dtype=model.dtype)
         check_pair(model, small)
+        if isinstance(named, str):
+            known[named] = small
+        loaded.append(small)
     return loaded + loaded[-1:] * (needed - len(loaded))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinyspec import _core
-from tinyspec.lm.host import numbers, stack, words
+from tinyspec.lm.host import copied, numbers, stack, words, zeros
 
 DECODE = """
 import os, sys, time
@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 import tinyspec
 from tests.lm.small import LLAMA
+from tinyspec.lm.cache import Cache
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import find
 
@@ -36,21 +37,27 @@ def ticks():
         spent += int(fields[11]) + int(fields[12])
     return spent
 
+wide = Model.random(replace(config, n_heads=8, n_kv_heads=8, head_dim=64, d_model=512), seed=0, dtype=torch.bfloat16)
 for case in sys.argv[1:]:
     method, temperature = case.split(":")
-    knobs = {"draft": draft} if find(method).drafts else {}
+    growing = method == "growing"
+    knobs = {"draft": draft} if not growing and find(method).drafts else {}
     for seconds in (0.1, 0.0):  # the first time for what is made once
         time.sleep(seconds)
         begun = ticks()
         for seed in range(3):
-            tinyspec.generate(model, list(range(5, 25)), method=method, max_new_tokens=16, seed=seed,
-                              temperature=float(temperature), **knobs)
+            if growing:  # much to read at once, a cache that grows with what is said, and a copy of it
+                tinyspec.generate(wide, list(range(5, 125)), max_new_tokens=16, seed=seed)
+                Cache(wide.config, wide.dtype, wide.device, 128).clone()
+            else:
+                tinyspec.generate(model, list(range(5, 25)), method=method, max_new_tokens=16, seed=seed,
+                                  temperature=float(temperature), **knobs)
     print(case, ticks() - begun)
 """
 CASES = (
     *("autoregressive:0", "token_recycling:0", "lookahead_jacobi:0", "jacobi:0", "speculative_decoding:0"),
     *("multi_candidate:0", "spectr:0", "speculative_contrastive:0", "speculative_decoding:0.8", "sequoia:0.8"),
-    *("specinfer:0.8", "block_verification:0.8", "gumbel_coupling:0.8", "staged:0.8"),
+    *("growing:0", "specinfer:0.8", "block_verification:0.8", "gumbel_coupling:0.8", "staged:0.8"),
 )
 
 
@@ -71,8 +78,14 @@ def test_copies_are_those_of_torch(dtype: torch.dtype) -> None:
     rows = [torch.randn(7).to(dtype) for _ in range(3)]
     assert torch.equal(stack(rows), torch.stack(rows)) and stack(rows).dtype == dtype
     assert torch.equal(torch.from_numpy(numbers(rows[0])).double(), rows[0].double())
-    store = torch.randn(2, 5).to(dtype)
+    store = zeros((2, 5), dtype, torch.device("cpu"))
+    assert torch.equal(store, torch.zeros(2, 5, dtype=dtype)) and store.dtype == dtype
+    store.copy_(torch.randn(2, 5))
     seen = words(store)
     assert seen is not None
     seen[:, 0] = seen[:, 3]
     assert torch.equal(store[:, 0], store[:, 3]), "the same memory, bit for bit"
+    twin = copied(store)
+    assert torch.equal(twin, store) and twin.dtype == dtype
+    store.zero_()
+    assert twin.any(), "in memory of its own"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyspec.lm.config import Config
-from tinyspec.lm.host import words
+from tinyspec.lm.host import copied, words, zeros
 
 
 class Cache:
@@ -22,8 +22,7 @@ class Cache:
     def __init__(self, config: Config, dtype: torch.dtype, device: torch.device, capacity: int = 64):
         self.config = config
         self.present: NDArray[np.bool_] = np.zeros((capacity, config.n_layers), dtype=np.bool_)
-        shape = (config.n_layers, 2, config.n_kv_heads, capacity, config.head_dim)
-        self._hold(torch.zeros(shape, dtype=dtype, device=device))
+        self._hold(zeros((config.n_layers, 2, config.n_kv_heads, capacity, config.head_dim), dtype, device))
 
     def _hold(self, store: Tensor) -> None:
         self.store, self.address, self.words = store, store.data_ptr(), words(store)
@@ -39,14 +38,17 @@ class Cache:
         if slots <= self.capacity:
             return
         room = max(slots, 2 * self.capacity)
-        with torch.inference_mode():  # the store is written to in this mode, so it may come from it
-            grown = self.store.new_zeros((*self.store.shape[:3], room, self.store.shape[4]))
-        self.settle(grown, room)
+        shape = (*self.store.shape[:3], room, self.store.shape[4])
+        self.settle(zeros(shape, self.store.dtype, self.store.device), room)
 
     def settle(self, store: Tensor, room: int) -> None:
         """Move into a store with `room` slots, or more: what lies behind them is not the cache's."""
-        with torch.inference_mode():
-            store[:, :, :, : self.capacity] = self.store[:, :, :, : self.capacity]
+        here = words(store)
+        if here is not None and self.words is not None:
+            here[:, :, :, : self.capacity] = self.words[:, :, :, : self.capacity]
+        else:
+            with torch.inference_mode():
+                store[:, :, :, : self.capacity] = self.store[:, :, :, : self.capacity]
         present = np.zeros((room, self.config.n_layers), dtype=np.bool_)
         present[: self.capacity] = self.present
         self.present = present
@@ -76,5 +78,5 @@ class Cache:
         twin = Cache.__new__(Cache)
         twin.config = self.config
         twin.present = self.present.copy()
-        twin._hold(self.store.clone())
+        twin._hold(copied(self.store))
         return twin

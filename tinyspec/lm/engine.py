@@ -143,7 +143,7 @@ class Engine:
         self._compiled.run(x, 0, 2 * n_layers, [session], threads)
         states = torch.from_numpy(x)
         hidden = torch.stack([self.final(states)] * len(feed.taps)) if feed.taps else _NOTHING
-        return states, hidden, self.head(states if len(feed.heads) == n else states[feed.heads])
+        return states, hidden, self.head(states if len(feed.heads) == n else torch.from_numpy(x[feed.heads]))
 
     def enter(self, feed: Feed) -> Tensor:
         """The state each row starts from: [n, d]."""

@@ -29,6 +29,19 @@ def numbers(row: Tensor) -> NDArray[Any]:
     return (row.float() if row.dtype == torch.bfloat16 else row).numpy()
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros; on the host its pages come from the system as zeros, and are not touched before they are written."""
+    if device.type != "cpu":
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(tuple(shape), f"i{dtype.itemsize}")).view(dtype)
+
+
+def copied(store: Tensor) -> Tensor:
+    """A tensor of the same numbers in memory of its own."""
+    held = words(store)
+    return store.clone() if held is None else torch.from_numpy(held.copy()).view(store.dtype)
+
+
 def words(store: Tensor) -> NDArray[Any] | None:
     """A tensor of whatever type as numpy sees its memory: whole numbers of the same width. None on a device."""
     return store.view(WORDS[store.dtype.itemsize]).numpy() if store.device.type == "cpu" else None
