@@ -102,9 +102,11 @@ class Goodput:
     def __init__(self, curve: Curve, clock: Clock):
         self.curve, self.clock = curve, clock
         self.began = self.ready = self.credit = 0.0
+        self.look = self.gain = 0.0  # seconds: what a look takes, and what the latest choice is expected to save
 
     def choose(self, offers: Sequence[Offer]) -> Option:
         """What to do, given what each source has to offer."""
+        self.gain = 0.0
         return self._best(offers) if offers and self.curve.plain >= WARM else PLAIN
 
     def _best(self, offers: Sequence[Offer]) -> Option:
@@ -124,6 +126,7 @@ class Goodput:
                 cost = costs[at] + size * step
                 if known and expected > goodput * cost:
                     best, goodput = Option(source, size), expected / cost
+                    self.gain = expected * costs[0] - cost
                 if due:  # of a draft model never tried nothing is expected
                     age = curve.rounds - (curve.asked if source == DRAFT else curve.last[at])
                     trials.append((Option(source, size), cost, expected if known else 1.0, age))
@@ -135,8 +138,12 @@ class Goodput:
         return best
 
     def begin(self) -> None:
-        """Guesses are about to be made."""
+        """Guesses are about to be made, or looked up."""
         self.began = self.clock()
+
+    def looked(self) -> None:
+        """They were looked up."""
+        self.look = timed(self.look, self.clock() - self.began)
 
     def drafted(self, option: Option, size: int) -> None:
         """So many guesses are there."""

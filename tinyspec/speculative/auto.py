@@ -24,8 +24,10 @@ State: outputs outlive the request (`persistent`), as in suffix decoding; how fa
 the acceptance of the draft model, are kept for a pair of models as long as the target lives (`kept`): they speak of the
 machine, not of any text. Without a clock (the laws; a batch, where a call's time is the others' too) no time passes, the prior
 curve stands, and nothing is kept.
-Left out: guesses of both sources in one tree, the load of other requests, the time of a look, and the catching up of a draft
-model that was idle, which is timed but not foreseen.
+Off by itself: a look is timed too, and one is in vain where what it is expected to gain is less than it takes. After eight in
+vain only every fourth round is looked at: what is nothing beside a large model's call is much beside a small one's.
+Left out: guesses of both sources in one tree, the load of other requests, and the catching up of a draft model that was idle,
+which is timed but not foreseen.
 """
 
 from collections.abc import Sequence
@@ -78,25 +80,34 @@ class Texts(Suffixes):
         forest, numbers = memory(request.target, request.clock, "auto", DEPTH, BOUND, remember)
         super().__init__(forest, numbers, ALPHA, most, FLOOR, MARGIN)
         self.trust, self.references = Trust(MARGIN, HEED), request.references
+        self.order: list[int] = []
         self._refer()
 
     def _refer(self) -> None:
         for tokens in self.references:
             self.forest.append(self.forest.open(self.own), tokens)
 
-    def offer(self, context: Sequence[int], room: int) -> tuple[TokenTree, list[float]]:
-        """The best draft in the order of its chances, and these: a guess stands behind the one it follows."""
+    def offer(self, context: Sequence[int], room: int) -> list[float]:
+        """The chances of the best draft's guesses, the greatest first: a guess stands behind the one it follows."""
         tokens, parents, shares, matches = self.look(context, room)
         self.trust.watch(tokens, parents, matches)
         chances = self.trust.chances(parents, shares, matches)
         for node, parent in enumerate(parents):
-            if parent != ROOT:
-                chances[node] = min(chances[node], chances[parent])
-        order = sorted(range(len(tokens)), key=lambda node: (-chances[node], node))
-        place = {ROOT: ROOT} | {node: at for at, node in enumerate(order)}
-        n = len(order)
-        tree = TokenTree([tokens[i] for i in order], [place[parents[i]] for i in order], (None,) * n, (False,) * n)
-        return tree, [chances[node] for node in order]
+            if parent != ROOT and chances[parent] < chances[node]:
+                chances[node] = chances[parent]
+        self.order = sorted(
+            range(len(tokens)), key=chances.__getitem__, reverse=True
+        )  # stable: a parent before its child
+        return [chances[node] for node in self.order]
+
+    def likeliest(self, size: int) -> TokenTree:
+        """The tree of so many of the guesses that were offered last."""
+        chosen, tokens, parents = self.order[:size], self.trust.tokens, self.trust.parents
+        place = {node: at for at, node in enumerate(chosen)}
+        return TokenTree(
+            [tokens[node] for node in chosen], [place.get(parents[node], ROOT) for node in chosen],
+            (None,) * size, (False,) * size,
+        )  # fmt: skip
 
     def end(self) -> None:
         super().end()
@@ -111,7 +122,7 @@ class Planned(NoDraft):
         self.draft: Waiting | None = None
         if request.drafts:
             self.draft = Waiting(request.drafts[0], gamma, request.stop.eos, *request.reach[:1])
-        self.option, self.found = PLAIN, TokenTree()
+        self.option = PLAIN
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         self.texts.extend(tokens, scores)
@@ -132,18 +143,21 @@ class Planned(NoDraft):
             self.draft.gamma = size
             tree = self.draft.propose(context, room, warp, chance)
         elif size:
-            self.texts.trust.vain = 0
-            tree = TokenTree(self.found.tokens[:size], self.found.parents[:size], (None,) * size, (False,) * size)
+            if self.policy.gain >= self.policy.look:
+                self.texts.trust.vain = 0
+            tree = self.texts.likeliest(size)
         else:
             tree = TokenTree()
         self.policy.drafted(self.option, len(tree.tokens))
         return tree
 
     def _offers(self, context: Sequence[int], room: int) -> list[Offer]:
-        """What each source has. Looking up is cheap and draws nothing; where it was in vain for long, some rounds rest."""
+        """What each source has. Looking up draws nothing; where it seldom gained the time it takes, some rounds rest."""
         offers = []
         if not self.texts.trust.rests(room):
-            self.found, chances = self.texts.offer(context, room)
+            self.policy.begin()
+            chances = self.texts.offer(context, room)
+            self.policy.looked()
             if chances:
                 offers.append(Offer(LOOKED, chances))
         if self.draft is not None and room and not self.draft.left_behind:
