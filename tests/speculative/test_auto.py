@@ -187,7 +187,7 @@ def test_of_a_tree_the_likeliest_guesses_are_run() -> None:
     assert chances == sorted(chances, reverse=True)
 
 
-@pytest.mark.parametrize("takes, share", [(0.01, 1.0), (1.0, 0.25)])
+@pytest.mark.parametrize(("takes", "share"), [(0.01, 1.0), (1.0, 0.25)])
 def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_looked_at(
     takes: float, share: float
 ) -> None:
