@@ -4,11 +4,12 @@
  *     cc -O2 -ffp-contract=off -pthread -I. ../../../tests/core/selftest.c kernels.c layers.c pool.c -lm && ./a.out
  *
  * For every kernel: a product against double precision, and each row against itself in other company; attention against
- * double precision; whole layers in blocks against one row at a time, on 1 to 4 threads, from two threads at once, and in a
+ * double precision; exp to the bit; whole layers in blocks against one row at a time, on 1 to 4 threads, from two threads at once, and in a
  * forked child. Says what it did and returns 1 where something failed. "quick" for an argument: fewer rows, layers of one kernel;
  * "alone": no child (qemu and the thread sanitizer cannot follow threads into one).
  */
 #include "compute.h"
+#include "exp.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -220,6 +221,16 @@ static void layers(const Kernel *kernel, int half, int gated, int rows) {
     free(m.x), free(m.cos), free(m.sin), free(m.states), free(m.logits), free(m.kept), free(gain);
 }
 
+static void exponentials(void) { /* the same bits on every processor: the sum was had with the pure twin */
+    double x[1001], top = 0;
+    uint64_t all = 0, bits;
+    for (int i = 0; i <= 1000; i++) x[i] = i * -0.751;
+    weigh_all(x, 1001, top, 0.5);
+    for (int i = 0; i <= 1000; i++) memcpy(&bits, x + i, sizeof bits), all = all * 31 + bits;
+    expect(x[0] == 1 && x[1000] == 0, "exp at its ends", "exp");
+    expect(all == 0xd79083d70b8a68eau, "exp bit for bit", "exp");
+}
+
 int main(int count, char **arguments) {
     int quick = 0, alone = 0;
     for (int i = 1; i < count; i++) quick |= !strcmp(arguments[i], "quick"), alone |= !strcmp(arguments[i], "alone");
@@ -227,6 +238,7 @@ int main(int count, char **arguments) {
     for (int h = 0; h < 0x10000; h++)
         expect((h & 0x7fff) > 0x7f80 || narrow(widen((uint16_t)h)) == h, "bfloat16 there and back", "narrow");
     expect(isnan(widen(narrow(NAN))) && narrow(1.00390625f) == 0x3f80 && narrow(1.01171875f) == 0x3f82, "ties", "narrow");
+    exponentials();
     for (int k = 0; k < 4; k++) {
         const Kernel *kernel = kernel_named(names[k]);
         if (!kernel) continue;

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tinyspec import _core
 from tinyspec._core import fallback, reference
+from tinyspec._core.reference_exp import exponential
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.strategies import SIZES, Floats, Walk, borders, rows, uniforms, walks
 
@@ -32,6 +33,16 @@ def test_a_walk_uses_one_uniform_a_tested_node_and_one_for_the_draw(case: Walk) 
     path, _, refused, used = _core.walk(*case)
     assert used == len(path) + len(refused) + 1
     assert not any(case.probe[node] for node in (*path, *refused))
+
+
+def test_exp_is_within_two_units_of_the_last_place_from_0_to_where_it_vanishes() -> None:
+    x = -np.concatenate([np.linspace(0, 40, 5000), np.linspace(40, 746, 5000), [1e4, 1e300, math.inf]])
+    found, wanted = np.array(exponential(x.tolist())), np.array([math.exp(e) for e in x])
+    assert found[0] == 1 and not found[-3:].any()
+    assert (np.abs(found - wanted) <= 2 * np.spacing(wanted)).all()
+    for temperature in (1.0, 0.7):
+        ours = _core.warp(temperature * x, (), temperature, None, None, None, 1.0)
+        assert ours.tolist() == reference.warp((temperature * x).tolist(), (), temperature, None, None, None, 1.0)
 
 
 def test_equal_weights_across_a_whole_vocabulary_keep_the_lowest_ids() -> None:

@@ -11,6 +11,7 @@ from functools import reduce
 from operator import add
 from typing import Any
 
+from tinyspec._core.reference_exp import exponential
 from tinyspec.errors import TinyspecError
 
 Number = Any  # float, int or Fraction: the same lines run over each of them
@@ -205,7 +206,7 @@ def warp(
     top = check(scores)
     if temperature == 0:
         return one_hot(scores)
-    weights = [math.exp((x - top) / temperature) for x in scores]  # the top weight is exactly 1
+    weights = exponential([(x - top) / temperature for x in scores])  # the top weight is exactly 1
     row = normalise(truncate(weights, top_k, top_p, min_p))
     assert row is not None  # the top token is always kept
     return row

@@ -1,9 +1,14 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """The loops under sampling.pyx: sums, the inverse CDF, and a selection that does not sort. Compiled into it, inline."""
 
-from libc.math cimport INFINITY, NAN, ceil, exp, fabs
+from libc.math cimport INFINITY, ceil, fabs
 from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy, memset
+
+
+cdef extern from "exp.h":
+    void weigh_all(double* x, long n, double top, double temperature) noexcept nogil  # x = exp((x - top) / temperature)
+    double largest(const double* x, long n) noexcept nogil  # NaN if there is one
 
 
 cdef enum:
@@ -50,9 +55,11 @@ cdef inline double sum_blocks(const double* x, Py_ssize_t n, double* sums) noexc
 
 
 cdef inline void divide(double* x, Py_ssize_t n, double mass, double* sums) noexcept nogil:
-    """x /= mass, block by block, with the sums of the quotients."""
+    """x /= mass, block by block, and its block sums with it; where they are 0 nothing is to be done (x is not negative)."""
     cdef Py_ssize_t b, i, stop, blocks = (n + BLOCK - 1) // BLOCK
     for b in range(blocks):
+        if sums[b] == 0:
+            continue
         stop = min(n, b * BLOCK + BLOCK)
         for i in range(b * BLOCK, stop):
             x[i] /= mass
@@ -231,28 +238,6 @@ cdef inline void keep_leading(double* w, Py_ssize_t n, Py_ssize_t top_k, double 
         w[i] = w[i] if w[i] >= low else 0
 
 
-cdef inline double top_score(const double* x, Py_ssize_t n) noexcept nogil:
-    """The largest score; NaN if there is one. Four lanes, as a maximum waits for the one before it."""
-    cdef double a = -INFINITY, b = -INFINITY, c = -INFINITY, d = -INFINITY
-    cdef Py_ssize_t i
-    cdef int64_t nan = 0
-    for i in range(n):
-        nan += x[i] != x[i]
-    i = 0
-    while i + 4 <= n:
-        a = x[i] if x[i] > a else a
-        b = x[i + 1] if x[i + 1] > b else b
-        c = x[i + 2] if x[i + 2] > c else c
-        d = x[i + 3] if x[i + 3] > d else d
-        i += 4
-    while i < n:
-        a = x[i] if x[i] > a else a
-        i += 1
-    a = b if b > a else a
-    c = d if d > c else c
-    return NAN if nan else (c if c > a else a)
-
-
 cdef inline void law_into(double* x, Py_ssize_t n, double* sums, double top, double temperature, Py_ssize_t top_k,
                           double top_p, double min_p) noexcept nogil:
     """Scores x[n] with maximum `top` to a law in place, and its block sums; behind them lies keep_leading's room."""
@@ -266,12 +251,7 @@ cdef inline void law_into(double* x, Py_ssize_t n, double* sums, double top, dou
         x[i] = 1
         sum_blocks(x, n, sums)
         return
-    if temperature == 1:
-        for i in range(n):
-            x[i] = exp(x[i] - top)
-    else:
-        for i in range(n):
-            x[i] = exp((x[i] - top) / temperature)
+    weigh_all(x, n, top, temperature)
     if 0 < top_k < n:
         keep_leading(x, n, top_k, 0, masses, candidates)
     if top_p < 1:

@@ -2,7 +2,7 @@
 """Warp, draw and verify over a vocabulary: each kernel equals its twin in reference.py bit for bit in float64.
 
 Everything is O(V): nothing sorts. Sums run in the twin's order (blocks of 256 in order, eight strided lanes inside), which
-the compiler may turn into SIMD without -ffast-math; exp is libm's, as is the twin's math.exp.
+the compiler may turn into SIMD without -ffast-math; exp is written out for the same reason (src/exp.h).
 """
 
 from libc.math cimport INFINITY
@@ -10,7 +10,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from tinyspec._core.rows cimport (
-    BLOCK, BUCKETS, add_blocks, block_sum, find, find_left_over, law_into, residual_into, sum_blocks, top_score,
+    BLOCK, BUCKETS, add_blocks, block_sum, find, find_left_over, largest, law_into, residual_into, sum_blocks,
 )
 
 import numpy as np
@@ -120,7 +120,7 @@ def race(const double[::1] row, const double[::1] noise):
 cdef int warp_into(double* x, Py_ssize_t n, double* sums, double temperature, Py_ssize_t top_k, double top_p,
                    double min_p) except -1 nogil:
     """Turn penalised scores x[n] into a law in place and fill its block sums; `sums` lies in a room for n tokens."""
-    cdef double top = top_score(x, n)
+    cdef double top = largest(x, n)
     if top != top or top == INFINITY or top == -INFINITY:
         with gil:
             if top != top:
