@@ -4,8 +4,8 @@
  *     cc -O2 -ffp-contract=off -pthread -I. ../../../tests/core/selftest.c kernels.c layers.c pool.c -lm && ./a.out
  *
  * For every kernel: a product against double precision, and each row against itself in other company; attention against
- * double precision; exp to the bit; whole layers in blocks against one row at a time, on 1 to 4 threads, from two threads at once, and in a
- * forked child. Says what it did and returns 1 where something failed. "quick" for an argument: fewer rows, layers of one kernel;
+ * double precision; whole layers in blocks against one row at a time, on 1 to 4 threads, from two threads at once, and in a
+ * forked child; exp to the bit. Says what it did and returns 1 where something failed. "quick" for an argument: fewer rows, layers of one kernel;
  * "alone": no child (qemu and the thread sanitizer cannot follow threads into one).
  */
 #include "compute.h"

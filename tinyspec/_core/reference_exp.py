@@ -9,10 +9,10 @@ ROUND = 1.5 * 2.0**52  # a number added to it loses its fraction
 
 
 def exponential(exponents: Sequence[float]) -> list[float]:
-    """exp of numbers <= 0, within 2^-52 of it, by operations whose rounding IEEE 754 fixes: libm's differs by machine. O(n).
+    """exp of numbers <= 0, by operations whose rounding IEEE 754 fixes: libm's differs by machine. O(n).
 
-    x = k ln 2 + r, ln 2 in two parts (Cody, Waite 1980); exp(r) by Taylor's series, whose remainder is below 2^-60 for
-    |r| <= ln 2 / 2. The kernel does these steps in this order (src/exp.h).
+    x = k ln 2 + r, ln 2 in two parts (Cody, Waite 1980); exp(r) by Taylor's series, whose remainder is below 2^-57 for
+    |r| <= ln 2 / 2. Within two units of the last place. The kernel does these steps in this order (src/exp.h).
 
     >>> exponential([0.0, -1.0, float("-inf")])
     [1.0, 0.36787944117144233, 0.0]

@@ -95,9 +95,8 @@ class Texts(Suffixes):
         for node, parent in enumerate(parents):
             if parent != ROOT and chances[parent] < chances[node]:
                 chances[node] = chances[parent]
-        self.order = sorted(
-            range(len(tokens)), key=chances.__getitem__, reverse=True
-        )  # stable: a parent before its child
+        # stable, so that a parent stands before its child
+        self.order = sorted(range(len(tokens)), key=chances.__getitem__, reverse=True)
         return [chances[node] for node in self.order]
 
     def likeliest(self, size: int) -> TokenTree:

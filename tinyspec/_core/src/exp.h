@@ -2,7 +2,7 @@
 
    exp(x) for x <= 0 by multiplications and additions alone, in the order of reference_exp.py: so that both agree to the bit,
    and so that a compiler may do many at once. The method is that of any table of functions (Cody, Waite 1980):
-   x = k ln 2 + r, exp(x) = 2^k exp(r), and |r| <= ln 2 / 2 leaves Taylor's series a remainder below 2^-60. */
+   x = k ln 2 + r, exp(x) = 2^k exp(r), and |r| <= ln 2 / 2 leaves Taylor's series a remainder below 2^-57. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
