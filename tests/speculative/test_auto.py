@@ -5,6 +5,8 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.table import Table
 from tests.zoo import tiny_zoo
@@ -209,6 +211,19 @@ def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_look
         decoder.step(Seeded(decoder.rounds))
     later = [at for at in looks if at >= 16]
     assert len(later) == pytest.approx(share * (decoder.rounds - 16), abs=1)
+
+
+@given(st.lists(st.integers(0, 2), min_size=8, max_size=40), st.floats(0, 1), st.integers(1, 16))
+def test_no_guess_is_likelier_than_the_one_it_follows(said: list[int], further: float, size: int) -> None:
+    texts = Texts(Request(Table(3), references=[said, said[::-1]]), 16, False)
+    unread: Any = None
+    texts.extend(said[:5], unread)
+    texts.trust.further = dict.fromkeys(texts.trust.further, further)
+    chances = texts.offer(said[:5], 16)
+    of = dict(zip(texts.order, chances, strict=True))
+    assert all(of[node] <= of.get(parent, 1.0) for node, parent in enumerate(texts.trust.parents))
+    tree = texts.likeliest(min(size, len(chances)))
+    assert all(parent < node for node, parent in enumerate(tree.parents))
 
 
 def test_references_serve_the_next_text_too() -> None:

@@ -92,19 +92,16 @@ class Texts(Suffixes):
         tokens, parents, shares, matches = self.look(context, room)
         self.trust.watch(tokens, parents, matches)
         chances = self.trust.chances(parents, shares, matches)
-        for node, parent in enumerate(parents):
-            if parent != ROOT and chances[parent] < chances[node]:
-                chances[node] = chances[parent]
-        # stable, so that a parent stands before its child
+        # no guess is likelier than the one it follows, and the order is stable: a parent stands before its child
         self.order = sorted(range(len(tokens)), key=chances.__getitem__, reverse=True)
         return [chances[node] for node in self.order]
 
     def likeliest(self, size: int) -> TokenTree:
         """The tree of so many of the guesses that were offered last."""
         chosen, tokens, parents = self.order[:size], self.trust.tokens, self.trust.parents
-        place = {node: at for at, node in enumerate(chosen)}
+        place = {ROOT: ROOT} | {node: at for at, node in enumerate(chosen)}
         return TokenTree(
-            [tokens[node] for node in chosen], [place.get(parents[node], ROOT) for node in chosen],
+            [tokens[node] for node in chosen], [place[parents[node]] for node in chosen],
             (None,) * size, (False,) * size,
         )  # fmt: skip
 
