@@ -137,6 +137,20 @@ def test_a_file_says_what_was_written_whatever_the_size_of_an_id(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
+def test_a_file_is_mapped_once_and_a_rebuilt_one_anew(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    write(path, [[1, 2, 3]])
+    first, again = opened(path), opened(path)
+    assert np.shares_memory(first.tokens, again.tokens) and np.shares_memory(first.order, again.order)
+    write(path, [[4, 5, 6]])  # as long as the one before
+    rebuilt = opened(path)
+    assert rebuilt.tokens.tolist() == [4, 5, 6] and first.tokens.tolist() == [1, 2, 3]
+    with open(path, "r+b") as file:  # as `cp` over it would: the same inode, other contents
+        file.seek(HEADER)
+        np.array([7], "<i4").tofile(file)
+    assert opened(path).tokens.tolist() == [7, 5, 6]
+
+
 def test_ten_million_tokens_open_in_fifty_milliseconds(tmp_path: Path) -> None:
     n, path = 10_000_000, tmp_path / "store"
     write(path, [[1, 2]])

@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,12 +152,22 @@ def opened(path: str | Path) -> Datastore:
         n, fingerprint, vocabulary = int(about["tokens"]), str(about["tokenizer"]), int(about["vocabulary"])
     except (ValueError, KeyError, TypeError) as error:
         raise TinyspecError(f"{path}: a damaged datastore ({error}); {HOW}") from error
-    size = path.stat().st_size
-    if n < 1 or size != HEADER + 8 * n:
-        raise TinyspecError(f"{path}: a damaged datastore ({size} bytes for {n} tokens); {HOW}")
+    stat = path.stat()
+    if n < 1 or stat.st_size != HEADER + 8 * n:
+        raise TinyspecError(f"{path}: a damaged datastore ({stat.st_size} bytes for {n} tokens); {HOW}")
+    tokens, order = _mapped(path.absolute(), n, stat.st_dev, stat.st_ino)
+    return Datastore(tokens, order, fingerprint, vocabulary, path)
+
+
+@lru_cache(maxsize=8)
+def _mapped(path: Path, n: int, device: int, inode: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Both arrays of a file, mapped once for all requests: each page of a new mapping is a fault at its first look.
+
+    What is written into the file is seen here, and a file put in its place is another inode: no call gets an old store.
+    """
     columns = np.memmap(path, "<i4", "r", HEADER, (2, n))
     tokens, order = (np.asarray(column) for column in columns)  # plain views: a memmap's every slice costs more
-    return Datastore(tokens, order, fingerprint, vocabulary, path)
+    return tokens, order
 
 
 # ---------------------------------------------------------------------- from texts
