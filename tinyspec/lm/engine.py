@@ -8,7 +8,7 @@ name gets it unpacked.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from tinyspec.lm.rope import rotations
 
 _NOTHING = torch.empty(0, 0, 0)
 BLOCK = 16  # outputs that stand together in a packed matrix
+LINE = 64  # bytes of a cache line
 
 
 def packable(config: Config, weights: Mapping[str, Tensor]) -> bool:
@@ -36,12 +37,16 @@ def packable(config: Config, weights: Mapping[str, Tensor]) -> bool:
     return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and pairs)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """[out, in] as the kernels read it: float32 [blocks, in, 16], bfloat16 [blocks, in / 2, 16, 2], padded."""
+def pack(weight: Tensor, room: Tensor | None = None) -> Tensor:
+    """[out, in] as the kernels read it: float32 [blocks, in, 16], bfloat16 [blocks, in / 2, 16, 2], padded.
+
+    It stands where there is room for it: zeros, as many as it has numbers.
+    """
     out, inputs = weight.shape
     blocks = -(-out // BLOCK)
     together = 1 if weight.dtype == torch.float32 else 2
-    packed = torch.zeros(blocks, inputs // together, BLOCK, together, dtype=weight.dtype)
+    room = torch.zeros(blocks * BLOCK * inputs, dtype=weight.dtype) if room is None else room
+    packed = room.view(blocks, inputs // together, BLOCK, together)
     whole = out // BLOCK
     grouped = weight[: whole * BLOCK].view(whole, BLOCK, inputs // together, together)
     packed[:whole] = grouped.transpose(1, 2)
@@ -55,6 +60,19 @@ def unpack(packed: Tensor, out: int) -> Tensor:
     """What `pack` was given: [out, in]."""
     blocks, steps, _, together = packed.shape
     return packed.transpose(1, 2).reshape(blocks * BLOCK, steps * together)[:out]
+
+
+def rooms(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """Zeros, so many of each, in one piece of memory and each at the beginning of a cache line.
+
+    For so much at once numpy asks for large pages: with small ones, looking up where a page is costs a few percent of a pass.
+    """
+    line = LINE // dtype.itemsize
+    starts = [0, *accumulate(-(-size // line) * line for size in sizes)]
+    held = np.zeros(starts[-1] * dtype.itemsize + LINE, np.uint8)
+    first = -held.ctypes.data % LINE
+    whole = torch.from_numpy(held[first : first + starts[-1] * dtype.itemsize]).view(dtype)
+    return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 class Opened(Mapping[str, Tensor]):
@@ -81,23 +99,27 @@ class Engine:
         half = weights["embed"].dtype == torch.bfloat16
         packed: dict[str, Tensor] = {}
         plain: dict[str, Tensor] = {}
-        for name in config.shapes():
+        shapes = config.shapes()
+        matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name != "positions"]
+        sizes = [-(-shapes[name][0] // BLOCK) * BLOCK * shapes[name][1] for name in matrices]
+        room = dict(zip(matrices, rooms(sizes, weights["embed"].dtype), strict=True))
+        for name in shapes:
             weight = weights.pop(name).detach()
-            if weight.ndim == 2 and name != "positions":
-                packed[name] = pack(weight)
+            if name in room:
+                packed[name] = pack(weight, room[name])
             else:
                 plain[name] = weight
         self.weights = Opened(packed, plain, config)
         self.embed, self._positions = packed["embed"], plain.get("positions")
         assert _core.compute is not None
-        matrices = {name: self._matrix(name, packed, plain) for name in packed}
-        self._lookup = matrices["embed"]
+        ours = {name: self._matrix(name, packed, plain) for name in packed}
+        self._lookup = ours["embed"]
         self._says = np.array(config.says) if config.says else None
         layers = [
             tuple(
                 part
                 for norm, *names in (("norm1", "qkv", "out"), ("norm2", "up", "down"))
-                for part in (*_gain(plain, f"{i}.{norm}"), *(matrices[f"{i}.{name}.weight"] for name in names))
+                for part in (*_gain(plain, f"{i}.{norm}"), *(ours[f"{i}.{name}.weight"] for name in names))
             )
             for i in range(config.n_layers)
         ]
@@ -106,7 +128,7 @@ class Engine:
         self._compiled: Any = _core.compute.Engine(
             layers,
             _gain(plain, "norm"),
-            matrices["embed" if config.tied else "head"],
+            ours["embed" if config.tied else "head"],
             heads=config.n_heads,
             shared=config.n_kv_heads,
             width=config.head_dim,

@@ -66,9 +66,10 @@ int team_size(const Team *team);
 typedef struct {
     const char *name;
     void (*product)(const Matrix *w, int first, int last, const float *x, int ldx, int rows, float *y, int ldy, int add);
-    /* The same for a bfloat16 matrix and rows rounded to bfloat16; NULL where the processor cannot multiply these. */
+    /* The same for a bfloat16 matrix and rows rounded to bfloat16; both NULL where the processor cannot multiply these. */
     void (*product_rounded)(const Matrix *w, int first, int last, const uint16_t *x, int ldx, int rows, float *y, int ldy,
                             int add);
+    void (*round)(const float *x, int n, uint16_t *to);
     /* Rows of one text; q is [rows, ldq], out [rows, heads * width], both at the first head that shares this one. */
     void (*attend)(const Stack *s, const Row *row, const Sees *sees, int rows, int layer, int head, const float *q, size_t ldq,
                    float *out, float *scores, size_t room);

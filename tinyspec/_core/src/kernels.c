@@ -66,7 +66,7 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
 #define SOME(k) ((k) == 1 ? 2 : 1)
 #include "slab.h"
 #include "attend.h"
-static const Kernel portable = {"portable", product_plain, NULL, attend_plain, activate_plain};
+static const Kernel portable = {"portable", product_plain, NULL, NULL, attend_plain, activate_plain};
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -103,7 +103,7 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #define MOST 6
 #include "slab.h"
 #include "attend.h"
-static const Kernel avx2 = {"avx2", product_avx2, NULL, attend_avx2, activate_avx2};
+static const Kernel avx2 = {"avx2", product_avx2, NULL, NULL, attend_avx2, activate_avx2};
 
 /* Four sums of sixteen lanes: each lane and the one eight further on, then as above. */
 static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m256 halves(__m512 v) {
@@ -133,7 +133,7 @@ static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m128 
 #define MOST 12
 #include "slab.h"
 #include "attend.h"
-static const Kernel avx512 = {"avx512", product_avx512, NULL, attend_avx512, activate_avx512};
+static const Kernel avx512 = {"avx512", product_avx512, NULL, NULL, attend_avx512, activate_avx512};
 
 /* Where the processor multiplies pairs of bfloat16 and adds both products to a float, a bfloat16 matrix takes half the steps.
  * Its rows are rounded to bfloat16 first; all else is as above. */
@@ -151,10 +151,11 @@ static inline __attribute__((always_inline)) TARGET __m512 dot(__m512 sum, const
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512((const void *)weights), (__m512bh)_mm512_set1_epi32(both));
 }
 #define DOT(sum, weights, pair) dot(sum, weights, pair)
-#define SOME(k) ((k) <= 2 ? 4 : 2)
-#define MOST 12
+#define SOME(k) ((k) <= 2 ? 4 : (k) <= 12 ? 2 : 1)
+#define MOST 24 /* two slabs would take turns: one that waits for memory, one that computes */
 #include "slab.h"
-static const Kernel avx512bf16 = {"avx512bf16", product_avx512, product_avx512bf16, attend_avx512, activate_avx512};
+static const Kernel avx512bf16 = {"avx512bf16", product_avx512, product_avx512bf16, round_avx512bf16,
+                                  attend_avx512,  activate_avx512};
 #endif
 #endif
 
@@ -177,7 +178,7 @@ const Kernel *kernel_named(const char *name) {
 
 /* Small numbers, whose products and sums are exact in float and bfloat16 whatever the order: any sound kernel gives the same. */
 int kernel_sound(const Kernel *kernel) {
-    enum { ROWS = 13, IN = 10, OUT = 70, ALL = (OUT + BLOCK - 1) / BLOCK * BLOCK * IN };
+    enum { ROWS = 25, IN = 10, OUT = 70, ALL = (OUT + BLOCK - 1) / BLOCK * BLOCK * IN };
     float weights[ALL], x[ROWS * IN], bias[OUT], expected[ROWS * OUT], got[ROWS * OUT];
     uint16_t halves[ALL], rounded[ROWS * IN];
     for (int i = 0; i < ALL; i++) halves[i] = narrow(weights[i] = (float)(i * 7 % 11 - 5) / 8);

@@ -44,10 +44,14 @@ static void product(const Kernel *kernel, Team *team, int counter, const Matrix 
     piece = piece < 4 ? 4 : piece > PIECE ? PIECE : piece;
     const int narrowed = rounds(kernel, w, 1) != 0;
     if (narrowed)
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < w->in; i++) rounded[(size_t)r * w->in + i] = narrow(x[(size_t)r * ldx + i]);
-    for (int at; (at = team_take(team, counter, piece)) < blocks;) {
-        const int end = at + piece < blocks ? at + piece : blocks;
+        for (int r = 0; r < rows; r++) kernel->round(x + (size_t)r * ldx, w->in, rounded + (size_t)r * w->in);
+    /* As many pieces for each thread; what is left over is cut into a part each, so that none waits for another's piece. */
+    const int threads = team_size(team), pieces = blocks / (piece * threads) * threads;
+    const int rest = pieces * piece, part = (blocks - rest + threads - 1) / threads;
+    for (int item; (item = team_take(team, counter, 1)) < pieces + threads;) {
+        const int at = item < pieces ? item * piece : rest + (item - pieces) * part;
+        const int upto = at + (item < pieces ? piece : part), end = upto < blocks ? upto : blocks;
+        if (at >= end) break;
         if (narrowed)
             kernel->product_rounded(w, at, end, rounded, w->in, rows, y, w->out, add);
         else

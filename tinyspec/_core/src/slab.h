@@ -12,7 +12,7 @@
 #define CAT(a, b) CAT_(a, b)
 #define FN(name) CAT(name, SUFFIX)
 #define INLINE static inline __attribute__((always_inline)) TARGET
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 32")
 enum { FN(PARTS_) = BLOCK / VEC };
 #define PARTS FN(PARTS_)
 #ifdef DOT
@@ -31,6 +31,9 @@ enum { FN(PARTS_) = BLOCK / VEC };
  * What is read first there is no neighbour of what was read last, so the memory's own guesses come too late. */
 #define SOON(n) ((n) * BLOCK + (i + (n) < w->in ? 0 : (G - 1) * step))
 
+/* Weights are used once a pass: they need not push out of the larger caches what the rest of the program works with. */
+#define ASK(address) __builtin_prefetch(address, 0, 0)
+
 /* K rows against G neighbouring blocks. K and G are constants where this is inlined and every loop over them is unrolled,
  * so the sums live in registers: there are at most MOST * PARTS of them, or as many with G > 1. */
 INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const NUMBER *x, int ldx, float *y, int ldy, int add) {
@@ -47,7 +50,7 @@ INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const
                 V weight[PARTS];
                 const float *column = x + i;
                 FORGET(column);
-                __builtin_prefetch(from + g * step + soon);
+                ASK(from + g * step + soon);
                 UNROLL for (int p = 0; p < PARTS; p++) weight[p] = LOAD(from + g * step + p * VEC);
                 UNROLL for (int k = 0; k < K; k++) {
                     const V input = SET(column[(size_t)k * ldx]);
@@ -63,7 +66,7 @@ INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const
         for (int i = 0; i < w->in; i += 2, from += 2 * BLOCK) {
             const size_t soon = SOON(2 * AHEAD);
             UNROLL for (int g = 0; g < G; g++) {
-                __builtin_prefetch(from + g * step + soon);
+                ASK(from + g * step + soon);
 #ifdef DOT
                 const uint16_t *column = x + i;
                 FORGET(column);
@@ -114,6 +117,9 @@ SLAB(6)
 #if MOST > 6
 SLAB(7) SLAB(8) SLAB(9) SLAB(10) SLAB(11) SLAB(12)
 #endif
+#if MOST > 12
+SLAB(13) SLAB(14) SLAB(15) SLAB(16) SLAB(17) SLAB(18) SLAB(19) SLAB(20) SLAB(21) SLAB(22) SLAB(23) SLAB(24)
+#endif
 static void (*const FN(slabs)[MOST + 1][2])(const Matrix *, int, const NUMBER *, int, float *, int, int) = {
     {0, 0}, PAIR(1), PAIR(2), PAIR(3),
 #if MOST > 3
@@ -125,7 +131,16 @@ static void (*const FN(slabs)[MOST + 1][2])(const Matrix *, int, const NUMBER *,
 #if MOST > 6
     PAIR(7), PAIR(8), PAIR(9), PAIR(10), PAIR(11), PAIR(12),
 #endif
+#if MOST > 12
+    PAIR(13), PAIR(14), PAIR(15), PAIR(16), PAIR(17), PAIR(18), PAIR(19), PAIR(20), PAIR(21), PAIR(22), PAIR(23), PAIR(24),
+#endif
 };
+
+#ifdef DOT
+static TARGET void FN(round)(const float *x, int n, uint16_t *to) {
+    for (int i = 0; i < n; i++) to[i] = narrow(x[i]);
+}
+#endif
 
 /* Blocks first..last-1 of y = x W' for any number of rows, as slabs of equal height; a block's weights serve them all. */
 static void FN(product)(const Matrix *w, int first, int last, const NUMBER *x, int ldx, int rows, float *y, int ldy, int add) {
@@ -149,6 +164,7 @@ static void FN(product)(const Matrix *w, int first, int last, const NUMBER *x, i
 #undef NUMBER
 #undef FORGET
 #undef SOON
+#undef ASK
 #undef SLAB
 #undef PAIR
 #undef SOME
