@@ -1,8 +1,12 @@
 """Packed weights: where they stand in memory."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from tinyspec import _core
 from tinyspec.lm.engine import LINE, pack, rooms, unpack
 
 
@@ -25,3 +29,31 @@ def test_a_matrix_packed_into_its_room_is_the_same_and_unpacks_to_itself(out: in
     packed = pack(weight, room)
     assert packed.data_ptr() == room.data_ptr()
     assert torch.equal(packed, pack(weight)) and torch.equal(unpack(packed, out), weight)
+
+
+MEMORY = """
+import torch
+from tinyspec.lm.config import Config
+from tinyspec.lm.engine import Engine
+
+def read(name):
+    return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) * 1024
+
+config = Config(vocab_size=64, d_model=512, n_layers=10, n_heads=8, n_kv_heads=8, head_dim=64, d_ff=1536, max_positions=64)
+torch.ones(1 << 22)  # whose freeing lets the allocator keep pieces of this size from now on
+before = read("VmRSS")
+weights = {name: torch.zeros(shape).add_(1) for name, shape in config.shapes().items()}
+pin = [bytes(600) for _ in range(99)]  # above them all, so that the end of the heap stays in use
+whole = sum(weight.nbytes for weight in weights.values())
+engine = Engine(config, weights)
+print(whole, read("VmHWM") - before, read("VmRSS") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(_core.compute is None, reason="not compiled: nothing is packed")
+def test_weights_are_in_memory_once_also_while_they_are_packed() -> None:
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    whole, most, left = map(int, done.stdout.split())
+    assert whole > 1 << 27
+    assert most < 1.35 * whole and left < 1.15 * whole

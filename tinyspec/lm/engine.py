@@ -18,11 +18,13 @@ from torch import Tensor
 from tinyspec import _core
 from tinyspec.lm.config import Config
 from tinyspec.lm.feed import Feed
+from tinyspec.lm.host import give_back
 from tinyspec.lm.rope import rotations
 
 _NOTHING = torch.empty(0, 0, 0)
 BLOCK = 16  # outputs that stand together in a packed matrix
 LINE = 64  # bytes of a cache line
+SPARE = 1 << 24  # bytes that may be held twice while weights are packed
 
 
 def packable(config: Config, weights: Mapping[str, Tensor]) -> bool:
@@ -103,12 +105,18 @@ class Engine:
         matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name != "positions"]
         sizes = [-(-shapes[name][0] // BLOCK) * BLOCK * shapes[name][1] for name in matrices]
         room = dict(zip(matrices, rooms(sizes, weights["embed"].dtype), strict=True))
+        moved = 0
         for name in shapes:
             weight = weights.pop(name).detach()
-            if name in room:
-                packed[name] = pack(weight, room[name])
-            else:
+            if name not in room:
                 plain[name] = weight
+                continue
+            packed[name] = pack(weight, room[name])
+            moved += weight.nbytes
+            del weight
+            if moved > SPARE:
+                give_back()
+                moved = 0
         self.weights = Opened(packed, plain, config)
         self.embed, self._positions = packed["embed"], plain.get("positions")
         assert _core.compute is not None

@@ -5,6 +5,8 @@ it, on the very cores that the compiled kernels ask for next. Whatever decoding 
 done by numpy, on one thread; what lives on a device stays torch's.
 """
 
+import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TRIM: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def stack(rows: Sequence[Tensor]) -> Tensor:
@@ -45,3 +48,9 @@ def copied(store: Tensor) -> Tensor:
 def words(store: Tensor) -> NDArray[Any] | None:
     """A tensor of whatever type as numpy sees its memory: whole numbers of the same width. None on a device."""
     return store.view(WORDS[store.dtype.itemsize]).numpy() if store.device.type == "cpu" else None
+
+
+def give_back() -> None:
+    """Let the system have what was freed. glibc keeps pieces of a few megabytes; elsewhere there is nothing to do."""
+    if _TRIM is not None:
+        _TRIM(0)
