@@ -117,6 +117,7 @@ class Engine:
             if moved > SPARE:
                 give_back()
                 moved = 0
+        give_back()
         self.weights = Opened(packed, plain, config)
         self.embed, self._positions = packed["embed"], plain.get("positions")
         assert _core.compute is not None

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_TRIM: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def stack(rows: Sequence[Tensor]) -> Tensor:
@@ -52,5 +51,5 @@ def words(store: Tensor) -> NDArray[Any] | None:
 
 def give_back() -> None:
     """Let the system have what was freed. glibc keeps pieces of a few megabytes; elsewhere there is nothing to do."""
-    if _TRIM is not None:
-        _TRIM(0)
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
