@@ -67,7 +67,7 @@ def unpack(packed: Tensor, out: int) -> Tensor:
 def rooms(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Zeros, so many of each, in one piece of memory and each at the beginning of a cache line.
 
-    For so much at once numpy asks for large pages: with small ones, looking up where a page is costs a few percent of a pass.
+    For so much at once numpy asks for large pages, of which a pass over all weights has to look fewer up.
     """
     line = LINE // dtype.itemsize
     starts = [0, *accumulate(-(-size // line) * line for size in sizes)]
