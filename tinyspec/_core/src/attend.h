@@ -1,6 +1,6 @@
 /* Attention and activation in terms of one vector type; kernels.c includes this after slab.h, whose FN, V, LOAD and the like
  * it uses, with MAX, ADD, TOTAL (the sum of a vector by a fixed tree), TOTALS (of four, each by the same, times a number),
- * HALF(from): VEC bfloat16 as floats, and CHAINS (sums at a time).
+ * MANY keys at a time and their TOTALS_MANY, HALF(from): VEC bfloat16 as floats, and CHAINS (sums at a time).
  *
  * As in the product, the order of every sum depends on the row's own path and on the model's shape alone.
  */
@@ -53,21 +53,24 @@ INLINE float FN(dot)(const float *q, const char *k, int width, const int half) {
     return total;
 }
 
-/* The same for FOUR keys, whose lanes are added up together, times `scale`. */
+/* The same for FOUR or MANY keys, whose lanes are added up together, times `scale`. */
 enum { FN(FOUR) = 4 };
-INLINE void FN(dots)(const float *q, const char *const *k, const int width, const int half, float scale, float *to) {
-    V sum[FN(FOUR)] = {SET(0.0f), SET(0.0f), SET(0.0f), SET(0.0f)};
+INLINE void FN(dots)(const int keys, const float *q, const char *const *k, const int width, const int half, float scale,
+                     float *to) {
+    V sum[MANY];
+    UNROLL for (int c = 0; c < keys; c++) sum[c] = SET(0.0f);
     int i = 0;
     for (; i + VEC <= width; i += VEC)
-        UNROLL for (int c = 0; c < FN(FOUR); c++) sum[c] = FMA(LOAD(q + i), FN(some_of)(k[c], i, half), sum[c]);
-    if (i == width) {
-        TOTALS(to, sum, scale);
-        return;
-    }
-    TOTALS(to, sum, 1.0f);
+        UNROLL for (int c = 0; c < keys; c++) sum[c] = FMA(LOAD(q + i), FN(some_of)(k[c], i, half), sum[c]);
+    const float by = i == width ? scale : 1.0f;
+    if (keys == FN(FOUR))
+        TOTALS(to, sum, by);
+    else
+        TOTALS_MANY(to, sum, by);
+    if (i == width) return;
     for (; i < width; i++)
-        for (int c = 0; c < FN(FOUR); c++) to[c] += q[i] * FN(one_of)(k[c], i, half);
-    for (int c = 0; c < FN(FOUR); c++) to[c] *= scale;
+        for (int c = 0; c < keys; c++) to[c] += q[i] * FN(one_of)(k[c], i, half);
+    for (int c = 0; c < keys; c++) to[c] *= scale;
 }
 
 /* e[0..n-1] = exp(e - max e); returns their sum, in VEC lanes by index. */
@@ -102,32 +105,42 @@ typedef struct {
     float *scores, *out;
 } FN(Query);
 
-/* Scores of a run of keys. What several queries look at is widened once, for all of them. */
-INLINE void FN(add_scores)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, int queries) {
+/* Scores of the next keys of a run. What several queries look at is widened once, for all of them. */
+INLINE void FN(scores)(const int keys, const Stack *s, const char **k, const int half, const FN(Query) *query, int queries,
+                       int at) {
     const int width = s->width, widened = half && queries > 1;
-    float wide[widened ? FN(FOUR) * width : 1];
-    for (int j = 0; j < run->count; j += FN(FOUR)) {
-        const int keys = run->count - j < FN(FOUR) ? run->count - j : FN(FOUR);
-        const char *k[FN(FOUR)];
-        for (int c = 0; c < keys; c++) {
-            k[c] = PLACE(run, j + c);
-            if (!widened) continue;
-            int i = 0;
-            for (; i + VEC <= width; i += VEC) STORE(wide + c * width + i, FN(some_of)(k[c], i, 1));
-            for (; i < width; i++) wide[c * width + i] = FN(one_of)(k[c], i, 1);
-            k[c] = (const char *)(wide + c * width);
-        }
-        for (int n = 0; n < queries; n++) {
-            float *to = query[n].scores + j;
-            if (keys < FN(FOUR))
-                for (int c = 0; c < keys; c++) to[c] = FN(dot)(query[n].q, k[c], width, half && !widened) * s->scale;
-            else if (half && !widened)
-                FN(dots)(query[n].q, k, width, 1, s->scale, to);
-            else if (width == 64) /* most models; known, the loop is unrolled */
-                FN(dots)(query[n].q, k, 64, 0, s->scale, to);
-            else
-                FN(dots)(query[n].q, k, width, 0, s->scale, to);
-        }
+    float wide[widened ? keys * width : 1];
+    for (int c = 0; widened && c < keys; c++) {
+        int i = 0;
+        for (; i + VEC <= width; i += VEC) STORE(wide + c * width + i, FN(some_of)(k[c], i, 1));
+        for (; i < width; i++) wide[c * width + i] = FN(one_of)(k[c], i, 1);
+        k[c] = (const char *)(wide + c * width);
+    }
+    for (int n = 0; n < queries; n++) {
+        float *to = query[n].scores + at;
+        if (keys == 1)
+            *to = FN(dot)(query[n].q, *k, width, half && !widened) * s->scale;
+        else if (half && !widened)
+            FN(dots)(keys, query[n].q, k, width, 1, s->scale, to);
+        else if (width == 64) /* most models; known, the loop is unrolled */
+            FN(dots)(keys, query[n].q, k, 64, 0, s->scale, to);
+        else
+            FN(dots)(keys, query[n].q, k, width, 0, s->scale, to);
+    }
+}
+
+INLINE void FN(add_scores)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, int queries) {
+    for (int j = 0; j < run->count;) {
+        const int left = run->count - j, keys = left >= MANY ? MANY : left >= FN(FOUR) ? FN(FOUR) : 1;
+        const char *k[MANY];
+        for (int c = 0; c < keys; c++) k[c] = PLACE(run, j + c);
+        if (keys == MANY)
+            FN(scores)(MANY, s, k, half, query, queries, j);
+        else if (keys == FN(FOUR))
+            FN(scores)(FN(FOUR), s, k, half, query, queries, j);
+        else
+            FN(scores)(1, s, k, half, query, queries, j);
+        j += keys;
     }
 }
 
@@ -255,5 +268,7 @@ static TARGET void FN(attend)(const Stack *s, const Row *row, const Sees *sees, 
 #undef MAX
 #undef TOTAL
 #undef TOTALS
+#undef TOTALS_MANY
+#undef MANY
 #undef CHAINS
 #undef PLACE

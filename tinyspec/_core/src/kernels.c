@@ -59,6 +59,8 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
 #define TOTAL(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
 #define TOTALS(to, v, by) \
     to[0] = TOTAL(v[0]) * by, to[1] = TOTAL(v[1]) * by, to[2] = TOTAL(v[2]) * by, to[3] = TOTAL(v[3]) * by
+#define MANY 4
+#define TOTALS_MANY TOTALS
 #define CHAINS 4
 #define HALF(p) half4(p)
 #define EVEN(p) even4(p)
@@ -95,6 +97,8 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #define MAX(a, b) _mm256_max_ps(a, b)
 #define TOTAL(v) _mm_cvtss_f32(totals8(v, v, v, v))
 #define TOTALS(to, v, by) _mm_storeu_ps(to, _mm_mul_ps(totals8(v[0], v[1], v[2], v[3]), _mm_set1_ps(by)))
+#define MANY 4
+#define TOTALS_MANY TOTALS
 #define CHAINS 4
 #define HALF(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define EVEN(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)(p)), 16))
@@ -112,6 +116,21 @@ static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m256 
 static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m128 totals16(__m512 a, __m512 b, __m512 c, __m512 d) {
     return totals8(halves(a), halves(b), halves(c), halves(d));
 }
+/* Sixteen of them: two that are half done share a vector, then four, eight, sixteen. */
+static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m512 totals_many(const __m512 *v) {
+    __m512 pair[8], four[4], eight[2];
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) /* keys i and i + 8 */
+        pair[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 8], 0x44), _mm512_shuffle_f32x4(v[i], v[i + 8], 0xee));
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+        four[i] = _mm512_add_ps(_mm512_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x88),
+                                _mm512_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xdd));
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+        eight[i] = _mm512_add_ps(_mm512_shuffle_ps(four[2 * i], four[2 * i + 1], 0x88),
+                                 _mm512_shuffle_ps(four[2 * i], four[2 * i + 1], 0xdd));
+    /* a vector of each: keys 0 to 3, lanes 0 to 3; the same, lanes 4 to 7; keys 8 to 11 likewise. And keys 4 to 7, 12 to 15. */
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88), _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd));
+    return _mm512_shuffle_f32x4(all, all, 0xd8); /* keys 0-3, 8-11, 4-7, 12-15 in their order */
+}
 #define SUFFIX _avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx2,fma")))
 #define VEC 16
@@ -124,6 +143,8 @@ static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m128 
 #define MAX(a, b) _mm512_max_ps(a, b)
 #define TOTAL(v) _mm_cvtss_f32(totals16(v, v, v, v))
 #define TOTALS(to, v, by) _mm_storeu_ps(to, _mm_mul_ps(totals16(v[0], v[1], v[2], v[3]), _mm_set1_ps(by)))
+#define MANY 16
+#define TOTALS_MANY(to, v, by) _mm512_storeu_ps(to, _mm512_mul_ps(totals_many(v), _mm512_set1_ps(by)))
 #define CHAINS 4
 #define HALF(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define EVEN(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512((const void *)(p)), 16))

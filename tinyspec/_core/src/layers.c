@@ -21,7 +21,7 @@ typedef struct {
     size_t broad;
 } Pass;
 
-enum { PIECE = 8, COLUMNS = 256, QUERIES = 12 }; /* blocks of outputs, columns to activate, queries: what a thread takes at a time */
+enum { PIECE = 8, QUERIES = 12 }; /* blocks of outputs, queries: what a thread takes at a time */
 
 /* A phase of the job: its counter, reset two phases ahead, when nobody takes from it any more. */
 static int phase(Team *team, int thread, int *number) {
@@ -36,26 +36,38 @@ static size_t rounds(const Kernel *kernel, const Matrix *w, size_t rows) {
     return kernel->product_rounded && w->half ? rows * (size_t)w->in : 0;
 }
 
+/* What becomes of outputs from..upto-1 of every row: the thread that made them does it, while they are in its cache. */
+typedef struct {
+    void (*then)(const void *what, int from, int upto); /* NULL: nothing */
+    const void *what;
+    int twins; /* 2: an output comes together with its like in the second half */
+} After;
+static const After nothing = {NULL, NULL, 1};
+
 /* y = x W' [+ y] + bias. Each thread rounds all rows for itself: that costs less than one more barrier. */
 static void product(const Kernel *kernel, Team *team, int counter, const Matrix *w, const float *x, int ldx,
-                    int rows, float *y, int add, uint16_t *rounded) {
-    int blocks = (w->out + BLOCK - 1) / BLOCK;
-    int piece = blocks / (4 * team_size(team)) & ~3; /* a few pieces a thread, whole groups of blocks */
-    piece = piece < 4 ? 4 : piece > PIECE ? PIECE : piece;
+                    int rows, float *y, int add, uint16_t *rounded, After after) {
+    const int out = w->out / after.twins, whole = after.twins == 1 || out % BLOCK == 0; /* or the halves share a block */
+    const int twins = whole ? after.twins : 1, blocks = (w->out / twins + BLOCK - 1) / BLOCK, threads = team_size(team);
+    int piece = twins * blocks / (4 * threads) & ~3; /* a few pieces a thread, whole groups of blocks */
+    piece = (piece < 4 ? 4 : piece > PIECE ? PIECE : piece) / twins;
     const int narrowed = rounds(kernel, w, 1) != 0;
     if (narrowed)
         for (int r = 0; r < rows; r++) kernel->round(x + (size_t)r * ldx, w->in, rounded + (size_t)r * w->in);
     /* As many pieces for each thread; what is left over is cut into a part each, so that none waits for another's piece. */
-    const int threads = team_size(team), pieces = blocks / (piece * threads) * threads;
-    const int rest = pieces * piece, part = (blocks - rest + threads - 1) / threads;
+    const int pieces = whole ? blocks / (piece * threads) * threads : 0;
+    const int rest = pieces * piece, part = whole ? (blocks - rest + threads - 1) / threads : blocks;
     for (int item; (item = team_take(team, counter, 1)) < pieces + threads;) {
         const int at = item < pieces ? item * piece : rest + (item - pieces) * part;
         const int upto = at + (item < pieces ? piece : part), end = upto < blocks ? upto : blocks;
         if (at >= end) break;
-        if (narrowed)
-            kernel->product_rounded(w, at, end, rounded, w->in, rows, y, w->out, add);
-        else
-            kernel->product(w, at, end, x, ldx, rows, y, w->out, add);
+        for (int first = 0; first < twins * blocks; first += blocks) {
+            if (narrowed)
+                kernel->product_rounded(w, first + at, first + end, rounded, w->in, rows, y, w->out, add);
+            else
+                kernel->product(w, first + at, first + end, x, ldx, rows, y, w->out, add);
+        }
+        if (after.then) after.then(after.what, at * BLOCK, end * BLOCK < out ? end * BLOCK : out);
     }
 }
 
@@ -137,6 +149,20 @@ static void attention(const Pass *p, Team *team, int thread, int counter, int la
     }
 }
 
+/* Rows of hidden outputs, [rows][out], and how they are activated. */
+typedef struct {
+    const Pass *p;
+    int rows, out;
+} Hidden;
+static void activate(const void *what, int from, int upto) {
+    const Hidden *hidden = what;
+    const Stack *s = hidden->p->s;
+    for (int r = 0; r < hidden->rows; r++) {
+        float *h = hidden->p->wide + (size_t)r * hidden->out + from;
+        hidden->p->kernel->activate(h, s->gated ? h + s->hidden : NULL, upto - from, s->silu);
+    }
+}
+
 static void run(void *what, Team *team, int thread) {
     const Pass *p = what;
     const Stack *s = p->s;
@@ -150,16 +176,11 @@ static void run(void *what, Team *team, int thread) {
             if (sub % 2 && p->mute) continue;
             norms(s, team, phase(team, thread, &number), sub % 2 ? &layer->norm2 : &layer->norm1, x, rows, p->normed);
             const Matrix *enter = sub % 2 ? &layer->up : &layer->qkv;
-            product(p->kernel, team, phase(team, thread, &number), enter, p->normed, s->d, rows, p->wide, 0, rounded);
-            int counter = phase(team, thread, &number);
-            if (sub % 2) {
-                const int pieces = (s->hidden + COLUMNS - 1) / COLUMNS;
-                for (int item; (item = team_take(team, counter, 1)) < rows * pieces;) {
-                    const int at = item % pieces * COLUMNS, n = s->hidden - at < COLUMNS ? s->hidden - at : COLUMNS;
-                    float *h = p->wide + (size_t)(item / pieces) * enter->out + at;
-                    p->kernel->activate(h, s->gated ? h + s->hidden : NULL, n, s->silu);
-                }
-            } else {
+            const Hidden hidden = {p, rows, enter->out};
+            const After after = sub % 2 ? (After){activate, &hidden, s->gated ? 2 : 1} : nothing;
+            product(p->kernel, team, phase(team, thread, &number), enter, p->normed, s->d, rows, p->wide, 0, rounded, after);
+            if (sub % 2 == 0) {
+                int counter = phase(team, thread, &number);
                 for (int r; (r = team_take(team, counter, 1)) < rows;)
                     place(s, p->row + base + r, sub / 2, p->wide + (size_t)r * enter->out);
                 if (p->mute) continue;
@@ -167,7 +188,7 @@ static void run(void *what, Team *team, int thread) {
             }
             const Matrix *leave = sub % 2 ? &layer->down : &layer->out;
             product(p->kernel, team, phase(team, thread, &number), leave, sub % 2 ? p->wide : p->mixed,
-                    sub % 2 ? enter->out : leave->in, rows, x, 1, rounded);
+                    sub % 2 ? enter->out : leave->in, rows, x, 1, rounded, nothing);
         }
     }
 }
@@ -224,7 +245,7 @@ static void run_single(void *what, Team *team, int thread) {
         if (p->s) norms(p->s, team, phase(team, thread, &number), &p->s->final, x, rows, normed);
         if (p->y)
             product(p->kernel, team, phase(team, thread, &number), p->w, p->s ? normed : x, p->w->in, rows,
-                    p->y + (size_t)base * p->w->out, 0, rounded);
+                    p->y + (size_t)base * p->w->out, 0, rounded, nothing);
     }
 }
 
