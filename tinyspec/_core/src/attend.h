@@ -1,6 +1,6 @@
 /* Attention and activation in terms of one vector type; kernels.c includes this after slab.h, whose FN, V, LOAD and the like
- * it uses, with MAX, ADD, TOTAL (the sum of a vector by a fixed tree), TOTALS (of four, each by the same, times a number),
- * MANY keys at a time and their TOTALS_MANY, HALF(from): VEC bfloat16 as floats, and CHAINS (sums at a time).
+ * it uses, with MAX, ADD, TOTAL (the sum of a vector by a fixed tree), TURN (VEC vectors of VEC words, turned round),
+ * HALF(from): VEC bfloat16 as floats, CHAINS (sums at a time), and BESIDE (queries that a value is weighed for at a time).
  *
  * As in the product, the order of every sum depends on the row's own path and on the model's shape alone.
  */
@@ -43,36 +43,6 @@ INLINE float FN(one_of)(const char *p, int i, const int half) {
     return half ? widen(((const uint16_t *)p)[i]) : ((const float *)p)[i];
 }
 
-/* q . k, summed in VEC lanes, these by a fixed tree, then what is left over: the order depends on the width alone. */
-INLINE float FN(dot)(const float *q, const char *k, int width, const int half) {
-    V sum = SET(0.0f);
-    int i = 0;
-    for (; i + VEC <= width; i += VEC) sum = FMA(LOAD(q + i), FN(some_of)(k, i, half), sum);
-    float total = TOTAL(sum);
-    for (; i < width; i++) total += q[i] * FN(one_of)(k, i, half);
-    return total;
-}
-
-/* The same for FOUR or MANY keys, whose lanes are added up together, times `scale`. */
-enum { FN(FOUR) = 4 };
-INLINE void FN(dots)(const int keys, const float *q, const char *const *k, const int width, const int half, float scale,
-                     float *to) {
-    V sum[MANY];
-    UNROLL for (int c = 0; c < keys; c++) sum[c] = SET(0.0f);
-    int i = 0;
-    for (; i + VEC <= width; i += VEC)
-        UNROLL for (int c = 0; c < keys; c++) sum[c] = FMA(LOAD(q + i), FN(some_of)(k[c], i, half), sum[c]);
-    const float by = i == width ? scale : 1.0f;
-    if (keys == FN(FOUR))
-        TOTALS(to, sum, by);
-    else
-        TOTALS_MANY(to, sum, by);
-    if (i == width) return;
-    for (; i < width; i++)
-        for (int c = 0; c < keys; c++) to[c] += q[i] * FN(one_of)(k[c], i, half);
-    for (int c = 0; c < keys; c++) to[c] *= scale;
-}
-
 /* e[0..n-1] = exp(e - max e); returns their sum, in VEC lanes by index. */
 INLINE float FN(soft)(float *e, int n) {
     V high = SET(e[0]), sum = SET(0.0f);
@@ -97,6 +67,8 @@ typedef struct {
     size_t line;
     int count;
 } FN(Run);
+#define SOON(from, line) \
+    for (size_t z_ = 0; z_ < (line); z_ += 64) __builtin_prefetch((from) + LATER * (line) + z_)
 #define PLACE(run, j) ((run)->base + (size_t)((run)->list ? (run)->list[j] : (j)) * (run)->line)
 
 /* One query head of one row: where its query, its scores of this run, and its output stand. */
@@ -105,55 +77,79 @@ typedef struct {
     float *scores, *out;
 } FN(Query);
 
-/* Scores of the next keys of a run. What several queries look at is widened once, for all of them. */
-INLINE void FN(scores)(const int keys, const Stack *s, const char **k, const int half, const FN(Query) *query, int queries,
-                       int at) {
-    const int width = s->width, widened = half && queries > 1;
-    float wide[widened ? keys * width : 1];
-    for (int c = 0; widened && c < keys; c++) {
-        int i = 0;
-        for (; i + VEC <= width; i += VEC) STORE(wide + c * width + i, FN(some_of)(k[c], i, 1));
-        for (; i < width; i++) wide[c * width + i] = FN(one_of)(k[c], i, 1);
-        k[c] = (const char *)(wide + c * width);
+/* VEC keys turned round: each vector of `tile` holds one number of all of them (two, where they are bfloat16). So no lanes need
+ * be added up, and what the turning costs is shared by all queries. */
+INLINE void FN(turn)(const char *const *key, const int width, const int half, float *tile) {
+    const int words = half ? width / 2 : width;
+    int i = 0;
+    for (; i + VEC <= words; i += VEC, tile += VEC * VEC) {
+        V word[VEC];
+        UNROLL for (int c = 0; c < VEC; c++) word[c] = LOAD((const float *)key[c] + i);
+        TURN(word);
+        UNROLL for (int c = 0; c < VEC; c++) STORE(tile + c * VEC, word[c]);
     }
-    for (int n = 0; n < queries; n++) {
-        float *to = query[n].scores + at;
-        if (keys == 1)
-            *to = FN(dot)(query[n].q, *k, width, half && !widened) * s->scale;
-        else if (half && !widened)
-            FN(dots)(keys, query[n].q, k, width, 1, s->scale, to);
-        else if (width == 64) /* most models; known, the loop is unrolled */
-            FN(dots)(keys, query[n].q, k, 64, 0, s->scale, to);
-        else
-            FN(dots)(keys, query[n].q, k, width, 0, s->scale, to);
+    for (; i < words; i++)
+        for (int c = 0; c < VEC; c++) memcpy(tile++, key[c] + i * sizeof(float), sizeof(float));
+    if (half && width % 2)
+        for (int c = 0; c < VEC; c++) memcpy(tile++, key[c] + (width - 1) * sizeof(uint16_t), sizeof(uint16_t));
+}
+
+/* Scores of these keys for some queries. Numbers at even places are summed in their order, those at odd places in theirs. */
+enum { FN(QUERIES) = VEC == 4 ? 3 : 6 }; /* what registers there are for */
+INLINE void FN(against)(const Stack *s, const float *tile, const int half, const FN(Query) *query, const int queries, int at,
+                        int keys) {
+    const int width = s->width;
+    V even[FN(QUERIES)], odd[FN(QUERIES)];
+    const float *q[FN(QUERIES)];
+    UNROLL for (int n = 0; n < queries; n++) even[n] = odd[n] = SET(0.0f), q[n] = query[n].q;
+    for (int i = 0; i + 2 <= width; i += 2, tile += half ? VEC : 2 * VEC) {
+        const V first = half ? EVEN((const uint16_t *)tile) : LOAD(tile);
+        const V second = half ? ODD((const uint16_t *)tile) : LOAD(tile + VEC);
+        UNROLL for (int n = 0; n < queries; n++) {
+            even[n] = FMA(first, SET(q[n][i]), even[n]);
+            odd[n] = FMA(second, SET(q[n][i + 1]), odd[n]);
+        }
+    }
+    const V last = width % 2 == 0 ? SET(0.0f) : half ? EVEN((const uint16_t *)tile) : LOAD(tile);
+    UNROLL for (int n = 0; n < queries; n++) {
+        if (width % 2) even[n] = FMA(last, SET(q[n][width - 1]), even[n]);
+        const V sum = FMA(ADD(even[n], odd[n]), SET(s->scale), SET(0.0f));
+        float *to = query[n].scores + at, score[VEC];
+        STORE(keys == VEC ? to : score, sum);
+        if (keys < VEC)
+            for (int c = 0; c < keys; c++) to[c] = score[c];
     }
 }
 
 INLINE void FN(add_scores)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, int queries) {
-    for (int j = 0; j < run->count;) {
-        const int left = run->count - j, keys = left >= MANY ? MANY : left >= FN(FOUR) ? FN(FOUR) : 1;
-        const char *k[MANY];
-        for (int c = 0; c < keys; c++) k[c] = PLACE(run, j + c);
-        if (keys == MANY)
-            FN(scores)(MANY, s, k, half, query, queries, j);
-        else if (keys == FN(FOUR))
-            FN(scores)(FN(FOUR), s, k, half, query, queries, j);
-        else
-            FN(scores)(1, s, k, half, query, queries, j);
-        j += keys;
+    float tile[(s->width + 1) * VEC];
+    for (int at = 0, n = 0; at < run->count; at += VEC, n = 0) {
+        const int keys = run->count - at < VEC ? run->count - at : VEC;
+        const char *key[VEC];
+        for (int c = 0; c < keys; c++) {
+            key[c] = PLACE(run, at + c);
+            SOON(key[c], run->line);
+        }
+        for (int c = keys; c < VEC; c++) key[c] = key[0]; /* its scores are not kept */
+        FN(turn)(key, s->width, half, tile);
+        for (; n + FN(QUERIES) <= queries; n += FN(QUERIES))
+            FN(against)(s, tile, half, query + n, FN(QUERIES), at, keys);
+        for (; n + 3 <= queries; n += 3) FN(against)(s, tile, half, query + n, 3, at, keys);
+        for (; n < queries; n++) FN(against)(s, tile, half, query + n, 1, at, keys);
     }
 }
 
-/* out += the run's values, weighed by the scores of up to three queries, for which a value is widened once. From number i
+/* out += the run's values, weighed by the scores of up to BESIDE queries, for which a value is widened once. From number i
  * on, `chains` vectors at a time; returns the first number that is left. Which go together changes no sum. */
 INLINE int FN(columns)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, const int queries, int i,
                        const int chains) {
     for (; i + chains * VEC <= s->width; i += chains * VEC) {
-        V sum[3][CHAINS];
+        V sum[BESIDE][CHAINS];
         UNROLL for (int n = 0; n < queries; n++)
             UNROLL for (int c = 0; c < chains; c++) sum[n][c] = LOAD(query[n].out + i + c * VEC);
         for (int j = 0; j < run->count; j++) {
             const char *value = PLACE(run, j);
+            SOON(value, run->line);
             UNROLL for (int c = 0; c < chains; c++) {
                 V v = FN(some_of)(value, i + c * VEC, half);
                 UNROLL for (int n = 0; n < queries; n++) sum[n][c] = FMA(SET(query[n].scores[j]), v, sum[n][c]);
@@ -167,6 +163,7 @@ INLINE int FN(columns)(const Stack *s, const FN(Run) *run, const int half, const
 
 INLINE void FN(weigh)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, const int queries) {
     int i = FN(columns)(s, run, half, query, queries, 0, CHAINS);
+    if (CHAINS > 2) i = FN(columns)(s, run, half, query, queries, i, 2);
     i = FN(columns)(s, run, half, query, queries, i, 1);
     for (; i < s->width; i++)
         for (int n = 0; n < queries; n++)
@@ -176,9 +173,9 @@ INLINE void FN(weigh)(const Stack *s, const FN(Run) *run, const int half, const 
 
 INLINE void FN(add_values)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, int queries) {
     int n = 0;
+    for (; n + BESIDE <= queries; n += BESIDE) FN(weigh)(s, run, half, query + n, BESIDE);
     for (; n + 3 <= queries; n += 3) FN(weigh)(s, run, half, query + n, 3);
-    if (queries - n == 2) FN(weigh)(s, run, half, query + n, 2);
-    if (queries - n == 1) FN(weigh)(s, run, half, query + n, 1);
+    for (; n < queries; n++) FN(weigh)(s, run, half, query + n, 1);
 }
 
 /* Keys (values: 0) of a run for some queries, and move their scores on behind it. */
@@ -267,8 +264,8 @@ static TARGET void FN(attend)(const Stack *s, const Row *row, const Sees *sees, 
 #undef ADD
 #undef MAX
 #undef TOTAL
-#undef TOTALS
-#undef TOTALS_MANY
-#undef MANY
+#undef TURN
+#undef BESIDE
 #undef CHAINS
 #undef PLACE
+#undef SOON

@@ -27,6 +27,13 @@ static inline V4 max4(V4 a, V4 b) {
     for (int i = 0; i < 4; i++) a[i] = a[i] > b[i] ? a[i] : b[i];
     return a;
 }
+static inline V4 low4(V4 a, V4 b) { return (V4){a[0], b[0], a[1], b[1]}; }
+static inline V4 high4(V4 a, V4 b) { return (V4){a[2], b[2], a[3], b[3]}; }
+static inline void turn4(V4 *v) {
+    const V4 a = low4(v[0], v[2]), b = high4(v[0], v[2]), c = low4(v[1], v[3]), d = high4(v[1], v[3]);
+    v[0] = low4(a, c), v[1] = high4(a, c), v[2] = low4(b, d), v[3] = high4(b, d);
+}
+enum { LATER = 16 }; /* keys or values that are asked for before they are needed */
 enum { AHEAD = 64 }; /* inputs whose weights are asked for before they are needed */
 
 /* What has been summed for rows and a few neighbouring blocks, [rows][wide][BLOCK], goes to y: plus bias, plus what stands there. */
@@ -57,11 +64,9 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
 #define ADD(a, b) ((a) + (b))
 #define MAX(a, b) max4(a, b)
 #define TOTAL(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
-#define TOTALS(to, v, by) \
-    to[0] = TOTAL(v[0]) * by, to[1] = TOTAL(v[1]) * by, to[2] = TOTAL(v[2]) * by, to[3] = TOTAL(v[3]) * by
-#define MANY 4
-#define TOTALS_MANY TOTALS
+#define TURN(v) turn4(v)
 #define CHAINS 4
+#define BESIDE 3
 #define HALF(p) half4(p)
 #define EVEN(p) even4(p)
 #define ODD(p) odd4(p)
@@ -73,10 +78,25 @@ static const Kernel portable = {"portable", product_plain, NULL, NULL, attend_pl
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
-/* Four sums of eight lanes, each ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). */
-static inline __attribute__((always_inline, target("avx2,fma"))) __m128 totals8(__m256 a, __m256 b, __m256 c, __m256 d) {
-    const __m256 v = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-    return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+/* Lanes ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). */
+static inline __attribute__((always_inline, target("avx2,fma"))) float total8(__m256 v) {
+    const __m256 sum = _mm256_hadd_ps(_mm256_hadd_ps(v, v), v);
+    return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1)));
+}
+/* Eight vectors of eight words turned round: two by two, four by four, then halves. */
+static inline __attribute__((always_inline, target("avx2,fma"))) void turn8(__m256 *v) {
+    __m256 two[8], four[8];
+    for (int i = 0; i < 8; i += 2)
+        two[i] = _mm256_unpacklo_ps(v[i], v[i + 1]), two[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            four[i + 2 * j] = _mm256_shuffle_ps(two[i + j], two[i + j + 2], 0x44);
+            four[i + 2 * j + 1] = _mm256_shuffle_ps(two[i + j], two[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_permute2f128_ps(four[i], four[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2f128_ps(four[i], four[i + 4], 0x31);
+    }
 }
 static const uint32_t upper[8] = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
 static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(const uint16_t *p) {
@@ -95,11 +115,10 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define ADD(a, b) _mm256_add_ps(a, b)
 #define MAX(a, b) _mm256_max_ps(a, b)
-#define TOTAL(v) _mm_cvtss_f32(totals8(v, v, v, v))
-#define TOTALS(to, v, by) _mm_storeu_ps(to, _mm_mul_ps(totals8(v[0], v[1], v[2], v[3]), _mm_set1_ps(by)))
-#define MANY 4
-#define TOTALS_MANY TOTALS
+#define TOTAL(v) total8(v)
+#define TURN(v) turn8(v)
 #define CHAINS 4
+#define BESIDE 3
 #define HALF(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define EVEN(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)(p)), 16))
 #define ODD(p) odd8(p)
@@ -109,27 +128,29 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #include "attend.h"
 static const Kernel avx2 = {"avx2", product_avx2, NULL, NULL, attend_avx2, activate_avx2};
 
-/* Four sums of sixteen lanes: each lane and the one eight further on, then as above. */
-static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m256 halves(__m512 v) {
-    return _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
+/* Each lane and the one eight further on, then as above. */
+static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) float total16(__m512 v) {
+    return total8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1))));
 }
-static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m128 totals16(__m512 a, __m512 b, __m512 c, __m512 d) {
-    return totals8(halves(a), halves(b), halves(c), halves(d));
-}
-/* Sixteen of them: two that are half done share a vector, then four, eight, sixteen. */
-static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m512 totals_many(const __m512 *v) {
-    __m512 pair[8], four[4], eight[2];
-    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) /* keys i and i + 8 */
-        pair[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 8], 0x44), _mm512_shuffle_f32x4(v[i], v[i + 8], 0xee));
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
-        four[i] = _mm512_add_ps(_mm512_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x88),
-                                _mm512_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xdd));
-    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
-        eight[i] = _mm512_add_ps(_mm512_shuffle_ps(four[2 * i], four[2 * i + 1], 0x88),
-                                 _mm512_shuffle_ps(four[2 * i], four[2 * i + 1], 0xdd));
-    /* a vector of each: keys 0 to 3, lanes 0 to 3; the same, lanes 4 to 7; keys 8 to 11 likewise. And keys 4 to 7, 12 to 15. */
-    const __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88), _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd));
-    return _mm512_shuffle_f32x4(all, all, 0xd8); /* keys 0-3, 8-11, 4-7, 12-15 in their order */
+/* Sixteen vectors of sixteen words turned round: two by two, four by four, then quarters. */
+static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) void turn16(__m512 *v) {
+    __m512 two[16], four[16];
+    for (int i = 0; i < 16; i += 2)
+        two[i] = _mm512_unpacklo_ps(v[i], v[i + 1]), two[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            four[i + 2 * j] = _mm512_shuffle_ps(two[i + j], two[i + j + 2], 0x44);
+            four[i + 2 * j + 1] = _mm512_shuffle_ps(two[i + j], two[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        const __m512 *f = four + i; /* f[4 r]: in quarter q, column 4 q + i of rows 4 r to 4 r + 3 */
+        const __m512 even = _mm512_shuffle_f32x4(f[0], f[4], 0x88), even8 = _mm512_shuffle_f32x4(f[8], f[12], 0x88);
+        const __m512 odd = _mm512_shuffle_f32x4(f[0], f[4], 0xdd), odd8 = _mm512_shuffle_f32x4(f[8], f[12], 0xdd);
+        v[i] = _mm512_shuffle_f32x4(even, even8, 0x88);
+        v[i + 4] = _mm512_shuffle_f32x4(odd, odd8, 0x88);
+        v[i + 8] = _mm512_shuffle_f32x4(even, even8, 0xdd);
+        v[i + 12] = _mm512_shuffle_f32x4(odd, odd8, 0xdd);
+    }
 }
 #define SUFFIX _avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx2,fma")))
@@ -141,11 +162,10 @@ static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) __m512 
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define ADD(a, b) _mm512_add_ps(a, b)
 #define MAX(a, b) _mm512_max_ps(a, b)
-#define TOTAL(v) _mm_cvtss_f32(totals16(v, v, v, v))
-#define TOTALS(to, v, by) _mm_storeu_ps(to, _mm_mul_ps(totals16(v[0], v[1], v[2], v[3]), _mm_set1_ps(by)))
-#define MANY 16
-#define TOTALS_MANY(to, v, by) _mm512_storeu_ps(to, _mm512_mul_ps(totals_many(v), _mm512_set1_ps(by)))
+#define TOTAL(v) total16(v)
+#define TURN(v) turn16(v)
 #define CHAINS 4
+#define BESIDE 6
 #define HALF(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define EVEN(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512((const void *)(p)), 16))
 #define ODD(p) \
