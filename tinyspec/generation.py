@@ -256,10 +256,12 @@ def _logprobs(round: Round) -> list[float]:
         return [float(x) for x in _logprobs_there(round).tolist()]
     rows = [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
     values, logprobs = round.scores.logits.numpy(), list[float]()
+    room = np.empty_like(values[0])  # one for all: fresh pages cost as much as the sums
     for row, token in zip(rows, round.tokens, strict=True):
         logits = values[row]
         most = logits.max()
-        logprobs.append(float(logits[token] - most) - math.log(float(np.exp(logits - most).sum(dtype=np.float64))))
+        np.exp(np.subtract(logits, most, out=room), out=room)
+        logprobs.append(float(logits[token] - most) - math.log(float(room.sum(dtype=np.float64))))
     return logprobs
 
 

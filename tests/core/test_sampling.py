@@ -52,9 +52,24 @@ def test_equal_weights_across_a_whole_vocabulary_keep_the_lowest_ids() -> None:
     assert np.flatnonzero(row).tolist() == list(range(250))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 64, 101])
+def test_a_greedy_law_is_the_first_of_the_largest_wherever_it_stands(n: int, dtype: type) -> None:
+    knobs = ((), 0.0, None, None, None, 1.0)
+    for at in range(n):
+        for again in {at, min(at + 1, n - 1), n - 1}:
+            row = np.full(n, -math.inf, dtype)
+            row[at] = row[again] = -3.0
+            assert np.flatnonzero(_core.warp(row, *knobs)).tolist() == [at] == [_core.draw(row, *knobs, 0.9)]
+            row[-1 - at] = math.nan
+            with pytest.raises(TinyspecError, match="NaN"):
+                _core.draw(row, *knobs, 0.9)
+
+
 @cores
-def test_bad_rows_are_one_sentence(core) -> None:  # type: ignore[no-untyped-def]
-    knobs = ((), 1.0, None, None, None, 1.0)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_rows_are_one_sentence(core, temperature) -> None:  # type: ignore[no-untyped-def]
+    knobs = ((), temperature, None, None, None, 1.0)
     for bad in ([math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf], []):
         with pytest.raises(TinyspecError, match=r"logits|no law"):
             core.warp(np.array(bad, np.float64), *knobs)

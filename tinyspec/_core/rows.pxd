@@ -9,6 +9,8 @@ from libc.string cimport memcpy, memset
 cdef extern from "exp.h":
     void weigh_all(double* x, long n, double top, double temperature) noexcept nogil  # x = exp((x - top) / temperature)
     double largest(const double* x, long n) noexcept nogil  # NaN if there is one
+    long first_float(const float* x, long n) noexcept nogil  # of the largest; -1: one is NaN, or it is not finite
+    long first_double(const double* x, long n) noexcept nogil
 
 
 cdef enum:

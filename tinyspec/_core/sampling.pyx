@@ -10,7 +10,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from tinyspec._core.rows cimport (
-    BLOCK, BUCKETS, add_blocks, block_sum, find, find_left_over, largest, law_into, residual_into, sum_blocks,
+    BLOCK, BUCKETS, add_blocks, block_sum, find, find_left_over, first_double, first_float, largest, law_into, residual_into,
+    sum_blocks,
 )
 
 import numpy as np
@@ -117,24 +118,21 @@ def race(const double[::1] row, const double[::1] noise):
 
 # --- warping --------------------------------------------------------------------------------------------------------
 
-cdef int warp_into(double* x, Py_ssize_t n, double* sums, double temperature, Py_ssize_t top_k, double top_p,
-                   double min_p) except -1 nogil:
-    """Turn penalised scores x[n] into a law in place and fill its block sums; `sums` lies in a room for n tokens."""
-    cdef double top = largest(x, n)
-    if top != top or top == INFINITY or top == -INFINITY:
-        with gil:
-            if top != top:
-                raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
-            what = "contain +inf" if top > 0 else "are all -inf: no token is allowed"
-            raise TinyspecError(f"the logits {what}, so they define no law")
-    law_into(x, n, sums, top, temperature, top_k, top_p, min_p)
-    return 0
+cdef Py_ssize_t greedy(const real[::1] logits, double temperature, double penalty) noexcept:
+    """The token of a greedy law, which needs no row; -1: no such law, or an error that the long way names."""
+    if temperature != 0 or penalty != 1 or logits.shape[0] == 0:
+        return -1
+    if real is float:
+        return first_float(&logits[0], logits.shape[0])
+    else:
+        return first_double(&logits[0], logits.shape[0])
 
 
-cdef int fill(const real[::1] logits, double* x, history, double penalty) except -1:
-    """Copy the logits as float64, with the repetition penalty applied once for each distinct id."""
-    cdef Py_ssize_t i, token, n = logits.shape[0]
-    cdef double score
+cdef int make(const real[::1] logits, double* x, double* sums, history, double temperature, top_k, top_p, min_p,
+              double penalty) except -1:
+    """A law x[n] of logits[n], penalised once for each distinct id, and its block sums (in a room for n tokens)."""
+    cdef Py_ssize_t i, token, n = logits.shape[0], k = 0 if top_k is None else top_k
+    cdef double nucleus = 1 if top_p is None else top_p, floor = 0 if min_p is None else min_p, score, top
     if n == 0:
         raise TinyspecError("the logits are empty, so they define no law")
     with nogil:
@@ -145,21 +143,28 @@ cdef int fill(const real[::1] logits, double* x, history, double penalty) except
             if 0 <= token < n:
                 score = logits[token]
                 x[token] = score * penalty if score < 0 else score / penalty
+    top = largest(x, n)
+    if top != top:
+        raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
+    if top == INFINITY or top == -INFINITY:
+        what = "contain +inf" if top > 0 else "are all -inf: no token is allowed"
+        raise TinyspecError(f"the logits {what}, so they define no law")
+    with nogil:
+        law_into(x, n, sums, top, temperature, k, nucleus, floor)
     return 0
 
 
 def warp(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty):
     """Logits [V] (float32 or float64) to a law, float64 [V], in Hugging Face's order. O(V)."""
-    cdef Py_ssize_t n = logits.shape[0], k = 0 if top_k is None else top_k
-    cdef double nucleus = 1 if top_p is None else top_p, floor = 0 if min_p is None else min_p
+    cdef Py_ssize_t n = logits.shape[0], token = greedy(logits, temperature, penalty)
     cdef double* sums = scratch(n)
     cdef double[::1] row
     try:
-        out = np.empty(max(n, 1))
-        row = out
-        fill(logits, &row[0], history, penalty)
-        with nogil:
-            warp_into(&row[0], n, sums + n, temperature, k, nucleus, floor)
+        row = out = np.zeros(n) if token >= 0 else np.empty(max(n, 1))
+        if token >= 0:
+            row[token] = 1
+        else:
+            make(logits, &row[0], sums + n, history, temperature, top_k, top_p, min_p, penalty)
         return out
     finally:
         release(sums)
@@ -167,13 +172,11 @@ def warp(const real[::1] logits, history, double temperature, top_k, top_p, min_
 
 def draw(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty, double u):
     """pick(warp(...), u) without a row in between. O(V)."""
-    cdef Py_ssize_t n = logits.shape[0], k = 0 if top_k is None else top_k, token
-    cdef double nucleus = 1 if top_p is None else top_p, floor = 0 if min_p is None else min_p
+    cdef Py_ssize_t n = logits.shape[0], token = greedy(logits, temperature, penalty)
     cdef double* x = scratch(n)
     try:
-        fill(logits, x, history, penalty)
-        with nogil:
-            warp_into(x, n, x + n, temperature, k, nucleus, floor)
+        if token < 0:
+            make(logits, x, x + n, history, temperature, top_k, top_p, min_p, penalty)
             token = find(x, n, x + n, u)
         return token
     finally:

@@ -78,3 +78,30 @@ EACH_PROCESSOR static double largest(const double *x, long n) {
     }
     return wrong[0] ? NAN : most[0];
 }
+
+/* The first of the largest of x[n], at temperature 0 all that a law says; -1 where one is NaN or the largest is not finite. */
+#define FIRST(NAME, REAL, COUNT)                                                                          \
+    EACH_PROCESSOR static long NAME(const REAL *x, long n) {                                              \
+        enum { LANES = 32 };                                                                              \
+        REAL most[LANES], top = -INFINITY;                                                                \
+        COUNT wrong[LANES] = {0}, any = 0;                                                                \
+        long i = 0;                                                                                       \
+        for (int lane = 0; lane < LANES; lane++) most[lane] = -INFINITY;                                  \
+        for (; i + LANES <= n; i += LANES)                                                                \
+            for (int lane = 0; lane < LANES; lane++) {                                                    \
+                most[lane] = x[i + lane] > most[lane] ? x[i + lane] : most[lane];                         \
+                wrong[lane] |= x[i + lane] != x[i + lane];                                                \
+            }                                                                                             \
+        for (; i < n; i++) top = x[i] > top ? x[i] : top, any |= x[i] != x[i];                            \
+        for (int lane = 0; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top, any |= wrong[lane]; \
+        if (any || !(top - top == 0)) return -1;                                                          \
+        for (i = 0; i + LANES <= n; i += LANES) {                                                         \
+            COUNT here = 0;                                                                               \
+            for (int lane = 0; lane < LANES; lane++) here |= x[i + lane] == top;                          \
+            if (here) break;                                                                              \
+        }                                                                                                 \
+        while (x[i] != top) i++;                                                                          \
+        return i;                                                                                         \
+    }
+FIRST(first_float, float, int32_t)
+FIRST(first_double, double, int64_t)
