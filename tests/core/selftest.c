@@ -95,7 +95,7 @@ static void products(const Kernel *kernel, int half) {
 
 /* Attention over a scattered path, against double precision; with a great scale one key takes nearly all. */
 static void attention(const Kernel *kernel, int half, float scale) {
-    enum { CAPACITY = 80, PREFIX = 37, EXTRA = 20, LEAD = 3 }; /* sixteen keys at a time, then four, then one */
+    enum { CAPACITY = 80, PREFIX = 37, EXTRA = 20, LEAD = 3 }; /* whole vectors of keys, and what is left over */
     for (int width = 1; width <= 70; width += width < 8 ? 1 : 9) {
         const Stack s = {.layers = 1, .heads = 4, .shared = 2, .width = width, .half = half, .scale = scale};
         const size_t all = (size_t)2 * 2 * CAPACITY * width;

@@ -1,5 +1,5 @@
 /* Attention and activation in terms of one vector type; kernels.c includes this after slab.h, whose FN, V, LOAD and the like
- * it uses, with MAX, ADD, TOTAL (the sum of a vector by a fixed tree), TURN (VEC vectors of VEC words, turned round),
+ * it uses, with MAX, ADD, TOTAL (the sum of a vector by a fixed tree), TRANSPOSE (VEC vectors of VEC words),
  * HALF(from): VEC bfloat16 as floats, CHAINS (sums at a time), and BESIDE (queries that a value is weighed for at a time).
  *
  * As in the product, the order of every sum depends on the row's own path and on the model's shape alone.
@@ -67,7 +67,7 @@ typedef struct {
     size_t line;
     int count;
 } FN(Run);
-#define SOON(from, line) \
+#define SOON_AFTER(from, line) \
     for (size_t z_ = 0; z_ < (line); z_ += 64) __builtin_prefetch((from) + LATER * (line) + z_)
 #define PLACE(run, j) ((run)->base + (size_t)((run)->list ? (run)->list[j] : (j)) * (run)->line)
 
@@ -77,15 +77,15 @@ typedef struct {
     float *scores, *out;
 } FN(Query);
 
-/* VEC keys turned round: each vector of `tile` holds one number of all of them (two, where they are bfloat16). So no lanes need
- * be added up, and what the turning costs is shared by all queries. */
-INLINE void FN(turn)(const char *const *key, const int width, const int half, float *tile) {
+/* VEC keys transposed: each vector of `tile` holds one number of all of them (two, where they are bfloat16). So no lanes need
+ * be added up, and what that costs is shared by all queries. */
+INLINE void FN(transpose)(const char *const *key, const int width, const int half, float *tile) {
     const int words = half ? width / 2 : width;
     int i = 0;
     for (; i + VEC <= words; i += VEC, tile += VEC * VEC) {
         V word[VEC];
         UNROLL for (int c = 0; c < VEC; c++) word[c] = LOAD((const float *)key[c] + i);
-        TURN(word);
+        TRANSPOSE(word);
         UNROLL for (int c = 0; c < VEC; c++) STORE(tile + c * VEC, word[c]);
     }
     for (; i < words; i++)
@@ -128,10 +128,10 @@ INLINE void FN(add_scores)(const Stack *s, const FN(Run) *run, const int half, c
         const char *key[VEC];
         for (int c = 0; c < keys; c++) {
             key[c] = PLACE(run, at + c);
-            SOON(key[c], run->line);
+            SOON_AFTER(key[c], run->line);
         }
         for (int c = keys; c < VEC; c++) key[c] = key[0]; /* its scores are not kept */
-        FN(turn)(key, s->width, half, tile);
+        FN(transpose)(key, s->width, half, tile);
         for (; n + FN(QUERIES) <= queries; n += FN(QUERIES))
             FN(against)(s, tile, half, query + n, FN(QUERIES), at, keys);
         for (; n + 3 <= queries; n += 3) FN(against)(s, tile, half, query + n, 3, at, keys);
@@ -149,7 +149,7 @@ INLINE int FN(columns)(const Stack *s, const FN(Run) *run, const int half, const
             UNROLL for (int c = 0; c < chains; c++) sum[n][c] = LOAD(query[n].out + i + c * VEC);
         for (int j = 0; j < run->count; j++) {
             const char *value = PLACE(run, j);
-            SOON(value, run->line);
+            SOON_AFTER(value, run->line);
             UNROLL for (int c = 0; c < chains; c++) {
                 V v = FN(some_of)(value, i + c * VEC, half);
                 UNROLL for (int n = 0; n < queries; n++) sum[n][c] = FMA(SET(query[n].scores[j]), v, sum[n][c]);
@@ -264,8 +264,8 @@ static TARGET void FN(attend)(const Stack *s, const Row *row, const Sees *sees, 
 #undef ADD
 #undef MAX
 #undef TOTAL
-#undef TURN
+#undef TRANSPOSE
 #undef BESIDE
 #undef CHAINS
 #undef PLACE
-#undef SOON
+#undef SOON_AFTER

@@ -29,7 +29,7 @@ static inline V4 max4(V4 a, V4 b) {
 }
 static inline V4 low4(V4 a, V4 b) { return (V4){a[0], b[0], a[1], b[1]}; }
 static inline V4 high4(V4 a, V4 b) { return (V4){a[2], b[2], a[3], b[3]}; }
-static inline void turn4(V4 *v) {
+static inline void transpose4(V4 *v) {
     const V4 a = low4(v[0], v[2]), b = high4(v[0], v[2]), c = low4(v[1], v[3]), d = high4(v[1], v[3]);
     v[0] = low4(a, c), v[1] = high4(a, c), v[2] = low4(b, d), v[3] = high4(b, d);
 }
@@ -64,7 +64,7 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
 #define ADD(a, b) ((a) + (b))
 #define MAX(a, b) max4(a, b)
 #define TOTAL(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
-#define TURN(v) turn4(v)
+#define TRANSPOSE(v) transpose4(v)
 #define CHAINS 4
 #define BESIDE 3
 #define HALF(p) half4(p)
@@ -83,8 +83,8 @@ static inline __attribute__((always_inline, target("avx2,fma"))) float total8(__
     const __m256 sum = _mm256_hadd_ps(_mm256_hadd_ps(v, v), v);
     return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1)));
 }
-/* Eight vectors of eight words turned round: two by two, four by four, then halves. */
-static inline __attribute__((always_inline, target("avx2,fma"))) void turn8(__m256 *v) {
+/* Eight vectors of eight words transposed: two by two, four by four, then halves. */
+static inline __attribute__((always_inline, target("avx2,fma"))) void transpose8(__m256 *v) {
     __m256 two[8], four[8];
     for (int i = 0; i < 8; i += 2)
         two[i] = _mm256_unpacklo_ps(v[i], v[i + 1]), two[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
@@ -116,7 +116,7 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #define ADD(a, b) _mm256_add_ps(a, b)
 #define MAX(a, b) _mm256_max_ps(a, b)
 #define TOTAL(v) total8(v)
-#define TURN(v) turn8(v)
+#define TRANSPOSE(v) transpose8(v)
 #define CHAINS 4
 #define BESIDE 3
 #define HALF(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
@@ -132,8 +132,8 @@ static const Kernel avx2 = {"avx2", product_avx2, NULL, NULL, attend_avx2, activ
 static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) float total16(__m512 v) {
     return total8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1))));
 }
-/* Sixteen vectors of sixteen words turned round: two by two, four by four, then quarters. */
-static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) void turn16(__m512 *v) {
+/* Sixteen vectors of sixteen words transposed: two by two, four by four, then quarters. */
+static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) void transpose16(__m512 *v) {
     __m512 two[16], four[16];
     for (int i = 0; i < 16; i += 2)
         two[i] = _mm512_unpacklo_ps(v[i], v[i + 1]), two[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
@@ -163,7 +163,7 @@ static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) void tu
 #define ADD(a, b) _mm512_add_ps(a, b)
 #define MAX(a, b) _mm512_max_ps(a, b)
 #define TOTAL(v) total16(v)
-#define TURN(v) turn16(v)
+#define TRANSPOSE(v) transpose16(v)
 #define CHAINS 4
 #define BESIDE 6
 #define HALF(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
