@@ -4,12 +4,13 @@ import pytest
 
 from tests.table import Table, law
 from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import Decoder, NoDraft, Round
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.trace import Statistics, Trace, origins
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
+from tinyspec.laws.tables import TableModel
 from tinyspec.tree import TokenTree
 
 
@@ -157,3 +158,66 @@ def test_a_verifier_that_commits_nothing_is_an_error() -> None:
     d.extend((0,))
     with pytest.raises(RuntimeError, match="nothing"):
         d.step(Seeded(0))
+
+
+class Keeping(NoDraft):
+    """Keeps every round, and reads its laws when all is over."""
+
+    def __init__(self) -> None:
+        self.rounds: list[Round] = []
+
+    def propose(self, context, room, warp, chance):  # type: ignore[no-untyped-def]
+        return TokenTree.chain([0, 1][:room])
+
+    def observe(self, round: Round) -> None:
+        self.rounds.append(round)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_a_rounds_laws_are_those_of_its_moment_however_late_they_are_read(penalty: float) -> None:
+    model, drafter = TableModel(seed=4, vocabulary=3, floats=True), Keeping()
+    warp = Warp(temperature=0.7, repetition_penalty=penalty)
+    d = run(Decoder(model.session(), drafter, walk, warp=warp, stop=Stop(max_new_tokens=9)))
+    text = [0]
+    for round in drafter.rounds:
+        assert len(round.laws) == len(round.tokens)
+        for token, read in zip(round.tokens, round.laws, strict=True):
+            rows = model.session()
+            rows.extend(text)
+            assert read.tolist() == warp(rows.score(TokenTree()).logits[0], text).tolist()
+            text.append(token)
+        assert [row.tolist() for row in round.laws[1:]] == [row.tolist() for row in list(round.laws)[1:]]
+    assert text == d.context
+
+
+class Knowing(Keeping):
+    """Proposes the text that will come, and beside each of its tokens another one."""
+
+    def __init__(self, text: list[int]) -> None:
+        super().__init__()
+        self.text = text
+
+    def propose(self, context, room, warp, chance):  # type: ignore[no-untyped-def]
+        coming = self.text[len(context) :][: min(room, 4)]
+        tokens = [token for right in coming for token in ((right + 1) % 3, right)]
+        parents = [2 * depth - 1 for depth in range(len(coming)) for _ in range(2)]
+        return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_greedy_walk_penalises_what_its_own_path_says(seed: int) -> None:
+    model, warp, stop = (
+        TableModel(seed=seed, vocabulary=3, floats=True),
+        Warp(0.0, repetition_penalty=3.0),
+        Stop(max_new_tokens=12),
+    )
+    plain = run(Decoder(model.session(), NoDraft(), walk, warp=warp, stop=stop))
+    text = [0]
+    for token in plain.new:  # and plain decoding is the law's
+        rows = model.session()
+        rows.extend(text)
+        assert token == int(warp(rows.score(TokenTree()).logits[0], text).argmax())
+        text.append(token)
+    drafted = run(Decoder(model.session(), Knowing(text), walk, warp=warp, stop=stop))
+    assert drafted.context == text
+    assert drafted.rounds <= 4

@@ -173,3 +173,47 @@ def test_the_device_moves_equal_the_kernels(p, q):
     p, q = np.array(exact(p), np.float64), np.array(exact(q), np.float64)
     np.testing.assert_allclose(device.residual(torch.tensor(p), torch.tensor(q)).numpy(), residual(p, q), atol=1e-15)
     np.testing.assert_allclose(device.without(torch.tensor(p), 1).numpy(), without(p, 1), atol=1e-15)
+
+
+# ------------------------------------------------------------------ temperature 0
+
+
+class Greedy:
+    """Rows of logits, as a decoder shows them to a verifier."""
+
+    def __init__(self, logits, warp=Warp(temperature=0.0)):  # noqa: B008
+        self.logits, self.warp, self.read = logits, warp, []
+
+    def certain(self, node):
+        return self.warp.certain(self.logits[node + 1])
+
+    def __getitem__(self, node):
+        self.read.append(node)
+        return self.warp(self.logits[node + 1])
+
+
+def guesses(data, most=8):
+    n = data.draw(st.integers(0, most))
+    parents = [data.draw(st.integers(-1, i - 1)) for i in range(n)]
+    tokens = [data.draw(st.integers(0, 2)) for _ in range(n)]
+    probe = [data.draw(st.booleans()) and data.draw(st.booleans()) for _ in range(n)]
+    logits = np.array([[data.draw(st.integers(0, 2)) for _ in range(3)] for _ in range(n + 1)], np.float32)
+    return TokenTree(tokens, parents, (None,) * n, probe), logits
+
+
+@given(st.data())
+def test_a_greedy_walk_makes_no_row_and_its_verdict_is_that_of_the_walk_over_rows(data):
+    tree, logits = guesses(data)
+    p = Greedy(logits)
+    verdict = walk(tree, p, Seeded(0))
+    rows = {node: p[node] for node in range(-1, len(tree.tokens))}
+    p.read.clear()
+    assert verdict == walk(tree, rows, Seeded(0)) == walk(tree, Greedy(logits), Seeded(1))
+    assert p.read == []
+
+
+def test_a_declared_law_or_a_temperature_makes_the_rows():
+    for law, warp in ((np.array([0.5, 0.5]), Warp(temperature=0.0)), (None, Warp())):
+        p = Greedy(np.zeros((2, 2), np.float32), warp)
+        walk(TokenTree([0], [ROOT], [law], [False]), p, Seeded(0))
+        assert ROOT in p.read

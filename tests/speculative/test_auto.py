@@ -12,12 +12,13 @@ from tests.table import Table
 from tests.zoo import tiny_zoo
 from tinyspec import generate, load
 from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import Decoder, NoDraft, Round
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.goodput import DRAFT, LOOKED, PLAIN, Curve, Goodput, Offer, Option
+from tinyspec.decoding.remembered import OUTPUTS
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.verify import Verdict, walk
 from tinyspec.laws.exact import Reference
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.stage import adversary
@@ -25,7 +26,7 @@ from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys.auto import POEM, Ticking, Watch, astray, took
 from tinyspec.speculative.auto import Texts, kept
 from tinyspec.technique import Request, find
-from tinyspec.tree import ROOT
+from tinyspec.tree import ROOT, TokenTree
 
 CARD = find("auto")
 GREEDY = Warp(temperature=0.0)
@@ -198,14 +199,14 @@ def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_look
     target = Ticking(Reciter(poem), watch, lambda rows: 0.1 + 0.9 * rows)
     decoder = CARD.make(Request(target, (), GREEDY, Stop(max_new_tokens=290), [poem], clock=watch), k=4)
     texts, looks = decoder.drafter.texts, list[int]()
-    looked = texts.look
+    looked = texts.looks
 
     def look(*asked: Any) -> Any:
         watch.now += takes
         looks.append(decoder.rounds)
         return looked(*asked)
 
-    texts.look = look
+    texts.looks = look
     decoder.extend(poem[:2])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
@@ -224,6 +225,89 @@ def test_no_guess_is_likelier_than_the_one_it_follows(said: list[int], further: 
     assert all(of[node] <= of.get(parent, 1.0) for node, parent in enumerate(texts.trust.parents))
     tree = texts.likeliest(min(size, len(chances)))
     assert all(parent < node for node, parent in enumerate(tree.parents))
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_behind_a_word_that_was_replaced_the_copy_goes_on(skip: bool) -> None:
+    """Every eighth token of the text is another than the source's: no suffix of the text is known behind it."""
+    source = list(range(1, 90))
+    poem = [500 + token if token % 8 == 0 else token for token in source]
+    watch = Watch()
+    wanted = Request(
+        Ticking(Reciter(poem), watch, lambda rows: 1.0), (), GREEDY, Stop(max_new_tokens=80), [source], clock=watch
+    )
+    decoder = CARD.make(wanted)
+    texts = decoder.drafter.texts
+    if not skip:
+        looks = texts.looks
+        texts.looks = lambda *asked: looks(*asked)[:3]
+    decoder.extend(poem[:2])
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+    assert decoder.new == poem[2:82]
+    assert decoder.rounds <= 16 if skip else decoder.rounds >= 20  # a round a word, or two
+
+
+def test_where_there_is_room_for_one_guess_a_replaced_word_leaves_it() -> None:
+    texts = Texts(Request(Table(9), references=[[0, 1, 2, 3, 4]]), 16, False)
+    unread: Any = None
+    texts.extend([0, 1, 8], unread)
+    texts.offer([0, 1, 8], 1)
+    assert texts.likeliest(1).tokens == [3]
+
+
+def test_the_text_and_earlier_outputs_are_believed_apart() -> None:
+    """Behind [1] the references say 2 and outputs say 3: one tree has both, and the outputs' failures are their own."""
+    texts = Texts(Request(Table(9), references=[[0, 1, 2]]), 16, False)
+    texts.forest.append(texts.forest.open(OUTPUTS), [0, 1, 3])
+    unread: Any = None
+    texts.extend([0, 1], unread)
+    chances = texts.offer([0, 1], 16)
+    assert sorted(texts.tree.tokens) == [2, 3] and chances[0] == chances[1]
+    texts.trusts[0].learn([2])
+    texts.trusts[1].learn([2])
+    chances = texts.offer([0, 1], 16)
+    assert texts.likeliest(2).tokens == [2, 3] and chances[0] > chances[1]
+
+
+def test_where_a_look_is_dear_it_is_one_in_the_text_and_in_outputs_together() -> None:
+    texts = Texts(Request(Table(9), references=[[0, 1, 2]]), 16, False)
+    texts.forest.append(texts.forest.open(OUTPUTS), [0, 1, 3])
+    unread: Any = None
+    texts.extend([0, 1], unread)
+    assert len(texts.looks([0, 1], 16, True)) == 4
+    assert texts.looks([0, 1], 16, False) == [texts.look([0, 1], 16)]
+    watch = Watch()
+    decoder = CARD.make(
+        Request(
+            Ticking(Reciter(POEM), watch, lambda rows: 1.0), (), GREEDY, Stop(max_new_tokens=40), [POEM], clock=watch
+        )
+    )
+    texts, wides = decoder.drafter.texts, list[bool]()
+    looks = texts.looks
+
+    def dear(context: Any, room: int, wide: bool) -> Any:
+        watch.now += 0.05  # of a call
+        wides.append(wide)
+        return looks(context, room, wide)
+
+    texts.looks = dear
+    decoder.extend(POEM[:2])
+    while not decoder.finished:
+        decoder.step(Seeded(decoder.rounds))
+    assert wides[0] and not any(wides[6:])  # the time of a look is an average
+
+
+def test_a_round_that_was_not_looked_at_judges_no_look() -> None:
+    texts = Texts(Request(Table(9), references=[[0, 1, 2, 3, 4, 5]]), 16, False)
+    unread: Any = None
+    texts.extend([0, 1], unread)
+    texts.offer([0, 1], 16)
+    texts.trust.vain = 1 << 10
+    assert texts.rests(16)
+    before = [dict(trust.first) for trust in texts.trusts]
+    texts.observe(Round(TokenTree(), unread, Verdict((), 7), (7,), ()))
+    assert [trust.first for trust in texts.trusts] == before
 
 
 def test_references_serve_the_next_text_too() -> None:

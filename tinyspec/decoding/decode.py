@@ -59,13 +59,20 @@ class Laws:
             self._block = self.warp.block(self.scores.logits, histories)
         return self._block
 
+    def certain(self, node: int) -> int | None:
+        """The token that has all the mass after a node, where the law is greedy and on the host: it needs no row."""
+        if on_device(self.scores.logits):
+            return None
+        return self.warp.certain(self.unwarped(node), self._history(node, self.warp))
+
     def warped(self, node: int, warp: Warp) -> Row:
         """The node's row under another warp (lenience at temperature 0 looks at the unsharpened law)."""
-        logits = self.unwarped(node)
-        history = self.context
-        if warp.repetition_penalty != 1.0:
-            history = [*self.context, *self.tree.spelled(self.tree.path(node))]
-        return warp(logits, history)
+        return warp(self.unwarped(node), self._history(node, warp))
+
+    def _history(self, node: int, warp: Warp) -> Sequence[int]:
+        if warp.repetition_penalty == 1.0:
+            return self.context
+        return [*self.context, *self.tree.spelled(self.tree.path(node))]
 
     def unwarped(self, node: int) -> Any:
         """The node's row as the model gave it, in memory."""
@@ -77,6 +84,21 @@ class Laws:
         """What orders the node's tokens at temperature 0, where its law is one of them: the logits, after the penalty."""
         penalty = self.warp.repetition_penalty
         return self.unwarped(node) if penalty == 1.0 else self.warped(node, Warp(repetition_penalty=penalty))
+
+
+class Rows(Sequence[Row]):
+    """The rows of some nodes, made when they are asked for: a greedy walk needs none, and few drafters read them."""
+
+    def __init__(self, laws: Laws, nodes: Sequence[int]):
+        self.laws, self.nodes = laws, nodes
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return tuple(self.laws[node] for node in self.nodes[at])
+        return self.laws[self.nodes[at]]
 
 
 class Round(NamedTuple):
@@ -92,7 +114,7 @@ class Round(NamedTuple):
     scores: Scores
     verdict: Verdict
     tokens: tuple[int, ...]
-    laws: tuple[Row, ...]
+    laws: Sequence[Row]
     calls: tuple[Call, ...] = ()
     draft_calls: tuple[Call, ...] = ()
     truncated: int = 0
@@ -215,6 +237,9 @@ class Decoder:
         kept, self.finished = self.stop.cut(self.new, said, self._limit)
         path = verdict.path[:kept]
         next = verdict.next if kept > len(verdict.path) else None
+        rows: Sequence[Row] = Rows(laws, (ROOT, *path)[:kept])
+        if self.warp.repetition_penalty != 1.0:
+            rows = tuple(rows)  # their histories are the text as it is now
         self.target.commit(path, next)
         self.context.extend(said[:kept])
         self.rounds += 1
@@ -223,7 +248,7 @@ class Decoder:
             scores,
             Verdict(path, next, verdict.refused),
             said[:kept],
-            tuple(laws[node] for node in (ROOT, *path)[:kept]),
+            rows,
             tuple(self.ledger[drafted:scored]),
             tuple(self.ledger[mark:drafted]),
             len(said) - kept,

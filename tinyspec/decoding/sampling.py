@@ -113,6 +113,12 @@ class Warp:
             return pick(self(logits, history), u)
         return _core.draw(_floats(logits), history, *self._knobs(), u)
 
+    def certain(self, logits: Any, history: Sequence[int] = ()) -> int | None:
+        """The token that has all the mass of a greedy law, found on the logits themselves; None: make the row and look."""
+        if self.temperature != 0 or is_exact(logits) or on_device(logits):
+            return None
+        return self.draw(logits, history, 0.0)
+
     def block(self, logits: torch.Tensor, histories: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """The laws [n, V] of many rows on a device, a history each, and their highest logits [n]; nothing comes to the host."""
         return device.warp_rows(logits, histories, *self._knobs())

@@ -12,7 +12,7 @@ alone, and nothing is drawn. Where nothing was worth a row for a while, only som
 look costs little, and where a token costs little too that is too much. At price 0 all is looked at, and all is run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tinyspec.tree import ROOT, TokenTree
 
@@ -27,13 +27,13 @@ NOTHING = TokenTree()
 class Trust:
     """How far the latest drafts came true, by the length of the match they were found behind."""
 
-    def __init__(self, price: float, rate: float = RATE):
-        self.price, self.rate = price, rate
+    def __init__(self, price: float, rate: float = RATE, prior: Mapping[int, float] = FIRST):
+        self.price, self.rate, self.prior = price, rate, prior
         self.forget()
 
     def forget(self) -> None:
         """Another text: what was copied well in the last one says nothing of it."""
-        self.first, self.further = dict(FIRST), dict.fromkeys(FIRST, FURTHER)
+        self.first, self.further = dict(self.prior), dict.fromkeys(self.prior, FURTHER)
         self.tokens: Sequence[int] = ()
         self.parents: Sequence[int] = ()
         self.matches: Sequence[int] = ()
@@ -65,13 +65,14 @@ class Trust:
             int, float
         ] = {}  # of the first guesses behind each match: a draft may join trees, or leave some out
         for parent, share, match in zip(parents, shares, matches, strict=True):
-            whole[match] = whole.get(match, 0.0) + (share if parent == ROOT else 0.0)
+            if parent == ROOT:
+                whole[match] = whole.get(match, 0.0) + share
+        trusted = {match: (self.first[bucket(match)], self.further[bucket(match)]) for match in set(matches)}
         depths, found = list[int](), list[float]()
         for parent, share, match in zip(parents, shares, matches, strict=True):
+            first, further = trusted[match]
             depths.append(0 if parent == ROOT else depths[parent] + 1)
-            group = bucket(match)
-            share /= max(whole[match], share)
-            found.append(share * self.first[group] * self.further[group] ** depths[-1])
+            found.append(share / max(whole.get(match, 0.0), share) * first * further ** depths[-1])
         return found
 
     def tree(

@@ -5,6 +5,7 @@ MCSD 2401.06706), deterministic proposals and merged trees are one walk, because
 from given its earlier siblings, or None. `residual` and `without` are its two moves, for verifiers that need another walk.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tinyspec import _core
@@ -15,7 +16,7 @@ from tinyspec.decoding.sampling import is_exact, on_device, on_host, pick
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import ROOT, Row, TokenTree
 
-__all__ = ["Verdict", "pick", "residual", "walk", "without"]
+__all__ = ["Verdict", "follow", "pick", "residual", "walk", "without"]
 
 
 class Verdict(NamedTuple):
@@ -58,12 +59,15 @@ def walk(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
 
     tree   laws[i] is the law tokens[i] was drawn from, given all the past and its earlier siblings; None: a point mass
     p      p[ROOT] and p[node] are the target's rows there; only those of accepted nodes are read (the root's twice)
-    chance one `accept` a tested node, one `draw`
+    chance one `accept` a tested node, one `draw`; nothing of it where the law is greedy and all guesses are point masses
 
     Raises TinyspecError where a token has probability 0 under its own declared law, or the vocabularies differ.
     """
     if (rows := getattr(p, "on_device", None)) is not None:
         return _walk_on_device(tree, rows, chance)
+    certain = getattr(p, "certain", None)
+    if certain is not None and (said := certain(ROOT)) is not None and not any(law is not None for law in tree.laws):
+        return follow(tree, certain, said)
     root = p[ROOT]
     block = None if is_exact(root) or on_device(root) else chance.uniforms(len(tree.tokens) + 1)
     if block is None:
@@ -73,6 +77,23 @@ def walk(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     path, token, refused, used = _core.walk(tokens, parents, laws, probe, p, block)
     chance.unread(len(block) - used)
     return Verdict(path, token, refused)
+
+
+def follow(tree: TokenTree, certain: Callable[[int], int], said: int) -> Verdict:
+    """The walk where every law is one token and every guess a point mass: the text decides, and no row is made.
+
+    certain(node) is the token that comes after an accepted node, `said` the first of them.
+    """
+    path, refused, here = list[int](), list[int](), {ROOT}
+    while True:
+        siblings = [node for node, parent in enumerate(tree.parents) if parent in here and not tree.probe[node]]
+        here = {node for node in siblings if tree.tokens[node] == said}
+        first = min(here, default=None)
+        refused += [node for node in siblings if first is None or node < first]
+        if first is None:
+            return Verdict(tuple(path), said, tuple(refused))
+        path.append(first)
+        said = certain(first)
 
 
 def _walk_on_device(tree: TokenTree, rows: tuple[Any, Any], chance: Chance) -> Verdict:

@@ -3,9 +3,11 @@
 No paper of its own: the objective is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066), for one request instead of
 a batch: expected tokens of a round over its expected seconds. A round of s guesses commits 1 + c_1 + ... + c_s tokens, where
 c_i is the chance that guess i is accepted; it costs t(s + 1), the measured time of a call over s + 1 rows, and for a draft
-model s times its measured step. Two sources are weighed. What is looked up: the best tree behind any suffix of the text, by
-the frequencies of the text itself, the references, and earlier outputs (suffix decoding, Oliaro et al. 2024, arXiv 2411.04975);
-the chance of a guess is its frequency times how far such guesses lately held (decoding/trust.py), and the likeliest are run.
+model s times its measured step. Two sources are weighed. What is looked up, by the frequencies of earlier texts (suffix
+decoding, Oliaro et al. 2024, arXiv 2411.04975), in four looks that are merged into one tree: the best draft behind any suffix
+in the text and its references, the same in earlier outputs, the best behind the newest token alone, and the best behind what
+stands before the newest token, as if that had replaced another (where a copy changes a word, no suffix is known). The chance
+of a guess is its frequency times how far guesses of its look lately held (decoding/trust.py), and the likeliest are run.
 And, where there is one, a draft model, whose chances by position are learnt. The best (source, size) is taken if it beats
 plain decoding by 3 %. Nothing is trained.
 
@@ -24,8 +26,9 @@ State: outputs outlive the request (`persistent`), as in suffix decoding; how fa
 the acceptance of the draft model, are kept for a pair of models as long as the target lives (`kept`): they speak of the
 machine, not of any text. Without a clock (the laws; a batch, where a call's time is the others' too) no time passes, the prior
 curve stands, and nothing is kept.
-Off by itself: a look is timed too, and one is in vain where what it is expected to gain is less than it takes. After eight in
-vain only every fourth round is looked at: what is nothing beside a large model's call is much beside a small one's.
+Off by itself: looks are timed too, and in vain where what they are expected to gain is less than they take. After eight in
+vain only every fourth round is looked at: what is nothing beside a large model's call is much beside a small one's. And where
+they take more than 3 % of a call, there is one look a round, behind any suffix in the text and in outputs together.
 Left out: guesses of both sources in one tree, the load of other requests, and the catching up of a draft model that was idle,
 which is timed but not foreseen.
 """
@@ -36,9 +39,10 @@ from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, NoDraft, Round
+from tinyspec.decoding.drafts import Looked, merged, replaced
 from tinyspec.decoding.goodput import DRAFT, LOOKED, MARGIN, PLAIN, STALE, Curve, Goodput, Offer, Option
 from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.remembered import memory
+from tinyspec.decoding.remembered import OUTPUTS, memory
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.trust import Trust
 from tinyspec.decoding.verify import walk
@@ -49,6 +53,9 @@ from tinyspec.tree import ROOT, TokenTree
 
 DEPTH, BOUND, ALPHA, FLOOR = 32, 1 << 20, 4.0, 0.1
 """Of suffix decoding: windows, nodes, guesses a token of the match, least frequency. Long drafts: goodput cuts them short."""
+HELD = {8: 0.9, 5: 0.8, 3: 0.65, 2: 0.5, 1: 0.25}
+HELD_BEHIND = {8: 0.3, 5: 0.25, 3: 0.2, 2: 0.1, 1: 0.05}
+"""Priors, by the length of the match: how often a guess holds, and how often one behind a replaced token does."""
 HEED = 0.3  # weight of the newest outcome in how far guesses are trusted: drafts are long, so doubt must come soon
 
 
@@ -74,39 +81,77 @@ class Waiting(ModelDraft):
 
 
 class Texts(Suffixes):
-    """What texts have to offer behind this one, the likeliest guess first, and how far they are trusted."""
+    """What texts have to offer behind this one, the likeliest guess first, and how far each look is trusted."""
 
     def __init__(self, request: Request, most: int, remember: bool):
         forest, numbers = memory(request.target, request.clock, "auto", DEPTH, BOUND, remember)
         super().__init__(forest, numbers, ALPHA, most, FLOOR, MARGIN)
-        self.trust, self.references = Trust(MARGIN, HEED), request.references
-        self.order: list[int] = []
+        self.trusts = [Trust(MARGIN, HEED, prior) for prior in (HELD, HELD, HELD, HELD_BEHIND)]
+        self.trust, self.references = self.trusts[0], request.references
+        self.asked = self.trusts[:1]  # whose looks the coming text judges
+        self.tree, self.order = TokenTree(), list[int]()
         self._refer()
 
     def _refer(self) -> None:
         for tokens in self.references:
             self.forest.append(self.forest.open(self.own), tokens)
 
-    def offer(self, context: Sequence[int], room: int) -> list[float]:
-        """The chances of the best draft's guesses, the greatest first: a guess stands behind the one it follows."""
-        tokens, parents, shares, matches = self.look(context, room)
-        self.trust.watch(tokens, parents, matches)
-        chances = self.trust.chances(parents, shares, matches)
+    def looks(self, context: Sequence[int], room: int, wide: bool) -> list[Looked]:
+        """In the text, in outputs, in both behind the last token alone, and in both behind what stands before that one.
+
+        Where looks are dear it is one, in text and outputs together.
+        """
+        self.settle()
+        best, most, both = self.forest.best, self.most, (self.own, OUTPUTS)
+        suffix, before = context[-DEPTH:], context[-DEPTH - 1 : -1]
+        if not wide:
+            return [best(both, suffix, ALPHA, most, room, FLOOR)]
+        return [
+            best((self.own,), suffix, ALPHA, most, room, FLOOR),
+            best((OUTPUTS,), suffix, ALPHA, most, room, FLOOR),
+            best(both, suffix[-1:], ALPHA, most, room, FLOOR),
+            replaced(best(both, before, ALPHA, most + 2, room + 1, FLOOR / 2), suffix[-1]),
+        ]
+
+    def offer(self, context: Sequence[int], room: int, wide: bool = True) -> list[float]:
+        """The chances of the guesses, the greatest first: a guess stands behind the one it follows."""
+        looks = self.looks(context, room, wide)
+        self.asked = self.trusts[: len(looks)]
+        drafts = list[tuple[Sequence[int], Sequence[int], Sequence[float]]]()
+        for trust, (tokens, parents, shares, matches) in zip(self.asked, looks, strict=True):
+            trust.watch(tokens, parents, matches)
+            if tokens:
+                drafts.append((tokens, parents, trust.chances(parents, shares, matches)))
+        tokens, parents, chances = drafts[0] if len(drafts) == 1 else merged(drafts)
+        self.tree = TokenTree(tokens, parents)
         # no guess is likelier than the one it follows, and the order is stable: a parent stands before its child
         self.order = sorted(range(len(tokens)), key=chances.__getitem__, reverse=True)
         return [chances[node] for node in self.order]
 
     def likeliest(self, size: int) -> TokenTree:
         """The tree of so many of the guesses that were offered last."""
-        chosen, tokens, parents = self.order[:size], self.trust.tokens, self.trust.parents
+        chosen, tokens, parents = self.order[:size], self.tree.tokens, self.tree.parents
         place = {ROOT: ROOT} | {node: at for at, node in enumerate(chosen)}
         return TokenTree(
             [tokens[node] for node in chosen], [place[parents[node]] for node in chosen],
             (None,) * size, (False,) * size,
         )  # fmt: skip
 
+    def rests(self, room: int) -> bool:
+        """Whether this round is not even looked at; then no look is judged by it."""
+        if resting := self.trust.rests(room):
+            self.asked = []
+        return resting
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        for trust in self.asked[1:]:  # the first has learnt above
+            trust.learn(round.tokens)
+
     def end(self) -> None:
         super().end()
+        for trust in self.trusts[1:]:
+            trust.forget()
         self._refer()
 
 
@@ -150,9 +195,9 @@ class Planned(NoDraft):
     def _offers(self, context: Sequence[int], room: int) -> list[Offer]:
         """What each source has. Looking up draws nothing; where it seldom gained the time it takes, some rounds rest."""
         offers = []
-        if not self.texts.trust.rests(room):
+        if not self.texts.rests(room):
             self.policy.begin()
-            chances = self.texts.offer(context, room)
+            chances = self.texts.offer(context, room, self.policy.look <= MARGIN * self.policy.curve.costs()[0])
             self.policy.looked()
             if chances:
                 offers.append(Offer(LOOKED, chances))
