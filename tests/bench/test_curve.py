@@ -42,13 +42,28 @@ def measured(rounds: int = 2) -> dict[str, object]:
         meter(hand, "fast", "bandwidth", 400, [9.0, 2.0, 1.0]),
         meter(hand, "square", "peak", 1000, [1.0, 4.0, 2.0]),
     ]
-    return curve.measure([Slow(hand), Slow(hand, "peer", None)], meters, rounds, hand, ks=(1, 4, 8))
+    return curve.measure([Slow(hand), Slow(hand, "peer", None)], meters, rounds, hand, ks=(1, 4, 8), settle=hand.wind)
 
 
 def test_preparing_is_not_timed_and_a_first_round_is_not_kept() -> None:
     raw = measured()
     assert raw["curves"] == {who: {"1": [2.25] * 2, "4": [3.0] * 2, "8": [4.0] * 2} for who in ("tinyspec", "peer")}
     assert [m["seconds"] for m in raw["meters"]] == [[4.0, 5.0], [2.0, 1.0], [4.0, 2.0]]  # type: ignore[attr-defined]
+
+
+def test_whoever_ran_before_is_given_time_to_fall_asleep_before_each_that_is_timed() -> None:
+    hand, told = Hand(), list[str]()
+
+    class Telling(Slow):
+        def run(self, k: int) -> None:
+            super().run(k)
+            told.append(self.label)
+
+    meters = [curve.Meter("sum", "bandwidth", 1, lambda: told.append("sum"))]
+    forwards = [Telling(hand), Telling(hand, "peer", None)]
+    curve.measure(forwards, meters, 1, hand, ks=(1, 4), settle=lambda seconds: told.append("rest" * (seconds >= 0.005)))
+    assert told == ["rest", "tinyspec", "rest", "peer"] * 2 + ["rest", "sum"] + told[10:]
+    assert told[10::2] == ["rest"] * 5
 
 
 def test_a_ceiling_is_the_best_that_anybody_reached() -> None:

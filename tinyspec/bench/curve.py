@@ -5,6 +5,7 @@ floor that no program goes below: max(weight bytes / bandwidth, operations / pea
 rounds as the curve, by whoever reads or multiplies fastest: a slow meter would flatter.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,8 @@ from tinyspec.lm.engine import pack
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import TokenTree
 
+SETTLE = 0.02
+"""Seconds before each that is timed: threads of whoever ran before keep their cores for some milliseconds."""
 KS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 CACHED = 256
 MEBIBYTE = 2**20
@@ -142,8 +145,12 @@ def measure(
     clock: Clock,
     tick: Callable[[], None] = lambda: None,
     ks: Sequence[int] = KS,
+    settle: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """Raw seconds of every forward and every meter, all in turn, `rounds` times; a first round is run and not kept."""
+    """Raw seconds of every forward and every meter, all in turn, `rounds` times; a first round is run and not kept.
+
+    settle(seconds) waits until the threads of whoever ran before sleep.
+    """
     curves: dict[str, dict[str, list[float]]] = {f.label: {str(k): [] for k in ks} for f in forwards}
     meter_seconds: list[list[float]] = [[] for _ in meters]
     for round in range(-1, rounds):
@@ -152,12 +159,14 @@ def measure(
         for k in order:
             for forward in forwards:
                 forward.prepare(k)
+                settle(SETTLE)
                 begun = clock()
                 forward.run(k)
                 if round >= 0:
                     curves[forward.label][str(k)].append(clock() - begun)
                 tick()
         for meter, seconds in zip(meters, meter_seconds, strict=True):
+            settle(SETTLE)
             begun = clock()
             meter.work()
             if round >= 0:
