@@ -24,7 +24,7 @@ from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.stage import adversary
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys.auto import POEM, Ticking, Watch, astray, took
-from tinyspec.speculative.auto import Texts, kept
+from tinyspec.speculative.auto import HELD, HELD_BEHIND, Texts, kept
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT, TokenTree
 
@@ -240,7 +240,7 @@ def test_behind_a_word_that_was_replaced_the_copy_goes_on(skip: bool) -> None:
     texts = decoder.drafter.texts
     if not skip:
         looks = texts.looks
-        texts.looks = lambda *asked: looks(*asked)[:3]
+        texts.looks = lambda *asked: looks(*asked)[:1]
     decoder.extend(poem[:2])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
@@ -256,26 +256,23 @@ def test_where_there_is_room_for_one_guess_a_replaced_word_leaves_it() -> None:
     assert texts.likeliest(1).tokens == [3]
 
 
-def test_the_text_and_earlier_outputs_are_believed_apart() -> None:
-    """Behind [1] the references say 2 and outputs say 3: one tree has both, and the outputs' failures are their own."""
+def test_each_look_is_believed_on_its_own() -> None:
+    """Behind [0, 1] the references say 2; if 1 replaced 3, they say 4. One tree has both, and failures are of one look."""
+    texts = Texts(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
+    unread: Any = None
+    texts.extend([0, 1], unread)
+    before = dict(zip(texts.offer([0, 1], 16), texts.likeliest(2).tokens, strict=True))
+    assert list(before.values()) == [2, 4]
+    texts.observe(Round(TokenTree(), unread, Verdict((), 4), (4,), ()))
+    assert texts.trusts[0].first[2] < HELD[2] and texts.trusts[1].first[1] > HELD_BEHIND[1]
+
+
+def test_where_looks_are_dear_there_is_only_the_first() -> None:
     texts = Texts(Request(Table(9), references=[[0, 1, 2]]), 16, False)
     texts.forest.append(texts.forest.open(OUTPUTS), [0, 1, 3])
     unread: Any = None
     texts.extend([0, 1], unread)
-    chances = texts.offer([0, 1], 16)
-    assert sorted(texts.tree.tokens) == [2, 3] and chances[0] == chances[1]
-    texts.trusts[0].learn([2])
-    texts.trusts[1].learn([2])
-    chances = texts.offer([0, 1], 16)
-    assert texts.likeliest(2).tokens == [2, 3] and chances[0] > chances[1]
-
-
-def test_where_a_look_is_dear_it_is_one_in_the_text_and_in_outputs_together() -> None:
-    texts = Texts(Request(Table(9), references=[[0, 1, 2]]), 16, False)
-    texts.forest.append(texts.forest.open(OUTPUTS), [0, 1, 3])
-    unread: Any = None
-    texts.extend([0, 1], unread)
-    assert len(texts.looks([0, 1], 16, True)) == 4
+    assert len(texts.looks([0, 1], 16, True)) == 2
     assert texts.looks([0, 1], 16, False) == [texts.look([0, 1], 16)]
     watch = Watch()
     decoder = CARD.make(
@@ -283,19 +280,19 @@ def test_where_a_look_is_dear_it_is_one_in_the_text_and_in_outputs_together() ->
             Ticking(Reciter(POEM), watch, lambda rows: 1.0), (), GREEDY, Stop(max_new_tokens=40), [POEM], clock=watch
         )
     )
-    texts, wides = decoder.drafter.texts, list[bool]()
+    texts, boths = decoder.drafter.texts, list[bool]()
     looks = texts.looks
 
-    def dear(context: Any, room: int, wide: bool) -> Any:
+    def dear(context: Any, room: int, both: bool) -> Any:
         watch.now += 0.05  # of a call
-        wides.append(wide)
-        return looks(context, room, wide)
+        boths.append(both)
+        return looks(context, room, both)
 
     texts.looks = dear
     decoder.extend(POEM[:2])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
-    assert wides[0] and not any(wides[6:])  # the time of a look is an average
+    assert boths[0] and not any(boths[6:])  # the time of a look is an average
 
 
 def test_a_round_that_was_not_looked_at_judges_no_look() -> None:

@@ -3,13 +3,12 @@
 No paper of its own: the objective is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066), for one request instead of
 a batch: expected tokens of a round over its expected seconds. A round of s guesses commits 1 + c_1 + ... + c_s tokens, where
 c_i is the chance that guess i is accepted; it costs t(s + 1), the measured time of a call over s + 1 rows, and for a draft
-model s times its measured step. Two sources are weighed. What is looked up, by the frequencies of earlier texts (suffix
-decoding, Oliaro et al. 2024, arXiv 2411.04975), in four looks that are merged into one tree: the best draft behind any suffix
-in the text and its references, the same in earlier outputs, the best behind the newest token alone, and the best behind what
-stands before the newest token, as if that had replaced another (where a copy changes a word, no suffix is known). The chance
-of a guess is its frequency times how far guesses of its look lately held (decoding/trust.py), and the likeliest are run.
-And, where there is one, a draft model, whose chances by position are learnt. The best (source, size) is taken if it beats
-plain decoding by 3 %. Nothing is trained.
+model s times its measured step. Two sources are weighed. What is looked up, by the frequencies of the text itself, the
+references, and earlier outputs (suffix decoding, Oliaro et al. 2024, arXiv 2411.04975), in two looks that are merged into one
+tree: the best draft behind any suffix of the text, and the best behind what stands before its newest token, as if that had
+replaced another one (where a copy changes a word, no suffix is known behind it). The chance of a guess is its frequency times
+how far guesses of its look lately held (decoding/trust.py), and the likeliest are run. And, where there is one, a draft model,
+whose chances by position are learnt. The best (source, size) is taken if it beats plain decoding by 3 %. Nothing is trained.
 
 What makes it a planner and not a heuristic: the curve is measured, so the same text is drafted long where extra rows are free
 and not at all where they cost what a token costs; and plain decoding is one of the choices. Guesses that were looked up are
@@ -28,7 +27,7 @@ machine, not of any text. Without a clock (the laws; a batch, where a call's tim
 curve stands, and nothing is kept.
 Off by itself: looks are timed too, and in vain where what they are expected to gain is less than they take. After eight in
 vain only every fourth round is looked at: what is nothing beside a large model's call is much beside a small one's. And where
-they take more than 3 % of a call, there is one look a round, behind any suffix in the text and in outputs together.
+they take more than 3 % of a call, there is only the first.
 Left out: guesses of both sources in one tree, the load of other requests, and the catching up of a draft model that was idle,
 which is timed but not foreseen.
 """
@@ -86,7 +85,7 @@ class Texts(Suffixes):
     def __init__(self, request: Request, most: int, remember: bool):
         forest, numbers = memory(request.target, request.clock, "auto", DEPTH, BOUND, remember)
         super().__init__(forest, numbers, ALPHA, most, FLOOR, MARGIN)
-        self.trusts = [Trust(MARGIN, HEED, prior) for prior in (HELD, HELD, HELD, HELD_BEHIND)]
+        self.trusts = [Trust(MARGIN, HEED, prior) for prior in (HELD, HELD_BEHIND)]
         self.trust, self.references = self.trusts[0], request.references
         self.asked = self.trusts[:1]  # whose looks the coming text judges
         self.tree, self.order = TokenTree(), list[int]()
@@ -96,26 +95,19 @@ class Texts(Suffixes):
         for tokens in self.references:
             self.forest.append(self.forest.open(self.own), tokens)
 
-    def looks(self, context: Sequence[int], room: int, wide: bool) -> list[Looked]:
-        """In the text, in outputs, in both behind the last token alone, and in both behind what stands before that one.
-
-        Where looks are dear it is one, in text and outputs together.
-        """
+    def looks(self, context: Sequence[int], room: int, both: bool) -> list[Looked]:
+        """Behind any suffix of the text, and, where looks are cheap, behind what stands before its last token."""
         self.settle()
-        best, most, both = self.forest.best, self.most, (self.own, OUTPUTS)
-        suffix, before = context[-DEPTH:], context[-DEPTH - 1 : -1]
-        if not wide:
-            return [best(both, suffix, ALPHA, most, room, FLOOR)]
-        return [
-            best((self.own,), suffix, ALPHA, most, room, FLOOR),
-            best((OUTPUTS,), suffix, ALPHA, most, room, FLOOR),
-            best(both, suffix[-1:], ALPHA, most, room, FLOOR),
-            replaced(best(both, before, ALPHA, most + 2, room + 1, FLOOR / 2), suffix[-1]),
-        ]
+        best, trees = self.forest.best, (self.own, OUTPUTS)
+        found: list[Looked] = [best(trees, context[-DEPTH:], ALPHA, self.most, room, FLOOR)]
+        if both:
+            behind = best(trees, context[-DEPTH - 1 : -1], ALPHA, self.most + 2, room + 1, FLOOR / 2)
+            found.append(replaced(behind, context[-1]))
+        return found
 
-    def offer(self, context: Sequence[int], room: int, wide: bool = True) -> list[float]:
+    def offer(self, context: Sequence[int], room: int, both: bool = True) -> list[float]:
         """The chances of the guesses, the greatest first: a guess stands behind the one it follows."""
-        looks = self.looks(context, room, wide)
+        looks = self.looks(context, room, both)
         self.asked = self.trusts[: len(looks)]
         drafts = list[tuple[Sequence[int], Sequence[int], Sequence[float]]]()
         for trust, (tokens, parents, shares, matches) in zip(self.asked, looks, strict=True):
