@@ -206,10 +206,9 @@ def test_a_greedy_walk_makes_no_row_and_its_verdict_is_that_of_the_walk_over_row
     tree, logits = guesses(data)
     p = Greedy(logits)
     verdict = walk(tree, p, Seeded(0))
-    rows = {node: p[node] for node in range(-1, len(tree.tokens))}
-    p.read.clear()
-    assert verdict == walk(tree, rows, Seeded(0)) == walk(tree, Greedy(logits), Seeded(1))
     assert p.read == []
+    rows = {node: p[node] for node in range(-1, len(tree.tokens))}
+    assert verdict == walk(tree, rows, Seeded(0)) == walk(tree, Greedy(logits), Seeded(1))
 
 
 def test_a_declared_law_or_a_temperature_makes_the_rows():

@@ -61,9 +61,7 @@ class Trust:
 
     def chances(self, parents: Sequence[int], shares: Sequence[float], matches: Sequence[int]) -> list[float]:
         """How likely each guess is to hold, and all above it: what is expected of it by the rule on top of this file."""
-        whole: dict[
-            int, float
-        ] = {}  # of the first guesses behind each match: a draft may join trees, or leave some out
+        whole = dict[int, float]()  # of the first guesses behind each match: a draft may join trees, or leave some out
         for parent, share, match in zip(parents, shares, matches, strict=True):
             if parent == ROOT:
                 whole[match] = whole.get(match, 0.0) + share

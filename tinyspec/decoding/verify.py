@@ -16,7 +16,7 @@ from tinyspec.decoding.sampling import is_exact, on_device, on_host, pick
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import ROOT, Row, TokenTree
 
-__all__ = ["Verdict", "follow", "pick", "residual", "walk", "without"]
+__all__ = ["Verdict", "pick", "residual", "walk", "without"]
 
 
 class Verdict(NamedTuple):

@@ -54,7 +54,7 @@ DEPTH, BOUND, ALPHA, FLOOR = 32, 1 << 20, 4.0, 0.1
 """Of suffix decoding: windows, nodes, guesses a token of the match, least frequency. Long drafts: goodput cuts them short."""
 HELD = {8: 0.9, 5: 0.8, 3: 0.65, 2: 0.5, 1: 0.25}
 HELD_BEHIND = {8: 0.3, 5: 0.25, 3: 0.2, 2: 0.1, 1: 0.05}
-"""Priors, by the length of the match: how often a guess holds, and how often one behind a replaced token does."""
+"""What is believed at first, by the length of the match: that a guess holds, and that one behind a replaced token does."""
 HEED = 0.3  # weight of the newest outcome in how far guesses are trusted: drafts are long, so doubt must come soon
 
 
@@ -97,11 +97,10 @@ class Texts(Suffixes):
 
     def looks(self, context: Sequence[int], room: int, both: bool) -> list[Looked]:
         """Behind any suffix of the text, and, where looks are cheap, behind what stands before its last token."""
-        self.settle()
-        best, trees = self.forest.best, (self.own, OUTPUTS)
-        found: list[Looked] = [best(trees, context[-DEPTH:], ALPHA, self.most, room, FLOOR)]
+        found = [self.look(context, room)]
         if both:
-            behind = best(trees, context[-DEPTH - 1 : -1], ALPHA, self.most + 2, room + 1, FLOOR / 2)
+            trees, before = (self.own, OUTPUTS), context[-DEPTH - 1 : -1]
+            behind = self.forest.best(trees, before, ALPHA, self.most + 2, room + 1, FLOOR / 2)
             found.append(replaced(behind, context[-1]))
         return found
 

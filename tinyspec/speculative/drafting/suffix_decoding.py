@@ -27,6 +27,7 @@ from itertools import count
 from tinyspec._core import Forest
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, Round
+from tinyspec.decoding.drafts import Looked
 from tinyspec.decoding.remembered import OUTPUTS, Remembered, memory
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.trust import NOTHING, Trust
@@ -34,8 +35,6 @@ from tinyspec.decoding.verify import walk
 from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
-
-Draft = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
 
 
 class Suffixes(Remembered):
@@ -57,11 +56,11 @@ class Suffixes(Remembered):
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         return NOTHING if self.trust.rests(room) else self.trust.tree(*self.look(context, room))
 
-    def look(self, context: Sequence[int], room: int) -> Draft:
+    def look(self, context: Sequence[int], room: int) -> Looked:
         """The best draft: its tokens, parents, D(N), and of each node how long the match is that it stands behind."""
         self.settle()
         suffix, most = context[-self.forest.depth :], self.most
-        found: Draft = self.forest.best((self.own, OUTPUTS), suffix, self.alpha, most, room, self.floor)
+        found: Looked = self.forest.best((self.own, OUTPUTS), suffix, self.alpha, most, room, self.floor)
         return found
 
     def observe(self, round: Round) -> None:
