@@ -296,10 +296,11 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
 
 
 def test_a_round_that_was_not_looked_at_judges_no_look() -> None:
-    texts = Texts(Request(Table(9), references=[[0, 1, 2, 3, 4, 5]]), 16, False)
+    texts = Texts(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
     unread: Any = None
     texts.extend([0, 1], unread)
     texts.offer([0, 1], 16)
+    assert all(trust.tokens for trust in texts.trusts)  # each look has something to be judged by
     texts.trust.vain = 1 << 10
     assert texts.rests(16)
     before = [dict(trust.first) for trust in texts.trusts]
