@@ -4,10 +4,16 @@ from typing import Any
 
 import pytest
 
-from tinyspec.bench.tasks import SPEC_BENCH
-from tinyspec.bench.versus import LOOKUP, aims, ceilings, mean, peers
+from tinyspec.bench.book import Sample
+from tinyspec.bench.tasks import COPYING, SPEC_BENCH
+from tinyspec.bench.versus import LOOKUP, aims, allowed, ceilings, mean, peers, tokens_a_call
 
 GROUPS = (*SPEC_BENCH, "edits")
+
+
+def sample(task: str, prompt: str, round: int, timed: int, calls: int) -> Sample:
+    """A request of auto, of which nothing but its tokens and its calls is told."""
+    return Sample(task, prompt, 0, "auto", round, 1.0, 1.0, timed + 1, timed, calls, *[0] * 7)
 
 
 def result(auto: float, plain: float = 4.0, over: float = 1.2) -> dict[str, Any]:
@@ -17,6 +23,7 @@ def result(auto: float, plain: float = 4.0, over: float = 1.2) -> dict[str, Any]
     return {
         "settings": {"model": "m", "dtype": "bfloat16", "tokens": 8, "rounds": 1},
         "sittings": [{"command": "run"}, {"command": "go on"}],
+        "samples": [list(sample(task, "0", 0, 30, 11)) for task in COPYING],
         "figures": {
             "tasks": {
                 task: {arm: {"speedup": {"median": s * (each[task] if arm == "auto" else 1)}} for arm, s in speeds.items()}
@@ -86,6 +93,21 @@ def test_slow_downs_are_called_slower_and_every_command_is_named() -> None:
     assert "(`run`, then `go on`)" in said[0] and "page.md" in said[0]
     row = next(line for line in said if line.startswith("| transformers |"))
     assert "0.25 slower" in row and row.endswith("| 2.5 | - |")
+
+
+def test_tokens_a_call_are_counted_behind_the_call_that_read_the_prompt() -> None:
+    """The median over requests of the median over rounds; a request that was one call says nothing."""
+    rows = [sample("rag", "a", 0, 20, 11), sample("rag", "a", 1, 30, 11), sample("rag", "a", 2, 30, 11)]
+    rows += [sample("rag", "b", 0, 10, 11), sample("rag", "c", 0, 90, 11), sample("rag", "d", 0, 0, 1)]
+    rows += [sample("qa", "a", 0, 50, 11), sample("rag", "a", 0, 50, 11)._replace(arm="other")]
+    assert tokens_a_call({"samples": [list(row) for row in rows]}, "auto", "rag") == 3.0
+
+
+def test_what_copies_is_told_beside_what_it_would_be_if_rows_were_free() -> None:
+    """Three tokens a call; groups that are 1.5 times as fast have calls of 2, edits are 3 times as fast."""
+    said = allowed(result(1.5))
+    assert "summ. 3.00 (a call takes 2.00)" in said and "edits 3.00 (a call takes 1.00)" in said
+    assert "would be 3.00" in said
 
 
 def test_the_ceilings_tell_who_reads_how_fast() -> None:

@@ -1,5 +1,6 @@
 """auto: the law under every policy, and a policy that follows what it measures."""
 
+import random
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -394,6 +395,51 @@ def test_times_and_outputs_outlive_a_request_and_trust_does_not() -> None:
     decoder.end()
     assert trust.first[8] < before
     assert decoder.drafter.policy.curve.seconds[0] == 1.0
+
+
+def test_one_disturbed_round_does_not_switch_drafting_off_for_all_requests_to_come() -> None:
+    """The first round with guesses takes nine times as long as it should. The time for trials is saved up over requests."""
+    watch, model, slow, calls = Watch(), Reciter(POEM), [9.0], list[int]()
+
+    def seconds(rows: int) -> float:
+        return (0.9 + 0.1 * rows) * (slow.pop() if rows > 1 and slow else 1.0)
+
+    for _ in range(9):
+        stop = Stop(max_new_tokens=len(POEM) - 2)
+        decoder = CARD.make(
+            Request(Ticking(model, watch, seconds), (), GREEDY, stop, [POEM], clock=watch), remember=False
+        )
+        decoder.extend(POEM[:2])
+        while not decoder.finished:
+            decoder.step(Seeded(decoder.rounds))
+        calls.append(decoder.rounds)
+    assert calls[0] > 60 and calls[-1] < 30
+
+
+def test_of_a_machine_that_slows_down_the_shape_stays_as_it_was() -> None:
+    """Twice as long for every size alike: what the sizes are to one another is known already."""
+    curve = Curve(4)
+    for size in (*[0] * 4, *[1, 2, 3, 4] * 30):
+        curve.enter(size, 1.0 + 0.1 * size)
+    before = curve.costs()
+    for _ in range(20):
+        curve.enter(2, 2.4)
+    after = curve.costs()
+    assert [now / then for now, then in zip(after, before, strict=True)] == pytest.approx([2.0] * 5, rel=0.12)
+
+
+def test_noise_is_averaged_out_of_the_shape() -> None:
+    """Rounds take up to a quarter more or less: what a size costs against plain is wrong by less than 4.5 % on average."""
+    curve, noise, wrong = Curve(16), random.Random(0), list[float]()
+    for sweep in range(100):
+        for size in curve.sizes:
+            curve.enter(size, (1.0 + 0.05 * size) * noise.uniform(0.75, 1.25))
+        base, *costs = curve.costs()
+        if sweep >= 20:
+            wrong += [
+                abs(cost / base / (1.0 + 0.05 * size) - 1) for size, cost in zip(curve.sizes[1:], costs, strict=True)
+            ]
+    assert sum(wrong) / len(wrong) < 0.045
 
 
 def again(**knobs: Any) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tinyspec.bench import report, versus
+from tinyspec.bench import parts, report, versus
 from tinyspec.bench.dialects_report import named
 from tinyspec.bench.harness import machines
 
@@ -32,7 +32,7 @@ def verdict(ratio: float) -> str:
 
 QUOTED = (
     *("race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval", "sizes", "exits"),
-    *("translation", "translation-iterations", "dialects", "equality", "peer", "bench", "bench-float32"),
+    *("translation", "translation-iterations", "dialects", "equality", "peer", "bench", "bench-float32", "parts"),
 )
 """The results that the README quotes."""
 
@@ -270,6 +270,8 @@ def text(folder: Path) -> str:
     for name in ("bench", "bench-float32"):
         if (folder / f"{name}.json").exists():
             lines += ["", *versus.peers(load(folder, name), f"{name}.md")]
+    if (folder / "parts.json").exists():
+        lines += ["", *parts.told(load(folder, "parts"))]
     return "\n".join(lines)
 
 

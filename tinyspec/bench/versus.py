@@ -5,9 +5,11 @@ others.
 """
 
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 from tinyspec.bench import report
+from tinyspec.bench.book import Sample
 from tinyspec.bench.plan import PLAIN
 from tinyspec.bench.tasks import COPYING, SPEC_BENCH
 
@@ -87,9 +89,34 @@ def peers(result: Mapping[str, Any], page: str) -> list[str]:
         f"| {what} | {figure:.2f} | {aim:.2f} | {'reached' if good else 'missed'} |"
         for what, figure, aim, good in aims(result)
     ]
+    if "auto" in overall and set(COPYING) <= set(tasks):
+        lines += ["", allowed(result)]
     if "curve_figures" in result:
         lines += ["", ceilings(result["curve_figures"])]
     return lines
+
+
+def tokens_a_call(result: Mapping[str, Any], arm: str, task: str) -> float:
+    """Behind the prompt, the median over the requests of a group: what their speed-up would be if only calls took time."""
+    each = dict[str, list[float]]()
+    for sample in (Sample(*row) for row in result["samples"]):
+        if sample.arm == arm and sample.task == task and sample.calls > 1:  # the first call gave the first token
+            each.setdefault(sample.job, []).append(sample.timed / (sample.calls - 1))
+    return median(median(rates) for rates in each.values())
+
+
+def allowed(result: Mapping[str, Any]) -> str:
+    """What copies: the tokens that `auto` has for a call, and what a call of it takes. Free rows would turn one into speed."""
+    tasks = result["figures"]["tasks"]
+    rates = {task: tokens_a_call(result, "auto", task) for task in COPYING}
+    told = ", ".join(
+        f"{report.SHORT.get(task, task)} {rate:.2f} (a call takes {rate / tasks[task]['auto']['speedup']['median']:.2f})"
+        for task, rate in rates.items()
+    )
+    return (
+        f"Tokens that `auto` has for a call where texts copy, and what that call takes in plain ones: {told}. With rows and "
+        f"looks that cost nothing the mean of what copies would be {mean(rates, COPYING):.2f}."
+    )
 
 
 def ceilings(curve: Mapping[str, Any]) -> str:

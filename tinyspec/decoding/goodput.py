@@ -21,7 +21,9 @@ Choose = Callable[[int, Any], int]
 GRID = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47)
 """Guesses in a round: few sizes, so that each is measured often. With the root, 12 rows: what a kernel takes at once."""
 SLOPE, STEP = 0.1, 0.3  # prior cost of a further row, and of a draft model's step, in calls
-RATE, FALL, CLIP = 0.2, 0.5, 3.0  # weight of the newest figure, and of a time that is shorter; a long one counts as 3 x
+RATE, FALL = 0.2, 0.5  # weight of the newest figure, and of a time that is shorter
+SLOW = 0.05  # the least weight of a round in the shape of the curve
+CLIP, FIRST = 1.5, 3.0  # a time counts as at most so many times what was expected; the first of a size
 WARM, RAMP, MARGIN = 2, 3, 0.03  # plain rounds at first; growth of a round's width; gain below which nothing is drafted
 SHARE, EVERY, STALE = 0.01, 16, 64  # time for trials; rounds between them; rounds after which a size is old
 DRAFT, LOOKED = 0, 1  # the sources: a draft model, and what was looked up in texts
@@ -45,14 +47,22 @@ PLAIN = Option(DRAFT, 0)
 
 
 class Curve:
-    """Seconds of a round by the number of its guesses, and of a draft model's step, with its acceptance by position."""
+    """Seconds of a round by the number of its guesses, and of a draft model's step, with its acceptance by position.
+
+    What else a machine has to do makes rounds of all sizes longer, so pace and shape are learnt apart: the pace from every
+    round, and soon; the seconds of a size at pace 1 from its own rounds, each of which counts alike until there are many. The
+    choice takes the size with the least cost, and with it the errors of figures that were too small: they have to be few.
+    """
 
     def __init__(self, longest: int):
         self.sizes = (*(size for size in GRID if size < longest), longest)
         self.place = {size: at for at, size in enumerate(self.sizes)}
-        self.seconds: list[float | None] = [None] * len(self.sizes)
+        self.seconds: list[float | None] = [None] * len(self.sizes)  # at pace 1
+        self.counts = [0] * len(self.sizes)  # how often each was timed
+        self.pace = 1.0
         self.last = [0] * len(self.sizes)  # the round in which each size was last run
         self.rounds = self.plain = self.widest = 0
+        self.credit = 0.0  # seconds for trials
         self.asked = -STALE  # the round in which the draft model last guessed
         self.step: float | None = None  # seconds of the draft model for a token; None: never measured
         self.accepts = [0.5] + [0.75] * (longest - 1)
@@ -63,7 +73,7 @@ class Curve:
         return list(accumulate(self.accepts[:most], mul))
 
     def enter(self, size: int, seconds: float) -> None:
-        """A round of this size took so long. A first figure stands as it is, but for outliers."""
+        """A round of this size took so long; nothing took much longer than it was expected to."""
         self.rounds += 1
         self.plain += size == 0
         self.widest = max(self.widest, size)
@@ -72,8 +82,14 @@ class Curve:
             return  # cut short by the end of a text
         self.last[at] = self.rounds
         if seconds > 0:
-            most = seconds if self.seconds[0] is None else CLIP * self.costs()[at]
-            self.seconds[at] = timed(self.seconds[at], min(seconds, most))
+            if self.seconds[0] is not None:
+                expected, known = self.costs()[at], self.seconds[at] is not None
+                seconds = min(seconds, (CLIP if known else FIRST) * expected)
+                if known:
+                    self.pace *= 1 + RATE * (seconds / expected - 1)
+            self.counts[at] += 1
+            old, new = self.seconds[at], seconds / self.pace
+            self.seconds[at] = new if old is None else old + max(SLOW, 1 / self.counts[at]) * (new - old)
             self._costs = None
 
     def costs(self) -> list[float]:
@@ -87,7 +103,7 @@ class Curve:
             slope = next((slope for slope in slopes if slope is not None), SLOPE * base)
             for size, seconds, own in zip(self.sizes, self.seconds, [None, *slopes], strict=True):
                 slope = slope if own is None else own
-                self._costs.append(base + slope * size if seconds is None else seconds)
+                self._costs.append(self.pace * (base + slope * size if seconds is None else seconds))
         return self._costs
 
 
@@ -101,7 +117,7 @@ class Goodput:
 
     def __init__(self, curve: Curve, clock: Clock):
         self.curve, self.clock = curve, clock
-        self.began = self.ready = self.credit = 0.0
+        self.began = self.ready = 0.0
         self.look = self.gain = 0.0  # seconds: what a look takes, and what the latest choice is expected to save
 
     def choose(self, offers: Sequence[Offer]) -> Option:
@@ -112,7 +128,7 @@ class Goodput:
     def _best(self, offers: Sequence[Offer]) -> Option:
         curve, costs = self.curve, self.curve.costs()
         best, goodput = PLAIN, (1 + MARGIN) / costs[0]
-        due = curve.rounds % EVERY == 0 and self.credit > 0
+        due = curve.rounds % EVERY == 0 and self.curve.credit > 0
         trials = [(PLAIN, costs[0], 1.0, curve.rounds - curve.last[0])] if due else []
         for source, chances in offers:
             known, step = True, 0.0
@@ -131,10 +147,10 @@ class Goodput:
                     age = curve.rounds - (curve.asked if source == DRAFT else curve.last[at])
                     trials.append((Option(source, size), cost, expected if known else 1.0, age))
         losses = [(age, cost - tokens / goodput, option) for option, cost, tokens, age in trials if age >= STALE]
-        affordable = [trial for trial in losses if trial[1] <= self.credit]
+        affordable = [trial for trial in losses if trial[1] <= self.curve.credit]
         if affordable:
             _, loss, best = max(affordable, key=lambda trial: (trial[0], -trial[1]))
-            self.credit -= max(loss, 0.0)
+            self.curve.credit -= max(loss, 0.0)
         return best
 
     def begin(self) -> None:
@@ -156,7 +172,7 @@ class Goodput:
         """How long it took, and of the draft model's guesses, which held."""
         seconds, drafted = self.clock() - self.ready, len(round.tree.tokens)
         self.curve.enter(drafted, seconds)
-        self.credit += SHARE * seconds
+        self.curve.credit += SHARE * seconds
         if option.source == DRAFT and drafted and not round.truncated:
             accepts, kept = self.curve.accepts, len(round.verdict.path)
             for at in range(min(kept + 1, drafted)):  # behind a mismatch nothing is known

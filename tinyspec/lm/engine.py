@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tinyspec import _core
+from tinyspec.lm.cache import Cache
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Feed
+from tinyspec.lm.feed import Feed, Seen
 from tinyspec.lm.host import give_back
 from tinyspec.lm.rope import rotations
 
@@ -121,7 +122,7 @@ class Engine:
         self.weights = Opened(packed, plain, config)
         self.embed, self._positions = packed["embed"], plain.get("positions")
         assert _core.compute is not None
-        ours = {name: self._matrix(name, packed, plain) for name in packed}
+        self.matrices = ours = {name: self._matrix(name, packed, plain) for name in packed}
         self._lookup = ours["embed"]
         self._says = np.array(config.says) if config.says else None
         layers = [
@@ -164,17 +165,22 @@ class Engine:
 
         None where a state between layers is wanted, or positions are added.
         """
-        n, n_layers, threads = len(feed.tokens), self.config.n_layers, torch.get_num_threads()
+        n, n_layers = len(feed.tokens), self.config.n_layers
         if self._positions is not None or any(tap != n_layers for tap in feed.taps):
             return None
         x = np.empty((n, self.config.d_model), np.float32)
         self._lookup.rows(feed.tokens, x)
-        cache = feed.cache
-        session = cache.address, cache.capacity, feed.slots, feed.positions, feed.paths(0, range(n)), None
-        self._compiled.run(x, 0, 2 * n_layers, [session], threads)
+        self.layers(x, feed.cache, feed.slots, feed.positions, feed.paths(0, range(n)))
         states = torch.from_numpy(x)
         hidden = torch.stack([self.final(states)] * len(feed.taps)) if feed.taps else _NOTHING
         return states, hidden, self.head(states if len(feed.heads) == n else torch.from_numpy(x[feed.heads]))
+
+    def layers(
+        self, x: Any, cache: Cache, slots: list[int], positions: list[int], paths: tuple[int, list[Seen]]
+    ) -> None:
+        """All layers over rows x [n, d] of one text, in place; `paths` says what each row sees, as `Feed.paths` does."""
+        session = cache.address, cache.capacity, slots, positions, paths, None
+        self._compiled.run(x, 0, 2 * self.config.n_layers, [session], torch.get_num_threads())
 
     def enter(self, feed: Feed) -> Tensor:
         """The state each row starts from: [n, d]."""

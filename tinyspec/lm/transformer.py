@@ -61,7 +61,13 @@ class Model:
     @property
     def stream(self) -> torch.dtype:
         """The type of the states between layers: what a tap shows."""
-        return torch.float32 if isinstance(self.pack()._path, Engine) else self.dtype
+        return self.dtype if self.engine is None else torch.float32
+
+    @property
+    def engine(self) -> Engine | None:
+        """The compiled path, where these weights have one."""
+        path = self.pack()._path
+        return path if isinstance(path, Engine) else None
 
     def pack(self) -> "Model":
         """Turn to the compiled path where there is one for these weights; done at the first forward, or before by `load`."""

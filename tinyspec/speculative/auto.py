@@ -21,10 +21,10 @@ Guarantee: EXACT, whatever is chosen: the choice is made before anything is draw
 that were looked up are point masses and the draft declares its laws, so the walk is exact under every policy. Proved for all
 policies at once in tests/speculative/test_auto.py, by branching over every choice of every round. The law does not depend on
 time, but above temperature 0 the text of a seed does, since which noise a token meets depends on the draft it was in.
-State: outputs outlive the request (`persistent`), as in suffix decoding; how far they are trusted ends with it. Times, and
-the acceptance of the draft model, are kept for a pair of models as long as the target lives (`kept`): they speak of the
-machine, not of any text. Without a clock (the laws; a batch, where a call's time is the others' too) no time passes, the prior
-curve stands, and nothing is kept.
+State: outputs outlive the request (`persistent`), as in suffix decoding; how far they are trusted ends with it. Times, the
+acceptance of the draft model, and what is saved for trials are kept for a pair of models as long as the target lives (`kept`):
+they speak of the machine, not of any text. Without a clock (the laws; a batch, where a call's time is the others' too) no time
+passes, the prior curve stands, and nothing is kept.
 Off by itself: looks are timed too, and in vain where what they are expected to gain is less than they take. After eight in
 vain only every fourth round is looked at: what is nothing beside a large model's call is much beside a small one's. And where
 they take more than 3 % of a call, there is only the first.

@@ -1,0 +1,114 @@
+"""A call taken apart: each part computes what it does in the call, and together they are the call."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench.fakes import Hand
+from tests.lm.small import LLAMA, model
+from tests.zoo import Zoo, failed, run, tiny_zoo
+from tinyspec import _core
+from tinyspec.bench import curve, parts
+from tinyspec.errors import TinyspecError
+
+compiled = pytest.mark.skipif(_core.compute is None, reason="NOT COMPILED: there are no layers to take apart")
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return tiny_zoo(tmp_path_factory.mktemp("zoo"))
+
+
+def layers(cached: int = 9, most: int = 8) -> parts.Layers:
+    m = model(LLAMA, dtype=torch.float32)
+    assert m.engine is not None
+    return parts.Layers(m, m.engine, cached, most)
+
+
+@compiled
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_layers_alone_compute_what_they_compute_in_the_call(k: int) -> None:
+    """Given the embeddings of the text's own tokens they end at its own logits, to the bit."""
+    alone = layers()
+    m, text = alone.session.model, alone.session.text
+    alone.rows[k] = m.weights["embed"][torch.tensor(text[9 : 9 + k])]
+    states = torch.from_numpy(alone.run(k, [(9 + row + 1, ()) for row in range(k)]))
+    assert torch.equal(alone.engine.head(states), m.logits(text)[9 : 9 + k])
+
+
+@compiled
+def test_where_rows_see_themselves_alone_no_text_is_attended() -> None:
+    """Whatever stands behind them, and whoever stands beside them."""
+    short, long = layers(cached=1), layers(cached=30)
+    for k in (1, 8):
+        one, other = (x.run(k, [(0, (x.cached + row,)) for row in range(k)]) for x in (short, long))
+        assert torch.allclose(torch.from_numpy(one), torch.from_numpy(other), atol=1e-5)
+        seeing = long.run(k, [(31 + row, ()) for row in range(k)])
+        assert not torch.allclose(torch.from_numpy(seeing), torch.from_numpy(other), atol=1e-2)
+
+
+@compiled
+def test_the_matrices_are_those_of_all_layers_once_each() -> None:
+    alone = layers()
+    weights = [w for name, w in model(LLAMA).weights.items() if w.ndim == 2 and name != "embed"]
+    assert sorted(out * inputs for _, out, inputs in alone.steps) == sorted(w.numel() for w in weights)
+    alone.matrices(8)
+    _, out, _ = alone.steps[-1]
+    expected = model(LLAMA, dtype=torch.float32).weights["2.down.weight"].sum(dim=1)
+    made = torch.from_numpy(alone.made.reshape(-1)[: 8 * out].reshape(8, out))
+    assert torch.allclose(made, expected.expand(8, -1), atol=1e-5)  # of rows of ones
+
+
+def test_the_parts_add_up_to_the_whole() -> None:
+    """Each arm takes its own time; what lies between two of them is a part too."""
+    hand = Hand()
+    takes = {parts.WHOLE: 20.0, parts.LAYERS: 14.0, parts.BLIND: 9.0, parts.MATRICES: 7.0, parts.HEAD: 3.0}
+
+    def work(label: str) -> Any:
+        return lambda k: hand.wind(1e-3 * k * takes[label])
+
+    arms = [parts.Alone(label, work(label)) for label in takes]
+    arms[0].weights = 100
+    meters = [curve.Meter(kind, kind, 100, lambda: hand.wind(1e-3)) for kind in ("bandwidth", "peak")]
+    raw = curve.measure(arms, meters, 3, hand, ks=(1, 2), settle=hand.wind)
+    for k, of in parts.figures(raw, LLAMA, 4, 9).items():
+        shares = {name: of[name] / int(k) for name in ("whole", *parts.PARTS)}
+        assert shares == pytest.approx(
+            {"whole": 20, "matrices": 7, "head": 3, "attention": 5, "between": 2, "around": 3}
+        )
+        assert sum(of[part] for part in parts.PARTS) == pytest.approx(of["whole"])
+        assert of["floor"] == pytest.approx(max(1.0, curve.operations(LLAMA, int(k), 9) / 100))
+
+
+@compiled
+def test_the_command_writes_the_result_and_the_table(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curve, "SETTLE", 0.0)
+    monkeypatch.setattr(parts.curve, "meters", lambda model: [
+        curve.Meter(kind, kind, 100, lambda: sum(range(999))) for kind in ("bandwidth", "peak")
+    ])  # fmt: skip
+    out, page = tmp_path / "p.json", tmp_path / "p.md"
+    call = ("bench", "parts", "--model", zoo.big, "--cached", "8,40", "--rounds", "1", "--quiet", "--dtype", "float32")
+    result = run(*call, "--out", str(out), "--markdown", str(page))
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert set(found["milliseconds"]) == {"8", "40"}
+    assert all(set(rows) == {str(k) for k in parts.KS} for rows in found["milliseconds"].values())
+    assert "32 behind 40" in page.read_text(encoding="utf-8") and "attention" in result.stdout
+    said = "\n".join(parts.told(found))
+    assert "From 1 to 8 rows behind 40 tokens" in said and "| 1 behind 8 |" in said
+
+
+@compiled
+def test_what_cannot_be_taken_apart_is_said_in_one_line(zoo: Zoo) -> None:
+    assert "float32 or bfloat16" in failed(run("bench", "parts", "--model", zoo.big, "--dtype", "float64", "--quiet"))
+    assert "do not fit" in failed(run("bench", "parts", "--model", zoo.big, "--cached", "70", "--quiet"))
+    assert "--cached" in failed(run("bench", "parts", "--model", zoo.big, "--cached", "no", "--quiet"))
+
+
+def test_without_compiled_layers_there_is_nothing_to_take_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "compute", None)
+    with pytest.raises(TinyspecError, match="compiled"):
+        parts.forwards(model(LLAMA, dtype=torch.float32), 9, 8)

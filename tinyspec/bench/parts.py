@@ -1,0 +1,177 @@
+"""`tinyspec bench parts`: where the time of a call goes, and how far each part is from what the machine allows.
+
+A call over k rows behind a text is taken apart by running its parts alone, on the same weights, rows and cache, in turn with
+the whole of it. Five are timed: the whole (a session scores a chain of k - 1 guesses); its layers; its layers where each row
+sees nothing but itself; the layers' matrices alone, one after another; the head. What lies between two of them is a part too:
+
+    attention   layers, less layers that see themselves alone: scores and values of the text behind
+    between     layers that see themselves alone, less their matrices: norms, activation, meetings of threads
+    around      the whole, less layers and head: Python, from tokens to logits
+
+Each is a difference of medians, so a small one may come out below zero; and whatever is run alone wakes the threads and fills
+the caches for itself. The floor is the cost curve's (`curve.figures`).
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinyspec import models
+from tinyspec.bench import curve
+from tinyspec.bench.harness import progress, report
+from tinyspec.bench.report import Grid
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.config import Config
+from tinyspec.lm.engine import Engine
+from tinyspec.lm.feed import Seen
+from tinyspec.lm.transformer import Model
+
+KS = (1, 2, 4, 8, 12, 16, 32)
+WHOLE, LAYERS, BLIND, MATRICES, HEAD = "tinyspec", "layers", "layers that see themselves", "matrices", "head"
+PARTS = ("matrices", "head", "attention", "between", "around")
+"""What a call is made of; they add up to it."""
+
+
+class Alone:
+    """A part of a call by itself. It computes what the call would, of rows that mean nothing."""
+
+    weights: int | None = None
+
+    def __init__(self, label: str, work: Callable[[int], object]):
+        self.label, self.work = label, work
+
+    def prepare(self, k: int) -> None:
+        """Nothing: what it overwrites is its own."""
+
+    def run(self, k: int) -> None:
+        self.work(k)
+
+
+def forwards(model: Model, cached: int, most: int = max(KS)) -> list[curve.Forwards]:
+    """The whole call, and the parts that can be run by themselves. Raises TinyspecError where they were not compiled."""
+    engine = model.engine
+    if engine is None:
+        raise TinyspecError("bench parts takes the compiled layers apart: on a CPU, in float32 or bfloat16")
+    if cached < 1 or cached + most + 1 > model.config.max_positions:
+        raise TinyspecError(f"{cached} cached tokens and {most} new ones do not fit the context of {model.name}")
+    layers = Layers(model, engine, cached, most)
+    return [
+        curve.OwnForwards(model, cached),
+        Alone(LAYERS, lambda k: layers.run(k, [(cached + row + 1, ()) for row in range(k)])),
+        Alone(BLIND, lambda k: layers.run(k, [(0, (cached + row,)) for row in range(k)])),
+        Alone(MATRICES, layers.matrices),
+        Alone(HEAD, lambda k: engine.head(layers.rows[k])),
+    ]
+
+
+class Layers:
+    """The compiled layers behind a text of their own, and the matrices that they are made of."""
+
+    def __init__(self, model: Model, engine: Engine, cached: int, most: int):
+        self.engine, self.cached, config = engine, cached, model.config
+        self.session = model.session()
+        self.session.extend([7 * i % config.vocab_size for i in range(cached + most + 1)])  # so that there are slots
+        noise = torch.randn(most, config.d_model, generator=torch.Generator().manual_seed(0))
+        self.rows = {k: noise[:k] for k in range(1, most + 1)}
+        names = [f"{i}.{part}.weight" for i in range(config.n_layers) for part in ("qkv", "out", "up", "down")]
+        self.steps = [(engine.matrices[name], *config.shapes()[name]) for name in names]
+        widest = max(max(out, inputs) for _, out, inputs in self.steps)
+        self.given = np.ones((most, widest), np.float32)
+        self.made = np.empty((most, widest), np.float32)
+
+    def run(self, k: int, seen: list[Seen]) -> Any:
+        """All layers over k rows, each of which sees these slots: their states [k, d]."""
+        slots, x = list(range(self.cached, self.cached + k)), self.rows[k].numpy().copy()
+        self.engine.layers(x, self.session.cache, slots, slots, (1, seen))
+        return x
+
+    def matrices(self, k: int) -> None:
+        """All matrices of the layers, times k rows."""
+        threads = torch.get_num_threads()
+        for matrix, out, inputs in self.steps:
+            x = self.given.reshape(-1)[: k * inputs].reshape(k, inputs)
+            matrix.product(x, self.made.reshape(-1)[: k * out].reshape(k, out), threads)
+
+
+def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """For each k the milliseconds of the whole and of its parts, from the samples of `curve.measure`.
+
+    >>> part = {"tinyspec": [0.010], "layers": [0.008], "layers that see themselves": [0.006], "matrices": [0.005],
+    ...         "head": [0.001]}
+    >>> [(name, round(ms)) for name, ms in apart({"curves": {n: {"1": s} for n, s in part.items()}})["1"].items()]
+    [('whole', 10), ('matrices', 5), ('head', 1), ('attention', 2), ('between', 1), ('around', 1)]
+    """
+    found: dict[str, dict[str, float]] = {}
+    for k in raw["curves"][WHOLE]:
+        ms = {label: 1e3 * median(samples[k]) for label, samples in raw["curves"].items()}
+        found[k] = {
+            "whole": ms[WHOLE],
+            "matrices": ms[MATRICES],
+            "head": ms[HEAD],
+            "attention": ms[LAYERS] - ms[BLIND],
+            "between": ms[BLIND] - ms[MATRICES],
+            "around": ms[WHOLE] - ms[LAYERS] - ms[HEAD],
+        }
+    return found
+
+
+def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) -> dict[str, dict[str, float]]:
+    """The parts, and the floor under the whole, in milliseconds."""
+    whole = {**raw, "curves": {WHOLE: raw["curves"][WHOLE]}}
+    rows = curve.figures(whole, config, itemsize, cached)["curves"][WHOLE]["rows"]
+    return {k: {**parts, "floor": rows[k]["floor"]} for k, parts in apart(raw).items()}
+
+
+def measure(
+    name: str = "smollm2",
+    dtype: str = "bfloat16",
+    cached: Sequence[int] = (256, 768),
+    rounds: int = 15,
+    quiet: bool = False,
+    ks: Sequence[int] = KS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """All of it, behind texts of these lengths."""
+    model = models.load(name, dtype=dtype)
+    arms = {length: forwards(model, length, max(ks)) for length in cached}
+    meters = curve.meters(model)
+    samples, found = dict[str, Any](), dict[str, Any]()
+    steps = (rounds + 1) * (sum(len(each) for each in arms.values()) * len(ks) + len(arms) * len(meters))
+    with progress("calls, taken apart", steps, quiet) as tick:
+        for length, each in arms.items():
+            raw = curve.measure(each, meters, rounds, clock, tick, ks)
+            samples[str(length)], found[str(length)] = raw, figures(raw, model.config, model.dtype.itemsize, length)
+    return report({"model": name, "dtype": dtype, "rounds": rounds, "samples": samples, "milliseconds": found})
+
+
+def grid(result: Mapping[str, Any]) -> Grid:
+    """A row for each length of text and k."""
+    rows = [
+        [f"{k} behind {cached}", *(f"{of[part]:.1f}" for part in ("whole", "floor", *PARTS))]
+        for cached, each in result["milliseconds"].items()
+        for k, of in each.items()
+    ]
+    title = f"Milliseconds of a call over k new tokens behind a text, and of its parts: {result['model']}, {result['dtype']}"
+    return Grid(title, ["", "whole", "floor", *PARTS], rows)
+
+
+def told(result: Mapping[str, Any]) -> list[str]:
+    """What the README says of it: the table, and how each part grows from one row to eight."""
+    lines = [
+        f"**Where the time of a call goes** (`{result['command']}`): each part is run alone in the same rounds. matrices: of "
+        "the layers; attention: over the text behind; between: norms, activation, threads that meet; around: Python.",
+        "",
+        *grid(result).markdown().split("\n")[2:],
+        "",
+    ]
+    for cached, rows in result["milliseconds"].items():
+        one, eight = rows["1"], rows["8"]
+        grown = ", ".join(f"{part} {eight[part] - one[part]:+.1f}" for part in PARTS)
+        lines.append(
+            f"From 1 to 8 rows behind {cached} tokens a call grows from {one['whole']:.1f} to {eight['whole']:.1f} ms: {grown}."
+        )
+    return lines
