@@ -74,13 +74,18 @@ def test_the_parts_add_up_to_the_whole() -> None:
     arms[0].weights = 100
     meters = [curve.Meter(kind, kind, 100, lambda: hand.wind(1e-3)) for kind in ("bandwidth", "peak")]
     raw = curve.measure(arms, meters, 3, hand, ks=(1, 2), settle=hand.wind)
-    for k, of in parts.figures(raw, LLAMA, 4, 9).items():
+    found = parts.figures(raw, LLAMA, 4, 9)
+    for k, of in found["milliseconds"].items():
         shares = {name: of[name] / int(k) for name in ("whole", *parts.PARTS)}
         assert shares == pytest.approx(
             {"whole": 20, "matrices": 7, "head": 3, "attention": 5, "between": 2, "around": 3}
         )
         assert sum(of[part] for part in parts.PARTS) == pytest.approx(of["whole"])
         assert of["floor"] == pytest.approx(max(1.0, curve.operations(LLAMA, int(k), 9) / 100))
+    head = 4 * LLAMA.vocab_size * LLAMA.d_model
+    assert found["reads"] == pytest.approx(
+        {"matrices": (curve.weight_bytes(LLAMA, 4) - head) / 7e-3, "head": head / 3e-3, "fastest": 100 / 1e-3}
+    )
 
 
 @compiled
@@ -94,8 +99,8 @@ def test_the_command_writes_the_result_and_the_table(zoo: Zoo, tmp_path: Path, m
     result = run(*call, "--out", str(out), "--markdown", str(page))
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text(encoding="utf-8"))
-    assert set(found["milliseconds"]) == {"8", "40"}
-    assert all(set(rows) == {str(k) for k in parts.KS} for rows in found["milliseconds"].values())
+    assert set(found["figures"]) == {"8", "40"}
+    assert all(set(of["milliseconds"]) == {str(k) for k in parts.KS} for of in found["figures"].values())
     assert "32 behind 40" in page.read_text(encoding="utf-8") and "attention" in result.stdout
     said = "\n".join(parts.told(found))
     assert "From 1 to 8 rows behind 40 tokens" in said and "| 1 behind 8 |" in said

@@ -119,11 +119,18 @@ def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) -> dict[str, dict[str, float]]:
-    """The parts, and the floor under the whole, in milliseconds."""
-    whole = {**raw, "curves": {WHOLE: raw["curves"][WHOLE]}}
-    rows = curve.figures(whole, config, itemsize, cached)["curves"][WHOLE]["rows"]
-    return {k: {**parts, "floor": rows[k]["floor"]} for k, parts in apart(raw).items()}
+def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) -> dict[str, Any]:
+    """milliseconds: the parts, and the floor under the whole. reads: bytes a second of the layers' matrices and of the head
+    where one row goes through them, and of the fastest that was met."""
+    found = curve.figures({**raw, "curves": {WHOLE: raw["curves"][WHOLE]}}, config, itemsize, cached)
+    rows, parts = found["curves"][WHOLE]["rows"], apart(raw)
+    head = itemsize * config.vocab_size * config.d_model
+    bytes_of = {"matrices": curve.weight_bytes(config, itemsize) - head, "head": head}
+    reads = {part: 1e3 * size / parts["1"][part] for part, size in bytes_of.items()} if "1" in parts else {}
+    return {
+        "milliseconds": {k: {**of, "floor": rows[k]["floor"]} for k, of in parts.items()},
+        "reads": {**reads, "fastest": found["bandwidth"]},
+    }
 
 
 def measure(
@@ -145,15 +152,15 @@ def measure(
         for length, each in arms.items():
             raw = curve.measure(each, meters, rounds, clock, tick, ks)
             samples[str(length)], found[str(length)] = raw, figures(raw, model.config, model.dtype.itemsize, length)
-    return report({"model": name, "dtype": dtype, "rounds": rounds, "samples": samples, "milliseconds": found})
+    return report({"model": name, "dtype": dtype, "rounds": rounds, "samples": samples, "figures": found})
 
 
 def grid(result: Mapping[str, Any]) -> Grid:
     """A row for each length of text and k."""
     rows = [
         [f"{k} behind {cached}", *(f"{of[part]:.1f}" for part in ("whole", "floor", *PARTS))]
-        for cached, each in result["milliseconds"].items()
-        for k, of in each.items()
+        for cached, each in result["figures"].items()
+        for k, of in each["milliseconds"].items()
     ]
     title = f"Milliseconds of a call over k new tokens behind a text, and of its parts: {result['model']}, {result['dtype']}"
     return Grid(title, ["", "whole", "floor", *PARTS], rows)
@@ -168,10 +175,13 @@ def told(result: Mapping[str, Any]) -> list[str]:
         *grid(result).markdown().split("\n")[2:],
         "",
     ]
-    for cached, rows in result["milliseconds"].items():
-        one, eight = rows["1"], rows["8"]
+    for cached, of in result["figures"].items():
+        one, eight, reads = of["milliseconds"]["1"], of["milliseconds"]["8"], of["reads"]
         grown = ", ".join(f"{part} {eight[part] - one[part]:+.1f}" for part in PARTS)
-        lines.append(
-            f"From 1 to 8 rows behind {cached} tokens a call grows from {one['whole']:.1f} to {eight['whole']:.1f} ms: {grown}."
-        )
-    return lines
+        lines += [
+            f"From 1 to 8 rows behind {cached} tokens a call grows from {one['whole']:.1f} to {eight['whole']:.1f} ms: {grown}. "
+            f"One row reads the matrices at {reads['matrices'] / 1e9:.0f} GB/s and the head at {reads['head'] / 1e9:.0f}; the "
+            f"fastest meter in the same rounds reads {reads['fastest'] / 1e9:.0f}.",
+            "",
+        ]
+    return lines[:-1]
