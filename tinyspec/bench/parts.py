@@ -179,9 +179,9 @@ def told(result: Mapping[str, Any]) -> list[str]:
         one, eight, reads = of["milliseconds"]["1"], of["milliseconds"]["8"], of["reads"]
         grown = ", ".join(f"{part} {eight[part] - one[part]:+.1f}" for part in PARTS)
         lines += [
-            f"From 1 to 8 rows behind {cached} tokens a call grows from {one['whole']:.1f} to {eight['whole']:.1f} ms: {grown}. "
-            f"One row reads the matrices at {reads['matrices'] / 1e9:.0f} GB/s and the head at {reads['head'] / 1e9:.0f}; the "
-            f"fastest meter in the same rounds reads {reads['fastest'] / 1e9:.0f}.",
+            f"From 1 to 8 rows behind {cached} tokens a call grows from {one['whole']:.1f} to {eight['whole']:.1f} ms: "
+            f"{grown}. One row reads the matrices at {reads['matrices'] / 1e9:.0f} GB/s and the head at "
+            f"{reads['head'] / 1e9:.0f}; the fastest meter in the same rounds reads {reads['fastest'] / 1e9:.0f}.",
             "",
         ]
     return lines[:-1]
