@@ -136,9 +136,9 @@ def test_what_was_noted_of_a_function_is_out_of_its_reach(tmp_path: Path) -> Non
 
 
 def test_more_ways_than_can_be_judged_are_refused_in_time(tmp_path: Path) -> None:
-    """A dozen idle coins a case: each is cheap for the submission, and dear for whoever multiplies their laws."""
+    """Twenty idle coins a case: each is cheap for the submission, and dear for whoever multiplies their laws."""
     coins = (
-        "\ndef accept(p, q, token, chance):\n    [chance.accept(Fraction(1, 2)) for _ in range(12)]\n    return True\n"
+        "\ndef accept(p, q, token, chance):\n    [chance.accept(Fraction(1, 2)) for _ in range(20)]\n    return True\n"
     )
     report = graded(tmp_path, PRELUDE + RIGHT + coins, limits=FAST._replace(task=1.0), only="accept")
     assert "takes too long" in said(report) or "is too slow" in said(report)
