@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tinyspec.bench import tally
+from tinyspec.bench import curve, parts, tally
 from tinyspec.bench.book import Sample, dumps
 from tinyspec.bench.harness import interleaved, ratio, save, spread
 from tinyspec.bench.plan import Settings
@@ -96,6 +96,16 @@ def test_the_figures_of_a_run_follow_from_its_samples(path: Path) -> None:
         assert sample.tokens == result["prompts"][sample.job][2]
         if sample.accepted is not None:
             assert sample.tokens == sample.accepted + sample.calls - (sample.silent or 0)
+
+
+@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("parts")], ids=lambda p: p.name)
+def test_a_call_taken_apart_follows_from_its_samples(path: Path) -> None:
+    result = load(path)
+    for cached, of in result["figures"].items():
+        found = parts.apart(result["samples"][cached])
+        assert {k: {name: of["milliseconds"][k][name] for name in each} for k, each in found.items()} == found
+        tops = curve.ceilings({**result["samples"][cached], "curves": {}})["bandwidth"]
+        assert of["reads"]["fastest"] >= max(tops.values())
 
 
 def test_arms_are_interleaved_and_the_order_turns_round() -> None:

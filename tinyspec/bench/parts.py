@@ -170,7 +170,8 @@ def told(result: Mapping[str, Any]) -> list[str]:
     """What the README says of it: the table, and how each part grows from one row to eight."""
     lines = [
         f"**Where the time of a call goes** (`{result['command']}`): each part is run alone in the same rounds. matrices: of "
-        "the layers; attention: over the text behind; between: norms, activation, threads that meet; around: Python.",
+        "the layers; attention: over the text behind; between: norms, activation, threads that meet; around: Python. The last "
+        "three are differences of medians: where they are small they may come out below zero.",
         "",
         *grid(result).markdown().split("\n")[2:],
         "",
