@@ -9,7 +9,8 @@ sees nothing but itself; the layers' matrices alone, one after another; the head
     around      the whole, less layers and head: Python, from tokens to logits
 
 Each is a difference of medians, so a small one may come out below zero; and whatever is run alone wakes the threads and fills
-the caches for itself. The floor is the cost curve's (`curve.figures`).
+the caches for itself. The floor is the cost curve's, by the meters' medians
+(`curve.figures`).
 """
 
 import time
@@ -121,15 +122,16 @@ def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) -> dict[str, Any]:
     """milliseconds: the parts, and the floor under the whole. reads: bytes a second of the layers' matrices and of the head
-    where one row goes through them, and of the fastest that was met."""
-    found = curve.figures({**raw, "curves": {WHOLE: raw["curves"][WHOLE]}}, config, itemsize, cached)
+    where one row goes through them, and of the fastest meter; all in medians."""
+    seen = {**raw, "curves": {WHOLE: raw["curves"][WHOLE]}}
+    found = curve.figures(seen, config, itemsize, cached)
     rows, parts = found["curves"][WHOLE]["rows"], apart(raw)
     head = itemsize * config.vocab_size * config.d_model
     bytes_of = {"matrices": curve.weight_bytes(config, itemsize) - head, "head": head}
     reads = {part: 1e3 * size / parts["1"][part] for part, size in bytes_of.items()} if "1" in parts else {}
     return {
-        "milliseconds": {k: {**of, "floor": rows[k]["floor"]} for k, of in parts.items()},
-        "reads": {**reads, "fastest": found["bandwidth"]},
+        "milliseconds": {k: {**of, "floor": of["whole"] / rows[k]["usually"]} for k, of in parts.items()},
+        "reads": {**reads, "fastest": curve.highest(curve.ceilings(seen, median))[0]},
     }
 
 

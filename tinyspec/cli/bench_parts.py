@@ -22,7 +22,7 @@ from tinyspec.cli.measuring import numbers, results, rounds, write
 def parts(model: str, cached: str, markdown: Path | None, **options: Any) -> None:
     """A call over 1 to 32 new tokens, taken apart: matrices, head, attention, what lies between them, and Python around it.
 
-    The floor beside it is that of `tinyspec bench`: weights at the greatest bandwidth or arithmetic at the greatest peak.
+    The floor beside it is that of `tinyspec bench`, in medians: weights at the greatest bandwidth or arithmetic at the peak.
 
     \b
     Examples:
