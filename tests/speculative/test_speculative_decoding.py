@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.table import Table, law
 from tinyspec.decoding.chance import Exhaustive, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import Decoder, Laws, NoDraft
+from tinyspec.decoding.modeldraft import ModelDraft
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.verify import walk
@@ -20,6 +21,7 @@ from tinyspec.speculative.drafting.speculative_decoding import (
     arithmetic_growth,
     best_gamma,
     expected_tokens,
+    lenient,
     walltime_gain,
 )
 from tinyspec.technique import Guarantee, Request, find
@@ -205,3 +207,25 @@ def test_draft_rows_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> Non
         tokens.append(decoder.new)
     assert tokens[0] == tokens[1]
     assert np.all(np.array(tokens[0]) < 13)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_greedy_draft_on_real_arrays_is_made_of_point_masses_and_a_sampled_one_of_its_laws(penalty: float) -> None:
+    """The tokens are those that drawing from the rows of zeros and a one would give, and lenience asks for no row either."""
+    from tests.lm.small import LLAMA, model
+
+    for temperature in (0.0, 1.0):
+        warp, session = Warp(temperature=temperature, repetition_penalty=penalty), model(LLAMA, seed=2).session()
+        drafter, context = ModelDraft(session, 4), [1, 2, 3]
+        scores = session.extend(context)
+        session.rewind(0)
+        drafter.extend(context, scores)
+        tree = drafter.propose(context, 9, warp, Seeded(7))
+        assert len(tree.tokens) == 4
+        assert all((law is None) == (temperature == 0) for law in tree.laws)
+        laws = Laws(session.score(tree), warp, context, tree)
+        chance = Seeded(7)
+        assert list(tree.tokens) == [chance.draw(laws[tip]) for tip in range(-1, 3)]
+        if temperature == 0:
+            verdict = lenient(0.5)(tree, laws, Seeded(1))
+            assert verdict.path == (0, 1, 2, 3)  # judged by itself it is never less than the best

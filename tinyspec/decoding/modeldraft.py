@@ -11,7 +11,7 @@ from tinyspec.tree import TokenTree
 
 
 class ModelDraft(NoDraft):
-    """Draws `gamma` tokens one after the other from a model, declaring the law each was drawn from.
+    """Draws `gamma` tokens one after the other from a model and declares each law; at temperature 0 it is a point mass, None.
 
     The text so far is kept in the draft's own session, so each proposed token costs one row, and tokens that the target
     accepted are not run again. Behind a fully accepted draft the last token's row is missing: it is run with the next
@@ -44,8 +44,10 @@ class ModelDraft(NoDraft):
             laws, tip = Laws(self.model.score(tree), warp, context, tree), len(tree.tokens) - 1
             if not self.sure(laws, tip):
                 break
-            law = laws[tip]
-            token = chance.draw(law)
+            law, token = None, laws.certain(tip)
+            if token is None:
+                law = laws[tip]
+                token = chance.draw(law)
             tree = TokenTree.chain((*tree.tokens, token), (*tree.laws, law))
             if self.enough(laws, tip, token):
                 break

@@ -40,16 +40,15 @@ def lenient(lenience: float) -> Verifier:
         path: tuple[int, ...] = ()
         at = ROOT
         for node, (token, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
-            if q is None:
-                raise TinyspecError("lenience scales the law a token was drawn from: this draft declares none")
-            row = p[at]
+            row = rest = p[at]
             if p.warp.temperature == 0:
                 soft = p.warped(at, replace(p.warp, temperature=1.0))
                 passed = soft[token] >= lenience * max(soft)
-            else:
-                passed = chance.accept(row[token] / (lenience * q[token]))
+            elif q is None:
+                raise TinyspecError("lenience scales the law a token was drawn from: this draft declares none")
+            elif not (passed := chance.accept(row[token] / (lenience * q[token]))):
+                rest = residual(row, [lenience * x for x in q])
             if not passed:
-                rest = row if p.warp.temperature == 0 else residual(row, [lenience * x for x in q])
                 return Verdict(path, chance.draw(rest), (node,))
             path, at = (*path, node), node
         return Verdict(path, chance.draw(p[at]))
