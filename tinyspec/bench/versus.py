@@ -122,7 +122,8 @@ def allowed(result: Mapping[str, Any]) -> str:
     )
     return (
         f"Tokens that `auto` has for a call where texts copy, and what that call takes in plain ones: {told}. With rows and "
-        f"looks that cost nothing the mean of what copies would be {mean(rates, COPYING):.2f}."
+        f"looks that cost nothing the mean of what copies would be {mean(rates, COPYING):.2f}: what a row costs, and where, is "
+        "taken apart below."
     )
 
 
