@@ -106,6 +106,18 @@ def test_the_command_writes_the_result_and_the_table(zoo: Zoo, tmp_path: Path, m
     assert "From 1 to 8 rows behind 40 tokens" in said and "| 1 behind 8 |" in said
 
 
+def test_a_draft_model_is_up_against_its_own_steps_and_the_call_that_judges_them() -> None:
+    """Three guesses of 0.2 ms and a call of 0.9: as long as 1.5 / 0.5 = 3 plain steps."""
+
+    def result(name: str, wholes: dict[str, float]) -> dict[str, Any]:
+        of = {k: {"whole": whole, "around": whole / 2} for k, whole in wholes.items()}
+        return {"command": name, "figures": {"128": {"milliseconds": of}}}
+
+    said = parts.race(result("big", {"1": 0.5, "4": 0.9, "8": 9.0}), result("small", {"1": 0.2, "4": 9.0}))
+    assert "(`big`, `small`): behind 128 tokens a plain step takes 0.50 ms" in said
+    assert "3 guesses 0.90" in said and "0.20, of which 0.10 are Python" in said and "as 3.00 plain steps" in said
+
+
 @compiled
 def test_what_cannot_be_taken_apart_is_said_in_one_line(zoo: Zoo) -> None:
     assert "float32 or bfloat16" in failed(run("bench", "parts", "--model", zoo.big, "--dtype", "float64", "--quiet"))

@@ -159,8 +159,10 @@ def measure(
 
 def grid(result: Mapping[str, Any]) -> Grid:
     """A row for each length of text and k."""
+    least = min(of["whole"] for each in result["figures"].values() for of in each["milliseconds"].values())
+    digits = 1 if least >= 3 else 2
     rows = [
-        [f"{k} behind {cached}", *(f"{of[part]:.1f}" for part in ("whole", "floor", *PARTS))]
+        [f"{k} behind {cached}", *(f"{of[part]:.{digits}f}" for part in ("whole", "floor", *PARTS))]
         for cached, each in result["figures"].items()
         for k, of in each["milliseconds"].items()
     ]
@@ -188,3 +190,20 @@ def told(result: Mapping[str, Any]) -> list[str]:
             "",
         ]
     return lines[:-1]
+
+
+GUESSES = 3
+
+
+def race(target: Mapping[str, Any], draft: Mapping[str, Any]) -> str:
+    """What a draft model is up against: the calls of its rounds, in plain steps of the target."""
+    (cached,), (behind,) = target["figures"], draft["figures"]
+    calls, steps = target["figures"][cached]["milliseconds"], draft["figures"][behind]["milliseconds"]
+    plain, judged, step = calls["1"], calls[str(1 + GUESSES)], steps["1"]
+    needed = (judged["whole"] + GUESSES * step["whole"]) / plain["whole"]
+    return (
+        f"What the draft is up against (`{target['command']}`, `{draft['command']}`): behind {cached} tokens a plain step "
+        f"takes {plain['whole']:.2f} ms, a call that judges {GUESSES} guesses {judged['whole']:.2f}, and a step of the draft "
+        f"{step['whole']:.2f}, of which {step['around']:.2f} are Python. A round of {GUESSES} guesses takes as long as "
+        f"{needed:.2f} plain steps, and would have to bring more tokens than that."
+    )

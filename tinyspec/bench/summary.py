@@ -33,6 +33,7 @@ def verdict(ratio: float) -> str:
 QUOTED = (
     *("race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval", "sizes", "exits"),
     *("translation", "translation-iterations", "dialects", "equality", "peer", "bench", "bench-float32", "parts"),
+    *("parts-storyteller", "parts-apprentice"),
 )
 """The results that the README quotes."""
 
@@ -233,6 +234,7 @@ def text(folder: Path) -> str:
     race, bare = load(folder, "race"), load(folder, "plain")
     greedy = race["temperature 0.0"]
     quoted = {name: load(folder, name) for name in QUOTED if (folder / f"{name}.json").exists()}
+    pair = [quoted[name] for name in ("parts-storyteller", "parts-apprentice") if name in quoted]
     lines = [
         f"All on {machines(quoted)}; arms interleaved in one run, ratios of medians, raw samples in",
         "[`tutorials/results/`](tutorials/results).",
@@ -243,6 +245,7 @@ def text(folder: Path) -> str:
         "",
         *races(race),
         "",
+        *([parts.race(*pair), ""] if len(pair) == 2 else []),
         f"**Plain decoding** (`{bare['command']}`): SmolLM2-135M-Instruct, {bare['tokens']} tokens, batch 1, against "
         "transformers' `generate` on the same weights.",
         "",
