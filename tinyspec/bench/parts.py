@@ -204,6 +204,6 @@ def race(target: Mapping[str, Any], draft: Mapping[str, Any]) -> str:
     return (
         f"What the draft is up against (`{target['command']}`, `{draft['command']}`): behind {cached} tokens a plain step "
         f"takes {plain['whole']:.2f} ms, a call that judges {GUESSES} guesses {judged['whole']:.2f}, and a step of the draft "
-        f"{step['whole']:.2f}, of which {step['around']:.2f} are Python. A round of {GUESSES} guesses takes as long as "
+        f"{step['whole']:.2f}. A round of {GUESSES} guesses takes as long as "
         f"{needed:.2f} plain steps, and would have to bring more tokens than that."
     )
