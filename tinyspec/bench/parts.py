@@ -9,8 +9,7 @@ sees nothing but itself; the layers' matrices alone, one after another; the head
     around      the whole, less layers and head: Python, from tokens to logits
 
 Each is a difference of medians, so a small one may come out below zero; and whatever is run alone wakes the threads and fills
-the caches for itself. The floor is the cost curve's, by the meters' medians
-(`curve.figures`).
+the caches for itself. The floor is the cost curve's, by the meters' medians (`curve.figures`).
 """
 
 import time
@@ -123,15 +122,15 @@ def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) -> dict[str, Any]:
     """milliseconds: the parts, and the floor under the whole. reads: bytes a second of the layers' matrices and of the head
     where one row goes through them, and of the fastest meter; all in medians."""
-    seen = {**raw, "curves": {WHOLE: raw["curves"][WHOLE]}}
-    found = curve.figures(seen, config, itemsize, cached)
+    whole = {**raw, "curves": {WHOLE: raw["curves"][WHOLE]}}
+    found = curve.figures(whole, config, itemsize, cached)
     rows, parts = found["curves"][WHOLE]["rows"], apart(raw)
     head = itemsize * config.vocab_size * config.d_model
     bytes_of = {"matrices": curve.weight_bytes(config, itemsize) - head, "head": head}
     reads = {part: 1e3 * size / parts["1"][part] for part, size in bytes_of.items()} if "1" in parts else {}
     return {
         "milliseconds": {k: {**of, "floor": of["whole"] / rows[k]["usually"]} for k, of in parts.items()},
-        "reads": {**reads, "fastest": curve.highest(curve.ceilings(seen, median))[0]},
+        "reads": {**reads, "fastest": curve.highest(curve.ceilings(whole, median))[0]},
     }
 
 
@@ -192,7 +191,7 @@ def told(result: Mapping[str, Any]) -> list[str]:
     return lines[:-1]
 
 
-GUESSES = 3
+GUESSES = 3  # of speculative decoding in a round of the race
 
 
 def race(target: Mapping[str, Any], draft: Mapping[str, Any]) -> str:
