@@ -109,7 +109,7 @@ def test_the_command_writes_the_result_and_the_table(zoo: Zoo, tmp_path: Path, m
 
 def test_a_draft_model_is_up_against_its_own_steps_and_the_call_that_judges_them() -> None:
     """Three guesses of 0.2 ms and a call of 0.9: as long as 1.5 / 0.5 = 3 plain steps. Three is what the race guesses."""
-    assert parts.GUESSES == find("speculative_decoding").settings({})["gamma"]
+    assert find("speculative_decoding").settings({})["gamma"] == parts.GUESSES
 
     def result(name: str, wholes: dict[str, float]) -> dict[str, Any]:
         of = {k: {"whole": whole} for k, whole in wholes.items()}
