@@ -100,6 +100,33 @@ class Runner:
             node.row_at = stop
         return scores
 
+    def follow(self, nodes: Sequence[Node], first: int) -> Scores:
+        """`run` where nothing is special: nodes that follow one another, each in the slot of its position and behind all that
+        it sees, none of them begun, through the whole model. Logits from the node `first` on."""
+        stop, slots = 2 * self.model.config.n_layers, [node.slot for node in nodes]
+        feed = Feed(
+            cache=self.cache,
+            plan=self.plan,
+            tokens=[node.token for node in nodes],
+            positions=slots,
+            slots=slots,
+            starts=[0] * len(nodes),
+            stop=stop,
+            high=slots[-1] + 1,
+            seen=[(slot + 1, ()) for slot in slots],
+            heads=list(range(first, len(nodes))),
+            snapshot=(stop,),
+            ledger=self.ledger,
+        )
+        scores = self.gate([feed])[0]
+        self.cache.present[slots[0] : slots[-1] + 1] = True
+        rows: list[Tensor | None] = [*[None] * first, *scores.logits]
+        for node, row, state in zip(nodes, rows, feed.kept[stop], strict=True):
+            above = node.parent
+            node.exact = above is None or (above.exact and not above.filled)
+            node.plan, node.reach, node.row, node.row_at, node.states = self.plan, stop, row, stop, {stop: state}
+        return scores
+
     def _embedding(self, node: Node, vocabulary: int) -> Tensor | None:
         """The embedding an id beyond the vocabulary names."""
         if node.token < vocabulary or self.probes is None:
