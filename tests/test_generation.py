@@ -270,6 +270,20 @@ def test_a_draft_that_only_the_card_names_is_read_once_and_goes_with_its_target(
     assert gone() is None
 
 
+def test_a_draft_advises_how_many_tokens_to_draw_and_who_asks_decides(
+    model: Model, draft: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(method: str, **knobs: Any) -> int:
+        rounds = generation.start(model, "the cat", method=method, draft=draft, max_new_tokens=9, **knobs)
+        return len(next(iter(rounds)).tree.tokens)
+
+    assert drawn("speculative_decoding") == 3
+    monkeypatch.setitem(draft.config.extra, "gamma", 2)
+    assert drawn("speculative_decoding") == drawn("block_verification") == 2
+    assert drawn("speculative_decoding", gamma=4) == 4
+    assert drawn("multi_candidate", configuration="3") == 3, "a method that does not ask for gamma is not told"
+
+
 def test_each_of_several_drafts_is_checked_for_its_vocabulary(model: Model, draft: Model, zoo: Zoo) -> None:
     from tests.laws.hosted import card
 

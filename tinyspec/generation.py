@@ -19,7 +19,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Call
 from tinyspec.lm.gate import Gate, run_together
 from tinyspec.lm.transformer import Model
-from tinyspec.pairing import Draft, drafts_for
+from tinyspec.pairing import Draft, advised, drafts_for
 from tinyspec.technique import Request, find
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
@@ -137,6 +137,7 @@ def start(
     card.settings(knobs)
     warp = Warp(temperature, top_k, top_p, min_p, repetition_penalty)
     drafts = drafts_for(model, card, draft)
+    knobs = {**advised(card, drafts), **knobs}
     ids = prompt_ids(model, prompt, chat)
     if not ids:
         raise TinyspecError("the prompt is empty: give at least one token")

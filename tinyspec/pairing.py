@@ -51,6 +51,12 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     return loaded + loaded[-1:] * (needed - len(loaded))
 
 
+def advised(card: Card, drafts: Sequence[Model]) -> dict[str, int]:
+    """How many tokens a round the first draft's own card advises, for a method that asks for it and was not told."""
+    length = drafts[0].config.extra.get("gamma") if drafts else None
+    return {"gamma": length} if length and any(knob.name == "gamma" for knob in card.knobs) else {}
+
+
 def check_pair(model: Model, small: Model) -> None:
     """Raise TinyspecError unless both read the same tokens."""
     ours, theirs = model.config.vocab_size, small.config.vocab_size
