@@ -9,6 +9,7 @@ from typing import Any
 from tinyspec.errors import TinyspecError, nearest
 from tinyspec.lm.config import Config
 from tinyspec.training.exit_losses import Exits
+from tinyspec.training.own import Own
 from tinyspec.training.schedule import Settings
 
 END = 0  # the id of the end-of-text token: the first special token of the tokenizers trained here
@@ -16,7 +17,8 @@ END = 0  # the id of the end-of-text token: the first special token of the token
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what is trained. Sections [shape] (as Config), [train] (Settings), [exits] (Exits), [distill]."""
+    """All that decides what is trained. Sections [shape] (as Config), [train] (Settings), [exits] (Exits), [distill],
+    [own] (Own)."""
 
     name: str
     shape: Mapping[str, Any]
@@ -34,6 +36,7 @@ class Recipe:
     prompts: tuple[str, ...] = ("Once upon a time",) * 3
     extra: Mapping[str, Any] = field(default_factory=dict)
     exits: Exits | None = None
+    own: Own | None = None
     distill: Mapping[str, Any] = field(default_factory=dict)  # section [distill]: from the teacher's own outputs
 
     def config(self) -> Config:
@@ -93,10 +96,16 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) ->
     check_names(path, values, Recipe)
     check_names(path, settings, Settings, "[train] ")
     check_names(path, values.get("exits", ()), Exits, "[exits] ")
+    check_names(path, values.get("own", ()), Own, "[own] ")
     try:
         values["prompts"] = tuple(values.get("prompts", Recipe.prompts))
         if "exits" in values:
             values["exits"] = Exits(**{**values["exits"], "report": tuple(values["exits"].get("report", ()))})
+        if "own" in values:
+            if not values.get("teacher"):
+                raise TinyspecError(f"{path}: [own] is what a teacher writes: teacher = NAME is missing")
+            lists = {key: tuple(values["own"][key]) for key in ("temperatures", "penalties") if key in values["own"]}
+            values["own"] = Own(**{**values["own"], **lists})
         return Recipe(shape=shape, settings=Settings(**settings), **values)
     except TypeError as error:
         raise TinyspecError(f"{path}: {error}") from error

@@ -9,6 +9,7 @@ because the acceptance rate of speculative decoding *is* alpha = sum_x min(p(x),
 3.5; DistillSpec, Zhou et al. 2024, arXiv 2310.08461, trains on it). The total variation alone has almost no gradient
 while the two laws hardly overlap, so the divergence leads first, and hands over as they approach.
 
+With a section [own], part of it happens on texts of the teacher, and the laws are compared under a repetition penalty (own.py).
 A section [exits] teaches the early layers too (exit_losses.py), and logs what they are worth.
 """
 
@@ -33,8 +34,9 @@ from tinyspec.lm.transformer import Model
 from tinyspec.training import corpus
 from tinyspec.training.card import write_card
 from tinyspec.training.exit_losses import Course, Exits, exit_logits
+from tinyspec.training.own import Written, penalised, write
 from tinyspec.training.recipe import END, read_recipe
-from tinyspec.training.train import Loss, Trained, train
+from tinyspec.training.train import Batches, Loss, Trained, train
 
 
 def distillation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
@@ -115,6 +117,10 @@ def train_lm(
     course = Course(exits, config.n_layers, plan.settings.steps) if exits.taught else None
     compiled = (where.type == "cuda" and course is None) if compiled is None else compiled
     loss = _loss(model, teacher, course, plan.dropout, where, compiled)
+    written = None
+    if plan.own is not None:
+        writer = Model(*checkpoint.read(path.parent / plan.teacher)).to(where)
+        written = Written(*write(writer, tokens, plan.own, state / "own", console), plan.own)
     excerpt = [corpus.document(tokenizer, text, END, plan.valid_characters) for text in held_out]
     whole = [corpus.document(tokenizer, text, END) for text in held_out]
 
@@ -123,7 +129,10 @@ def train_lm(
         bits = corpus.bits_per_byte(judged.teach, documents, *size)
         if teacher is not None:
             alpha = corpus.acceptance(teacher.teach, judged.teach, documents, *size)
-            return {"refused": 1 - alpha, "alpha": alpha, "valid_bits_per_byte": bits}
+            if written is None:
+                return {"refused": 1 - alpha, "alpha": alpha, "valid_bits_per_byte": bits}
+            own = written.alpha(teacher.teach, judged.teach)
+            return {"refused": 1 - (alpha + own) / 2, "alpha": alpha, "alpha_own": own, "valid_bits_per_byte": bits}
         early = {
             f"exit_{layers}": corpus.bits_per_byte(partial(exit_logits, judged.dense(), layers=layers), excerpt, *size)
             for layers in shown
@@ -134,7 +143,9 @@ def train_lm(
         with _autocast(where):
             return figures(model, excerpt, exits.report)
 
-    batches = corpus.crops(tokens, plan.batch, plan.context)
+    batches: Batches = corpus.crops(tokens, plan.batch, plan.context)
+    if written is not None:
+        batches = written.among(batches, max(plan.batch * plan.context // written.own.tokens, 1))
     try:
         ended = train(
             model.weights,
@@ -196,18 +207,21 @@ def _loss(
 ) -> Loss:
     """Cross-entropy, of exits too where there is a course, or distillation where there is a teacher.
 
-    (inputs, targets) -> mean over the batch.
+    (inputs, targets), and the penalty of each row where laws are compared under one -> mean over the batch.
     """
 
     def language(inputs: Tensor, targets: Tensor) -> Tensor:
         logits = model.teach(inputs, dropout)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def distilled(inputs: Tensor, targets: Tensor) -> Tensor:
+    def distilled(inputs: Tensor, targets: Tensor, penalty: Tensor | None = None) -> Tensor:
         assert teacher is not None
         with torch.no_grad():
             law = teacher.teach(inputs)
-        return distillation(law, model.teach(inputs, dropout))
+        said = model.teach(inputs, dropout)
+        if penalty is not None:
+            law, said = penalised(law.float(), inputs, penalty), penalised(said.float(), inputs, penalty)
+        return distillation(law, said)
 
     def course_loss(inputs: Tensor, targets: Tensor) -> Tensor:
         assert course is not None
@@ -217,8 +231,8 @@ def _loss(
     if compiled:
         loss = torch.compile(loss)
 
-    def mixed(inputs: Tensor, targets: Tensor) -> Tensor:
+    def mixed(*batch: Tensor) -> Tensor:
         with _autocast(device):
-            return loss(inputs, targets)
+            return loss(*batch)
 
     return mixed
