@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lm.oracle import Oracle
-from tests.lm.small import GPT2, LLAMA, PROMPT, begun, close, forced, model, same_cache, tree
+from tests.lm.small import GPT2, LLAMA, PROMPT, begun, close, model, same_cache, tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Call
-from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
 
 M = model(LLAMA)
@@ -242,67 +241,3 @@ class TestText:
         assert len(session) == 0
         session.extend([4, 2])
         close(session.score(EMPTY).logits[0], M.logits([4, 2])[-1])
-
-
-class TestTheShortWay:
-    """Plain steps and chains of guesses are most of all calls: they pass by what trees need."""
-
-    def test_plain_steps_drafts_and_their_verification_take_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        session = begun(M)
-        with monkeypatch.context() as patch:
-            patch.delattr(Session, "grow")
-            session.score(EMPTY)
-            session.commit((), 2)
-            for n in range(1, 5):  # a draft model's chain, a token at a time
-                grown = session.score(TokenTree.chain([1, 2, 3, 4][:n]))
-            session.append([1, 2, 0])  # of which two were kept
-            session.score(TokenTree.chain([5, 6, 7]))  # a chain that another model drew, in one call
-            session.commit((0, 1, 2), 8)
-            session.append([9])
-            last = session.score(EMPTY)
-        close(grown.logits[-1], forced(M, [*PROMPT, 2, 1, 2, 3, 4]))
-        close(last.logits[0], forced(M, [*PROMPT, 2, 1, 2, 0, 5, 6, 7, 8, 9]))
-
-    @quick
-    @given(st.data(), st.sampled_from([M, G]))
-    def test_it_leaves_what_the_long_one_leaves(self, data: st.DataObject, m) -> None:
-        ledgers: tuple[list[Call], list[Call]] = ([], [])
-        short, long = (begun(m, ledger) for ledger in ledgers)
-        long._chained = lambda tree: None
-        for _ in range(data.draw(st.integers(1, 6))):
-            names = data.draw(st.lists(st.integers(0, 2), max_size=4))
-            t = data.draw(trees(4)) if data.draw(st.integers(0, 3)) == 0 else TokenTree.chain(names)
-            a, b = (session.score(t) for session in (short, long))
-            assert torch.equal(a.logits, b.logits)
-            assert (a.layers, a.hidden.shape) == (b.layers, b.hidden.shape)
-            kept = t.path(data.draw(st.integers(ROOT, len(t.tokens) - 1)))
-            move = data.draw(st.sampled_from(["commit", "append", "rewind", "stay"]))
-            for session in (short, long):
-                if move == "commit":
-                    session.commit(kept, 1)
-                elif move == "append":
-                    session.append([*t.spelled(kept), 2, 0])
-                elif move == "rewind":
-                    session.rewind(max(len(session) - 2, 1))
-        assert ledgers[0] == ledgers[1]
-        for one, other in zip(short.committed, long.committed, strict=True):
-            for x, y in zip((one, *one.descendants()), (other, *other.descendants()), strict=True):
-                assert (x.token, x.slot, x.reach, x.exact, x.row_at) == (y.token, y.slot, y.reach, y.exact, y.row_at)
-                assert x.states.keys() == y.states.keys()
-                assert (x.row is None) == (y.row is None)
-        held = max(node.slot for node in (short.committed[-1], *short.committed[-1].descendants())) + 1
-        assert (short.cache.present[:held] == long.cache.present[:held]).all()
-        assert torch.equal(short.cache.store[:, :, :, :held], long.cache.store[:, :, :, :held])
-
-    def test_what_is_special_goes_the_long_way(self) -> None:
-        session = begun(M)
-        for odd in (tree([1, 2], [ROOT, ROOT]), tree([1], [ROOT], [True])):
-            assert session._chained(odd) is None
-        session.score(tree([1, 2], [ROOT, ROOT]))
-        assert session._chained(TokenTree.chain([3])) is None, "behind a sibling no slot is its position"
-        session.advance(TokenTree.chain([1]), 1)
-        assert session._chained(TokenTree.chain([1])) is None, "what was begun goes on from where it is"
-        assert begun(M)._chained(TokenTree.chain([V])) is None
-        assert begun(M)._chained(TokenTree.chain([1] * 64)) is None
-        with pytest.raises(TinyspecError, match="no text yet"):
-            M.session().score(EMPTY)

@@ -229,7 +229,10 @@ class Decoder:
         drafted = len(self.ledger)
         scores = self.target.score(tree, self.drafter.taps)
         scored = len(self.ledger)
-        laws = Laws(scores, self.warp, self.context, tree)
+        past = (
+            self.context if self.warp.repetition_penalty == 1.0 else tuple(self.context)
+        )  # rows are made when asked for
+        laws = Laws(scores, self.warp, past, tree)
         verdict = self.verifier(tree, laws, chance.split("verify", self.rounds))
         said = (*tree.spelled(verdict.path), *(() if verdict.next is None else (verdict.next,)))
         if not said:
@@ -237,9 +240,7 @@ class Decoder:
         kept, self.finished = self.stop.cut(self.new, said, self._limit)
         path = verdict.path[:kept]
         next = verdict.next if kept > len(verdict.path) else None
-        rows: Sequence[Row] = Rows(laws, (ROOT, *path)[:kept])
-        if self.warp.repetition_penalty != 1.0:
-            rows = tuple(rows)  # their histories are the text as it is now
+        rows = Rows(laws, (ROOT, *path)[:kept])
         self.target.commit(path, next)
         self.context.extend(said[:kept])
         self.rounds += 1

@@ -6,7 +6,9 @@ from typing import Any
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Laws, NoDraft, Round, Target
 from tinyspec.decoding.sampling import Warp, is_exact
+from tinyspec.lm.chain import draw
 from tinyspec.lm.feed import Scores
+from tinyspec.lm.session import Session
 from tinyspec.tree import TokenTree
 
 
@@ -36,21 +38,31 @@ class ModelDraft(NoDraft):
             self.model.extend(tokens)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        tree = TokenTree()
+        tree, rows = TokenTree(), list[Any]()
         if self.left_behind:
             return tree
-        deepest = self.gamma if self.positions is None else min(self.gamma, self.positions - self.length)
-        for _ in range(min(deepest, room)):
-            laws, tip = Laws(self.model.score(tree), warp, context, tree), len(tree.tokens) - 1
+        most = min(self.gamma if self.positions is None else min(self.gamma, self.positions - self.length), room)
+
+        def choose(scores: Scores) -> int | None:
+            """Draw behind the last row and hang it to the tree; the token, while there is another to be drawn."""
+            nonlocal tree
+            laws, tip = Laws(scores, warp, context, tree), len(tree.tokens) - 1
             if not self.sure(laws, tip):
-                break
+                return None
             law, token = None, laws.certain(tip)
             if token is None:
                 law = laws[tip]
                 token = chance.draw(law)
             tree = TokenTree.chain((*tree.tokens, token), (*tree.laws, law))
-            if self.enough(laws, tip, token):
-                break
+            return None if self.enough(laws, tip, token) or len(tree.tokens) == most else token
+
+        def behind(row: Any) -> int | None:
+            rows.append(row)
+            return choose(Scores(rows, (), ()))  # type: ignore[arg-type]  # in memory, as Laws would have them
+
+        if most > 0 and not (isinstance(self.model, Session) and draw(self.model, most, behind)):
+            while choose(self.model.score(tree)) is not None:
+                pass
         return tree
 
     def sure(self, laws: Laws, tip: int) -> bool:

@@ -7,12 +7,13 @@ name gets it unpacked.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyspec import _core
@@ -21,6 +22,9 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.feed import Feed, Seen
 from tinyspec.lm.host import give_back
 from tinyspec.lm.rope import rotations
+
+Choose = Callable[[NDArray[np.float32]], int | None]
+"""The token that comes behind a row of logits [V]; None: no more."""
 
 _NOTHING = torch.empty(0, 0, 0)
 BLOCK = 16  # outputs that stand together in a packed matrix
@@ -173,7 +177,25 @@ class Engine:
         self.layers(x, feed.cache, feed.slots, feed.positions, feed.paths(0, range(n)))
         states = torch.from_numpy(x)
         hidden = torch.stack([self.final(states)] * len(feed.taps)) if feed.taps else _NOTHING
-        return states, hidden, self.head(states if len(feed.heads) == n else torch.from_numpy(x[feed.heads]))
+        return states, hidden, torch.from_numpy(self._says_of(x if len(feed.heads) == n else x[feed.heads]))
+
+    def chain(self, cache: Cache, token: int, slot: int, most: int, choose: Choose) -> list[tuple[int, Tensor, Tensor]]:
+        """Rows one behind the other, up to `most`, from `token` in `slot` on, where slots are positions; each chooses the next.
+
+        The tokens that were run, each with its logits [V] and the state [d] behind the last layer.
+        """
+        x, ran = np.empty((most, 1, self.config.d_model), np.float32), list[tuple[int, Tensor, Tensor]]()
+        for row, at in zip(x, range(slot, slot + most), strict=True):
+            self._lookup.rows([token], row)
+            if self._positions is not None:
+                row += self._positions[at].float().numpy()
+            self.layers(row, cache, [at], [at], (1, [(at + 1, ())]))
+            logits = self._says_of(row)[0]
+            ran.append((token, torch.from_numpy(logits), torch.from_numpy(row[0])))
+            if (chosen := choose(logits)) is None:
+                break
+            token = chosen
+        return ran
 
     def layers(
         self, x: Any, cache: Cache, slots: list[int], positions: list[int], paths: tuple[int, list[Seen]]
@@ -246,12 +268,16 @@ class Engine:
 
     def head(self, x: Tensor) -> Tensor:
         """Logits [n, V], float32, of rows x [n, d] before the final norm."""
+        return torch.from_numpy(self._says_of(x.contiguous().numpy()))
+
+    def _says_of(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """`head`, of rows that numpy holds."""
         logits = np.empty((len(x), len(self.config.says) or self.config.vocab_size), np.float32)
-        self._compiled.head(x.contiguous().numpy(), np.empty(x.shape, np.float32), logits, torch.get_num_threads())
+        self._compiled.head(x, np.empty_like(x), logits, torch.get_num_threads())
         if self._says is not None:
             said, logits = logits, np.full((len(x), self.config.vocab_size), -np.inf, np.float32)
             logits[:, self._says] = said
-        return torch.from_numpy(logits)
+        return logits
 
 
 def _gain(plain: Mapping[str, Tensor], norm: str) -> tuple[Any, Any]:

@@ -50,6 +50,11 @@ class Plan:
     def __hash__(self) -> int:
         return hash((self.last, self.skip, self.visible))
 
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is left out."""
+        return self.last is None and not self.skip and self.visible is None
+
     def sublayers(self, n_layers: int) -> int:
         """Where this plan stops, in sublayers."""
         return 2 * (n_layers if self.last is None else self.last)

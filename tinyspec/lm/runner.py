@@ -104,16 +104,19 @@ class Runner:
         """`run` where nothing is special: nodes that follow one another, each in the slot of its position and behind all that
         it sees, none of them begun, through the whole model. Logits from the node `first` on."""
         stop, slots = 2 * self.model.config.n_layers, [node.slot for node in nodes]
+        starts = [0] * len(nodes)
+        seen: list[Seen] = [(slot + 1, ()) for slot in slots]
+        self._check(nodes, starts, stop, self.plan, seen, slots[-1] + 1)
         feed = Feed(
             cache=self.cache,
             plan=self.plan,
             tokens=[node.token for node in nodes],
             positions=slots,
             slots=slots,
-            starts=[0] * len(nodes),
+            starts=starts,
             stop=stop,
             high=slots[-1] + 1,
-            seen=[(slot + 1, ()) for slot in slots],
+            seen=seen,
             heads=list(range(first, len(nodes))),
             snapshot=(stop,),
             ledger=self.ledger,
@@ -150,7 +153,7 @@ class Runner:
         starts: list[int],
         stop: int,
         plan: Plan,
-        paths: list[Seen],
+        paths: Sequence[Seen],
         high: int,
     ) -> None:
         """Every attention read has its keys: no position is silently missing in a layer that will be read."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.chain import lengthened, seated
 from tinyspec.lm.feed import Call, Scores
 from tinyspec.lm.host import stack
 from tinyspec.lm.node import Node
@@ -20,7 +21,7 @@ from tinyspec.lm.plan import Plan
 from tinyspec.lm.runner import SLAB, Gate, Runner
 from tinyspec.lm.text import Text
 from tinyspec.lm.transformer import Model
-from tinyspec.tree import ROOT, TokenTree
+from tinyspec.tree import TokenTree
 
 if TYPE_CHECKING:
     from tinyspec.lm.view import View
@@ -36,6 +37,7 @@ class Session(Text):
         self, model: Model, *, plan: Plan | None = None, ledger: list[Call] | None = None, gate: Gate | None = None
     ):
         self.plan = plan or Plan()
+        self.alone = gate is None
         self.runner = Runner(model, self.plan, [] if ledger is None else ledger, gate or model.forward)
         super().__init__(model, self.runner.cache)
         self._ready = 0  # committed tokens before this one are done for good; the newest never is: views rerun it
@@ -77,7 +79,9 @@ class Session(Text):
 
     def fork(self) -> "Session":
         """Another text with the same prefix; what is uncommitted stays here."""
-        twin = Session(self.model, plan=self.plan, ledger=self.runner.ledger, gate=self.runner.gate)
+        twin = Session(
+            self.model, plan=self.plan, ledger=self.runner.ledger, gate=None if self.alone else self.runner.gate
+        )
         twin.runner.cache = twin.cache = self.cache.clone()
         last: Node | None = None
         for node in self.committed:
@@ -91,11 +95,11 @@ class Session(Text):
 
     def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
         """The target's rows for the root and every node. Runs only what is missing, in one forward."""
-        rows = None if taps else self._chained(tree)
+        rows = None if taps else seated(self, tree)
         if rows is None:
             scores, self.scored = self.grow(tree, taps, self.plan)
         else:
-            scores, self.scored = self._lengthen(rows), rows[1:]
+            scores, self.scored = lengthened(self, rows), rows[1:]
         return scores
 
     def advance(self, tree: TokenTree, layer: int, taps: Sequence[int] = (), head: bool = False) -> Scores:
@@ -177,56 +181,6 @@ class Session(Text):
         """Committed tokens before the newest that are not at `stop` yet: appended, or left early and not filled."""
         n_layers, late = self.model.config.n_layers, self.committed[self._ready : -1]
         return [n for n in late if not n.filled and n.lacks(self.plan, stop, n_layers, (), head=False)]
-
-    def _chained(self, tree: TokenTree) -> list[Node] | None:
-        """The newest token and the nodes of a chain, seated, where nothing is special: what is missing stands at the end and
-        was not begun, and the whole model runs. So it is in plain decoding, for a draft model and for the chain that it drew.
-        None: let `grow` see to it."""
-        self._advance_ready()
-        n, n_layers, limit = len(tree.tokens), self.model.config.n_layers, self.model.config.max_positions
-        usual = not (
-            self._extras or self.plan.visible or self.plan.skip or self.plan.last is not None or any(tree.probe)
-        )
-        if not (usual and self.committed and list(tree.parents) == list(range(ROOT, n - 1))):
-            return None
-        if len(self) + n > limit or not all(0 <= token < self.model.config.vocab_size for token in tree.tokens):
-            return None
-        rows, end = [self.committed[-1]], 2 * n_layers
-        for token in tree.tokens:
-            if (child := rows[-1].children.get(token)) is None:
-                break
-            rows.append(child)
-        begun = [*self.committed[self._ready : -1], *rows]
-        done = (
-            0
-            if self._ready < len(self) - 1
-            else sum(not node.lacks(self.plan, end, n_layers, (), True) for node in rows)
-        )
-        if len(begun) > SLAB or any(node.reach or node.states or node.filled for node in begun[done:]):
-            return None
-        if any(node.slot != node.position for node in begun) or self._first_free() != len(self) - 1 + len(rows):
-            return None
-        if not self.cache.present[: begun[0].slot + done].all():
-            return None
-        for token in tree.tokens[len(rows) - 1 :]:
-            rows.append(Node(token, rows[-1]))
-            rows[-1].slot = rows[-1].position
-        self.cache.reserve(len(self) + n)
-        self.cache.present[begun[0].slot + done : len(self) + n] = False
-        return rows
-
-    def _lengthen(self, rows: list[Node]) -> Scores:
-        """What `_chained` found: run those that were not, and read all off."""
-        late = self.committed[self._ready : -1]
-        todo = [*late, *(node for node in rows if not node.reach)]
-        fresh = self.runner.follow(todo, len(late)).logits if todo else None
-        logits = (
-            fresh
-            if fresh is not None and len(fresh) == len(rows)
-            else stack([n.row for n in rows if n.row is not None])
-        )
-        self._advance_ready()
-        return Scores(logits, self._states(rows, ()), [self.model.config.n_layers] * len(rows))
 
     def _advance_ready(self) -> None:
         n_layers = self.model.config.n_layers

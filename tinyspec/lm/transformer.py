@@ -21,8 +21,9 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.blocks import Blocks
+from tinyspec.lm.cache import Cache
 from tinyspec.lm.config import Config
-from tinyspec.lm.engine import Engine, packable
+from tinyspec.lm.engine import Choose, Engine, packable
 from tinyspec.lm.feed import Call, Feed, Scores
 from tinyspec.lm.static import Static
 from tinyspec.lm.tokenizer import Tokenizer
@@ -176,6 +177,15 @@ class Model:
             return self._forward(feeds)
         with torch.inference_mode():
             return self._forward(feeds)
+
+    def chain(
+        self, cache: Cache, token: int, slot: int, most: int, choose: Choose, ledger: list[Call]
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """`forward` of one row after the other, each of which chooses the next, as a draft model does: see `Engine.chain`."""
+        assert self.engine is not None
+        ran = self.engine.chain(cache, token, slot, most, choose)
+        ledger += [Call(self.name, 1, float(self.config.n_layers), 1)] * len(ran)
+        return ran
 
     def _forward(self, feeds: Sequence[Feed]) -> list[Scores]:
         path = self._path

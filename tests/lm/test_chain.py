@@ -1,0 +1,202 @@
+"""The short way through a session leaves what the long one would leave, to the bit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lm.small import GPT2, LLAMA, PROMPT, begun, close, forced, model, tree
+from tests.lm.test_session import trees
+from tinyspec import _core
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.chain import draw, seated
+from tinyspec.lm.feed import Call
+from tinyspec.lm.gate import Gate
+from tinyspec.lm.plan import Plan
+from tinyspec.lm.session import Session
+from tinyspec.tree import ROOT, TokenTree
+
+M, G = model(LLAMA), model(GPT2)
+V = LLAMA.vocab_size
+EMPTY = TokenTree()
+SPOKEN = replace(LLAMA, says=(0, 1, 2, 5, 7, 9), tied=False)
+PACKED = [model(config, dtype=dtype) for config in (LLAMA, GPT2) for dtype in (torch.float32, torch.bfloat16)]
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+compiled = pytest.mark.skipif(_core.compute is None, reason="nothing was compiled")
+
+
+def test_plain_steps_chains_and_their_verification_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = begun(M)
+    with monkeypatch.context() as patch:
+        patch.delattr(Session, "grow")
+        session.score(EMPTY)
+        session.commit((), 2)
+        for n in range(1, 5):  # a draft model's chain, a token at a time
+            grown = session.score(TokenTree.chain([1, 2, 3, 4][:n]))
+        session.append([1, 2, 0])  # of which two were kept
+        session.score(TokenTree.chain([5, 6, 7]))  # a chain that another model drew, in one call
+        session.commit((0, 1, 2), 8)
+        session.append([9])
+        last = session.score(EMPTY)
+    close(grown.logits[-1], forced(M, [*PROMPT, 2, 1, 2, 3, 4]))
+    close(last.logits[0], forced(M, [*PROMPT, 2, 1, 2, 0, 5, 6, 7, 8, 9]))
+
+
+@quick
+@given(st.data(), st.sampled_from([M, G]))
+def test_the_short_way_leaves_what_the_long_one_leaves(data: st.DataObject, m) -> None:
+    ledgers: tuple[list[Call], list[Call]] = ([], [])
+    short, long = (begun(m, ledger) for ledger in ledgers)
+    for _ in range(data.draw(st.integers(1, 6))):
+        names = data.draw(st.lists(st.integers(0, 2), max_size=4))
+        t = data.draw(trees(4)) if data.draw(st.integers(0, 3)) == 0 else TokenTree.chain(names)
+        a, (b, long.scored) = short.score(t), long.grow(t, (), long.plan)
+        assert torch.equal(a.logits, b.logits)
+        assert (a.layers, a.hidden.shape) == (b.layers, b.hidden.shape)
+        kept = t.path(data.draw(st.integers(ROOT, len(t.tokens) - 1)))
+        move = data.draw(st.sampled_from(["commit", "append", "rewind", "stay"]))
+        for session in (short, long):
+            if move == "commit":
+                session.commit(kept, 1)
+            elif move == "append":
+                session.append([*t.spelled(kept), 2, 0])
+            elif move == "rewind":
+                session.rewind(max(len(session) - 2, 1))
+    assert ledgers[0] == ledgers[1]
+    for one, other in zip(short.committed, long.committed, strict=True):
+        for x, y in zip((one, *one.descendants()), (other, *other.descendants()), strict=True):
+            assert (x.token, x.slot, x.reach, x.exact, x.row_at) == (y.token, y.slot, y.reach, y.exact, y.row_at)
+            assert x.states.keys() == y.states.keys()
+            assert (x.row is None) == (y.row is None)
+    held = max(node.slot for node in (short.committed[-1], *short.committed[-1].descendants())) + 1
+    assert (short.cache.present[:held] == long.cache.present[:held]).all()
+    assert torch.equal(short.cache.store[:, :, :, :held], long.cache.store[:, :, :, :held])
+
+
+def test_what_is_special_goes_the_long_way() -> None:
+    session = begun(M)
+    for odd in (tree([1, 2], [ROOT, ROOT]), tree([1], [ROOT], [True])):
+        assert seated(session, odd) is None
+    session.score(tree([1, 2], [ROOT, ROOT]))
+    assert seated(session, TokenTree.chain([3])) is None, "behind a sibling no slot is its position"
+    session = begun(M)
+    session.advance(TokenTree.chain([1]), 1)
+    assert seated(session, TokenTree.chain([1])) is None, "what was begun goes on from where it is"
+    assert seated(begun(M), TokenTree.chain([V])) is None
+    assert seated(begun(M), TokenTree.chain([1] * 64)) is None
+    with pytest.raises(TinyspecError, match="no text yet"):
+        M.session().score(EMPTY)
+
+
+# ---------------------------------------------------------------------- guesses that choose each other
+
+
+def best(rows: list[Any], most: int) -> Callable[[Any], int | None]:
+    """The highest token of each row, `most` times."""
+
+    def choose(row: Any) -> int | None:
+        rows.append(np.array(row))
+        return int(row.argmax()) if len(rows) < most else None
+
+    return choose
+
+
+def scored(session: Session, most: int) -> list[Any]:
+    """The same, by trees."""
+    rows, t = list[Any](), EMPTY
+    for _ in range(most):
+        rows.append(session.score(t).logits[-1].float().numpy())
+        t = TokenTree.chain((*t.tokens, int(rows[-1].argmax())))
+    return rows
+
+
+@compiled
+@quick
+@given(st.sampled_from(PACKED), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4))
+def test_guesses_that_choose_each_other_are_those_of_trees(m, rounds: list[tuple[int, int]]) -> None:
+    ledgers: tuple[list[Call], list[Call]] = ([], [])
+    one, other = (begun(m, ledger) for ledger in ledgers)
+    for most, kept in rounds:
+        rows = list[Any]()
+        if not draw(one, most, best(rows, most)):
+            assert one.committed[-1].children, "what came instead is what was guessed, and guesses hang from it"
+            rows = scored(one, most)
+        expected = scored(other, most)
+        assert all((a == b).all() for a, b in zip(rows, expected, strict=True))
+        said = [int(row.argmax()) for row in rows][:kept]
+        for session in (one, other):
+            session.append([*said, 3])  # what was kept of them, and what came instead
+        for x, y in zip(one.committed, other.committed, strict=True):
+            assert (x.token, x.slot, x.reach, x.exact, x.row_at, x.row is None) == (
+                y.token, y.slot, y.reach, y.exact, y.row_at, y.row is None,
+            )  # fmt: skip
+            assert x.states.keys() == y.states.keys()
+        n = len(one)
+        assert (one.cache.present[:n] == other.cache.present[:n]).all()
+    assert ledgers[0] == ledgers[1]
+    close(one.score(EMPTY).logits.double(), other.score(EMPTY).logits.double())
+
+
+@compiled
+def test_they_can_be_scored_committed_and_continued_from_like_others() -> None:
+    m = PACKED[0]
+    ledger: list[Call] = []
+    session, rows = begun(m, ledger), list[Any]()
+    assert draw(session, 3, best(rows, 3))
+    said = [int(row.argmax()) for row in rows]
+    before = len(ledger)
+    again = session.score(TokenTree.chain(said[:2]), taps=(LLAMA.n_layers,))
+    assert (again.logits.numpy() == np.array(rows)).all()
+    assert [call.row_layers for call in ledger[before:]] == [0.0], "what was run is continued from its last state"
+    session.commit((0,), said[1])
+    assert [node.token for node in session.committed[-2:]] == said[:2]
+
+
+@compiled
+def test_a_draft_with_its_own_words_says_them_and_no_others() -> None:
+    m = model(SPOKEN, dtype=torch.float32)
+    session, rows = begun(m), list[Any]()
+    assert draw(session, 2, best(rows, 2))
+    assert all(set(np.flatnonzero(np.isfinite(row))) == set(SPOKEN.says) for row in rows)
+
+
+@compiled
+def test_none_is_chosen_where_something_is_special() -> None:
+    def never(row: Any) -> int | None:
+        raise AssertionError("asked")
+
+    m = PACKED[0]
+    hanging, begun_at = begun(m), begun(m)
+    hanging.score(TokenTree.chain([1]))
+    begun_at.advance(EMPTY, 1)
+    shut = m.session(gate=Gate(1))
+    shut.extend(PROMPT)
+    part = begun(m)
+    part.replan(Plan(last=1))
+    for session, most in ((hanging, 2), (begun_at, 2), (shut, 2), (part, 2), (begun(m), 99), (begun(M), 2)):
+        assert not draw(session, most, never)
+
+
+@compiled
+def test_a_choice_that_fails_leaves_the_session_as_it_was() -> None:
+    session = begun(PACKED[0])
+    rows = list[Any]()
+
+    def fails(row: Any) -> int | None:
+        rows.append(row)
+        if len(rows) == 2:
+            raise KeyboardInterrupt
+        return 1
+
+    with pytest.raises(KeyboardInterrupt):
+        draw(session, 3, fails)
+    assert not session.committed[-1].children
+    close(
+        session.score(TokenTree.chain([2])).logits[-1].double(),
+        begun(PACKED[0]).score(TokenTree.chain([2])).logits[-1].double(),
+    )
