@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+import tinyspec
 from tests.bench.fakes import Hand
 from tests.lm.small import LLAMA, model
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec import _core
 from tinyspec.bench import curve, parts
 from tinyspec.errors import TinyspecError
+from tinyspec.pairing import advised
 from tinyspec.technique import find
 
 compiled = pytest.mark.skipif(_core.compute is None, reason="NOT COMPILED: there are no layers to take apart")
@@ -66,7 +68,14 @@ def test_the_matrices_are_those_of_all_layers_once_each() -> None:
 def test_the_parts_add_up_to_the_whole() -> None:
     """Each arm takes its own time; what lies between two of them is a part too."""
     hand = Hand()
-    takes = {parts.WHOLE: 20.0, parts.LAYERS: 14.0, parts.BLIND: 9.0, parts.MATRICES: 7.0, parts.HEAD: 3.0}
+    takes = {
+        parts.WHOLE: 20.0,
+        parts.LAYERS: 14.0,
+        parts.BLIND: 9.0,
+        parts.MATRICES: 7.0,
+        parts.HEAD: 3.0,
+        parts.GUESSED: 30.0,
+    }
 
     def work(label: str) -> Any:
         return lambda k: hand.wind(1e-3 * k * takes[label])
@@ -82,6 +91,7 @@ def test_the_parts_add_up_to_the_whole() -> None:
             {"whole": 20, "matrices": 7, "head": 3, "attention": 5, "between": 2, "around": 3}
         )
         assert sum(of[part] for part in parts.PARTS) == pytest.approx(of["whole"])
+        assert of["guesses"] == pytest.approx(30 * int(k))
         assert of["floor"] == pytest.approx(max(1.0, curve.operations(LLAMA, int(k), 9) / 100))
     head = 4 * LLAMA.vocab_size * LLAMA.d_model
     assert found["reads"] == pytest.approx(
@@ -107,17 +117,17 @@ def test_the_command_writes_the_result_and_the_table(zoo: Zoo, tmp_path: Path, m
     assert "From 1 to 8 rows behind 40 tokens" in said and "| 1 behind 8 |" in said
 
 
-def test_a_draft_model_is_up_against_its_own_steps_and_the_call_that_judges_them() -> None:
-    """Three guesses of 0.2 ms and a call of 0.9: as long as 1.5 / 0.5 = 3 plain steps. Three is what the race guesses."""
-    assert find("speculative_decoding").settings({})["gamma"] == parts.GUESSES
+def test_a_draft_model_is_up_against_its_own_guesses_and_the_call_that_judges_them() -> None:
+    """Four guesses of 0.15 ms and a call of 0.9: as long as 1.5 / 0.5 = 3 plain steps. Four are what the race asks for."""
+    assert advised(find("speculative_decoding"), [tinyspec.load("apprentice")]) == {"gamma": parts.GUESSES}
 
-    def result(name: str, wholes: dict[str, float]) -> dict[str, Any]:
-        of = {k: {"whole": whole} for k, whole in wholes.items()}
+    def result(name: str, wholes: dict[str, float], guesses: float = 0.0) -> dict[str, Any]:
+        of = {k: {"whole": whole, "guesses": guesses} for k, whole in wholes.items()}
         return {"command": name, "figures": {"128": {"milliseconds": of}}}
 
-    said = parts.race(result("big", {"1": 0.5, "4": 0.9, "8": 9.0}), result("small", {"1": 0.2, "4": 9.0}))
+    said = parts.race(result("big", {"1": 0.5, "4": 9.0, "5": 0.9}), result("small", {"1": 9.0, "4": 9.0}, 0.6))
     assert "(`big`, `small`): behind 128 tokens a plain step takes 0.50 ms" in said
-    assert "3 guesses 0.90, and a step of the draft 0.20." in said and "as 3.00 plain steps" in said
+    assert "4 guesses 0.90, and each guess of the draft 0.15." in said and "as 3.00 plain steps" in said
 
 
 @compiled
@@ -131,3 +141,15 @@ def test_without_compiled_layers_there_is_nothing_to_take_apart(monkeypatch: pyt
     monkeypatch.setattr(_core, "compute", None)
     with pytest.raises(TinyspecError, match="compiled"):
         parts.forwards(model(LLAMA, dtype=torch.float32), 9, 8)
+
+
+@compiled
+@pytest.mark.parametrize("k", [1, 4])
+def test_guesses_one_by_one_run_a_row_each(k: int) -> None:
+    m = model(LLAMA, dtype=torch.float32)
+    arm = parts.Guessing(m, 9)
+    for _ in range(2):
+        arm.prepare(k)
+        before = len(arm.session.runner.ledger)
+        arm.run(k)
+        assert [call.rows for call in arm.session.runner.ledger[before:]] == [1] * k

@@ -8,7 +8,9 @@ sees nothing but itself; the layers' matrices alone, one after another; the head
     between     layers that see themselves alone, less their matrices: norms, activation, meetings of threads
     around      the whole, less layers and head: Python, from tokens to logits
 
-Each is a difference of medians, so a small one may come out below zero; and whatever is run alone wakes the threads and fills
+A sixth is no part of it: k guesses of which each chooses the next, as a draft model makes them. What is left over is Python.
+
+Each difference is one of medians, so a small one may come out below zero; and whatever is run alone wakes the threads and fills
 the caches for itself. The floor is the cost curve's, by the meters' medians (`curve.figures`).
 """
 
@@ -25,13 +27,15 @@ from tinyspec.bench import curve
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.report import Grid
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.chain import draw
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine
 from tinyspec.lm.feed import Seen
 from tinyspec.lm.transformer import Model
 
-KS = (1, 2, 4, 8, 12, 16, 32)
+KS = (1, 2, 4, 5, 8, 12, 16, 32)
 WHOLE, LAYERS, BLIND, MATRICES, HEAD = "tinyspec", "layers", "layers that see themselves", "matrices", "head"
+GUESSED = "guesses, one by one"
 PARTS = ("matrices", "head", "attention", "between", "around")
 """What a call is made of; they add up to it."""
 
@@ -65,7 +69,19 @@ def forwards(model: Model, cached: int, most: int = max(KS)) -> list[curve.Forwa
         Alone(BLIND, lambda k: layers.run(k, [(0, (cached + row,)) for row in range(k)])),
         Alone(MATRICES, layers.matrices),
         Alone(HEAD, lambda k: engine.head(layers.rows[k])),
+        Guessing(model, cached),
     ]
+
+
+class Guessing(curve.OwnForwards):
+    """Ours as a draft model: k guesses one after the other, each the best one behind the last."""
+
+    label = GUESSED
+
+    def run(self, k: int) -> None:
+        left = iter(range(k - 1, -1, -1))
+        if not draw(self.session, k, lambda row: int(row.argmax()) if next(left) else None):
+            raise RuntimeError("this session does not let its guesses choose each other")
 
 
 class Layers:
@@ -101,9 +117,9 @@ def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """For each k the milliseconds of the whole and of its parts, from the samples of `curve.measure`.
 
     >>> part = {"tinyspec": [0.010], "layers": [0.008], "layers that see themselves": [0.006], "matrices": [0.005],
-    ...         "head": [0.001]}
+    ...         "head": [0.001], "guesses, one by one": [0.012]}
     >>> [(name, round(ms)) for name, ms in apart({"curves": {n: {"1": s} for n, s in part.items()}})["1"].items()]
-    [('whole', 10), ('matrices', 5), ('head', 1), ('attention', 2), ('between', 1), ('around', 1)]
+    [('whole', 10), ('matrices', 5), ('head', 1), ('attention', 2), ('between', 1), ('around', 1), ('guesses', 12)]
     """
     found: dict[str, dict[str, float]] = {}
     for k in raw["curves"][WHOLE]:
@@ -115,6 +131,7 @@ def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
             "attention": ms[LAYERS] - ms[BLIND],
             "between": ms[BLIND] - ms[MATRICES],
             "around": ms[WHOLE] - ms[LAYERS] - ms[HEAD],
+            "guesses": ms[GUESSED],
         }
     return found
 
@@ -191,18 +208,19 @@ def told(result: Mapping[str, Any]) -> list[str]:
     return lines[:-1]
 
 
-GUESSES = 3  # of speculative decoding in a round of the race
+GUESSES = 4  # of speculative decoding in a round of the race, as the card of the draft advises
 
 
 def race(target: Mapping[str, Any], draft: Mapping[str, Any]) -> str:
     """What a draft model is up against: the calls of its rounds, in plain steps of the target."""
     (cached,), (behind,) = target["figures"], draft["figures"]
     calls, steps = target["figures"][cached]["milliseconds"], draft["figures"][behind]["milliseconds"]
-    plain, judged, step = calls["1"], calls[str(1 + GUESSES)], steps["1"]
-    needed = (judged["whole"] + GUESSES * step["whole"]) / plain["whole"]
+    plain, judged = calls["1"], calls[str(1 + GUESSES)]
+    step = steps[str(GUESSES)]["guesses"] / GUESSES
+    needed = (judged["whole"] + GUESSES * step) / plain["whole"]
     return (
         f"What the draft is up against (`{target['command']}`, `{draft['command']}`): behind {cached} tokens a plain step "
-        f"takes {plain['whole']:.2f} ms, a call that judges {GUESSES} guesses {judged['whole']:.2f}, and a step of the draft "
-        f"{step['whole']:.2f}. A round of {GUESSES} guesses takes as long as "
+        f"takes {plain['whole']:.2f} ms, a call that judges {GUESSES} guesses {judged['whole']:.2f}, and each guess of the "
+        f"draft {step:.2f}. A round of {GUESSES} guesses takes as long as "
         f"{needed:.2f} plain steps, and would have to bring more tokens than that."
     )

@@ -133,6 +133,9 @@ def _text(
     if teacher:
         what = f"The draft of `{teacher}`, distilled from its whole law; it shares its tokenizer."
         quality += f"; alpha = mean of sum min(p, q) = {final['alpha']:.3f} against `{teacher}` at temperature 1"
+    if recipe.own is not None:
+        strengths = ", ".join(f"{penalty:g}" for penalty in recipe.own.penalties)
+        quality += f", and {final['alpha_own']:.3f} on texts that it wrote, under repetition penalties of {strengths}"
     else:
         what = "A small language model that has read 107 public-domain books, for young readers most of them."
     shape = (
@@ -140,6 +143,8 @@ def _text(
     )
     shape += f"{c.head_dim}, MLP of {c.d_ff}, vocabulary {c.vocab_size} (byte-level BPE), context {c.max_positions}"
     pair = f"- **draft**: `{recipe.draft}`\n" if recipe.draft else f"- **draft of**: `{teacher}`\n" if teacher else ""
+    if gamma := recipe.extra.get("gamma"):
+        pair = pair.removesuffix("\n") + f"; asked for {gamma} tokens a round unless told otherwise\n"
     if recipe.start:
         what += f" It goes on from the weights of `{Path(recipe.start).name}`."
     if recipe.exits is not None:
