@@ -9,7 +9,24 @@ from tinyspec.decoding.sampling import Warp, is_exact
 from tinyspec.lm.chain import draw
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.session import Session
-from tinyspec.tree import TokenTree
+from tinyspec.tree import Row, TokenTree
+
+
+class Along(Laws):
+    """The laws along a chain whose rows come one by one, in memory. Only the newest is asked for."""
+
+    def __init__(self, warp: Warp, context: Sequence[int]):
+        super().__init__(Scores((), (), ()), warp, context, TokenTree())  # type: ignore[arg-type]  # nothing on a device
+        self._logits: list[Any] = []
+        self.past = list(context)
+
+    def extend(self, row: Any, tokens: Sequence[int]) -> None:
+        """One more row, behind one more token (the first: behind the text)."""
+        self._logits.append(row)
+        self.past += tokens
+
+    def _history(self, node: int, warp: Warp) -> Sequence[int]:
+        return self.past
 
 
 class ModelDraft(NoDraft):
@@ -38,32 +55,35 @@ class ModelDraft(NoDraft):
             self.model.extend(tokens)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        tree, rows = TokenTree(), list[Any]()
-        if self.left_behind:
-            return tree
+        tokens, drawn = list[int](), list[Row | None]()
         most = min(self.gamma if self.positions is None else min(self.gamma, self.positions - self.length), room)
 
-        def choose(scores: Scores) -> int | None:
-            """Draw behind the last row and hang it to the tree; the token, while there is another to be drawn."""
-            nonlocal tree
-            laws, tip = Laws(scores, warp, context, tree), len(tree.tokens) - 1
+        def choose(laws: Laws) -> int | None:
+            """Draw behind the last token; the new one, while there is another to be drawn."""
+            tip = len(tokens) - 1
             if not self.sure(laws, tip):
                 return None
             law, token = None, laws.certain(tip)
             if token is None:
                 law = laws[tip]
                 token = chance.draw(law)
-            tree = TokenTree.chain((*tree.tokens, token), (*tree.laws, law))
-            return None if self.enough(laws, tip, token) or len(tree.tokens) == most else token
+            tokens.append(token)
+            drawn.append(law)
+            return None if self.enough(laws, tip, token) or len(tokens) == most else token
+
+        along = Along(warp, context)
 
         def behind(row: Any) -> int | None:
-            rows.append(row)
-            return choose(Scores(rows, (), ()))  # type: ignore[arg-type]  # in memory, as Laws would have them
+            along.extend(row, tokens[-1:])
+            return choose(along)
 
-        if most > 0 and not (isinstance(self.model, Session) and draw(self.model, most, behind)):
-            while choose(self.model.score(tree)) is not None:
-                pass
-        return tree
+        if self.left_behind or most <= 0:
+            return TokenTree()
+        if not (isinstance(self.model, Session) and draw(self.model, most, behind)):
+            tree = TokenTree()
+            while choose(Laws(self.model.score(tree), warp, context, tree)) is not None:
+                tree = TokenTree.chain(tokens, drawn)
+        return TokenTree.chain(tokens, drawn)
 
     def sure(self, laws: Laws, tip: int) -> bool:
         """Asked before a token is drawn behind the node `tip`: whether to draw one."""

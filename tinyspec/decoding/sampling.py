@@ -147,13 +147,16 @@ class Warp:
         return law
 
 
+_READ = np.dtype(np.float32), np.dtype(np.float64)
+
+
 def _floats(logits: Any) -> NDArray[np.float32] | NDArray[np.float64]:
     """CPU logits as the kernels read them: float32 and float64 as they are, narrower dtypes as float32 (exact)."""
     if isinstance(logits, torch.Tensor):
         logits = logits.detach()
         logits = (logits if logits.dtype in (torch.float32, torch.float64) else logits.float()).numpy()
     row = np.ascontiguousarray(logits)
-    return row if row.dtype in (np.float32, np.float64) else row.astype(np.float64)
+    return row if row.dtype in _READ else row.astype(np.float64)
 
 
 def pick(row: Row, u: float) -> int:
