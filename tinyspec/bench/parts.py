@@ -131,7 +131,7 @@ def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
             "attention": ms[LAYERS] - ms[BLIND],
             "between": ms[BLIND] - ms[MATRICES],
             "around": ms[WHOLE] - ms[LAYERS] - ms[HEAD],
-            "guesses": ms[GUESSED],
+            **({"guesses": ms[GUESSED]} if GUESSED in ms else {}),  # older results have none
         }
     return found
 

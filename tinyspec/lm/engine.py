@@ -177,7 +177,7 @@ class Engine:
         self.layers(x, feed.cache, feed.slots, feed.positions, feed.paths(0, range(n)))
         states = torch.from_numpy(x)
         hidden = torch.stack([self.final(states)] * len(feed.taps)) if feed.taps else _NOTHING
-        return states, hidden, torch.from_numpy(self._says_of(x if len(feed.heads) == n else x[feed.heads]))
+        return states, hidden, torch.from_numpy(self.logits(x if len(feed.heads) == n else x[feed.heads]))
 
     def chain(self, cache: Cache, token: int, slot: int, most: int, choose: Choose) -> list[tuple[int, Tensor, Tensor]]:
         """Rows one behind the other, up to `most`, from `token` in `slot` on, where slots are positions; each chooses the next.
@@ -190,9 +190,9 @@ class Engine:
             if self._positions is not None:
                 row += self._positions[at].float().numpy()
             self.layers(row, cache, [at], [at], (1, [(at + 1, ())]))
-            logits = self._says_of(row)[0]
-            ran.append((token, torch.from_numpy(logits), torch.from_numpy(row[0])))
-            if (chosen := choose(logits)) is None:
+            said = self.logits(row)[0]
+            ran.append((token, torch.from_numpy(said), torch.from_numpy(row[0])))
+            if (chosen := choose(said)) is None:
                 break
             token = chosen
         return ran
@@ -268,9 +268,9 @@ class Engine:
 
     def head(self, x: Tensor) -> Tensor:
         """Logits [n, V], float32, of rows x [n, d] before the final norm."""
-        return torch.from_numpy(self._says_of(x.contiguous().numpy()))
+        return torch.from_numpy(self.logits(x.contiguous().numpy()))
 
-    def _says_of(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    def logits(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """`head`, of rows that numpy holds."""
         logits = np.empty((len(x), len(self.config.says) or self.config.vocab_size), np.float32)
         self._compiled.head(x, np.empty_like(x), logits, torch.get_num_threads())
