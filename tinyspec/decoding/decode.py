@@ -229,9 +229,8 @@ class Decoder:
         drafted = len(self.ledger)
         scores = self.target.score(tree, self.drafter.taps)
         scored = len(self.ledger)
-        past = (
-            self.context if self.warp.repetition_penalty == 1.0 else tuple(self.context)
-        )  # rows are made when asked for
+        # rows are made when they are asked for, with the text as it is now
+        past = self.context if self.warp.repetition_penalty == 1.0 else tuple(self.context)
         laws = Laws(scores, self.warp, past, tree)
         verdict = self.verifier(tree, laws, chance.split("verify", self.rounds))
         said = (*tree.spelled(verdict.path), *(() if verdict.next is None else (verdict.next,)))
