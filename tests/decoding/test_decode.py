@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.lm import small
 from tests.table import Table, law
 from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, NoDraft, Round
@@ -221,3 +222,15 @@ def test_a_greedy_walk_penalises_what_its_own_path_says(seed: int) -> None:
     drafted = run(Decoder(model.session(), Knowing(text), walk, warp=warp, stop=stop))
     assert drafted.context == text
     assert drafted.rounds <= 4
+
+
+def test_the_laws_of_a_round_are_those_of_its_own_text_whenever_they_are_read() -> None:
+    """A penalty looks at the text as it was, and a greedy law is not made before it is read; the text has gone on since."""
+    warp = Warp(0.0, repetition_penalty=9.0)
+    session = small.model().session()
+    request = Decoder(session, NoDraft(), walk, warp=warp, stop=Stop(max_new_tokens=5))
+    request.extend(small.PROMPT)
+    rounds = [request.step(Seeded(i)) for i in range(5)]
+    for i, round in enumerate(rounds):
+        expected = warp(round.scores.logits[0], request.context[: len(small.PROMPT) + i])
+        assert (round.laws[0] == expected).all()

@@ -84,6 +84,9 @@ def test_what_is_special_goes_the_long_way() -> None:
         assert seated(session, odd) is None
     session.score(tree([1, 2], [ROOT, ROOT]))
     assert seated(session, TokenTree.chain([3])) is None, "behind a sibling no slot is its position"
+    assert seated(session, TokenTree.chain([1, 3])) is None, "nor is it where a sibling hangs higher up"
+    session.score(TokenTree.chain([1, 3]))
+    close(session.score(tree([2, 5], [ROOT, 0])).logits[-1], forced(M, [*PROMPT, 2, 5]))
     session = begun(M)
     session.advance(TokenTree.chain([1]), 1)
     assert seated(session, TokenTree.chain([1])) is None, "what was begun goes on from where it is"

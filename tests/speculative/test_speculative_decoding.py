@@ -5,10 +5,13 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.lm.small import PROMPT, model
 from tests.table import Table, law
+from tinyspec import _core
 from tinyspec.decoding.chance import Exhaustive, Seeded
 from tinyspec.decoding.decode import Decoder, Laws, NoDraft
 from tinyspec.decoding.modeldraft import ModelDraft
@@ -16,6 +19,7 @@ from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.gate import Gate
 from tinyspec.speculative.drafting.speculative_decoding import (
     acceptance,
     arithmetic_growth,
@@ -229,3 +233,20 @@ def test_a_greedy_draft_on_real_arrays_is_made_of_point_masses_and_a_sampled_one
         if temperature == 0:
             verdict = lenient(0.5)(tree, laws, Seeded(1))
             assert verdict.path == (0, 1, 2, 3)  # judged by itself it is never less than the best
+
+
+@pytest.mark.skipif(_core.compute is None, reason="nothing was compiled")
+@pytest.mark.parametrize("warp", [Warp(0.0, repetition_penalty=1.3), Warp(0.8, repetition_penalty=1.3), Warp(0.7)])
+def test_guesses_and_laws_are_the_same_whether_they_choose_each_other_or_are_scored_as_trees(warp: Warp) -> None:
+    """Under a penalty a law depends on every guess before it."""
+    small = model(dtype=torch.float32)
+    trees, context = [], list(PROMPT)
+    for gate in (None, Gate(1)):  # behind a gate rows are asked for one tree at a time
+        session = small.session(gate=gate)
+        session.extend(context)
+        trees.append(ModelDraft(session, 4).propose(context, 9, warp, Seeded(3)))
+    one, other = trees
+    assert len(one.tokens) == 4 and one.tokens == other.tokens and one.parents == other.parents
+    for mine, theirs in zip(one.laws, other.laws, strict=True):
+        assert (mine is None) == (theirs is None) == (warp.temperature == 0)
+        assert mine is None or (mine == theirs).all()
