@@ -16,6 +16,7 @@ from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, NoDraft, Round
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.goodput import DRAFT, LOOKED, PLAIN, Curve, Goodput, Offer, Option
+from tinyspec.decoding.modeldraft import ModelDraft
 from tinyspec.decoding.remembered import OUTPUTS
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
@@ -25,13 +26,15 @@ from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.stage import adversary
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys.auto import POEM, Ticking, Watch, astray, took
-from tinyspec.speculative.auto import HELD, HELD_BEHIND, Texts, kept
+from tinyspec.lm.feed import Scores
+from tinyspec.speculative.auto import HELD, HELD_BEHIND, Texts, Waiting, kept
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT, TokenTree
 
 CARD = find("auto")
 GREEDY = Warp(temperature=0.0)
 REFERENCES = [[0, 1, 1, 0, 0, 1, 0]]
+NOTHING_SEEN = Scores((), (), ())  # type: ignore[arg-type]
 Choose = Callable[[int, Any], int]
 
 
@@ -371,6 +374,39 @@ def test_an_idle_draft_model_runs_nothing() -> None:
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
     assert not draft.ledger
+
+
+@given(st.lists(st.tuples(st.sampled_from(["tell", "say", "guess", "back", "end"]), st.integers(0, 6)), max_size=24))
+def test_a_draft_model_that_is_told_late_guesses_what_one_guesses_that_is_told_at_once(
+    deeds: list[tuple[str, int]],
+) -> None:
+    """Its rows depend on the whole text: one token lost, or one too many, and the guesses part."""
+    late, soon, text = Waiting(Table(4), 2, frozenset(), 12), ModelDraft(Table(4), 2, frozenset(), 12), [0]
+    for each in (late, soon):
+        each.extend(text, NOTHING_SEEN)
+    for deed, n in deeds:
+        if deed == "guess":
+            trees = [each.propose(text, n, GREEDY, Seeded(0)) for each in (late, soon)]
+            assert trees[0].tokens == trees[1].tokens
+            continue
+        if deed == "end":
+            text = [n % 3]
+            for each in (late, soon):
+                each.end()
+                each.extend(text, NOTHING_SEEN)
+        elif deed == "back":
+            text = text[: 1 + n]
+            for each in (late, soon):
+                each.rewind(len(text))
+        else:
+            said = tuple((n + i) % 3 for i in range(n))
+            text = [*text, *said]
+            for each in (late, soon):
+                if deed == "tell":
+                    each.extend(said, NOTHING_SEEN)
+                else:
+                    each.observe(Round(TokenTree(), NOTHING_SEEN, Verdict((), 0), said, ()))
+        assert (late.length, late.left_behind) == (soon.length, soon.left_behind)
 
 
 # ------------------------------------------------------------------ requests

@@ -95,15 +95,16 @@ class Curve:
     def costs(self) -> list[float]:
         """Seconds of a round of each size: as measured, else on the slope of the next smaller (else larger) size that was."""
         if self._costs is None:
-            base, self._costs = self.seconds[0] or 1.0, []
-            slopes = [
-                None if seconds is None else max(0.0, (seconds - base) / size)
-                for size, seconds in zip(self.sizes[1:], self.seconds[1:], strict=True)
-            ]
-            slope = next((slope for slope in slopes if slope is not None), SLOPE * base)
-            for size, seconds, own in zip(self.sizes, self.seconds, [None, *slopes], strict=True):
-                slope = slope if own is None else own
-                self._costs.append(self.pace * (base + slope * size if seconds is None else seconds))
+            base, slope, self._costs = self.seconds[0] or 1.0, None, []
+            for size, own in zip(self.sizes[1:], self.seconds[1:], strict=True):
+                if own is not None:  # the smallest that was
+                    slope = max(0.0, (own - base) / size)
+                    break
+            slope = SLOPE * base if slope is None else slope
+            for size, own in zip(self.sizes, self.seconds, strict=True):
+                if own is not None and size:
+                    slope = max(0.0, (own - base) / size)
+                self._costs.append(self.pace * (base + slope * size if own is None else own))
         return self._costs
 
 

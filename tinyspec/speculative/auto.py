@@ -59,24 +59,43 @@ HEED = 0.3  # weight of the newest outcome in how far guesses are trusted: draft
 
 
 class Waiting(ModelDraft):
-    """A draft model that reads the text when it is asked, not before: an idle one costs nothing."""
+    """A draft model that is told of the text when it is asked, not before: an idle one costs nothing."""
 
-    behind = 0
+    def __init__(self, *how: Any):
+        super().__init__(*how)
+        self.unread: list[int] = []  # what came since it was last told
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         if self._follow(tokens):
-            self.model.append(tokens)
-            self.behind += len(tokens)
+            self.unread += tokens
 
     def catch_up(self) -> None:
         """Read what is much to read; a little is read with the first guess."""
-        if self.behind > STALE and not self.left_behind:
-            self.model.extend(())
-        self.behind = 0
+        if self.unread:
+            self.model.append(self.unread)
+            if len(self.unread) > STALE:
+                self.model.extend(())
+            self.unread = []
+
+    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        self.catch_up()
+        return super().propose(context, room, warp, chance)
 
     def observe(self, round: Round) -> None:
-        super().observe(round)
-        self.behind += len(round.tokens)
+        if self._follow(round.tokens):
+            self.unread += round.tokens
+
+    def rewind(self, length: int) -> None:
+        read = self.length - len(self.unread)
+        del self.unread[max(length - read, 0) :]
+        if length < read:
+            super().rewind(length)
+        elif length <= self.length:
+            self.length, self.left_behind = length, False
+
+    def end(self) -> None:
+        super().end()
+        self.unread = []
 
 
 class Texts(Suffixes):
