@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tinyspec import _core
@@ -64,6 +64,23 @@ def test_a_greedy_law_is_the_first_of_the_largest_wherever_it_stands(n: int, dty
             row[-1 - at] = math.nan
             with pytest.raises(TinyspecError, match="NaN"):
                 _core.draw(row, *knobs, 0.9)
+
+
+@given(
+    st.lists(st.sampled_from([-2.0, -1.5, -1.0, 0.0, 1.0, 1.2, 1.5, -math.inf]), min_size=1, max_size=6),
+    st.lists(st.integers(0, 7), max_size=6),
+    st.sampled_from([0.5, 0.8, 1.0, 1.2, 1.5, 2.0]),
+    st.sampled_from([np.float32, np.float64]),
+)
+def test_a_greedy_law_under_a_penalty_is_that_of_the_penalised_scores(
+    logits: Floats, history: list[int], penalty: float, dtype: type
+) -> None:
+    """Ties too: a score that falls may meet another one, which then stands first."""
+    assume(max(logits) > -math.inf)
+    row, knobs = np.array(logits, dtype), (history, 0.0, None, None, None, penalty)
+    wanted = reference.warp(row.tolist(), *knobs)
+    assert _core.warp(row, *knobs).tolist() == wanted
+    assert wanted[_core.draw(row, *knobs, 0.9)] == 1
 
 
 @cores

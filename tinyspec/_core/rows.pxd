@@ -242,17 +242,10 @@ cdef inline void keep_leading(double* w, Py_ssize_t n, Py_ssize_t top_k, double 
 
 cdef inline void law_into(double* x, Py_ssize_t n, double* sums, double top, double temperature, Py_ssize_t top_k,
                           double top_p, double min_p) noexcept nogil:
-    """Scores x[n] with maximum `top` to a law in place, and its block sums; behind them lies keep_leading's room."""
+    """Scores x[n] with maximum `top` to a law in place (above temperature 0), and its block sums; behind them lies keep_leading's room."""
     cdef int64_t* masses = <int64_t*> (sums + n // BLOCK + 1)
     cdef int* candidates = <int*> (masses + 4 * BUCKETS)
-    cdef Py_ssize_t i = 0
-    if temperature == 0:
-        while x[i] != top:
-            i += 1
-        memset(x, 0, n * sizeof(double))
-        x[i] = 1
-        sum_blocks(x, n, sums)
-        return
+    cdef Py_ssize_t i
     weigh_all(x, n, top, temperature)
     if 0 < top_k < n:
         keep_leading(x, n, top_k, 0, masses, candidates)

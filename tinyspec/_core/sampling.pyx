@@ -118,21 +118,23 @@ def race(const double[::1] row, const double[::1] noise):
 
 # --- warping --------------------------------------------------------------------------------------------------------
 
-cdef Py_ssize_t greedy(const real[::1] logits, double temperature, double penalty) noexcept:
-    """The token of a greedy law, which needs no row; -1: no such law, or an error that the long way names."""
-    if temperature != 0 or penalty != 1 or logits.shape[0] == 0:
-        return -1
+cdef Py_ssize_t first(const real[::1] logits) noexcept:
+    """The lowest id of the highest logit; -1: there is none, or not a finite one."""
     if real is float:
-        return first_float(&logits[0], logits.shape[0])
+        return first_float(&logits[0], logits.shape[0]) if logits.shape[0] else -1
     else:
-        return first_double(&logits[0], logits.shape[0])
+        return first_double(&logits[0], logits.shape[0]) if logits.shape[0] else -1
 
 
-cdef int make(const real[::1] logits, double* x, double* sums, history, double temperature, top_k, top_p, min_p,
-              double penalty) except -1:
-    """A law x[n] of logits[n], penalised once for each distinct id, and its block sums (in a room for n tokens)."""
+cdef Py_ssize_t make(const real[::1] logits, double* x, double* sums, history, double temperature, top_k, top_p, min_p,
+                     double penalty) except -2:
+    """A law x[n] of logits[n], penalised once for each distinct id, and its block sums (in a room for n tokens); or the token
+    of a greedy law, which needs neither. A penalty of 1 or more lets no score rise: the highest stays, unless it falls."""
     cdef Py_ssize_t i, token, n = logits.shape[0], k = 0 if top_k is None else top_k
     cdef double nucleus = 1 if top_p is None else top_p, floor = 0 if min_p is None else min_p, score, top
+    token = first(logits) if temperature == 0 and penalty >= 1 else -1
+    if token >= 0 and (penalty == 1 or token not in history):
+        return token
     if n == 0:
         raise TinyspecError("the logits are empty, so they define no law")
     with nogil:
@@ -143,6 +145,9 @@ cdef int make(const real[::1] logits, double* x, double* sums, history, double t
             if 0 <= token < n:
                 score = logits[token]
                 x[token] = score * penalty if score < 0 else score / penalty
+    token = first_double(x, n) if temperature == 0 else -1
+    if token >= 0:
+        return token
     top = largest(x, n)
     if top != top:
         raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
@@ -151,20 +156,20 @@ cdef int make(const real[::1] logits, double* x, double* sums, history, double t
         raise TinyspecError(f"the logits {what}, so they define no law")
     with nogil:
         law_into(x, n, sums, top, temperature, k, nucleus, floor)
-    return 0
+    return -1
 
 
 def warp(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty):
     """Logits [V] (float32 or float64) to a law, float64 [V], in Hugging Face's order. O(V)."""
-    cdef Py_ssize_t n = logits.shape[0], token = greedy(logits, temperature, penalty)
+    cdef Py_ssize_t n = logits.shape[0], token
     cdef double* sums = scratch(n)
     cdef double[::1] row
     try:
-        row = out = np.zeros(n) if token >= 0 else np.empty(max(n, 1))
+        row = out = np.empty(max(n, 1))
+        token = make(logits, &row[0], sums + n, history, temperature, top_k, top_p, min_p, penalty)
         if token >= 0:
+            row[:] = 0
             row[token] = 1
-        else:
-            make(logits, &row[0], sums + n, history, temperature, top_k, top_p, min_p, penalty)
         return out
     finally:
         release(sums)
@@ -172,13 +177,11 @@ def warp(const real[::1] logits, history, double temperature, top_k, top_p, min_
 
 def draw(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty, double u):
     """pick(warp(...), u) without a row in between. O(V)."""
-    cdef Py_ssize_t n = logits.shape[0], token = greedy(logits, temperature, penalty)
+    cdef Py_ssize_t n = logits.shape[0], token
     cdef double* x = scratch(n)
     try:
-        if token < 0:
-            make(logits, x, x + n, history, temperature, top_k, top_p, min_p, penalty)
-            token = find(x, n, x + n, u)
-        return token
+        token = make(logits, x, x + n, history, temperature, top_k, top_p, min_p, penalty)
+        return token if token >= 0 else find(x, n, x + n, u)
     finally:
         release(x)
 
