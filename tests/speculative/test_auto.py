@@ -452,6 +452,17 @@ def test_one_disturbed_round_does_not_switch_drafting_off_for_all_requests_to_co
     assert calls[0] > 60 and calls[-1] < 30
 
 
+def test_a_size_never_run_takes_the_slope_of_the_next_smaller_that_was_or_else_of_the_next_larger() -> None:
+    curve = Curve(9)
+    assert curve.costs() == pytest.approx([1 + 0.1 * size for size in curve.sizes])
+    for size, seconds in ((0, 10.0), (2, 11.0), (5, 15.0)):
+        curve.seconds[curve.place[size]] = seconds
+    curve._costs = None
+    assert dict(zip(curve.sizes, curve.costs(), strict=True)) == pytest.approx(
+        {0: 10, 1: 10.5, 2: 11, 3: 11.5, 4: 12, 5: 15, 7: 17, 9: 19}
+    )
+
+
 def test_of_a_machine_that_slows_down_the_shape_stays_as_it_was() -> None:
     """Twice as long for every size alike: what the sizes are to one another is known already."""
     curve = Curve(4)
