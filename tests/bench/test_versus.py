@@ -132,9 +132,6 @@ def test_of_a_figure_that_misses_its_aim_it_is_told_how_much_shorter_the_calls_b
     bare = result(1.5)
     del bare["curve_figures"]
     assert "0.80" in closing(bare)
-    single = result(1.5, over=2.2)
-    single["settings"]["dtype"] = "float32"  # its keys are no pairs
-    assert "pairs" in said and "pairs" not in closing(single)
 
 
 def test_the_ceilings_tell_who_reads_how_fast() -> None:

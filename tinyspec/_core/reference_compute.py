@@ -59,12 +59,18 @@ def turn(head: Array, cos: Array, sin: Array) -> Array:
     return np.asarray(head * cos + np.roll(head, len(head) // 2) * sin)
 
 
-def attend(q: Array, sees: Array, scale: float) -> Array:
-    """One query [width] over the keys and values that it sees, [2, n, width], in the order of its path."""
+def attend(q: Array, sees: Array, scale: float, lead: int = 0, pairs: bool = False) -> Array:
+    """One query [width] over the keys and values that it sees, [2, n, width], in the order of its path.
+
+    With `pairs`, those behind the first `lead` are bfloat16 and multiplied as such: the query for them and their weights are
+    rounded, the sum of the weights is not.
+    """
     keys, values = sees
-    scores = keys @ q * scale
+    near = bfloat16(q) if pairs else q
+    scores = np.concatenate((keys[:lead] @ q, keys[lead:] @ near)) * scale
     weights = np.exp(scores - scores.max())
-    return np.asarray(weights @ values / weights.sum())
+    shares = np.concatenate((weights[:lead], bfloat16(weights[lead:]))) if pairs else weights
+    return np.asarray(shares @ values / weights.sum())
 
 
 def activate(h: Array, silu: bool) -> Array:
@@ -102,7 +108,9 @@ class Engine:
     scale: float
     cos: Array | None = None  # [positions, width]; None: positions are not turned
     sin: Array | None = None
-    rounds: bool = False  # rows are rounded to bfloat16 before a product, as a processor does that multiplies these
+    rounds: bool = (
+        False  # rows, queries, weights of values: rounded to bfloat16, as a processor does that multiplies these
+    )
 
     def multiply(self, matrix: Biased, row: Array) -> Array:
         return product(matrix[0], bfloat16(row) if self.rounds else row, matrix[1])
@@ -138,9 +146,10 @@ class Engine:
         for head in range(self.heads):
             group = head // (self.heads // self.shared)
             sees = row.cache[layer, :, group][:, list(row.seen[group])]  # [2, n, width]
+            lead = 0 if row.lead is None else row.lead.shape[3]
             if row.lead is not None:
                 sees = np.concatenate((row.lead[:, layer, group], sees), axis=1)
-            mixed.append(attend(turned[head], sees, self.scale))
+            mixed.append(attend(turned[head], sees, self.scale, lead, self.half and self.rounds))
         return np.concatenate(mixed)
 
     def head(self, row: Array) -> Array:

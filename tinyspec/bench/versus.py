@@ -148,13 +148,7 @@ def closing(result: Mapping[str, Any]) -> str:
                 f"no call so far over its floor as the one over {most} rows, which takes {took:.1f} ms and may take "
                 f"{took * OVER / over:.1f} (in medians)"
             )
-    if not told:
-        return ""
-    pairs = "keys scored by products of bfloat16 pairs, and " if result["settings"]["dtype"] == "bfloat16" else ""
-    return (
-        f"What would close the misses: {'; '.join(told)}. Not tried: {pairs}norms and turns of rows made by whoever needs "
-        "them next."
-    )
+    return f"What would close the misses: {'; '.join(told)}." if told else ""
 
 
 def ceilings(curve: Mapping[str, Any]) -> str:

@@ -1,63 +1,15 @@
-/* Attention and activation in terms of one vector type; kernels.c includes this after slab.h, whose FN, V, LOAD and the like
- * it uses, with MAX, ADD, TOTAL (the sum of a vector by a fixed tree), TRANSPOSE (VEC vectors of VEC words),
+/* Attention in terms of one vector type; kernels.c includes this after slab.h and rowwise.h, whose FN, V, LOAD and the like it
+ * uses, with ADD, TRANSPOSE (VEC vectors of VEC words),
  * HALF(from): VEC bfloat16 as floats, CHAINS (sums at a time), and BESIDE (queries that a value is weighed for at a time).
  *
  * As in the product, the order of every sum depends on the row's own path and on the model's shape alone.
  */
-/* exp by Cephes' reduction and polynomial, about 2 ulp; without branches, so that a loop over it becomes vectors. */
-INLINE float FN(exp)(float x) {
-    union {
-        float f;
-        uint32_t i; /* what comes of a NaN may overflow; it is a NaN all the same */
-    } z, scale;
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    z.f = x * 1.44269504f + 12582912.0f; /* the nearest integer, in the low bits */
-    float n = z.f - 12582912.0f;
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    scale.i = (z.i - 0x4b400000u + 127u) << 23;
-    return (p * r * r + r + 1.0f) * scale.f;
-}
-
-/* h = silu(h), or GPT-2's gelu (tanh form); times `up` where there is a gate. */
-static TARGET void FN(activate)(float *h, const float *up, int n, int silu) {
-    if (silu)
-        for (int i = 0; i < n; i++) h[i] = h[i] / (1.0f + FN(exp)(-h[i]));
-    else
-        for (int i = 0; i < n; i++) /* x (1 + tanh u) / 2 = x / (1 + exp(-2 u)) */
-            h[i] = h[i] / (1.0f + FN(exp)(-1.5957691216f * (h[i] + 0.044715f * h[i] * h[i] * h[i])));
-    if (up)
-        for (int i = 0; i < n; i++) h[i] *= up[i];
-}
-
 /* VEC numbers of a key or value, from number i on; `half`: they are stored as bfloat16. One number: */
 INLINE V FN(some_of)(const char *p, int i, const int half) {
     return half ? HALF((const uint16_t *)p + i) : LOAD((const float *)p + i);
 }
 INLINE float FN(one_of)(const char *p, int i, const int half) {
     return half ? widen(((const uint16_t *)p)[i]) : ((const float *)p)[i];
-}
-
-/* e[0..n-1] = exp(e - max e); returns their sum, in VEC lanes by index. */
-INLINE float FN(soft)(float *e, int n) {
-    V high = SET(e[0]), sum = SET(0.0f);
-    int j = 0;
-    for (; j + VEC <= n; j += VEC) high = MAX(LOAD(e + j), high);
-    float lane[VEC], most;
-    STORE(lane, high);
-    most = lane[0];
-    for (int l = 1; l < VEC; l++) most = lane[l] > most ? lane[l] : most;
-    for (; j < n; j++) most = e[j] > most ? e[j] : most;
-    for (j = 0; j < n; j++) e[j] = FN(exp)(e[j] - most);
-    for (j = 0; j + VEC <= n; j += VEC) sum = ADD(LOAD(e + j), sum);
-    float total = TOTAL(sum);
-    for (; j < n; j++) total += e[j];
-    return total;
 }
 
 /* Keys or values that stand `line` bytes apart: number j at slot list[j], or at slot j where there is no list. */
@@ -71,10 +23,12 @@ typedef struct {
     for (size_t z_ = 0; z_ < (line); z_ += 64) __builtin_prefetch((from) + LATER * (line) + z_)
 #define PLACE(run, j) ((run)->base + (size_t)((run)->list ? (run)->list[j] : (j)) * (run)->line)
 
-/* One query head of one row: where its query, its scores of this run, and its output stand. */
+/* One query head of one row: where its query, its scores of this run, and its output stand; `pairs`: the query or the scores
+ * in bfloat16, where the kernel takes pairs of these. */
 typedef struct {
     const float *q;
     float *scores, *out;
+    const uint16_t *pairs;
 } FN(Query);
 
 /* VEC keys transposed: each vector of `tile` holds one number of all of them (two, where they are bfloat16). So no lanes need
@@ -91,7 +45,17 @@ INLINE void FN(transpose)(const char *const *key, const int width, const int hal
     for (; i < words; i++)
         for (int c = 0; c < VEC; c++) memcpy(tile++, key[c] + i * sizeof(float), sizeof(float));
     if (half && width % 2)
-        for (int c = 0; c < VEC; c++) memcpy(tile++, key[c] + (width - 1) * sizeof(uint16_t), sizeof(uint16_t));
+        for (int c = 0; c < VEC; c++, tile++) {
+            *tile = 0.0f;
+            memcpy(tile, key[c] + (width - 1) * sizeof(uint16_t), sizeof(uint16_t));
+        }
+}
+
+INLINE void FN(keep)(const Stack *s, V sum, float *to, int keys) {
+    float score[VEC];
+    STORE(keys == VEC ? to : score, FMA(sum, SET(s->scale), SET(0.0f)));
+    if (keys < VEC)
+        for (int c = 0; c < keys; c++) to[c] = score[c];
 }
 
 /* Scores of these keys for some queries. Numbers at even places are summed in their order, those at odd places in theirs. */
@@ -113,16 +77,36 @@ INLINE void FN(against)(const Stack *s, const float *tile, const int half, const
     const V last = width % 2 == 0 ? SET(0.0f) : half ? EVEN((const uint16_t *)tile) : LOAD(tile);
     UNROLL for (int n = 0; n < queries; n++) {
         if (width % 2) even[n] = FMA(last, SET(q[n][width - 1]), even[n]);
-        const V sum = FMA(ADD(even[n], odd[n]), SET(s->scale), SET(0.0f));
-        float *to = query[n].scores + at, score[VEC];
-        STORE(keys == VEC ? to : score, sum);
-        if (keys < VEC)
-            for (int c = 0; c < keys; c++) to[c] = score[c];
+        FN(keep)(s, ADD(even[n], odd[n]), query[n].scores + at, keys);
     }
+}
+#ifdef DOT
+#include "pairs.h"
+#endif
+
+/* Keys made ready for queries, and the queries' scores: for the kind of keys that the cache holds. */
+INLINE void FN(ready)(const Stack *s, const char *const *key, const int half, float *tile) {
+#ifdef DOT
+    if (half) {
+        FN(quarters)(key, s->width, tile);
+        return;
+    }
+#endif
+    FN(transpose)(key, s->width, half, tile);
+}
+INLINE void FN(score)(const Stack *s, const float *tile, const int half, const FN(Query) *query, const int queries, int at,
+                      int keys) {
+#ifdef DOT
+    if (half) {
+        FN(against_pairs)(s, tile, query, queries, at, keys);
+        return;
+    }
+#endif
+    FN(against)(s, tile, half, query, queries, at, keys);
 }
 
 INLINE void FN(add_scores)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, int queries) {
-    float tile[(s->width + 1) * VEC];
+    float tile[(s->width + 32) * VEC];
     for (int at = 0, n = 0; at < run->count; at += VEC, n = 0) {
         const int keys = run->count - at < VEC ? run->count - at : VEC;
         const char *key[VEC];
@@ -131,11 +115,11 @@ INLINE void FN(add_scores)(const Stack *s, const FN(Run) *run, const int half, c
             SOON_AFTER(key[c], run->line);
         }
         for (int c = keys; c < VEC; c++) key[c] = key[0]; /* its scores are not kept */
-        FN(transpose)(key, s->width, half, tile);
+        FN(ready)(s, key, half, tile);
         for (; n + FN(QUERIES) <= queries; n += FN(QUERIES))
-            FN(against)(s, tile, half, query + n, FN(QUERIES), at, keys);
-        for (; n + 3 <= queries; n += 3) FN(against)(s, tile, half, query + n, 3, at, keys);
-        for (; n < queries; n++) FN(against)(s, tile, half, query + n, 1, at, keys);
+            FN(score)(s, tile, half, query + n, FN(QUERIES), at, keys);
+        for (; n + 3 <= queries; n += 3) FN(score)(s, tile, half, query + n, 3, at, keys);
+        for (; n < queries; n++) FN(score)(s, tile, half, query + n, 1, at, keys);
     }
 }
 
@@ -162,7 +146,15 @@ INLINE int FN(columns)(const Stack *s, const FN(Run) *run, const int half, const
 }
 
 INLINE void FN(weigh)(const Stack *s, const FN(Run) *run, const int half, const FN(Query) *query, const int queries) {
-    int i = FN(columns)(s, run, half, query, queries, 0, CHAINS);
+    int i = 0;
+#ifdef DOT
+    if (half) {
+        for (; s->width - i > 2 * VEC; i += 4 * VEC) FN(weigh_pairs)(s, run, query, queries, i, 2);
+        if (i < s->width) FN(weigh_pairs)(s, run, query, queries, i, 1);
+        return;
+    }
+#endif
+    i = FN(columns)(s, run, half, query, queries, i, CHAINS);
     if (CHAINS > 2) i = FN(columns)(s, run, half, query, queries, i, 2);
     i = FN(columns)(s, run, half, query, queries, i, 1);
     for (; i < s->width; i++)
@@ -185,7 +177,25 @@ INLINE void FN(pass)(const Stack *s, FN(Run) run, const int half, FN(Query) *que
         FN(add_values)(s, &run, half, query, queries);
     else
         FN(add_scores)(s, &run, half, query, queries);
-    for (int n = 0; n < queries; n++) query[n].scores += run.count;
+    for (int n = 0; n < queries; n++) {
+        query[n].scores += run.count;
+        if (values && half) query[n].pairs += run.count;
+    }
+}
+
+/* What a row sees from slot `from` of its prefix on, as a list, a part of even length at a time. */
+INLINE void FN(rest)(const Stack *s, const char *base, size_t line, const Sees *sees, int from, FN(Query) *query, int queries,
+                     int values) {
+    enum { PART = 64 };
+    for (int slot[PART], end = sees->prefix + sees->count; from < end;) {
+        int n = 0;
+        for (; n < PART && from < end; n++, from++) slot[n] = from < sees->prefix ? from : sees->extra[from - sees->prefix];
+        const FN(Run) run = {base, slot, line, n};
+        if (s->half)
+            FN(pass)(s, run, 1, query, queries, values);
+        else
+            FN(pass)(s, run, 0, query, queries, values);
+    }
 }
 
 /* The attention of some rows of one text in one key/value head, for the query heads that share it.
@@ -196,23 +206,33 @@ INLINE void FN(pass)(const Stack *s, FN(Run) run, const int half, FN(Query) *que
  */
 static TARGET void FN(attend)(const Stack *s, const Row *row, const Sees *sees, int rows, int layer, int head, const float *q,
                               size_t ldq, float *out, float *scores, size_t room) {
-    const int width = s->width, group = s->heads / s->shared, queries = rows * group;
+    const int width = s->width, group = s->heads / s->shared, queries = rows * group, padded = (width + 8) & ~7;
     const size_t line = (size_t)width * (s->half ? 2 : 4), plane = (size_t)row->capacity * line;
     const char *keys = row->cache + ((size_t)(2 * layer) * s->shared + head) * plane;
     const size_t lead = ((size_t)layer * s->shared + head) * row->lead * width;
     FN(Query) query[queries];
+    uint16_t rounded[s->half ? queries * padded : 1];
     int common = sees[0].prefix;
     for (int r = 1; r < rows; r++) common = sees[r].prefix < common ? sees[r].prefix : common;
+    common &= ~1; /* pairs are not torn apart */
     for (int values = 0; values < 2; values++) {
         const char *base = keys + (values ? s->shared * plane : 0);
         const float *first = values ? row->lead_values : row->lead_keys;
-        for (int n = 0; n < queries; n++)
-            query[n] = (FN(Query)){q + n / group * ldq + (size_t)(n % group) * width, scores + (size_t)n * room,
-                                   out + ((size_t)(n / group) * s->heads + n % group) * width};
-        if (values)
-            for (int n = 0; n < queries; n++) {
+        for (int n = 0; n < queries; n++) {
+            float *e = scores + (size_t)n * room;
+            const float *own = q + n / group * ldq + (size_t)(n % group) * width;
+            uint16_t *pairs = values ? (uint16_t *)(e + row->lead) : rounded + (s->half ? n * padded : 0);
+            query[n] = (FN(Query)){own, e, out + ((size_t)(n / group) * s->heads + n % group) * width, pairs};
+            if (values)
                 for (int i = 0; i < width; i++) query[n].out[i] = 0.0f;
+#ifdef DOT
+            const int count = values ? sees[n / group].prefix + sees[n / group].count : width;
+            if (s->half) {
+                FN(round)(values ? e + row->lead : own, count, pairs);
+                memset(pairs + count, 0, (values ? 1 : padded - width) * sizeof *pairs); /* what the last one comes with */
             }
+#endif
+        }
         if (row->lead) {
             FN(Run) run = {(const char *)(first + lead), NULL, width * sizeof(float), row->lead};
             FN(pass)(s, run, 0, query, queries, values);
@@ -222,17 +242,7 @@ static TARGET void FN(attend)(const Stack *s, const Row *row, const Sees *sees, 
             FN(pass)(s, together, 1, query, queries, values);
         else
             FN(pass)(s, together, 0, query, queries, values);
-        for (int r = 0; r < rows; r++) {
-            FN(Run) rest = {base + (size_t)common * line, NULL, line, sees[r].prefix - common};
-            FN(Run) last = {base, sees[r].extra, line, sees[r].count};
-            if (s->half) {
-                FN(pass)(s, rest, 1, query + r * group, group, values);
-                FN(pass)(s, last, 1, query + r * group, group, values);
-            } else {
-                FN(pass)(s, rest, 0, query + r * group, group, values);
-                FN(pass)(s, last, 0, query + r * group, group, values);
-            }
-        }
+        for (int r = 0; r < rows; r++) FN(rest)(s, base, line, sees + r, common, query + r * group, group, values);
         for (int n = 0; n < queries; n++) {
             const Sees *own = sees + n / group;
             float *e = scores + (size_t)n * room;
@@ -261,6 +271,7 @@ static TARGET void FN(attend)(const Stack *s, const Row *row, const Sees *sees, 
 #undef EVEN
 #undef ODD
 #undef HALF
+#undef FUSE
 #undef ADD
 #undef MAX
 #undef TOTAL
@@ -268,4 +279,5 @@ static TARGET void FN(attend)(const Stack *s, const Row *row, const Sees *sees, 
 #undef BESIDE
 #undef CHAINS
 #undef PLACE
+#undef DOT
 #undef SOON_AFTER

@@ -74,6 +74,9 @@ typedef struct {
     void (*attend)(const Stack *s, const Row *row, const Sees *sees, int rows, int layer, int head, const float *q, size_t ldq,
                    float *out, float *scores, size_t room);
     void (*activate)(float *h, const float *up, int n, int silu); /* h = f(h) [* up] */
+    void (*norm)(const Stack *s, const Norm *norm, const float *x, float *y);
+    /* Turn and keep what stands at from..upto-1 of a row's queries, keys and values. */
+    void (*place)(const Stack *s, const Row *row, int layer, float *qkv, int from, int upto);
 } Kernel;
 const Kernel *kernel_named(const char *name); /* NULL: not on this processor */
 int kernel_sound(const Kernel *kernel);       /* whether it computes what the portable one does */

@@ -1,6 +1,7 @@
 /* One set of kernels for each kind of processor, and which of them this one gets. See slab.h for what they do. */
 #include "compute.h"
 
+#include <math.h>
 #include <string.h>
 
 /* Portable: four floats, which every compiler knows how to keep in a vector register. */
@@ -63,6 +64,7 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
 #endif
 #define ADD(a, b) ((a) + (b))
 #define MAX(a, b) max4(a, b)
+#define FUSE(a, b, c) ((a) * (b) + (c)) /* of single floats */
 #define TOTAL(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
 #define TRANSPOSE(v) transpose4(v)
 #define CHAINS 4
@@ -72,8 +74,9 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
 #define ODD(p) odd4(p)
 #define SOME(k) ((k) == 1 ? 2 : 1)
 #include "slab.h"
+#include "rowwise.h"
 #include "attend.h"
-static const Kernel portable = {"portable", product_plain, NULL, NULL, attend_plain, activate_plain};
+static const Kernel portable = {"portable", product_plain, NULL, NULL, attend_plain, activate_plain, norm_plain, place_plain};
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -115,6 +118,7 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define ADD(a, b) _mm256_add_ps(a, b)
 #define MAX(a, b) _mm256_max_ps(a, b)
+#define FUSE(a, b, c) __builtin_fmaf(a, b, c)
 #define TOTAL(v) total8(v)
 #define TRANSPOSE(v) transpose8(v)
 #define CHAINS 4
@@ -125,8 +129,9 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #define SOME(k) ((k) == 1 ? 4 : (k) <= 3 ? 2 : 1)
 #define MOST 6
 #include "slab.h"
+#include "rowwise.h"
 #include "attend.h"
-static const Kernel avx2 = {"avx2", product_avx2, NULL, NULL, attend_avx2, activate_avx2};
+static const Kernel avx2 = {"avx2", product_avx2, NULL, NULL, attend_avx2, activate_avx2, norm_avx2, place_avx2};
 
 /* Each lane and the one eight further on, then as above. */
 static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) float total16(__m512 v) {
@@ -154,27 +159,13 @@ static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) void tr
 }
 #define SUFFIX _avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx2,fma")))
-#define VEC 16
-#define V __m512
-#define LOAD(p) _mm512_loadu_ps(p)
-#define STORE(p, v) _mm512_storeu_ps(p, v)
-#define SET(x) _mm512_set1_ps(x)
-#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define ADD(a, b) _mm512_add_ps(a, b)
-#define MAX(a, b) _mm512_max_ps(a, b)
-#define TOTAL(v) total16(v)
-#define TRANSPOSE(v) transpose16(v)
-#define CHAINS 4
-#define BESIDE 6
-#define HALF(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
-#define EVEN(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512((const void *)(p)), 16))
-#define ODD(p) \
-    _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512((const void *)(p)), _mm512_set1_epi32((int)0xffff0000)))
+#include "avx512.h"
 #define SOME(k) ((k) <= 2 ? 4 : 2)
 #define MOST 12
 #include "slab.h"
+#include "rowwise.h"
 #include "attend.h"
-static const Kernel avx512 = {"avx512", product_avx512, NULL, NULL, attend_avx512, activate_avx512};
+static const Kernel avx512 = {"avx512", product_avx512, NULL, NULL, attend_avx512, activate_avx512, norm_avx512, place_avx512};
 
 /* Where the processor multiplies pairs of bfloat16 and adds both products to a float, a bfloat16 matrix takes half the steps.
  * Its rows are rounded to bfloat16 first; all else is as above. */
@@ -182,21 +173,28 @@ static const Kernel avx512 = {"avx512", product_avx512, NULL, NULL, attend_avx51
 #define HAS_DOT 1
 #define SUFFIX _avx512bf16
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512bf16,avx2,fma")))
-#define VEC 16
-#define V __m512
-#define STORE(p, v) _mm512_storeu_ps(p, v)
-#define SET(x) _mm512_set1_ps(x)
-static inline __attribute__((always_inline)) TARGET __m512 dot(__m512 sum, const uint16_t *weights, const uint16_t *pair) {
+#include "avx512.h"
+static inline __attribute__((always_inline)) TARGET __m512 dot(__m512 sum, __m512bh pairs, const uint16_t *pair) {
     int both;
     memcpy(&both, pair, sizeof both);
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512((const void *)weights), (__m512bh)_mm512_set1_epi32(both));
+    return _mm512_dpbf16_ps(sum, pairs, (__m512bh)_mm512_set1_epi32(both));
 }
-#define DOT(sum, weights, pair) dot(sum, weights, pair)
+#define DOT(sum, from, pair) dot(sum, (__m512bh)_mm512_loadu_si512((const void *)(from)), pair)
 #define SOME(k) ((k) <= 2 ? 4 : (k) <= 12 ? 2 : 1)
 #define MOST 24 /* two slabs would take turns: one that waits for memory, one that computes */
+/* n numbers rounded to bfloat16; `to` may be where they stand. */
+static TARGET void round_avx512bf16(const float *x, int n, uint16_t *to) {
+    for (int i = 0; i < n; i += VEC) {
+        const __mmask16 some = n - i < VEC ? (1u << (n - i)) - 1 : 0xffff;
+        const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, x + i));
+        _mm512_mask_storeu_epi16(to + i, some, _mm512_castsi256_si512((__m256i)rounded));
+    }
+}
 #include "slab.h"
-static const Kernel avx512bf16 = {"avx512bf16", product_avx512, product_avx512bf16, round_avx512bf16,
-                                  attend_avx512,  activate_avx512};
+#include "rowwise.h"
+#include "attend.h"
+static const Kernel avx512bf16 = {"avx512bf16",      product_avx512,      product_avx512bf16, round_avx512bf16,
+                                  attend_avx512bf16, activate_avx512bf16, norm_avx512bf16,    place_avx512bf16};
 #endif
 #endif
 

@@ -5,9 +5,7 @@
  */
 #include "compute.h"
 
-#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 typedef struct {
     const Kernel *kernel;
@@ -15,19 +13,30 @@ typedef struct {
     int first, last, rows, mute;
     const Row *row;
     Sight sight;
-    float *x, *normed, *wide, *mixed, *scores; /* scores: [threads][queries][room] */
+    float *x, *wide, *mixed, *scores; /* scores: [threads][queries][room] */
     size_t room, queries;
+    float *normed;     /* [threads][tile][d] */
     uint16_t *rounded; /* [threads][broad], or NULL */
-    size_t broad;
+    size_t tile, broad;
 } Pass;
 
 enum { PIECE = 8, QUERIES = 12 }; /* blocks of outputs, queries: what a thread takes at a time */
 
-/* A phase of the job: its counter, reset two phases ahead, when nobody takes from it any more. */
-static int phase(Team *team, int thread, int *number) {
-    int counter = ++*number & 3;
-    team_barrier(team);
-    if (thread == 0) team_reset(team, (counter + 2) & 3);
+/* A thread at work on a pass over rows: the phases it has seen, and its own room for a tile of rows. */
+typedef struct {
+    const Kernel *kernel;
+    const Stack *s;
+    Team *team;
+    int thread, phases;
+    float *normed;
+    uint16_t *rounded;
+} Hand;
+
+/* The next phase of the job: its counter, reset two phases ahead, when nobody takes from it any more. */
+static int phase(Hand *hand) {
+    const int counter = ++hand->phases & 3;
+    team_barrier(hand->team);
+    if (hand->thread == 0) team_reset(hand->team, (counter + 2) & 3);
     return counter;
 }
 
@@ -36,96 +45,63 @@ static size_t rounds(const Kernel *kernel, const Matrix *w, size_t rows) {
     return kernel->product_rounded && w->half ? rows * (size_t)w->in : 0;
 }
 
+/* What goes into a product: rows [count][ld], normed on the way where there is a norm. */
+typedef struct {
+    const float *x;
+    int ld, count;
+    const Norm *norm;
+} Rows;
+
 /* What becomes of outputs from..upto-1 of every row: the thread that made them does it, while they are in its cache. */
 typedef struct {
     void (*then)(const void *what, int from, int upto); /* NULL: nothing */
     const void *what;
-    int twins; /* 2: an output comes together with its like in the second half */
+    int twins;       /* 2: an output comes together with its like in the second half */
+    int unit, joint; /* of the first `joint` outputs, `unit` blocks come together */
 } After;
-static const After nothing = {NULL, NULL, 1};
+static const After nothing = {NULL, NULL, 1, 1, 0};
 
-/* y = x W' [+ y] + bias. Each thread rounds all rows for itself: that costs less than one more barrier. */
-static void product(const Kernel *kernel, Team *team, int counter, const Matrix *w, const float *x, int ldx,
-                    int rows, float *y, int add, uint16_t *rounded, After after) {
+static int up_to_whole(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+/* y = norm(x) W' [+ y] + bias. Each thread norms and rounds all rows for itself: that costs less than one more barrier. */
+static void product(Hand *hand, const Matrix *w, Rows in, float *y, int add, After after) {
+    const Kernel *kernel = hand->kernel;
     const int out = w->out / after.twins, whole = after.twins == 1 || out % BLOCK == 0; /* or the halves share a block */
-    const int twins = whole ? after.twins : 1, blocks = (w->out / twins + BLOCK - 1) / BLOCK, threads = team_size(team);
+    const int twins = whole ? after.twins : 1, blocks = (w->out / twins + BLOCK - 1) / BLOCK, threads = team_size(hand->team);
     int piece = twins * blocks / (4 * threads) & ~3; /* a few pieces a thread, whole groups of blocks */
-    piece = (piece < 4 ? 4 : piece > PIECE ? PIECE : piece) / twins;
-    const int narrowed = rounds(kernel, w, 1) != 0;
+    piece = up_to_whole((piece < 4 ? 4 : piece > PIECE ? PIECE : piece) / twins, after.unit);
+    const int counter = phase(hand), narrowed = rounds(kernel, w, 1) != 0;
+    if (in.norm) {
+        for (int r = 0; r < in.count; r++)
+            kernel->norm(hand->s, in.norm, in.x + (size_t)r * in.ld, hand->normed + (size_t)r * w->in);
+        in = (Rows){hand->normed, w->in, in.count, NULL};
+    }
     if (narrowed)
-        for (int r = 0; r < rows; r++) kernel->round(x + (size_t)r * ldx, w->in, rounded + (size_t)r * w->in);
+        for (int r = 0; r < in.count; r++) kernel->round(in.x + (size_t)r * in.ld, w->in, hand->rounded + (size_t)r * w->in);
     /* As many pieces for each thread; what is left over is cut into a part each, so that none waits for another's piece. */
-    const int pieces = whole ? blocks / (piece * threads) * threads : 0;
-    const int rest = pieces * piece, part = whole ? (blocks - rest + threads - 1) / threads : blocks;
-    for (int item; (item = team_take(team, counter, 1)) < pieces + threads;) {
+    const int pieces = whole ? blocks / (piece * threads) * threads : 0, rest = pieces * piece;
+    const int unit = rest * BLOCK < after.joint ? after.unit : 1;
+    const int part = whole ? up_to_whole((blocks - rest + threads - 1) / threads, unit) : blocks;
+    for (int item; (item = team_take(hand->team, counter, 1)) < pieces + threads;) {
         const int at = item < pieces ? item * piece : rest + (item - pieces) * part;
         const int upto = at + (item < pieces ? piece : part), end = upto < blocks ? upto : blocks;
         if (at >= end) break;
         for (int first = 0; first < twins * blocks; first += blocks) {
             if (narrowed)
-                kernel->product_rounded(w, first + at, first + end, rounded, w->in, rows, y, w->out, add);
+                kernel->product_rounded(w, first + at, first + end, hand->rounded, w->in, in.count, y, w->out, add);
             else
-                kernel->product(w, first + at, first + end, x, ldx, rows, y, w->out, add);
+                kernel->product(w, first + at, first + end, in.x, in.ld, in.count, y, w->out, add);
         }
         if (after.then) after.then(after.what, at * BLOCK, end * BLOCK < out ? end * BLOCK : out);
     }
 }
 
-static void norm_row(const Stack *s, const Norm *norm, const float *x, float *y) {
-    int d = s->d;
-    float lane[BLOCK] = {0}, mean = 0.0f;
-    if (!s->rms) {
-        for (int i = 0; i < d; i++) lane[i % BLOCK] += x[i];
-        for (int i = 0; i < BLOCK; i++) mean += lane[i];
-        mean /= (float)d;
-        memset(lane, 0, sizeof lane);
-    }
-    int whole = d / BLOCK * BLOCK;
-    for (int i = 0; i < whole; i += BLOCK)
-        for (int l = 0; l < BLOCK; l++) lane[l] += (x[i + l] - mean) * (x[i + l] - mean);
-    for (int i = whole; i < d; i++) lane[i - whole] += (x[i] - mean) * (x[i] - mean);
-    for (int n = BLOCK / 2; n; n /= 2)
-        for (int l = 0; l < n; l++) lane[l] += lane[l + n];
-    float scale = 1.0f / sqrtf(lane[0] / (float)d + s->eps);
-    for (int i = 0; i < d; i++) y[i] = (x[i] - mean) * scale * norm->gain[i];
-    if (norm->bias)
-        for (int i = 0; i < d; i++) y[i] += norm->bias[i];
-}
-
-static void norms(const Stack *s, Team *team, int counter, const Norm *norm, const float *x, int rows, float *y) {
-    for (int r; (r = team_take(team, counter, 1)) < rows;) norm_row(s, norm, x + (size_t)r * s->d, y + (size_t)r * s->d);
-}
-
-/* Turn queries and keys to the row's position, and put keys and values where the row's slot is. */
-static void place(const Stack *s, const Row *row, int layer, float *qkv) {
-    const int width = s->width, half = width / 2;
-    if (row->cos)
-        for (int h = 0; h < s->heads + s->shared; h++) {
-            float *v = qkv + (size_t)h * width;
-            for (int i = 0; i < half; i++) {
-                float a = v[i], b = v[i + half];
-                v[i] = a * row->cos[i] + b * row->sin[i];
-                v[i + half] = b * row->cos[i + half] + a * row->sin[i + half];
-            }
-        }
-    const size_t plane = (size_t)row->capacity * width;
-    for (int part = 0; part < 2; part++)
-        for (int h = 0; h < s->shared; h++) {
-            const float *from = qkv + (size_t)(s->heads + part * s->shared + h) * width;
-            const size_t to = ((size_t)(2 * layer + part) * s->shared + h) * plane + (size_t)row->slot * width;
-            if (s->half)
-                for (int i = 0; i < width; i++) ((uint16_t *)row->cache)[to + i] = narrow(from[i]);
-            else
-                memcpy((float *)row->cache + to, from, (size_t)width * sizeof(float));
-        }
-}
-
 /* Rows of one text attend together, a few at a time: as many as leave every thread some. Which go together changes no bit. */
-static void attention(const Pass *p, Team *team, int thread, int counter, int layer, int base, int rows) {
+static void attention(const Pass *p, Hand *hand, int layer, int base, int rows) {
     const Stack *s = p->s;
     const Row *row = p->row + base;
     const int group = s->heads / s->shared, columns = (s->heads + 2 * s->shared) * s->width;
-    const int share = rows * s->shared / (3 * team_size(team)), fit = QUERIES / group;
+    const int share = rows * s->shared / (3 * team_size(hand->team)), fit = QUERIES / group;
     const int most = share < 1 || fit < 1 ? 1 : share < fit ? share : fit;
     int start[TILE + 1], groups = 0;
     for (int r = 0; r < rows; r++) {
@@ -134,7 +110,7 @@ static void attention(const Pass *p, Team *team, int thread, int counter, int la
             start[groups++] = r;
     }
     start[groups] = rows;
-    for (int item; (item = team_take(team, counter, 1)) < groups * s->shared;) {
+    for (int item, counter = phase(hand); (item = team_take(hand->team, counter, 1)) < groups * s->shared;) {
         const int first = start[item / s->shared], count = start[item / s->shared + 1] - first, head = item % s->shared;
         Sees sees[QUERIES];
         for (int r = 0; r < count; r++) {
@@ -145,50 +121,51 @@ static void attention(const Pass *p, Team *team, int thread, int counter, int la
         const size_t at = (size_t)head * group * s->width;
         p->kernel->attend(s, row + first, sees, count, layer, head, p->wide + (size_t)first * columns + at, columns,
                           p->mixed + (size_t)first * s->heads * s->width + at,
-                          p->scores + (size_t)thread * p->room * p->queries, p->room);
+                          p->scores + (size_t)hand->thread * p->room * p->queries, p->room);
     }
 }
 
-/* Rows of hidden outputs, [rows][out], and how they are activated. */
+/* Rows of outputs, [rows][out], of a layer's first matrices, and what is done to them. */
 typedef struct {
     const Pass *p;
-    int rows, out;
-} Hidden;
+    int base, rows, out, layer;
+} Outputs;
 static void activate(const void *what, int from, int upto) {
-    const Hidden *hidden = what;
-    const Stack *s = hidden->p->s;
-    for (int r = 0; r < hidden->rows; r++) {
-        float *h = hidden->p->wide + (size_t)r * hidden->out + from;
-        hidden->p->kernel->activate(h, s->gated ? h + s->hidden : NULL, upto - from, s->silu);
+    const Outputs *o = what;
+    const Stack *s = o->p->s;
+    for (int r = 0; r < o->rows; r++) {
+        float *h = o->p->wide + (size_t)r * o->out + from;
+        o->p->kernel->activate(h, s->gated ? h + s->hidden : NULL, upto - from, s->silu);
     }
+}
+static void place(const void *what, int from, int upto) {
+    const Outputs *o = what;
+    for (int r = 0; r < o->rows; r++)
+        o->p->kernel->place(o->p->s, o->p->row + o->base + r, o->layer, o->p->wide + (size_t)r * o->out, from, upto);
 }
 
 static void run(void *what, Team *team, int thread) {
     const Pass *p = what;
     const Stack *s = p->s;
-    uint16_t *rounded = p->rounded ? p->rounded + (size_t)thread * p->broad : NULL;
-    int number = 0;
+    Hand hand = {p->kernel, s, team, thread, 0, p->normed + (size_t)thread * p->tile * s->d,
+                 p->rounded ? p->rounded + (size_t)thread * p->broad : NULL};
+    int head = s->width; /* in blocks: whole heads stand in whole blocks */
+    for (int n = BLOCK; n > 1 && head % 2 == 0; n /= 2) head /= 2;
     for (int base = 0; base < p->rows; base += TILE) {
         const int rows = p->rows - base < TILE ? p->rows - base : TILE;
         float *x = p->x + (size_t)base * s->d;
         for (int sub = p->first; sub < p->last; sub++) {
             const Layer *layer = s->layer + sub / 2;
-            if (sub % 2 && p->mute) continue;
-            norms(s, team, phase(team, thread, &number), sub % 2 ? &layer->norm2 : &layer->norm1, x, rows, p->normed);
-            const Matrix *enter = sub % 2 ? &layer->up : &layer->qkv;
-            const Hidden hidden = {p, rows, enter->out};
-            const After after = sub % 2 ? (After){activate, &hidden, s->gated ? 2 : 1} : nothing;
-            product(p->kernel, team, phase(team, thread, &number), enter, p->normed, s->d, rows, p->wide, 0, rounded, after);
-            if (sub % 2 == 0) {
-                int counter = phase(team, thread, &number);
-                for (int r; (r = team_take(team, counter, 1)) < rows;)
-                    place(s, p->row + base + r, sub / 2, p->wide + (size_t)r * enter->out);
-                if (p->mute) continue;
-                attention(p, team, thread, phase(team, thread, &number), sub / 2, base, rows);
-            }
-            const Matrix *leave = sub % 2 ? &layer->down : &layer->out;
-            product(p->kernel, team, phase(team, thread, &number), leave, sub % 2 ? p->wide : p->mixed,
-                    sub % 2 ? enter->out : leave->in, rows, x, 1, rounded, nothing);
+            const int mlp = sub % 2;
+            if (mlp && p->mute) continue;
+            const Matrix *enter = mlp ? &layer->up : &layer->qkv, *leave = mlp ? &layer->down : &layer->out;
+            const Outputs made = {p, base, rows, enter->out, sub / 2};
+            const After after = mlp ? (After){activate, &made, s->gated ? 2 : 1, 1, 0}
+                                    : (After){place, &made, 1, head, (s->heads + s->shared) * s->width};
+            product(&hand, enter, (Rows){x, s->d, rows, mlp ? &layer->norm2 : &layer->norm1}, p->wide, 0, after);
+            if (!mlp && p->mute) continue;
+            if (!mlp) attention(p, &hand, sub / 2, base, rows);
+            product(&hand, leave, (Rows){mlp ? p->wide : p->mixed, mlp ? enter->out : leave->in, rows, NULL}, x, 1, nothing);
         }
     }
 }
@@ -208,15 +185,17 @@ int compute_layers(How how, const Stack *s, int first, int last, const Row *row,
         const Matrix *const each[] = {&s->layer[i].qkv, &s->layer[i].out, &s->layer[i].up, &s->layer[i].down};
         for (int m = 0; m < 4; m++) broad = rounds(how.kernel, each[m], tile) > broad ? rounds(how.kernel, each[m], tile) : broad;
     }
-    float *all = malloc((tile * ((size_t)s->d + wide + mixed) + (size_t)how.threads * room * queries) * sizeof(float));
+    const size_t own = tile * (size_t)s->d + room * queries; /* of a thread */
+    float *all = malloc((tile * (wide + mixed) + (size_t)how.threads * own) * sizeof(float));
     uint16_t *rounded = broad ? malloc((size_t)how.threads * broad * sizeof(uint16_t)) : NULL;
     if (!all || (broad && !rounded)) {
         free(all);
         free(rounded);
         return -1;
     }
-    float *w = all + tile * (size_t)s->d, *m = w + tile * wide;
-    Pass pass = {how.kernel, s, first, last, rows, mute, row, sight, x, all, w, m, m + tile * mixed, room, queries, rounded, broad};
+    float *m = all + tile * wide, *scores = m + tile * mixed, *normed = scores + (size_t)how.threads * room * queries;
+    Pass pass = {how.kernel, s,    first, last,    rows,   mute,    row,  sight, x,
+                 all,        m, scores, room, queries, normed, rounded, tile, broad};
     team_run(how.threads, run, &pass);
     free(all);
     free(rounded);
@@ -236,16 +215,18 @@ typedef struct {
 static void run_single(void *what, Team *team, int thread) {
     const Single *p = what;
     const size_t broad = rounds(p->kernel, p->w, TILE);
-    uint16_t *rounded = broad ? p->rounded + (size_t)thread * broad : NULL;
-    int number = 0;
+    const int d = p->w->in;
+    Hand hand = {p->kernel, p->s, team, thread, 0, NULL, broad ? p->rounded + (size_t)thread * broad : NULL};
     for (int base = 0; base < p->rows; base += TILE) {
         const int rows = p->rows - base < TILE ? p->rows - base : TILE;
-        const float *x = p->x + (size_t)base * p->w->in;
-        float *normed = p->s ? p->normed + (size_t)base * p->w->in : NULL;
-        if (p->s) norms(p->s, team, phase(team, thread, &number), &p->s->final, x, rows, normed);
-        if (p->y)
-            product(p->kernel, team, phase(team, thread, &number), p->w, p->s ? normed : x, p->w->in, rows,
-                    p->y + (size_t)base * p->w->out, 0, rounded, nothing);
+        const float *x = p->x + (size_t)base * d;
+        if (p->s) {
+            float *normed = p->normed + (size_t)base * d;
+            for (int r, counter = phase(&hand); (r = team_take(team, counter, 1)) < rows;)
+                p->kernel->norm(p->s, &p->s->final, x + (size_t)r * d, normed + (size_t)r * d);
+            x = normed;
+        }
+        if (p->y) product(&hand, p->w, (Rows){x, d, rows, NULL}, p->y + (size_t)base * p->w->out, 0, nothing);
     }
 }
 

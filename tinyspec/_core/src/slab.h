@@ -136,12 +136,6 @@ static void (*const FN(slabs)[MOST + 1][2])(const Matrix *, int, const NUMBER *,
 #endif
 };
 
-#ifdef DOT
-static TARGET void FN(round)(const float *x, int n, uint16_t *to) {
-    for (int i = 0; i < n; i++) to[i] = narrow(x[i]);
-}
-#endif
-
 /* Blocks first..last-1 of y = x W' for any number of rows, as slabs of equal height; a block's weights serve them all. */
 static void FN(product)(const Matrix *w, int first, int last, const NUMBER *x, int ldx, int rows, float *y, int ldy, int add) {
     const int slabs = (rows + MOST - 1) / MOST, tall = (rows + slabs - 1) / slabs;
