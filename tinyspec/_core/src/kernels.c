@@ -37,7 +37,8 @@ static inline void transpose4(V4 *v) {
 enum { LATER = 16 }; /* keys or values that are asked for before they are needed */
 enum { AHEAD = 64 }; /* inputs whose weights are asked for before they are needed */
 
-/* What has been summed for rows and a few neighbouring blocks, [rows][wide][BLOCK], goes to y: plus bias, plus what stands there. */
+/* Sums of rows and a few neighbouring blocks, [rows][wide][BLOCK], of which the last is not whole, go to y: plus bias, plus what
+ * stands there. */
 static void put(const Matrix *w, int block, int wide, const float *sums, int rows, float *y, int ldy, int add) {
     const int at = block * BLOCK, n = w->out - at < wide * BLOCK ? w->out - at : wide * BLOCK;
     for (int k = 0; k < rows; k++, sums += wide * BLOCK, y += ldy)

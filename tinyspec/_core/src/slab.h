@@ -1,8 +1,8 @@
 /* The product in terms of one vector type; kernels.c includes this once for each kind of processor.
  *
- * Before it is included: SUFFIX, TARGET, VEC (floats a vector), V, LOAD, STORE, SET, FMA(a, b, c) = a b + c, EVEN(from),
- * ODD(from): the first or second of VEC pairs of bfloat16 as floats, MOST (rows of a slab), SOME(k): blocks at a time for
- * k rows. Or, where the processor multiplies pairs of bfloat16 itself, DOT(sum, weights, pair): then rows are bfloat16 too.
+ * Before it is included: SUFFIX, TARGET, VEC (floats a vector), V, LOAD, STORE, SET, ADD, FMA(a, b, c) = a b + c,
+ * EVEN(from), ODD(from): the first or second of VEC pairs of bfloat16 as floats, MOST (rows of a slab), SOME(k): blocks at a
+ * time for k rows. Or, where the processor multiplies pairs of bfloat16 itself, DOT(sum, weights, pair): then rows are bfloat16 too.
  *
  * The roofline decides: with one row each weight is used once, so a product is as fast as the weights arrive. Up to MOST
  * rows use a weight while it is in a register, so they cost hardly more than one. Every output is one accumulator that
@@ -93,10 +93,20 @@ INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const
             }
         }
     }
-    float sums[MOST * 4 * BLOCK];
+    if ((block + G) * BLOCK > w->out) { /* a block of which some outputs are none */
+        float sums[MOST * 4 * BLOCK];
+        UNROLL for (int k = 0; k < K; k++)
+            UNROLL for (int g = 0; g < G * PARTS; g++) STORE(sums + (k * G * PARTS + g) * VEC, sum[k][g]);
+        put(w, block, G, sums, K, y, ldy, add);
+        return;
+    }
     UNROLL for (int k = 0; k < K; k++)
-        UNROLL for (int g = 0; g < G * PARTS; g++) STORE(sums + (k * G * PARTS + g) * VEC, sum[k][g]);
-    put(w, block, G, sums, K, y, ldy, add);
+        UNROLL for (int g = 0; g < G * PARTS; g++) {
+            const int at = block * BLOCK + g * VEC;
+            float *to = y + (size_t)k * ldy + at;
+            const V v = w->bias ? ADD(sum[k][g], LOAD(w->bias + at)) : sum[k][g];
+            STORE(to, add ? ADD(LOAD(to), v) : v);
+        }
 }
 
 #define SLAB(K)                                                                                                         \
