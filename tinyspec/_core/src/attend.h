@@ -1,6 +1,6 @@
 /* Attention in terms of one vector type; kernels.c includes this after slab.h and rowwise.h, whose FN, V, LOAD and the like it
- * uses, with ADD, TRANSPOSE (VEC vectors of VEC words),
- * HALF(from): VEC bfloat16 as floats, CHAINS (sums at a time), and BESIDE (queries that a value is weighed for at a time).
+ * uses, with TRANSPOSE (VEC vectors of VEC words), HALF(from): VEC bfloat16 as floats, CHAINS (sums at a time), and BESIDE
+ * (queries that a value is weighed for at a time).
  *
  * As in the product, the order of every sum depends on the row's own path and on the model's shape alone.
  */
@@ -45,12 +45,10 @@ INLINE void FN(transpose)(const char *const *key, const int width, const int hal
     for (; i < words; i++)
         for (int c = 0; c < VEC; c++) memcpy(tile++, key[c] + i * sizeof(float), sizeof(float));
     if (half && width % 2)
-        for (int c = 0; c < VEC; c++, tile++) {
-            *tile = 0.0f;
-            memcpy(tile, key[c] + (width - 1) * sizeof(uint16_t), sizeof(uint16_t));
-        }
+        for (int c = 0; c < VEC; c++) memcpy(tile++, key[c] + (width - 1) * sizeof(uint16_t), sizeof(uint16_t));
 }
 
+/* What has been summed for some keys, scaled: their scores. */
 INLINE void FN(keep)(const Stack *s, V sum, float *to, int keys) {
     float score[VEC];
     STORE(keys == VEC ? to : score, FMA(sum, SET(s->scale), SET(0.0f)));

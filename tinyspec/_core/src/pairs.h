@@ -1,8 +1,9 @@
 /* Attention over bfloat16 keys and values where the processor multiplies pairs of them: half the steps. attend.h includes this
  * where there is DOT.
  *
- * Queries and weights are rounded to bfloat16, as the rows of a product are; sums are floats. A weight's partner is its
- * neighbour in the row's own path, whoever else is served: every run is of even length, but for the last of a path.
+ * Queries and weights are rounded to bfloat16, as the rows of a product are; sums are floats, that of the weights too. A
+ * weight's partner is its neighbour in the row's own path, whoever else is served: every run is of even length, but for the
+ * last of a path.
  */
 
 enum { FN(WORDS) = 2 * VEC }; /* bfloat16 of a vector */

@@ -1,6 +1,7 @@
 /* What is done to the numbers of one row, in terms of one vector type; kernels.c includes this after slab.h, whose FN, V, LOAD
- * and the like it uses, with MAX, ADD and TOTAL (the sum of a vector by a fixed tree).
+ * and the like it uses, with MAX, TOTAL (the sum of a vector by a fixed tree) and FUSE(a, b, c): a b + c of single floats.
  */
+
 /* exp by Cephes' reduction and polynomial, about 2 ulp; without branches, so that a loop over it becomes vectors. */
 INLINE float FN(exp)(float x) {
     union {
