@@ -132,6 +132,9 @@ def test_of_a_figure_that_misses_its_aim_it_is_told_how_much_shorter_the_calls_b
     bare = result(1.5)
     del bare["curve_figures"]
     assert "0.80" in closing(bare)
+    steep = result(2.0)
+    steep["curve_figures"]["curves"]["tinyspec"]["rows"]["8"]["against_one"] = 1.5
+    assert "8 rows that takes 0.83 of its time" in closing(steep) and "8 rows" not in closing(result(1.5, over=2.2))
 
 
 def test_the_ceilings_tell_who_reads_how_fast() -> None:
