@@ -1,0 +1,34 @@
+# Short names for the commands of this project. `make` lists them.
+.DEFAULT_GOAL := help
+PYTHON ?= python
+
+.PHONY: help test fast lint size book notebooks bench ci
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+test:  ## run all tests (about 15 minutes on two cores)
+	$(PYTHON) -m pytest -q -n auto
+
+fast:  ## run the tests without the exhaustive proofs (about 5 minutes on two cores)
+	$(PYTHON) -m pytest -q -n auto -m "not (laws or slow)"
+
+lint:  ## check style, layout and types
+	ruff check .
+	ruff format --check .
+	mypy
+
+size:  ## print the code lines of each room
+	$(PYTHON) .ci/size.py
+
+book:  ## execute the lessons and bind them as HTML pages
+	$(PYTHON) -m tinyspec book
+
+notebooks:  ## write the lessons as executed Jupyter notebooks
+	$(PYTHON) -m tinyspec book --notebooks
+
+bench:  ## measure all methods on SmolLM2 against plain decoding (fetches the model first)
+	$(PYTHON) -m tinyspec models fetch smollm2
+	$(PYTHON) -m tinyspec bench --chapter speculative --model smollm2 --rounds 1
+
+ci:  ## do what continuous integration does: fresh clone, fresh environment, everything
+	bash .ci/run
