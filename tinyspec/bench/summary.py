@@ -1,6 +1,6 @@
-"""The README's figures, written from the committed results: `python -m tinyspec.bench.summary tutorials/results`.
+"""Write the page of all measurements from the committed results: `python -m tinyspec.bench.summary tutorials/results`.
 
-A test holds the README to this text, so that no number in it can be older than the result it came from.
+A test holds the committed page to this text, so that no number in it can be older than the result it came from.
 """
 
 import json
@@ -124,7 +124,7 @@ def chapter(result: dict[str, Any], page: str) -> list[str]:
         f"requests ({', '.join(tasks)}), greedy, {settings['rounds']} round(s). Faster than plain decoding"
         f"{' in the mean of the groups' if many else ''}: {', '.join(told) or 'none'}; the other {len(best) - len(told)} are "
         f"slow-downs on this machine. Most tokens a target call: `{most}`, {overall[most]['tau']:.2f}. The text is plain "
-        f"decoding's on every request for {same} of {len(best)}. All of it: [{page}](tutorials/results/{page})."
+        f"decoding's on every request for {same} of {len(best)}. All of it: [{page}]({page})."
     ]
     if many:
         heads = ["", *(report.SHORT.get(task, task) for task in tasks), "mean"]
@@ -169,7 +169,7 @@ def sizes(result: dict[str, Any], page: str) -> str:
     return (
         f"**Drafts by size** (`{result['command']}`): weights that a draft of {result['model']} reads for a token, greedy "
         f"acceptance (at temperature 1), a step of it in plain steps, the best of {len(result['gammas'])} lengths of draft. "
-        f"{'; '.join(told)}. [{page}](tutorials/results/{page})."
+        f"{'; '.join(told)}. [{page}]({page})."
     )
 
 
@@ -189,7 +189,7 @@ def exits(result: dict[str, Any], page: str, share: float = 0.95) -> str:
     return (
         f"**Leaving early** (`{result['command']}`): {result['settings']['model']}, {depth} layers. The least work at which "
         f"at least {share:.0%} of the words are the full model's: {'; '.join(found)} (`softmax` asks the head behind every "
-        f"layer). [{page}](tutorials/results/{page})."
+        f"layer). [{page}]({page})."
     )
 
 
@@ -198,7 +198,7 @@ def translations(result: dict[str, Any], page: str) -> list[str]:
     settings = result["settings"]
     lines = [
         f"**Translation** (`{result['command']}`): English to German, {settings['sentences']} sentences of Multi30k's "
-        f"test_2016_flickr, greedy decoding of the same teacher = 1. [{page}](tutorials/results/{page}).",
+        f"test_2016_flickr, greedy decoding of the same teacher = 1. [{page}]({page}).",
         "",
         f"| | BLEU | decoder passes | times as fast | in batches of {settings['batch']} |",
         "|---|---|---|---|---|",
@@ -220,7 +220,7 @@ def iterations(result: dict[str, Any], page: str) -> str:
     ]
     return (
         f"**Mask-Predict by its iterations** (`{result['command']}`), one length, BLEU (times as fast as the teacher, "
-        f"greedy): {', '.join(rows)}. [{page}](tutorials/results/{page})."
+        f"greedy): {', '.join(rows)}. [{page}]({page})."
     )
 
 
@@ -232,21 +232,23 @@ def dialects(result: dict[str, Any], page: str) -> list[str]:
     rows = [[arm, *(f"{100 * of[arm]['valid']:.1f}" for of in kinds.values())] for arm in arms]
     return [
         f"**Several right translations** (`{result['command']}`): right ones of every hundred, {modes} dialects with "
-        f"{', '.join(map(named, kinds))}. [{page}](tutorials/results/{page}).",
+        f"{', '.join(map(named, kinds))}. [{page}]({page}).",
         "",
         *("| " + " | ".join(row) + " |" for row in (["", *kinds], ["---"] * (1 + len(kinds)), *rows)),
     ]
 
 
 def text(folder: Path) -> str:
-    """The section of the README."""
+    """Return the page."""
     race, bare = load(folder, "race"), load(folder, "plain")
     greedy = race["temperature 0.0"]
     quoted = {name: load(folder, name) for name in QUOTED if (folder / f"{name}.json").exists()}
     pair = [quoted[name] for name in ("parts-storyteller", "parts-apprentice") if name in quoted]
     lines = [
+        "# Measured",
+        "",
         f"All on {machines(quoted)}; arms interleaved in one run, ratios of medians, raw samples in",
-        "[`tutorials/results/`](tutorials/results).",
+        "this folder.",
         "",
         f"**The race** (`{race['command']}`): the bundled pair on ten openings from books that neither was trained on, "
         f"{race['tokens']} tokens each, repetition penalty {race['repetition_penalty']}. "
@@ -284,8 +286,9 @@ def text(folder: Path) -> str:
             lines += ["", *versus.peers(load(folder, name), f"{name}.md")]
     if (folder / "parts.json").exists():
         lines += ["", *parts.told(load(folder, "parts"))]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    print(text(Path(sys.argv[1])))
+    results = Path(sys.argv[1])
+    (results / "README.md").write_text(text(results), encoding="utf-8")

@@ -82,7 +82,7 @@ def peers(result: Mapping[str, Any], page: str) -> list[str]:
     lines = [
         f"**With peers, {settings['dtype']}** ({commands}): {settings['model']}, greedy, "
         f"{settings['tokens']} tokens an answer, {overall[PLAIN]['jobs']} requests, {settings['rounds']} round(s); times as "
-        f"fast as plain decoding, behind the prompt. All of it, and the cost curve: [{page}](tutorials/results/{page}).",
+        f"fast as plain decoding, behind the prompt. All of it, and the cost curve: [{page}]({page}).",
         "",
         "| " + " | ".join(heads) + " |",
         "|" + "---|" * len(heads),
