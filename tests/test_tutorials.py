@@ -80,15 +80,23 @@ def test_a_lesson_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_a_lesson_is_a_lesson(path: Path) -> None:
-    """At most 250 lines; a plot, claims that end in `assert`, code shown from its file, exercises."""
+    """At most 400 lines; a plot, claims that end in `assert`, code shown from its file, exercises."""
     text = path.read_text(encoding="utf-8")
     code = [ast.parse(cell.code) for cell in cells(text)]
     nodes = [node for tree in code for node in ast.walk(tree)]
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    assert len(text.splitlines()) <= 250
+    assert len(text.splitlines()) <= 400
     assert any(isinstance(node, ast.Assert) for node in nodes)
     assert {"show", "axes"} <= called
     assert "## Exercises" in text
+
+
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
+def test_cell_fits_the_page(path: Path) -> None:
+    """A line of code has at most 88 columns: it is not cut in the book."""
+    for cell in cells(path.read_text(encoding="utf-8")):
+        for number, line in enumerate(cell.code.splitlines(), cell.line):
+            assert len(line) <= 88, f"{path.name}:{number}: {len(line)} columns"
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
