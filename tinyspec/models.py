@@ -6,7 +6,6 @@ module imports no torch until something is loaded, so that `tinyspec models list
 
 import json
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -41,10 +40,9 @@ def cache() -> Path:
 
 
 def _zoos() -> list[Path]:
-    """Folders of shipped models: the installed package tinyspec._models, and models/ beside the package's source."""
-    spec = find_spec("tinyspec._models")
-    installed = list(spec.submodule_search_locations or ()) if spec else []
-    return [*map(Path, installed), Path(__file__).parent.parent / "models"]
+    """Return the folders of shipped models: a wheel carries them in the package, a clone beside it."""
+    package = Path(__file__).parent
+    return [package / "_models", package.parent / "models"]
 
 
 def _is_checkpoint(path: Path) -> bool:

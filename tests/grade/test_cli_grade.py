@@ -6,7 +6,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -114,14 +113,11 @@ def test_a_new_folder_has_all_that_is_needed(tmp_path: Path) -> None:
 
 
 def test_the_files_are_found_in_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    (tmp_path / "A1").mkdir()
-    (tmp_path / "A1" / "reference.py").write_text("")
-    found: Any = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(assignments, "find_spec", lambda name: found)
-    monkeypatch.setattr(assignments, "__file__", "/nowhere/tinyspec/grade/assignments.py")
-    assert assignments.folder("A1") == tmp_path / "A1"
+    package = tmp_path / "tinyspec"
+    (package / "_assignments" / "A1").mkdir(parents=True)
+    (package / "_assignments" / "A1" / "reference.py").write_text("")
+    monkeypatch.setattr(assignments, "__file__", str(package / "grade" / "assignments.py"))
+    assert assignments.folder("A1") == package / "_assignments" / "A1"
     with pytest.raises(TinyspecError, match="the files of A2 are missing"):
         assignments.folder("A2")
 

@@ -1,7 +1,6 @@
 """The assignments there are, and the folder that a student begins with."""
 
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from tinyspec.errors import TinyspecError
@@ -20,11 +19,10 @@ def find(name: str) -> Assignment:
 
 
 def folder(name: str) -> Path:
-    """Where the hand-out and the reference of an assignment lie: in the installed package, or beside its source."""
-    spec = find_spec("tinyspec._assignments")
-    installed = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
-    beside = Path(__file__).parents[2] / "tutorials" / "assignments"
-    for place in (beside, *installed):
+    """Return the folder of an assignment: in the package of a wheel, or beside it in a clone."""
+    package = Path(__file__).parents[1]
+    beside = package.parent / "tutorials" / "assignments"
+    for place in (package / "_assignments", beside):
         if (place / name / "reference.py").is_file():
             return place / name
     raise TinyspecError(f"the files of {name} are missing: {beside / name}")
