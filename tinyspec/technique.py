@@ -138,6 +138,7 @@ B = TypeVar("B", bound=Builder)
 class Card:
     """What a technique is, and what its laws must know of it.
 
+    summary     what it does, in about six words
     lossy       the knob that trades the guarantee for speed, and its neutral value
     kind        decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing, so no law
     hidden      reads hidden states: no table can host it, so all is proved on small transformers
@@ -169,6 +170,7 @@ class Card:
     several: bool = False
     timed: bool = False
     teacher: bool = False
+    summary: str = ""
 
     @property
     def doc(self) -> str:
@@ -218,6 +220,7 @@ class Card:
         return {
             "name": self.name,
             "title": self.title,
+            "summary": self.summary,
             "family": self.family,
             "paper": self.paper,
             "guarantee": self.guarantee.value,

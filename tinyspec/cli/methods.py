@@ -1,6 +1,7 @@
 """tinyspec methods: the registry as a table."""
 
 import json
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,14 @@ from tinyspec.cli import base
 
 if TYPE_CHECKING:
     from tinyspec.technique import Card, Knob
+
+HEADINGS = {
+    "planning": "baseline and planning",
+    "baseline": "baseline and planning",
+    "parallel": "non-autoregressive",
+    "nonautoregressive": "non-autoregressive",
+}
+"""How the README's table names families that share a heading."""
 
 
 @click.command("methods", cls=base.Command)
@@ -54,24 +63,32 @@ def methods(name: str | None, as_json: bool, markdown: bool) -> None:
 
 
 def page(cards: "Iterable[Card]") -> str:
-    """The registry as a Markdown table: every technique with a link to its one file."""
-    lines = ["| technique | what it is, and its paper | guarantee | takes |", "|---|---|---|---|"]
+    """Return the registry as a Markdown table: families in the book's order, each name linked to its file."""
+    lines = ["|technique|what it does|paper|guarantee|", "|---|---|---|---|"]
+    heading = ""
     for card in cards:
+        if (family := HEADINGS.get(card.family, card.family)) != heading:
+            heading = family
+            lines.append(f"|**{heading}**||||")
         path = card.build.__module__.replace(".", "/")
-        takes = [
-            "a draft model" if card.drafts == 1 else f"{card.drafts} draft models" if card.drafts else "",
-            "or several" if card.several and card.drafts else "",
-            "a draft model, if there is one" if card.optional_draft else "",
-            "texts to copy from" if card.copies else "",
-            "a translation model trained for it" if card.kind == "refine" else "",
-            "and its teacher" if card.teacher else "",
-        ]
-        promised = "an analysis" if card.kind == "analysis" else card.guarantee.value
-        promised += f" ({card.lossy[0]} {card.lossy[1]:g})" if card.lossy else ""
-        promised += f", of {card.keeps}" if card.keeps else ""
-        said = ", ".join(word for word in takes if word)
-        lines.append(f"| [`{card.name}`]({path}.py) | {card.title} ({card.paper}) | {promised} | {said} |")
+        guarantee = "an analysis" if card.kind == "analysis" else card.guarantee.value
+        guarantee += f" (exact: {card.lossy[0]} {card.lossy[1]:g})" if card.guarantee.value == "lossy" and card.lossy else ""
+        what = card.summary or card.title
+        lines.append(f"|[`{card.name}`]({path}.py)|{what}|{link_papers(card.paper)}|{guarantee}|")
     return "\n".join(lines)
+
+
+def link_papers(papers: str) -> str:
+    """Return papers as links that show the first author and the year.
+
+    >>> link_papers("Leviathan et al. 2023, arXiv 2211.17192")
+    '[Leviathan 2023](https://arxiv.org/abs/2211.17192)'
+    """
+    links = list[str]()
+    for paper in papers.split("; "):
+        found = re.fullmatch(r"(?:[a-z]+: )?([^,]+?)(?: et al\.)?(?:, ICLR)? (\d{4}), arXiv (\S+)", paper)
+        links.append(f"[{found[1]} {found[2]}](https://arxiv.org/abs/{found[3]})" if found else paper)
+    return ", ".join(links)
 
 
 def described(card: "Card") -> str:

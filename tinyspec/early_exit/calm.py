@@ -99,6 +99,7 @@ class Confident(Rule):
 
 @technique(
     title="CALM: confident adaptive language modeling",
+    summary="confident tokens leave early",
     paper="Schuster et al. 2022, arXiv 2207.07061",
     family="early exit",
     guarantee=Guarantee.LOSSY,

@@ -53,6 +53,7 @@ def evaluations(drafted: int, exit: int, depth: int) -> tuple[int, int]:
 
 @technique(
     title="LayerSkip: self-speculative decoding from an early exit",
+    summary="early layers draft, late layers verify",
     paper="Elhoushi et al. 2024, arXiv 2404.16710",
     family="early exit",
     guarantee=Guarantee.EXACT,

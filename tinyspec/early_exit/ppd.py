@@ -137,6 +137,7 @@ def guessing_layer(layer: int, depth: int, name: str = "the model") -> int:
 
 @technique(
     title="PPD: predictive pipelined decoding",
+    summary="starts the next token mid-pass",
     paper="Yang et al. 2024, arXiv 2307.05908",
     family="early exit",
     guarantee=Guarantee.EXACT,

@@ -211,6 +211,7 @@ def sweeps(decoder: Decoder, chance: Chance) -> Iterator[Sweep]:
 
 @technique(
     title="Parallel decoding by Jacobi iteration",
+    summary="rewrites all positions until none changes",
     paper="Santilli et al. 2023, arXiv 2305.10427",
     family="parallel",
     guarantee=Guarantee.EXACT,

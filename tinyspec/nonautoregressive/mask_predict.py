@@ -130,6 +130,7 @@ class MaskPredict:
 
 @technique(
     title="Mask-Predict: conditional masked language model",
+    summary="rewrites the least certain words",
     paper="Ghazvininejad et al. 2019, arXiv 1904.09324",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,

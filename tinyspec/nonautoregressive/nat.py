@@ -227,6 +227,7 @@ class FertileParallel:
 
 @technique(
     title="NAT: non-autoregressive translation with fertilities",
+    summary="writes all words in one pass",
     paper="Gu et al., ICLR 2018, arXiv 1711.02281",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,

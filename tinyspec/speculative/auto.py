@@ -250,6 +250,7 @@ def kept(request: Request, longest: int) -> Curve:
 
 @technique(
     title="auto: measure, then draft as much as pays",
+    summary="measures, then drafts what pays",
     paper="goodput: Liu et al. 2024, arXiv 2406.14066",
     family="planning",
     guarantee=Guarantee.EXACT,

@@ -13,6 +13,7 @@ from tinyspec.technique import Guarantee, Request, technique
 
 @technique(
     title="Autoregressive decoding",
+    summary="one token per forward pass",
     paper="the baseline",
     family="baseline",
     guarantee=Guarantee.EXACT,

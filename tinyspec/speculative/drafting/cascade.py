@@ -166,6 +166,7 @@ def forgiving(lenience: float) -> Verifier:
 
 @technique(
     title="Cascade speculative drafting",
+    summary="small drafters draft for larger ones",
     paper="Chen et al. 2023, arXiv 2312.11462",
     family="drafting",
     guarantee=Guarantee.EXACT,

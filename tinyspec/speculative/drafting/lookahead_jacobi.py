@@ -146,6 +146,7 @@ class Lookahead(NoDraft):
 
 @technique(
     title="Lookahead decoding: Jacobi iteration with a pool of n-grams",
+    summary="Jacobi iterations fill an n-gram pool",
     paper="Fu et al. 2024, arXiv 2402.02057",
     family="drafting",
     guarantee=Guarantee.EXACT,

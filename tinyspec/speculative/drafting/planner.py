@@ -228,6 +228,7 @@ def begun(decoder: Decoder, prompt: Sequence[int]) -> Decoder:
 
 @technique(
     title="Decoding Speculative Decoding",
+    summary="predicts the speed-up from measured costs",
     paper="Yan et al. 2024, arXiv 2402.01528",
     family="drafting",
     guarantee=Guarantee.NONE,

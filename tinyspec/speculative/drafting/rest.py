@@ -78,6 +78,7 @@ class Retrieving(NoDraft):
 
 @technique(
     title="REST: retrieval-based speculative decoding",
+    summary="copies from a datastore of texts",
     paper="He et al. 2024, arXiv 2311.08252",
     family="drafting",
     guarantee=Guarantee.EXACT,

@@ -198,6 +198,7 @@ class Skipping(GuestDraft):
 
 @technique(
     title="Draft & Verify: self-speculative decoding",
+    summary="the target drafts with layers skipped",
     paper="Zhang et al. 2023, arXiv 2309.08168",
     family="drafting",
     guarantee=Guarantee.EXACT,

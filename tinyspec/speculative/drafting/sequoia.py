@@ -252,6 +252,7 @@ def _numbers(knob: str, text: str) -> list[float]:
 
 @technique(
     title="Sequoia: the tree that measurements call for",
+    summary="builds the tree that measures fastest",
     paper="Chen et al. 2024, arXiv 2402.12374",
     family="drafting",
     guarantee=Guarantee.EXACT,

@@ -58,6 +58,7 @@ def lenient(lenience: float) -> Verifier:
 
 @technique(
     title="Speculative decoding",
+    summary="a small model drafts a chain",
     paper="Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
     family="drafting",
     guarantee=Guarantee.EXACT,

@@ -130,6 +130,7 @@ class Staged(ModelDraft):
 
 @technique(
     title="Staged speculative decoding",
+    summary="an n-gram model drafts for the draft",
     paper="Spector & Re 2023, arXiv 2308.04623",
     family="drafting",
     guarantee=Guarantee.EXACT,

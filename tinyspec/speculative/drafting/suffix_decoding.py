@@ -84,6 +84,7 @@ class Suffixes(Remembered):
 
 @technique(
     title="Suffix decoding",
+    summary="copies what followed the same suffix",
     paper="Oliaro et al. 2024, arXiv 2411.04975",
     family="drafting",
     guarantee=Guarantee.EXACT,

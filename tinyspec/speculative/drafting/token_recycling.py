@@ -126,6 +126,7 @@ class Recycling(NoDraft):
 
 @technique(
     title="Token Recycling",
+    summary="reuses earlier top-k candidates",
     paper="Luo et al. 2025, arXiv 2408.08696",
     family="drafting",
     guarantee=Guarantee.EXACT,

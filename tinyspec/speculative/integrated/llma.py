@@ -78,6 +78,7 @@ class Copying(NoDraft):
 
 @technique(
     title="LLMA: inference with reference",
+    summary="copies spans of prompt and references",
     paper="Yang et al. 2023, arXiv 2304.04487",
     family="integrated",
     guarantee=Guarantee.EXACT,

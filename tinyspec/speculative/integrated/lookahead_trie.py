@@ -97,6 +97,7 @@ def first_branch(tree: TokenTree) -> tuple[int, ...]:
 
 @technique(
     title="Lookahead with a trie of branches",
+    summary="copies branches from a trie",
     paper="Zhao et al. 2023, arXiv 2312.12728",
     family="integrated",
     guarantee=Guarantee.EXACT,

@@ -68,6 +68,7 @@ def _exact(p_e: list[Any], p_a: list[Any], beta: float, plausibility: float) -> 
 
 @technique(
     title="Speculative contrastive decoding",
+    summary="target contrasted with its own draft",
     paper="Yuan et al. 2024, arXiv 2311.08981",
     family="integrated",
     guarantee=Guarantee.EXACT,

@@ -115,6 +115,7 @@ class Retrieval(Nested):
 
 @technique(
     title="TriForce",
+    summary="the target drafts with few keys",
     paper="Sun et al. 2024, arXiv 2404.11912",
     family="integrated",
     guarantee=Guarantee.EXACT,

@@ -63,6 +63,7 @@ def big(rollback: float, rule: str) -> Verifier:
 
 @technique(
     title="BiLD: the Big Little Decoder",
+    summary="small model writes, large one corrects",
     paper="Kim et al. 2023, arXiv 2302.07863",
     family="verification",
     guarantee=Guarantee.LOSSY,

@@ -81,6 +81,7 @@ def _chain(tree: TokenTree) -> list[int]:
 
 @technique(
     title="Block verification",
+    summary="accepts whole blocks, not single tokens",
     paper="Sun et al. 2025, arXiv 2403.10444",
     family="verification",
     guarantee=Guarantee.EXACT,

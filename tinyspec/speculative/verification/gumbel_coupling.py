@@ -64,6 +64,7 @@ def match(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
 
 @technique(
     title="Gumbel coupling (drafter-invariant)",
+    summary="draft and target share their noise",
     paper="Daliri et al. 2024, arXiv 2408.07978",
     family="verification",
     guarantee=Guarantee.EXACT,

@@ -30,6 +30,7 @@ from tinyspec.tree import Row
 
 @technique(
     title="Multi-candidate speculative decoding (MCSD)",
+    summary="several candidates at each position",
     paper="Yang et al. 2024, arXiv 2401.06706",
     family="verification",
     guarantee=Guarantee.EXACT,

@@ -110,6 +110,7 @@ def _any(ways: int, chance: Chance) -> int:
 
 @technique(
     title="SpecInfer: tree-based speculative inference",
+    summary="verifies a tree of draft tokens",
     paper="Miao et al. 2024, arXiv 2305.09781",
     family="verification",
     guarantee=Guarantee.EXACT,

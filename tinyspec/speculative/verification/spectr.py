@@ -124,6 +124,7 @@ def _independent(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
 
 @technique(
     title="SpecTr",
+    summary="several drafts, matched by optimal transport",
     paper="Sun et al. 2023, arXiv 2310.15141",
     family="verification",
     guarantee=Guarantee.EXACT,
