@@ -289,3 +289,10 @@ def test_training_errors_are_one_line(tmp_path: Path) -> None:
     assert "[shape]" in failed(run(*call))
     assert "KEY=VALUE" in failed(run(*call, "--set", "lr"))
     assert run("train", "lm", "--recipe", str(tmp_path / "none.toml"), "--out", "x").exit_code == 2
+
+
+def test_every_technique_says_in_a_few_words_what_it_does() -> None:
+    from tinyspec.technique import techniques
+
+    for card in techniques().values():
+        assert 3 <= len(card.summary.split()) <= 7, card.name

@@ -72,7 +72,9 @@ def page(cards: "Iterable[Card]") -> str:
             lines.append(f"|**{heading}**||||")
         path = card.build.__module__.replace(".", "/")
         guarantee = "an analysis" if card.kind == "analysis" else card.guarantee.value
-        guarantee += f" (exact: {card.lossy[0]} {card.lossy[1]:g})" if card.guarantee.value == "lossy" and card.lossy else ""
+        guarantee += (
+            f" (exact: {card.lossy[0]} {card.lossy[1]:g})" if card.guarantee.value == "lossy" and card.lossy else ""
+        )
         what = card.summary or card.title
         lines.append(f"|[`{card.name}`]({path}.py)|{what}|{link_papers(card.paper)}|{guarantee}|")
     return "\n".join(lines)
