@@ -152,7 +152,7 @@ def test_one_command_writes_samples_tables_and_pictures_and_goes_on(tmp_path: Pa
     assert found["chapter"] == "speculative" and found["settings"]["draft"] == zoo.small
     assert "curve" not in found and "memory" not in found
     assert all(of["identical"] == of["jobs"] for of in found["figures"]["overall"].values())
-    assert "draft calls/token" in page.read_text(encoding="utf-8")
+    assert "draft passes/token" in page.read_text(encoding="utf-8")
     assert (drawn / f"{out.stem}-speedups.svg").exists()
     grown = run("bench", "--resume", str(out), "--rounds", "2", "--quiet", "--no-curve", "--no-memory")
     assert grown.exit_code == 0, grown.output

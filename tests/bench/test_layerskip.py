@@ -58,7 +58,7 @@ def test_the_command_writes_its_result_and_a_table_a_model(model: str, tmp_path:
     assert made.exit_code == 0, made.output
     found = json.loads(out.read_text(encoding="utf-8"))
     assert list(found["models"][model]["exits"]) == ["1", "2"] and found["machine"]
-    assert "agreement" in page.read_text(encoding="utf-8") and "guesses kept" in made.stdout
+    assert "agreement" in page.read_text(encoding="utf-8") and "draft tokens accepted" in made.stdout
 
 
 def test_what_is_wrong_is_said_in_one_line(model: str) -> None:

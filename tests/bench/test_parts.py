@@ -112,22 +112,26 @@ def test_the_command_writes_the_result_and_the_table(zoo: Zoo, tmp_path: Path, m
     found = json.loads(out.read_text(encoding="utf-8"))
     assert set(found["figures"]) == {"8", "40"}
     assert all(set(of["milliseconds"]) == {str(k) for k in parts.KS} for of in found["figures"].values())
-    assert "32 behind 40" in page.read_text(encoding="utf-8") and "attention" in result.stdout
+    assert "32 after 40" in page.read_text(encoding="utf-8") and "attention" in result.stdout
     said = "\n".join(parts.told(found))
-    assert "From 1 to 8 rows behind 40 tokens" in said and "| 1 behind 8 |" in said
+    assert "From 1 to 8 positions after 40 tokens" in said and "| 1 after 8 |" in said
 
 
-def test_a_draft_model_is_up_against_its_own_guesses_and_the_call_that_judges_them() -> None:
-    """Four guesses of 0.15 ms and a call of 0.9: as long as 1.5 / 0.5 = 3 plain steps. Four are what the race asks for."""
+def test_a_round_costs_its_draft_tokens_and_the_pass_that_verifies_them() -> None:
+    """Four draft tokens of 0.15 ms and a pass of 0.9: 1.5 / 0.5 = 3 plain steps. The race asks for four."""
     assert advised(find("speculative_decoding"), [tinyspec.load("apprentice")]) == {"gamma": parts.GUESSES}
 
     def result(name: str, wholes: dict[str, float], guesses: float = 0.0) -> dict[str, Any]:
         of = {k: {"whole": whole, "guesses": guesses} for k, whole in wholes.items()}
         return {"command": name, "figures": {"128": {"milliseconds": of}}}
 
-    said = parts.race(result("big", {"1": 0.5, "4": 9.0, "5": 0.9}), result("small", {"1": 9.0, "4": 9.0}, 0.6))
-    assert "(`big`, `small`): behind 128 tokens a plain step takes 0.50 ms" in said
-    assert "4 guesses 0.90, and each guess of the draft 0.15." in said and "as 3.00 plain steps" in said
+    table, _ = parts.race(result("big", {"1": 0.5, "4": 9.0, "5": 0.9}), result("small", {"1": 9.0, "4": 9.0}, 0.6))
+    assert table.splitlines()[2:] == [
+        "| plain step of the target | 0.50 | 1.00 |",
+        "| forward pass that verifies 4 draft tokens | 0.90 | 1.80 |",
+        "| one draft token | 0.15 | 0.30 |",
+        "| round of 4 draft tokens | 1.50 | 3.00 |",
+    ]
 
 
 @compiled

@@ -71,8 +71,8 @@ def test_a_slow_down_is_printed_as_one(result: dict[str, Any]) -> None:
     slow = {**result, "samples": samples}
     slow["figures"] = ppd.told(slow)
     table = ppd.grids(slow)[1]
-    assert dict(table.rows)[ppd.THREADS].startswith("0.50 slower") and "all tokens alike" in table.title
-    assert "two threads 0.50 slower" in ppd.picture(slow)
+    assert dict(table.rows)[ppd.THREADS].startswith("2.0x slower") and "all tokens alike" in table.title
+    assert "two threads 2.0x slower" in ppd.picture(slow)
     assert "TOKENS DIFFER" in ppd.grids({**slow, "identical": False})[1].title
 
 

@@ -58,8 +58,17 @@ def test_a_slow_down_is_printed_as_one(result: dict[str, Any]) -> None:
         for task, cell in zip(("qa", "edits"), row[1:3], strict=True):
             five = result["figures"]["tasks"][task][arm]["speedup"]
             assert ("slower" in cell) == (round(five["median"], 2) < 1)
-            assert cell.startswith(f"{five['median']:.2f}")
+            assert cell.startswith(report.ratio(five["median"]))
     assert "slower" in first.rows[1][1]
+
+
+def test_a_ratio_is_at_least_one_or_says_how_many_times_slower() -> None:
+    for hundredths in range(1, 300):
+        text = report.ratio(hundredths / 100)
+        times = float(text.removesuffix("x slower"))
+        assert times >= 1 if hundredths >= 100 else times > 1
+        assert times == pytest.approx(max(hundredths, 1e4 / hundredths if hundredths < 100 else 0) / 100, rel=0.05)
+        assert text.endswith("x slower") == (hundredths < 100)
 
 
 def test_the_terminal_and_the_page_say_the_same(result: dict[str, Any]) -> None:

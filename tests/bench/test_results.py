@@ -1,18 +1,20 @@
 """Committed results carry command, commit, machine, date and raw samples, and say what their samples say."""
 
 import json
+import re
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
 
-from tinyspec.bench import curve, parts, tally
+from tinyspec.bench import answers, curve, parts, summary, tally
 from tinyspec.bench.book import Sample, dumps
 from tinyspec.bench.harness import interleaved, ratio, save, spread
 from tinyspec.bench.plan import Settings
 
-RESULTS = sorted((Path(__file__).parent.parent.parent / "tutorials" / "results").glob("*.json"))
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = sorted((ROOT / "tutorials" / "results").glob("*.json"))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -129,38 +131,97 @@ def test_a_result_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["r.json"]
 
 
-def test_the_page_of_results_equals_what_the_generator_writes() -> None:
-    from tinyspec.bench import summary
-
-    folder = RESULTS[0].parent
-    assert (folder / "README.md").read_text(encoding="utf-8") == summary.text(folder)
+PAGES = sorted(RESULTS[0].parent.glob("*.md"))
 
 
-def test_a_chapter_on_several_tasks_names_who_wins_on_one_of_them_and_counts_the_slow_downs() -> None:
-    from tinyspec.bench import summary
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return summary.list_pages(RESULTS[0].parent)
 
-    speeds = {"autoregressive": (1.0, 1.0), "even": (1.3, 0.9), "once": (1.1, 0.5), "never": (0.9, 0.8)}
-    result: Any = {
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_a_page_equals_what_its_result_writes(path: Path, pages: dict[str, str]) -> None:
+    """`python -m tinyspec.bench.summary tutorials/results` writes them all."""
+    assert path.read_text(encoding="utf-8") == pages[path.name]
+
+
+def test_the_readme_shows_the_headline() -> None:
+    """README.md must contain, line for line, what `summary.headline` returns; wherever it stands there."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert summary.headline(RESULTS[0].parent) in readme
+
+
+def test_every_section_answers_before_its_table_and_ends_in_commands(pages: dict[str, str]) -> None:
+    _, *sections = pages["README.md"].split("\n## ")
+    assert [section.split("\n")[0] for section in sections] == list(summary.QUESTIONS)
+    for section in sections:
+        _, answer, *blocks = section.split("\n\n")
+        assert answer.endswith(".") and "|" not in answer and "tinyspec bench" not in answer
+        assert blocks[0].startswith(("|", "###"))
+        assert blocks[-1].rstrip().endswith("```")
+
+
+def test_links_of_the_page_lead_somewhere(pages: dict[str, str]) -> None:
+    page = pages["README.md"]
+    anchors = {summary.anchor(line.lstrip("# ")) for line in page.splitlines() if line.startswith("#")}
+    for target in re.findall(r"\]\(([^)]+)\)", page):
+        if target.startswith("#"):
+            assert target[1:] in anchors
+        else:
+            assert (RESULTS[0].parent / target).exists(), target
+
+
+def test_no_page_shows_a_ratio_below_one_as_a_speed_up(pages: dict[str, str]) -> None:
+    for name, page in pages.items():
+        assert not re.findall(r"0\.\d+x|0\.\d+ slower|a slow-down\)", page), name
+
+
+def test_no_page_judges_a_figure_against_a_target(pages: dict[str, str]) -> None:
+    for name, page in pages.items():
+        assert not re.findall(r"\baim|\breached\b|\bmissed\b|\bgoal", page), name
+
+
+def test_the_headline_counts_a_question_once_and_only_if_every_arm_wrote_it_whole() -> None:
+    result = {"columns": ["question", "arm", "same"], "tokens_each": 8}
+    rows = [[1, "a", 8], [1, "b", 8], [2, "a", 8], [2, "b", 7], [3, "a", 0], [3, "b", 7]]
+    assert answers.count_identical({**result, "rows": rows}) == 1
+    assert answers.count_identical({**result, "rows": rows}, "a") == 2
+
+
+def chapter(**tasks: tuple[float, ...]) -> dict[str, Any]:
+    """The result of a chapter on these tasks: speed-ups of three techniques, of which the last loses some texts."""
+    names = ("even", "once", "never")
+    speeds = {
+        "autoregressive": [1.0] * len(tasks),
+        **{n: [of[i] for of in tasks.values()] for i, n in enumerate(names)},
+    }
+    return {
         "settings": {"model": "m", "rounds": 2},
         "sittings": [{"command": "begin"}, {"command": "go on"}],
         "figures": {
             "tasks": {
-                task: {arm: {"speedup": {"median": each[at]}} for arm, each in speeds.items()}
-                for at, task in enumerate(("qa", "rag"))
+                task: {arm: {"speedup": {"median": each[at], "min": each[at]}} for arm, each in speeds.items()}
+                for at, task in enumerate(tasks)
             },
             "overall": {
-                arm: {"mean": sum(each) / 2, "tau": each[0], "jobs": 4, "identical": 4 - (arm == "never")}
+                arm: {"mean": fmean(each), "tau": each[0], "jobs": 4, "identical": 4 - (arm == "never")}
                 for arm, each in speeds.items()
             },
         },
     }
-    said = summary.chapter(result, "page.md")
-    assert "(`begin`, then `go on`)" in said[0]
-    assert "3 techniques on 4 requests (qa, rag), greedy, 2 round(s)" in said[0]
-    assert "Faster than plain decoding in the mean of the groups: `even` 1.10x; the other 2 are slow-downs" in said[0]
-    assert "on every request for 2 of 3" in said[0]
-    assert [line.split(" | ")[0] for line in said if line.startswith("| ") and "QA" not in line] == ["| even", "| once"]
-    assert "| once | 1.10 | 0.50 slower | 0.80 slower |" in said
-    alone = {task: of for task, of in result["figures"]["tasks"].items() if task == "rag"}
-    result["figures"]["tasks"] = alone
-    assert len(summary.chapter(result, "page.md")) == 1
+
+
+def test_a_chapter_shows_who_wins_on_some_task_and_counts_the_slow_downs() -> None:
+    table, prose, commands = answers.describe_chapter(chapter(qa=(1.3, 1.1, 0.9), rag=(0.9, 0.5, 0.8)), "page.md")
+    assert table.splitlines()[0] == "|  | QA | RAG | mean | tokens per forward pass |"
+    assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == ["| even", "| once"]
+    assert "| once | 1.10 | 2.0x slower | 1.25x slower | 1.10 |" in table
+    assert "3 techniques on 4 requests (qa, rag), greedy, 2 rounds" in prose
+    assert "1 are faster in the mean of the groups, the other 2 are slow-downs" in prose
+    assert "on every request for 2 of 3" in prose
+    assert commands.splitlines()[3:5] == ["begin", "go on"]
+
+
+def test_a_chapter_on_one_task_has_no_mean() -> None:
+    table = answers.describe_chapter(chapter(rag=(0.9, 1.5, 0.8)), "page.md")[0]
+    assert table.splitlines()[0] == "|  | RAG | tokens per forward pass |"

@@ -35,7 +35,7 @@ def test_the_command_writes_what_its_figures_are_computed_from(tmp_path: Path) -
     )
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text(encoding="utf-8"))
-    assert {"command", "commit", "machine", "samples", "figures", "growth", "goals"} <= set(found)
+    assert {"command", "commit", "machine", "samples", "figures", "growth"} <= set(found)
     for arm, of in found["figures"].items():
         for size, told in of.items():
             assert told == figures(found["samples"][arm][size], int(size))

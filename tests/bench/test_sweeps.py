@@ -61,7 +61,7 @@ def test_the_command_writes_all_three(model: str, tmp_path: Path) -> None:
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["command"].startswith("tinyspec ") and found["machine"] and list(found["figures"]) == ["2", "3"]
     assert page.read_text(encoding="utf-8").startswith("`tinyspec ") and "<svg" in drawn.read_text(encoding="utf-8")
-    assert "fixed a sweep" in made.stdout
+    assert "fixed per sweep" in made.stdout
 
 
 def test_what_is_wrong_is_said_in_one_line(model: str) -> None:

@@ -282,7 +282,7 @@ def grid(result: Mapping[str, Any]) -> Grid:
             number(free["work"]), f"{free['agreement']:.1%}", number(free["perplexity"]),
         ])  # fmt: skip
     head = [
-        "", "layers a token", "fills", "head products", "work", "agreement", "perplexity",
+        "", "layers per token", "K/V fills", "head products", "work", "agreement", "perplexity",
         "free: work", "same text", "perplexity, full model's",
     ]  # fmt: skip
     of = result["settings"]["model"]

@@ -17,7 +17,7 @@ import torch
 from tinyspec import models
 from tinyspec.bench.arms import endless
 from tinyspec.bench.harness import progress, report
-from tinyspec.bench.report import Grid, number
+from tinyspec.bench.report import Grid, number, ratio
 from tinyspec.bench.tasks import openings
 from tinyspec.early_exit.layerskip import drafting_layers
 from tinyspec.errors import TinyspecError
@@ -121,14 +121,15 @@ def grids(result: dict[str, Any]) -> list[Grid]:
     """A table a model, a row an exit."""
     settings, made = result["settings"], []
     header = [
-        "exit", "agreement", "overlap", "guesses kept", "tokens a round", "layers a token", "in a row", "at most",
+        "exit", "agreement", "overlap", "draft tokens accepted", "tokens per round", "layers per token",
+        "of them in sequence", "speed-up at most",
     ]  # fmt: skip
     for name, of in result["models"].items():
         rows = [
             [
                 exit, number(f["agreement"], 3), number(f["overlap"], 3), number(f["kept"], 3),
                 number(f["tokens_per_round"], 2), number(f["layers_per_token"], 2), number(f["in_a_row_per_token"], 2),
-                f"{f['bound']:.2f}x",
+                ratio(f["bound"], "x"),
             ]
             for exit, f in of["exits"].items()
         ]  # fmt: skip

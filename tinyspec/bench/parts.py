@@ -178,49 +178,64 @@ def grid(result: Mapping[str, Any]) -> Grid:
     least = min(of["whole"] for each in result["figures"].values() for of in each["milliseconds"].values())
     digits = 1 if least >= 3 else 2
     rows = [
-        [f"{k} behind {cached}", *(f"{of[part]:.{digits}f}" for part in ("whole", "floor", *PARTS))]
+        [f"{k} after {cached}", *(f"{of[part]:.{digits}f}" for part in ("whole", "floor", *PARTS))]
         for cached, each in result["figures"].items()
         for k, of in each["milliseconds"].items()
     ]
-    title = f"Milliseconds of a call over k new tokens behind a text, and of its parts: {result['model']}, {result['dtype']}"
+    title = (
+        "Milliseconds of a forward pass over k new tokens after a text, and of its parts: "
+        f"{result['model']}, "
+        f"{result['dtype']}"
+    )
     return Grid(title, ["", "whole", "floor", *PARTS], rows)
 
 
 def told(result: Mapping[str, Any]) -> list[str]:
-    """What the README says of it: the table, and how each part grows from one row to eight."""
-    lines = [
-        f"**Where the time of a call goes** (`{result['command']}`): each part is run alone in the same rounds. matrices: of "
-        "the layers; attention: over the text behind; between: norms, activation, threads that meet; around: Python. The last "
-        "three are differences of medians: where they are small they may come out below zero.",
-        "",
-        *grid(result).markdown().split("\n")[2:],
-        "",
+    """Return what the page of results says of it: the table, and how each part grows from 1 position to 8."""
+    blocks = [
+        grid(result).table(),
+        f'Milliseconds, {result["model"]}, {result["dtype"]}: "8 after 256" is a forward pass over 8 new tokens after a '
+        "text of 256. Each part is run alone in the same rounds. *matrices*: of the layers; "
+        "*attention*: over the text; "
+        "*between*: norms, activation, synchronisation of threads; *around*: Python. The last "
+        "three are differences of "
+        "medians: where they are small they may be negative.",
     ]
     for cached, of in result["figures"].items():
         one, eight, reads = of["milliseconds"]["1"], of["milliseconds"]["8"], of["reads"]
         grown = ", ".join(f"{part} {eight[part] - one[part]:+.1f}" for part in PARTS)
-        lines += [
-            f"From 1 to 8 rows behind {cached} tokens a call grows from {one['whole']:.1f} to {eight['whole']:.1f} ms: "
-            f"{grown}. One row reads the matrices at {reads['matrices'] / 1e9:.0f} GB/s and the head at "
-            f"{reads['head'] / 1e9:.0f}; the fastest meter in the same rounds reads {reads['fastest'] / 1e9:.0f}.",
-            "",
-        ]
-    return lines[:-1]
+        blocks.append(
+            f"From 1 to 8 positions after {cached} tokens a forward pass grows from "
+            f"{one['whole']:.1f} to "
+            f"{eight['whole']:.1f} ms: {grown}. A pass over 1 position reads the matrices at "
+            f"{reads['matrices'] / 1e9:.0f} GB/s and the head at {reads['head'] / 1e9:.0f}; the "
+            "fastest meter in the same "
+            f"rounds reads {reads['fastest'] / 1e9:.0f}."
+        )
+    return blocks
 
 
 GUESSES = 4  # of speculative decoding in a round of the race, as the card of the draft advises
 
 
-def race(target: Mapping[str, Any], draft: Mapping[str, Any]) -> str:
-    """What a draft model is up against: the calls of its rounds, in plain steps of the target."""
+def race(target: Mapping[str, Any], draft: Mapping[str, Any]) -> list[str]:
+    """Return what a round of the race costs in plain steps of the target: a draft must bring more tokens than that."""
     (cached,), (behind,) = target["figures"], draft["figures"]
     calls, steps = target["figures"][cached]["milliseconds"], draft["figures"][behind]["milliseconds"]
-    plain, judged = calls["1"], calls[str(1 + GUESSES)]
+    plain, judged = calls["1"]["whole"], calls[str(1 + GUESSES)]["whole"]
     step = steps[str(GUESSES)]["guesses"] / GUESSES
-    needed = (judged["whole"] + GUESSES * step) / plain["whole"]
-    return (
-        f"What the draft is up against (`{target['command']}`, `{draft['command']}`): behind {cached} tokens a plain step "
-        f"takes {plain['whole']:.2f} ms, a call that judges {GUESSES} guesses {judged['whole']:.2f}, and each guess of the "
-        f"draft {step:.2f}. A round of {GUESSES} guesses takes as long as "
-        f"{needed:.2f} plain steps, and would have to bring more tokens than that."
-    )
+    rows = [
+        ["plain step of the target", f"{plain:.2f}", "1.00"],
+        [f"forward pass that verifies {GUESSES} draft tokens", f"{judged:.2f}", f"{judged / plain:.2f}"],
+        ["one draft token", f"{step:.2f}", f"{step / plain:.2f}"],
+        [
+            f"round of {GUESSES} draft tokens",
+            f"{judged + GUESSES * step:.2f}",
+            f"{(judged + GUESSES * step) / plain:.2f}",
+        ],
+    ]
+    return [
+        Grid("", [f"after {cached} tokens", "ms", "in plain steps"], rows).table(),
+        "A round must bring more tokens than the plain steps it costs. All parts: "
+        "[parts-storyteller.md](parts-storyteller.md), [parts-apprentice.md](parts-apprentice.md).",
+    ]

@@ -207,7 +207,8 @@ def grids(result: Mapping[str, Any]) -> list[Grid]:
         rows.append([f"layer {layer} of {result['n_layers']}", *(number(match[k], 3) for k in ks), *cells])
     head = ["", *(f"match, k={k}" for k in ks), *(f"clock for work, k={k}" for k in ks)]
     about = (
-        f"{result['model']}: tokens guessed right, and their worth on k + 1 processors (times as fast, times the work)"
+        f"{result['model']}: tokens predicted by an early layer, and their worth on k + 1 processors "
+        "(times as fast, times the work)"
     )
     timed = [[name, speed(five)] for name, five in of["wall"].items()]
     ledger = of["counted"].get("1")

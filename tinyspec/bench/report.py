@@ -1,4 +1,4 @@
-"""What a run shows: tables for a terminal, the same in Markdown. Slow-downs are printed as slow-downs."""
+"""Tables of a run, for a terminal and in Markdown. A slow-down is printed as one: "4.5x slower"."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -30,32 +30,52 @@ class Grid:
         return table
 
     def markdown(self) -> str:
+        return f"**{self.title}**\n\n{self.table()}"
+
+    def table(self) -> str:
+        """Return the table in Markdown, without its title."""
         lines = [self.header, ["---"] + ["---:"] * (len(self.header) - 1), *self.rows]
         cells = [" | ".join(cell.replace("\n", " ") for cell in line) for line in lines]
-        return f"**{self.title}**\n\n" + "\n".join(f"| {line} |" for line in cells)
+        return "\n".join(f"| {line} |" for line in cells)
+
+
+def ratio(value: float | None, unit: str = "") -> str:
+    """Return a speed-up as text. A slow-down is turned round: how many times slower.
+
+    >>> ratio(1.234), ratio(1.234, "x"), ratio(0.22), ratio(0.93), ratio(0.0125), ratio(None)
+    ('1.23', '1.23x', '4.5x slower', '1.08x slower', '80x slower', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{value:.2f}{unit}" if round(value, 2) >= 1 else f"{_slow_down(value)}x slower"
+
+
+def _slow_down(value: float) -> str:
+    """Return 1 / value to two digits; below 2 to three, since two would call 0.98 "1.0x slower"."""
+    times = 1 / value
+    return f"{times:.2f}" if times < 1.995 else f"{times:.1f}" if times < 9.95 else f"{float(f'{times:.2g}'):.0f}"
 
 
 def speed(five: Mapping[str, float] | None) -> str:
-    """A speed-up with its quartiles; a slow-down says so.
+    """Return a speed-up with its quartiles. Where all three are slow-downs, all three are told as such.
 
     >>> speed({"min": 1, "q1": 1.2, "median": 1.5, "q3": 1.75, "max": 2})
     '1.50 (1.20-1.75)'
-    >>> speed({"min": 0.5, "q1": 0.7, "median": 0.8, "q3": 0.9, "max": 1})
-    '0.80 slower (0.70-0.90)'
+    >>> speed({"min": 0.1, "q1": 0.2, "median": 0.25, "q3": 0.4, "max": 1})
+    '4.0x slower (2.5-5.0)'
+    >>> speed({"min": 0.5, "q1": 0.8, "median": 1.1, "q3": 1.2, "max": 1.2})
+    '1.10 (1.25x slower to 1.20)'
     """
     if five is None:
         return "-"
-    slower = " slower" if round(five["median"], 2) < 1 else ""
-    return f"{five['median']:.2f}{slower} ({five['q1']:.2f}-{five['q3']:.2f})"
-
-
-def ratio(value: float | None) -> str:
-    """A ratio without a spread.
-
-    >>> ratio(1.234), ratio(0.5), ratio(None)
-    ('1.23', '0.50 slower', '-')
-    """
-    return "-" if value is None else f"{value:.2f}" + (" slower" if round(value, 2) < 1 else "")
+    low, middle, high = five["q1"], five["median"], five["q3"]
+    if round(low, 2) >= 1:
+        spread = f"{low:.2f}-{high:.2f}"
+    elif round(high, 2) < 1:
+        spread = f"{_slow_down(high)}-{_slow_down(low)}"
+    else:
+        spread = f"{ratio(low)} to {ratio(high)}"
+    return f"{ratio(middle)} ({spread})"
 
 
 def least(figures: Mapping[str, Any], arm: str) -> float | None:
@@ -85,7 +105,8 @@ def grids(result: Mapping[str, Any]) -> Iterator[Grid]:
         for arm in arms
     ]
     yield Grid(
-        "Times as fast as plain decoding, behind the prompt: median of prompts (quartiles), and the least of all prompts",
+        "Times as fast as plain decoding, after the prompt: median of prompts (quartiles), and the "
+        "least of all prompts",
         ["", *heads, *(["mean"] if many else []), "least"],
         rows,
     )
@@ -94,8 +115,8 @@ def grids(result: Mapping[str, Any]) -> Iterator[Grid]:
             yield _of_task(result, name)
     yield Grid(
         "What it took",
-        ["", "tokens/s", "with prompt", "tau", "target calls/token", "draft calls/token", "nodes/token", "row-layers/token",
-         "same text", "peak MiB"],
+        ["", "tokens/s", "with prompt", "tau", "target passes/token", "draft passes/token", "nodes/token",
+         "position-layers/token", "same text", "peak MiB"],
         [_counted(result, arm) for arm in arms],
     )  # fmt: skip
     for peer, ratios in figures["against"].items():
@@ -133,7 +154,7 @@ def _of_task(result: Mapping[str, Any], task: str) -> Grid:
         rows.append([arm, speed(of["speedup"]), *map(number, counts), same, number(of["state_per_token"], 0)])
     return Grid(
         f"{SHORT.get(task, task)}: {several(rows_of(result, task), 'request')}",
-        ["", "times as fast (quartiles)", "tau", "alpha", "target calls/token", "draft calls/token", "nodes/token",
+        ["", "times as fast (quartiles)", "tau", "alpha", "target passes/token", "draft passes/token", "nodes/token",
          "same text", "state bytes/token"],
         rows,
     )  # fmt: skip
@@ -162,8 +183,10 @@ def _curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
     ]
     tops = (f"{figures['bandwidth'] / 1e9:.1f} GB/s", f"{figures['peak'] / 1e9:.0f} billion operations/s")
     return Grid(
-        f"One forward behind {figures['cached']} cached tokens, {settings['dtype']}; the floor is the larger of "
-        f"weights at {tops[0]} ({_best(figures, 'bandwidth')}) and arithmetic at {tops[1]} ({_best(figures, 'peak')})",
+        f"One forward pass after {figures['cached']} cached tokens, {settings['dtype']}; the floor "
+        "is the larger of "
+        f"weights at {tops[0]} ({_best(figures, 'bandwidth')}) and arithmetic at {tops[1]} "
+        f"({_best(figures, 'peak')})",
         header,
         rows,
     )
@@ -190,9 +213,11 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     end = "at most" if settings["until_eos"] else "(an end of text ends nothing)"
     units = " with " + ", ".join(m["units"]) if m["units"] else ""
     lines = [
-        f"{settings['model']}, {settings['dtype']} on {settings['device']}, {how}, {settings['tokens']} tokens an answer "
+        f"{settings['model']}, {settings['dtype']} on {settings['device']}, {how}, "
+        f"{settings['tokens']} tokens an answer "
         f"{end}, {several(settings['rounds'], 'round')}",
-        f"{several(m['cores'], 'core')} of {m['cpu']}{units}, {several(m['threads'], 'thread')}, torch {m['torch']}, "
+        f"{several(m['cores'], 'core')} of {m['cpu']}{units}, {several(m['threads'], 'thread')}, "
+        f"torch {m['torch']}, "
         f"{result['date']}, commit {result['commit']}",
     ]
     commits = list(dict.fromkeys(str(sitting["commit"]) for sitting in result["sittings"]))
@@ -202,8 +227,11 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         drafts = settings["draft"] or "none; what needs one is left out"
         lines.append(f"draft model: {drafts}")
         lines.append(
-            "tau: tokens a target call; alpha: of the places at which guesses were tested, the share at which one was "
-            "kept; a persistent technique begins each round with nothing and keeps what it sees in that round"
+            "tau: tokens per forward pass of the target; alpha: of the positions at which draft "
+            "tokens were tested, the "
+            "share at which one was accepted; a persistent technique begins each round with "
+            "nothing and keeps what it "
+            "sees in that round"
         )
         lines += promises(settings["methods"])
     lines += [f"built for {arm}: {what}" for arm, what in result.get("built", {}).items()]
@@ -239,7 +267,11 @@ def show(result: Mapping[str, Any]) -> RenderableType:
     return Group(*(grid.rich() for grid in grids(result)), *notes(result))
 
 
+def page(result: Mapping[str, Any], grids: Sequence[Grid], notes: Sequence[str] = ()) -> str:
+    """Return a page in Markdown: the command that made the result, its tables, and what must be known beside them."""
+    return "\n\n".join([f"`{result['command']}`", *(grid.markdown() for grid in grids), *notes]) + "\n"
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     """The same for a page. The command that made it comes first."""
-    tables = [grid.markdown() for grid in grids(result)]
-    return "\n\n".join([f"`{result['command']}`", *tables, "\n".join(f"- {line}" for line in notes(result))]) + "\n"
+    return page(result, list(grids(result)), ["\n".join(f"- {line}" for line in notes(result))])

@@ -28,8 +28,6 @@ VOCABULARY, PHRASES = 49_152, 20_000
 SIZES = (10_000, 100_000, 1_000_000)
 APPENDED, ASKED, LONGEST = 500, 400, 40  # tokens and questions in a round; tokens of a question
 CHUNK = 100_000
-GOALS = {"us_per_guess": 6.0, "us_per_call": 20.0, "us_per_append": 4.0}
-AT = 100_000  # tokens: where the goals are looked at
 
 
 class Index(Protocol):
@@ -228,13 +226,8 @@ def measure(
             "growth": {
                 arm: round(of[largest]["us_per_call"] / of[smallest]["us_per_call"], 3) for arm, of in table.items()
             },
-            "goals": {
-                arm: {name: of[str(AT)][name] <= goal for name, goal in GOALS.items() if name in of[str(AT)]}
-                for arm, of in table.items()
-                if str(AT) in of
-            },
         }
     )
 
 
-__all__ = ["ARMS", "GOALS", "SIZES", "figures", "measure", "text", "timed"]
+__all__ = ["ARMS", "SIZES", "figures", "measure", "text", "timed"]

@@ -162,7 +162,7 @@ def grid(result: Mapping[str, Any]) -> Grid:
         ])  # fmt: skip
     head = [
         "",
-        "weights a token",
+        "weights per token",
         "layers",
         "alpha",
         "alpha, T=1",

@@ -116,14 +116,14 @@ def grid(result: Mapping[str, Any]) -> Grid:
         ])  # fmt: skip
     head = [
         "tokens of a block",
-        "fixed a sweep",
-        "passes a token",
-        "rows a token",
-        "guesses kept",
+        "fixed per sweep",
+        "passes per token",
+        "positions per token",
+        "draft tokens accepted",
         "times as fast",
         "same",
     ]
-    return Grid(f"Jacobi sweeps on {result['model']}, first guess: {result['init']}", head, rows)
+    return Grid(f"Jacobi sweeps on {result['model']}, blocks begin as: {result['init']}", head, rows)
 
 
 # ---------------------------------------------------------------------- the picture

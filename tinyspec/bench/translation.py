@@ -242,7 +242,7 @@ def grid(result: Mapping[str, Any]) -> Grid:
         for label, of in figures.items()
     ]  # fmt: skip
     head = [
-        "", "BLEU", "decoder passes", "encoder", "teacher", "ms a sentence", "times as fast",
+        "", "BLEU", "decoder passes", "encoder", "teacher", "ms per sentence", "times as fast",
         f"ms, batch {settings['batch']}", "times as fast", "repeated tokens",
     ]  # fmt: skip
     return Grid(f"English to German, Multi30k test_2016_flickr, {settings['sentences']} sentences", head, rows)

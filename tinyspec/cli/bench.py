@@ -1,4 +1,4 @@
-"""tinyspec bench: the measurements behind every number in the README. What they measure, `tinyspec/bench/` says."""
+"""tinyspec bench: the measurements behind every number in `tutorials/results`. `tinyspec/bench/` says what they measure."""
 
 import json
 from pathlib import Path

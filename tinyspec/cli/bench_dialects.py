@@ -46,6 +46,7 @@ def dialects(
     """
     from tinyspec.bench import dialects as experiment
     from tinyspec.bench.dialects_report import grids, picture
+    from tinyspec.bench.report import page
 
     out, as_json, quiet = options.pop("out"), options.pop("as_json"), options.pop("quiet")
     named = [kind.strip() for kind in kinds.split(",") if kind.strip()]
@@ -58,8 +59,7 @@ def dialects(
     else:
         for table in tables:
             base.console().print(table.rich(), highlight=False)
-    page = "\n\n".join([f"`{result['command']}`", *(table.markdown() for table in tables)]) + "\n"
-    write({svg: picture(result), markdown: page})
+    write({svg: picture(result), markdown: page(result, tables)})
     if out is not None:
         click.echo(f"written: {out}", err=True)
 

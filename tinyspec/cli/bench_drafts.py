@@ -108,6 +108,7 @@ def sizes(
     """
     from tinyspec.bench import sizes as experiment
     from tinyspec.bench.book import dumps
+    from tinyspec.bench.report import page
     from tinyspec.errors import TinyspecError
 
     out, as_json = options.pop("out"), options.pop("as_json")
@@ -120,7 +121,7 @@ def sizes(
     else:
         base.console().print(experiment.grid(result).rich(), highlight=False)
     texts = {out: dumps(result), svg: experiment.picture(result)}
-    texts[markdown] = f"`{result['command']}`\n\n{experiment.grid(result).markdown()}\n"
+    texts[markdown] = page(result, [experiment.grid(result)])
     write(texts)
 
 

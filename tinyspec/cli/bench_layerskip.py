@@ -36,6 +36,7 @@ def layerskip(models: str, exits: str, markdown: Path | None, **options: Any) ->
     """
     from tinyspec.bench import layerskip as experiment
     from tinyspec.bench.book import dumps
+    from tinyspec.bench.report import page
 
     out, as_json = options.pop("out"), options.pop("as_json")
     names = [name.strip() for name in models.split(",") if name.strip()]
@@ -46,5 +47,4 @@ def layerskip(models: str, exits: str, markdown: Path | None, **options: Any) ->
     else:
         for grid in grids:
             base.console().print(grid.rich(), highlight=False)
-    page = "\n\n".join([f"`{result['command']}`", *(grid.markdown() for grid in grids)])
-    write({out: dumps(result), markdown: f"{page}\n"})
+    write({out: dumps(result), markdown: page(result, grids)})

@@ -32,6 +32,7 @@ def parts(model: str, cached: str, markdown: Path | None, **options: Any) -> Non
     """
     from tinyspec.bench import parts as experiment
     from tinyspec.bench.book import dumps
+    from tinyspec.bench.report import page
 
     out, as_json = options.pop("out"), options.pop("as_json")
     result = experiment.measure(model, cached=numbers("--cached", cached, "tokens"), **options)
@@ -39,4 +40,4 @@ def parts(model: str, cached: str, markdown: Path | None, **options: Any) -> Non
         click.echo(json.dumps(result))
     else:
         base.console().print(experiment.grid(result).rich(), highlight=False)
-    write({out: dumps(result), markdown: f"`{result['command']}`\n\n{experiment.grid(result).markdown()}\n"})
+    write({out: dumps(result), markdown: page(result, [experiment.grid(result)])})

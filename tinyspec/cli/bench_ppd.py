@@ -36,6 +36,7 @@ def ppd(model: str, ks: str, svg: Path | None, markdown: Path | None, **options:
     """
     from tinyspec.bench import ppd as experiment
     from tinyspec.bench.book import dumps
+    from tinyspec.bench.report import page
     from tinyspec.errors import TinyspecError
 
     out, as_json = options.pop("out"), options.pop("as_json")
@@ -48,5 +49,4 @@ def ppd(model: str, ks: str, svg: Path | None, markdown: Path | None, **options:
     else:
         for grid in grids:
             base.console().print(grid.rich(), highlight=False)
-    page = "\n\n".join([f"`{result['command']}`", *(grid.markdown() for grid in grids)])
-    write({out: dumps(result), svg: experiment.picture(result), markdown: f"{page}\n"})
+    write({out: dumps(result), svg: experiment.picture(result), markdown: page(result, grids)})

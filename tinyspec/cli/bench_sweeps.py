@@ -38,6 +38,7 @@ def sweeps(model: str, blocks: str, svg: Path | None, markdown: Path | None, **o
     """
     from tinyspec.bench import sweeps as experiment
     from tinyspec.bench.book import dumps
+    from tinyspec.bench.report import page
 
     out, as_json = options.pop("out"), options.pop("as_json")
     result = experiment.run(model, numbers("--blocks", blocks, "tokens"), **options)
@@ -45,5 +46,4 @@ def sweeps(model: str, blocks: str, svg: Path | None, markdown: Path | None, **o
         click.echo(json.dumps(result))
     else:
         base.console().print(experiment.grid(result).rich(), highlight=False)
-    page = f"`{result['command']}`\n\n{experiment.grid(result).markdown()}\n"
-    write({out: dumps(result), svg: experiment.picture(result), markdown: page})
+    write({out: dumps(result), svg: experiment.picture(result), markdown: page(result, [experiment.grid(result)])})

@@ -51,6 +51,7 @@ def translation(
       tinyspec bench translation --experiment iterations --out results/iterations.json --svg results/iterations.svg
     """
     from tinyspec.bench import translation as experiments
+    from tinyspec.bench.report import page
     from tinyspec.bench.translation_picture import picture
 
     named = [name.strip() for part in models for name in part.split(",") if name.strip()]
@@ -67,10 +68,9 @@ def translation(
         click.echo(json.dumps(result))
     else:
         base.console().print(grid.rich(), highlight=False)
-    said = "\n\n".join(experiments.notes(result))
     if options["out"] is not None:
         click.echo(f"written: {options['out']}", err=True)
-    write({svg: picture(result), markdown: f"`{result['command']}`\n\n{grid.markdown()}\n\n{said}\n"})
+    write({svg: picture(result), markdown: page(result, [grid], experiments.notes(result))})
 
 
 def _numbers(option: str, text: str | None, least: int) -> tuple[int, ...]:

@@ -210,6 +210,7 @@ def exits(
     """
     from tinyspec.bench import exits as experiment
     from tinyspec.bench.exits_figure import picture
+    from tinyspec.bench.report import page
 
     out, as_json = options["out"], options.pop("as_json")
     try:
@@ -223,9 +224,7 @@ def exits(
         click.echo(json.dumps(result))
     else:
         base.console().print(grid.rich(), highlight=False)
-    for file, text in {
-        svg: picture(result), markdown: f"`{result['command']}`\n\n{grid.markdown()}\n"
-    }.items():  # fmt: skip
+    for file, text in {svg: picture(result), markdown: page(result, [grid])}.items():
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
