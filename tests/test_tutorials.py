@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.test_exercises import solutions
+
 TUTORIALS = Path(__file__).parent.parent / "tutorials"
 LESSONS = sorted(TUTORIALS.glob("[0-9][0-9]_*.md"))
 OPEN = re.compile(r"^```\{code-cell\}")
@@ -72,20 +74,23 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("stage")
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_a_lesson_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells, in time; and after them the solutions of its exercises, in the same namespace."""
     began = time.process_time()
-    run(path)
+    names = run(path)
     assert time.process_time() - began < SECONDS
     assert capsys.readouterr().out
+    for solution in solutions(path.read_text(encoding="utf-8")):
+        exec(compile("\n" * (solution.line - 1) + solution.code, str(path), "exec"), names)
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_a_lesson_is_a_lesson(path: Path) -> None:
-    """At most 400 lines; a plot, claims that end in `assert`, code shown from its file, exercises."""
+    """At most 400 lines up to the exercises; a plot, claims that end in `assert`, code shown from its file, exercises."""
     text = path.read_text(encoding="utf-8")
     code = [ast.parse(cell.code) for cell in cells(text)]
     nodes = [node for tree in code for node in ast.walk(tree)]
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    assert len(text.splitlines()) <= 400
+    assert len(text.partition("## Exercises")[0].splitlines()) <= 400
     assert any(isinstance(node, ast.Assert) for node in nodes)
     assert {"show", "axes"} <= called
     assert "## Exercises" in text
