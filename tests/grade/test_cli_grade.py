@@ -77,16 +77,18 @@ def test_json_on_standard_output_and_one_task(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_what_cannot_be_graded_is_a_report_and_what_is_misspelt_an_error(tmp_path: Path) -> None:
-    result = run("grade", "A0", str(tmp_path / "nowhere"))
+    (tmp_path / "begun").mkdir()
+    result = run("grade", "A0", str(tmp_path / "begun"))
     assert result.exit_code == 1
-    assert "nowhere does not exist" in result.output
+    assert "begun holds no submission.py" in result.output
     assert "A0 Tiny: 0 of 100 points" in result.output
     assert "A0 has no task 'nothing': accept, residual" in failed(
         run("grade", "A0", str(tmp_path), "--task", "nothing")
     )
     assert "no assignment 'A7'" in failed(run("grade", "A7", str(tmp_path)))
     submit(tmp_path, RIGHT)
-    assert "No such file or directory" in failed(run("grade", "A0", str(tmp_path), "--json", "/nowhere/report.json"))
+    assert "tinyspec assignment new A0" in failed(run("grade", "A0", str(tmp_path / "nowhere")))
+    assert "there is no folder /nowhere" in failed(run("grade", "A0", str(tmp_path), "--json", "/nowhere/report.json"))
 
 
 def test_help_says_what_it_is_not() -> None:

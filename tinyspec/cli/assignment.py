@@ -47,7 +47,7 @@ def list_assignments(as_json: bool) -> None:
 
 @assignment.command("new", cls=base.Command)
 @click.argument("name")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=base.OutputPath(folder=True))
 def new(name: str, folder: Path) -> None:
     """Begin assignment NAME in FOLDER: a hand-out, submission.py with what is to be written, and a README.
 
@@ -67,7 +67,7 @@ def new(name: str, folder: Path) -> None:
 
 @assignment.command("bundle", cls=base.Command)
 @click.argument("name")
-@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("out", type=base.OutputPath())
 @base.options(
     click.option(
         "--seed", type=click.IntRange(0), help="Of the final run's cases; keep it to yourself.  [default: 90001]"

@@ -11,20 +11,15 @@ from typing import Any, TypeVar
 
 import click
 
+from tinyspec.cli.mistakes import OneLine, in_one_line, usage_in_one_line
+from tinyspec.cli.paths import OutputPath as OutputPath
+from tinyspec.cli.paths import check_folder as check_folder
+from tinyspec.cli.paths import read_text as read_text
 from tinyspec.errors import TinyspecError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 KNOBS = "tinyspec.knobs"  # where a command's unknown options wait in its context
 DEBUG = "tinyspec.debug"
-
-
-class OneLine(click.ClickException):
-    """An error as `tinyspec: what is wrong and what to do`, exit code 2."""
-
-    exit_code = 2
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"tinyspec: {self.message}", file=file or sys.stderr)
 
 
 def debugging(ctx: click.Context) -> bool:
@@ -107,9 +102,17 @@ class Group(click.Group):
             raise click.UsageError(f"there is no command '{args[0]}': {nearest(args[0], self.commands)}", ctx)
         return super().resolve_command(ctx, args)
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **extra)
+        except click.UsageError as error:
+            raise usage_in_one_line(error) from error
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            raise usage_in_one_line(error) from error
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except KeyboardInterrupt:
@@ -121,18 +124,6 @@ class Group(click.Group):
             if debugging(ctx):
                 raise
             raise OneLine(in_one_line(error)) from error
-
-
-def in_one_line(error: Exception) -> str:
-    """What a user is told of an error. One that nobody foresaw says its kind, and how to see where it came from."""
-    if isinstance(error, TinyspecError):
-        return " ".join(str(error).split())
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's; torch may not even be loaded here
-        return "CUDA is out of memory: use --dtype bfloat16, fewer --max-new-tokens, a smaller model, or --device cpu"
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said} (this is a defect; --debug shows where)"
 
 
 # ---------------------------------------------------------------------- options
@@ -162,7 +153,7 @@ def overrides(seed: int | None, settings: Sequence[str]) -> dict[str, str]:
 
 replay_option = click.option(
     "--replay",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputPath(),
     help="Write a page that plays it back; if the name ends in .json, the page's trace.",
 )
 
@@ -282,14 +273,6 @@ def load_all(
         named = target.config.extra.get("draft") or []
         draft = [named] if isinstance(named, str) else named
     return target, [tinyspec.load(name, device=device, dtype=dtype) for name in draft] or None
-
-
-def read_text(path: Path) -> str:
-    """A text file, or an error that names it."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise TinyspecError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def console() -> Any:

@@ -50,8 +50,8 @@ from tinyspec.cli.measuring import results, rounds, show, tokens
     click.option("--curve/--no-curve", "curves", default=True, help="Cost curve and ceilings. [default: on]"),
     click.option("--memory/--no-memory", "memories", default=True, help="Peak memory. [default: on]"),
     click.option("--resume", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Go on with this file."),
-    click.option("--svg", type=click.Path(file_okay=False, path_type=Path), help="Draw pictures, named after --out, into it."),
-    click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables here."),
+    click.option("--svg", type=base.OutputPath(folder=True), help="Draw pictures, named after --out, into it."),
+    click.option("--markdown", type=base.OutputPath(), help="Write the tables here."),
     results,
 )  # fmt: skip
 @click.pass_context

@@ -27,8 +27,8 @@ from tinyspec.cli.measuring import results, write
     click.option("--passes", default="1,2,4,10", show_default=True, metavar="LIST", help="Of Mask-Predict."),
     click.option("--lengths", default="1,3", show_default=True, metavar="LIST", help="Mask-Predict's length beams."),
     click.option("--resume", is_flag=True, help="Go on with the file of --out, and with its trainings."),
-    click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the picture into this file."),
-    click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables here."),
+    click.option("--svg", type=base.OutputPath(parents=True), help="Draw the picture into this file."),
+    click.option("--markdown", type=base.OutputPath(parents=True), help="Write the tables here."),
     results,
 )  # fmt: skip
 def dialects(

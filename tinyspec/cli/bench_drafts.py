@@ -92,8 +92,8 @@ def skip(model: str, **options: Any) -> None:
     rounds(3),
     click.option("--temperature", "-t", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
     click.option("--dtype", default="bfloat16", show_default=True, help="float32, bfloat16, float16, float64."),
-    click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the picture into this file."),
-    click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the table here."),
+    click.option("--svg", type=base.OutputPath(parents=True), help="Draw the picture into this file."),
+    click.option("--markdown", type=base.OutputPath(parents=True), help="Write the table here."),
     results,
 )  # fmt: skip
 def sizes(

@@ -22,7 +22,7 @@ from tinyspec.cli.measuring import numbers, results, tokens, write
     click.option("--prompts", type=click.IntRange(1, 60), default=10, show_default=True, help="Openings to measure on."),
     tokens(64),
     click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
-    click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables here."),
+    click.option("--markdown", type=base.OutputPath(parents=True), help="Write the tables here."),
     results,
 )  # fmt: skip
 def layerskip(models: str, exits: str, markdown: Path | None, **options: Any) -> None:

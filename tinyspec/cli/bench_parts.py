@@ -16,7 +16,7 @@ from tinyspec.cli.measuring import numbers, results, rounds, write
     click.option("--dtype", default="bfloat16", show_default=True, help="float32 or bfloat16."),
     click.option("--cached", default="256,768", show_default=True, metavar="LIST", help="Tokens behind the call."),
     rounds(15),
-    click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the table here."),
+    click.option("--markdown", type=base.OutputPath(parents=True), help="Write the table here."),
     results,
 )
 def parts(model: str, cached: str, markdown: Path | None, **options: Any) -> None:

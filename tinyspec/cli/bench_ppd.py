@@ -21,8 +21,8 @@ from tinyspec.cli.measuring import results, rounds, tokens, write
     tokens(48),
     rounds(5),
     click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
-    click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the picture into this file."),
-    click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables here."),
+    click.option("--svg", type=base.OutputPath(parents=True), help="Draw the picture into this file."),
+    click.option("--markdown", type=base.OutputPath(parents=True), help="Write the tables here."),
     results,
 )
 def ppd(model: str, ks: str, svg: Path | None, markdown: Path | None, **options: Any) -> None:

@@ -31,8 +31,8 @@ from tinyspec.errors import TinyspecError
         help="Where Multi30k lies. [default: TINYSPEC_DATA, else the cache]",
     ),
     click.option("--resume", is_flag=True, help="Go on with the file of --out."),
-    click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the picture into this file."),
-    click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the table here."),
+    click.option("--svg", type=base.OutputPath(parents=True), help="Draw the picture into this file."),
+    click.option("--markdown", type=base.OutputPath(parents=True), help="Write the table here."),
     results,
 )  # fmt: skip
 def translation(

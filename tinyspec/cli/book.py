@@ -17,7 +17,7 @@ NEEDED = ("sphinx", "myst_nb", "furo", "sphinx-mathjax-offline", "matplotlib")
 
 @click.command("book")
 @base.options(
-    click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), help="[default: tutorials/_build]"),
+    click.option("--out", "-o", type=base.OutputPath(folder=True), help="[default: tutorials/_build]"),
     click.option("--no-open", is_flag=True, help="Build it, and open no browser."),
     click.option("--fresh", is_flag=True, help="Build every page again."),
 )

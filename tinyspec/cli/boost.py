@@ -12,9 +12,7 @@ from tinyspec.errors import TinyspecError
 @base.options(
     click.option("--model", "-m", default="storyteller", show_default=True, help="The target: name or folder."),
     base.draft_option,
-    click.option(
-        "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="A folder for the drafts."
-    ),
+    click.option("--out", required=True, type=base.OutputPath(folder=True), help="A folder for the drafts."),
     click.option(
         "--data",
         "data_folder",

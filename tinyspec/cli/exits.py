@@ -21,7 +21,7 @@ CHARACTERS = 30_000  # of each book, so that all authors have a say
 @base.options(
     click.option("--model", "-m", default="storyteller", show_default=True, help="Name or folder; it is not changed."),
     click.option(
-        "--out", type=click.Path(file_okay=False, path_type=Path),
+        "--out", type=base.OutputPath(folder=True),
         help="A folder for a copy with the classifier. [default: into the model's own folder]",
     ),
     texts_option,
@@ -186,8 +186,8 @@ def calibrate(model: str, files: tuple[Path, ...], **options: Any) -> None:
     knob_options("constant"),
     passage_options,
     click.option("--resume", is_flag=True, help="Go on with the file of --out."),
-    click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the picture into this file."),
-    click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the table here."),
+    click.option("--svg", type=base.OutputPath(parents=True), help="Draw the picture into this file."),
+    click.option("--markdown", type=base.OutputPath(parents=True), help="Write the table here."),
     results,
 )  # fmt: skip
 def exits(

@@ -17,9 +17,9 @@ from tinyspec.cli import base
     click.option("--seed", type=click.IntRange(0), help="Of the cases that are drawn.  [default: 0; with --final 90001]"),
     click.option("--task", metavar="NAME", help="Judge this one function."),
     click.option("--seconds", type=click.FloatRange(min=1), help="For a task's answers in all.  [default: 60; final 600]"),
-    click.option("--json", "as_json", type=click.Path(dir_okay=False, path_type=Path, allow_dash=True), metavar="FILE",
+    click.option("--json", "as_json", type=base.OutputPath(allow_dash=True), metavar="FILE",
                  help="Write the report as JSON; - is standard output."),
-    click.option("--gradescope", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    click.option("--gradescope", type=base.OutputPath(), metavar="FILE",
                  help="Write Gradescope's results.json."),
     click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
 )  # fmt: skip
@@ -56,6 +56,7 @@ def grade(
     from tinyspec.waiting import counted
 
     found = assignments.find(name)
+    base.check_folder(folder, f"begin one with: tinyspec assignment new {found.name} {folder}")
     cases = grading.cases_of(final, seed)
     count = 1 if task else len(found.tasks)
     terminal = Console(stderr=True)

@@ -28,7 +28,7 @@ Bar = Callable[[str, int, int], None]
         "--resume", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE",
         help="Keep what is done in this JSON file, and go on where it was left.",
     ),
-    click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the result, with its origin, here."),
+    click.option("--out", type=base.OutputPath(parents=True), help="Write the result, with its origin, here."),
     click.option("--mutants", is_flag=True, help="Which law kills each of the field's mistakes."),
     click.option("--toys", is_flag=True, help="Which trap each toy falls into."),
     click.option("--demo", is_flag=True, help="Sample a method on a real model: evidence, labelled as such."),

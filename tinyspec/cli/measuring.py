@@ -24,9 +24,7 @@ def tokens(default: int) -> Any:
 
 
 results = base.options(
-    click.option(
-        "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the result with all samples here."
-    ),
+    click.option("--out", type=base.OutputPath(parents=True), help="Write the result with all samples here."),
     click.option("--json", "as_json", is_flag=True, help="The result with all samples on standard output."),
     click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
 )

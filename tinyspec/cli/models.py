@@ -124,7 +124,7 @@ def fetch_data(names: tuple[str, ...], quiet: bool) -> None:
 
 
 @data.command("datastore")
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=base.OutputPath(parents=True))
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--model", "-m", default="storyteller", show_default=True, help="The model whose tokens it is made of.")
 @click.option("--field", default="text", show_default=True, help="Where the text stands in a line of a .jsonl file.")

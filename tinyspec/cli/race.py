@@ -43,7 +43,7 @@ PLAIN = "autoregressive"
     click.option("--repeat", "-r", type=click.IntRange(1), default=1, show_default=True, help="Race so many times."),
     click.option("--no-live", is_flag=True, help="Only the report."),
     click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
-    click.option("--svg", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Write a picture here."),
+    click.option("--svg", type=base.OutputPath(), help="Write a picture here."),
 )
 @click.pass_context
 def race(

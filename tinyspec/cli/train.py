@@ -34,9 +34,7 @@ train.add_command(mt)
 @click.option(
     "--distill", metavar="TARGET", help="Make a draft of this model, from its own outputs; no recipe is needed."
 )
-@click.option(
-    "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="The folder of the checkpoint."
-)
+@click.option("--out", required=True, type=base.OutputPath(folder=True), help="The folder of the checkpoint.")
 @click.option(
     "--layers", type=click.IntRange(1), help="--distill: layers of the draft, the target's first. [default: 2]"
 )

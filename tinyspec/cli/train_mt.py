@@ -13,7 +13,7 @@ from tinyspec.cli import base
         "--recipe", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The recipe (TOML)."
     ),
     click.option(
-        "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="The folder of the checkpoint."
+        "--out", required=True, type=base.OutputPath(folder=True), help="The folder of the checkpoint."
     ),
     click.option(
         "--data", "data_folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
