@@ -26,7 +26,7 @@ class OutputPath(click.Path):
         self.parents = parents or folder
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(super().convert(value, param, ctx))
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not (self.allow_dash and str(path) == "-"):
             check_output(path, self.parents)
         return path
