@@ -194,11 +194,22 @@ def verdict(outcome: Outcome, promise: str) -> str:
 # ---------------------------------------------------------------------- text as it grows
 
 
-def statistics(stats: Statistics, reason: str) -> str:
-    """A request's figures on one line."""
+def describe_layers(layers_run: Sequence[int], n_layers: int) -> str:
+    """Return the mean of the layers that ran for each token; nothing if every token ran all of them.
+
+    >>> describe_layers([2, 10, 3], 10), describe_layers([10, 10], 10)
+    (', 5.0 of 10 layers per token', '')
+    """
+    if min(layers_run, default=n_layers) >= n_layers:
+        return ""
+    return f", {sum(layers_run) / len(layers_run):.1f} of {n_layers} layers per token"
+
+
+def statistics(stats: Statistics, reason: str, layers: str = "") -> str:
+    """Return a request's figures on one line. `layers` is what `describe_layers` says of it."""
     pace = f"{stats.emitted / stats.seconds:.1f} tokens/s" if stats.seconds else ""
     drafts = f", {stats.accepted} of {stats.drafted} drafted tokens accepted" if stats.drafted else ""
     return (
-        f"{stats.emitted} tokens in {stats.target_calls} target calls ({stats.tokens_per_call:.2f} a call{drafts}), "
+        f"{stats.emitted} tokens in {stats.target_calls} target calls ({stats.tokens_per_call:.2f} a call{drafts}){layers}, "
         f"{stats.seconds:.2f} s, {pace}; ended by {reason}"
     )

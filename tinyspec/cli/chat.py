@@ -96,7 +96,7 @@ class _Conversation:
 
     def answer(self, said: str) -> None:
         """One turn. A message that the context has no room for is taken back, and said so."""
-        from tinyspec.display import statistics, visible
+        from tinyspec.display import describe_layers, statistics, visible
         from tinyspec.generation import Growing, prompt_ids, start
 
         asked = [*self.messages, {"role": "user", "content": said}]
@@ -120,7 +120,8 @@ class _Conversation:
         result = running.result()
         self.turn += 1
         self.messages = [*asked, {"role": "assistant", "content": result.text}]
-        self.figures = statistics(result.stats, result.finish_reason)
+        layers = describe_layers(result.trace.layers_run, self.model.config.n_layers)
+        self.figures = statistics(result.stats, result.finish_reason, layers)
         if result.finish_reason == "context":
             click.echo(f"(cut: the context of {room} tokens is full; /reset forgets the conversation)", err=True)
         if self.stats:

@@ -9,6 +9,12 @@ import click
 
 from tinyspec.cli import base
 
+UNTRAINED_EXITS = (
+    "note: nothing says that the early layers of {} were trained to predict tokens, so an early exit "
+    "may write blanks or nonsense: take --model exits-loss, or raise --threshold"
+)
+"""What is said of a token that left early where the model's config.json names no exit loss."""
+
 
 @click.command("generate", cls=base.KnobCommand)
 @click.argument("prompt", required=False)
@@ -57,7 +63,7 @@ def generate(
       tinyspec generate "Once upon a time" --method speculative_decoding --gamma 6 --stats
       tinyspec generate --model smollm2 --chat --method llma "Name three rivers."
       tinyspec generate --method llma --reference notes.txt "In short:" --stop "\\n\\n"
-      tinyspec generate "Once upon a time" --method sequoia --replay tree.html
+      tinyspec generate "Once upon a time" --method specinfer --temperature 0.8 --replay tree.html
       cat story.txt | tinyspec generate --json
     """
     knobs = base.given_knobs(ctx, knob)
@@ -65,7 +71,7 @@ def generate(
     base.settle(ctx, knobs, [method])
     target, small = base.load_all(model, draft, [method], device, dtype)
 
-    from tinyspec.display import statistics, visible
+    from tinyspec.display import describe_layers, statistics, visible
     from tinyspec.generation import Growing, start
 
     stops = [s.replace("\\n", "\n").replace("\\t", "\t") for s in stop]
@@ -95,7 +101,10 @@ def generate(
         from tinyspec.replay import record, save
 
         save(record(target, method, result), replay)
+    layers = describe_layers(result.trace.layers_run, target.config.n_layers)
+    if layers and "exits" not in target.config.extra:
+        click.echo(UNTRAINED_EXITS.format(target.name), err=True)
     if stats or interrupted:
-        click.echo(statistics(result.stats, result.finish_reason), err=True)
+        click.echo(statistics(result.stats, result.finish_reason, layers), err=True)
     if interrupted:
         ctx.exit(130)

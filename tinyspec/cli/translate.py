@@ -61,7 +61,7 @@ def translate(
       tinyspec translate --method nat "A dog runs through the snow."
       tinyspec translate --method mask_predict --iterations 4 --trace "Two men are cooking."
       tinyspec translate --method jacobi --model models/mine "A child is sleeping." --json
-      tinyspec translate --method mask_predict "Two men are cooking." --replay passes.html
+      tinyspec translate --method mask_predict "A boy in midair trying to kick a soccer ball" --replay passes.html
       cat sentences.txt | tinyspec translate --method mask_predict > translations.txt
     """
     knobs = base.given_knobs(ctx, knob)
@@ -79,12 +79,13 @@ def translate(
     for number, line in enumerate(lines):
         running = start(translator, line, seed=seed + number, max_new_tokens=max_new_tokens, **options)
         running.detail(replay is not None)
+        n_layers = running.model.config.decoder_layers
         try:
             _run(running, shows=trace, grows=not (trace or as_json))
         except KeyboardInterrupt:
-            _report(running.interrupted(), as_json, stats=True)
+            _report(running.interrupted(), n_layers, as_json, stats=True)
             ctx.exit(130)
-        _report(running.result(), as_json, stats)
+        _report(running.result(), n_layers, as_json, stats)
         if replay is not None:
             from tinyspec.replay import record, record_passes, save
 
@@ -112,12 +113,12 @@ def _run(running: "Extending | Rewriting", shows: bool, grows: bool) -> None:
         click.echo("\r\x1b[K", nl=False, err=True)
 
 
-def _report(done: "Translation", as_json: bool, stats: bool) -> None:
-    from tinyspec.display import visible
+def _report(done: "Translation", n_layers: int, as_json: bool, stats: bool) -> None:
+    from tinyspec.display import describe_layers, visible
 
     if as_json:
         click.echo(json.dumps(done.as_dict(), ensure_ascii=False))
     else:
         click.echo(visible(done.text) if sys.stdout.isatty() else done.text)
     if stats:
-        click.echo(done.figures(), err=True)
+        click.echo(done.figures() + describe_layers(done.trace.layers_run, n_layers), err=True)

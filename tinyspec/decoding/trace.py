@@ -138,6 +138,11 @@ class Trace:
         """Origin of every emitted token."""
         return [kind for round in self.rounds for kind in round.origins]
 
+    @property
+    def layers_run(self) -> list[int]:
+        """Return how many layers ran for each emitted token."""
+        return [layers for round in self.rounds for layers in round.ran]
+
     def to_json(self) -> str:
         """The trace as one JSON object."""
         return json.dumps(asdict(self))
