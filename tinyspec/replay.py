@@ -1,10 +1,12 @@
-"""A replay: one self-contained page that plays a generation back, round by round or pass by pass.
+"""Make a page that plays a generation back, round by round or pass by pass.
 
 The page needs no network and no other file: the trace lies in it as JSON, and can be saved from it. What a colour says
-(Okabe and Ito's palette), a mark says too. Three pictures, shown where the trace has them: the tree of guesses of each round,
-with probabilities; the layers each token ran (a technique that leaves early); guesses or a canvas, row by row.
+(Okabe and Ito's palette), a mark says too. The page opens playing, and says in one sentence what to see. Three pictures,
+shown where the trace has them: the tree of draft tokens of each round, with probabilities; the layers that each token ran
+(early exit); draft tokens or a canvas, one row per round or pass.
 """
 
+import html
 import json
 import math
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec.decoding.trace import Trace
-from tinyspec.display import visible
+from tinyspec.display import describe_layers, visible
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation
 from tinyspec.lm.seq2seq import Seq2Seq
@@ -30,15 +32,20 @@ Record = dict[str, Any]
 def record(model: Model | Seq2Seq, method: str, generation: Generation) -> Record:
     """A generation's trace with the words of its tokens. Probabilities are there if the trace was `detailed`."""
     stats, trace, config = generation.stats, generation.trace, model.config
-    calls = f"{stats.target_calls} target calls, {stats.tokens_per_call:.2f} tokens a call"
-    drafts = f", {stats.accepted} of {stats.drafted} guesses accepted" if stats.drafted else ""
+    depth = config.decoder_layers if isinstance(config, Seq2SeqConfig) else config.n_layers
+    passes = f"{stats.target_calls} forward passes ({stats.tokens_per_call:.2f} per pass)"
+    drafts = f", {stats.accepted} of {stats.drafted} draft tokens accepted" if stats.drafted else ""
+    layers = describe_layers(trace.layers_run, depth)
+    prompt = model.tokenizer.decode(trace.prompt)
+    if isinstance(generation, Translation):  # what is translated says more than the start token
+        prompt = model.tokenizer.decode(generation.source) + "\n"
     return {
         "kind": "text",
         "model": model.name,
         "method": method,
-        "summary": f"{stats.emitted} tokens in {calls}{drafts}; ended by {generation.finish_reason}",
-        "n_layers": config.decoder_layers if isinstance(config, Seq2SeqConfig) else config.n_layers,
-        "prompt": visible(model.tokenizer.decode(trace.prompt)),
+        "summary": f"{stats.emitted} tokens in {passes}{drafts}{layers}; ended by {generation.finish_reason}",
+        "n_layers": depth,
+        "prompt": visible(prompt),
         "rounds": _rounds(model.tokenizer, model.config.vocab_size, trace),
     }
 
@@ -91,9 +98,39 @@ def _word(tokenizer: Tokenizer, size: int, token: int) -> str:
     return f"<probe {token - size}>" if token >= size else visible(tokenizer.token_text(token))
 
 
+def describe_picture(record: Record) -> str:
+    """Return one sentence that says what to see in a record: what a row, a column or a bar is."""
+    if record["kind"] == "canvas":
+        if len(record["passes"]) < 2:
+            return "All tokens are written in a single pass: the stronger a cell's colour, the surer the model."
+        changed = len({i for later in record["passes"][1:] for i, new in enumerate(later["fresh"]) if new})
+        after = f"{changed} of {len(record['passes'][-1]['pieces'])} positions change after pass 1"
+        return f"Each row is a pass over the whole text, and outlined tokens are those that it changed: {after}."
+    rounds, depth = record["rounds"], record["n_layers"]
+    if any(ran < depth for round in rounds for ran in round["ran"]):
+        return (
+            "Each bar is a token, as tall as the layers that ran for it: "
+            f"a short bar is a token that was read from an early layer, a full one ran all {depth}."
+        )
+    if not any(not all(round["probe"]) for round in rounds):
+        return "Each column is a round: without draft tokens, a forward pass of the model writes one token."
+    if record["method"] == "jacobi":
+        return (
+            "Each row is a forward pass that answers all positions of a block at once: its answers are the next "
+            "row's draft tokens, and those that were already right are accepted."
+        )
+    source = "" if any(round["draft_calls"] for round in rounds) else " found without a draft model"
+    if all(parent == i - 1 for round in rounds for i, parent in enumerate(round["parents"])):
+        shape = "Each row is a round: a chain of draft tokens"
+    else:
+        shape = "Each round has a tree that grows from left to right: its branches are rival draft tokens"
+    return f"{shape}{source}, of which the model accepts the green ones and adds one token of its own."
+
+
 def page(record: Record) -> str:
-    """The record as HTML: one file, nothing to fetch."""
+    """Return the record as HTML: one file, nothing to fetch."""
     template = files("tinyspec").joinpath("replay.html").read_text(encoding="utf-8")
+    template = template.replace("{{PICTURE}}", html.escape(describe_picture(record)))
     # inside a script element only "<" could end it; as an escape it is the same JSON
     return template.replace("{{DATA}}", json.dumps(record, ensure_ascii=False).replace("<", "\\u003c"))
 
@@ -108,9 +145,18 @@ def read(path: str | Path) -> Record:
         raise TinyspecError(f"{path} is no JSON: save one with tinyspec generate --replay FILE.json") from None
     needed: Sequence[str] = ("kind", "model", "method", "summary", "n_layers", "prompt")
     steps = {"text": "rounds", "canvas": "passes"}.get(found.get("kind", "")) if isinstance(found, dict) else None
-    if steps is None or any(name not in found for name in (*needed, steps)):
+    if steps is None or any(name not in found for name in (*needed, steps)) or not _has_steps(found[steps], steps):
         raise TinyspecError(f"{path} is no trace of a generation: save one with tinyspec generate --replay FILE.json")
     return found  # type: ignore[no-any-return]
+
+
+def _has_steps(found: Any, steps: str) -> bool:
+    """Return whether this is a list of rounds or passes, each with all that the page reads."""
+    names = ["pieces", "fresh", "sure"]
+    if steps == "rounds":
+        names = ["tokens", "parents", "path", "refused", "origins", "probe", "ran", "p", "q", "said", "draft_calls"]
+        names += ["root", "node_pieces", "pieces"]
+    return isinstance(found, list) and all(isinstance(step, dict) and set(names) <= step.keys() for step in found)
 
 
 def save(record: Record, path: str | Path) -> None:

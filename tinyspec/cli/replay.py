@@ -15,8 +15,8 @@ def replay(trace: Path, out: Path | None) -> None:
 
     \b
     Examples:
-      tinyspec generate "Once upon a time" --method sequoia --replay story.html    at once
-      tinyspec generate "Once upon a time" --method sequoia --replay story.json
+      tinyspec generate "Once upon a time" --method specinfer --replay story.html    at once
+      tinyspec generate "Once upon a time" --method specinfer --replay story.json
       tinyspec replay story.json --out story.html
     """
     from tinyspec.replay import read, save
