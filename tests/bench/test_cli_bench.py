@@ -1,6 +1,7 @@
 """`tinyspec bench` on tiny models: from a command line to a file, again with --resume, and what is said of bad input."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,27 @@ def test_plan_draft_says_what_is_wrong_with_its_input(zoo: Zoo, tmp_path: Path) 
     ):
         numbers.write_text(text)
         assert says in failed(run("bench", "plan-draft", "--numbers", str(numbers)))
+
+
+def test_a_failed_memory_probe_loses_no_table(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyspec.bench import memory
+
+    def ends_badly(*_: Any, **__: Any) -> Any:
+        return subprocess.CompletedProcess([], 1, "", "ImportError: no tinyspec here")
+
+    out = tmp_path / "r.json"
+    call = ["bench", "--model", zoo.big, "--methods", "llma", "--tasks", "edits", "--rounds", "1"]
+    quick = [word for word in QUICK if word != "--no-memory"]
+    with monkeypatch.context() as broken:
+        broken.setattr(memory.subprocess, "run", ends_badly)
+        result = run(*call, *quick, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    [row] = [line for line in result.stdout.splitlines() if line.split()[:1] == ["llma"]][-1:]
+    assert row.split()[-1] == "-"
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2
+    assert "the memory of llma was not measured: its process ended with ImportError" in warnings[1]
+
+    again = run("bench", "--resume", str(out), "--quiet", "--no-curve")
+    assert again.exit_code == 0, again.output
+    assert loaded(out)["memory"].keys() == {PLAIN, "llma"}

@@ -36,14 +36,15 @@ def answer_plain(results: Results) -> str:
     result, rows = results["plain"], []
     for dtype in ("float32", "bfloat16"):
         pace, memory = result[dtype]["tokens_per_second"], result[dtype]["memory"]
-        over = (memory["peak"] - memory["weights"] - memory["cache"]) / 2**20
+        beyond = memory and memory["peak"] - memory["weights"] - memory["cache"]
+        over = "-" if beyond is None else f"{beyond / 2**20:.0f} MiB"
         row = [
             dtype,
             f"{pace['tinyspec']}",
             f"{pace['transformers']}",
             ratio(result[dtype]["ratio"], "x"),
         ]
-        rows.append([*row, f"{over:.0f} MiB"])
+        rows.append([*row, over])
     heads = [
         "",
         "tinyspec, tokens/s",

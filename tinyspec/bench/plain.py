@@ -81,12 +81,18 @@ def folder(name: str) -> Path:
     return path
 
 
-def peak(name: str, dtype: str, tokens: int) -> dict[str, int]:
-    """Bytes: the most a fresh process held, the weights, and the cache."""
+def peak(name: str, dtype: str, tokens: int) -> dict[str, int] | None:
+    """Return bytes: the most a fresh process held, the weights, and the cache.
+
+    None, and a warning, where that process fails: the speeds beside it are worth keeping.
+    """
     code = "import sys; from tinyspec.bench import plain; plain.hold(sys.argv[1], sys.argv[2], int(sys.argv[3]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, name, dtype, str(tokens)], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", code, name, dtype, str(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        print(f"warning: the memory was not measured: its process ended with {last}", file=sys.stderr)
+        return None
     most, weights, cache = (int(n) for n in done.stdout.split()[-3:])
     return {"peak": most, "weights": weights, "cache": cache}
 

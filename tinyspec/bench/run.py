@@ -5,6 +5,7 @@ conversation's second turn looks back on); every arm warms up; the cost curve an
 common rounds; the turns; the peak memory of each arm in a process of its own.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -134,12 +135,22 @@ def forwards_of(arm: Arm, cached: int) -> curve.Forwards | None:
 
 
 def peaks(book: Book, specs: Sequence[ArmSpec], model: Model, jobs: Sequence[Job], quiet: bool) -> None:
-    """Peak memory of each arm doing the first job."""
+    """Measure the peak memory of each arm doing the first job.
+
+    Where that fails, a warning says so and the table shows "-". --resume tries again.
+    """
+    failures = list[str]()
     with progress("peak memory, a process each", len(specs), quiet) as tick:
         for spec in specs:
-            book.rest.setdefault("memory", {})[spec.label] = memory.peak(spec, book.settings, model, jobs[0])
+            try:
+                found = memory.peak(spec, book.settings, model, jobs[0])
+                book.rest.setdefault("memory", {})[spec.label] = found
+            except (TinyspecError, OSError) as error:
+                failures.append(str(error))
             book.save()
             tick()
+    for failure in failures:
+        print(f"warning: {failure}", file=sys.stderr)
 
 
 def conclude(book: Book, model: Model) -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ def list_models(as_json: bool) -> None:
 @click.argument("name")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 def fetch_model(name: str, quiet: bool) -> None:
-    """Bring model NAME into the cache; prints the folder it is in.
+    """Bring model NAME into the cache; prints the folder it is in. One that is here stays as it is.
 
     The download is verified, and an interrupted one leaves no half model. TINYSPEC_CACHE names another cache folder.
 
@@ -63,9 +63,15 @@ def fetch_model(name: str, quiet: bool) -> None:
     Examples:
       tinyspec models fetch smollm2
     """
-    from tinyspec.models import fetch
+    from tinyspec.models import FETCHABLE, fetch, listing
 
-    click.echo(str(fetch(name, progress=not quiet)))
+    here = next((known.path for known in listing() if known.name == name), None)
+    click.echo(fetch(name, progress=not quiet) if here is None else here)
+    if not quiet:
+        said = f"{name} was here already" if here is not None else f"{name} is here now"
+        trial = f'generate --model {name} --chat --method auto "Name three rivers."'
+        then = trial if name in FETCHABLE else f"models card {name}"
+        click.echo(f"{said}; next: tinyspec {then}", err=True)
 
 
 @models.command("card")

@@ -26,9 +26,12 @@ _KNOWN = ("llama", "qwen2", "gpt2")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def read(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
+def read(
+    path: Path, advance: Callable[[int, int], None] | None = None
+) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     """Config, float32 weights by our names, and the tokenizer (None where the file has none).
 
+    advance is told after each tensor how many bytes of the file's tensors are read, and of how many.
     Raises TinyspecError naming the file for a damaged file, an unknown architecture, or a setting not computed here.
     """
     try:
@@ -40,9 +43,17 @@ def read(path: Path) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     except Exception as error:  # the reader trusts its input: a damaged file fails anywhere (slices, dtypes, lookups)
         raise TinyspecError(f"{path}: truncated or damaged ({error}); fetch it again") from error
     config = read_config(metadata, tensors, str(path))
-    theirs: dict[str, Callable[[], Tensor]] = {
-        name: partial(_dequantised, tensor, path) for name, tensor in tensors.items() if name != _ROPE_FACTORS
-    }
+    read_here = {name: tensor for name, tensor in tensors.items() if name != _ROPE_FACTORS}
+    whole, done = sum(int(tensor.n_bytes) for tensor in read_here.values()), 0
+
+    def dequantised(tensor: Any) -> Tensor:
+        nonlocal done
+        found, done = _dequantised(tensor, path), done + int(tensor.n_bytes)
+        if advance is not None:
+            advance(done, whole)
+        return found
+
+    theirs: dict[str, Callable[[], Tensor]] = {name: partial(dequantised, tensor) for name, tensor in read_here.items()}
     if config.family == "llama":
         _unpermute_all(config, theirs)
     weights = naming.to_ours(config, theirs, str(path), gguf=True)
