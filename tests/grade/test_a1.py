@@ -228,6 +228,10 @@ def always(p: Any, q: Any, token: int) -> Any:
     return 1
 
 
+def the_smaller_by_the_greater(p: Any, q: Any, token: int) -> Any:
+    return min(p[token], q[token]) / max(p[token], q[token])
+
+
 def a_little_more(p: Any, q: Any, token: int) -> Any:
     return min(Fraction(1), Fraction(21, 20) * p[token] / q[token])
 
@@ -688,7 +692,8 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     *(("warp", f, a1_laws.TOP_P) for f in (crossing_one_left_out, more_than_it_takes, whoever_has_top_p)),
     *(("warp", f, a1_laws.ORDER) for f in (top_p_first, temperature_last, share_of_all)),
     *(("acceptance", f, a1_laws.PROBABILITY) for f in (may_exceed_one, yes_or_no, a_difference)),
-    *(("acceptance", f, a1_laws.SHARED) for f in (swapped, only_p, always, a_little_more, root)),
+    *(("acceptance", f, a1_laws.OVER) for f in (swapped, only_p, always, a_little_more, root)),
+    ("acceptance", the_smaller_by_the_greater, a1_laws.UNDER),
     *(("residual", f, a1_laws.REST) for f in (left_unnormalised, negatives_stay)),
     *(("residual", f, a1_laws.BEYOND) for f in (target_again, absolute, softmaxed, draft_beyond_target)),
     *(("residual", f, a1_laws.WHOLE) for f in (likeliest_left, evenly, target_where_left)),
@@ -802,7 +807,7 @@ def test_a_half_solved_submission_is_told_its_smallest_case(folder: Path) -> Non
     results = {
         task: grading.grade(ASSIGNMENT, folder, only=task).results[0] for task in ("acceptance", "residual", "generate")
     }
-    assert [result.score for result in results.values()] == [10, 0, 0]
+    assert [result.score for result in results.values()] == [10, 4, 0]
     assert "\n".join(report.details(results["residual"])) in handout
     assert "not written yet" in results["generate"].sentence
 

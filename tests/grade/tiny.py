@@ -7,7 +7,7 @@ from typing import Any
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.grade.grading import Report, grade
 from tinyspec.grade.process import Limits
-from tinyspec.grade.task import Assignment, Cases, Task
+from tinyspec.grade.task import Assignment, Cases, GradedLaw, Task
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.small import pairs
 
@@ -45,7 +45,12 @@ def rest(function: Any, cases: Cases) -> Evidence:
 
 
 TINY = Assignment(
-    "A0", "Tiny", (Task("accept", "A0.1 Accept", 40, (ratio,)), Task("residual", "A0.2 The residual", 60, (rest,)))
+    "A0",
+    "Tiny",
+    (
+        Task("accept", "A0.1 Accept", (GradedLaw(40, RATIO, ratio),)),
+        Task("residual", "A0.2 The residual", (GradedLaw(60, REST, rest),)),
+    ),
 )
 
 RIGHT = '''

@@ -70,14 +70,15 @@ def new(name: str, folder: Path) -> None:
 @click.argument("out", type=base.OutputPath())
 @base.options(
     click.option(
-        "--seed", type=click.IntRange(0), help="Of the final run's cases; keep it to yourself.  [default: 90001]"
+        "--seed", type=click.IntRange(0), help="Of the final run's cases; keep it to yourself.  [default: drawn]"
     )
 )
 def bundle(name: str, out: Path, seed: int | None) -> None:
     """Write OUT, a zip file that Gradescope takes as the autograder of assignment NAME.
 
     It holds this package's source, setup.sh and run_autograder, which makes the final run on what a student handed in. It
-    installs this package's dependencies and nothing else.
+    installs this package's dependencies and nothing else. The seed of the final run is drawn, printed, and written into
+    run_autograder alone.
 
     \b
     Examples:
@@ -87,5 +88,7 @@ def bundle(name: str, out: Path, seed: int | None) -> None:
     from tinyspec.grade import assignments, bundle, grading
 
     found = assignments.find(name)
-    count = bundle.write(found, out, grading.FINAL if seed is None else seed)
+    seed = grading.draw_seed() if seed is None else seed
+    count = bundle.write(found, out, seed)
     click.echo(f"{out}: {count} files, {out.stat().st_size / 1e6:.1f} MB; upload it as the autograder's zip file")
+    click.echo(f"The final run has seed {seed}. Keep it to yourself; --seed {seed} writes the same file again.")

@@ -14,7 +14,7 @@ from tinyspec.cli import base
 @click.argument("folder", type=click.Path(path_type=Path))
 @base.options(
     click.option("--final", is_flag=True, help="The final run: other cases, ten times as many drawn."),
-    click.option("--seed", type=click.IntRange(0), help="Of the cases that are drawn.  [default: 0; with --final 90001]"),
+    click.option("--seed", type=click.IntRange(0), help="Of the cases that are drawn.  [default: 0; with --final drawn]"),
     click.option("--task", metavar="NAME", help="Judge this one function."),
     click.option("--seconds", type=click.FloatRange(min=1), help="For a task's answers in all.  [default: 60; final 600]"),
     click.option("--json", "as_json", type=base.OutputPath(allow_dash=True), metavar="FILE",
@@ -36,8 +36,10 @@ def grade(
 ) -> None:
     """Judge FOLDER/submission.py, a solution to assignment NAME: its functions are held to the laws of this package.
 
-    Prints each task's points and, for a law that is broken, the smallest case in which it is: yours and what was expected.
-    The same submission gets the same report every time. Exit status 0 is full marks; 1 is less.
+    Each law has points of its own. Prints them and, for a law that is broken, the smallest case in which it is: yours and
+    what was expected. A task is judged with the reference's functions in the place of your earlier ones, so that a mistake
+    costs once. The same submission gets the same report every time; a final run prints its seed, with which it can be
+    repeated. Exit status 0 is full marks; 1 is less.
 
     The functions run in child processes with limits on time, memory and output. That stops accidents. It is no security
     boundary: run submissions that you do not trust in a container.

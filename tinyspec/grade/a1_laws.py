@@ -27,7 +27,8 @@ TOP_K = "top-k: exactly the k greatest weights, ties to the lower token"
 TOP_P = "top-p: the smallest set of most probable tokens that reaches top_p"
 ORDER = "the order: temperature, then top-k, then top-p of what top-k left"
 PROBABILITY = "the acceptance is a probability, from 0 to 1"
-SHARED = "drafted and kept: q(x) times the acceptance of x is min(p(x), q(x))"
+OVER = "a token that the draft proposes too often (q > p) is accepted with probability p/q"
+UNDER = "a token that the draft proposes no more often than the target does (q <= p) is always accepted"
 REST = "the residual is a law: V numbers from 0 on that add up to one"
 BEYOND = "the residual gives nothing to a token that the draft says often enough (p <= q)"
 WHOLE = "kept and recovered together are the target: min(p, q) + (1 - alpha) residual = p"
@@ -48,13 +49,16 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, Fraction)) and not isinstance(value, bool)
 
 
-def held_row(row: Any, size: int, law: str, case: dict[str, Any]) -> list[Any]:
-    """The row, if it is a list of so many numbers, none below 0, that add up to one; else the accusation."""
+def held_row(row: Any, size: int, law: str, case: dict[str, Any], scaled: bool = True) -> list[Any]:
+    """Return the row if it is a list of `size` numbers, none below 0, that add up to one; accuse it otherwise.
+
+    scaled  False: the numbers may add up to anything above 0
+    """
     if not isinstance(row, (list, tuple)) or len(row) != size or not all(map(is_number, row)):
         accuse(law, f"a list of {size} numbers (no bool, no nan)", repr(row) if contains_text(row) else row, **case)
     if any(x < 0 for x in row):
         accuse(law, "no number below 0", list(row), **case)
-    if not close(1, sum(row)):
+    if not close(1, sum(row)) if scaled else not sum(row) > 0:
         accuse(law, f"{size} numbers that add up to 1", {"row": list(row), "sum": sum(row)}, **case)
     return list(row)
 
@@ -164,23 +168,36 @@ def probability(acceptance: Function, cases: Cases) -> Evidence:
     return evidence
 
 
-def shared(acceptance: Function, cases: Cases) -> Evidence:
-    """q(x) a(x) = min(p(x), q(x)): what both laws say of x is kept, and no more."""
-    evidence = Evidence(SHARED)
-    for case, mass, got in acceptances(acceptance, cases, SHARED):
-        evidence.cases += 1
-        expected = mass / case["q (draft row)"][case["drafted token"]]
-        if not close(expected, got):
-            accuse(SHARED, expected, got, **case)
+def over(acceptance: Function, cases: Cases) -> Evidence:
+    """Where q(x) > p(x), q(x) a(x) = p(x)."""
+    return ratio(OVER, acceptance, cases)
+
+
+def under(acceptance: Function, cases: Cases) -> Evidence:
+    """Where q(x) <= p(x), a(x) = 1."""
+    return ratio(UNDER, acceptance, cases)
+
+
+def ratio(law: str, acceptance: Function, cases: Cases) -> Evidence:
+    """Compare the acceptance with min(p, q) / q, on the side that the law speaks of."""
+    evidence = Evidence(law)
+    for case, mass, got in acceptances(acceptance, cases, law):
+        drafted = case["q (draft row)"][case["drafted token"]]
+        if (mass < drafted) == (law is OVER):
+            evidence.cases += 1
+            if not close(mass / drafted, got):
+                accuse(law, mass / drafted, got, **case)
     return evidence
 
 
-def residuals(residual: Function, cases: Cases, law: str) -> Iterator[tuple[dict[str, Any], Exact, Exact, list[Any]]]:
-    """(the case, p, q, the residual) of laws that differ."""
+def residuals(
+    residual: Function, cases: Cases, law: str, scaled: bool = True
+) -> Iterator[tuple[dict[str, Any], Exact, Exact, list[Any]]]:
+    """Yield (the case, p, q, the residual) for distributions that differ; `scaled` as for `held_row`."""
     for p, q in two_laws(cases):
         if p != q:
             case = {"p (target row)": list(p), "q (draft row)": list(q)}
-            yield case, p, q, held_row(residual(list(p), list(q)), len(p), law, case)
+            yield case, p, q, held_row(residual(list(p), list(q)), len(p), law, case, scaled)
 
 
 def rest(residual: Function, cases: Cases) -> Evidence:
@@ -191,7 +208,7 @@ def rest(residual: Function, cases: Cases) -> Evidence:
 def beyond(residual: Function, cases: Cases) -> Evidence:
     """Nothing is recovered that the draft says at least as often as the target."""
     evidence = Evidence(BEYOND)
-    for case, p, q, got in residuals(residual, cases, REST):
+    for case, p, q, got in residuals(residual, cases, REST, scaled=False):
         evidence.cases += 1
         for token, (a, b) in enumerate(zip(p, q, strict=True)):
             if a <= b and not close(0, got[token]):

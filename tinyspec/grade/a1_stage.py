@@ -101,10 +101,15 @@ class Run(NamedTuple):
     draft: tuple[tuple[Text, Text], ...]
 
 
-def run(generate: Function, given: Situation, chance: Exhaustive) -> Run:
-    """Run it on fresh sessions. What comes out must be a list of at most n tokens."""
+def run(generate: Function, given: Situation, chance: Exhaustive, law: str = STOPS) -> Run:
+    """Run it on fresh sessions. What comes out must be a list of tokens, and for the law STOPS at most n.
+
+    Other laws look at the first n tokens of a longer text: to stop too late is one mistake, and costs once.
+    """
     target, draft, case = given.session("p"), given.session("q"), given.case
     new = generate(target, draft, list(given.prompt), case.tokens, case.gamma, given.eos, given.knobs, chance)
+    if law is not STOPS and isinstance(new, (list, tuple)):
+        new = new[: case.tokens]
     fits = isinstance(new, (list, tuple)) and len(new) <= case.tokens
     if not fits or not all(type(token) is int and 0 <= token < case.vocabulary for token in new):
         most = f"{case.tokens} token{'s' * (case.tokens != 1)}"
@@ -120,7 +125,7 @@ def calls(session: Session) -> tuple[tuple[Text, Text], ...]:
 def every(generate: Function, given: Situation, evidence: Evidence) -> dict[Run, Any]:
     """The outcomes and their probabilities; the branches are counted."""
     law: dict[Run, Any] = {}
-    for outcome, probability in Exhaustive.walk(lambda chance: run(generate, given, chance)):
+    for outcome, probability in Exhaustive.walk(lambda chance: run(generate, given, chance, evidence.law)):
         law[outcome] = law.get(outcome, 0) + probability
         evidence.branches += 1
     return law

@@ -122,7 +122,7 @@ def kept_is_a_candidate(function: Function, cases: Cases) -> Evidence:
 
 
 def has_the_law(function: Function, cases: Cases) -> Evidence:
-    """Over all that could be drawn and all that can be decided."""
+    """Over all that could be drawn and all that can be decided. Only cases count in which a candidate was accepted."""
     seen = 0
     for p, q, k in drafts(cases):
         found = said(LAW, function, p, q, k)
@@ -139,7 +139,7 @@ def has_the_law(function: Function, cases: Cases) -> Evidence:
             case["each draw"] = what
             case["compared"] = "the law of the token, over all draws"
             accuse(LAW, list(p), [pretty(x) for x in got], **case)
-        seen += 1
+        seen += any(place is not None for outcomes in found.values() for place, _ in outcomes)
     return Evidence(LAW, seen)
 
 

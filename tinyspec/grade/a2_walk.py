@@ -206,7 +206,8 @@ def _every(name: str, judge: Judge, function: Function, cases: Cases) -> Evidenc
             accused = judge(walks, smallest, walks.outcomes(smallest))
             assert accused is not None
             raise Accused(accused)
-        seen, branches = seen + 1, branches + len(law)
+        seen += name is not JOINT or any(len(outcome.tokens) > 1 for outcome in law)  # a node was accepted
+        branches += len(law)
     return Evidence(name, seen, branches)
 
 

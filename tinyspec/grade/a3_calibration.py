@@ -31,11 +31,17 @@ TAIL = "the p-value of k losses is P(Bin(n, delta) <= k), exactly"
 def is_valid(function: Function, cases: Cases) -> Evidence:
     """By the exact distribution of the losses: a p-value below u must not come oftener than u where the risk is too great."""
 
+    is_useful = False
+
     def checked(losses: int, n: int, delta: Fraction) -> Any:
-        return number(SUPER, function(losses, n, delta), losses=losses, n=n, delta=delta)
+        nonlocal is_useful
+        got = number(SUPER, function(losses, n, delta), losses=losses, n=n, delta=delta)
+        is_useful = is_useful or got < 1
+        return got
 
     try:
-        return is_a_p_value(checked)
+        evidence = is_a_p_value(checked)
+        return evidence if is_useful else Evidence(SUPER)  # 1 is always valid, and says nothing
     except Accused as accused:
         found = accused.counterexample
         case = found.case
@@ -94,10 +100,12 @@ def in_order(p_values: Sequence[Fraction], epsilon: Fraction) -> int | None:
 def controls_its_risk(function: Function, cases: Cases) -> Evidence:
     """The probability of a wrong choice, summed over every outcome of a small calibration: no simulation."""
     wrong: list[tuple[tuple[Fraction, ...], int]] = []
+    chose: list[bool] = []  # whoever never leaves early is safe, and useless
 
     def procedure(numbers: range, losses: Any, delta: Fraction, epsilon: Fraction, p_value: Any) -> Any:
         p_values = tuple(p_value(sum(losses(at)), EXAMPLES, delta) for at in numbers)
         choice = chosen(CALIBRATED, function, p_values, epsilon)
+        chose.append(choice is not None)
         if choice is not None and risks[choice] > delta and choice != in_order(p_values, epsilon):
             wrong.append((p_values, choice))
         return SimpleNamespace(choice=choice)
@@ -123,7 +131,7 @@ def controls_its_risk(function: Function, cases: Cases) -> Evidence:
             }
             said = "a threshold whose risk is above delta is chosen with probability "
             accuse(CALIBRATED, f"{said}{float(EPSILON)} at most", f"{said}{float(mass):.4f}", **case)
-    return Evidence(CALIBRATED, len(CURVES), walked)
+    return Evidence(CALIBRATED, len(CURVES) if any(chose) else 0, walked)
 
 
 def accepts_what_passed(function: Function, cases: Cases) -> Evidence:

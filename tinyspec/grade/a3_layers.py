@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tinyspec.grade.a3_laws import Function, words
 from tinyspec.grade.props_a3 import MODULUS, LayeredModel
-from tinyspec.grade.task import Cases, Law
+from tinyspec.grade.task import Cases, GradedLaw
 from tinyspec.laws.accused import Evidence, accuse
 
 PAIR = "the new tokens come back, and the layers after which they were read"
@@ -170,11 +170,13 @@ def _same(law: str, chosen: Sequence[Case], recompute: bool, function: Function)
 
 
 def reads_no_hole(recompute: bool, function: Function, cases: Cases) -> Evidence:
-    """`decoded` accuses."""
-    chosen = drawn(cases)
-    for case in chosen:
-        decoded(function, case)
-    return Evidence(HOLES, len(chosen))
+    """`decoded` accuses. Only cases count in which a token left early."""
+    return Evidence(HOLES, sum(has_left_early(case, decoded(function, case)) for case in drawn(cases)))
+
+
+def has_left_early(case: Case, got: Decoded) -> bool:
+    """Whether a token left before the last layer: else nothing was missing, and nothing had to be filled."""
+    return any(layer < case.depth for layer in got.layers)
 
 
 def _forced(case: Case, got: Decoded, recompute: bool) -> tuple[list[int], list[int], Text]:
@@ -198,9 +200,10 @@ def keeps_the_prompt(recompute: bool, function: Function, cases: Cases) -> Evide
 
 def fills_what_is_missing(recompute: bool, function: Function, cases: Cases) -> Evidence:
     """Every state that a layer was given, and every key and value that it read, wherever the tokens chose to leave."""
-    law, chosen = RECOMPUTED if recompute else COPIED, drawn(cases)
-    for case in chosen:
+    law, seen = RECOMPUTED if recompute else COPIED, 0
+    for case in drawn(cases):
         got = decoded(function, case)
+        seen += has_left_early(case, got)
         text, exits, right = _forced(case, got, recompute)
         stored: dict[tuple[int, int], int] = {}
         said = {"text that was run": text, "left after layers": exits}
@@ -218,7 +221,7 @@ def fills_what_is_missing(recompute: bool, function: Function, cases: Cases) -> 
                     accuse(
                         law, f"{what}{right.states[layer - 1][position]}", f"{what}{rest[0]}", **case.shown(), **said
                     )
-    return Evidence(law, len(chosen))
+    return Evidence(law, seen)
 
 
 def reads_at_the_exit(recompute: bool, function: Function, cases: Cases) -> Evidence:
@@ -238,9 +241,10 @@ def reads_at_the_exit(recompute: bool, function: Function, cases: Cases) -> Evid
 
 def runs_what_is_needed(recompute: bool, function: Function, cases: Cases) -> Evidence:
     """Counted by the model: not the product with the vocabulary, not what is filled."""
-    chosen = drawn(cases)
-    for case in chosen:
+    seen = 0
+    for case in drawn(cases):
         got = decoded(function, case)
+        seen += has_left_early(case, got)
         text, exits, _ = _forced(case, got, recompute)
         reach = [case.depth if recompute and at < len(text) - 1 else left for at, left in enumerate(exits)]
         ran = Counter((position, layer) for kind, layer, position, *_ in got.trace if kind == "run")
@@ -252,24 +256,26 @@ def runs_what_is_needed(recompute: bool, function: Function, cases: Cases) -> Ev
                 said |= {"layers run": ran.total(), "layers needed": needed.total()}
                 shown = [f"layer {layer} is {_run(x)} for position {position}" for x in (due, times)]
                 accuse(COUNTED, shown[0], shown[1], **case.shown(), **said)
-    return Evidence(COUNTED, len(chosen))
+    return Evidence(COUNTED, seen)
 
 
 def _run(times: int) -> str:
     return {0: "not run", 1: "run once"}.get(times, f"run {times} times")
 
 
-JUDGES: tuple[Callable[[bool, Function, Cases], Evidence], ...] = (
-    reads_no_hole,
-    keeps_the_prompt,
-    fills_what_is_missing,
-    reads_at_the_exit,
-    is_the_full_model,
-    leaves_when_sure,
-    runs_what_is_needed,
-)
+JUDGES: dict[Callable[[bool, Function, Cases], Evidence], str] = {
+    reads_no_hole: HOLES,
+    keeps_the_prompt: PROMPT,
+    fills_what_is_missing: COPIED,
+    reads_at_the_exit: READ,
+    is_the_full_model: NEVER,
+    leaves_when_sure: SURE,
+    runs_what_is_needed: COUNTED,
+}
 
 
-def laws(recompute: bool) -> tuple[Law, ...]:
-    """All of them, for one way to fill what is missing."""
-    return tuple(partial(judge, recompute) for judge in JUDGES)
+def laws(recompute: bool, points: Sequence[int]) -> tuple[GradedLaw, ...]:
+    """Return all of them, worth so many points each, for one way to fill what is missing."""
+    sentences = [RECOMPUTED if recompute and name is COPIED else name for name in JUDGES.values()]
+    judges = [partial(judge, recompute) for judge in JUDGES]
+    return tuple(map(GradedLaw, points, sentences, judges))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tinyspec.grade.a3_laws import Function, words
 from tinyspec.grade.props_a3 import CountedModel
-from tinyspec.grade.task import Cases
+from tinyspec.grade.task import Cases, GradedLaw
 from tinyspec.laws.accused import Evidence, accuse
 
 GREEDY = "Jacobi iteration ends at the greedy text (Santilli et al. 2023, arXiv 2305.10427)"
@@ -92,7 +92,8 @@ def says_what_is_returned(function: Function, cases: Cases) -> Evidence:
     """By the calls alone: an answer is final where the text and the guesses that it was given are what is returned."""
     seen = 0
     for case in drawn(cases):
-        got, seen = solved(SAID, function, case), seen + 1
+        got = solved(SAID, function, case)
+        seen += bool(got.tokens)
         told = {((*text, *guesses[:at]), token) for text, guesses, said in got.calls for at, token in enumerate(said)}
         for at, token in enumerate(got.tokens):
             if ((*case.prompt, *got.tokens[:at]), token) not in told:
@@ -106,7 +107,8 @@ def sweeps_one_block(function: Function, cases: Cases) -> Evidence:
     """Blocks begin behind the prompt, one behind the other; a block of one token is plain greedy decoding."""
     seen = 0
     for case in drawn(cases):
-        got, whole, seen = solved(BLOCKS, function, case), greedy(case, ends=False), seen + 1
+        got, whole = solved(BLOCKS, function, case), greedy(case, ends=False)
+        seen += bool(got.calls)
         for text, guesses, _ in got.calls:
             made = len(text) - len(case.prompt)
             final = [*case.prompt, *whole][: len(text)]
@@ -131,7 +133,8 @@ def progresses(function: Function, cases: Cases) -> Evidence:
     """What a call made final stands in the next one: all that was right in it, and one token more of its block."""
     seen = 0
     for case in drawn(cases):
-        got, whole, seen = solved(PROGRESS, function, case), greedy(case, ends=False), seen + 1
+        got, whole = solved(PROGRESS, function, case), greedy(case, ends=False)
+        seen += bool(got.calls)
         final = 0
         for at, (text, guesses, _) in enumerate(got.calls, 1):
             now, end = right(case, text, guesses, whole), len(text) - len(case.prompt) + len(guesses)
@@ -147,11 +150,11 @@ def guesses_blindly(function: Function, cases: Cases) -> Evidence:
 
     Who makes a second model and asks that, unseen, guesses all. The last guess of a call is not read, and does not count.
     """
-    seen, true, guessed, first = 0, 0, 0, dict[str, Any]()
+    true, guessed, first = 0, 0, dict[str, Any]()
     for case in drawn(cases):
         if case.rule != "mixing":
             continue
-        got, whole, seen = solved(BLIND, function, case), greedy(case, ends=False), seen + 1
+        got, whole = solved(BLIND, function, case), greedy(case, ends=False)
         begun = set[int]()
         for text, guesses, _ in got.calls:
             made = len(text) - len(case.prompt)
@@ -163,7 +166,7 @@ def guesses_blindly(function: Function, cases: Cases) -> Evidence:
     if true > MOST_TRUE * guessed:
         what = f"first guesses that come true, of {guessed}: "
         accuse(BLIND, f"{what}{int(MOST_TRUE * guessed)} at most", f"{what}{true}", **first)
-    return Evidence(BLIND, seen)
+    return Evidence(BLIND, guessed)
 
 
 def calls_no_more_than_needed(function: Function, cases: Cases) -> Evidence:
@@ -189,10 +192,10 @@ def _shown(calls: Sequence[Any]) -> dict[str, Any]:
 
 
 LAWS = (
-    ends_at_greedy,
-    says_what_is_returned,
-    sweeps_one_block,
-    progresses,
-    calls_no_more_than_needed,
-    guesses_blindly,
+    GradedLaw(6, GREEDY, ends_at_greedy),
+    GradedLaw(3, SAID, says_what_is_returned),
+    GradedLaw(3, BLOCKS, sweeps_one_block),
+    GradedLaw(3, PROGRESS, progresses),
+    GradedLaw(3, CALLS, calls_no_more_than_needed, needs=(GREEDY,)),
+    GradedLaw(2, BLIND, guesses_blindly),
 )

@@ -28,11 +28,15 @@ def folder(name: str) -> Path:
     raise TinyspecError(f"the files of {name} are missing: {beside / name}")
 
 
+def reference_of(assignment: Assignment) -> str:
+    """Return the source of the reference solution."""
+    return (folder(assignment.name) / "reference.py").read_text(encoding="utf-8")
+
+
 def starter_of(assignment: Assignment) -> str:
     """What a student's submission.py begins as."""
-    reference = (folder(assignment.name) / "reference.py").read_text(encoding="utf-8")
     try:
-        return starter(reference, _labels(assignment), assignment.name)
+        return starter(reference_of(assignment), _labels(assignment), assignment.name)
     except TinyspecError as error:
         raise TinyspecError(f"{assignment.name}/reference.py, {error}") from None
 
@@ -63,9 +67,9 @@ def new(assignment: Assignment, where: Path) -> list[Path]:
 def readme(assignment: Assignment) -> str:
     """The first page: what is where, the tasks, and the one command."""
     name = assignment.name
-    reference = (folder(name) / "reference.py").read_text(encoding="utf-8")
     judged = {
-        task: f", which judges your class `{made}`" for made, task in askers(reference, _labels(assignment)).items()
+        task: f", which judges your class `{made}`"
+        for made, task in askers(reference_of(assignment), _labels(assignment)).items()
     }
     tasks = "\n".join(
         f"| {task.title} | `{task.name}`{judged.get(task.name, '')} | {task.points} |" for task in assignment.tasks

@@ -5,7 +5,9 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import tinyspec
+from tinyspec.grade.assignments import reference_of
 from tinyspec.grade.report import CONTAINER
+from tinyspec.grade.starter import extract_helpers
 from tinyspec.grade.task import Assignment
 
 SETUP = """\
@@ -40,19 +42,23 @@ fi
 """
 
 README = """\
-Autograder of {name}, {title}. Made by: tinyspec assignment bundle {name} OUT.zip --seed {seed}
+Autograder of {name}, {title}. Made by: tinyspec assignment bundle {name} OUT.zip
 
 setup.sh          run once, when the container is built
-run_autograder    run for every submission: tinyspec grade {name} --final --seed {seed}
+run_autograder    run for every submission: tinyspec grade {name} --final, with the seed of the final run
 requirements.txt  what is installed from the package index
-tinyspec/         the source of the grader and its laws; the reference solution is not in here
+tinyspec/         the source of the grader and its laws, and those functions of the reference solution
+                  that later tasks are judged with (tinyspec/_assignments); the rest of it is not in here
 
 {container} Gradescope is one. Everything in it can be read by what a student hands in.
 """
 
 
 def write(assignment: Assignment, out: Path, seed: int) -> int:
-    """Write the zip file; how many files it holds. The same bytes every time."""
+    """Write the zip file, and return how many files it holds. The same seed gives the same bytes.
+
+    The seed of the final run stands in run_autograder and nowhere else.
+    """
     words = {"name": assignment.name, "title": assignment.title, "seed": seed, "container": CONTAINER}
     files: dict[str, tuple[bytes, int]] = {
         "setup.sh": (SETUP.encode(), 0o755),
@@ -60,6 +66,9 @@ def write(assignment: Assignment, out: Path, seed: int) -> int:
         "README.txt": (README.format(**words).encode(), 0o644),
         "requirements.txt": (("\n".join(needed()) + "\n").encode(), 0o644),
     }
+    uses = {name for task in assignment.tasks for name in task.uses}
+    helpers = extract_helpers(reference_of(assignment), sorted(uses))
+    files[f"tinyspec/_assignments/{assignment.name}/reference.py"] = ((helpers + "\n").encode(), 0o644)
     package = Path(tinyspec.__file__).parent
     for path in sorted(package.rglob("*.py")):
         inner = path.relative_to(package)

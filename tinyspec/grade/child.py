@@ -3,18 +3,22 @@
 Messages come in on one private pipe and go out on another, a line of JSON each; what the submission prints goes elsewhere.
 
     {}                                          -> {}: it has started
-    {"load": folder}                            -> {"ok": {name of a function: [names of its arguments]}} or {"problem": text}
+    {"load": folder, "helpers": h}              -> {"ok": {name of a function: [names of its arguments]}, "replaced": [name, ...]}
+                                                   or {"problem": text, "summary": the same in a few words}
+    h: null, or {"source": of the reference, "names": of functions in it, "task": that will be called}; the reference's
+    functions stand in the place of the submission's own
     {"call": name, "args": [...], "chance": how, "script": [answer, ...], "most": n, "again": whether}
                                                 -> {"runs": [...]}: this script, twice if it is to be run again, and then the
                                                    other branches below it, breadth first, n runs at most
     how: null (it takes no chance), "" (behind the arguments) or the name of the argument
     a run: {"script": ..., "asked": [["accept", ratio] or ["draw", row], ...], "traces": [...],
-            "value": result or "problem": text}
+            "value": result or "problem": text, "summary": the same in a few words}
 
 A script is what chance answers: 1 or 0 for accept, a token for draw; behind its end chance takes the first branch. This is
 no security boundary. It stops accidents and plain tricks; run it in a container where submissions may be hostile.
 
-Started by path, without site-packages; it imports the standard library, and its neighbours codec.py and props.py.
+Started by path, without site-packages; it imports the standard library, and its neighbours codec.py, guard.py,
+problems.py and props.py.
 """
 
 import builtins
@@ -25,7 +29,6 @@ import json
 import os
 import sys
 import time
-import traceback
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,16 +45,13 @@ if __name__ == "__main__":  # the package without its weight
     for _name, _path in (("tinyspec", []), ("tinyspec.grade", [str(HERE)])):
         sys.modules[_name] = types.ModuleType(_name)
         sys.modules[_name].__path__ = _path
-from tinyspec.grade import codec, guard, props  # noqa: E402
+from tinyspec.grade import codec, guard, problems, props  # noqa: E402
+from tinyspec.grade.problems import Enough  # noqa: E402
 
 if __name__ == "__main__":  # what is here stays as it is, whatever the submission makes of builtins
     sys.modules["tinyspec.grade"].__path__ = []
-    for _place in (globals(), vars(codec), vars(guard)):
+    for _place in (globals(), vars(codec), vars(guard), vars(problems)):
         _place.update({_name: _value for _name, _value in vars(builtins).items() if not _name.startswith("_")})
-
-
-class Enough(BaseException):
-    """Ends a run; not an Exception, so that the submission does not catch it by accident."""
 
 
 def scripted(script: list[int], asked: list[Any], ways: list[list[int]]) -> tuple[object, Callable[[], bool]]:
@@ -114,25 +114,51 @@ def noting(record: list[Any]) -> list[Any]:
 class Submission:
     """The submitted module and what it may not change."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, helpers: dict[str, Any] | None) -> None:
+        self.helpers: dict[str, Any] = {}
+        self.task = ""
+        if helpers:  # before the submission, which cannot change what they are made of
+            space: dict[str, Any] = {"__name__": "reference"}
+            exec(compile(helpers["source"], "reference.py", "exec"), space)
+            self.helpers = {name: space[name] for name in helpers["names"]}
+            self.task = helpers["task"]
         sys.path.insert(0, folder)
         self.folder = folder
         self.module: Any = None
         guard.keep(folder)
 
     def load(self) -> dict[str, Any]:
-        """Import it: {"ok": functions and the names of their arguments} or {"problem": why not}."""
+        """Import it, and put the helpers in their places."""
         path = os.path.join(self.folder, "submission.py")
         try:
             spec = importlib.util.spec_from_file_location("submission", path)
             assert spec is not None and spec.loader is not None
             self.module = sys.modules["submission"] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(self.module)
+            replaced = [name for name, helper in self.helpers.items() if self.replace(name, helper)]
         except BaseException as error:
-            return {"problem": guard.offence() or self.told(error)}
+            if problem := guard.offence():
+                return {"problem": problem}
+            return problems.describe(error, self.folder)
         if problem := guard.offence():
             return {"problem": problem}
-        return {"ok": {name: names(found) for name, found in vars(self.module).items() if callable(found)}}
+        functions = {name: names(found) for name, found in vars(self.module).items() if callable(found)}
+        return {"ok": functions, "replaced": replaced}
+
+    def replace(self, name: str, helper: Any) -> bool:
+        """Put a helper in the place of the submission's own function, under every name that its modules have for it.
+
+        The task itself keeps its place: whoever hands in `verify = acceptance` is judged by that.
+        """
+        own = vars(self.module).get(name)
+        if not callable(own):
+            return False
+        for module in list(sys.modules.values()):
+            space = vars(module) if isinstance(module, types.ModuleType) else {}
+            if str(space.get("__file__")).startswith(self.folder + os.sep):
+                for key in [key for key, value in space.items() if value is own and key != self.task]:
+                    space[key] = helper
+        return True
 
     def runs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Run a function by a script, and by those that branch off."""
@@ -176,7 +202,7 @@ class Submission:
             except codec.NotPlain as refused:
                 result["problem"] = f"returned {refused}"
         except BaseException as error:
-            result["problem"] = self.told(error)
+            result |= problems.describe(error, self.folder)
         result["traces"] = records
         try:
             if codec.plain([list(prop.trace) for prop in given]) != records:
@@ -186,34 +212,8 @@ class Submission:
         if not untouched():
             guard.offences.append("changes the chance it was given")
         if offence := guard.offence():
-            result |= {"problem": offence, "value": None}
+            result |= {"problem": offence, "summary": None, "value": None}
         return result
-
-    def told(self, error: BaseException) -> str:
-        """What was raised, and where in the submission, in a clause whose subject is the function or the file."""
-        if isinstance(error, Enough):
-            return str(error)
-        kind = str(type(error).__name__)[:60]
-        try:
-            words = str(error)[:300]
-        except BaseException:
-            words = "(whose text cannot be read)"
-        if isinstance(error, NotImplementedError):
-            return f"is not written yet ({words})" if words else "is not written yet"
-        if isinstance(error, SystemExit):
-            return f"ends the program (sys.exit{' ' if words else ''}{words})"
-        if isinstance(error, ModuleNotFoundError):
-            words += ", and there is Python's standard library alone"
-        at = ""
-        if isinstance(error, SyntaxError) and error.filename:
-            at = f" ({os.path.basename(str(error.filename))}, line {error.lineno})"
-            words = str(error.msg)[:300]
-        else:
-            trail = traceback.walk_tb(error.__traceback__)
-            for frame in traceback.StackSummary.extract(trail, limit=-200, lookup_lines=False):
-                if frame.filename.startswith(self.folder):
-                    at = f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
-        return f"raises {kind}{': ' if words else ''}{words}{at}"
 
 
 def names(function: Any) -> list[str]:
@@ -251,7 +251,7 @@ def main() -> None:
             if not message:  # a greeting: the time until it is answered is Python's own
                 answer: dict[str, Any] = {}
             elif submission is None:
-                submission = Submission(message["load"])
+                submission = Submission(message["load"], message["helpers"])
                 answer = submission.load()
             else:
                 answer = {"runs": submission.runs(message)}

@@ -36,6 +36,7 @@ REFUSED = {
     "os.truncate": "writes a file",
     "os.chmod": "writes a file",
 }
+NOT_ALLOWED = "which the grader does not allow"
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 HERE = os.path.dirname(os.path.realpath(__file__))
@@ -67,7 +68,7 @@ def readable(path: str) -> bool:
     """Whether a file is Python's, the submission's, or one of those that define props."""
     path = os.path.realpath(path)
     if os.path.dirname(path) == HERE:
-        return os.path.basename(path).startswith(("props", "codec", "guard", "child"))
+        return os.path.basename(path).startswith(("props", "codec", "guard", "child", "problems"))
     return any(path == root or path.startswith(root + os.sep) for root in READABLE)
 
 
@@ -120,4 +121,4 @@ def offence() -> str | None:
         changed = sorted(name for name in {*before, *now} if before.get(name) is not now.get(name))
         if changed:
             done = f"changes {place.__name__}.{changed[0]}"
-    return f"{done}, which the grader does not allow" if done else None
+    return f"{done}, {NOT_ALLOWED}" if done else None

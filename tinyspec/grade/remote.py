@@ -8,10 +8,10 @@ the table: `Exhaustive` walks it, `Seeded` goes one way. So the laws judge a sub
 import inspect
 import sys
 import time
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from tinyspec.errors import TinyspecError
 from tinyspec.grade import codec
 from tinyspec.grade.process import Child, Gone, Hung, Limits
 from tinyspec.grade.props import Prop
@@ -42,12 +42,33 @@ class Asks(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """An end: a result or a problem, and what happened to the props."""
+    """An end: a result or a problem (and the problem in a few words), and what happened to the props."""
 
     value: Any
     problem: str | None
+    summary: str | None
     traces: Any
     told: str
+
+
+class Helpers(NamedTuple):
+    """Functions of the reference that stand in the place of a submission's own.
+
+    source  of the reference: these functions and what they need
+    names   of the functions
+    task    the function that is judged, which keeps its place whatever it is
+    """
+
+    source: str
+    names: Sequence[str]
+    task: str
+
+
+class Loaded(NamedTuple):
+    """A submission that was imported: its functions and the names of their arguments, and which were replaced."""
+
+    functions: dict[str, list[str]]
+    replaced: list[str]
 
 
 class Table:
@@ -67,7 +88,7 @@ class Table:
             asks = Asks(kind, codec.back(told), codec.text([kind, told]))
             self._enter(path, asks)
             path = (*path, script[place] if place < len(script) else asks.first)
-        result = {name: run.get(name) for name in ("value", "problem", "traces")}
+        result = {name: run.get(name) for name in ("value", "problem", "summary", "traces")}
         self._enter(path, Ends(**result, told=codec.text(result)))
         if len(path) < len(script):
             raise Failed("decides differently when it is run again")
@@ -129,15 +150,17 @@ class Function:
             for prop, trace in zip(props, codec.back(end.traces) or [], strict=False):
                 prop.trace = trace
             if end.problem is not None:
-                raise Failed(end.problem)
+                raise Failed(str(end.problem), summary=str(end.summary or ""))
             return codec.back(end.value)
         except (Failed, Gone, codec.NotPlain) as error:
             said = error.said if isinstance(error, Failed) else str(error)
+            summary = error.summary if isinstance(error, Failed) else said
             if isinstance(error, Gone):
                 said = self.gone = self.gone or said
                 self.hung = self.hung or isinstance(error, Hung)
+                summary = f"took longer than {self.seconds or self.child.limits.call:g} s" if self.hung else said
             case = {} if said.startswith(("is not written", "is missing")) else self._case(given, named)
-            raise Failed(f"{self.__name__} {said}", case) from None
+            raise Failed(f"{self.__name__} {said}", case, summary) from None
 
     def _play(self, table: Table, message: dict[str, Any], chance: Any) -> Ends:
         """Follow the table wherever chance leads."""
@@ -179,16 +202,23 @@ def _shown(value: Any) -> Any:
     return f"{type(value).__name__} {show(value.plain())}" if isinstance(value, Prop) else value
 
 
-def load(folder: str, limits: Limits) -> tuple[Child, dict[str, list[str]]]:
-    """A child that has imported the submission, and its functions; TinyspecError says why it could not be imported."""
+def load(folder: str, limits: Limits, helpers: Helpers | None = None) -> tuple[Child, Loaded]:
+    """Start a child that imports a submission, and puts helpers of the reference in their places.
+
+    Raises Failed, which says why the submission could not be imported.
+    """
     child = Child(limits)
     try:
         child.ask({}, START)
-        answer = child.ask({"load": folder})
-        functions = answer.get("ok")
-        if not isinstance(functions, dict):
-            raise TinyspecError(str(answer.get("problem", "writes into the grader's pipe")))
+        answer = child.ask({"load": folder, "helpers": helpers and helpers._asdict()})
+        functions, replaced = answer.get("ok"), answer.get("replaced")
+        if not isinstance(functions, dict) or not isinstance(replaced, list):
+            problem = str(answer.get("problem", "writes into the grader's pipe"))
+            raise Failed(problem, summary=str(answer.get("summary") or problem))
+    except Gone as gone:
+        child.close()
+        raise Failed(str(gone), summary=f"submission.py {gone}") from None
     except BaseException:
         child.close()
         raise
-    return child, functions
+    return child, Loaded(functions, replaced)

@@ -71,6 +71,34 @@ def askers(reference: str, tasks: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def extract_helpers(reference: str, names: Iterable[str]) -> str:
+    """Return the source of these functions of a reference, with the definitions that they need and no others.
+
+    >>> print(extract_helpers("A = 1\nB = 2\ndef f(): return A\ndef g(): return f() + B", ["f"]))
+    A = 1
+    <BLANKLINE>
+    def f():
+        return A
+    """
+    body = ast.parse(reference).body
+    defined: dict[str, ast.stmt] = {}
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            defined[statement.name] = statement
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            defined |= {alias.asname or alias.name.split(".")[0]: statement for alias in statement.names}
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            defined |= {target.id: statement for target in targets if isinstance(target, ast.Name)}
+    needed, waiting = set[ast.stmt](), list(names)
+    while waiting:
+        statement = defined.pop(waiting.pop(), ast.Pass())
+        if statement not in needed:
+            needed.add(statement)
+            waiting += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    return "\n".join(ast.unparse(statement) for statement in body if statement in needed)
+
+
 def solution_lines(reference: str) -> list[str]:
     """Every line between markers."""
     return [line for _, line, hidden in _marked(reference) if hidden and line.strip() not in (BEGIN, END)]

@@ -1,9 +1,11 @@
-"""What an assignment is: tasks, their points, and the laws that judge them."""
+"""What an assignment is: tasks, the laws that judge them, and the points of each law."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
+from tinyspec.grade.guard import NOT_ALLOWED
 from tinyspec.laws.accused import Evidence, show
 
 
@@ -22,17 +24,44 @@ Law = Callable[[Callable[..., Any], Cases], Evidence]
 """Judges a function; raises `tinyspec.laws.accused.Accused` with the smallest counterexample in the words of the task."""
 
 
+@dataclass(frozen=True)
+class GradedLaw:
+    """A law and the points that a function earns by keeping it.
+
+    points    earned where the law holds, whatever becomes of the task's other laws
+    sentence  what the law says
+    judge     raises Accused where it is broken; returns Evidence of no cases where nothing came up
+    needs     sentences of laws of the same task without which this one says nothing: a fast loop
+              earns no points for speed while its text is wrong
+    """
+
+    points: int
+    sentence: str
+    judge: Law
+    needs: tuple[str, ...] = ()
+
+    def __call__(self, function: Callable[..., Any], cases: Cases) -> Evidence:
+        """Hold a function to the law."""
+        return self.judge(function, cases)
+
+
 class Failed(TinyspecError):
     """The submitted function gave no result that could be judged. Laws let it pass.
 
-    said   a sentence without its end: "residual raises ZeroDivisionError (submission.py, line 12)"
-    case   what it was given, by the names of its arguments
+    said     a sentence without its end: "residual raises ZeroDivisionError (submission.py, line 12)"
+    case     what it was given, by the names of its arguments
+    summary  the same in a few words, for a table: "raised ZeroDivisionError at line 12"
     """
 
-    def __init__(self, said: str, case: dict[str, Any] | None = None):
-        self.said, self.case = said, case or {}
+    def __init__(self, said: str, case: dict[str, Any] | None = None, summary: str = ""):
+        self.said, self.case, self.summary = said, case or {}, summary or said
         shown = ", ".join(f"{name} = {brief(value)}" for name, value in self.case.items())
         super().__init__(f"{said}, given {shown}" if shown else said)
+
+    @property
+    def is_offence(self) -> bool:
+        """Return whether the submission did what the grader does not allow."""
+        return self.said.endswith(NOT_ALLOWED)
 
 
 def brief(value: Any, most: int = 120) -> str:
@@ -44,16 +73,22 @@ def brief(value: Any, most: int = 120) -> str:
 class Task(NamedTuple):
     """One function to be written.
 
-    name    of the function in submission.py
-    title   as in the hand-out: "A1.3 The residual"
-    points  given if every law holds, else none
-    laws    judged in order, up to the first that is broken
+    name   of the function in submission.py
+    title  as in the hand-out: "A1.3 The residual"
+    laws   judged one by one, and each earns its own points
+    uses   functions of earlier tasks that this one builds on. The reference's stand in their place
+           while it is judged, so that a mistake in them costs no points here
     """
 
     name: str
     title: str
-    points: int
-    laws: tuple[Law, ...]
+    laws: tuple[GradedLaw, ...]
+    uses: tuple[str, ...] = ()
+
+    @property
+    def points(self) -> int:
+        """The points of all its laws."""
+        return sum(law.points for law in self.laws)
 
 
 class Assignment(NamedTuple):
