@@ -763,7 +763,7 @@ def test_a_mistake_breaks_the_law_meant_for_it(task: str, function: Callable[...
 def test_every_law_breaks_on_something() -> None:
     meant = {law for _, _, law in WRONG}
     laws = {evidence.law for name in TASKS for evidence in kept(name)}
-    assert meant == laws
+    assert meant == laws == {law.sentence for task in ASSIGNMENT.tasks for law in task.laws}
 
 
 # ---------------------------------------------------------------------- the folder that a student gets

@@ -1,7 +1,9 @@
 """Laws of `tinyspec grade` and `tinyspec assignment`: what they print, how they end, what they write and refuse."""
 
+import ast
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -67,6 +69,14 @@ def test_less_ends_with_1_and_shows_the_counterexample(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_final_run_draws_a_seed_and_prints_how_to_repeat_it(tmp_path: Path) -> None:
+    folder = str(submit(tmp_path, WRONG))
+    first = run("grade", "A0", folder, "--final")
+    (seed,) = re.findall(r"--final --seed (\d+)\.", " ".join(first.output.split()))
+    assert run("grade", "A0", folder, "--final", "--seed", seed).output == first.output
+
+
+@pytest.mark.usefixtures("tiny")
 def test_json_on_standard_output_and_one_task(tmp_path: Path) -> None:
     result = run("grade", "A0", str(submit(tmp_path, WRONG)), "--json", "-", "--task", "residual", "--seconds", "9")
     assert result.exit_code == 1
@@ -124,6 +134,28 @@ def test_the_files_are_found_in_an_installed_package(tmp_path: Path, monkeypatch
         assignments.folder("A2")
 
 
+def test_a_bundle_draws_its_seed_prints_it_and_can_be_written_again(tmp_path: Path) -> None:
+    texts, seeds = [], []
+    for name in ("first.zip", "second.zip"):
+        result = run("assignment", "bundle", "A3", str(tmp_path / name))
+        seeds.append(re.findall(r"The final run has seed (\d+)\.", result.output)[0])
+        with ZipFile(tmp_path / name) as bundle:
+            texts.append({inner: bundle.read(inner).decode() for inner in bundle.namelist()})
+    assert seeds[0] != seeds[1]
+    assert [name for name in texts[0] if texts[0][name] != texts[1][name]] == ["run_autograder"]
+    assert f"--final --seed {seeds[0]} " in texts[0]["run_autograder"]
+    run("assignment", "bundle", "A3", str(tmp_path / "again.zip"), "--seed", seeds[0])
+    assert (tmp_path / "again.zip").read_bytes() == (tmp_path / "first.zip").read_bytes()
+
+
+def unfinished() -> str:
+    """A1 with `verify` alone."""
+    source = assignments.starter_of(assignments.find("A1"))
+    body = assignments.reference_of(assignments.find("A1"))
+    written = next(node for node in ast.parse(body).body if isinstance(node, ast.FunctionDef) and node.name == "verify")
+    return f"{source}\n\n{ast.unparse(written)}\n"
+
+
 def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
     """Unpacked elsewhere, with the scripts that Gradescope calls, it grades; and a broken grader says so."""
     out = tmp_path / "a1.zip"
@@ -134,7 +166,9 @@ def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
     assert out.read_bytes() == first
     with ZipFile(out) as bundle:
         bundle.extractall(tmp_path / "autograder" / "source")
-        assert "reference" not in "".join(name for name in bundle.namelist() if "assignments/" in name)
+        files = {name: bundle.read(name).decode() for name in bundle.namelist()}
+        assert [name for name in files if "assignments/" in name] == ["tinyspec/_assignments/A1/reference.py"]
+        assert "def generate(" not in files["tinyspec/_assignments/A1/reference.py"]
         modes = {name: bundle.getinfo(name).external_attr >> 16 for name in ("setup.sh", "run_autograder")}
         assert all(mode & stat.S_IXUSR for mode in modes.values())
         assert b"torch" in bundle.read("requirements.txt")
@@ -149,9 +183,13 @@ def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
     ran = subprocess.run(script, env={**env, "PYTHON": sys.executable}, capture_output=True, text=True, cwd=tmp_path)
     told = json.loads(results.read_text())
     assert told["score"] == 0, ran.stderr
-    assert "Final run: seed 1848" in told["output"]
+    assert told["output"].startswith("Final run, 10 times as many cases")
+    assert told["extra_data"] == {"seed": 1848, "times": 10}
     assert {test["max_score"] for test in told["tests"]} == {20, 10, 15, 25, 30}
     assert all("is not written yet" in test["output"] for test in told["tests"])
+    (root / "submission" / "submission.py").write_text(unfinished(), encoding="utf-8")
+    subprocess.run(script, env={**env, "PYTHON": sys.executable}, check=True, cwd=tmp_path, capture_output=True)
+    assert json.loads(results.read_text())["score"] == 25  # `verify` alone, judged with helpers out of the bundle
     results.unlink()
     subprocess.run(script, env={**env, "PYTHON": "false"}, check=True, cwd=tmp_path)
     assert json.loads(results.read_text())["score"] == 0

@@ -121,9 +121,9 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Any:
     children = []
 
     def start(source: str, name: str) -> Function:
-        child, functions = load(str(submit(tmp_path_factory.mktemp("submission"), source)), SLOW)
+        child, loaded = load(str(submit(tmp_path_factory.mktemp("submission"), source)), SLOW)
         children.append(child)
-        return Function(child, name, functions[name])
+        return Function(child, name, loaded.functions[name])
 
     yield start
     for child in children:

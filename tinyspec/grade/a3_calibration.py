@@ -100,12 +100,10 @@ def in_order(p_values: Sequence[Fraction], epsilon: Fraction) -> int | None:
 def controls_its_risk(function: Function, cases: Cases) -> Evidence:
     """The probability of a wrong choice, summed over every outcome of a small calibration: no simulation."""
     wrong: list[tuple[tuple[Fraction, ...], int]] = []
-    chose: list[bool] = []  # whoever never leaves early is safe, and useless
 
     def procedure(numbers: range, losses: Any, delta: Fraction, epsilon: Fraction, p_value: Any) -> Any:
         p_values = tuple(p_value(sum(losses(at)), EXAMPLES, delta) for at in numbers)
         choice = chosen(CALIBRATED, function, p_values, epsilon)
-        chose.append(choice is not None)
         if choice is not None and risks[choice] > delta and choice != in_order(p_values, epsilon):
             wrong.append((p_values, choice))
         return SimpleNamespace(choice=choice)
@@ -131,7 +129,8 @@ def controls_its_risk(function: Function, cases: Cases) -> Evidence:
             }
             said = "a threshold whose risk is above delta is chosen with probability "
             accuse(CALIBRATED, f"{said}{float(EPSILON)} at most", f"{said}{float(mass):.4f}", **case)
-    return Evidence(CALIBRATED, len(CURVES) if any(chose) else 0, walked)
+    sure = chosen(CALIBRATED, function, (Fraction(0),) * 3, EPSILON)  # whoever never chooses one is safe, and useless
+    return Evidence(CALIBRATED, 0 if sure is None else len(CURVES), walked)
 
 
 def accepts_what_passed(function: Function, cases: Cases) -> Evidence:

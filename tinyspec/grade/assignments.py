@@ -89,4 +89,19 @@ Grade what you have, as often as you like:
 
 The report shows, for each function that breaks a law, the smallest case in which it does: yours and what was expected.
 These are the public cases. The final run holds the same laws to other cases, and draws ten times as many.
+
+## Points
+
+Each law that holds earns its points, whatever becomes of the others. A law that cannot be judged earns none.
+
+{rubric(assignment)}
 """
+
+
+def rubric(assignment: Assignment) -> str:
+    """Return the table of an assignment's laws and their points, in Markdown."""
+    rows = ["| task | law | points |", "|---|---|---|"]
+    for task in assignment.tasks:
+        for law in task.laws:
+            rows.append(f"| {task.title.split()[0]} `{task.name}` | {law.sentence} | {law.points} |")
+    return "\n".join(rows)

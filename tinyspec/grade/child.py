@@ -3,7 +3,8 @@
 Messages come in on one private pipe and go out on another, a line of JSON each; what the submission prints goes elsewhere.
 
     {}                                          -> {}: it has started
-    {"load": folder, "helpers": h}              -> {"ok": {name of a function: [names of its arguments]}, "replaced": [name, ...]}
+    {"load": folder, "helpers": h}              -> {"ok": {name of a function: [names of its arguments]},
+                                                    "replaced": [name of a function, ...]}
                                                    or {"problem": text, "summary": the same in a few words}
     h: null, or {"source": of the reference, "names": of functions in it, "task": that will be called}; the reference's
     functions stand in the place of the submission's own

@@ -82,7 +82,7 @@ class Result:
     @property
     def counterexample(self) -> Counterexample | None:
         """Return the first counterexample; None where every law holds."""
-        return self.first_broken and self.first_broken.counterexample
+        return None if self.first_broken is None else self.first_broken.counterexample
 
     @property
     def sentence(self) -> str:

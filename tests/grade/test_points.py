@@ -1,0 +1,325 @@
+"""Laws of the points: each law earns its own, a mistake costs once, and nothing is earned by what is not written."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.grade.tiny import FAST, RATIO, REST, RIGHT, TINY, graded, ratio, rest, submit
+from tinyspec.grade import grading
+from tinyspec.grade.a1 import ASSIGNMENT as A1
+from tinyspec.grade.assignments import NAMES, find, folder, new, reference_of
+from tinyspec.grade.process import Limits
+from tinyspec.grade.report import as_dict, explain, gradescope, table_entry
+from tinyspec.grade.starter import extract_helpers
+from tinyspec.grade.task import Cases, GradedLaw, Task
+from tinyspec.laws.accused import Evidence, accuse
+
+SLOW = Limits(task=600.0, call=30.0)  # for functions that are right, on a machine that is busy
+REFERENCE = (folder("A1") / "reference.py").read_text(encoding="utf-8")
+
+
+def edited(*changes: tuple[str, str], text: str = REFERENCE) -> str:
+    """The reference of A1 with some lines exchanged."""
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def score_a1(folder: Path, source: str, *only: str) -> dict[str, int]:
+    """The points of a submission to A1, by task."""
+    submit(folder, source)
+    names = only or [task.name for task in A1.tasks]
+    return {name: grading.grade(A1, folder, limits=SLOW, only=name).score for name in names}
+
+
+def task_of(*laws: GradedLaw) -> Task:
+    return Task("f", "A0.1 F", laws)
+
+
+def law_of(points: int, sentence: str, *needs: str, cases: int = 1, breaks: str = "") -> GradedLaw:
+    """A law that holds, or that breaks the law named."""
+
+    def judge(function: Any, cases_drawn: Cases) -> Evidence:
+        if breaks:
+            accuse(breaks, 1, function())
+        return Evidence(sentence, cases)
+
+    return GradedLaw(points, sentence, judge, needs)
+
+
+# ---------------------------------------------------------------------- points of each law
+
+
+def test_a_law_that_holds_earns_its_points_whatever_becomes_of_the_others() -> None:
+    task = task_of(law_of(1, "a"), law_of(2, "b", breaks="b"), law_of(4, "c"), law_of(8, "d", breaks="a"))
+    result = grading.judge(task, lambda: 0)
+    assert (result.score, result.task.points) == (5, 15)
+    assert [verdict.status for verdict in result.verdicts] == ["holds", "broken", "holds", "not judged"]
+    assert result.counterexample is not None and result.counterexample.law == "b"
+
+
+def test_a_law_earns_nothing_where_it_looked_at_nothing_or_lacks_what_it_needs() -> None:
+    task = task_of(law_of(1, "a", cases=0), law_of(2, "b", "a"), law_of(4, "c", "d"), law_of(8, "d"))
+    result = grading.judge(task, lambda: 0)
+    assert result.score == 12
+    assert [verdict.status for verdict in result.verdicts] == ["not judged", "not judged", "holds", "holds"]
+    assert "while another is broken: a" in str(result.verdicts[1].failed)
+
+
+def test_what_the_grader_does_not_allow_costs_the_whole_task(tmp_path: Path) -> None:
+    """Also what is done in the last case of the last law."""
+    laws = (GradedLaw(40, RATIO, ratio), GradedLaw(60, REST, lambda function, cases: rest(_residual(function), cases)))
+    both = TINY._replace(tasks=(Task("accept", "A0.1 Both", laws),))
+    source = f"{RIGHT}\ndef accept(p, q, token, chance):\n    if chance is None:\n        "
+    source += "{}\n        return residual(p, q)\n    return chance.accept(p[token] / q[token])\n"
+    for line, score in (("pass", 100), ("p = q", 40), ("open('written', 'w')", 0)):
+        report = grading.grade(both, submit(tmp_path, source.format(line)), limits=FAST)
+        assert report.score == score, line
+
+
+def _residual(function: Any) -> Any:
+    """A function that asks `accept` for the residual."""
+    return lambda p, q: function(p, q, 0, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_folder_lists_the_points_of_every_law(name: str, tmp_path: Path) -> None:
+    new(find(name), tmp_path / "mine")
+    text = (tmp_path / "mine" / "README.md").read_text(encoding="utf-8")
+    for task in find(name).tasks:
+        for law in task.laws:
+            assert f"`{task.name}` | {law.sentence} | {law.points} |" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_points_are_whole_and_add_up(name: str) -> None:
+    tasks = find(name).tasks
+    assert sum(task.points for task in tasks) == 100
+    for at, task in enumerate(tasks):
+        sentences = [law.sentence for law in task.laws]
+        assert len(set(sentences)) == len(sentences)
+        assert all(type(law.points) is int and law.points > 0 for law in task.laws)
+        assert all(set(law.needs) < set(sentences) for law in task.laws)
+        assert set(task.uses) <= {earlier.name for earlier in tasks[:at]}
+
+
+# ---------------------------------------------------------------------- half-right submissions
+
+
+TOP_P = ("        kept = kept[:size]\n", "        kept = kept[: size - 1]\n")
+NOT_CAPPED = ("return min(Fraction(1), p[token] / q[token])", "return p[token] / q[token]")
+NOT_NORMALISED = ("return [x / mass for x in left] if mass else list(p)", "return left")
+FROM_P = ("chance.draw(residual(p_rows[place], q_rows[place]))", "chance.draw(p_rows[place])")
+NEWEST = ("            unread = [*text, *drafted][len(draft) :]\n",
+          "            unread = [*text, *drafted][-1:] if len(draft) else text\n")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "slips", [(TOP_P, NOT_CAPPED, NOT_NORMALISED, FROM_P), (TOP_P, NOT_NORMALISED, FROM_P, NEWEST)]
+)
+def test_four_natural_slips_leave_at_least_half_of_the_points(slips: Any, tmp_path: Path) -> None:
+    """Top-p is a token short, the acceptance may exceed 1, the residual is not normalised, a rejected token is drawn
+    from p again; or the draft never reads the last token of a draft that was accepted whole."""
+    scores = score_a1(tmp_path, edited(*slips))
+    assert 50 <= sum(scores.values()) < 100
+    lost = [task.name for task in A1.tasks if scores[task.name] < task.points]
+    assert len(lost) == 4
+
+
+NO_IDEA = """
+def warp(weights, temperature, top_k, top_p):
+    return [Fraction(1, len(weights))] * len(weights)
+
+def acceptance(p, q, token):
+    return Fraction(1)
+
+def residual(p, q):
+    return p
+
+def verify(p_rows, q_rows, draft, chance):
+    return [chance.draw(p_rows[0])]
+
+def generate(target, draft, prompt, n, gamma, eos, knobs, chance):
+    text = list(prompt)
+    while len(text) < len(prompt) + n and (len(text) == len(prompt) or text[-1] != eos):
+        text.append(chance.draw(warp(target.score(text[len(target):])[-1], *knobs)))
+    return text[len(prompt):]
+"""
+
+
+def test_what_has_no_idea_in_it_earns_little(tmp_path: Path) -> None:
+    """Plain decoding is half of the loop, and the functions that return what lies at hand are nearly nothing."""
+    scores = score_a1(tmp_path, f"from fractions import Fraction\n{NO_IDEA}")
+    assert scores == {"warp": 3, "acceptance": 2, "residual": 4, "verify": 3, "generate": 15}
+
+
+# ---------------------------------------------------------------------- the reference's helpers
+
+
+UNWRITTEN = "    raise NotImplementedError\n"
+
+
+def unwritten(*names: str) -> str:
+    """The reference of A1 without the bodies of these functions."""
+    return REFERENCE + "".join(f"\ndef {name}(*given):\n{UNWRITTEN}" for name in names)
+
+
+def test_a_mistake_in_a_helper_costs_once(tmp_path: Path) -> None:
+    scores = score_a1(tmp_path, edited(TOP_P, NOT_NORMALISED), "residual", "verify", "generate")
+    assert scores == {"residual": 5, "verify": 25, "generate": 30}
+
+
+def test_what_is_not_written_earns_nothing_and_what_builds_on_it_everything(tmp_path: Path) -> None:
+    scores = score_a1(tmp_path, unwritten("warp", "acceptance", "residual", "verify"))
+    assert scores == {"warp": 0, "acceptance": 0, "residual": 0, "verify": 0, "generate": 30}
+
+
+def test_helpers_are_replaced_in_every_file_and_under_every_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(edited(NOT_NORMALISED), encoding="utf-8")
+    source = "from mine import acceptance, generate, residual, verify, warp\n"
+    assert score_a1(tmp_path, source, "residual", "verify") == {"residual": 5, "verify": 25}
+    (tmp_path / "mine.py").write_text(
+        edited(NOT_NORMALISED, ("chance.draw(residual(", "chance.draw(rest(")) + "\nrest = residual\n", encoding="utf-8"
+    )
+    assert score_a1(tmp_path, source, "verify") == {"verify": 25}
+
+
+def test_a_helper_of_another_form_is_judged_where_it_stands(tmp_path: Path) -> None:
+    """Whoever gave `residual` one argument more, and passes it, has a `verify` that works: with that residual alone."""
+    source = edited(
+        ("def residual(p: Row, q: Row) -> Row:", "def residual(p: Row, q: Row, place: int = 0) -> Row:"),
+        ("residual(p_rows[place], q_rows[place])", "residual(p_rows[place], q_rows[place], place=place)"),
+    )
+    assert score_a1(tmp_path, source, "residual", "verify") == {"residual": 15, "verify": 25}
+
+
+def test_the_report_says_whose_functions_stood_in_place(tmp_path: Path) -> None:
+    report = grading.grade(A1, submit(tmp_path, edited(FROM_P)), limits=SLOW, only="verify")
+    assert as_dict(report)["tasks"][0]["helpers"] == ["acceptance", "residual"]
+    assert "  judged with the reference's acceptance and residual in the place of yours" in explain(report.results[0])
+    inlined = "from fractions import Fraction\ndef verify(p_rows, q_rows, draft, chance):\n    return []\n"
+    report = grading.grade(A1, submit(tmp_path, inlined), limits=SLOW, only="verify")
+    assert report.results[0].helpers == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_helpers_of_a_task_hold_no_solution_of_it(name: str) -> None:
+    assignment = find(name)
+    for task in assignment.tasks:
+        source = extract_helpers(reference_of(assignment), task.uses)
+        compile(source, "helpers", "exec")
+        given = [other.name for other in assignment.tasks if f"def {other.name}(" in source]
+        assert set(given) == set(task.uses)
+    assert not any("climb" in extract_helpers(reference_of(find("A3")), task.uses) for task in find("A3").tasks)
+
+
+HUNT = """
+import gc, sys, types
+
+def acceptance(p, q, token): ...
+def residual(p, q): ...
+
+def verify(p_rows, q_rows, draft, chance):
+    mine = sys.modules["submission"]
+    spaces = [vars(mine), acceptance.__globals__, residual.__globals__]
+    spaces += [vars(module) for module in sys.modules.values() if isinstance(module, types.ModuleType)]
+    spaces += [found.__globals__ for found in gc.get_objects() if isinstance(found, types.FunctionType)]
+    for space in spaces:
+        found = space.get("verify")
+        if isinstance(found, types.FunctionType) and found.__code__ is not verify.__code__:
+            return found(p_rows, q_rows, draft, chance)
+    raise LookupError("no other verify")
+"""
+
+
+def test_no_submission_finds_the_reference_of_the_task_itself(tmp_path: Path) -> None:
+    report = grading.grade(A1, submit(tmp_path, HUNT), limits=SLOW, only="verify")
+    assert report.score == 0
+    assert "raises LookupError: no other verify" in report.results[0].sentence
+
+
+def test_a_helper_in_the_place_of_the_task_stays_where_it_is(tmp_path: Path) -> None:
+    scores = score_a1(tmp_path, REFERENCE + "\nverify = acceptance\ngenerate = verify\n", "verify", "generate")
+    assert scores == {"verify": 0, "generate": 0}
+
+
+# ---------------------------------------------------------------------- the table
+
+
+TABLE = {
+    "x = 1\n    return x / 0": "raised ZeroDivisionError at line {line}",
+    "pass": "returned None",
+    "raise NotImplementedError('write me')": "is not written yet (NotImplementedError)",
+    "while True: pass": "took longer than 1.5 s",
+    "from helper import fail; fail()": "raised KeyError at line 2 of helper.py",
+    "return [Fraction(1, 7)] * 2": "broken: the residual is max(0, p - q), normalised",
+    "return (x for x in p)": "returned a generator, which is no plain data",
+    "import os; os._exit(3)": "ends the process (exit status 3)",
+}
+
+
+@pytest.mark.parametrize("body", TABLE)
+def test_the_table_says_in_a_few_words_what_happened(body: str, tmp_path: Path) -> None:
+    submit(tmp_path, "")
+    (tmp_path / "helper.py").write_text("def fail():\n    raise KeyError(3)\n", encoding="utf-8")
+    source = f"from fractions import Fraction\n{RIGHT}\ndef residual(p, q):\n    {body}\n"
+    result = graded(tmp_path, source, only="residual").results[0]
+    assert table_entry(result) == TABLE[body].format(line=source.count("\n"))
+
+
+def test_the_table_says_why_a_file_could_not_be_imported(tmp_path: Path) -> None:
+    for source, words in (
+        ("x = (\n", "raised SyntaxError at line 1"),
+        ("\nx = 1 / 0\n", "raised ZeroDivisionError at line 2"),
+    ):
+        entries = [table_entry(result) for result in graded(tmp_path, source).results]
+        assert entries == [words] * 2
+    nowhere = grading.grade(TINY, tmp_path / "nowhere", limits=FAST)
+    assert [table_entry(result) for result in nowhere.results] == ["there is no submission.py"] * 2
+
+
+def test_the_table_counts_the_laws_that_hold(tmp_path: Path) -> None:
+    report = grading.grade(A1, submit(tmp_path, edited(FROM_P)), limits=SLOW, only="verify")
+    assert table_entry(report.results[0]).startswith("3 of 4 laws hold; broken: joint law")
+
+
+# ---------------------------------------------------------------------- reports for machines
+
+
+def test_json_and_gradescope_have_the_points_of_every_law(tmp_path: Path) -> None:
+    report = grading.grade(A1, submit(tmp_path, edited(NOT_CAPPED, FROM_P)), limits=SLOW)
+    told, scope = as_dict(report), gradescope(report)
+    assert told["score"] == scope["score"] == sum(test["score"] for test in scope["tests"]) == 85
+    for task, test in zip(told["tasks"], scope["tests"], strict=True):
+        assert task["score"] == sum(law["score"] for law in task["laws"]) == test["score"]
+        assert task["max_score"] == sum(law["max_score"] for law in task["laws"]) == test["max_score"]
+        assert (test["status"] == "passed") is (task["law"] is None) is (task["score"] == task["max_score"])
+    verify = told["tasks"][3]
+    assert [law["status"] for law in verify["laws"]] == ["holds", "holds", "holds", "broken"]
+    assert [law["cases"] > 0 for law in verify["laws"]] == [True, True, True, False]
+    assert verify["laws"][3]["counterexample"] == verify["counterexample"]
+    assert verify["law"] == verify["laws"][3]["law"]
+    for law in verify["laws"]:
+        assert f"{law['score']} of {law['max_score']}" in scope["tests"][3]["output"]
+
+
+def test_a_final_run_draws_its_seed_and_students_are_not_told_it(tmp_path: Path) -> None:
+    first, second = (grading.cases_of(True, None) for _ in range(2))
+    assert first.seed != second.seed and first.times == second.times == grading.MORE
+    assert grading.cases_of(False, None) == Cases(0, 1)
+    report = graded(tmp_path, RIGHT, cases=Cases(987_654_321, 10))
+    told = gradescope(report)
+    assert told["extra_data"] == {"seed": 987_654_321, "times": 10}
+    assert "987654321" not in str({name: told[name] for name in told if name != "extra_data"})
+    assert "--final --seed 987654321" in as_dict(report)["note"]
+
+
+def test_the_same_seed_gives_the_same_report(tmp_path: Path) -> None:
+    wrong = RIGHT.replace("max(0, x - y)", "abs(x - y)")
+    cases = grading.cases_of(True, None)
+    first, second = (as_dict(graded(tmp_path, wrong, cases=cases)) for _ in range(2))
+    assert first == second
+    assert Fraction(first["score"]) == 40
