@@ -22,9 +22,9 @@ REFERENCE = (folder("A1") / "reference.py").read_text(encoding="utf-8")
 
 def edited(*changes: tuple[str, str], text: str = REFERENCE) -> str:
     """The reference of A1 with some lines exchanged."""
-    for old, new in changes:
+    for old, line in changes:
         assert text.count(old) == 1, old
-        text = text.replace(old, new)
+        text = text.replace(old, line)
     return text
 
 
