@@ -12,12 +12,15 @@ CHAPTERS = ("speculative", "early_exit", "nonautoregressive")
 
 # Each floor imports from the floors below it and from itself; modules of one name are a floor's packages or files.
 FLOORS = [
-    ("errors", "waiting"),
+    ("errors", "waiting", "familiar"),
     ("_core", "tree"),
     ("lm",),
     ("decoding",),
     ("download", "sources", "data", "shelf", "fetching", "models", "translators"),  # where models and texts come from
-    ("technique", "training", "generation", "pairing", "translating", "translation"),
+    (
+        *("plugins", "knob", "technique", "training", "arguments", "notebook"),
+        *("generation", "pairing", "translating", "translation"),
+    ),
     CHAPTERS,
     ("laws",),
     ("race", "bench", "grade", "training.taught", "training.train_mt"),  # translators learn a chapter's losses

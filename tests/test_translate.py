@@ -260,7 +260,7 @@ def test_who_extends_and_who_translates_are_told_apart(trained: Trained) -> None
     for call, says in (
         (lambda: tinyspec.translate(story, TEXT), "extends texts and translates none"),
         (lambda: tinyspec.load_translator(trained.storyteller), "no encoder-decoder of tinyspec's"),
-        (lambda: tinyspec.generate(teacher, TEXT), "an encoder-decoder, which translates: use translate"),
+        (lambda: tinyspec.generate(teacher, TEXT), "an encoder-decoder, which translates: use tinyspec.translate"),
         (lambda: tinyspec.load(trained.teacher), "an encoder-decoder, which translates and extends no text"),
         (lambda: tinyspec.generate(story, TEXT, method="nat"), "nat rewrites a translation and extends no text"),
     ):

@@ -2,35 +2,39 @@
 
     import tinyspec
 
-    model = tinyspec.load("storyteller")          # a bundled model; a folder, a .gguf or a hub id work too
-    out = tinyspec.generate(model, "The dragon", method="speculative_decoding", gamma=4)
-    print(out.text)
+    out = tinyspec.generate("storyteller", "The dragon", method="speculative_decoding", gamma=4)
+    print(out)                                    # the text, and a line of figures; in a notebook the text has colours
     print(out.stats.tokens_per_call)              # tokens kept per call of the model; plain decoding makes 1
 
-    for piece in tinyspec.stream(model, "Once upon a time", method="llma", temperature=0.8, seed=7):
+    for piece in tinyspec.stream("storyteller", "Once upon a time", method="llma", temperature=0.8, seed=7):
         print(piece, end="")
 
-    model = tinyspec.load_translator("multi30k-nat")             # an encoder-decoder; chapter 3
-    print(tinyspec.translate(model, "A dog runs.", method="nat", seed=1).text)
+    model = tinyspec.load("storyteller", dtype="float32")        # a bundled model; a folder, a .gguf or a hub id work too
+    print(tinyspec.generate(model, ["The dragon", "The king"])[1].text)
 
-    for card in tinyspec.techniques():            # what there is: paper, family, guarantee, knobs
-        print(card.name, card.guarantee.value, card.paper)
+    print(tinyspec.translate("multi30k-nat", "A dog runs.", seed=1).text)        # an encoder-decoder; chapter 3
 
-Every technique says what it promises (exact: the same law as plain decoding; greedy; lossy; approx) and is held to it by
-`tinyspec.laws`. Read `tinyspec/speculative/drafting/speculative_decoding.py` first: it is the shape of all the others.
+    print(tinyspec.techniques())                  # what there is: paper, family, guarantee
+    help(tinyspec.generate)                       # what it takes
+
+Every technique says what it promises (exact: the same distribution as plain decoding; greedy; lossy; approx) and is held to
+it by `tinyspec.laws`. Read `tinyspec/speculative/drafting/speculative_decoding.py` first: it is the shape of all the others.
 """
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from tinyspec.generation import Generation, Prompt
+    from tinyspec.arguments import Prompt
+    from tinyspec.generation import Generation
     from tinyspec.lm.seq2seq import Seq2Seq
     from tinyspec.lm.transformer import Model
+    from tinyspec.notebook import Catalogue
     from tinyspec.pairing import Draft
-    from tinyspec.technique import Card
     from tinyspec.translation import Source, Translation
 
 __all__ = ["generate", "load", "load_translator", "stream", "techniques", "translate"]
@@ -40,9 +44,29 @@ try:
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+source"
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def load(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> "Model":
-    """A model: a bundled name (storyteller), a checkpoint folder, a .gguf file, or a hub id such as org/name.
+
+def __dir__() -> list[str]:
+    """Return what completion and `dir` offer: the public names."""
+    return [*__all__, "__doc__", "__file__", "__name__", "__path__", "__version__"]
+
+
+class _Unquoted(str):
+    """An annotation that `help` prints as it is written: types are not imported before they are needed, so it is a text."""
+
+    __repr__ = str.__str__
+
+
+def _show_types(function: F) -> F:
+    """Make `help(function)` print its annotations without quotation marks."""
+    function.__annotations__ = {name: _Unquoted(kind) for name, kind in function.__annotations__.items()}
+    return function
+
+
+@_show_types
+def load(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> Model:
+    """Return a model: a bundled name (storyteller), a checkpoint folder, a .gguf file, or a hub id such as org/name.
 
     dtype None is what the checkpoint stores (on a CPU without compiled kernels: float32); or "float32", "bfloat16",
     "float16", "float64".
@@ -52,13 +76,14 @@ def load(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> "M
     return models.load(name_or_path, device=device, dtype=dtype)
 
 
+@_show_types
 def generate(
-    model: "Model",
-    prompt: "Prompt | Sequence[Prompt]",
+    model: Model | str | Path,
+    prompt: Prompt | Sequence[Prompt],
     *,
     method: str = "autoregressive",
-    draft: "Draft" = None,
-    max_new_tokens: int = 128,
+    draft: Draft = None,
+    max_new_tokens: int | None = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -67,54 +92,70 @@ def generate(
     seed: int = 0,
     stop: str | Sequence[str | Sequence[int]] = (),
     chat: bool = False,
+    references: str | Sequence[str | Sequence[int]] = (),
     **knobs: Any,
-) -> "Generation | list[Generation]":
-    """Extend a prompt (text, token ids, or chat messages) and return text, tokens, logprobs and statistics.
+) -> Generation | list[Generation]:
+    """Extend a prompt and return the text, its tokens, their logprobs, statistics and a trace.
 
+    model    a loaded model, or a name, folder, .gguf file or hub id: it is loaded once and kept (`load` chooses device and
+             dtype). Four models are kept; one whose files have changed is read again
+    prompt   a text; token ids, as a list or a 1-D integer array or tensor; or chat messages,
+             [{"role": "user", "content": "..."}, ...]. A list of prompts is a batch
     method   a name from `techniques()`; its knobs are further keyword arguments (gamma=4, ...)
-    draft    the draft model of methods that need one, or a list of them for methods that use several (a name or a loaded
-             model each; the last stands in for those that are missing); None takes the one the model's card names
-    stop     texts or token sequences that end the text
+    draft    the draft model of methods that need one, or a list of them for methods that use several (a loaded model, a name
+             or a path each; the last stands in for those that are missing); None takes the one the model's card names
+    max_new_tokens  the text ends after so many; None: when the model ends it, or the context is full
+    temperature     0 is greedy; above it the text is sampled
+    stop     a text, or a list of texts and lists of token ids, that end the text
     chat     treat a text prompt as a user's message in the model's chat template
+    references      texts that a method may copy from (llma)
     seed     the same seed gives the same text, whatever ran before (above temperature 0 not by methods that plan by the clock)
 
-    A list of prompts runs as one ragged batch and gives a list; row i uses seed + i and equals that row run alone: on a
-    CPU in float32 and bfloat16 token for token and bit for bit, elsewhere but for ties within rounding.
+    Returns a Generation: text, tokens, logprobs, finish_reason, stats, trace. For a list of prompts, a list of them: row i
+    uses seed + i and equals that row run alone, on a CPU in float32 and bfloat16 token for token and bit for bit, elsewhere
+    but for ties within rounding. Raises tinyspec.errors.TinyspecError, one line, for whatever is wrong with an argument.
     """
     from tinyspec.generation import generate
 
     options = {"method": method, "draft": draft, "max_new_tokens": max_new_tokens, "temperature": temperature}
     warp = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    return generate(model, prompt, **options, **warp, seed=seed, stop=stop, chat=chat, **knobs)
+    return generate(model, prompt, **options, **warp, seed=seed, stop=stop, chat=chat, references=references, **knobs)
 
 
-def stream(model: "Model", prompt: "Prompt", **options: Any) -> Iterator[str]:
-    """The new text as it grows. Takes what `generate` takes."""
+@_show_types
+def stream(model: Model | str | Path, prompt: Prompt, **options: Any) -> Iterator[str]:
+    """Yield the new text as it grows. Takes the arguments of `generate`, and one prompt.
+
+    A piece never ends in half a character, or inside what may become a stop text.
+    """
     from tinyspec.generation import stream
 
     return stream(model, prompt, **options)
 
 
-def load_translator(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> "Seq2Seq":
-    """An encoder-decoder: a name or a folder. dtype None is float32, in which these small models are quickest."""
+@_show_types
+def load_translator(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> Seq2Seq:
+    """Return an encoder-decoder, by name or folder. dtype None is float32, in which these small models are quickest."""
     from tinyspec import translators
 
     return translators.load_translator(name_or_path, device=device, dtype=dtype)
 
 
+@_show_types
 def translate(
-    model: "Seq2Seq | str",
-    source: "Source | Sequence[Source]",
+    model: Seq2Seq | str | Path,
+    source: Source | Sequence[Source],
     *,
     method: str | None = None,
     seed: int = 0,
-    teacher: "Seq2Seq | str | None" = None,
+    teacher: Seq2Seq | str | Path | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     **knobs: Any,
-) -> "Translation | list[Translation]":
+) -> Translation | list[Translation]:
     """Translate a source (text or token ids) and return what `generate` does, and what every pass made of the canvas.
 
+    model    a loaded translation model, or a name or folder: it is loaded once and kept
     method   one that rewrites a canvas (nat, mask_predict), or, on an autoregressive model, `plain` and any method that
              extends a text without a draft model (jacobi, lookahead_jacobi, ...); None: what the model was trained for
     seed     the same seed gives the same translation
@@ -131,8 +172,10 @@ def translate(
     return translate(model, source, seed=seed, **options, **knobs)
 
 
-def techniques() -> "list[Card]":
-    """The cards of all techniques: name, paper, family, guarantee, knobs."""
+@_show_types
+def techniques() -> Catalogue:
+    """Return the cards of all techniques as a list: name, title, paper, family, guarantee, knobs, and the file's `doc`."""
+    from tinyspec.notebook import Catalogue
     from tinyspec.technique import techniques
 
-    return list(techniques().values())
+    return Catalogue(techniques().values())

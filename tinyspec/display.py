@@ -207,9 +207,4 @@ def describe_layers(layers_run: Sequence[int], n_layers: int) -> str:
 
 def statistics(stats: Statistics, reason: str, layers: str = "") -> str:
     """Return a request's figures on one line. `layers` is what `describe_layers` says of it."""
-    pace = f"{stats.emitted / stats.seconds:.1f} tokens/s" if stats.seconds else ""
-    drafts = f", {stats.accepted} of {stats.drafted} drafted tokens accepted" if stats.drafted else ""
-    return (
-        f"{stats.emitted} tokens in {stats.target_calls} target calls ({stats.tokens_per_call:.2f} a call{drafts}){layers}, "
-        f"{stats.seconds:.2f} s, {pace}; ended by {reason}"
-    )
+    return stats.describe(reason, layers)

@@ -1,33 +1,48 @@
 """generate and stream: from a prompt to tokens, by any technique."""
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
+from tinyspec import models
+from tinyspec.arguments import (
+    Prompt,
+    check_batch,
+    check_budget,
+    check_names,
+    check_prompt,
+    check_sampling,
+    check_texts,
+    is_batch,
+    wrong,
+)
 from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.trace import Statistics, Trace
+from tinyspec.decoding.trace import Statistics, Trace, compute_logprobs, compute_logprobs_on_device
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Call
 from tinyspec.lm.gate import Gate, run_together
+from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Model
+from tinyspec.notebook import render_generation
 from tinyspec.pairing import Draft, advised, drafts_for
 from tinyspec.technique import Request, find
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
+ModelName: TypeAlias = Model | str | Path
+"""A loaded model, or the name or path of one; a name is loaded once and kept."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Generation:
-    """What came of a prompt.
+    """What came of a prompt. Printed, it is the text and a line of figures; in a notebook the text has the colours of a race.
 
     text           the new text, up to a stop string, without special tokens
     tokens         the new ids; an end-of-text id or the token that completed a stop is the last
@@ -40,7 +55,22 @@ class Generation:
     logprobs: list[float]
     finish_reason: str
     stats: Statistics
-    trace: Trace = field(repr=False)
+    trace: Trace
+    tokenizer: Tokenizer | None = field(default=None, compare=False, kw_only=True)
+
+    def figures(self) -> str:
+        """Return tokens, target calls, acceptance and time on one line."""
+        return self.stats.describe(self.finish_reason)
+
+    def __str__(self) -> str:
+        return f"{self.text}\n{self.figures()}"
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
+        return f"<{type(self).__name__} {text!r}: {self.figures()}>"
+
+    def _repr_html_(self) -> str:
+        return render_generation(self.text, self.trace, self.tokenizer, self.figures())
 
 
 class Running:
@@ -71,9 +101,9 @@ class Running:
                 self.stats.count(round)
                 self.trace.add(round)
                 if round.scores.logits.device.type == "cpu":
-                    self._logprobs += _logprobs(round)
+                    self._logprobs += compute_logprobs(round)
                 else:
-                    self._far.append(_logprobs_there(round))
+                    self._far.append(compute_logprobs_on_device(round))
                 yield round
         finally:  # also where the iterator is dropped half-way
             self.close()
@@ -108,34 +138,42 @@ class Running:
         """The whole, or what there is of it."""
         new = self.decoder.new
         reason = self.decoder.finished or "interrupted"
-        return Generation(self.text, new, self.logprobs, reason, self.stats, self.trace)
+        tokenizer = self.model.tokenizer if self.model.has_tokenizer else None
+        return Generation(self.text, new, self.logprobs, reason, self.stats, self.trace, tokenizer=tokenizer)
 
 
 def start(
-    model: Model,
+    model: ModelName,
     prompt: Prompt,
     *,
     method: str = "autoregressive",
     draft: Draft = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
     seed: int = 0,
-    stop: str | Sequence[str | Sequence[int]] = (),
+    stop: str | Sequence[str | Sequence[int]] | None = (),
     chat: bool = False,
-    references: Sequence[str | Sequence[int]] = (),
+    references: str | Sequence[str | Sequence[int]] = (),
     gate: Gate | None = None,
     **knobs: Any,
 ) -> Running:
     """Prepare a request: everything that can be wrong with its arguments is said here."""
-    if not isinstance(model, Model):
-        raise TinyspecError(f"{getattr(model, 'name', model)} is an encoder-decoder, which translates: use translate")
     card = find(method)
+    check_names(card, knobs, start.__kwdefaults__ or ())
     card.settings(knobs)
+    prompt = check_prompt(prompt)
+    check_budget(max_new_tokens, seed)
+    check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    texts = check_texts("references", references, "['a text to copy from']")
+    stops = check_texts("stop", stop, "['\\n', [198]]")
+    if not isinstance(chat, bool):
+        raise wrong("chat", chat, "True or False")
     warp = Warp(temperature, top_k, top_p, min_p, repetition_penalty)
+    model = load_model(model)
     drafts = drafts_for(model, card, draft)
     knobs = {**advised(card, drafts), **knobs}
     ids = prompt_ids(model, prompt, chat)
@@ -145,15 +183,15 @@ def start(
         raise TinyspecError(
             f"the prompt has {len(ids)} tokens, the context of {model.name} {model.config.max_positions}: shorten it"
         )
-    if references and not card.copies:
+    if texts and not card.copies:
         raise TinyspecError(f"{card.name} copies from no references: use a method that does, such as llma")
     ledger: list[Call] = []
     request = Request(
         target=model.session(ledger, gate),
         drafts=[d.session(ledger, gate) for d in drafts],
         warp=warp,
-        stop=stopping(model, stop, max_new_tokens),
-        references=[model.tokenizer.encode(r) if isinstance(r, str) else list(r) for r in references],
+        stop=stopping(model, stops, max_new_tokens),
+        references=[model.tokenizer.encode(text) if isinstance(text, str) else text for text in texts],
         positions=model.config.max_positions,
         reach=[d.config.max_positions for d in drafts],
         ledger=ledger,
@@ -162,16 +200,27 @@ def start(
     return Running(card.make(request, **knobs), model, ids, seed)
 
 
-def generate(model: Model, prompt: Prompt | Sequence[Prompt], **options: Any) -> Generation | list[Generation]:
+def load_model(model: ModelName) -> Model:
+    """Return a model: the one that was given, or the one of this name or path, which is loaded once and kept."""
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, Seq2Seq):
+        raise TinyspecError(f"{model.name} is an encoder-decoder, which translates: use tinyspec.translate")
+    if isinstance(model, (str, Path)):
+        return models.load_once(model)
+    raise wrong("model", model, "a name, a path, or what tinyspec.load returned")
+
+
+def generate(model: ModelName, prompt: Prompt | Sequence[Prompt], **options: Any) -> Generation | list[Generation]:
     """Extend a prompt. See `tinyspec.generate` for the options.
 
     A list of prompts runs as one ragged batch: row i uses seed + i and equals the row run alone with that seed; on a CPU in
     float32 and bfloat16 to the bit, for no row of the compiled transformer depends on what is computed beside it.
     """
-    if not _is_batch(prompt):
+    if not is_batch(prompt):
         return _finish(start(model, prompt, **options))  # type: ignore[arg-type]
-    seed = options.pop("seed", 0)
-    rows: Sequence[Any] = prompt
+    rows, model, seed = check_batch(prompt), load_model(model), options.pop("seed", 0)
+    check_budget(None, seed)
     drafts = drafts_for(model, find(options.get("method", "autoregressive")), options.get("draft"))
     options["draft"] = drafts or None  # loaded once, so that all rows share it and batch
 
@@ -207,7 +256,7 @@ class Growing:
         return piece
 
 
-def stream(model: Model, prompt: Prompt, **options: Any) -> Iterator[str]:
+def stream(model: ModelName, prompt: Prompt, **options: Any) -> Iterator[str]:
     """The new text as it grows, in pieces that never end in half a character or inside what may become a stop string."""
     return (piece for piece in Growing(start(model, prompt, **options)) if piece)
 
@@ -219,7 +268,7 @@ def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
             return model.tokenizer.chat([{"role": "user", "content": prompt}])
         bos = [model.config.bos] if model.config.add_bos and model.config.bos is not None else []
         return bos + model.tokenizer.encode(prompt)
-    if prompt and isinstance(prompt[0], dict):
+    if prompt and isinstance(prompt[0], Mapping):
         return model.tokenizer.chat(list(prompt))  # type: ignore[arg-type]
     return [int(token) for token in prompt]  # type: ignore[arg-type]
 
@@ -231,10 +280,6 @@ def stopping(model: Model, stop: str | Sequence[str | Sequence[int]], max_new_to
     sequences = tuple(tuple(s) for s in stops if not isinstance(s, str))
     decode = (lambda ids: model.tokenizer.decode(list(ids))) if strings else None
     return Stop(frozenset(model.config.eos), strings, sequences, max_new_tokens, decode)
-
-
-def _is_batch(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and (isinstance(prompt[0], (str, list, tuple)))
 
 
 def _finish(running: Running) -> Generation:
@@ -249,25 +294,3 @@ def _finish(running: Running) -> Generation:
 
 def _decode(model: Model, ids: list[int]) -> str:
     return model.tokenizer.decode(ids) if model.has_tokenizer else ""
-
-
-def _logprobs(round: Round) -> list[float]:
-    """log p of each token of a round, from the target's raw rows."""
-    if round.scores.logits.device.type != "cpu":
-        return [float(x) for x in _logprobs_there(round).tolist()]
-    rows = [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
-    values, logprobs = round.scores.logits.numpy(), list[float]()
-    room = np.empty_like(values[0])  # one for all: fresh pages cost as much as the sums
-    for row, token in zip(rows, round.tokens, strict=True):
-        logits = values[row]
-        most = logits.max()
-        np.exp(np.subtract(logits, most, out=room), out=room)
-        logprobs.append(float(logits[token] - most) - math.log(float(room.sum(dtype=np.float64))))
-    return logprobs
-
-
-def _logprobs_there(round: Round) -> torch.Tensor:
-    """`_logprobs` where the logits lie on a device, without waiting for it."""
-    rows = [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
-    logits = round.scores.logits[rows].double()
-    return logits[torch.arange(len(rows)), torch.tensor(round.tokens, device=logits.device)] - logits.logsumexp(dim=-1)

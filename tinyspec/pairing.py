@@ -1,15 +1,17 @@
 """Which draft models go with a model."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from tinyspec import models
+from tinyspec.arguments import wrong
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Card, techniques
 
-Draft: TypeAlias = Model | str | Sequence[Model | str] | None
+Draft: TypeAlias = Model | str | Path | Sequence[Model | str | Path] | None
 """One draft model or several, loaded or by name; None: the one that the model's own card names."""
 
 _named: WeakKeyDictionary[Model, dict[str, Model]] = WeakKeyDictionary()
@@ -19,7 +21,8 @@ _named: WeakKeyDictionary[Model, dict[str, Model]] = WeakKeyDictionary()
 def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     """The draft models a method needs or can use: what was given, else what the model's own card names.
 
-    Of more than it can use, the first; of fewer, the last once more. A name that was given is read from its folder anew.
+    Of more than it can use, the first; of fewer, the last once more. A name that was given is loaded once and kept, and
+    read again when its files have changed.
     """
     if card.drafts == 0 and not card.optional_draft:
         return []
@@ -27,7 +30,10 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     draft = model.config.extra.get("draft") if draft is None else draft
     if draft is None and card.drafts:  # the card is silent: a draft on this machine that was made for it
         draft = next(iter(models.drafts_of(model.name)), None)
-    given = [draft] if isinstance(draft, (Model, str)) else list(draft or ())
+    given = [draft] if isinstance(draft, (Model, str, Path)) else draft or ()
+    for named in given if isinstance(given, Sequence) else [given]:
+        if not isinstance(named, (Model, str, Path)):
+            raise wrong("draft", named, "a loaded model, a name, a path, or a list of these")
     if not given and card.drafts == 0:
         return []
     if not given:
@@ -43,10 +49,11 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
         if isinstance(named, Model):
             small = named
         else:
-            small = known.get(named) or models.load(named, device=model.device, dtype=model.dtype)
+            load = models.load if silent else models.load_once
+            small = known.get(str(named)) or load(named, device=model.device, dtype=model.dtype)
         check_pair(model, small)
-        if isinstance(named, str):
-            known[named] = small
+        if not isinstance(named, Model):
+            known[str(named)] = small
         loaded.append(small)
     return loaded + loaded[-1:] * (needed - len(loaded))
 

@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from tinyspec.decoding.decode import Decoder, Target
@@ -18,8 +19,11 @@ from tinyspec.decoding.refine import Refiner
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.errors import TinyspecError, nearest
+from tinyspec.familiar import ABSENT, METHODS, normalize_method
+from tinyspec.knob import Knob as Knob
 from tinyspec.lm.feed import Call
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.plugins import import_file, import_packages, paths_in_environment
 
 CHAPTERS = ("tinyspec.speculative", "tinyspec.early_exit", "tinyspec.nonautoregressive")
 
@@ -32,45 +36,6 @@ class Guarantee(Enum):
     LOSSY = "lossy"  # lossy by design; exact or greedy at a knob's neutral value
     APPROX = "approx"  # no neutral value exists
     NONE = "none"  # an analysis: it decodes nothing
-
-
-@dataclass(frozen=True)
-class Knob:
-    """A parameter a user may set, with the paper's default and the range that makes sense."""
-
-    name: str
-    default: Any
-    doc: str
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[Any, ...] = ()
-    small: tuple[Any, ...] = ()  # values the laws walk every outcome at; the first everywhere, each other one once
-    beyond: float | None = None  # a value outside the range with a meaning of its own: inf, never
-
-    def check(self, value: Any) -> Any:
-        """The value in the default's type, or a one-line error that names the range."""
-        if isinstance(self.default, bool) and isinstance(value, str):  # from the command line
-            value = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(value, value)
-        if self.choices:
-            if value not in self.choices:
-                raise TinyspecError(f"{self.name} is {value!r}: it must be one of {', '.join(map(str, self.choices))}")
-            return value
-        if isinstance(self.default, bool) or not isinstance(self.default, (int, float)):
-            return value
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise TinyspecError(f"{self.name} is {value!r}: it must be a number") from None
-        if isinstance(self.default, int) and number != round(number):
-            raise TinyspecError(f"{self.name} is {value!r}: it must be a whole number")
-        outside = (self.low is not None and not number >= self.low) or (
-            self.high is not None and not number <= self.high
-        )
-        if outside and number != self.beyond:
-            span = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
-            span += "" if self.beyond is None else f", or {self.beyond}"
-            raise TinyspecError(f"{self.name} is {value}: it must be {span}")
-        return type(self.default)(number)
 
 
 @dataclass
@@ -134,7 +99,7 @@ Builder = Callable[..., Any]
 B = TypeVar("B", bound=Builder)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Card:
     """What a technique is, and what its laws must know of it.
 
@@ -171,6 +136,9 @@ class Card:
     timed: bool = False
     teacher: bool = False
     summary: str = ""
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.title} ({self.guarantee.value}; {self.paper})>"
 
     @property
     def doc(self) -> str:
@@ -258,7 +226,10 @@ def technique(
     """Register a builder under its file's name. `traits` are the other fields of a card."""
 
     def register(build: B) -> B:
-        name = build.__module__.rpartition(".")[2]
+        module = build.__module__
+        name = build.__name__ if module == "__main__" else module.rpartition(".")[2]  # a cell of a notebook has no file
+        if name in _cards and _cards[name].build.__module__ != module:
+            raise TinyspecError(f"there is a technique {name} already ({_cards[name].build.__module__}): rename yours")
         _cards[name] = Card(name, title, paper, family, guarantee, tuple(knobs), build, drafts, copies, lossy, **traits)
         return build
 
@@ -266,7 +237,7 @@ def technique(
 
 
 def techniques() -> dict[str, Card]:
-    """Every technique there is, by name, in the order of the book's chapters, whatever was imported before."""
+    """Return every technique there is by name: those of the book in the order of its chapters, then those of plugins."""
     files: list[str] = []
     for chapter in CHAPTERS:
         try:
@@ -278,15 +249,38 @@ def techniques() -> dict[str, Card]:
         for module in pkgutil.walk_packages(package.__path__, f"{chapter}."):
             importlib.import_module(module.name)
             files.append(module.name.rpartition(".")[2])
+    for path in paths_in_environment():
+        import_file(path)
+    import_packages()
     place = {name: at for at, name in enumerate(files)}
     return dict(sorted(_cards.items(), key=lambda item: place.get(item[0], len(files))))
 
 
+def load_plugin(path: str | Path) -> list[Card]:
+    """Read a technique file that stands anywhere, and return the cards it registered. Raises TinyspecError if none."""
+    techniques()  # so that a name which is taken is found out here
+    module = import_file(path)
+    cards = [card for card in _cards.values() if card.build.__module__ == module]
+    if not cards:
+        raise TinyspecError(f"{path} registers no technique: decorate its builder with tinyspec.technique.technique")
+    return cards
+
+
 def find(name: str) -> Card:
-    """The card of a technique, or an error that suggests the nearest name."""
+    """Return the card of a technique, by its name here or one that it has elsewhere (`prompt_lookup` is llma).
+
+    Raises TinyspecError for any other name: it says what is nearest.
+    """
+    if not isinstance(name, str):
+        raise TinyspecError(f"method is {name!r}: it must be the name of a technique, such as 'llma'")
     if name in _cards:  # looking through all files takes milliseconds, which is a short answer's time
         return _cards[name]
-    cards = techniques()
-    if name not in cards:
-        raise TinyspecError(f"there is no method '{name}': {nearest(name, cards)}")
-    return cards[name]
+    cards, spelled = techniques(), normalize_method(name)
+    for known in (name, spelled, METHODS.get(spelled)):
+        if known in cards:
+            return cards[known]
+    if name.endswith(".py"):
+        raise TinyspecError(f"{name} is a file: load it with --plugin {name}, or tinyspec.technique.load_plugin")
+    if spelled in ABSENT:
+        raise TinyspecError(f"there is no method '{name}': {ABSENT[spelled]}")
+    raise TinyspecError(f"there is no method '{name}': {nearest(name, cards)}")

@@ -13,6 +13,7 @@ from tinyspec.generation import Generation, Running
 from tinyspec.lm.feed import Call
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.transformer import Model
+from tinyspec.notebook import render_passes
 from tinyspec.technique import Card, RefineRequest
 
 
@@ -33,7 +34,7 @@ class Work(Statistics):
         self.encoder_calls = sum(call.model == f"{model.name}/encoder" for call in ledger)
 
 
-@dataclass
+@dataclass(repr=False)
 class Translation(Generation):
     """What came of a source: a Generation, and, where a canvas was rewritten, what every pass made of it.
 
@@ -54,6 +55,13 @@ class Translation(Generation):
             f"{stats.emitted} tokens, {stats.encoder_calls} encoder pass, {stats.target_calls} decoder passes{judged}"
             f"{beside}, {stats.seconds:.3f} s; ended by {self.finish_reason}"
         )
+
+    def _repr_html_(self) -> str:
+        if not self.passes or self.tokenizer is None:
+            return super()._repr_html_()
+        best = self.passes[-1].tokens.index(self.tokens)
+        passes = [(written.tokens[best], written.changed[best]) for written in self.passes]
+        return render_passes(self.text, passes, self.tokenizer, self.figures())
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -104,7 +112,14 @@ class Extending:
         self.stats.encoded(self.model, self.ledger)
         done = self.running.result()
         return Translation(
-            done.text, done.tokens, done.logprobs, done.finish_reason, self.stats, done.trace, self.source
+            done.text,
+            done.tokens,
+            done.logprobs,
+            done.finish_reason,
+            self.stats,
+            done.trace,
+            self.source,
+            tokenizer=done.tokenizer,
         )
 
 
@@ -161,4 +176,14 @@ class Rewriting:
             self._close()
         tokens, scores = self.refinement.tokens, self.refinement.scores
         reason, trace = "length" if self.finished else "interrupted", Trace(list(self.source))
-        return Translation(self.text, tokens, scores, reason, self.stats, trace, self.source, self.passes)
+        return Translation(
+            self.text,
+            tokens,
+            scores,
+            reason,
+            self.stats,
+            trace,
+            self.source,
+            self.passes,
+            tokenizer=self.model.tokenizer if self.model.has_tokenizer else None,
+        )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+from tinyspec.arguments import check_budget, check_ids, check_names, check_sampling, is_batch, wrong
 from tinyspec.decoding.rescore import check_teacher
 from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
@@ -20,7 +21,7 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Card, RefineRequest, Request, find
 from tinyspec.translating import Extending, Rewriting, Translation
-from tinyspec.translators import load_translator, suited
+from tinyspec.translators import load_once, load_translator, suited
 
 __all__ = ["AUTOREGRESSIVE", "Extending", "Rewriting", "Source", "Translation", "for_method", "start", "translate"]
 
@@ -46,10 +47,14 @@ def start(
     """Prepare a translation: everything that can be wrong with its arguments is said here."""
     model = translator(model)
     card = find(spelled(model, method))
+    check_names(card, knobs, start.__kwdefaults__ or ())
+    source = check_source_type(source)
+    check_budget(max_new_tokens, seed)
     if temperature is not None and any(knob.name == "temperature" for knob in card.knobs):
         knobs["temperature"], temperature = temperature, None  # its own, and another's than the tokens'
     card.settings(knobs)
-    ids = model.tokenizer.encode(source) if isinstance(source, str) else [int(token) for token in source]
+    check_sampling(0.0 if temperature is None else temperature, top_k, top_p)
+    ids = model.tokenizer.encode(source) if isinstance(source, str) else list(source)
     check_source(model, ids)
     check_pair(model, card)
     if teacher is not None and not card.teacher:
@@ -86,10 +91,12 @@ def translate(
     model: Seq2Seq | str | Path, source: Source | Sequence[Source], **options: Any
 ) -> Translation | list[Translation]:
     """Translate a source, or several one after another. See `tinyspec.translate` for the options."""
-    if isinstance(source, str) or not source or isinstance(source[0], int):
+    if not is_batch(source):
         return _finish(start(model, source, **options))  # type: ignore[arg-type]
+    sources = [check_source_type(one, f"source[{row}]") for row, one in enumerate(source)]
     seed, model = options.pop("seed", 0), translator(model)
-    return [_finish(start(model, one, seed=seed + row, **options)) for row, one in enumerate(source)]  # type: ignore[arg-type]
+    check_budget(None, seed)
+    return [_finish(start(model, one, seed=seed + row, **options)) for row, one in enumerate(sources)]
 
 
 def _finish(running: Extending | Rewriting) -> Translation:
@@ -112,15 +119,17 @@ def spelled(model: Seq2Seq, method: str | None) -> str:
     return AUTOREGRESSIVE if method in ("plain", "teacher") else method
 
 
-def translator(model: Seq2Seq | str | Path) -> Seq2Seq:
+def translator(model: Seq2Seq | str | Path, name: str = "model") -> Seq2Seq:
     """An encoder-decoder, loaded, by name or by folder."""
     if isinstance(model, (str, Path)):
-        return load_translator(model)
-    if not isinstance(model, Seq2Seq):
+        return load_once(model)
+    if isinstance(model, Model):
         raise TinyspecError(
-            f"{getattr(model, 'name', model)} extends texts and translates none: use generate, or load an encoder-decoder "
-            "with tinyspec.load_translator"
+            f"{model.name} extends texts and translates none: use generate, or load an encoder-decoder with "
+            "tinyspec.load_translator"
         )
+    if not isinstance(model, Seq2Seq):
+        raise wrong(name, model, "a name, a folder, or what tinyspec.load_translator returned")
     return model
 
 
@@ -137,6 +146,11 @@ def most_tokens(source: int) -> int:
     26
     """
     return source + source // 2 + 11
+
+
+def check_source_type(source: Any, name: str = "source") -> Source:
+    """Return a source as a text or a list of token ids. Raise TinyspecError for anything else."""
+    return source if isinstance(source, str) else check_ids(name, source, "a text or a list of token ids")
 
 
 def check_source(model: Seq2Seq, ids: Sequence[int]) -> None:
@@ -177,7 +191,7 @@ def teacher_of(model: Seq2Seq, card: Card, teacher: Seq2Seq | str | Path | None)
             except TinyspecError:
                 return None  # not on this machine; a technique that cannot do without says so
         teacher = _judges[model]
-    judge = None if teacher is None else translator(teacher)
+    judge = None if teacher is None else translator(teacher, "teacher")
     if judge is not None:
         check_teacher(model, judge)
     return judge

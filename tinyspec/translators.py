@@ -1,8 +1,9 @@
 """Where translation models come from: by name, by folder, or by the method that they were trained for."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinyspec import models
 from tinyspec.errors import TinyspecError, nearest
@@ -67,6 +68,12 @@ def load_translator(
     where = models._device(device)
     config, weights, tokenizer, name = read(path, models._dtype(dtype) or torch.float32)
     return Seq2Seq(config, {key: w.to(where) for key, w in weights.items()}, tokenizer, name)
+
+
+def load_once(name_or_path: str | Path, device: Any = "cpu", dtype: Any = None) -> "Seq2Seq":
+    """Return the translation model of this name or folder, loaded once and kept as `models.load_once` does."""
+    load_kept: Callable[..., Seq2Seq] = models.keep_loaded(load_translator)
+    return load_kept(name_or_path, device, dtype)
 
 
 def _config(path: Path | None) -> dict[str, object]:

@@ -37,13 +37,15 @@ def axes(width: float = 6.4, height: float = 3.0, **layout: Any) -> Any:
 
 def refuted(law: str, judge: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """What a judge says of something wrong, printed: the smallest case. An error if nothing, or another law, is broken."""
-    from tinyspec.laws import Accused
+    from tinyspec.laws import Accused, check
 
+    found = None
     try:
-        judge(*given, **named)
+        found = getattr(judge(*given, **named), "counterexample", None)
     except Accused as accused:
-        if accused.counterexample.law != law:
-            raise
-        print(accused)
-        return accused.counterexample
-    raise AssertionError(f"{law}: nothing was found")
+        found = accused.counterexample
+    assert found is not None, f"{law}: nothing was found"
+    assert found.law == law, f"{law}: {found.law} was found broken instead"
+    if judge is not check:  # which prints its verdict itself
+        print(found)
+    return found

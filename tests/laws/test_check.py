@@ -3,7 +3,6 @@
 import random
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from fractions import Fraction as F
 from typing import Any
@@ -17,11 +16,12 @@ from tests.laws.published import RIGHT, WRONG_DECODING, WRONG_DRAFTERS, WRONG_VE
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.verify import Verdict, residual, walk
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import Accused, check
+from tinyspec.laws import check
+from tinyspec.laws.accused import Counterexample
 from tinyspec.tree import ROOT
 
 
-def accused(**function: Any) -> Accused:
+def accused(**function: Any) -> Counterexample:
     took, found = published.seconds(**function)
     assert found is not None, "nothing was found"
     assert took < 10
@@ -36,39 +36,38 @@ EXACTLY = (published.textbook, published.by_hand, published.no_bonus, published.
 
 @pytest.mark.parametrize("verifier", RIGHT)
 def test_a_right_verifier_is_never_accused(verifier: Callable[..., Any]) -> None:
-    proof = check(verifier, seed=RIGHT.index(verifier), corners=RIGHT.index(verifier) % 2 == 0, seconds=3)
-    assert proof[0].cases > 100
-    assert proof[0].branches > 4 * 100
-    assert "joint law: kept in" in str(proof)
-    assert (proof[0].notes[0] == "exactly") == (verifier in EXACTLY)
+    result = check(verifier, seed=RIGHT.index(verifier), corners=RIGHT.index(verifier) % 2 == 0, seconds=3)
+    assert result.evidence[0].cases > 100
+    assert result.evidence[0].branches > 4 * 100
+    assert "joint law: kept in" in str(result)
+    assert (result.evidence[0].notes[0] == "exactly") == (verifier in EXACTLY)
     if verifier is published.with_epsilon:
-        assert "ends in ValueError: probabilities contain NaN" in proof[0].notes[-1]
+        assert "ends in ValueError: probabilities contain NaN" in result.evidence[0].notes[-1]
 
 
 def test_a_loop_that_rejects_is_followed_until_it_does_not_matter() -> None:
-    proof = check(published.rejections, seconds=2)
-    assert proof[0].cases >= 2
-    assert "in floating point" in str(proof)
+    result = check(published.rejections, seconds=2)
+    assert result.evidence[0].cases >= 2
+    assert "in floating point" in str(result)
 
 
 def test_a_right_decoding_function_passes() -> None:
-    assert check(generate=published.decoding())[0].cases > 100
+    assert check(generate=published.decoding()).evidence[0].cases > 100
 
 
 def test_right_drafters_pass_and_none_may_propose_anything() -> None:
-    assert check(drafter=published.draft_tokens())[0].notes == ["exactly"]
+    assert check(drafter=published.draft_tokens()).evidence[0].notes == ["exactly"]
     for mistake in WRONG_DRAFTERS.values():
 
         def points(*given: Any, mistake: Any = mistake) -> Any:
             tokens, laws = mistake(*given)
             return tokens, [None] * len(laws)
 
-        check(drafter=lambda q, context, gamma, rng, points=points: points(q, context, gamma, rng))
+        assert check(drafter=lambda q, context, gamma, rng, points=points: points(q, context, gamma, rng))
 
 
 def test_the_tolerance_decides_about_a_small_bias() -> None:
-    with pytest.raises(Accused):
-        check(published.with_epsilon, tolerance=1e-12)
+    assert not check(published.with_epsilon, tolerance=1e-12)
 
 
 def test_a_token_that_float32_sums_let_out_of_range_too_rarely_is_noted() -> None:
@@ -77,8 +76,7 @@ def test_a_token_that_float32_sums_let_out_of_range_too_rarely_is_noted() -> Non
         return [int(np.searchsorted(sums, rng.random(), side="right"))]
 
     assert "e-08 returns [" in str(check(off))
-    with pytest.raises(Accused):
-        check(off, tolerance=1e-9)
+    assert not check(off, tolerance=1e-9)
 
 
 # ---------------------------------------------------------------------- what is wrong is refuted
@@ -86,7 +84,7 @@ def test_a_token_that_float32_sums_let_out_of_range_too_rarely_is_noted() -> Non
 
 @pytest.mark.parametrize("name", WRONG_VERIFIERS)
 def test_a_published_mistake_is_found_in_a_small_case(name: str) -> None:
-    found = accused(verifier=WRONG_VERIFIERS[name]).counterexample
+    found = accused(verifier=WRONG_VERIFIERS[name])
     p, q = found.case["p"], found.case["q"]
     assert len(p[0]) == 2
     assert len(q) <= 2
@@ -99,13 +97,13 @@ def test_the_smallest_case_in_the_words_of_the_task() -> None:
     found = accused(verifier=WRONG_VERIFIERS["always accept"])
     assert str(found) == (
         "broken: joint law\n  p = [[0, 1], [0, 1]]\n  q = [[1, 0]]\n  draft = [0]\n"
-        "  compared = the law of the first token\nexpected [0, 1]\ngot      [1, 0]"
+        "  compared = the distribution of the first token\nexpected [0, 1]\ngot      [1, 0]"
     )
-    assert found.counterexample.as_dict()["expected"] == ["0", "1"]
+    assert found.as_dict()["expected"] == ["0", "1"]
 
 
 def test_one_uniform_for_two_positions_is_a_matter_of_two_tokens() -> None:
-    found = accused(verifier=WRONG_VERIFIERS["one uniform for all positions"]).counterexample
+    found = accused(verifier=WRONG_VERIFIERS["one uniform for all positions"])
     assert found.case["draft"] in ([1, 1], [0, 0])
     assert sorted(found.expected.values()) == [F(1, 4)] * 4
     assert sorted(found.got.values()) == [0, F(1, 4), F(1, 4), F(1, 2)]
@@ -113,25 +111,25 @@ def test_one_uniform_for_two_positions_is_a_matter_of_two_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["<= for <", "searchsorted from the left"])
 def test_a_uniform_of_exactly_zero_must_not_bring_out_what_p_forbids(name: str) -> None:
-    found = accused(verifier=WRONG_VERIFIERS[name]).counterexample
+    found = accused(verifier=WRONG_VERIFIERS[name])
     assert found.law == "impossible token"
     assert "exactly 0.0" in found.case["uniforms"]
     forbidden = [row.index(0) for row in found.case["p"] if 0 in row]
     assert any(token in forbidden for token in found.got)
     if name == "<= for <":
-        check(WRONG_VERIFIERS[name], corners=False)
+        assert check(WRONG_VERIFIERS[name], corners=False)
 
 
 @pytest.mark.parametrize("name", WRONG_DECODING)
 def test_mistakes_of_a_whole_decoding_function(name: str) -> None:
-    found = accused(generate=WRONG_DECODING[name]).counterexample
+    found = accused(generate=WRONG_DECODING[name])
     assert found.case["n"] == 2
     assert found.law == ("tokens asked for" if name == "one token too few" else "joint law")
 
 
 @pytest.mark.parametrize("name", WRONG_DRAFTERS)
 def test_mistakes_of_a_drafter(name: str) -> None:
-    found = accused(drafter=WRONG_DRAFTERS[name]).counterexample
+    found = accused(drafter=WRONG_DRAFTERS[name])
     assert found.law == ("presence" if "only if" in name else "truthful drafter")
     assert found.got != found.case["declared"]
 
@@ -146,8 +144,8 @@ def test_a_drafter_with_a_model_of_its_own() -> None:
     def stale(context: list[int], chance: Any) -> Any:
         return [chance.draw(q(context))], [q(context[:-1])]
 
-    assert check(drafter=draft)[0].cases == 7
-    assert accused(drafter=stale).counterexample.case["context"] == [1]
+    assert check(drafter=draft).evidence[0].cases == 7
+    assert accused(drafter=stale).case["context"] == [1]
 
 
 # ---------------------------------------------------------------------- the house's own form
@@ -163,16 +161,15 @@ def greedy_siblings(tree: Any, p: Any, chance: Chance) -> Verdict:
 
 
 def test_the_librarys_walk_is_proved_on_every_kind_of_tree() -> None:
-    proof = check(walk)
-    assert len(proof) == 4
-    assert all(evidence.notes[-1] == "exactly" for evidence in proof)
+    result = check(walk)
+    assert len(result.evidence) == 4
+    assert all(found.notes[-1] == "exactly" for found in result.evidence)
 
 
 def test_a_verifier_that_is_right_on_chains_is_refuted_on_siblings() -> None:
-    check(greedy_siblings, trees=("chain",))
-    with pytest.raises(Accused) as found:
-        check(greedy_siblings, trees=("siblings",))
-    assert "two siblings" in found.value.counterexample.case["tree"]
+    assert check(greedy_siblings, trees=("chain",))
+    found = accused(verifier=greedy_siblings, trees=("siblings",))
+    assert "two siblings" in found.case["tree"]
     with pytest.raises(TinyspecError, match="no trees of the kind"):
         check(walk, trees=("forest",))
 
@@ -181,7 +178,7 @@ def test_a_path_that_is_none_is_refused() -> None:
     def last(tree: Any, p: Any, chance: Chance) -> Verdict:
         return Verdict((len(tree.tokens) - 1,), 0)
 
-    found = accused(verifier=last).counterexample
+    found = accused(verifier=last)
     assert "path" in str(found.expected) or found.law == "joint law"
 
 
@@ -224,7 +221,7 @@ def test_a_mistake_that_ends_in_an_error_is_shown_with_its_case() -> None:
 
 def test_an_empty_round_and_ids_out_of_range_are_accused() -> None:
     for tokens in ([], [7], [0, 0, 0, 0, 0]):
-        found = accused(verifier=lambda p, q, d, rng, tokens=tokens: tokens).counterexample
+        found = accused(verifier=lambda p, q, d, rng, tokens=tokens: tokens)
         assert found.law == "tokens of a round"
         assert found.got == tokens
 
@@ -243,10 +240,9 @@ def test_no_global_state_moves_and_every_generator_is_put_back() -> None:
         torch.Tensor.multinomial,
     )
     states = global_states()
-    check(published.global_generators)
-    check(published.in_torch, seconds=1)
-    with pytest.raises(Accused):
-        check(WRONG_VERIFIERS["always accept"])
+    assert check(published.global_generators)
+    assert check(published.in_torch, seconds=1)
+    assert not check(WRONG_VERIFIERS["always accept"])
     now = (
         np.random.random,
         np.random.default_rng,
@@ -259,13 +255,39 @@ def test_no_global_state_moves_and_every_generator_is_put_back() -> None:
     assert states == global_states()
 
 
-def test_the_traceback_of_an_accusation_is_the_readers_call() -> None:
-    try:
-        check(WRONG_VERIFIERS["always accept"])
-    except Accused as found:
-        frames = traceback.extract_tb(found.__traceback__)
-    assert len(frames) == 2
-    assert frames[0].name == "test_the_traceback_of_an_accusation_is_the_readers_call"
+# ---------------------------------------------------------------------- what is returned and printed
+
+
+def test_check_prints_a_proof_and_returns_it(capsys: pytest.CaptureFixture[str]) -> None:
+    result = check(published.textbook)
+    assert result
+    assert result.counterexample is None
+    assert capsys.readouterr().out == f"{result}\n"
+    assert str(result).startswith("joint law: kept in 616 cases, 2455 outcomes, ")
+    assert repr(result) == "<CheckResult kept: joint law>"
+
+
+def test_check_prints_a_counterexample_and_returns_it(capsys: pytest.CaptureFixture[str]) -> None:
+    result = check(WRONG_VERIFIERS["always accept"])
+    assert not result
+    assert result.counterexample is not None
+    assert capsys.readouterr().out == f"{result.counterexample}\n"
+    assert repr(result) == "<CheckResult broken: joint law>"
+
+
+def test_what_was_kept_before_a_counterexample_is_said_too() -> None:
+    result = check(published.textbook, drafter=WRONG_DRAFTERS["proposed only if token 0"])
+    assert not result
+    assert str(result).startswith("joint law: kept in ")
+    assert "\nbroken: presence\n" in str(result)
+
+
+def test_a_notebook_shows_a_verdict_once(capsys: pytest.CaptureFixture[str]) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    shell.run_cell("from tinyspec.laws import check\ncheck(lambda p, q, draft, rng: draft)")
+    assert capsys.readouterr().out.count("broken: ") == 1
 
 
 def test_importing_the_laws_is_cheap() -> None:

@@ -19,7 +19,7 @@ broken: joint law
   p = [[0, 1], [0, 1]]
   q = [[1, 0]]
   draft = [0]
-  compared = the law of the first token
+  compared = the distribution of the first token
 expected [0, 1]
 got      [0.268941, 0.731059]
 """
@@ -31,7 +31,7 @@ broken: joint law
   p = [[1/2, 1/2], [1/2, 1/2], [0, 1]]
   q = [[0, 1], [0, 1]]
   draft = [1, 1]
-  compared = the law of the first 2 tokens (where a round gives fewer, p goes on)
+  compared = the distribution of the first 2 tokens (where a round gives fewer, p goes on)
 expected {(0, 0): 1/4, (0, 1): 1/4, (1, 0): 1/4, (1, 1): 1/4}
 got      {(0, 0): 1/4, (0, 1): 1/4, (1, 0): 0, (1, 1): 1/2}
 """
@@ -50,7 +50,7 @@ broken: truthful drafter
   gamma = 1
   drafted before = []
   declared = [1/2, 1/2]
-expected tokens drawn from the declared law
+expected tokens drawn from the declared distribution
 got      [1, 0]
 """
 DOORS = """\
@@ -68,7 +68,7 @@ broken: joint law
   q = [[1, 0], [1/2, 1/2]]
   draft = {(0, 0): 1/2, (0, 1): 1/2}
   output of each draft = {(0, 0): {(1,): 1}, (0, 1): {(0, 1): 1}}
-  compared = the law of the first token
+  compared = the distribution of the first token
 expected [0, 1]
 got      [1/2, 1/2]
 """
@@ -78,7 +78,7 @@ broken: joint law
   q = [[1/2, 1/2]]
   draft = {(0,): 1/2, (1,): 1/2}
   output of each draft = {(0,): {(0,): 1}, (1,): {(1, 0): 1}}
-  compared = the law of the first token
+  compared = the distribution of the first token
 expected [0, 1]
 got      [1/2, 1/2]
 """
@@ -87,7 +87,7 @@ broken: joint law
   p = [[0, 1], [1, 0]]
   q = [[0, 1]]
   draft = [1]
-  compared = the law of the first 2 tokens (where a round gives fewer, p goes on)
+  compared = the distribution of the first 2 tokens (where a round gives fewer, p goes on)
 expected {(1, 0): 1, (1, 1): 0}
 got      {(1, 0): 0, (1, 1): 1}
 """
@@ -97,7 +97,7 @@ broken: joint law
   q = {any context: [0, 1]}
   gamma = 1
   n = 2
-  compared = the law of the first 2 tokens (where a round gives fewer, p goes on)
+  compared = the distribution of the first 2 tokens (where a round gives fewer, p goes on)
 expected {(0, 0): 1/4, (0, 1): 1/4, (1, 0): 1/4, (1, 1): 1/4}
 got      {(0, 0): 1/2, (0, 1): 0, (1, 0): 1/4, (1, 1): 1/4}
 """
@@ -107,7 +107,7 @@ broken: presence
   gamma = 1
   drafted before = []
   declared = [1/3, 2/3]
-expected tokens drawn from the declared law, kept whatever they are
+expected tokens drawn from the declared distribution, kept whatever they are
 got      [0, 1]
 """
 TOLD = {

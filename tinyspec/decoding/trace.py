@@ -1,9 +1,13 @@
 """What happened, as plain data: statistics of a request and the trace that replays it."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+import torch
 
 from tinyspec.decoding.decode import Round
 
@@ -46,6 +50,19 @@ class Statistics:
     def acceptance(self) -> float:
         """Share of drafted nodes that were kept (0 where nothing was drafted)."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    def describe(self, finish_reason: str, layers: str = "") -> str:
+        """Return the figures of a request on one line; `layers` is put among them as it is.
+
+        >>> Statistics(target_calls=2, drafted=4, accepted=3, emitted=5).describe("length")
+        '5 tokens in 2 target calls (2.50 a call, 3 of 4 drafted tokens accepted), 0.00 s; ended by length'
+        """
+        pace = f", {self.emitted / self.seconds:.1f} tokens/s" if self.seconds else ""
+        drafts = f", {self.accepted} of {self.drafted} drafted tokens accepted" if self.drafted else ""
+        return (
+            f"{self.emitted} tokens in {self.target_calls} target calls ({self.tokens_per_call:.2f} a call{drafts}){layers}, "
+            f"{self.seconds:.2f} s{pace}; ended by {finish_reason}"
+        )
 
     def as_dict(self) -> dict[str, float]:
         """Every figure by name, for --json."""
@@ -158,6 +175,28 @@ class Trace:
 def _rows(round: Round) -> list[int]:
     """The row of the scores that gave each emitted token: the root's, then those of the path."""
     return [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
+
+
+def compute_logprobs(round: Round) -> list[float]:
+    """Return log p of each token of a round, from the target's raw rows."""
+    if round.scores.logits.device.type != "cpu":
+        return [float(x) for x in compute_logprobs_on_device(round).tolist()]
+    rows = _rows(round)
+    values, logprobs = round.scores.logits.numpy(), list[float]()
+    room = np.empty_like(values[0])  # one for all: fresh pages cost as much as the sums
+    for row, token in zip(rows, round.tokens, strict=True):
+        logits = values[row]
+        most = logits.max()
+        np.exp(np.subtract(logits, most, out=room), out=room)
+        logprobs.append(float(logits[token] - most) - math.log(float(room.sum(dtype=np.float64))))
+    return logprobs
+
+
+def compute_logprobs_on_device(round: Round) -> torch.Tensor:
+    """Return `compute_logprobs` where the logits lie on a device, without waiting for it."""
+    rows = _rows(round)
+    logits = round.scores.logits[rows].double()
+    return logits[torch.arange(len(rows)), torch.tensor(round.tokens, device=logits.device)] - logits.logsumexp(dim=-1)
 
 
 def distinct(tokens: Sequence[int], n: int = 4) -> float:

@@ -54,6 +54,10 @@ class Evidence:
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        notes = f" ({'; '.join(self.notes)})" if self.notes else ""
+        return f"{self.law}: kept in {self.cases} cases, {self.branches} outcomes, {self.seconds:.1f} s{notes}"
+
     def __add__(self, other: "Evidence") -> "Evidence":
         return Evidence(
             self.law,
@@ -62,6 +66,32 @@ class Evidence:
             self.seconds + other.seconds,
             [*self.notes, *other.notes],
         )
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What `check` found. True where everything was kept, so that a test reads `assert check(my_verifier)`.
+
+    evidence        what was looked at and kept, one entry a law
+    counterexample  the smallest case that broke a law, or None
+    """
+
+    evidence: tuple[Evidence, ...]
+    counterexample: Counterexample | None = None
+
+    def __bool__(self) -> bool:
+        return self.counterexample is None
+
+    def __str__(self) -> str:
+        lines = [str(found) for found in self.evidence]
+        return "\n".join(lines if self.counterexample is None else [*lines, str(self.counterexample)])
+
+    def __repr__(self) -> str:
+        broken = [] if self.counterexample is None else [f"broken: {self.counterexample.law}"]
+        return f"<CheckResult {', '.join([*(f'kept: {found.law}' for found in self.evidence), *broken])}>"
+
+    def _ipython_display_(self) -> None:
+        """Show nothing: `check` has printed it."""
 
 
 def accuse(law: str, expected: Any, got: Any, **case: Any) -> None:

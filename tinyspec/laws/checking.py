@@ -12,7 +12,7 @@ from typing import Any
 
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.accused import Accused, Evidence, show
+from tinyspec.laws.accused import Accused, CheckResult, Evidence, show
 from tinyspec.laws.cases import Case, shrink
 from tinyspec.laws.dice import NEGLIGIBLE, Dice, Negligible
 from tinyspec.laws.forms import NUMBERS, Form, Law, Misfit, Rounds, last_parameter, needed
@@ -25,17 +25,6 @@ CORNERS = 60  # cases, of those in which p forbids a token, that are tried with 
 AGAIN = 12  # runs of an accused case that must agree, so that a function with noise of its own is told so instead
 
 
-class Proof(list[Evidence]):
-    """What was looked at; printed, one line a law."""
-
-    def __str__(self) -> str:
-        return "\n".join(
-            f"{e.law}: kept in {e.cases} cases, {e.branches} outcomes, {e.seconds:.1f} s"
-            + (f" ({'; '.join(e.notes)})" if e.notes else "")
-            for e in self
-        )
-
-
 def check(
     verifier: Callable[..., Any] | None = None,
     *,
@@ -46,8 +35,11 @@ def check(
     seed: int = 0,
     seconds: float = 10.0,
     tolerance: float = 1e-6,
-) -> Proof:
-    """Prove functions exact, or raise Accused with the smallest counterexample; its text is made to be read.
+) -> CheckResult:
+    """Prove functions exact, or find the smallest counterexample; print the verdict and return it.
+
+    The result is true where nothing was broken: in a test write `assert check(my_verifier)`. The counterexample
+    is `check(...).counterexample`: law, case, expected, got.
 
     verifier    verify(p_rows, q_rows, draft, rng) -> tokens; rows are [gamma + 1, V] and [gamma, V], draft gamma ids; returns
                 the accepted tokens and one more. Or verify(tree, p, chance) -> Verdict, known by the name `chance`
@@ -80,13 +72,16 @@ def check(
         forms.append(Generation(generate, tolerance))
     if not forms:
         raise TinyspecError("nothing to check: give a verifier, a drafter or a decoding function (generate=)")
-    proof = Proof()
+    evidence, counterexample = list[Evidence](), None
     for form in forms:
         try:
-            proof.append(_Search(form, seconds / (len(trees) if isinstance(form, House) else 1)).run(seed, corners))
+            evidence.append(_Search(form, seconds / (len(trees) if isinstance(form, House) else 1)).run(seed, corners))
         except Accused as accused:
-            raise accused.with_traceback(None) from None
-    return proof
+            counterexample = accused.counterexample
+            break
+    result = CheckResult(tuple(evidence), counterexample)
+    print(result)
+    return result
 
 
 def prove(

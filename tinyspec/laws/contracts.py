@@ -22,9 +22,9 @@ from tinyspec.technique import Card, Request
 __all__ = ["EXAMINED", "LAWS", "PRESENCE", "TRUTHFUL", "contracts", "looked_at", "of_technique", "offences"]
 
 EXPECTED = {
-    TRUTHFUL: "tokens drawn from the declared law",
-    PRESENCE: "tokens drawn from the declared law, proposed whatever they are",
-    EXAMINED: "tokens of the declared law that no verifier has looked at (else declare None)",
+    TRUTHFUL: "tokens drawn from the declared distribution",
+    PRESENCE: "tokens drawn from the declared distribution, proposed whatever they are",
+    EXAMINED: "tokens of the declared distribution that no verifier has looked at (else declare None)",
 }
 
 Make = Callable[[Request], Decoder]

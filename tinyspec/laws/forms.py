@@ -208,13 +208,13 @@ class Form:
                     for draft, came in sorted(outputs.items())
                 }
         if count == 1:
-            shown["compared"] = "the law of the first token"
+            shown["compared"] = "the distribution of the first token"
             tokens = range(case.vocabulary)
             return (
                 shown,
                 *([pretty(texts.get((token,), Fraction(0))) for token in tokens] for texts in (expected, got)),
             )  # type: ignore[return-value]
-        shown["compared"] = f"the law of the first {count} tokens (where a round gives fewer, p goes on)"
+        shown["compared"] = f"the distribution of the first {count} tokens (where a round gives fewer, p goes on)"
         every = sorted({*expected, *got})
         return (
             shown,

@@ -75,11 +75,11 @@ class Drafting(Form):
         try:
             tokens, laws = result
         except (TypeError, ValueError):
-            raise Misfit(f"a drafter returns (tokens, laws); this one returned {result!r}") from None
+            raise Misfit(f"a drafter returns (tokens, distributions); this one returned {result!r}") from None
         kept = tuple(None if law is None else tuple(getattr(law, "tolist", lambda law=law: law)()) for law in laws)
         if len(tokens) != len(kept):
             raise Misfit(
-                f"a drafter returns one law (or None) a token; this one: {len(tokens)} tokens, {len(kept)} laws"
+                f"a drafter returns one distribution (or None) a token; this one returned {len(kept)} for {len(tokens)}"
             )
         return Outcome((), ids(tokens, self.what), kept)
 
@@ -105,7 +105,7 @@ class Drafting(Form):
                     continue
                 part = all(mass <= reached[before] * x + 1e-9 for x, mass in zip(declared, masses, strict=True))
                 shown = self.shown(case) | {"drafted before": list(before), "declared": [pretty(x) for x in declared]}
-                expected = f"tokens drawn from the declared law{', kept whatever they are' if part else ''}"
+                expected = f"tokens drawn from the declared distribution{', kept whatever they are' if part else ''}"
                 got = [pretty(mass / whole) for mass in masses]
                 return Counterexample("presence" if part else self.law, shown, expected, got)
         return None

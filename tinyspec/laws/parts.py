@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Generator, Tensor
 
-from tinyspec import _core, generation
+from tinyspec import _core
 from tinyspec._core import Forest, NgramIndex
 from tinyspec.decoding import sampling, trace
 from tinyspec.decoding.calibrate import Calibrated, PValue, calibrate, hoeffding
@@ -142,7 +142,7 @@ class Parts:
     kernels: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: KERNELS)
     statistics: Callable[[], Statistics] = Statistics
     origins: Callable[[Round], tuple[str, ...]] = trace.origins
-    logprobs: Callable[[Round], list[float]] = generation._logprobs
+    logprobs: Callable[[Round], list[float]] = trace.compute_logprobs
     session: Callable[[Model], Session] = session
     view: Callable[..., View] = View
     forward: Callable[[Forward, Sequence[Feed]], list[Scores]] = through

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from tinyspec import generation
+from tinyspec.arguments import Prompt
 from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.modeldraft import ModelDraft
@@ -172,7 +173,7 @@ def demo(
     draft: Draft = None,
     method: str = "speculative_decoding",
     *,
-    prompt: generation.Prompt = "Once upon a time",
+    prompt: Prompt = "Once upon a time",
     samples: int | None = 2000,
     seed: int = 0,
     tokens: int = 2,

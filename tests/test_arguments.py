@@ -1,0 +1,229 @@
+"""Arguments of `generate` and `translate`: wrong ones are named in one line, and names known from elsewhere lead somewhere."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tinyspec
+from tests.zoo import Zoo, failed, run, tiny_zoo
+from tinyspec import familiar, generation, models
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.transformer import Model
+from tinyspec.technique import find, techniques
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return tiny_zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def model(zoo: Zoo) -> Model:
+    return tinyspec.load(zoo.big)
+
+
+@pytest.fixture
+def untouched(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is computed: what is wrong is said before."""
+
+    def forward(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model ran")
+
+    monkeypatch.setattr(Model, "forward", forward)
+    yield
+
+
+WRONG_PROMPTS = [
+    (None, "prompt is None: it must be a text, a list of token ids, or a list of chat messages"),
+    (5, "prompt is 5: "),
+    (b"x", "prompt is b'x': .*decode"),
+    (1.5, "prompt is 1.5: "),
+    ({1, 2}, r"prompt is \{1, 2\}: "),
+    ([None], r"prompt\[0\] is None: it must be a token id"),
+    ([1.5], r"prompt\[0\] is 1.5: it must be a token id"),
+    ([3, True], r"prompt\[1\] is True: it must be a token id"),
+    (np.array([1.5]), r"prompt is an array of float64 with shape \(1,\): it must be a 1-D array of whole numbers"),
+    (np.array([True]), "prompt is an array of bool"),
+    (torch.tensor([[1, 2]]), r"prompt is an array of int64 with shape \(1, 2\): .*a list of rows without padding"),
+    ({"role": "user", "content": "hi"}, r"prompt is a dict: .*give \[prompt\]"),
+    ({"input_ids": [1]}, r"prompt is a dict: .*give prompt\['input_ids'\]"),
+    ([{"role": "user"}], r"prompt\[0\] is \{'role': 'user'\}: it must be a chat message"),
+    ([{"role": "user", "content": "hi"}, 5], r"prompt\[1\] is 5: it must be a chat message"),
+    (["a", 5], r"prompt\[1\] is 5: it must be a text"),
+    ([5, "a"], r"prompt\[0\] is 5: it must be a text"),
+    (["a", None], r"prompt\[1\] is None"),
+    (["a", b"b"], r"prompt\[1\] is b'b'"),
+    ([[1], [1.5]], r"prompt\[1\]\[0\] is 1.5: it must be a token id"),
+    (["a", ""], r"prompt\[1\] is empty"),
+    (object(), "prompt is <object"),
+    (np.random.default_rng(0), r"prompt is of type numpy\.Generator"),
+]
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize(("prompt", "words"), WRONG_PROMPTS, ids=[repr(given)[:30] for given, _ in WRONG_PROMPTS])
+def test_a_wrong_prompt_is_named_in_one_line(model: Model, prompt: Any, words: str) -> None:
+    with pytest.raises(TinyspecError, match=f"^{words}") as caught:
+        tinyspec.generate(model, prompt)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": "0.8"}, "temperature is '0.8': it must be a number of at least 0"),
+    ({"temperature": True}, "temperature is True"),
+    ({"temperature": None}, "temperature is None"),
+    ({"top_k": "5"}, "top_k is '5': it must be a whole number"),
+    ({"top_k": 2.5}, "top_k is 2.5"),
+    ({"top_k": 2**63}, "top_k is 9223372036854775808: it must be a whole number from 1 to"),
+    ({"top_p": "1"}, "top_p is '1': it must be a number"),
+    ({"min_p": [1]}, r"min_p is \[1\]: it must be a number"),
+    ({"repetition_penalty": "1"}, "repetition_penalty is '1'"),
+    ({"seed": None}, "seed is None: it must be a whole number"),
+    ({"seed": 1.5}, "seed is 1.5"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5: it must be a whole number"),
+    ({"max_new_tokens": "5"}, "max_new_tokens is '5'"),
+    ({"stop": [5]}, r"stop\[0\] is 5: it must be a text or a list of token ids, such as stop="),
+    ({"stop": 5}, "stop is 5: "),
+    ({"chat": "yes"}, "chat is 'yes': it must be True or False"),
+    ({"references": [5], "method": "llma"}, r"references\[0\] is 5"),
+    ({"method": None}, "method is None: it must be the name of a technique"),
+    ({"draft": 5, "method": "speculative_decoding"}, "draft is 5: it must be a loaded model, a name, a path"),
+    ({"draft": ["x", 5], "method": "speculative_decoding"}, "draft is 5"),
+    ({"gamma": True, "method": "speculative_decoding"}, "gamma is True: it must be a number"),
+    ({"temprature": 0.8}, "there is no argument 'temprature': did you mean 'temperature'"),
+]
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize(("options", "words"), WRONG_OPTIONS, ids=[str(options)[:40] for options, _ in WRONG_OPTIONS])
+def test_a_wrong_option_is_named_in_one_line(model: Model, options: dict[str, Any], words: str) -> None:
+    for prompt in ("the cat", ["the cat", "the dog"]):
+        with pytest.raises(TinyspecError, match=f"^{words}") as caught:
+            tinyspec.generate(model, prompt, **options)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [None, 5, torch.nn.Linear(1, 1)])
+def test_what_is_no_model_is_named(given: Any) -> None:
+    with pytest.raises(TinyspecError, match=r"^model is .*: it must be a name, a path, or what tinyspec.load returned"):
+        tinyspec.generate(given, "the cat")
+    with pytest.raises(TinyspecError, match=r"^model is .*: it must be a name, a folder, or what tinyspec.load_trans"):
+        tinyspec.translate(given, "A dog.")
+
+
+@pytest.mark.parametrize("ids", [np.array([5, 6], dtype=np.int32), torch.tensor([5, 6]), (5, 6), [np.int64(5), 6]])
+def test_ids_may_be_any_whole_numbers_in_a_row(model: Model, ids: Any) -> None:
+    expected = tinyspec.generate(model, [5, 6], max_new_tokens=4).tokens
+    assert tinyspec.generate(model, ids, max_new_tokens=4).tokens == expected
+    assert [row.tokens for row in tinyspec.generate(model, [ids, ids], max_new_tokens=4)] == [expected] * 2
+
+
+# ---------------------------------------------------------------------- names of other libraries
+
+
+@pytest.mark.parametrize("name", familiar.ARGUMENTS)
+def test_an_argument_of_another_library_gets_a_hint(model: Model, name: str) -> None:
+    with pytest.raises(TinyspecError, match=f"^{name}: "):
+        tinyspec.generate(model, "the cat", **{name: 1})
+    flag = f"--{name.replace('_', '-')}"
+    words = failed(run("generate", "the cat", f"{flag}=1", "--model", "storyteller"))
+    if name not in ("device", "dtype", "draft_model"):  # options of the command line, or taken for one
+        assert words.startswith(f"{flag}: ")
+
+
+def test_a_hint_says_what_the_argument_is_called_here() -> None:
+    assert familiar.hint_argument("max_length") == "use max_new_tokens (it counts new tokens only)"
+    assert failed(run("generate", "x", "--max-length", "5")).startswith("--max-length: use --max-new-tokens")
+    assert failed(run("generate", "x", "--do-sample")).startswith("--do-sample: --temperature decides")
+
+
+def test_hints_name_only_arguments_that_exist() -> None:
+    known = {*inspect.signature(tinyspec.generate).parameters, *inspect.signature(tinyspec.load).parameters}
+    known |= {knob.name for card in techniques().values() for knob in card.knobs}
+    for name, hint in familiar.ARGUMENTS.items():
+        assert set(__import__("re").findall(r"\{(\w+)\}", hint)) <= known, name
+        assert name not in inspect.signature(generation.start).parameters
+
+
+def test_other_names_of_techniques_run_them() -> None:
+    assert find("prompt_lookup") is find("ngram") is find("Prompt-Lookup-Decoding") is find("llma")
+    assert find("assisted") is find("draft_model") is find("speculative_decoding")
+    assert set(familiar.METHODS.values()) <= set(techniques())
+    assert not (set(familiar.METHODS) | set(familiar.ABSENT)) & set(techniques()), "a technique's own name comes first"
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle", "EAGLE-3", "mtp", "hydra"])
+def test_a_technique_that_is_not_here_says_so_and_what_is_nearest(name: str) -> None:
+    with pytest.raises(TinyspecError, match=r"no such technique is here yet; nearest: \w+"):
+        find(name)
+
+
+def test_the_nearest_technique_exists() -> None:
+    for hint in familiar.ABSENT.values():
+        assert hint.partition("nearest: ")[2].partition(" ")[0] in techniques()
+
+
+def test_the_command_line_says_which_technique_another_name_is() -> None:
+    result = run("generate", "the cat", "--method", "prompt_lookup", "-n", "2", "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "tinyspec: prompt_lookup is called llma here\n"
+    assert '"method": "llma"' in result.stdout
+
+
+def test_a_model_by_another_librarys_name_says_what_it_is_called_here() -> None:
+    with pytest.raises(TinyspecError, match="^unknown model 'gpt2': it is called openai-community/gpt2 here$"):
+        tinyspec.load("gpt2")
+
+
+# ---------------------------------------------------------------------- models by name
+
+
+def test_a_name_is_loaded_once_and_read_again_when_its_files_have_changed(zoo: Zoo) -> None:
+    first = models.load_once(zoo.small)
+    assert models.load_once(zoo.small) is first
+    assert models.load_once(zoo.small, dtype="float64") is not first
+    config = zoo.small / "config.json"
+    config.write_text(config.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    assert models.load_once(zoo.small) is not first
+
+
+def test_at_most_four_models_are_kept(zoo: Zoo) -> None:
+    first = models.load_once(zoo.big)
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        models.load_once(zoo.big, dtype=dtype)
+    assert models.load_once(zoo.big) is not first
+
+
+def test_a_name_generates_what_the_loaded_model_does(zoo: Zoo, model: Model) -> None:
+    expected = tinyspec.generate(model, "the cat", max_new_tokens=6)
+    for given in (zoo.big, str(zoo.big)):
+        assert tinyspec.generate(given, "the cat", max_new_tokens=6).tokens == expected.tokens
+        assert "".join(tinyspec.stream(given, "the cat", max_new_tokens=6)) == expected.text
+    drafted = tinyspec.generate(zoo.big, "the cat", max_new_tokens=6, method="assisted", draft=zoo.small)
+    assert drafted.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("function", [tinyspec.load, tinyspec.generate])
+def test_an_unknown_name_says_what_there_is(function: Any) -> None:
+    with pytest.raises(TinyspecError, match="^unknown model 'storyteler': did you mean 'storyteller'"):
+        function("storyteler", *([] if function is tinyspec.load else ["x"]))
+
+
+# ---------------------------------------------------------------------- the public face
+
+
+def test_dir_shows_only_public_names() -> None:
+    assert [name for name in dir(tinyspec) if not name.startswith("__")] == sorted(tinyspec.__all__)
+
+
+@pytest.mark.parametrize("name", tinyspec.__all__)
+def test_help_shows_types_without_quotation_marks(name: str) -> None:
+    signature = str(inspect.signature(getattr(tinyspec, name)))
+    assert not [part for part in signature.split("'") if "|" in part or "Model" in part][1:]
+    assert "'Model" not in signature
+    assert inspect.getdoc(getattr(tinyspec, name))

@@ -1,0 +1,156 @@
+"""Check what a user hands to `generate`, `stream` and `translate`, before anything is computed.
+
+Every error names the argument, what was given, and what is expected, in one line.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any, TypeAlias
+
+from tinyspec.errors import TinyspecError
+from tinyspec.familiar import hint_argument
+from tinyspec.technique import Card
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""A text, token ids (a list, or a 1-D integer array or tensor), or chat messages."""
+
+PROMPT = "a text, a list of token ids, or a list of chat messages"
+IDS = "a list of token ids"
+TOP_K_LIMIT = 2**63 - 1  # the largest number that the compiled sampler can hold
+
+
+def describe_value(value: Any) -> str:
+    """Return a value as an error shows it: short, on one line.
+
+    >>> describe_value("0.8"), describe_value(list(range(50)))
+    ("'0.8'", '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...')
+    """
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array of {str(value.dtype).removeprefix('torch.')} with shape {tuple(value.shape)}"
+    if type(value).__module__ != "builtins":
+        return f"of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 42 else text[:39] + "..."
+
+
+def wrong(name: str, value: Any, expected: str) -> TinyspecError:
+    """Return the error for an argument of a wrong type."""
+    return TinyspecError(f"{name} is {describe_value(value)}: it must be {expected}")
+
+
+def check_whole(name: str, value: Any, expected: str) -> int:
+    """Return a whole number as an int. Raise TinyspecError for anything else, True and 2.0 included."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise wrong(name, value, expected)
+
+
+def check_number(name: str, value: Any, expected: str = "a number") -> Any:
+    """Return a real number as it is. Raise TinyspecError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise wrong(name, value, expected)
+    return value
+
+
+def check_sampling(
+    temperature: Any, top_k: Any = None, top_p: Any = None, min_p: Any = None, repetition_penalty: Any = 1.0
+) -> None:
+    """Raise TinyspecError unless these are numbers. `Warp` checks their ranges."""
+    check_number("temperature", temperature, "a number of at least 0 (0 is greedy)")
+    check_number("repetition_penalty", repetition_penalty, "a number above 0 (1 is off)")
+    for name, value in (("top_p", top_p), ("min_p", min_p)):
+        if value is not None:
+            check_number(name, value, "a number from 0 to 1 (None keeps all)")
+    expected = "a whole number of at least 1 (None keeps all)"
+    if top_k is not None and check_whole("top_k", top_k, expected) > TOP_K_LIMIT:
+        raise wrong("top_k", top_k, f"a whole number from 1 to {TOP_K_LIMIT} (None keeps all)")
+
+
+def check_budget(max_new_tokens: Any, seed: Any) -> None:
+    """Raise TinyspecError unless the number of tokens and the seed are whole numbers."""
+    if max_new_tokens is not None:
+        check_whole("max_new_tokens", max_new_tokens, "a whole number of at least 0")
+    check_whole("seed", seed, "a whole number (the same seed gives the same text)")
+
+
+def check_ids(name: str, value: Any, expected: str = IDS) -> list[int]:
+    """Return token ids as a list. Takes sequences of whole numbers, and 1-D integer arrays and tensors."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        if "int" not in str(value.dtype) or len(value.shape) != 1:
+            rows = f"; for several, a list of rows without padding: [{name}[0], ...]" if len(value.shape) == 2 else ""
+            raise wrong(name, value, f"a 1-D array of whole numbers{rows}")
+        return [int(token) for token in value.tolist()]
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise wrong(name, value, expected)
+    return [check_whole(f"{name}[{place}]", token, "a token id (a whole number)") for place, token in enumerate(value)]
+
+
+def check_prompt(prompt: Any, name: str = "prompt") -> Prompt:
+    """Return a prompt as a text, a list of ints, or a list of messages. Raise TinyspecError for anything else."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        hint = (
+            f": give [{name}]" if "role" in prompt else f": give {name}['input_ids']" if "input_ids" in prompt else ""
+        )
+        raise TinyspecError(f"{name} is a {type(prompt).__name__}: it must be {PROMPT}{hint}")
+    if isinstance(prompt, bytes):
+        raise wrong(name, prompt, f"{PROMPT}; bytes become a text with .decode()")
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        return [_check_message(f"{name}[{place}]", message) for place, message in enumerate(prompt)]
+    return check_ids(name, prompt, PROMPT)
+
+
+def _check_message(name: str, message: Any) -> Mapping[str, str]:
+    keys = ("role", "content")
+    if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in keys):
+        raise wrong(name, message, "a chat message: {'role': 'user', 'content': 'a text'}")
+    return message
+
+
+def is_batch(prompt: Any) -> bool:
+    """Return whether this is a list of prompts: one of its entries is a text, a list, or an array of ids."""
+    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Sequence):
+        return False
+    return any(isinstance(row, (str, bytes, list, tuple)) or getattr(row, "shape", ()) for row in prompt)
+
+
+def check_batch(prompts: Sequence[Any], name: str = "prompt") -> list[Prompt]:
+    """Return the prompts of a batch. An error names the entry: prompt[2]."""
+    rows = [check_prompt(prompt, f"{name}[{row}]") for row, prompt in enumerate(prompts)]
+    if not all(rows):
+        raise TinyspecError(
+            f"{name}[{rows.index(next(row for row in rows if not row))}] is empty: give at least one token"
+        )
+    return rows
+
+
+def check_texts(name: str, given: Any, example: str) -> list[str | list[int]]:
+    """Return texts or token sequences as a list; None is none, a single text is a list of one."""
+    if given is None or isinstance(given, str):
+        return [] if given is None else [given]
+    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+        raise wrong(name, given, f"a text, or a list of texts and lists of token ids, such as {example}")
+    expected = f"a text or a list of token ids, such as {name}={example}"
+    return [x if isinstance(x, str) else check_ids(f"{name}[{i}]", x, expected) for i, x in enumerate(given)]
+
+
+def check_names(card: Card, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TinyspecError for another library's argument, or one that is spelled nearly like ours.
+
+    Knobs of the technique pass, and what is no name at all: `Card.settings` speaks of those.
+    """
+    own, ours = [knob.name for knob in card.knobs], list(known)
+    for name in given:
+        if name in own:
+            continue
+        if hint := hint_argument(name):
+            raise TinyspecError(f"{name}: {hint}")
+        close = get_close_matches(name, [*own, *ours], n=1, cutoff=0.7)
+        if close and close[0] in ours:
+            raise TinyspecError(f"there is no argument '{name}': did you mean '{close[0]}'?")
