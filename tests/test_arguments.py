@@ -1,7 +1,8 @@
 """Arguments of `generate` and `translate`: wrong ones are named in one line, and names known from elsewhere lead somewhere."""
 
 import inspect
-from collections.abc import Iterator
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,13 @@ def model(zoo: Zoo) -> Model:
 
 
 @pytest.fixture
-def untouched(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed: what is wrong is said before."""
 
     def forward(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran")
 
     monkeypatch.setattr(Model, "forward", forward)
-    yield
 
 
 WRONG_PROMPTS = [
@@ -131,22 +131,21 @@ def test_an_argument_of_another_library_gets_a_hint(model: Model, name: str) -> 
     with pytest.raises(TinyspecError, match=f"^{name}: "):
         tinyspec.generate(model, "the cat", **{name: 1})
     flag = f"--{name.replace('_', '-')}"
-    words = failed(run("generate", "the cat", f"{flag}=1", "--model", "storyteller"))
-    if name not in ("device", "dtype", "draft_model"):  # options of the command line, or taken for one
-        assert words.startswith(f"{flag}: ")
+    if name not in ("device", "dtype"):  # options of the command line
+        assert failed(run("generate", "the cat", f"{flag}=1")).startswith(f"tinyspec: {flag}: ")
 
 
 def test_a_hint_says_what_the_argument_is_called_here() -> None:
     assert familiar.hint_argument("max_length") == "use max_new_tokens (it counts new tokens only)"
-    assert failed(run("generate", "x", "--max-length", "5")).startswith("--max-length: use --max-new-tokens")
-    assert failed(run("generate", "x", "--do-sample")).startswith("--do-sample: --temperature decides")
+    assert failed(run("generate", "x", "--max-length", "5")).startswith("tinyspec: --max-length: use --max-new-tokens")
+    assert failed(run("generate", "x", "--do-sample")).startswith("tinyspec: --do-sample: --temperature decides")
 
 
 def test_hints_name_only_arguments_that_exist() -> None:
     known = {*inspect.signature(tinyspec.generate).parameters, *inspect.signature(tinyspec.load).parameters}
     known |= {knob.name for card in techniques().values() for knob in card.knobs}
     for name, hint in familiar.ARGUMENTS.items():
-        assert set(__import__("re").findall(r"\{(\w+)\}", hint)) <= known, name
+        assert set(re.findall(r"\{(\w+)\}", hint)) <= known, name
         assert name not in inspect.signature(generation.start).parameters
 
 
@@ -176,7 +175,7 @@ def test_the_command_line_says_which_technique_another_name_is() -> None:
 
 
 def test_a_model_by_another_librarys_name_says_what_it_is_called_here() -> None:
-    with pytest.raises(TinyspecError, match="^unknown model 'gpt2': it is called openai-community/gpt2 here$"):
+    with pytest.raises(TinyspecError, match=r"^unknown model 'gpt2': it is called openai-community/gpt2 here$"):
         tinyspec.load("gpt2")
 
 
@@ -187,7 +186,7 @@ def test_a_name_is_loaded_once_and_read_again_when_its_files_have_changed(zoo: Z
     first = models.load_once(zoo.small)
     assert models.load_once(zoo.small) is first
     assert models.load_once(zoo.small, dtype="float64") is not first
-    config = zoo.small / "config.json"
+    config = Path(zoo.small) / "config.json"
     config.write_text(config.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     assert models.load_once(zoo.small) is not first
 
@@ -210,7 +209,7 @@ def test_a_name_generates_what_the_loaded_model_does(zoo: Zoo, model: Model) -> 
 
 @pytest.mark.parametrize("function", [tinyspec.load, tinyspec.generate])
 def test_an_unknown_name_says_what_there_is(function: Any) -> None:
-    with pytest.raises(TinyspecError, match="^unknown model 'storyteler': did you mean 'storyteller'"):
+    with pytest.raises(TinyspecError, match=r"^unknown model 'storyteler': did you mean 'storyteller'"):
         function("storyteler", *([] if function is tinyspec.load else ["x"]))
 
 
@@ -224,6 +223,5 @@ def test_dir_shows_only_public_names() -> None:
 @pytest.mark.parametrize("name", tinyspec.__all__)
 def test_help_shows_types_without_quotation_marks(name: str) -> None:
     signature = str(inspect.signature(getattr(tinyspec, name)))
-    assert not [part for part in signature.split("'") if "|" in part or "Model" in part][1:]
-    assert "'Model" not in signature
+    assert re.findall(r"'(\w+)'", signature) in ([], ["autoregressive"], ["cpu"]), "texts are defaults alone"
     assert inspect.getdoc(getattr(tinyspec, name))

@@ -116,7 +116,7 @@ def test_a_translation_shows_its_passes() -> None:
 def test_techniques_print_as_a_table() -> None:
     cards = tinyspec.techniques()
     lines = repr(cards).splitlines()
-    assert lines[0].split() == ["method", "family", "guarantee", "title"]
+    assert lines[0].split() == ["method", "family", "guarantee", "what", "it", "does"]
     assert [line.split()[0] for line in lines[1:]] == [card.name for card in cards]
     assert Page(cards._repr_html_()).open == []
     assert repr(cards[0]).startswith("<auto: ")

@@ -3,22 +3,23 @@
     import tinyspec
 
     out = tinyspec.generate("storyteller", "The dragon", method="speculative_decoding", gamma=4)
-    print(out)                                    # the text, and a line of figures; in a notebook the text has colours
-    print(out.stats.tokens_per_call)              # tokens kept per call of the model; plain decoding makes 1
+    print(out)                          # the text and a line of figures; in a notebook, in colours
+    print(out.stats.tokens_per_call)    # tokens per target call; plain decoding makes 1
 
-    for piece in tinyspec.stream("storyteller", "Once upon a time", method="llma", temperature=0.8, seed=7):
+    for piece in tinyspec.stream("storyteller", "Once upon a time", temperature=0.8, seed=7):
         print(piece, end="")
 
-    model = tinyspec.load("storyteller", dtype="float32")        # a bundled model; a folder, a .gguf or a hub id work too
+    model = tinyspec.load("storyteller", dtype="float32")    # or a folder, a .gguf file, a hub id
     print(tinyspec.generate(model, ["The dragon", "The king"])[1].text)
 
-    print(tinyspec.translate("multi30k-nat", "A dog runs.", seed=1).text)        # an encoder-decoder; chapter 3
+    print(tinyspec.translate("multi30k-nat", "A dog runs.", seed=1).text)    # chapter 3
 
-    print(tinyspec.techniques())                  # what there is: paper, family, guarantee
-    help(tinyspec.generate)                       # what it takes
+    print(tinyspec.techniques())        # what there is: paper, family, guarantee
+    help(tinyspec.generate)             # what it takes
 
-Every technique says what it promises (exact: the same distribution as plain decoding; greedy; lossy; approx) and is held to
-it by `tinyspec.laws`. Read `tinyspec/speculative/drafting/speculative_decoding.py` first: it is the shape of all the others.
+Every technique says what it promises (exact: the same distribution as plain decoding; greedy;
+lossy; approx) and is held to it by `tinyspec.laws`. Read first, since the others have its shape:
+`tinyspec/speculative/drafting/speculative_decoding.py`.
 """
 
 from __future__ import annotations
@@ -53,20 +54,21 @@ def __dir__() -> list[str]:
 
 
 class _Unquoted(str):
-    """An annotation that `help` prints as it is written: types are not imported before they are needed, so it is a text."""
+    """An annotation that `help` prints as it is written."""
 
     __repr__ = str.__str__
 
 
 def _show_types(function: F) -> F:
     """Make `help(function)` print its annotations without quotation marks."""
-    function.__annotations__ = {name: _Unquoted(kind) for name, kind in function.__annotations__.items()}
+    kinds = function.__annotations__
+    function.__annotations__ = {name: _Unquoted(kind) for name, kind in kinds.items()}
     return function
 
 
 @_show_types
 def load(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> Model:
-    """Return a model: a bundled name (storyteller), a checkpoint folder, a .gguf file, or a hub id such as org/name.
+    """Return a model, by a bundled name (storyteller), folder, .gguf file, or hub id (org/name).
 
     dtype None is what the checkpoint stores (on a CPU without compiled kernels: float32); or "float32", "bfloat16",
     "float16", "float64".
@@ -97,29 +99,35 @@ def generate(
 ) -> Generation | list[Generation]:
     """Extend a prompt and return the text, its tokens, their logprobs, statistics and a trace.
 
-    model    a loaded model, or a name, folder, .gguf file or hub id: it is loaded once and kept (`load` chooses device and
-             dtype). Four models are kept; one whose files have changed is read again
+    model    a loaded model, or a name, folder, .gguf file or hub id, which is loaded once and kept
+             (`load` chooses device and dtype). Four models are kept, and read again when their
+             files change
     prompt   a text; token ids, as a list or a 1-D integer array or tensor; or chat messages,
              [{"role": "user", "content": "..."}, ...]. A list of prompts is a batch
     method   a name from `techniques()`; its knobs are further keyword arguments (gamma=4, ...)
-    draft    the draft model of methods that need one, or a list of them for methods that use several (a loaded model, a name
-             or a path each; the last stands in for those that are missing); None takes the one the model's card names
-    max_new_tokens  the text ends after so many; None: when the model ends it, or the context is full
+    draft    the draft model of methods that need one (a loaded model, a name or a path), or a list
+             for methods that use several (the last stands in for those that are missing); None
+             takes the one the model's card names
+    max_new_tokens  the text ends after so many; None: the model ends it, or its context is full
     temperature     0 is greedy; above it the text is sampled
     stop     a text, or a list of texts and lists of token ids, that end the text
     chat     treat a text prompt as a user's message in the model's chat template
     references      texts that a method may copy from (llma)
-    seed     the same seed gives the same text, whatever ran before (above temperature 0 not by methods that plan by the clock)
+    seed     the same seed gives the same text, whatever ran before (above temperature 0 not by
+             methods that plan by the clock)
 
-    Returns a Generation: text, tokens, logprobs, finish_reason, stats, trace. For a list of prompts, a list of them: row i
-    uses seed + i and equals that row run alone, on a CPU in float32 and bfloat16 token for token and bit for bit, elsewhere
-    but for ties within rounding. Raises tinyspec.errors.TinyspecError, one line, for whatever is wrong with an argument.
+    Returns a Generation: text, tokens, logprobs, finish_reason, stats, trace. For a batch, a list of
+    them: row i uses seed + i and equals that row run alone; on a CPU in float32 and bfloat16 bit for
+    bit, elsewhere but for ties within rounding.
+
+    Raises tinyspec.errors.TinyspecError, one line, for whatever is wrong with an argument.
     """
     from tinyspec.generation import generate
 
     options = {"method": method, "draft": draft, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    more = {"stop": stop, "chat": chat, "references": references}
     warp = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    return generate(model, prompt, **options, **warp, seed=seed, stop=stop, chat=chat, references=references, **knobs)
+    return generate(model, prompt, **options, **warp, seed=seed, **more, **knobs)
 
 
 @_show_types
@@ -135,7 +143,10 @@ def stream(model: Model | str | Path, prompt: Prompt, **options: Any) -> Iterato
 
 @_show_types
 def load_translator(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> Seq2Seq:
-    """Return an encoder-decoder, by name or folder. dtype None is float32, in which these small models are quickest."""
+    """Return an encoder-decoder, by name or folder.
+
+    dtype None is float32, in which these small models are quickest.
+    """
     from tinyspec import translators
 
     return translators.load_translator(name_or_path, device=device, dtype=dtype)
@@ -174,7 +185,10 @@ def translate(
 
 @_show_types
 def techniques() -> Catalogue:
-    """Return the cards of all techniques as a list: name, title, paper, family, guarantee, knobs, and the file's `doc`."""
+    """Return the cards of all techniques, a list that prints as a table.
+
+    A card has name, title, summary, paper, family, guarantee, knobs, and `doc`, which its file says.
+    """
     from tinyspec.notebook import Catalogue
     from tinyspec.technique import techniques
 

@@ -41,7 +41,7 @@ def wrong(name: str, value: Any, expected: str) -> TinyspecError:
 
 
 def check_whole(name: str, value: Any, expected: str) -> int:
-    """Return a whole number as an int. Raise TinyspecError for anything else, True and 2.0 included."""
+    """Return a whole number as an int. Raise TinyspecError for all else, also True and 2.0."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -79,25 +79,26 @@ def check_budget(max_new_tokens: Any, seed: Any) -> None:
 
 
 def check_ids(name: str, value: Any, expected: str = IDS) -> list[int]:
-    """Return token ids as a list. Takes sequences of whole numbers, and 1-D integer arrays and tensors."""
+    """Return token ids as a list, from whole numbers or a 1-D integer array or tensor."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         if "int" not in str(value.dtype) or len(value.shape) != 1:
-            rows = f"; for several, a list of rows without padding: [{name}[0], ...]" if len(value.shape) == 2 else ""
+            rows = f"; for several, a list of rows without padding: [{name}[0], ...]"
+            rows = rows if len(value.shape) == 2 else ""
             raise wrong(name, value, f"a 1-D array of whole numbers{rows}")
         return [int(token) for token in value.tolist()]
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise wrong(name, value, expected)
-    return [check_whole(f"{name}[{place}]", token, "a token id (a whole number)") for place, token in enumerate(value)]
+    each = "a token id (a whole number)"
+    return [check_whole(f"{name}[{place}]", token, each) for place, token in enumerate(value)]
 
 
 def check_prompt(prompt: Any, name: str = "prompt") -> Prompt:
-    """Return a prompt as a text, a list of ints, or a list of messages. Raise TinyspecError for anything else."""
+    """Return a prompt as a text, ints, or messages. Raise TinyspecError for anything else."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):
-        hint = (
-            f": give [{name}]" if "role" in prompt else f": give {name}['input_ids']" if "input_ids" in prompt else ""
-        )
+        hint = f": give {name}['input_ids']" if "input_ids" in prompt else ""
+        hint = f": give [{name}]" if "role" in prompt else hint
         raise TinyspecError(f"{name} is a {type(prompt).__name__}: it must be {PROMPT}{hint}")
     if isinstance(prompt, bytes):
         raise wrong(name, prompt, f"{PROMPT}; bytes become a text with .decode()")
@@ -114,7 +115,7 @@ def _check_message(name: str, message: Any) -> Mapping[str, str]:
 
 
 def is_batch(prompt: Any) -> bool:
-    """Return whether this is a list of prompts: one of its entries is a text, a list, or an array of ids."""
+    """Return whether this is a list of prompts: an entry is a text, a list, or an array of ids."""
     if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Sequence):
         return False
     return any(isinstance(row, (str, bytes, list, tuple)) or getattr(row, "shape", ()) for row in prompt)
@@ -123,10 +124,9 @@ def is_batch(prompt: Any) -> bool:
 def check_batch(prompts: Sequence[Any], name: str = "prompt") -> list[Prompt]:
     """Return the prompts of a batch. An error names the entry: prompt[2]."""
     rows = [check_prompt(prompt, f"{name}[{row}]") for row, prompt in enumerate(prompts)]
-    if not all(rows):
-        raise TinyspecError(
-            f"{name}[{rows.index(next(row for row in rows if not row))}] is empty: give at least one token"
-        )
+    for number, row in enumerate(rows):
+        if not row:
+            raise TinyspecError(f"{name}[{number}] is empty: give at least one token")
     return rows
 
 

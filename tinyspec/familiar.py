@@ -1,7 +1,7 @@
 """Names that people know from other libraries, and what each is called here.
 
-Where a name means exactly one of our techniques, it runs. Everywhere else an error says what to write instead. In the
-hints `{name}` is an argument of ours: Python shows `name`, the command line `--name`.
+Where a name means exactly one of our techniques, it runs. Everywhere else an error says what to write
+instead. In the hints `{name}` is an argument of ours: Python shows `name`, the command line `--name`.
 """
 
 import re
@@ -57,7 +57,7 @@ ARGUMENTS = {
     "num_speculative_tokens": "use {gamma}, the draft tokens of a round",
     "speculative_config": "use {method}, {draft} and the method's own arguments",
 }
-"""Arguments, without those that a technique has as a knob of its own (a knob's name is looked up first)."""
+"""Arguments, and what to use here. A knob of the technique that has such a name comes first."""
 
 METHODS = {
     "prompt_lookup": "llma",
@@ -80,7 +80,7 @@ METHODS = {
 }
 """Other names of techniques: they run."""
 
-_TRAINED = "it drafts with heads trained on the target's hidden states, and no such technique is here yet"
+_TRAINED = "it trains heads on the target's hidden states, and no such technique is here yet"
 _NEAR_TREES = "nearest: token_recycling (a draft tree without a draft model)"
 _NEAR_DRAFT = "nearest: speculative_decoding (a separate draft model)"
 
@@ -88,14 +88,16 @@ ABSENT = {
     "medusa": f"{_TRAINED}; {_NEAR_TREES}",
     "hydra": f"{_TRAINED}; {_NEAR_TREES}",
     "eagle": f"{_TRAINED}; {_NEAR_DRAFT}",
+    "eagle_2": f"{_TRAINED}; {_NEAR_DRAFT}",
     "eagle2": f"{_TRAINED}; {_NEAR_DRAFT}",
+    "eagle_3": f"{_TRAINED}; {_NEAR_DRAFT}",
     "eagle3": f"{_TRAINED}; {_NEAR_DRAFT}",
     "mtp": f"{_TRAINED}; {_NEAR_DRAFT}",
     "mlp_speculator": f"{_TRAINED}; {_NEAR_DRAFT}",
     "recurrent_drafter": f"{_TRAINED}; {_NEAR_DRAFT}",
     "beam_search": "no technique here searches with beams; nearest: autoregressive",
 }
-"""Techniques that are not here, and what is nearest. One that arrives is found first, and loses its line."""
+"""Techniques that are not here, and what is nearest. One that arrives loses its line."""
 
 MODELS = {
     "gpt2": "openai-community/gpt2",
@@ -118,7 +120,11 @@ def hint_argument(name: str, command_line: bool = False) -> str | None:
     hint = ARGUMENTS.get(name.replace("-", "_"))
     if hint is None:
         return None
-    return re.sub(r"\{(\w+)\}", lambda ours: f"--{ours[1].replace('_', '-')}" if command_line else ours[1], hint)
+
+    def spell(ours: re.Match[str]) -> str:
+        return f"--{ours[1].replace('_', '-')}" if command_line else ours[1]
+
+    return re.sub(r"\{(\w+)\}", spell, hint)
 
 
 def normalize_method(name: str) -> str:
@@ -127,4 +133,4 @@ def normalize_method(name: str) -> str:
     >>> normalize_method("Prompt-Lookup")
     'prompt_lookup'
     """
-    return name.strip().lower().replace("-", "_").replace(" ", "_")
+    return re.sub(r"[-\s]+", "_", name.strip().lower())

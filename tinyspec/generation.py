@@ -42,7 +42,7 @@ ModelName: TypeAlias = Model | str | Path
 
 @dataclass(repr=False)
 class Generation:
-    """What came of a prompt. Printed, it is the text and a line of figures; in a notebook the text has the colours of a race.
+    """What came of a prompt. `print` shows the text and a line of figures, a notebook colours too.
 
     text           the new text, up to a stop string, without special tokens
     tokens         the new ids; an end-of-text id or the token that completed a stop is the last
@@ -201,7 +201,7 @@ def start(
 
 
 def load_model(model: ModelName) -> Model:
-    """Return a model: the one that was given, or the one of this name or path, which is loaded once and kept."""
+    """Return the model that was given, or the one of this name or path, loaded once and kept."""
     if isinstance(model, Model):
         return model
     if isinstance(model, Seq2Seq):

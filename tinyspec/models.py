@@ -186,7 +186,7 @@ def load(
 
 
 def load_once(name_or_path: str | Path, device: Any = "cpu", dtype: Any = None) -> "Model":
-    """Return the model of this name or path, loaded once and kept; read again when its files have changed.
+    """Return the model of this name or path, loaded once and kept; read again when its files change.
 
     The four models that were used last are kept, each on its device in its dtype.
     """
@@ -196,7 +196,7 @@ def load_once(name_or_path: str | Path, device: Any = "cpu", dtype: Any = None) 
 
 @functools.cache
 def keep_loaded(load: Callable[..., M]) -> Callable[..., M]:
-    """Return `load` with a memory of the models it loaded last: one memory for each such function."""
+    """Return `load` with a memory of the models it loaded last, one memory a function."""
 
     @functools.lru_cache(maxsize=KEPT)
     def load_stamped(name: str | Path, stamp: object, device: str, dtype: str | None) -> M:
@@ -209,11 +209,12 @@ def keep_loaded(load: Callable[..., M]) -> Callable[..., M]:
 
 
 def _stamp(name: str | Path) -> object:
-    """Return what changes when a model's files do: their names, times and sizes. A hub id has none."""
+    """Return what changes with a model's files: their names, times and sizes. A hub id has none."""
     path = find(name)
     files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(file, file.stat()) for file in files if file.is_file()]
-    return path and path.resolve(), tuple((file.name, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
+    changing = tuple((file.name, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
+    return path and path.resolve(), changing
 
 
 def _device(device: "str | torch.device") -> "torch.device":

@@ -1,7 +1,7 @@
-"""Show results in a notebook: a text coloured by where its tokens came from, and tables, as plain HTML.
+"""Show results in a notebook: a text coloured by the origin of its tokens, and tables, as plain HTML.
 
-There is no script, no style sheet and no frame in it, because notebooks that are not trusted, and the pages of GitHub,
-strip those. Whatever a model wrote is escaped.
+There is no script, no style sheet and no frame in it: notebooks that are not trusted strip those, and so
+does GitHub. Whatever a model wrote is escaped.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,8 @@ ROUNDS_SHOWN = 200  # rounds that are listed below a text
 NODES_SHOWN = 12  # draft tokens that are listed in a round
 PROMPT_SHOWN = 300  # characters of the prompt, from its end
 
-STYLES = {  # Okabe and Ito's palette, as in the terminal: readable on light and dark, and not told by colour alone
+# Okabe and Ito's palette, as in the terminal: readable on light and dark, never told by colour alone.
+STYLES = {
     "accepted": "color:#009e73;font-weight:bold",
     "recovered": "color:#d55e00;border:1px solid #d55e00",
     "bonus": "color:#3a9bd9;text-decoration:underline",
@@ -30,7 +31,7 @@ MEANING = {
     "bonus": "sampled after a draft that was accepted whole",
     "plain": "no draft",
 }
-_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}  # control characters, as in the terminal
+_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}  # of control characters
 
 
 def escape_text(text: str) -> str:
@@ -43,7 +44,7 @@ def escape_text(text: str) -> str:
 
 
 def render_generation(text: str, trace: Trace, tokenizer: Tokenizer | None, figures: str) -> str:
-    """Return a generation as HTML: its prompt, its text by origin, its figures, and its rounds, folded away."""
+    """Return a generation as HTML: prompt, text by origin, figures, and the rounds, folded away."""
     if tokenizer is None or not trace.rounds:
         return _block(escape_text(text)) + _small(escape_text(figures))
     prompt = tokenizer.decode(trace.prompt)
@@ -60,7 +61,7 @@ def render_generation(text: str, trace: Trace, tokenizer: Tokenizer | None, figu
 
 
 def render_passes(text: str, passes: Sequence[tuple[list[int], list[int]]], tokenizer: Tokenizer, figures: str) -> str:
-    """Return a translation as HTML: its text, its figures, and what each pass made of it, folded away.
+    """Return a translation as HTML: text, figures, and what each pass made of it, folded away.
 
     passes  (tokens, places that changed), one pair a pass
     """
@@ -75,12 +76,12 @@ def render_passes(text: str, passes: Sequence[tuple[list[int], list[int]]], toke
 
 
 def split_text(text: str, trace: Trace, tokenizer: Tokenizer) -> Iterator[tuple[str, str, str]]:
-    """Yield what each token added to a text, its origin, and its round in words; joined, the pieces are the text."""
+    """Yield what each token added to a text, its origin, and its round; the pieces make the text."""
     stream, left, kind, title = tokenizer.stream(), text, "plain", ""
     for number, entry in enumerate(trace.rounds, 1):
         for token, kind in zip(entry.emitted, entry.origins, strict=True):
             title = f"round {number}: {kind}"
-            piece = stream.push([token])[: len(left)]  # a stop string is in the tokens, and not in the text
+            piece = stream.push([token])[: len(left)]  # the text ends before a stop string, its tokens later
             left = left[len(piece) :]
             if piece:
                 yield piece, kind, title
@@ -103,7 +104,7 @@ def _rounds(trace: Trace, tokenizer: Tokenizer) -> str:
 
 
 def _round(entry: TraceRound, tokenizer: Tokenizer) -> str:
-    """Return one round: its draft tokens, those that were not accepted struck through, and the token that came next."""
+    """Return one round: its draft tokens (not accepted: struck through), and the token after them."""
     words = []
     for node in range(min(len(entry.tokens), NODES_SHOWN)):
         word = escape_text(tokenizer.token_text(entry.tokens[node]).replace("\n", "\u23ce"))
@@ -140,10 +141,7 @@ class Catalogue(list["Card"]):
     HEAD = ("method", "family", "guarantee", "what it does", "paper")
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (card.name, card.family, card.guarantee.value, card.summary or card.title, card.paper)
-            for card in self
-        ]
+        return [(card.name, card.family, card.guarantee.value, card.summary or card.title, card.paper) for card in self]
 
     def __repr__(self) -> str:
         rows = [self.HEAD[:4], *(row[:4] for row in self._rows())]

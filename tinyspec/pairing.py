@@ -21,8 +21,8 @@ _named: WeakKeyDictionary[Model, dict[str, Model]] = WeakKeyDictionary()
 def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     """The draft models a method needs or can use: what was given, else what the model's own card names.
 
-    Of more than it can use, the first; of fewer, the last once more. A name that was given is loaded once and kept, and
-    read again when its files have changed.
+    Of more than it can use, the first; of fewer, the last once more. A name that was given is loaded
+    once and kept, and read again when its files have changed.
     """
     if card.drafts == 0 and not card.optional_draft:
         return []

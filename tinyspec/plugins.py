@@ -1,7 +1,7 @@
-"""Load technique files that stand outside the package: a file from anywhere, or a package that announces itself.
+"""Load technique files from outside: a file that stands anywhere, or a package that announces itself.
 
-A file is given to `--plugin FILE`, to `tinyspec laws FILE`, to `tinyspec.technique.load_plugin`, or named in
-TINYSPEC_PLUGINS (several with the separator of PATH). A package names its modules as entry points:
+A file is given to `--plugin FILE`, to `tinyspec laws FILE`, to `tinyspec.technique.load_plugin`, or is named
+in TINYSPEC_PLUGINS (several with the separator of PATH). A package names its modules as entry points:
 
     [project.entry-points."tinyspec.techniques"]
     mine = "my_package.mine"
@@ -26,7 +26,7 @@ NAMESPACE = "tinyspec_plugins"  # files are modules of this name: tinyspec_plugi
 
 
 def paths_in_environment() -> list[Path]:
-    """Return the files that TINYSPEC_PLUGINS names. `--plugin` writes there, so that child processes know them too."""
+    """Return the files that TINYSPEC_PLUGINS names; `--plugin` writes there, for child processes."""
     return [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
 
 
@@ -37,7 +37,7 @@ def add_to_environment(path: Path) -> None:
 
 
 def import_file(path: str | Path) -> str:
-    """Import a Python file and return its module's name. A file that has not changed since is not run again.
+    """Import a Python file and return its module's name. One that did not change is not run again.
 
     Raises TinyspecError, one line that names file and line, if it cannot be run.
     """
@@ -67,7 +67,7 @@ def import_file(path: str | Path) -> str:
 
 @cache
 def import_packages() -> None:
-    """Import the modules that installed packages announce. One that fails is left out, with a warning."""
+    """Import the modules that installed packages announce. A warning names each that fails."""
     for entry in entry_points(group=GROUP):
         try:
             entry.load()
@@ -80,11 +80,12 @@ def _origin(entry: EntryPoint) -> str:
 
 
 def locate_error(error: BaseException, file: Path) -> str:
-    """Return `file, line n`: the last line of this file that the error came through."""
+    """Return `file, line n`: the last line of this file that the error came through, or of any."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{error.filename}, line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
-    return f"{file}, line {lines[-1]}" if lines else str(file)
+    every = list(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in every if Path(frame.filename) == file] or every
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else str(file)
 
 
 def describe_error(error: BaseException) -> str:

@@ -227,7 +227,8 @@ def technique(
 
     def register(build: B) -> B:
         module = build.__module__
-        name = build.__name__ if module == "__main__" else module.rpartition(".")[2]  # a cell of a notebook has no file
+        in_notebook = module == "__main__"  # a cell has no file
+        name = build.__name__ if in_notebook else module.rpartition(".")[2]
         if name in _cards and _cards[name].build.__module__ != module:
             raise TinyspecError(f"there is a technique {name} already ({_cards[name].build.__module__}): rename yours")
         _cards[name] = Card(name, title, paper, family, guarantee, tuple(knobs), build, drafts, copies, lossy, **traits)
@@ -237,7 +238,7 @@ def technique(
 
 
 def techniques() -> dict[str, Card]:
-    """Return every technique there is by name: those of the book in the order of its chapters, then those of plugins."""
+    """Return every technique by name: the book's in the order of its chapters, then those of plugins."""
     files: list[str] = []
     for chapter in CHAPTERS:
         try:
@@ -257,7 +258,10 @@ def techniques() -> dict[str, Card]:
 
 
 def load_plugin(path: str | Path) -> list[Card]:
-    """Read a technique file that stands anywhere, and return the cards it registered. Raises TinyspecError if none."""
+    """Read a technique file that stands anywhere, and return the cards that it registered.
+
+    Raises TinyspecError, one line, if it cannot be run or registers none.
+    """
     techniques()  # so that a name which is taken is found out here
     module = import_file(path)
     cards = [card for card in _cards.values() if card.build.__module__ == module]
@@ -267,7 +271,7 @@ def load_plugin(path: str | Path) -> list[Card]:
 
 
 def find(name: str) -> Card:
-    """Return the card of a technique, by its name here or one that it has elsewhere (`prompt_lookup` is llma).
+    """Return the card of a technique, by its name here or elsewhere (`prompt_lookup` is llma).
 
     Raises TinyspecError for any other name: it says what is nearest.
     """

@@ -71,7 +71,7 @@ def load_translator(
 
 
 def load_once(name_or_path: str | Path, device: Any = "cpu", dtype: Any = None) -> "Seq2Seq":
-    """Return the translation model of this name or folder, loaded once and kept as `models.load_once` does."""
+    """Return the translation model of this name, loaded once and kept as by `models.load_once`."""
     load_kept: Callable[..., Seq2Seq] = models.keep_loaded(load_translator)
     return load_kept(name_or_path, device, dtype)
 

@@ -1,130 +1,26 @@
-"""What all commands share: errors in one line, --debug, knobs as options, and the options of models and sampling.
+"""What all commands share: how they behave (`command.py`), and the options of models, knobs and sampling.
 
 No torch here, and none at the top of any command's file: `tinyspec --help` answers at once.
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from tinyspec.cli.mistakes import OneLine, in_one_line, usage_in_one_line
+from tinyspec.cli.command import KNOBS as KNOBS
+from tinyspec.cli.command import Command as Command
+from tinyspec.cli.command import F, close_names
+from tinyspec.cli.command import Group as Group
+from tinyspec.cli.command import KnobCommand as KnobCommand
+from tinyspec.cli.command import plugin_option as plugin_option
 from tinyspec.cli.paths import OutputPath as OutputPath
 from tinyspec.cli.paths import check_folder as check_folder
 from tinyspec.cli.paths import read_text as read_text
-from tinyspec.errors import TinyspecError, nearest
-
-F = TypeVar("F", bound=Callable[..., Any])
-KNOBS = "tinyspec.knobs"  # where a command's unknown options wait in its context
-DEBUG = "tinyspec.debug"
-
-
-def debugging(ctx: click.Context) -> bool:
-    """Whether tracebacks are wanted: --debug before or after the command, or TINYSPEC_DEBUG=1."""
-    return bool(ctx.meta.get(DEBUG)) or os.environ.get("TINYSPEC_DEBUG", "0") not in ("", "0")
-
-
-def _debug_option() -> click.Option:
-    def note(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-        if value:
-            ctx.meta[DEBUG] = True
-
-    return click.Option(
-        ["--debug"], is_flag=True, expose_value=False, is_eager=True, callback=note, help="Show a traceback on errors."
-    )
-
-
-class Command(click.Command):
-    """A command that takes --debug, and whose help keeps the shape of its examples."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        kwargs.setdefault("context_settings", {}).setdefault("max_content_width", 100)
-        super().__init__(*args, **kwargs)
-        self.params.append(_debug_option())
-
-
-class KnobCommand(Command):
-    """A command whose unknown options are a technique's knobs: `--gamma 4`, `--gamma=4`. Its card checks them later."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        known: dict[str, click.Option] = {}
-        for parameter in self.get_params(ctx):
-            if isinstance(parameter, click.Option):
-                known |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], parameter)
-        kept: list[str] = []
-        knobs: dict[str, str] = {}
-        waiting = list(args)
-        while waiting:
-            word = waiting.pop(0)
-            if word == "--":
-                kept += [word, *waiting]
-                break
-            name, equals, value = word.partition("=")
-            if name in known or not name.startswith("--"):
-                kept.append(word)
-                if name in known and not equals and not known[name].is_flag and not known[name].count and waiting:
-                    kept.append(waiting.pop(0))
-                continue
-            if not equals:
-                if not waiting or waiting[0].startswith("--"):
-                    raise click.NoSuchOption(name, possibilities=_close(name, known), ctx=ctx)
-                value = waiting.pop(0)
-            knobs[name[2:].replace("-", "_")] = value
-        ctx.meta[KNOBS] = knobs
-        return super().parse_args(ctx, kept)
-
-
-def _close(name: str, known: Sequence[str] | dict[str, Any]) -> list[str]:
-    from difflib import get_close_matches
-
-    return get_close_matches(name, list(known), n=2)
-
-
-class Group(click.Group):
-    """Commands under one name, in the order they were added. Whatever goes wrong becomes one line and an exit code."""
-
-    command_class = Command
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.params.append(_debug_option())
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
-            raise click.UsageError(f"there is no command '{args[0]}': {nearest(args[0], self.commands)}", ctx)
-        return super().resolve_command(ctx, args)
-
-    def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        try:
-            return super().make_context(*args, **extra)
-        except click.UsageError as error:
-            raise usage_in_one_line(error) from error
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except click.UsageError as error:
-            raise usage_in_one_line(error) from error
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
-            raise
-        except KeyboardInterrupt:
-            click.echo(err=True)
-            raise click.exceptions.Exit(130) from None
-        except BrokenPipeError:
-            raise  # click ends quietly: whoever read the output has seen enough
-        except Exception as error:
-            if debugging(ctx):
-                raise
-            raise OneLine(in_one_line(error)) from error
-
+from tinyspec.errors import TinyspecError
+from tinyspec.familiar import hint_argument
 
 # ---------------------------------------------------------------------- options
 
@@ -241,8 +137,10 @@ def settle(ctx: click.Context, knobs: dict[str, Any], methods: Sequence[str]) ->
     owned = {knob.name for card in cards for knob in card.knobs}
     for name in knobs:
         if name not in owned:
+            if hint := hint_argument(name, command_line=True):
+                raise TinyspecError(f"--{name.replace('_', '-')}: {hint}")
             options = [o[2:] for p in ctx.command.get_params(ctx) for o in p.opts if o.startswith("--")]
-            close = _close(name.replace("_", "-"), [*options, *owned])
+            close = close_names(name.replace("_", "-"), [*options, *owned])
             hint = f"; did you mean --{close[0]}?" if close else ""
             has = f"its knobs: {', '.join(sorted(owned))}" if owned else "it has none"
             raise TinyspecError(

@@ -53,6 +53,7 @@ from tinyspec.cli.measuring import results, rounds, show, tokens
     click.option("--svg", type=base.OutputPath(folder=True), help="Draw pictures, named after --out, into it."),
     click.option("--markdown", type=base.OutputPath(), help="Write the tables here."),
     results,
+    base.plugin_option,
 )  # fmt: skip
 @click.pass_context
 def bench(ctx: click.Context, /, **options: Any) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.command import debugging, our_method
 from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
@@ -19,8 +20,9 @@ Bar = Callable[[str, int, int], None]
 
 
 @click.command("laws", cls=base.Command)
-@click.argument("methods", nargs=-1, metavar="[METHOD]...")
+@click.argument("methods", nargs=-1, metavar="[METHOD|FILE.py]...")
 @base.options(
+    base.plugin_option,
     click.option("--all", "everything", is_flag=True, help="Every technique there is."),
     click.option("--thorough", is_flag=True, help="Ten times as many cases."),
     click.option("--seeds", type=click.IntRange(1), help="Instead: a short sample of the cases on so many seeds."),
@@ -55,11 +57,13 @@ def laws(
     """Prove a technique: walk every outcome of its decoder on small models and compare the law of its texts, exactly.
 
     Prints, law by law, how many cases were looked at, how many outcomes were walked, and how long it took. A failure prints
-    the smallest case found (p, q, the text, expected, got) and ends with exit code 1.
+    the smallest case found (p, q, the text, expected, got), for each law that is broken, and ends with exit code 1. A
+    technique file of your own is held to its card from wherever it stands.
 
     \b
     Examples:
       tinyspec laws speculative_decoding
+      tinyspec laws my_method.py
       tinyspec laws --all --json
       tinyspec laws --all --thorough --resume thorough.json
       tinyspec laws llma --seeds 200 --resume state.json     nothing correct is ever accused
@@ -72,17 +76,25 @@ def laws(
     if mutants or toys:
         _matrix("mutants" if mutants else "toys", as_json, quiet)
     elif demo:
-        _demo(methods[0] if methods else "speculative_decoding", model, samples, as_json, quiet)
+        _demo(find_cards(methods or ("speculative_decoding",))[0].name, model, samples, as_json, quiet)
     else:
-        from tinyspec.technique import find, techniques
-
         if not (methods or everything):
-            raise TinyspecError("name a technique (see `tinyspec methods`), or say --all")
-        cards = list(techniques().values()) if everything else [find(name) for name in dict.fromkeys(methods)]
+            raise TinyspecError("name a technique (see `tinyspec methods`) or its file, or say --all")
+        cards = find_cards(methods, everything)
         if seeds:
             _seeds(cards, seeds, resume, out, as_json, quiet)
         else:
             _prove(cards, thorough, resume, out, as_json, quiet)
+
+
+def find_cards(methods: Sequence[str], everything: bool = False) -> "list[Card]":
+    """Return the cards of techniques, each given by name or by file; after those, with `everything`, all others."""
+    from tinyspec.technique import find, load_plugin, techniques
+
+    cards = list["Card"]()
+    for name in dict.fromkeys(methods):
+        cards += load_plugin(name) if name.endswith(".py") else [find(our_method(name))]
+    return list(dict.fromkeys([*cards, *techniques().values()] if everything else cards))
 
 
 def _prove(
@@ -96,7 +108,13 @@ def _prove(
     with _bar(quiet or as_json) as show:
         for card in cards:
             told.append(
-                report(card, profile, state, lambda card, at, of, case: show(f"{card.name}: {case.title}", at, of))
+                report(
+                    card,
+                    profile,
+                    state,
+                    lambda card, at, of, case: show(f"{card.name}: {case.title}", at, of),
+                    strict=debugging(click.get_current_context()),
+                )
             )
     accused = [entry for entry in told if entry["accused"]]
     result = {"profile": profile.name, "methods": told}
@@ -106,7 +124,8 @@ def _prove(
     else:
         _table(told)
         for entry in accused:
-            click.echo(f"\n{entry['method']} is accused\n{_words(entry['accused'])}")
+            for broken in entry["broken"]:
+                click.echo(f"\n{entry['method']}, case: {broken['title']}\n{_words(broken)}")
     if accused:
         raise click.exceptions.Exit(1)
 
@@ -214,9 +233,10 @@ def _table(told: Sequence[dict[str, Any]]) -> None:
         table.add_column(column, justify="right" if column in ("cases", "outcomes", "seconds") else "left")
     for entry in told:
         head = (entry["method"], entry["guarantee"])
-        if entry["accused"]:
-            table.add_row(*head, f"ACCUSED: {entry['accused']['law']}", "", "", "")
-        elif entry["kind"] == "analysis":
+        for broken in entry["broken"]:
+            table.add_row(*head, f"ACCUSED: {broken['law']}", "", "", "")
+            head = ("", "")
+        if entry["kind"] == "analysis":
             table.add_row(*head, "an analysis: it decodes nothing", "", "", "")
         for found in entry["proved"]:
             table.add_row(*head, found["law"], str(found["cases"]), str(found["branches"]), f"{found['seconds']:.1f}")

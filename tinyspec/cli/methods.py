@@ -23,6 +23,7 @@ HEADINGS = {
 
 @click.command("methods", cls=base.Command)
 @click.argument("name", required=False)
+@base.plugin_option
 @click.option("--json", "as_json", is_flag=True, help="A JSON list (an object, with NAME) on standard output.")
 @click.option("--markdown", is_flag=True, help="The table as it stands in the README.")
 def methods(name: str | None, as_json: bool, markdown: bool) -> None:

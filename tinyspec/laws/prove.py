@@ -10,9 +10,10 @@ run that was stopped goes on where it was (`State`).
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from time import monotonic
@@ -20,10 +21,11 @@ from typing import Any
 
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import exit_laws  # noqa: F401  (enters CALM's oracle)
-from tinyspec.laws.accused import Accused, Evidence
+from tinyspec.laws.accused import Accused, Counterexample, Evidence
 from tinyspec.laws.contracts import of_technique
 from tinyspec.laws.suites import Case, cases
-from tinyspec.technique import Card, Guarantee
+from tinyspec.plugins import describe_error, locate_error
+from tinyspec.technique import Card, Guarantee, techniques
 
 CONTRACTS = "the contracts of a drafter"
 
@@ -57,25 +59,40 @@ def prove(
 
     A technique of kind "analysis" decodes nothing, so there is nothing to prove: the list is empty.
     """
-    asked = questions(card, profile)
     found: dict[str, Evidence] = {}
-    for number, (key, case) in enumerate(asked):
-        if watch is not None:
-            watch(card, number, len(asked), case)
-        evidence = None if state is None else state.known(card.name, key)
-        if evidence is None:
-            try:
-                evidence = case.run()
-            except Accused as accused:
-                accused.add_note(f"case: {case.title}")
-                raise
-            if state is not None:
-                state.enter(card.name, key, evidence)
-        known = found.get(evidence.law)
-        found[evidence.law] = evidence if known is None else known + evidence
+    for case, run in _runs(card, questions(card, profile), state, watch):
+        try:
+            _add(found, run())
+        except Accused as accused:
+            accused.add_note(f"case: {case.title}")
+            raise
     if state is not None:
         state.write()
     return list(found.values())
+
+
+def _runs(
+    card: Card, asked: Sequence[tuple[str, Case]], state: "State | None", watch: Watch | None
+) -> Iterator[tuple[Case, Callable[[], Evidence]]]:
+    """Yield every case that is asked, and what runs it or remembers how it went."""
+
+    def run(key: str, case: Case) -> Evidence:
+        evidence = None if state is None else state.known(card.name, key)
+        if evidence is None:
+            evidence = case.run()
+            if state is not None:
+                state.enter(card.name, key, evidence)
+        return evidence
+
+    for number, (key, case) in enumerate(asked):
+        if watch is not None:
+            watch(card, number, len(asked), case)
+        yield case, partial(run, key, case)
+
+
+def _add(found: dict[str, Evidence], evidence: Evidence) -> None:
+    known = found.get(evidence.law)
+    found[evidence.law] = evidence if known is None else known + evidence
 
 
 def questions(card: Card, profile: Profile) -> list[tuple[str, Case]]:
@@ -159,21 +176,62 @@ class State:
 
 @cache
 def fingerprint() -> str:
-    """Of the code that is judged and that judges, as it was when this process began: everything below the command line."""
+    """Of the code that is judged and that judges, as it was when this process began: everything below the command line,
+    and the files of plugins."""
     package, above = Path(__file__).parent.parent, ("cli", "bench")
     files = [file for file in sorted(package.rglob("*.py*")) if file.relative_to(package).parts[0] not in above]
+    modules = {card.build.__module__ for card in techniques().values()}
+    outside = [getattr(sys.modules.get(name), "__file__", None) for name in modules if not name.startswith("tinyspec.")]
+    files += [Path(file) for file in sorted(filter(None, outside))]
     sources = [file.read_bytes() for file in files if file.suffix in (".py", ".pyx", ".pxd")]
     return blake2b(b"\0".join(sources), digest_size=8).hexdigest()
 
 
-def report(card: Card, profile: Profile, state: State | None = None, watch: Watch | None = None) -> dict[str, Any]:
-    """`prove` as plain data: method, guarantee, what was proved, and the counterexample (None where there is none)."""
-    told: dict[str, Any] = {"method": card.name, "guarantee": card.guarantee.value, "kind": card.kind, "accused": None}
+def report(
+    card: Card,
+    profile: Profile,
+    state: State | None = None,
+    watch: Watch | None = None,
+    strict: bool = False,
+) -> dict[str, Any]:
+    """Hold a technique to all its laws and return plain data: method, guarantee, what was proved, what was broken.
+
+    A broken law is not asked again, and the others are. An exception breaks the law whose case ran, unless `strict`: then it
+    goes through. `broken` has a counterexample for each broken law, with the title of its case; `accused` is the first of
+    them, or None.
+    """
+    found: dict[str, Evidence] = {}
+    broken: dict[str, dict[str, Any]] = {}
+    law, title = "its card", "what the laws ask of it"
+    caught = () if strict else (Exception,)
     try:
-        evidence: Iterable[Evidence] = prove(card, profile, state, watch)
-    except Accused as accused:
-        return {**told, "proved": [], "accused": accused.counterexample.as_dict()}
-    return {**told, "proved": [asdict(e) for e in evidence]}
+        asked = questions(card, profile)
+    except caught as error:
+        broken[law] = {"title": title, **_crash(card, law, error).as_dict()}
+        asked = []
+    for case, run in _runs(card, asked, state, watch):
+        if (law := case.law) in broken:
+            continue
+        try:
+            _add(found, run())
+        except Accused as accused:
+            broken[law] = {"title": case.title, **accused.counterexample.as_dict()}
+        except caught as error:
+            broken[law] = {"title": case.title, **_crash(card, law, error).as_dict()}
+    if state is not None:
+        state.write()
+    proved = [asdict(evidence) for evidence in found.values() if evidence.law not in broken]
+    first = next(iter(broken.values()), None)
+    accused_of = None if first is None else {key: value for key, value in first.items() if key != "title"}
+    told = {"method": card.name, "guarantee": card.guarantee.value, "kind": card.kind}
+    return {**told, "accused": accused_of, "proved": proved, "broken": list(broken.values())}
+
+
+def _crash(card: Card, law: str, error: BaseException) -> Counterexample:
+    """Return an exception of a technique as a counterexample: what was raised, and at which line of its file."""
+    file = getattr(sys.modules.get(card.build.__module__), "__file__", None)
+    where = {} if file is None else {"raised at": locate_error(error, Path(file))}
+    return Counterexample(law, where, "no exception", describe_error(error))
 
 
 def nothing_correct_is_accused(
