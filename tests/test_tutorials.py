@@ -6,55 +6,30 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from tests.test_exercises import solutions
+from tinyspec.cli import lessons
+from tinyspec.cli.lessons import (
+    TUTORIALS,
+    is_same_picture,
+    list_lessons,
+    list_pages,
+    read_cells,
+    run_page,
+    strip_outputs,
+)
 
-TUTORIALS = Path(__file__).parent.parent / "tutorials"
-LESSONS = sorted(TUTORIALS.glob("[0-9][0-9]_*.md"))
-OPEN = re.compile(r"^```\{code-cell\}")
+LESSONS = list_lessons()
 SECONDS = 20  # of processor time: a lesson that takes longer is not a lesson
 PAGES = [path for path in sorted(TUTORIALS.glob("*.md")) if path not in LESSONS]  # of the book; some have cells too
 ROOT = TUTORIALS.parent
 LINKING = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *LESSONS, *PAGES]
 
 
-class Cell(NamedTuple):
-    """A code cell, and the line of the file at which its first line stands."""
-
-    line: int
-    code: str
-    tags: str
-
-
-def cells(text: str) -> Iterator[Cell]:
-    """The code cells of a MyST page, without their options."""
-    lines = text.splitlines()
-    at = 0
-    while at < len(lines):
-        if OPEN.match(lines[at]):
-            first = at + 1
-            end = next(i for i in range(first, len(lines)) if lines[i] == "```")
-            tags = ""
-            while first < end and lines[first].startswith(":"):
-                tags, first = tags + lines[first], first + 1
-            yield Cell(first + 1, "\n".join(lines[first:end]), tags)
-            at = end
-        at += 1
-
-
-RUN = [*LESSONS, *(path for path in PAGES if any(cells(path.read_text(encoding="utf-8"))))]
-
-
-def run(path: Path) -> dict[str, Any]:
-    """Execute a lesson; tracebacks name its own file and lines."""
-    names: dict[str, Any] = {"__name__": path.stem}
-    for cell in cells(path.read_text(encoding="utf-8")):
-        code = compile("\n" * (cell.line - 1) + cell.code, str(path), "exec")
-        exec(code, names)
-    return names
+RUN = list_pages()
 
 
 @pytest.fixture
@@ -73,12 +48,18 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("stage")
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
-def test_a_lesson_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells, in time; and after them the solutions of its exercises, in the same namespace."""
+def test_a_lesson_runs(path: Path) -> None:
+    """Its cells, in time; what the page shows below them; and then the solutions of its exercises."""
     began = time.process_time()
-    names = run(path)
+    names: dict[str, Any] = {}
+    done = [*run_page(path, names)]
     assert time.process_time() - began < SECONDS
-    assert capsys.readouterr().out
+    assert any(output.printed for _, output in done)
+    for cell, output in done:
+        stale = f"{path.name}:{cell.shown.start}: the cell does not show this any more: tinyspec book --refresh"
+        assert cell.printed in (None, output.printed), stale
+        if cell.picture:
+            assert is_same_picture((TUTORIALS / cell.picture).read_text(encoding="utf-8"), output.picture), stale
     for solution in solutions(path.read_text(encoding="utf-8")):
         exec(compile("\n" * (solution.line - 1) + solution.code, str(path), "exec"), names)
 
@@ -87,7 +68,7 @@ def test_a_lesson_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_lesson_is_a_lesson(path: Path) -> None:
     """At most 400 lines up to the exercises; a plot, claims that end in `assert`, code shown from its file, exercises."""
     text = path.read_text(encoding="utf-8")
-    code = [ast.parse(cell.code) for cell in cells(text)]
+    code = [ast.parse(cell.code) for cell in read_cells(text)]
     nodes = [node for tree in code for node in ast.walk(tree)]
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert len(text.partition("## Exercises")[0].splitlines()) <= 400
@@ -99,7 +80,7 @@ def test_a_lesson_is_a_lesson(path: Path) -> None:
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_cell_fits_the_page(path: Path) -> None:
     """A line of code has at most 88 columns: it is not cut in the book."""
-    for cell in cells(path.read_text(encoding="utf-8")):
+    for cell in read_cells(path.read_text(encoding="utf-8")):
         for number, line in enumerate(cell.code.splitlines(), cell.line):
             assert len(line) <= 88, f"{path.name}:{number}: {len(line)} columns"
 
@@ -107,7 +88,7 @@ def test_cell_fits_the_page(path: Path) -> None:
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_what_a_lesson_shows_is_seen(path: Path) -> None:
     """A notebook displays the last expression of a cell, and no other."""
-    for cell in cells(path.read_text(encoding="utf-8")):
+    for cell in read_cells(path.read_text(encoding="utf-8")):
         for statement in ast.parse(cell.code).body[:-1]:
             assert not ast.unparse(statement).startswith("show("), f"line {cell.line}: show stands in mid-cell"
 
@@ -127,11 +108,89 @@ def test_a_link_leads_somewhere(path: Path) -> None:
             assert (path.parent / target.partition("#")[0]).exists(), target
 
 
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_lesson_shows_its_key_picture(path: Path) -> None:
+    """One picture below the cell that draws it, with words for who cannot see it; at most one text below a cell."""
+    text = path.read_text(encoding="utf-8")
+    cells = [*read_cells(text)]
+    pictures = [cell.picture for cell in cells if cell.picture]
+    assert len(pictures) == 1 and pictures[0].startswith(f"pictures/{path.stem[:2]}_")
+    assert len(re.findall(r"^!\[.{60,}\]\(", text, re.M)) == 1
+    assert sum(cell.printed is not None for cell in cells) <= 1
+    drawing = next(cell for cell in cells if cell.picture)
+    assert "hide-input" in drawing.tags or "axes(" in drawing.code
+
+
+def test_every_picture_is_shown() -> None:
+    shown = {cell.picture for path in LESSONS for cell in read_cells(path.read_text(encoding="utf-8"))}
+    assert {f"pictures/{path.name}" for path in (TUTORIALS / "pictures").iterdir()} == shown - {None}
+
+
+def test_index_tells_minutes_and_needs() -> None:
+    index = (TUTORIALS / "index.md").read_text(encoding="utf-8")
+    assert lessons.TABLE.search(index)[0] == lessons.make_table(), "stale: tinyspec book --refresh"
+    assert len(re.findall(r"^\| \[\d\d .*\| \d+ \|$", lessons.make_table(), re.M)) == len(LESSONS)
+
+
+PAGE = """# A page
+
+```{code-cell} python
+:tags: [hide-input]
+x = 1
+```
+
+![A picture of nothing](pictures/00_none.svg)
+
+```text
+1
+```
+
+Prose.
+
+```text
+not an output
+```
+"""
+
+
+def test_outputs_stand_directly_below_their_cell() -> None:
+    (cell,) = read_cells(PAGE)
+    assert (cell.line, cell.picture, cell.printed) == (5, "pictures/00_none.svg", "1")
+    bare = strip_outputs(PAGE)
+    assert "pictures" not in bare and "not an output" in bare
+    assert bare.splitlines().index("Prose.") == PAGE.splitlines().index("Prose.")  # error messages name the right line
+
+
+def test_refresh_writes_what_a_cell_prints(tmp_path: Path) -> None:
+    page = tmp_path / "00_page.md"
+    page.write_text("# A\n\n```{code-cell} python\nprint(6 * 7)\n```\n\n```text\n41\n```\n\nEnd.\n", encoding="utf-8")
+    assert lessons.refresh(page) == [page]
+    assert "```text\n42\n```\n\nEnd." in page.read_text(encoding="utf-8")
+    assert lessons.refresh(page) == []
+
+
+@pytest.mark.usefixtures("stage")
+def test_pictures_are_the_same_bytes_each_time() -> None:
+    import matplotlib.pyplot as plt
+    from lesson import axes
+
+    def draw(height: float) -> str:
+        axes().bar(["a", "b"], [1, height], hatch="//")
+        try:
+            return lessons.draw_svg()
+        finally:
+            plt.close("all")
+
+    first = draw(2)
+    assert draw(2) == first and "<dc:date>" not in first
+    assert not is_same_picture(first, draw(3)) and is_same_picture(first, first)
+
+
 def test_a_failing_cell_names_the_lessons_file_and_line(tmp_path: Path) -> None:
     page = tmp_path / "00_wrong.md"
     page.write_text("# Wrong\n\n```{code-cell} python\n:tags: [hide-input]\nx = 1\nassert x == 2\n```\n")
     with pytest.raises(AssertionError) as caught:
-        run(page)
+        [*run_page(page)]
     last = caught.traceback[-1]
     assert Path(str(last.path)) == page and last.lineno + 1 == 6
 

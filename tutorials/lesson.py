@@ -6,7 +6,9 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+from IPython import get_ipython
 from IPython.display import Code
+from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 TARGET, DRAFT, KEPT, REST = "#0072b2", "#e69f00", "#009e73", "#d55e00"  # Okabe and Ito: told apart by the colour-blind
 
@@ -23,6 +25,9 @@ matplotlib.rcParams.update(
         "svg.hashsalt": "tinyspec",
     }
 )
+
+if get_ipython() is not None:  # in a notebook or the book: figures as lines, sharp at any size
+    set_matplotlib_formats("svg", metadata={"Date": None, "Creator": None})
 
 
 def show(*things: Callable[..., Any] | type) -> Code:

@@ -1,18 +1,27 @@
 """tinyspec book: build the lessons into a book, and open it."""
 
 import importlib.util
+import re
 import subprocess
 import sys
+import tempfile
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import click
 
-from tinyspec.cli import base
+from tinyspec.cli import base, lessons, notebooks
+from tinyspec.cli.lessons import TUTORIALS
 from tinyspec.errors import TinyspecError
 
-TUTORIALS = Path(__file__).parents[2] / "tutorials"
 NEEDED = ("sphinx", "myst_nb", "furo", "sphinx-mathjax-offline", "matplotlib")
+NEEDED_TO_RUN = ("myst_nb", "nbclient", "ipykernel", "matplotlib")
+NOTEBOOKS = "notebooks"  # the folder of the book that holds the lessons as notebooks
+PAGES = re.compile(r"(\d+) added, (\d+) changed, (\d+) removed")
+PAGE = re.compile(r"reading sources\.\.\. \[ *\d+%\] (\S+)")
 
 
 @click.command("book")
@@ -20,8 +29,18 @@ NEEDED = ("sphinx", "myst_nb", "furo", "sphinx-mathjax-offline", "matplotlib")
     click.option("--out", "-o", type=base.OutputPath(folder=True), help="[default: tutorials/_build]"),
     click.option("--no-open", is_flag=True, help="Build it, and open no browser."),
     click.option("--fresh", is_flag=True, help="Build every page again."),
+    click.option(
+        "--notebooks",
+        "notebook_folder",
+        type=click.Path(path_type=Path, file_okay=False),
+        is_flag=False,
+        flag_value=str(TUTORIALS / "_build" / NOTEBOOKS),
+        metavar="[DIR]",
+        help="Write the lessons as executed Jupyter notebooks instead.  [default: tutorials/_build/notebooks]",
+    ),
+    click.option("--refresh", is_flag=True, help="Write into the lessons what their cells draw and print, instead."),
 )
-def book(out: Path | None, no_open: bool, fresh: bool) -> None:
+def book(out: Path | None, no_open: bool, fresh: bool, notebook_folder: Path | None, refresh: bool) -> None:
     """Execute every lesson and bind them: a book of HTML pages that needs no network.
 
     A lesson whose cell fails stops the build, with its file and line; so does a warning.
@@ -30,17 +49,100 @@ def book(out: Path | None, no_open: bool, fresh: bool) -> None:
     Examples:
       tinyspec book
       tinyspec book --out /tmp/book --no-open
+      tinyspec book --notebooks notebooks
     """
     if not (TUTORIALS / "conf.py").exists():
         raise TinyspecError("the lessons are not in the wheel: run this in a clone of the repository")
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    needed = NEEDED_TO_RUN if notebook_folder else ("matplotlib",) if refresh else NEEDED
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise TinyspecError(f"{', '.join(missing)} not installed: pip install -e '.[book]'")
-    folder = TUTORIALS / "_build" if out is None else out
-    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", *(["-E", "-a"] if fresh else [])]
-    if subprocess.run([*command, str(TUTORIALS), str(folder)]).returncode:
-        raise TinyspecError("the book was not built: the lines above name the page")
+    if refresh:
+        return refresh_lessons()
+    with tempfile.TemporaryDirectory() as kernels:
+        notebooks.prepare_kernel(Path(kernels))
+        if notebook_folder:
+            return write_notebooks(notebook_folder)
+        folder = TUTORIALS / "_build" if out is None else out
+        build_html(folder, fresh)
     page = folder / "index.html"
     click.echo(page)
     if not no_open:
         webbrowser.open(page.resolve().as_uri())
+
+
+class Advance(Protocol):
+    """What a task under way calls: the name of the page that is next, and of how many it is."""
+
+    def __call__(self, page: str, total: int) -> None: ...
+
+
+@contextmanager
+def show_pages(doing: str) -> Iterator[Advance]:
+    """Show which page of how many is worked on: a bar on a terminal, else a line for each page."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(doing, total=None)
+        count = 0
+
+        def advance(page: str, total: int) -> None:
+            nonlocal count
+            progress.update(task, description=f"{doing} {page}", completed=count, total=total)
+            count += 1
+            if not console.is_terminal:
+                click.echo(f"{doing} {page} ({count} of {total})", err=True)
+
+        yield advance
+
+
+def build_html(folder: Path, fresh: bool) -> None:
+    """Let Sphinx build the book, and show its progress."""
+    command = [sys.executable, "-m", "sphinx", "--no-color", "-W", "-b", "html", *(["-E", "-a"] if fresh else [])]
+    total = 0
+    with (
+        show_pages("executing") as advance,
+        subprocess.Popen([*command, str(TUTORIALS), str(folder)], stdout=subprocess.PIPE, text=True) as sphinx,
+    ):
+        assert sphinx.stdout is not None
+        for line in sphinx.stdout:
+            if found := PAGES.search(line):
+                total = int(found[1]) + int(found[2])
+            elif found := PAGE.search(line):
+                advance(found[1], total)
+    if sphinx.returncode:
+        raise TinyspecError("the book was not built: the lines above name the page")
+
+
+def write_notebooks(folder: Path) -> None:
+    """Write each page that has code as an executed notebook."""
+    import nbformat
+
+    pages = lessons.list_pages()
+    folder.mkdir(parents=True, exist_ok=True)
+    with show_pages("executing") as advance:
+        for path in pages:
+            advance(path.stem, len(pages))
+            notebook = notebooks.make_notebook(path)
+            notebooks.run_notebook(notebook, path)
+            nbformat.write(notebook, folder / f"{path.stem}.ipynb")
+    click.echo(folder)
+
+
+def refresh_lessons() -> None:
+    """Write what the pages show: pictures and texts below their cells, and the index's table."""
+    pages = lessons.list_pages()
+    with show_pages("executing") as advance:
+        for path in pages:
+            advance(path.stem, len(pages))
+            for changed in lessons.refresh(path):
+                click.echo(changed)
+    index = TUTORIALS / "index.md"
+    text = index.read_text(encoding="utf-8")
+    renewed = lessons.TABLE.sub(lambda _: lessons.make_table(), text)
+    if renewed != text:
+        index.write_text(renewed, encoding="utf-8")
+        click.echo(index)
