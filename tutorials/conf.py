@@ -51,7 +51,9 @@ if ADDRESS:
     html_theme_options |= {"source_repository": ADDRESS, "source_branch": "main", "source_directory": "tutorials/"}
 
 # The generation that the index plays back.
-REPLAY = "generate 'The old sailor said' --method specinfer --temperature 0.7 --seed 0 --max-new-tokens 48"
+REPLAY = (
+    "generate 'The dragon opened one eye and' --method specinfer --expansion 3x2x1x1 --temperature 0.8 --seed 7 -n 60"
+)
 
 
 class LinkPapers(SphinxTransform):
