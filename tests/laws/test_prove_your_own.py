@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_tutorials import TUTORIALS, cells, stage  # noqa: F401 (a fixture)
+from tests.test_tutorials import TUTORIALS, read_cells, stage  # noqa: F401 (a fixture)
 
 LESSON, PAGE = TUTORIALS / "09_prove_your_own.md", TUTORIALS / "what_others_got_wrong.md"
 
@@ -121,7 +121,7 @@ TOLD = {
 def test_what_is_refuted_is_told_to_the_letter(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the order of the page; no cell takes ten seconds; the lesson's last cell is a test that passes."""
     names: dict[str, Any] = {"__name__": path.stem}
-    for cell in cells(path.read_text(encoding="utf-8")):
+    for cell in read_cells(path.read_text(encoding="utf-8")):
         if path == PAGE and "check" not in cell.code:
             continue  # mutants alone: tests/laws/test_mutants.py
         began = time.process_time()
