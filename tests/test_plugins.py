@@ -175,6 +175,12 @@ def test_in_python_a_file_is_a_method(tmp_path: Path) -> None:
     assert out.tokens == tinyspec.generate("storyteller", "Once", max_new_tokens=5).tokens
 
 
+def test_a_technique_written_in_a_notebook_is_named_by_its_function() -> None:
+    exec(compile(TECHNIQUE.replace("def build", "def my_idea"), "cell", "exec"), {"__name__": "__main__"})
+    out = tinyspec.generate("storyteller", "Once", method="my_idea", max_new_tokens=5)
+    assert out.tokens == tinyspec.generate("storyteller", "Once", max_new_tokens=5).tokens
+
+
 def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     file = write(tmp_path, TECHNIQUE)
     (first,) = technique.load_plugin(file)
