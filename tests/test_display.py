@@ -1,16 +1,31 @@
 """Laws of the display: origins are told with and without colour, nothing steers the terminal, pieces make the whole."""
 
 import io
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from tests.zoo import Zoo, tiny_zoo
-from tinyspec.display import STYLES, Stage, coloured, legend, ratio_in_words, report, statistics, visible
+from tinyspec.display import (
+    HOLD_SECONDS,
+    PLAYBACK_SECONDS,
+    STYLES,
+    Stage,
+    choose_speed,
+    coloured,
+    legend,
+    pace_in_words,
+    ratio_in_words,
+    report,
+    statistics,
+    visible,
+)
 from tinyspec.generation import Growing, generate, start
 from tinyspec.models import load
-from tinyspec.race import compare, race
+from tinyspec.race import Lane, compare, cut_lane, race
 
 
 @pytest.fixture(scope="module")
@@ -44,27 +59,90 @@ def test_a_slow_down_is_called_one(ratio: float) -> None:
     assert "slow-down" not in ratio_in_words(1 / ratio)
 
 
-@pytest.mark.parametrize("wide", [40, 80, 160])
-def test_the_stage_fits_its_terminal(zoo: Zoo, wide: int) -> None:
+def test_the_range_of_a_slow_down_is_in_its_own_terms() -> None:
+    said = ratio_in_words(0.5, [0.4, 0.5, 0.8])
+    assert said == "a slow-down: 2.00x the time of plain decoding (median of 3 races, 1.25 to 2.50)"
+
+
+@pytest.fixture(scope="module")
+def lanes(zoo: Zoo) -> list[Lane]:
+    """A race that is over."""
     target, small = load(zoo.big), load(zoo.small)
     starts = [
-        (method, lambda m=method: start(target, "the cat", method=m, draft=small, max_new_tokens=24))
+        (method, lambda m=method: start(target, "the cat", method=m, draft=small, max_new_tokens=60))
         for method in ("autoregressive", "speculative_decoding")
     ]
+    return race(target, starts)
+
+
+def drawn(console: Console, shown: Any) -> list[str]:
+    with console.capture() as seen:
+        console.print(shown, highlight=False)
+    return seen.get().splitlines()
+
+
+@pytest.mark.parametrize("prompt", ["the cat", "the cat sat on the mat and ran " * 20])
+@pytest.mark.parametrize("wide", [40, 80, 160])
+def test_every_frame_fits_its_terminal_and_is_as_tall_as_the_last(lanes: list[Lane], wide: int, prompt: str) -> None:
+    console = Console(file=io.StringIO(), width=wide, height=24)
+    stage = Stage(console, prompt, "a title " * 30)
+    longest = max(lane.seconds for lane in lanes)
+    heights = set[int]()
+    for share in (0, 0.01, 0.3, 0.7, 0.99, 1):
+        cut = [cut_lane(lane, share * longest) for lane in lanes]
+        lines = drawn(console, stage.draw(cut, 24, lanes, "slowed 100x " * 30))
+        assert max(map(cell_len, lines)) <= wide
+        heights.add(len(lines))
+    assert len(heights) == 1
+    assert heights.pop() < 24  # a row is left for the cursor
+    assert len(drawn(console, stage.tell(lanes[1], 8))) <= 8 + len(drawn(console, legend(list(STYLES))))
+
+
+def test_the_newest_text_is_shown(lanes: list[Lane]) -> None:
+    console = Console(file=io.StringIO(), width=80, height=24)
+    lines = drawn(console, Stage(console, "far away\n" + "the cat sat on the mat " * 60).draw(lanes, 24))
+    assert not any("far away" in line for line in lines)
+    newest = lanes[0].text.split()[-1]
+    assert any(newest in line for line in lines)
+
+
+@pytest.mark.parametrize("speed", [0.25, 1.0, 4.0])
+def test_a_playback_stretches_all_clocks_alike(
+    lanes: list[Lane], speed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, naps = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr("tinyspec.display.time.sleep", sleep)
     out = io.StringIO()
-    console = Console(file=out, width=wide, height=24, force_terminal=True, color_system="truecolor")
-    with Stage(console, "the cat", 24, "a title", fps=1e9) as stage:
-        lanes = race(target, starts, stage.watch)
-    flat = Console(file=io.StringIO(), width=wide, height=24)
-    with flat.capture() as seen:
-        flat.print(Stage(flat, "the cat", 24, "a title").draw(lanes, 18))
-    lines = seen.get().splitlines()
-    assert len(lines) <= 24
-    assert max(map(cell_len, lines)) <= wide
-    with flat.capture() as seen:
-        flat.print(report([lanes, lanes], compare([lanes, lanes], greedy=True), ["exact"]))
-    assert "identical: yes" in seen.get()
-    assert "medians of 2" in " ".join(seen.get().split())
+    console = Console(file=out, width=80, height=24, force_terminal=True, get_time=lambda: now[0])
+    slow = [replace(lane, prefill=1.0, rounds=[0.1] * len(lane.rounds)) for lane in lanes]
+    Stage(console, "the cat").play(slow, speed)
+    assert naps.pop() == HOLD_SECONDS
+    assert sum(naps) == pytest.approx(max(lane.seconds for lane in slow) / speed, abs=0.11)
+    assert pace_in_words(speed) in out.getvalue()
+    assert out.getvalue().count(", done") >= 2
+
+
+def test_a_short_race_is_slowed_and_a_long_one_is_played_as_it_was() -> None:
+    short = Lane("a", rounds=[0.04])
+    assert choose_speed([short, Lane("b", rounds=[0.02])]) == pytest.approx(0.04 / PLAYBACK_SECONDS)
+    for seconds in (2.0, 5.0, 20.0):
+        assert choose_speed([short, Lane("c", rounds=[seconds])]) == 1
+    assert choose_speed([Lane("d")]) == 1
+
+
+def test_the_report_speaks_plainly(lanes: list[Lane]) -> None:
+    console = Console(file=io.StringIO(), width=80, height=24)
+    said = "\n".join(drawn(console, report(lanes, compare([lanes] * 3, greedy=True), ["exact"])))
+    assert "identical: yes" in said
+    assert "median of 3 races" in said
+    assert "tokens per forward pass" in said
+    sampled = "\n".join(drawn(console, report(lanes, compare([lanes], greedy=False), ["exact"])))
+    assert "identical: not expected (same distribution, not the same text)" in sampled
 
 
 @pytest.mark.parametrize("stop", [(), (" ",), ("he",)])

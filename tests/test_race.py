@@ -11,8 +11,8 @@ from tests.lm.small import LLAMA, model
 from tinyspec.decoding.trace import Trace, TraceRound
 from tinyspec.generation import start
 from tinyspec.lm.transformer import Model
-from tinyspec.picture import Track, svg
-from tinyspec.race import Lane, compare, race, warm_up
+from tinyspec.picture import LETTERS, Track, svg
+from tinyspec.race import Lane, compare, cut_lane, find_median_race, race, warm_up
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -63,19 +63,37 @@ def test_a_clock_counts_the_prompt_and_every_round(pair: tuple[Model, Model]) ->
         assert len(lane.trace.rounds) == lane.stats.target_calls
 
 
-def test_looking_on_is_off_the_clock_and_the_lane_behind_moves(pair: tuple[Model, Model]) -> None:
-    clock, before = Ticking(), [1.0, 1.0]
+def test_the_lane_behind_moves(pair: tuple[Model, Model]) -> None:
+    clock, moves = Ticking(), list[tuple[int, float]]()
 
-    def watch(lanes: Any) -> None:
-        clock.now += 1000
-        now = [lane.seconds for lane in lanes]
-        moved = [i for i in (0, 1) if now[i] != before[i]]
-        if moved and not any(lane.finished for lane in lanes):
-            assert before[moved[0]] == min(before)
-        before[:] = now
+    def watched(number: int, begin: Any) -> Any:
+        def make() -> Any:
+            request = begin()
+            step = request.decoder.step
+            request.decoder.step = lambda chance: (moves.append((number, clock.now)), step(chance))[1]
+            return request
 
-    lanes = race(pair[0], starts(pair), watch, clock)
-    assert max(lane.seconds for lane in lanes) < 1000
+        return make
+
+    pairs = [(name, watched(number, begin)) for number, (name, begin) in enumerate(starts(pair))]
+    race(pair[0], pairs, clock)
+    order = [number for number, _ in moves]
+    calls = min(order.count(0), order.count(1))
+    assert order[: 2 * calls] == [0, 1] * calls  # every step takes one second: they take turns until one has finished
+
+
+def test_a_cut_lane_holds_what_had_been_written(pair: tuple[Model, Model]) -> None:
+    for lane in race(pair[0], starts(pair), clock=Ticking()):
+        assert cut_lane(lane, 0).tokens == []
+        assert cut_lane(lane, lane.seconds) is lane
+        for ended, end in enumerate(lane.ends[:-1], 1):
+            for seconds in (end, end + 0.5):
+                cut = cut_lane(lane, seconds)
+                assert cut.tokens == lane.tokens[: sum(len(r.emitted) for r in lane.trace.rounds[:ended])]
+                assert len(cut.pieces) == len(cut.trace.origins) == cut.stats.emitted == len(cut.tokens)
+                assert cut.stats.target_calls == ended
+                assert cut.seconds == pytest.approx(seconds)
+                assert cut.finished is None
 
 
 def test_the_warm_up_ends(pair: tuple[Model, Model]) -> None:
@@ -86,14 +104,19 @@ def lanes_of(*runs: tuple[list[int], float]) -> list[Lane]:
     return [Lane(str(i), rounds=[seconds], tokens=tokens) for i, (tokens, seconds) in enumerate(runs)]
 
 
-def test_the_ratio_is_of_medians_of_seconds_per_token() -> None:
+def test_the_ratio_is_the_median_of_seconds_per_token() -> None:
     plain, fast = [1, 2, 3, 4], [1, 2]
     repeats = [lanes_of((plain, 4.0), (fast, second)) for second in (1.0, 2.0, 8.0)]
     outcome = compare(repeats, greedy=True)[0]
     assert outcome.ratio == 1.0
     assert outcome.ratios == [2.0, 1.0, 0.25]
+    assert find_median_race(outcome.ratios) == 1
     assert outcome.identical is False
     assert outcome.differs_at == 2
+
+
+def test_of_two_races_in_the_middle_the_slower_is_shown() -> None:
+    assert find_median_race([2.0, 1.0, 1.5, 1.2]) == 3
 
 
 # ---------------------------------------------------------------------- the picture
@@ -150,7 +173,27 @@ def test_the_picture_stands_alone_and_is_small() -> None:
     assert root.get("width") is None
     words = " ".join(root.itertext())
     assert "1.30x as fast" in words
-    assert "512 calls" in words
+    assert "512 forward passes" in words
+
+
+def test_the_picture_brings_its_own_background() -> None:
+    root = ElementTree.fromstring(svg([track(plain(3), 0.1)], "a race"))
+    page = root.find(f"{SVG}rect")
+    assert page is not None
+    assert page.get("class") == "page"
+    *_, wide, high = map(float, root.get("viewBox", "").split())
+    assert (float(page.get("width", "0")), float(page.get("height", "0"))) == (wide - 1, high - 1)
+
+
+def test_the_excerpt_breaks_between_words_and_keeps_the_colours() -> None:
+    pieces = [" alpha", "bet", " soup"] * 30
+    drawn = svg([track(made(60), 0.1, pieces=pieces, prompt="Once <upon> a time")], "a race")
+    lines = [t for t in ElementTree.fromstring(drawn).iter(f"{SVG}text") if t.get("class") == "mono"]
+    words = " ".join("".join(line.itertext()) for line in lines).split()
+    assert words == ["Once", "<upon>", "a", "time"] + ["alphabet", "soup"] * 30
+    assert max(len("".join(line.itertext())) for line in lines) <= LETTERS
+    assert lines[0][0].get("class") == "quiet"
+    assert lines[0][1].get("class") in ("accepted", "recovered", "bonus")
 
 
 def test_columns_share_one_time_axis() -> None:

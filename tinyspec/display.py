@@ -1,10 +1,11 @@
-"""What the terminal shows: text in the colours of its origin, the lanes of a race, reports, text as it grows.
+"""What the terminal shows: text in the colours of its origin, a race played back, reports, text as it grows.
 
 A token's origin is told by its colour (Okabe and Ito's palette, which the colour-blind tell apart) and by its face, so
 that it survives a terminal without colours. Characters that would steer a terminal are shown, not sent.
 """
 
 import re
+import time
 from collections.abc import Sequence
 
 from rich.box import ROUNDED
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinyspec.decoding.trace import Statistics
-from tinyspec.race import Lane, Outcome
+from tinyspec.race import Lane, Outcome, cut_lane
 
 STYLES = {
     "accepted": Style(color="#009e73", bold=True),
@@ -25,11 +26,14 @@ STYLES = {
     "plain": Style(),
 }
 MEANING = {
-    "accepted": "guessed by the draft",
-    "recovered": "in a refused guess's place",
-    "bonus": "behind a draft that passed whole",
-    "plain": "no draft",
+    "accepted": " draft token",
+    "recovered": " after rejection",
+    "bonus": " after full draft",
+    "plain": "",
 }
+PLAYBACK_SECONDS = 8.0  # how long a race is on the screen: the eye can follow 30 forward passes in this time
+REAL_TIME_SECONDS = 2.0  # a race of at least this length is watched as it was
+HOLD_SECONDS = 1.0  # how long the finish stays on the screen
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
 
 
@@ -55,62 +59,98 @@ def legend(kinds: Sequence[str]) -> Text:
     """What the styles mean, for these kinds."""
     text = Text()
     for kind in (k for k in STYLES if k in kinds):
-        text.append("   " if text else "")
-        text.append(kind, STYLES[kind]).append(f" {MEANING[kind]}", Style(dim=True))
+        text.append("  " if text else "")
+        text.append(kind, STYLES[kind]).append(MEANING[kind], Style(dim=True))
     return text
 
 
-def ratio_in_words(ratio: float) -> str:
-    """A ratio as it must be read: a slow-down is called one.
+def ratio_in_words(ratio: float, ratios: Sequence[float] = ()) -> str:
+    """Say a ratio as it must be read: a slow-down is called one. `ratios`: of each race, where there were several.
 
     >>> ratio_in_words(1.5), ratio_in_words(0.8)
-    ('1.50x as fast as plain decoding', '0.80x: a slow-down, 1.25 times the time of plain decoding')
+    ('1.50x as fast as plain decoding', 'a slow-down: 1.25x the time of plain decoding')
+    >>> ratio_in_words(1.5, [1.4, 1.6, 1.5])
+    '1.50x as fast as plain decoding (median of 3 races, 1.40 to 1.60)'
     """
-    if ratio >= 1:
-        return f"{ratio:.2f}x as fast as plain decoding"
-    return f"{ratio:.2f}x: a slow-down, {1 / ratio if ratio else float('inf'):.2f} times the time of plain decoding"
+    said, shown = f"{ratio:.2f}x as fast as plain decoding", list(ratios)
+    if ratio < 1:
+        shown = [1 / other if other else float("inf") for other in ratios]
+        said = f"a slow-down: {1 / ratio if ratio else float('inf'):.2f}x the time of plain decoding"
+    if len(shown) > 1:
+        said += f" (median of {len(shown)} races, {min(shown):.2f} to {max(shown):.2f})"
+    return said
 
 
 # ---------------------------------------------------------------------- the race
 
 
-class Stage:
-    """The live picture of a race: `watch` draws it, at most `fps` times a second of real time.
+def name_lane(method: str) -> str:
+    """Return what the screen calls a lane."""
+    return "plain decoding" if method == "autoregressive" else method
 
-    Nothing is drawn from a second thread: it would compete with the steps that are being timed.
+
+def choose_speed(lanes: Sequence[Lane]) -> float:
+    """Return the speed of a playback: a short race is stretched to `PLAYBACK_SECONDS`, others are played in real time."""
+    longest = max(lane.seconds for lane in lanes)
+    return longest / PLAYBACK_SECONDS if 0 < longest < REAL_TIME_SECONDS else 1.0
+
+
+def pace_in_words(speed: float) -> str:
+    """Say how a playback relates to real time.
+
+    >>> pace_in_words(1), pace_in_words(1 / 61), pace_in_words(0.4), pace_in_words(3)
+    ('in real time', 'slowed 61x', 'slowed 2.5x', '3x as fast as it was')
     """
+    if speed == 1:
+        return "in real time"
+    factor = max(speed, 1 / speed)
+    return f"slowed {factor:.{0 if factor >= 10 else 1}f}x" if speed < 1 else f"{factor:g}x as fast as it was"
 
-    def __init__(self, console: Console, prompt: str, total: int, title: str = "", fps: float = 15.0):
-        self.console, self.prompt, self.total, self.title, self.every = console, prompt, total, title, 1 / fps
-        self.live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self.drawn = 0.0
 
-    def __enter__(self) -> "Stage":
-        self.live.start()
-        return self
+class Stage:
+    """A race on the terminal. `play` shows one that is over; `draw` shows where its lanes stand at one moment."""
 
-    def __exit__(self, *_: object) -> None:
-        self.live.stop()
+    def __init__(self, console: Console, prompt: str, title: str = "", fps: float = 20.0):
+        self.console, self.prompt, self.title, self.fps = console, prompt, title, fps
 
-    def watch(self, lanes: Sequence[Lane]) -> None:
-        """Show the lanes, unless it was done just now."""
-        now = self.console.get_time()
-        if now - self.drawn >= self.every or all(lane.finished for lane in lanes):
-            self.live.update(self.draw(lanes, self.console.height - 6), refresh=True)
-            self.drawn = self.console.get_time()
+    def play(self, lanes: Sequence[Lane], speed: float) -> None:
+        """Play a race back, `speed` times as fast as it was run: all clocks are stretched by the same factor."""
+        longest = max(lane.seconds for lane in lanes)
+        note = f"measured before, played back {pace_in_words(speed)}"
+        with Live(console=self.console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
+            began = self.console.get_time()
+            now = 0.0
+            while now < longest:
+                now = (self.console.get_time() - began) * speed
+                cut = [cut_lane(lane, now) for lane in lanes]
+                live.update(self.draw(cut, self.console.height, lanes, note), refresh=True)
+                time.sleep(1 / self.fps)
+            time.sleep(HOLD_SECONDS)
 
-    def watch_reversed(self, lanes: Sequence[Lane]) -> None:
-        """Show lanes that were started in the other order, each in its usual place."""
-        self.watch(lanes[::-1])
+    def draw(
+        self, lanes: Sequence[Lane], height: int | None = None, whole: Sequence[Lane] = (), note: str = ""
+    ) -> RenderableType:
+        """Return the lanes side by side, or one below the other where the terminal is narrow.
 
-    def draw(self, lanes: Sequence[Lane], height: int | None = None) -> RenderableType:
-        """The lanes side by side, or one below the other where the terminal is narrow."""
+        height  rows of the terminal; one stays free for the cursor
+        whole   the lanes at the finish: the picture is as tall as it will be then, and does not jump
+        """
+        whole = whole or lanes
         beside = self.console.width >= 36 * len(lanes)
         wide = self.console.width // len(lanes) if beside else self.console.width
-        high = None if height is None else max(height if beside else height // len(lanes), 4)
-        bodies = [self._body(lane, wide, high) for lane in lanes]
-        tallest = max(len(body) for body in bodies)
-        panels = [self._panel(lane, body, wide, tallest) for lane, body in zip(lanes, bodies, strict=True)]
+        head = [
+            Text(visible(line), style="bold" if line == self.title else "dim") for line in (self.title, note) if line
+        ]
+        for line in head:
+            line.truncate(self.console.width, overflow="ellipsis")
+        keys = legend([kind for lane in whole for kind in lane.trace.origins])
+        high = None
+        if height is not None:
+            room = height - 1 - len(head) - len(keys.wrap(self.console, self.console.width))
+            high = max((room if beside else room // len(lanes)) - 4, 1)  # 4: border, bar, figures, border
+        tallest = max(len(self._body(lane, wide, high)) for lane in whole)
+        goal = max(len(lane.tokens) for lane in whole)
+        panels = [self._panel(lane, self._body(lane, wide, high), wide, tallest, goal) for lane in lanes]
         rows: list[RenderableType] = [*panels]
         if beside:
             grid = Table.grid(expand=True)
@@ -118,73 +158,74 @@ class Stage:
                 grid.add_column(ratio=1)
             grid.add_row(*panels)
             rows = [grid]
-        kinds = {kind for lane in lanes for kind in lane.trace.origins}
-        head = Text(visible(self.title), style="bold", no_wrap=True, overflow="ellipsis")
-        return Group(head, *rows, legend(list(kinds)))
+        return Group(*head, *rows, keys)
+
+    def tell(self, lane: Lane, lines: int) -> RenderableType:
+        """Return a lane's text in the width of the terminal, at most so many lines of it, and the legend."""
+        body = self._body(lane, self.console.width + 4, lines)
+        while body and not body[0].plain.strip():
+            del body[0]
+        return Group(Text("\n").join(body), legend(lane.trace.origins))
 
     def _body(self, lane: Lane, wide: int, high: int | None) -> list[Text]:
-        """The lines of a lane's text; where they are too many, the newest."""
+        """The lines of a lane's text in a panel of this width; where they are too many, the newest."""
         text = Text.assemble((visible(self.prompt), Style(dim=True)), coloured(lane.pieces, lane.trace.origins))
         lines = list(text.wrap(self.console, max(wide - 4, 8)))
-        return lines if high is None else lines[max(len(lines) - (high - 4), 0) :]
+        return lines if high is None else lines[max(len(lines) - high, 0) :]
 
-    def _panel(self, lane: Lane, body: list[Text], wide: int, lines: int) -> Panel:
-        done = min(len(lane.tokens) / max(self.total, 1), 1.0)
+    def _panel(self, lane: Lane, body: list[Text], wide: int, lines: int, goal: int) -> Panel:
+        done = 1.0 if lane.finished else min(len(lane.tokens) / max(goal, 1), 1.0)
         bar = Text("━" * round(done * (wide - 4)), "#009e73" if lane.finished else "")
         figures = Text(
-            f"{len(lane.tokens)} tokens  {lane.stats.tokens_per_call:.2f} a call  {lane.tokens_per_second:.0f}/s",
-            no_wrap=True,
-            overflow="ellipsis",
+            f"{len(lane.tokens)} tokens in {lane.stats.target_calls} forward passes", no_wrap=True, overflow="ellipsis"
         )
-        clock = f"{lane.seconds:.2f} s" + (f" ({lane.finished})" if lane.finished else "")
+        clock = f"{lane.seconds:.{2 if lane.seconds >= 1 else 3}f} s" + (", done" if lane.finished else "")
         content = Group(Text("\n").join([*body, *[Text()] * (lines - len(body))]), bar, figures)
-        return Panel(content, title=lane.method, subtitle=clock, box=ROUNDED)
+        return Panel(content, title=name_lane(lane.method), subtitle=clock, box=ROUNDED)
 
 
-def report(repeats: Sequence[Sequence[Lane]], outcomes: Sequence[Outcome], promises: Sequence[str]) -> RenderableType:
-    """The figures of a race; `promises` holds each outcome's guarantee at its settings, "lossy" among them."""
-    lanes = repeats[0]
+def report(lanes: Sequence[Lane], outcomes: Sequence[Outcome], promises: Sequence[str]) -> RenderableType:
+    """Return the figures of the race that is shown, and the verdict over all races.
+
+    promises  each outcome's guarantee at its settings, "lossy" among them
+    """
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=True)
     table.add_column("")
     for lane in lanes:
-        table.add_column(lane.method, justify="right")
-    for name, cells in figures(repeats).items():
+        table.add_column(name_lane(lane.method), justify="right")
+    for name, cells in figures(lanes).items():
         table.add_row(name, *cells)
     said: list[RenderableType] = [table, Text()]
     for outcome, promise in zip(outcomes, promises, strict=True):
         who = f"{outcome.method}: " if len(outcomes) > 1 else ""
-        many = ""
-        if len(outcome.ratios) > 1:
-            low, high = min(outcome.ratios), max(outcome.ratios)
-            many = f" (ratio of medians of {len(outcome.ratios)} repeats, from {low:.2f} to {high:.2f})"
-        said += [Text(f"{who}{ratio_in_words(outcome.ratio)}{many}", "bold"), Text(who + verdict(outcome, promise))]
+        said += [
+            Text(who + ratio_in_words(outcome.ratio, outcome.ratios), "bold"),
+            Text(who + verdict(outcome, promise)),
+        ]
     return Group(*said)
 
 
-def figures(repeats: Sequence[Sequence[Lane]]) -> dict[str, list[str]]:
-    """Rows of the report, a cell for each lane. Times are of the first repeat."""
-    lanes = repeats[0]
-    rows = {
+def figures(lanes: Sequence[Lane]) -> dict[str, list[str]]:
+    """Return the rows of the report, a cell for each lane."""
+    return {
         "tokens": [f"{lane.stats.emitted}" for lane in lanes],
-        "target calls": [f"{lane.stats.target_calls}" for lane in lanes],
-        "tokens per target call": [f"{lane.stats.tokens_per_call:.2f}" for lane in lanes],
-        "accepted of drafted": [
+        "forward passes": [f"{lane.stats.target_calls}" for lane in lanes],
+        "tokens per forward pass": [f"{lane.stats.tokens_per_call:.2f}" for lane in lanes],
+        "draft tokens accepted": [
             f"{lane.stats.accepted} of {lane.stats.drafted}" if lane.stats.drafted else "-" for lane in lanes
         ],
         "distinct 4-grams": [f"{lane.distinct:.2f}" for lane in lanes],
+        "seconds": [f"{lane.seconds:.3f}" for lane in lanes],
+        "tokens/s": [f"{lane.tokens_per_second:.1f}" for lane in lanes],
     }
-    for number, repeat in enumerate(repeats, 1):
-        name = "seconds" if len(repeats) == 1 else f"seconds, repeat {number}"
-        rows[name] = [f"{lane.seconds:.3f}" for lane in repeat]
-    rows["tokens/s"] = [f"{lane.tokens_per_second:.1f}" for lane in lanes]
-    return rows
 
 
 def verdict(outcome: Outcome, promise: str) -> str:
-    """Whether the texts are what they must be."""
+    """Say whether the texts are what they must be."""
     if outcome.identical is None:
-        same = "another law (its knobs make it lossy)" if promise in ("lossy", "approx") else "the same law"
-        return f"identical: not expected above temperature 0 ({same}, not the same text)"
+        lossy = promise in ("lossy", "approx")
+        same = "another distribution, by its settings" if lossy else "same distribution, not the same text"
+        return f"identical: not expected ({same})"
     if outcome.identical:
         return "identical: yes"
     where = f"identical: NO, from new token {outcome.differs_at} on"

@@ -1,41 +1,48 @@
 """The picture of a race, as one self-contained SVG.
 
-Each lane is a skyline over a common time axis: a column is one call of the target, as wide as it took, with a box for
-each token it committed. Plain decoding is one box high. Hollow boxes are guesses that were refused. What a token's
+Each lane is a skyline over a common time axis: a column is one forward pass of the target, as wide as it took, with a box
+for each token it committed. Plain decoding is one box high. Hollow boxes are draft tokens that were rejected. What a token's
 colour says (Okabe and Ito's palette), its mark says too (slash, dot). No script, no font, no link: it may be embedded
-anywhere.
+anywhere. It brings its own background: a page's theme and the browser's need not be the same.
 """
 
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
+from rich.console import Console
+from rich.text import Text
+
 from tinyspec.decoding.trace import Trace
 from tinyspec.display import visible
 
 WIDTH, MARGIN = 960.0, 24.0
 BOX, GAP = 15.0, 2.0  # height of a token's box, space between boxes
+LINE = 22.0  # height of a line of text
+LETTERS = 96  # in a line of text
 KINDS = ("accepted", "recovered", "bonus", "plain")
 MEANING = {
-    "accepted": "accepted: the draft guessed it",
-    "recovered": "recovered: replaces a refused guess",
-    "bonus": "bonus: the whole draft passed",
+    "accepted": "accepted draft token",
+    "recovered": "recovered after a rejection",
+    "bonus": "bonus after a full draft",
     "plain": "plain: no draft",
-    "refused": "refused guess",
+    "refused": "rejected draft token",
 }
 STYLE = """
-text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif;font-size:14px;fill:#1f2328}
-.name{font-weight:600;font-size:16px}.quiet{fill:#59636e}.small{font-size:12px}.big{font-weight:700;font-size:26px}
-.mono,.mono tspan{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:13px}
+text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif;font-size:16px;fill:#1f2328}
+.page{fill:#fff;stroke:#d1d9e0}.name{font-weight:600;font-size:18px}.quiet,tspan.quiet{fill:#59636e}.small{font-size:14px}
+.big{font-weight:700;font-size:28px}
+.mono,.mono tspan{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:15px}
 .line{stroke:#d1d9e0;stroke-width:1}.end{stroke:#59636e;stroke-width:1;stroke-dasharray:3 3}
 .accepted{fill:#009e73}.recovered{fill:#d55e00}.bonus{fill:#0072b2}.plain{fill:#8c959f}
-.refused{fill:none;stroke:#b6bfc8;stroke-width:1}.slash{stroke:#fff;stroke-width:1.5;fill:none}.dot{fill:#fff}
-tspan.accepted{fill:#00704f}tspan.recovered{fill:#b34700;font-weight:700}
+.refused{fill:none;stroke:#8c959f;stroke-width:1}.slash{stroke:#fff;stroke-width:1.5;fill:none}.dot{fill:#fff}
+tspan.accepted{fill:#00704f;font-weight:700}tspan.recovered{fill:#b34700;font-weight:700}
 tspan.bonus{fill:#005f96;text-decoration:underline}tspan.plain{fill:#1f2328}
 @media (prefers-color-scheme:dark){
-text,tspan.plain{fill:#e6edf3}.quiet{fill:#9198a1}.line{stroke:#3d444d}.end{stroke:#9198a1}
+.page{fill:#0d1117;stroke:#3d444d}
+text,tspan.plain{fill:#e6edf3}.quiet,tspan.quiet{fill:#9198a1}.line{stroke:#3d444d}.end{stroke:#9198a1}
 .accepted{fill:#1fb58a}.recovered{fill:#f0793a}.bonus{fill:#4aa8e8}.plain{fill:#7d8590}
-.refused{fill:none;stroke:#565e68}.slash{stroke:#0d1117}.dot{fill:#0d1117}
+.refused{fill:none;stroke:#7d8590}.slash{stroke:#0d1117}.dot{fill:#0d1117}
 tspan.accepted{fill:#3fd6a8}tspan.recovered{fill:#ff9a5c}tspan.bonus{fill:#7cc4f5}}
 """.strip()
 
@@ -50,9 +57,10 @@ class Track(NamedTuple):
     pieces: Sequence[str] = ()  # the text of each token, for the excerpt
     verdict: str = ""  # in large letters behind the finish: "1.4x as fast"
     note: str = ""  # below it: "identical text"
+    prompt: str = ""  # what the text continues
 
 
-def svg(tracks: Sequence[Track], title: str, lines: int = 3) -> str:
+def svg(tracks: Sequence[Track], title: str, lines: int = 5) -> str:
     """Draw the tracks one below the other; `lines` of the last one's text stand under them."""
     longest = max((track.ends[-1] for track in tracks if track.ends), default=1.0) or 1.0
     scale = (WIDTH - 2 * MARGIN) / longest
@@ -70,12 +78,13 @@ def svg(tracks: Sequence[Track], title: str, lines: int = 3) -> str:
     if lines and tracks and tracks[-1].pieces:
         excerpt = _excerpt(tracks[-1], y + 14, lines)
         body += excerpt
-        y += 19 * len(excerpt) + 14
+        y += LINE * len(excerpt) + 14
     y = _legend(body, y + 12, tracks)
     summary = escape("; ".join(f"{t.name}: {_figures(t)} {t.verdict} {t.note}".strip() for t in tracks))
     named = f'<title id="t">{escape(title)}</title><desc id="d">{summary}</desc>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {y:g}" role="img" aria-labelledby="t d">'
-    return "\n".join([head, named, f"<style>{STYLE}</style>", *body, "</svg>", ""])
+    page = f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1:g}" height="{y - 1:g}" rx="8"/>'
+    return "\n".join([head, named, f"<style>{STYLE}</style>", page, *body, "</svg>", ""])
 
 
 def _tallest(track: Track) -> int:
@@ -92,13 +101,13 @@ def _figures(track: Track) -> str:
     emitted = sum(len(r.emitted) for r in track.trace.rounds)
     calls = len(track.trace.rounds)
     seconds = track.ends[-1] if track.ends else 0.0
-    rate = f" · {seconds:.2f} s · {emitted / seconds:.0f} tokens/s" if seconds else ""
-    return f"{emitted} tokens · {calls} calls · {emitted / max(calls, 1):.2f} tokens per call{rate}"
+    rate = f" · {seconds:.3g} s" if seconds else ""
+    return f"{emitted} tokens in {calls} forward passes · {emitted / max(calls, 1):.2f} tokens per pass{rate}"
 
 
 def _heading(track: Track, y: float, judged: bool) -> list[str]:
-    """Name and figures; with the verdict where there is no room for it behind the finish."""
-    said = ", ".join(filter(None, (track.verdict, track.note))) if judged else ""
+    """Name and figures; with the verdict where there is no room for it after the finish."""
+    said = track.verdict if judged else ""
     after = f'<tspan class="quiet" dx="12">{escape(said)}</tspan>' if said else ""
     return [
         f'<text x="{MARGIN:g}" y="{y:g}" class="name">{escape(track.name)}{after}</text>',
@@ -165,21 +174,21 @@ def _axis(y: float, longest: float, scale: float) -> list[str]:
 
 
 def _excerpt(track: Track, y: float, lines: int) -> list[str]:
-    """The first lines of the text in one width of letter, each token in its colour."""
-    limit, rows, used = 110, [[]], 0  # type: tuple[int, list[list[str]], int]
-    for piece, kind in zip(track.pieces, track.trace.origins, strict=False):
-        shown = visible(piece).replace("\n", " ").replace("\t", " ")
-        if used + len(shown) > limit:
-            if len(rows) == lines:
-                rows[-1].append('<tspan class="plain"> …</tspan>')
-                break
-            rows, used, shown = [*rows, []], 0, shown.lstrip()
-        used += len(shown)
-        rows[-1].append(f'<tspan class="{kind}">{escape(shown)}</tspan>')
-    return [
-        f'<text x="{MARGIN:g}" y="{y + 19 * i:g}" class="mono" xml:space="preserve">{"".join(row)}</text>'
-        for i, row in enumerate(rows)
-    ]
+    """Return the first lines of the prompt and the text in one width of letter, each token in its colour."""
+    whole = Text()
+    for piece, kind in [(track.prompt, "quiet"), *zip(track.pieces, track.trace.origins, strict=False)]:
+        whole.append(visible(piece).replace("\n", " ").replace("\t", " "), kind)
+    rows = whole.wrap(Console(width=LETTERS), LETTERS)
+    if len(rows) > lines:
+        rows[lines - 1].truncate(LETTERS - 2)
+        rows[lines - 1].append(" …", "quiet")
+    drawn: list[str] = []
+    for i, row in enumerate(rows[:lines]):
+        parts = "".join(
+            f'<tspan class="{span.style}">{escape(row.plain[span.start : span.end])}</tspan>' for span in row.spans
+        )
+        drawn.append(f'<text x="{MARGIN:g}" y="{y + LINE * i:g}" class="mono" xml:space="preserve">{parts}</text>')
+    return drawn
 
 
 def _legend(body: list[str], y: float, tracks: Sequence[Track]) -> float:
@@ -191,7 +200,7 @@ def _legend(body: list[str], y: float, tracks: Sequence[Track]) -> float:
     for kind, meaning in MEANING.items():
         if kind not in seen:
             continue
-        wide = 28 + 6.3 * len(meaning)
+        wide = 32 + 7.0 * len(meaning)
         if x + wide > WIDTH - MARGIN:
             x, y = MARGIN, y + 22
         body.append(f'<path class="{kind}" d="{_box(x, y, 11, 13)}"/>')

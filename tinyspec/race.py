@@ -1,17 +1,18 @@
 """A race: several decoders write from the same prompt, each on its own clock.
 
-Each step is timed alone, with nothing else running. The lane whose clock is behind takes the next step, so that what a
-spectator sees at any moment is how far each would have come by then. Drawing, and turning ids into text, happen between
-the steps, while every clock stands still. A clock covers the prompt (for a technique with a draft model, the draft's
-prompt too) and every round; loading models is outside.
+Each step is timed alone, with nothing else running. The lane whose clock is behind takes the next step. Turning ids into
+text happens between the steps, while every clock stands still, and nothing is drawn until the race is over: `cut_lane` says
+what a lane had written at any moment, and so a race can be played back at any speed. A clock covers the prompt (for a
+technique with a draft model, the draft's prompt too) and every round; loading models is outside.
 """
 
 import gc
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 from tinyspec.decoding.decode import Round
@@ -77,7 +78,6 @@ class Lane:
 
 
 Start = Callable[[], Running]  # a new request, with its prompt run
-Watch = Callable[[Sequence[Lane]], None]
 
 
 def warm_up(starts: Sequence[Start]) -> None:
@@ -90,13 +90,9 @@ def warm_up(starts: Sequence[Start]) -> None:
 def race(
     model: Model,
     starts: Sequence[tuple[str, Start]],
-    watch: Watch | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Lane]:
-    """Run the requests against each other, one lane each; among equal clocks the first listed goes first.
-
-    watch  is shown all lanes after every step, off the clock
-    """
+    """Run the requests against each other, one lane each; among equal clocks the first listed goes first."""
     lanes = [Lane(method) for method, _ in starts]
     running: list[Running] = []
     gc.collect()
@@ -123,9 +119,26 @@ def race(
             lane.rounds.append(took)
             lane.tokens += round.tokens
             lane.pieces += [text.push([token]) if (text := texts[i]) is not None else "" for token in round.tokens]
-        if watch is not None:
-            watch(lanes)
     return lanes
+
+
+def cut_lane(lane: Lane, seconds: float) -> Lane:
+    """Return the lane as it stood when its clock showed `seconds`: the rounds that had ended, and what they wrote."""
+    if seconds >= lane.seconds:
+        return lane
+    ended = bisect_right(lane.ends, seconds)
+    ran = lane.trace.rounds[:ended]
+    emitted = sum(len(round.emitted) for round in ran)
+    under_way = max(seconds - [lane.prefill, *lane.ends][ended], 0.0)
+    return Lane(
+        lane.method,
+        prefill=min(seconds, lane.prefill),
+        rounds=[*lane.rounds[:ended], under_way],
+        tokens=lane.tokens[:emitted],
+        pieces=lane.pieces[:emitted],
+        stats=Statistics(target_calls=ended, emitted=emitted),
+        trace=Trace(lane.trace.prompt, ran),
+    )
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -144,7 +157,7 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 class Outcome:
     """One technique against plain decoding, over all repeats.
 
-    ratio      how many times as fast as plain decoding: ratio of the medians of seconds per token. Below 1: a slow-down
+    ratio      how many times as fast as plain decoding, in seconds per token: median over the repeats. Below 1: a slow-down
     ratios     the same of each repeat
     identical  whether every text is plain decoding's; None where it need not be (temperature above 0)
     """
@@ -161,16 +174,25 @@ def compare(repeats: Sequence[Sequence[Lane]], greedy: bool) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for i in range(1, len(repeats[0])):
         pairs = [(lanes[0], lanes[i]) for lanes in repeats]
-        plain, fast = (median(pair[k].seconds_per_token for pair in pairs) for k in (0, 1))
+        ratios = [a.seconds_per_token / b.seconds_per_token if b.tokens else 1.0 for a, b in pairs]
         differences = [first_difference(a.tokens, b.tokens) for a, b in pairs]
         at = next((d for d in differences if d is not None), None)
         outcomes.append(
             Outcome(
                 repeats[0][i].method,
-                plain / fast if fast else 1.0,
-                [a.seconds_per_token / b.seconds_per_token if b.tokens else 1.0 for a, b in pairs],
+                median(ratios),
+                ratios,
                 at is None if greedy else None,
                 at if greedy else None,
             )
         )
     return outcomes
+
+
+def find_median_race(ratios: Sequence[float]) -> int:
+    """Return the index of the race whose ratio is the median: the one to show. Of two in the middle, the lower ratio.
+
+    >>> find_median_race([1.3, 1.0, 1.1])
+    2
+    """
+    return list(ratios).index(median_low(ratios))
