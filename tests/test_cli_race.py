@@ -147,6 +147,7 @@ def test_speed_is_of_real_time(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "in real time" in terminal.out.getvalue()
     assert terminal.now < 5
     assert "nan" in failed(run(*call, "nan"))
+    assert "0" in failed(run(*call, "0"))
 
 
 def test_a_picture_without_a_folder_is_said_before_the_race(zoo: Zoo, tmp_path: Path) -> None:

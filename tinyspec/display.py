@@ -32,7 +32,7 @@ MEANING = {
     "plain": "",
 }
 PLAYBACK_SECONDS = 8.0  # how long a race is on the screen: the eye can follow 30 forward passes in this time
-REAL_TIME_SECONDS = 2.0  # a race of at least this length is watched as it was
+REAL_TIME_SECONDS = 1.0  # a race of at least this length is watched as it was
 HOLD_SECONDS = 1.0  # how long the finish stays on the screen
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
 

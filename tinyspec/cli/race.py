@@ -86,7 +86,7 @@ EDIT: dict[str, Any] = {
     click.option(
         "--speed",
         type=click.FloatRange(0, min_open=True),
-        help="Play back so many times as fast as it was. [default: 1; a race of under 2 seconds is slowed to 8]",
+        help="Play back so many times as fast as it was. [default: 1; a race of under a second is slowed to last 8]",
     ),
     click.option("--no-live", is_flag=True, help="No playback: only the report, as in a pipe."),
     click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
@@ -119,7 +119,7 @@ def race(
     behind takes the next step, alone. A clock covers the prompt and every step; loading is outside, and a short untimed start
     warms the caches. The ratio is of seconds per token: the median over the races, and their range.
 
-    Then the race whose ratio is the median is played back. If it took less than 2 seconds, it is slowed to last 8, all
+    Then the race whose ratio is the median is played back. If it took less than a second, it is slowed to last 8, all
     clocks alike; others are played in real time. Ctrl-C ends the playback and prints the report.
 
     At temperature 0 the texts are compared token by token. Text that loops flatters every technique: hence the repetition
@@ -162,8 +162,6 @@ def race(
     starts = [(PLAIN, starter(PLAIN, {})), *((m, starter(m, s)) for m, s in zip(contestants, shares, strict=True))]
     if texts and not any(find(method).copies for method in contestants):
         raise TinyspecError(f"{', '.join(contestants)} copies from no references: leave --reference out, or take llma")
-    if svg is not None and not svg.parent.is_dir():
-        raise TinyspecError(f"{svg.parent}: no such folder to write the picture into")
     for _, begin in starts:  # all that can be wrong with the arguments is said before the first step
         begin()
     racing.warm_up([begin for _, begin in starts])
