@@ -825,13 +825,13 @@ def test_the_handouts_table_and_points() -> None:
         "$p$": p,
         "$q$": q,
         "acceptance": [acceptance(p, q, token) for token in range(3)],
-        "drafted and kept, $\\min(p, q)$": kept,
+        "drafted and accepted, $\\min(p, q)$": kept,
         "residual": residual(p, q),
     }
     for name, row in rows.items():
         assert f"| {name} | {' | '.join(map(str, row))} |" in handout
     refused = 1 - sum(kept)
-    assert f"alpha = {1 - refused}$" in handout and f"refused: {refused}" in handout
+    assert f"alpha = {1 - refused}$" in handout and f"rejected: {refused}" in handout
     said = [f"{a} + {refused} · {r} = {a + refused * r}" for a, r in zip(kept, residual(p, q), strict=True) if r]
     assert all(line in handout for line in said) and len(said) == 2
     weights = [Fraction(x) for x in (3, 1, 2)]

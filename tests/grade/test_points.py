@@ -283,7 +283,7 @@ def test_the_table_says_why_a_file_could_not_be_imported(tmp_path: Path) -> None
 
 def test_the_table_counts_the_laws_that_hold(tmp_path: Path) -> None:
     report = grading.grade(A1, submit(tmp_path, edited(FROM_P)), limits=SLOW, only="verify")
-    assert table_entry(report.results[0]).startswith("3 of 4 laws hold; broken: joint law")
+    assert table_entry(report.results[0]).startswith("3 of 4 laws hold; broken: joint distribution")
 
 
 # ---------------------------------------------------------------------- reports for machines

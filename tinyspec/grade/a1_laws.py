@@ -21,7 +21,7 @@ Knobs = tuple[Fraction, int | None, Fraction | None]
 
 ROUNDING = 1e-9  # what a function that calculates in floats may be off
 
-A_LAW = "warp returns a law: V numbers from 0 on that add up to one"
+A_LAW = "warp returns a distribution: V numbers from 0 on that add up to one"
 TEMPERATURE = "temperature: weights to the power 1/T, at 0 the first of the greatest"
 TOP_K = "top-k: exactly the k greatest weights, ties to the lower token"
 TOP_P = "top-p: the smallest set of most probable tokens that reaches top_p"
@@ -29,9 +29,9 @@ ORDER = "the order: temperature, then top-k, then top-p of what top-k left"
 PROBABILITY = "the acceptance is a probability, from 0 to 1"
 OVER = "a token that the draft proposes too often (q > p) is accepted with probability p/q"
 UNDER = "a token that the draft proposes no more often than the target does (q <= p) is always accepted"
-REST = "the residual is a law: V numbers from 0 on that add up to one"
-BEYOND = "the residual gives nothing to a token that the draft says often enough (p <= q)"
-WHOLE = "kept and recovered together are the target: min(p, q) + (1 - alpha) residual = p"
+REST = "the residual is a distribution: V numbers from 0 on that add up to one"
+BEYOND = "the residual gives nothing to a token that the draft proposes often enough (p <= q)"
+WHOLE = "accepted and recovered together are the target: min(p, q) + (1 - alpha) residual = p"
 EQUAL = "p = q: nothing is left, and the residual is p"
 
 
@@ -151,7 +151,7 @@ def acceptances(acceptance: Function, cases: Cases, law: str) -> Iterator[tuple[
     for p, q in two_laws(cases):
         for token in range(len(p)):
             if q[token] > 0:
-                case = {"p (target row)": list(p), "q (draft row)": list(q), "drafted token": token}
+                case = {"p (target row)": list(p), "q (draft row)": list(q), "draft token": token}
                 got = acceptance(list(p), list(q), token)
                 if not is_number(got):
                     accuse(law, "a number (no bool, no nan)", got, **case)
@@ -182,7 +182,7 @@ def ratio(law: str, acceptance: Function, cases: Cases) -> Evidence:
     """Compare the acceptance with min(p, q) / q, on the side that the law speaks of."""
     evidence = Evidence(law)
     for case, mass, got in acceptances(acceptance, cases, law):
-        drafted = case["q (draft row)"][case["drafted token"]]
+        drafted = case["q (draft row)"][case["draft token"]]
         if (mass < drafted) == (law is OVER):
             evidence.cases += 1
             if not close(mass / drafted, got):

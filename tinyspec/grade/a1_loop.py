@@ -21,10 +21,10 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.cases import shrink
 from tinyspec.laws.exact import Reference
 
-JOINT = "joint law: over all rounds, the text has the law of plain decoding"
-CACHES = "when a model is called, its cache holds what was kept: nothing refused, nothing read twice"
-READ = "tokens come from calls: the target reads all but the last, the draft what it drafts behind; n = 0 needs no call"
-CALLS = "one call of the target a round, and rounds as long as the rule allows"
+JOINT = "joint distribution: over all rounds, the text has the distribution of plain decoding"
+CACHES = "at every forward pass the cache holds what was accepted: nothing rejected, nothing read twice"
+READ = "tokens come from forward passes: the target reads all but the last, the draft what precedes a draft token; n = 0 needs none"
+CALLS = "one forward pass of the target a round, and rounds as long as the rule allows"
 
 
 def stops(generate: Function, cases: Cases) -> Evidence:
@@ -96,7 +96,7 @@ def misread(prompt: Text, outcome: Run) -> tuple[dict[str, Any], Any, Any] | Non
     for before, tokens in outcome.target:
         ought = after[: shared(after, text)]
         if before != ought:
-            return called("target", text, tokens, "its cache before the call"), list(ought), list(before)
+            return called("target", text, tokens, "its cache before the forward pass"), list(ought), list(before)
         after = (*before, *tokens)
     judged, after = [(*before, *tokens) for before, tokens in outcome.target], ()
     for before, tokens in outcome.draft:
@@ -104,11 +104,11 @@ def misread(prompt: Text, outcome: Run) -> tuple[dict[str, Any], Any, Any] | Non
         while judged and judged[0][: len(read)] != read:
             judged.pop(0)
         if not judged:
-            asked = called("draft", text, tokens, "what it has read with this call")
+            asked = called("draft", text, tokens, "what it has read after the forward pass")
             return asked, "a beginning of a text that the target reads later", list(read)
         ought = after[: shared(after, judged[0])]
         if before != ought:
-            return called("draft", text, tokens, "its cache before the call"), list(ought), list(before)
+            return called("draft", text, tokens, "its cache before the forward pass"), list(ought), list(before)
         after = read
     return None
 
@@ -142,14 +142,14 @@ def unread(given: Situation, outcome: Run) -> tuple[str, Any, Any] | None:
     target, draft = ([(*before, *tokens) for before, tokens in asked] for asked in (outcome.target, outcome.draft))
     if given.case.tokens == 0:
         asked = [*(f"target.score({list(read)})" for read in target), *(f"draft.score({list(read)})" for read in draft)]
-        return ("the calls", "none", asked) if asked else None
+        return ("the forward passes", "none", asked) if asked else None
     if not any(shared(read, text) >= len(text) - 1 for read in target):
         longest = max(target, key=lambda read: shared(read, text), default=())
         return "what the target has read of the text in the end", list(text[:-1]), list(longest)
     known = len(given.prompt)
     for read in target:
         if len(read) > known + given.case.gamma:
-            what = f"how many tokens behind {list(read[:known])} the target reads in one call"
+            what = f"how many tokens after {list(read[:known])} the target reads in one forward pass"
             return what, f"at most {given.case.gamma}", len(read) - known
         if len(read) > known and not any(shared(each, read) >= len(read) - 1 for each in draft):
             longest = max(draft, key=lambda each: shared(each, read), default=())
@@ -206,6 +206,6 @@ def frugal(generate: Function, cases: Cases) -> Evidence:
         got = sum(mass * len(outcome.target) for outcome, mass in every(generate, given, evidence).items())
         expected = needed(given)
         if not close(expected, got):
-            compared = "how often the target is called, on average"
+            compared = "forward passes of the target, on average"
             accuse(CALLS, expected, got, **given.shown(), compared=compared)
     return evidence

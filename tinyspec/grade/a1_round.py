@@ -19,10 +19,10 @@ from tinyspec.laws.cases import Case, shrink, stage
 from tinyspec.laws.forms import Law, Outcome, Rounds
 from tinyspec.laws.small import Exact
 
-TOKENS = "a round says some of the draft, from its first token on, and one token more"
-BONUS = "behind a draft that is kept whole stands a draw from the target's last row"
-KEPT = "from left to right, each drafted token is kept with its acceptance"
-JOINT = "joint law: drafted and verified, the tokens have the target's law"
+TOKENS = "a round returns the first tokens of the draft, none to all, and one token more"
+BONUS = "after a draft that is accepted whole stands a draw from the target's last row"
+KEPT = "from left to right, each draft token is accepted with its acceptance probability"
+JOINT = "joint distribution: drafted and verified, the tokens have the target's distribution"
 
 Text = tuple[int, ...]
 
@@ -124,7 +124,7 @@ def kept(verify: Function, cases: Cases) -> Evidence:
                 expected = prod(ratios[:count], start=Fraction(1))
                 got = sum(mass for text, mass in law.items() if len(text) > count)
                 if not close(expected, got):
-                    asked = f"the probability that the first {count} drafted are kept"
+                    asked = f"the probability that the first {count} draft tokens are accepted"
                     accuse(KEPT, expected, got, **each.shown(), acceptances=ratios, compared=asked)
     return evidence
 
@@ -167,6 +167,8 @@ def named(found: Counterexample) -> Counterexample:
     if isinstance(found.case["draft"], dict):
         words["draft"] = "drafts, and how probable each is"
     case = {words.get(name, name): value for name, value in found.case.items()}
+    if "compared" in case:
+        case["compared"] = str(case["compared"]).replace("the law of", "the distribution of")
     return Counterexample(JOINT, case, found.expected, found.got)
 
 

@@ -82,11 +82,11 @@ class Situation:
         if by == "length":
             most = min(len(rows), first + n - 1)
             several = {
-                f"behind {length} token{'s' * (length > 1)}": rows[length - 1] for length in range(first, most + 1)
+                f"after {length} token{'s' * (length > 1)}": rows[length - 1] for length in range(first, most + 1)
             }
-            return several or {"behind any text": rows[-1]}
+            return several or {"after any text": rows[-1]}
         if by == "last":
-            return {f"behind token {token}": row for token, row in enumerate(rows)}
+            return {f"after token {token}": row for token, row in enumerate(rows)}
         texts = [
             (*self.prompt, *new) for count in range(n) for new in product(range(self.case.vocabulary), repeat=count)
         ]

@@ -11,7 +11,7 @@ ASSIGNMENT = Assignment(
         Task("mask", "A2.2 The mask", (GradedLaw(15, a2_trees.SEES, a2_trees.sees),)),
         Task(
             "score",
-            "A2.3 One call for a tree",
+            "A2.3 One forward pass for a tree",
             (
                 GradedLaw(10, a2_trees.ROWS, a2_trees.rows),
                 GradedLaw(5, a2_trees.BILL, a2_trees.bill, needs=(a2_trees.ROWS,)),

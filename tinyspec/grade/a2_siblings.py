@@ -1,4 +1,4 @@
-"""What A2 holds a judge of siblings to: whatever was guessed, the token has the target's law; and it keeps what it can."""
+"""What A2 holds a verifier of siblings to: whatever was drafted, the token has the target's distribution."""
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -15,10 +15,10 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.forms import pretty
 from tinyspec.laws.small import Exact, but, overlap, pairs, positive_part, rows
 
-KEPT_IS = "what is kept is the candidate at that place"
-LAW = "the token has the target's law"
-KEPT = "a candidate is kept as often as recursive rejection keeps one"
-POINT = "a candidate that was not drawn is kept with probability p"
+KEPT_IS = "what is accepted is the candidate at that place"
+LAW = "the token has the target's distribution"
+KEPT = "a candidate is accepted as often as recursive rejection accepts one"
+POINT = "a candidate that was not drawn is accepted with probability p"
 
 MASSLESS = "a draw from a row that adds up to more than 0"
 Function = Callable[..., Any]
@@ -137,7 +137,7 @@ def has_the_law(function: Function, cases: Cases) -> Evidence:
                 what[candidates] = {place_token: pretty(x / total) for place_token, x in outcomes.items()}
             case: dict[str, Any] = {"p": p, "q": q, "candidates": f"{k} drawn from q, without replacement"}
             case["each draw"] = what
-            case["compared"] = "the law of the token, over all draws"
+            case["compared"] = "the distribution of the token, over all draws"
             accuse(LAW, list(p), [pretty(x) for x in got], **case)
         seen += any(place is not None for outcomes in found.values() for place, _ in outcomes)
     return Evidence(LAW, seen)
@@ -172,7 +172,7 @@ def keeps(function: Function, cases: Cases) -> Evidence:
         expected = rule(p, q, k)
         if not at_least(expected, got):
             case = {"p": p, "q": q, "candidates": f"{k} drawn from q, without replacement"}
-            accuse(KEPT, f"one is kept with probability {expected}", f"with probability {pretty(got)}", **case)
+            accuse(KEPT, f"one is accepted with probability {expected}", f"with probability {pretty(got)}", **case)
         seen += 1
     return Evidence(KEPT, seen)
 
@@ -204,7 +204,7 @@ def keeps_points(function: Function, cases: Cases) -> Evidence:
         }
         if not all(same(expected.get(key, 0), law.get(key, 0)) for key in {*expected, *law}):
             got = {key: pretty(x) for key, x in law.items()}
-            case = {"p": p, "q": None, "candidates": list(candidates), "compared": "the law of (place, token)"}
+            case = {"p": p, "q": None, "candidates": list(candidates), "compared": "the distribution of (place, token)"}
             accuse(POINT, expected, got, **case)
         seen += 1
     return Evidence(POINT, seen)

@@ -13,7 +13,7 @@ from tinyspec.laws.accused import Evidence, accuse
 STANDS = "a node stands where its token would stand if its path were the text"
 SEES = "a node sees the committed text, its ancestors and itself, and nothing else"
 ROWS = "every row is the row of its path alone"
-BILL = "one call for the whole tree, and each path is fed once"
+BILL = "one forward pass for the whole tree, and each path is fed once"
 
 ROOT = -1
 WITHIN = 1e-9
@@ -181,11 +181,14 @@ def rows(function: Function, cases: Cases) -> Evidence:
         case: dict[str, Any] = {"text": text, "tokens": tokens, "parents": list(parents)}
         answer = function(session, list(tokens), list(parents))
         for read, (fed, positions) in enumerate(session.trace, 1):
-            case["fed" if len(session.trace) == 1 else f"fed in call {read}"] = {"tokens": fed, "positions": positions}
+            case["fed" if len(session.trace) == 1 else f"fed in forward pass {read}"] = {
+                "tokens": fed,
+                "positions": positions,
+            }
         got = items(ROWS, answer, len(tokens) + 1, "the root's row and one for each node", **case)
         for place, row in enumerate(got):
             spelled = [*text, *(tokens[node] for node in path(parents, place - 1))]
-            case["entry"] = f"{place}, the row behind {spelled}"
+            case["entry"] = f"{place}, the row after {spelled}"
             expected = alone(seed, spelled)
             for said, number in zip(items(ROWS, row, 3, "probabilities", **case), expected, strict=True):
                 if type(said) not in (Fraction, int, float) or not same(number, said):
@@ -201,8 +204,8 @@ def bill(function: Function, cases: Cases) -> Evidence:
         session = TreeSession(text, 3, seed)
         function(session, list(tokens), list(parents))
         paths = {tuple(tokens[node] for node in path(parents, end)) for end in range(ROOT, len(tokens))}
-        expected = {"calls": 1, "rows": len(paths)}
-        got = {"calls": len(session.trace), "rows": sum(len(fed) for fed, _ in session.trace)}
+        expected = {"forward passes": 1, "rows": len(paths)}
+        got = {"forward passes": len(session.trace), "rows": sum(len(fed) for fed, _ in session.trace)}
         if got != expected:
             case: dict[str, Any] = {"text": text, "tokens": tokens, "parents": list(parents)}
             accuse(BILL, expected, got, **case, paths=sorted(paths, key=lambda tokens: (len(tokens), tokens)))

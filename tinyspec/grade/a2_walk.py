@@ -18,9 +18,9 @@ from tinyspec.laws.small import but
 from tinyspec.tree import ROOT, TokenTree
 
 PATH = "the path goes down the tree from its root"
-JOINT = "the text has the target's joint law"
+JOINT = "the text has the target's joint distribution"
 ROOTS, CHILDREN = "the root's children", "the children of node {}"
-KEPT = "as much of the tree is accepted as siblings can be kept"
+KEPT = "as many nodes are accepted as recursive rejection accepts"
 
 Function = Callable[..., Any]
 

@@ -13,10 +13,10 @@ from tinyspec.grade.task import Cases, GradedLaw
 from tinyspec.laws.accused import Evidence, accuse
 
 GREEDY = "Jacobi iteration ends at the greedy text (Santilli et al. 2023, arXiv 2305.10427)"
-BLOCKS = "a sweep is one call over what is left of one block"
-SAID = "every token that is returned was said by the model, behind those that are returned before it"
+BLOCKS = "a sweep is one forward pass over what is left of one block"
+SAID = "every token that is returned is an answer of the model to those returned before it"
 PROGRESS = "each sweep makes one more token final at least"
-BLIND = "the first guess of a block is made before the model is asked about it"
+BLIND = "the first guess of a block is made before the model has seen it"
 CALLS = "a block of m tokens takes m sweeps at most, and two where no answer depends on a guess"
 
 MOST_TRUE = 0.75  # of the first guesses: with two to four tokens, about 0.36 come true
@@ -97,8 +97,11 @@ def says_what_is_returned(function: Function, cases: Cases) -> Evidence:
         told = {((*text, *guesses[:at]), token) for text, guesses, said in got.calls for at, token in enumerate(said)}
         for at, token in enumerate(got.tokens):
             if ((*case.prompt, *got.tokens[:at]), token) not in told:
-                shown = (f"a call that says {token} behind {[*case.prompt, *got.tokens[:at]]}", "no such call")
-                returned = {"returned": got.tokens, "calls": len(got.calls)}
+                shown = (
+                    f"a forward pass that answers {token} after {[*case.prompt, *got.tokens[:at]]}",
+                    "no such forward pass",
+                )
+                returned = {"returned": got.tokens, "forward passes": len(got.calls)}
                 accuse(SAID, shown[0], shown[1], **case.shown(), **returned, **_shown(got.calls))
     return Evidence(SAID, seen)
 
@@ -113,10 +116,10 @@ def sweeps_one_block(function: Function, cases: Cases) -> Evidence:
             made = len(text) - len(case.prompt)
             final = [*case.prompt, *whole][: len(text)]
             if made < 0 or made >= case.n or list(text) != final:
-                accuse(BLOCKS, "a call behind a text that is final", text, **case.shown(), greedy=whole)
+                accuse(BLOCKS, "a forward pass after a text that is final", text, **case.shown(), greedy=whole)
             left = min((made // case.block + 1) * case.block, case.n) - made
             if len(guesses) != left:
-                shown = (f"guesses, behind {made} new tokens: {left}", f"guesses: {len(guesses)}")
+                shown = (f"guesses, after {made} new tokens: {left}", f"guesses: {len(guesses)}")
                 accuse(BLOCKS, shown[0], shown[1], **case.shown(), **_shown(got.calls))
     return Evidence(BLOCKS, seen)
 
@@ -139,7 +142,7 @@ def progresses(function: Function, cases: Cases) -> Evidence:
         for at, (text, guesses, _) in enumerate(got.calls, 1):
             now, end = right(case, text, guesses, whole), len(text) - len(case.prompt) + len(guesses)
             if now < final:
-                shown = (f"right new tokens when call {at} is made: {final}", f"right: {now}")
+                shown = (f"right new tokens before forward pass {at}: {final}", f"right: {now}")
                 accuse(PROGRESS, shown[0], shown[1], **case.shown(), greedy=whole, **_shown(got.calls[:at]))
             final = min(now + 1, end)
     return Evidence(PROGRESS, seen)
@@ -178,7 +181,7 @@ def calls_no_more_than_needed(function: Function, cases: Cases) -> Evidence:
         blocks = [min(case.block, case.n - begin) for begin in range(0, made, case.block)]
         most = sum(min(size, 2) if case.rule == "places" else size for size in blocks)
         if len(got.calls) > most:
-            shown = (f"calls: at most {most}", f"calls: {len(got.calls)}")
+            shown = (f"forward passes: at most {most}", f"forward passes: {len(got.calls)}")
             accuse(CALLS, shown[0], shown[1], **case.shown(), **{"tokens of each block": blocks}, **_shown(got.calls))
     return Evidence(CALLS, seen)
 
@@ -186,7 +189,7 @@ def calls_no_more_than_needed(function: Function, cases: Cases) -> Evidence:
 def _shown(calls: Sequence[Any]) -> dict[str, Any]:
     """The calls as a table: what was guessed behind how many tokens, and what the model said."""
     return {
-        f"call {at}": f"text {text}, guesses {guesses}, said {said}"
+        f"forward pass {at}": f"text {text}, guesses {guesses}, answers {said}"
         for at, (text, guesses, said) in enumerate(calls[:8], 1)
     }
 

@@ -57,14 +57,14 @@ class TreeSession(Prop):
         """
         read = len(self.text) - 1
         if len(self.trace) >= MOST_CALLS:
-            raise ValueError(f"the model was called {MOST_CALLS} times: the function is not going to stop")
+            raise ValueError(f"the model ran {MOST_CALLS} forward passes: the function is not going to stop")
         for name, given in (("tokens", tokens), ("positions", positions), ("the mask", mask)):
             if not isinstance(given, (list, tuple)):
                 raise ValueError(f"{name} must be a list: got {given!r}")
         if not tokens or not len(tokens) == len(positions) == len(mask):
             sizes = f"{len(tokens)} tokens, {len(positions)} positions and {len(mask)} rows of the mask"
             raise ValueError(
-                f"a call needs as many positions and rows of the mask as tokens, at least one: got {sizes}"
+                f"a forward pass needs as many positions and rows of the mask as tokens, at least one: got {sizes}"
             )
         for token in tokens:
             _whole(token, "a token", self.vocabulary - 1)

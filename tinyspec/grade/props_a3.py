@@ -146,7 +146,7 @@ class CountedModel(Prop):
             for token in tokens:
                 whole(token, f"a token of {name}", 0, self.vocabulary - 1)
         if len(self.trace) >= MOST_CALLS:
-            raise ValueError(f"the model was called {MOST_CALLS} times: the function is not going to stop")
+            raise ValueError(f"the model ran {MOST_CALLS} forward passes: the function is not going to stop")
         said = [self._behind([*text, *guesses[:at]]) for at in range(len(guesses))]
         self.note(list(text), list(guesses), said)
         return list(said)

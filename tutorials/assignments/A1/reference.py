@@ -1,6 +1,6 @@
 """Assignment A1: speculative sampling.
 
-Five functions, each built on those before it. A row is a list of V Fractions, one number a token: they calculate like floats,
+Five functions, each built on those before it. A row is a list of V Fractions, one number per token: they calculate like floats,
 without rounding, so write ordinary code. Functions that decide by chance ask the `chance` they are given, and nothing else:
 
     chance.accept(ratio)    True with probability min(1, ratio)
@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Protocol
 
 Row = list[Fraction]
-"""[V] One number a token: weights from 0 on, or a law, whose numbers add up to one."""
+"""[V] One number per token: weights from 0 on, or a distribution, whose numbers add up to one."""
 
 Knobs = tuple[Fraction, int | None, Fraction | None]
 """The user's (temperature, top_k, top_p): `warp(row, *knobs)`."""
@@ -29,7 +29,7 @@ class Chance(Protocol):
         ...
 
     def draw(self, row: Row) -> int:
-        """A token from a law."""
+        """A token from a distribution."""
         ...
 
 
@@ -39,7 +39,7 @@ class Session(Protocol):
     def __len__(self) -> int: ...
 
     def score(self, tokens: Sequence[int]) -> list[Row]:
-        """One call of the model: read tokens behind the cache, where they stand from then on.
+        """One forward pass: read tokens after the cache, where they stand from then on.
 
         Returns a row of weights for each of them: the weights of the token that follows it. At least one token.
         """
@@ -84,7 +84,7 @@ class Dice:
 
 
 def warp(weights: Row, temperature: Fraction, top_k: int | None, top_p: Fraction | None) -> Row:
-    """A1.1 The law that is sampled from: the model's weights after the user's settings.
+    """A1.1 The distribution that is sampled from: the model's weights after the user's settings.
 
     weights      [V] e to the power of the logits: from 0 on, not all 0; they need not be whole, nor add up to one
     temperature  0, 1, 1/2 or 1/3. A logit divided by T is a weight to the power 1/T: of a Fraction w, `w ** (1 / temperature)`
@@ -93,7 +93,7 @@ def warp(weights: Row, temperature: Fraction, top_k: int | None, top_p: Fraction
     top_p        above 0, up to 1: then keep the smallest set of most probable tokens whose share of what top_k left reaches
                  top_p; None keeps all
 
-    Among equal weights the lower token comes first, everywhere. Returns the law [V]: its numbers add up to one.
+    Among equal weights the lower token comes first, everywhere. Returns the distribution [V]: its numbers add up to one.
 
     >>> weights = [Fraction(3), Fraction(1), Fraction(2)]
     >>> [str(x) for x in warp(weights, Fraction(1), None, None)]
@@ -123,10 +123,10 @@ def warp(weights: Row, temperature: Fraction, top_k: int | None, top_p: Fraction
 
 
 def acceptance(p: Row, q: Row, token: int) -> Fraction:
-    """A1.2 The probability that a drafted token is kept.
+    """A1.2 The probability that a draft token is accepted.
 
-    p, q   [V] the target's law and the law the token was drawn from
-    token  the drafted one: q[token] > 0
+    p, q   [V] the target's distribution and the one that the token was drawn from
+    token  the draft token: q[token] > 0
 
     >>> p, q = [Fraction(1, 4), Fraction(3, 4)], [Fraction(1, 2), Fraction(1, 2)]
     >>> str(acceptance(p, q, 0)), str(acceptance(p, q, 1))
@@ -138,11 +138,11 @@ def acceptance(p: Row, q: Row, token: int) -> Fraction:
 
 
 def residual(p: Row, q: Row) -> Row:
-    """A1.3 The law of the token that is said in the place of a refused one.
+    """A1.3 The distribution of the token that replaces a rejected one.
 
-    p, q  [V] the target's law and the law the refused token was drawn from
+    p, q  [V] the target's distribution and the one that the rejected token was drawn from
 
-    Where p and q are equal nothing is ever refused, and nothing is left to normalise: return p.
+    Where p and q are equal nothing is ever rejected, and nothing is left to normalise: return p.
 
     >>> p, q = [Fraction(1, 4), Fraction(3, 4)], [Fraction(1, 2), Fraction(1, 2)]
     >>> [str(x) for x in residual(p, q)]
@@ -156,15 +156,15 @@ def residual(p: Row, q: Row) -> Row:
 
 
 def verify(p_rows: list[Row], q_rows: list[Row], draft: list[int], chance: Chance) -> list[int]:
-    """A1.4 One round: what is said, given what was drafted.
+    """A1.4 One round: the tokens that are added to the text, given what was drafted.
 
-    p_rows  [gamma + 1, V] the target's laws; p_rows[i] is that of the token behind draft[:i]
-    q_rows  [gamma, V] q_rows[i] is the law that draft[i] was drawn from
-    draft   [gamma] the drafted tokens; gamma may be 0
+    p_rows  [gamma + 1, V] the target's distributions; p_rows[i] is that of the token after draft[:i]
+    q_rows  [gamma, V] q_rows[i] is the distribution that draft[i] was drawn from
+    draft   [gamma] the draft tokens; gamma may be 0
 
-    From left to right each drafted token is kept with its acceptance probability. The first that is refused is replaced by a
-    draw from the residual, and ends the round; if none is, one more token, the bonus, is drawn from the last row of p_rows.
-    Returns the kept tokens and the one drawn: 1 to gamma + 1 tokens.
+    From left to right each draft token is accepted with its acceptance probability. The first that is rejected is replaced by
+    a draw from the residual, and ends the round; if none is, one more token, the bonus, is drawn from the last row of p_rows.
+    Returns the accepted tokens and the one drawn: 1 to gamma + 1 tokens.
 
     >>> yes, no = [Fraction(1), Fraction(0)], [Fraction(0), Fraction(1)]
     >>> verify([yes, no, yes], [yes, no], [0, 1], Dice(0))
@@ -195,18 +195,18 @@ def generate(
 
     target, draft  two sessions that have read nothing yet. `score` returns weights: warp both models' rows with the knobs
     prompt         [at least 1] the tokens the text begins with
-    n              how many tokens to add; 0 is allowed, and needs no call
+    n              how many tokens to add; 0 is allowed, and needs no forward pass
     gamma          how many tokens to draft a round; fewer where fewer are wanted
-    eos            the token that ends a text: it is said, and nothing after it; one in the prompt ends nothing. Or None
+    eos            the token that ends a text: it is returned, and nothing after it; one in the prompt ends nothing. Or None
 
-    Each round calls the target once, and every row comes from a call: use nothing else of a session. When a model is called,
-    its cache holds tokens of the text, and for the draft also those it drafted in this round: no refused ones (rewind!).
-    Nothing that was kept is read twice. Returns the new tokens, without the prompt.
+    Each round runs one forward pass of the target, and every row comes from a forward pass: use nothing else of a session. At
+    every forward pass the cache holds tokens of the text, and for the draft also those it drafted in this round: no rejected
+    ones (rewind!). Nothing that was accepted is read twice. Returns the new tokens, without the prompt.
 
     The examples import the grader's Session. Do so in examples only: where the submission is graded, there is no tinyspec.
 
     >>> from tinyspec.grade.props_a1 import Session
-    >>> rows = [[Fraction(x == 1) for x in range(3)], [Fraction(x == 2) for x in range(3)]]  # behind 1 token: 1; then: 2
+    >>> rows = [[Fraction(x == 1) for x in range(3)], [Fraction(x == 2) for x in range(3)]]  # after 1 token: 1; then: 2
     >>> generate(Session(rows), Session(rows), [0], 4, 2, None, (Fraction(1), None, None), Dice(0))
     [1, 2, 2, 2]
     >>> generate(Session(rows), Session(rows), [0], 4, 2, 2, (Fraction(1), None, None), Dice(0))
@@ -227,7 +227,7 @@ def generate(
             text.append(token)
             if token == eos:
                 break
-        for session in (target, draft):  # the newest token is no model's yet, and what was refused must go
+        for session in (target, draft):  # the newest token is no model's yet, and what was rejected must go
             session.rewind(min(len(session), len(text) - 1))
     return text[len(prompt) :]
     # end of solution
