@@ -858,7 +858,7 @@ def misuses() -> Iterator[tuple[Callable[[], Any], str]]:
     yield lambda: layered.row(1.5), "the state is 1.5"  # type: ignore[arg-type]
     yield lambda: counted.says([0], []), "the guesses must be a list of tokens that is not empty"
     yield lambda: counted.says([0], [-1]), "a token of the guesses is -1"
-    yield lambda: [counted.says([0], [0]) for _ in range(2000)], "called 1000 times"
+    yield lambda: [counted.says([0], [0]) for _ in range(2000)], "ran 1000 forward passes"
 
 
 @pytest.mark.parametrize("misuse", misuses(), ids=lambda misuse: misuse[1][:24])

@@ -2,7 +2,7 @@
 
 Five functions and a class. The hand-out (handout.md) says what each is for, with an example by hand; here stand their exact
 terms. A draft is a tree of n nodes, numbered from 0 so that a parent comes before its children: `tokens` [n] and `parents` [n].
-The parent of a first guess is ROOT: the newest committed token. Rows are lists of Fractions, which calculate like floats,
+The parent of a first draft token is ROOT: the newest committed token. Rows are lists of Fractions, which calculate like floats,
 without rounding: write ordinary code. Use the standard library alone.
 """
 
@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 ROOT = -1
 
-Row = Sequence[Fraction]  # [V] a law over the tokens 0 to V - 1: it adds up to one
+Row = Sequence[Fraction]  # [V] a distribution over the tokens 0 to V - 1: it adds up to one
 Tree = tuple[list[int], list[int]]  # tokens [n], parents [n]
 
 
 class Chance(Protocol):
-    """Where randomness comes from, and the only place: `random` would make your law impossible to compute."""
+    """Where randomness comes from, and the only place: `random` would make your distribution impossible to compute."""
 
     def accept(self, ratio: Any) -> bool:
         """True with probability min(1, ratio)."""
@@ -34,14 +34,14 @@ class Session(Protocol):
     text: list[int]  # at least one token
 
     def score(self, tokens: list[int], positions: list[int], mask: list[list[bool]]) -> list[list[Fraction]]:
-        """One call of the model: k tokens, k rows. Nothing that is fed is kept.
+        """One forward pass: k tokens, k rows. Nothing that is fed stays in the cache.
 
         Args:
             tokens, positions: [k] what is fed, and where in the text each token stands, counted from 0.
             mask: [k][c + k] True or False: what each row sees, of the c = len(text) - 1 tokens that were read and then of the
                 k that are fed.
         Returns:
-            [k][V] the law of the token behind each.
+            [k][V] the distribution of the token after each.
         """
         ...
 
@@ -66,7 +66,7 @@ def positions(parents: list[int], committed: int) -> list[int]:
         parents: [n] a node's parent, or ROOT. A parent comes before its children; nothing else is known of the order.
         committed: tokens of the committed text, 0 or more. They stand at positions 0 to committed - 1.
     Returns:
-        [n] whole numbers, of type int. Siblings stand at one position: they are guesses of the same token.
+        [n] whole numbers, of type int. Siblings stand at one position: they are candidates for the same token.
 
     >>> positions([-1, -1, 0, 0, 2], committed=10)
     [10, 10, 11, 11, 12]
@@ -105,7 +105,7 @@ def mask(parents: list[int], committed: int) -> list[list[bool]]:
 
 
 def score(session: Session, tokens: list[int], parents: list[int]) -> list[Row]:
-    """The target's rows for a whole tree, of one call.
+    """The target's rows for a whole tree, of one forward pass.
 
     The newest token of `session.text` was not read yet: feed it with the tree, as the root of all of it. Nodes that spell the
     same path have the same row: feed it once.
@@ -113,8 +113,8 @@ def score(session: Session, tokens: list[int], parents: list[int]) -> list[Row]:
     Args:
         tokens, parents: [n] the tree; siblings may be equal, and n may be 0.
     Returns:
-        [n + 1][V] entry 0 is the root's row: the law of the token behind the text. Entry i + 1 is the row of node i: the law of
-        the token behind the text and the path to node i.
+        [n + 1][V] entry 0 is the root's row: the distribution of the token after the text. Entry i + 1 is that of node i:
+        the distribution of the token after the text and the path to node i.
     """
     # solution
     fed, above, found = [session.text[-1]], [ROOT], dict[tuple[int, int], int]()
@@ -143,16 +143,16 @@ def scaled(row: Row) -> Row:
 
 
 def siblings(p: Row, q: Row | None, candidates: list[int], chance: Chance) -> tuple[int | None, int]:
-    """Judge several guesses of one token, in their order, by recursive rejection. The token returned has exactly the law p.
+    """Verify several candidates for one token, in their order, by recursive rejection. The token returned has distribution p.
 
     Args:
-        p: [V] the target's law.
-        q: [V] the law that the candidates were drawn from, one after the other, without replacement; or None: they were not
-            drawn, and each is judged as a point mass (a law that gives this candidate probability 1).
+        p: [V] the target's distribution.
+        q: [V] the distribution that the candidates were drawn from, one after the other, without replacement; or None: they
+            were not drawn, and each is verified as a point mass (a distribution that gives it probability 1).
         candidates: tokens that are all different; there may be none.
     Returns:
-        The place of the candidate that was kept (0 is the first), or None if none was; and the token: that candidate, or else a
-        token drawn from what the refusals left of p.
+        The place of the candidate that was accepted (0 is the first), or None if none was; and the token: that candidate, or
+        else a token drawn from what the rejections left of p.
 
     >>> class Stubborn:  # a chance that accepts only what is certain, and draws the likeliest token
     ...     def accept(self, ratio):
@@ -178,18 +178,18 @@ def siblings(p: Row, q: Row | None, candidates: list[int], chance: Chance) -> tu
 def walk(
     tokens: list[int], parents: list[int], p_rows: list[Row], q_rows: list[Row | None], chance: Chance
 ) -> tuple[list[int], int]:
-    """Follow a tree from its root as far as the target's law lets it, then say one token more.
+    """Follow a tree from its root as far as the target accepts, then return one token more.
 
-    The text that comes out, token by token, has exactly the target's law.
+    The text that comes out, token by token, has exactly the target's distribution.
 
     Args:
         tokens, parents: [n] the tree. Siblings were drawn in the order of their numbers, and all differ; n may be 0.
         p_rows: [n + 1][V] the target's rows, as `score` gives them.
-        q_rows: [n + 1] entry i + 1 is the law [V] that the children of node i were drawn from without replacement, and entry 0
-            that of the root's; None where there are no children, or where each is a point mass.
+        q_rows: [n + 1] entry i + 1 is the distribution [V] that the children of node i were drawn from without replacement;
+            entry 0 is that of the root's; None where there are no children, or where each is a point mass.
     Returns:
-        The accepted nodes from the top down, and one token: what `siblings` gave in place of the refused ones, or a bonus
-        token, drawn behind a node that has no children.
+        The accepted nodes from the top down, and one token: what `siblings` gave in place of the rejected ones, or a bonus
+        token, drawn after a node that has no children.
     """
     # solution
     path: list[int] = []
@@ -247,8 +247,8 @@ class Trie:
     def retrieve(self, context: Sequence[int], budget: int) -> Tree:
         """A draft: what followed the longest known end of the context.
 
-        That end is the longest of 1 to depth - 1 tokens that was seen *with something behind it*; if there is none, the tree is
-        empty. Every path of tokens that was seen behind it (end and path have at most `depth` tokens together) is a node, and
+        That end is the longest of 1 to depth - 1 tokens that was seen *with something after it*; if there is none, the tree is
+        empty. Every path of tokens that was seen after it (end and path have at most `depth` tokens together) is a node, and
         its count is how often end and path occurred in a row. Of all of them the tree has the first `budget`: those of the
         highest counts; of equal counts the path that comes first in the order of lists ([1] before [1, 0] before [2]).
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
-Row = Sequence[Fraction]  # [V] the law of the next word
+Row = Sequence[Fraction]  # [V] the distribution of the next word
 Read = tuple[list[int], list[int]]  # new tokens [n], and the layers after which they were read [n]
 
 
@@ -40,7 +40,7 @@ class LayeredModel(Protocol):
         ...
 
     def row(self, state: int) -> list[Fraction]:
-        """[V] The law of the next word, read from a state above any layer. Not counted."""
+        """[V] The distribution of the next word, read from a state above any layer. Not counted."""
         ...
 
 
@@ -50,7 +50,7 @@ class CountedModel(Protocol):
     eos: int | None  # the token that ends a text
 
     def says(self, text: Sequence[int], guesses: Sequence[int]) -> list[int]:
-        """One call: for every i the likeliest token behind text + guesses[:i], so as many as there are guesses."""
+        """One forward pass: for every i the likeliest token after text + guesses[:i], so as many as there are guesses."""
         ...
 
 
@@ -208,7 +208,7 @@ def decode_recomputing(model: LayeredModel, prompt: list[int], n: int, threshold
         if position >= first:
             text.append(likeliest(model.row(state)))
             layers.append(left)
-        if position < first + n - 1:  # behind the last token nobody comes who could read it
+        if position < first + n - 1:  # after the last token nobody comes who could read it
             for layer in range(left + 1, model.depth + 1):
                 state = through(model, layer, position, state)
     return text[first + 1 :], layers
@@ -257,15 +257,15 @@ def calibrate(thresholds: list[float], p_values: list[Fraction], epsilon: Fracti
 def jacobi(model: CountedModel, prompt: list[int], n: int, block: int) -> list[int]:
     """Greedy decoding by Jacobi iteration: block by block, each block by sweeps over all of its tokens.
 
-    The first guess of a block is yours: any tokens will do, if no model is asked for them. A sweep is one call of the model,
-    with a text that is final and guesses for what is left of the block. A block of m tokens takes m calls at most; two, where
-    no answer depends on a guess.
+    The first guess of a block is yours: any tokens will do, if no model is asked for them. A sweep is one forward pass, with a
+    text that is final and guesses for what is left of the block. A block of m tokens takes m forward passes at most; two,
+    where no answer depends on a guess.
 
     Args:
         prompt: at least one token. n: the most new tokens, at least 1. block: tokens of a block, at least 1; the last block
             is shorter where n is no multiple of it.
     Returns:
-        The new tokens: n of them, or fewer if the model says `model.eos`, which is then the last.
+        The new tokens: n of them, or fewer if `model.eos` is among them, which is then the last.
 
     >>> from tinyspec.grade.props_a3 import CountedModel
     >>> model = CountedModel("places", vocabulary=5)
