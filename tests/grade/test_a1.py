@@ -766,6 +766,22 @@ def test_every_law_breaks_on_something() -> None:
     assert meant == laws == {law.sentence for task in ASSIGNMENT.tasks for law in task.laws}
 
 
+def test_the_page_for_instructors_names_patterns_that_can_be_reached() -> None:
+    page = (FOLDER.parents[1] / "instructors.md").read_text(encoding="utf-8")
+    for function, name in (
+        (recovers_from_the_target, "verify"),
+        (bonus_a_row_early, "verify"),
+        (evenly, "residual"),
+        (nothing_left, "residual"),
+    ):
+        verdicts = grading.judge(TASKS[name], function).verdicts
+        numbers = {
+            status: ", ".join(str(at) for at, verdict in enumerate(verdicts, 1) if verdict.status == status)
+            for status in ("holds", "broken")
+        }
+        assert f"| `{name}` | {numbers['holds']} | {numbers['broken']} |" in page
+
+
 # ---------------------------------------------------------------------- the folder that a student gets
 
 

@@ -1,5 +1,7 @@
 """Laws of the points: each law earns its own, a mistake costs once, and nothing is earned by what is not written."""
 
+import re
+import textwrap
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -7,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.grade.tiny import FAST, RATIO, REST, RIGHT, TINY, graded, ratio, rest, submit
-from tinyspec.grade import grading
+from tinyspec.grade import bundle, grading
 from tinyspec.grade.a1 import ASSIGNMENT as A1
-from tinyspec.grade.assignments import NAMES, find, folder, new, reference_of
+from tinyspec.grade.assignments import NAMES, find, folder, new, reference_of, rubric
 from tinyspec.grade.process import Limits
 from tinyspec.grade.report import as_dict, explain, gradescope, table_entry
 from tinyspec.grade.starter import extract_helpers
@@ -91,7 +93,11 @@ def test_a_new_folder_lists_the_points_of_every_law(name: str, tmp_path: Path) -
     text = (tmp_path / "mine" / "README.md").read_text(encoding="utf-8")
     for task in find(name).tasks:
         for law in task.laws:
-            assert f"`{task.name}` | {law.sentence} | {law.points} |" in text
+            line = next(
+                line for line in text.splitlines() if f"`{task.name}` |" in line and f"| {law.sentence}" in line
+            )
+            assert line.endswith(f" | {law.points} |")
+            assert (" (only where law " in line) is bool(law.needs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,6 +110,37 @@ def test_points_are_whole_and_add_up(name: str) -> None:
         assert all(type(law.points) is int and law.points > 0 for law in task.laws)
         assert all(set(law.needs) < set(sentences) for law in task.laws)
         assert set(task.uses) <= {earlier.name for earlier in tasks[:at]}
+
+
+PAGE = (folder("A1").parents[1] / "instructors.md").read_text(encoding="utf-8")
+
+
+def test_the_page_for_instructors_has_the_points_of_the_code_and_is_short() -> None:
+    for name in NAMES:
+        assert rubric(find(name)) in PAGE
+    prose = re.sub(r"```.*?```", "", PAGE.split("## The laws and their points")[0], flags=re.DOTALL)
+    lines = [line for line in prose.splitlines() if not line.strip().startswith("|")]
+    assert len(" ".join(lines).split()) <= 900
+    points = {task.title.split()[0]: task.points for task in A1.tasks}
+    assert sum(points[f"A1.{number}"] for number in (1, 2, 3, 4)) == 70 and points["A1.5"] == 30
+    assert "A1.1 to A1.4, 70 points" in PAGE and "A1.5, 30 points" in PAGE
+
+
+def test_the_page_s_container_has_the_places_that_the_bundle_asks_for() -> None:
+    for place in ("/autograder/submission:ro", "/autograder/results", "/autograder/source/run_autograder"):
+        assert place in PAGE
+    assert '"$root/submission"' in bundle.RUN and '"$root/results/results.json"' in bundle.RUN
+    assert "/autograder/venv/bin/pip" in bundle.SETUP and "$root/venv/bin/python" in bundle.RUN
+
+
+def test_the_page_s_rows_are_distributions_and_a_student_s_own() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    space: dict[str, Any] = {}
+    exec(textwrap.dedent(code), space)
+    for student in ("1", "2"):
+        p, q = space["draw_rows"](student)
+        assert sum(p) == sum(q) == 1 and len(p) == len(q) == 4 and p != q
+    assert space["draw_rows"]("1") == space["draw_rows"]("1") != space["draw_rows"]("2")
 
 
 # ---------------------------------------------------------------------- half-right submissions
@@ -154,6 +191,7 @@ def test_what_has_no_idea_in_it_earns_little(tmp_path: Path) -> None:
     """Plain decoding is half of the loop, and the functions that return what lies at hand are nearly nothing."""
     scores = score_a1(tmp_path, f"from fractions import Fraction\n{NO_IDEA}")
     assert scores == {"warp": 3, "acceptance": 2, "residual": 4, "verify": 3, "generate": 15}
+    assert f"get {sum(scores.values())} of 100, most of it for plain decoding" in " ".join(PAGE.split())
 
 
 # ---------------------------------------------------------------------- the reference's helpers

@@ -23,7 +23,7 @@ from tinyspec.laws.exact import Reference
 
 JOINT = "joint distribution: over all rounds, the text has the distribution of plain decoding"
 CACHES = "at every forward pass the cache holds what was accepted: nothing rejected, nothing read twice"
-READ = "tokens come from forward passes: the target reads all but the last, the draft what precedes its tokens; n = 0 needs none"
+READ = "tokens come from forward passes: the target reads all but the last, the draft what its tokens follow; n = 0 needs none"
 CALLS = "one forward pass of the target a round, and rounds as long as the rule allows"
 
 

@@ -100,8 +100,11 @@ Each law that holds earns its points, whatever becomes of the others. A law that
 
 def rubric(assignment: Assignment) -> str:
     """Return the table of an assignment's laws and their points, in Markdown."""
-    rows = ["| task | law | points |", "|---|---|---|"]
+    rows = ["| task | | law | points |", "|---|---|---|---|"]
     for task in assignment.tasks:
+        numbers = {law.sentence: number for number, law in enumerate(task.laws, 1)}
         for law in task.laws:
-            rows.append(f"| {task.title.split()[0]} `{task.name}` | {law.sentence} | {law.points} |")
+            needs = "".join(f" (only where law {numbers[need]} holds)" for need in law.needs)
+            name = f"{task.title.split()[0]} `{task.name}`"
+            rows.append(f"| {name} | {numbers[law.sentence]} | {law.sentence}{needs} | {law.points} |")
     return "\n".join(rows)
