@@ -74,9 +74,8 @@ def askers(reference: str, tasks: Iterable[str]) -> dict[str, str]:
 def extract_helpers(reference: str, names: Iterable[str]) -> str:
     """Return the source of these functions of a reference, with the definitions that they need and no others.
 
-    >>> print(extract_helpers("A = 1\nB = 2\ndef f(): return A\ndef g(): return f() + B", ["f"]))
+    >>> print(extract_helpers("A = 1\\nB = 2\\ndef f(): return A\\ndef g(): return f() + B", ["f"]))
     A = 1
-    <BLANKLINE>
     def f():
         return A
     """
