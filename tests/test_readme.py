@@ -39,13 +39,51 @@ def test_a_command_that_is_shown_is_one(line: str) -> None:
     assert len([word for word in words if not word.startswith("-")]) >= wanted
 
 
-def test_three_readers_find_three_commands_each() -> None:
-    for reader in ("learn", "teach", "do research"):
-        section = README.split(f"## If you {reader}\n", 1)[1].split("\n## ", 1)[0]
-        assert len(re.findall(r"```sh\n(.*?)```", section, re.DOTALL)[0].splitlines()) == 3
+def blocks(text: str) -> list[list[str]]:
+    """The lines of each block of commands."""
+    return [block.strip().splitlines() for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
 
 
-def test_start_comes_first_with_its_two_commands() -> None:
-    """The first installs and races, the second runs the tests: what .ci/run takes from here."""
-    blocks = re.findall(r"```sh\n(.*?)```", README.split("## Start", 1)[1], re.DOTALL)
-    assert blocks[0].strip().endswith("tinyspec race") and "pytest" in blocks[1]
+@pytest.mark.parametrize("reader", ["learn", "teach", "do research"])
+def test_a_reader_finds_three_commands(reader: str) -> None:
+    section = README.split(f"## If you {reader}\n", 1)[1].split("\n## ", 1)[0]
+    (lines,) = blocks(section)
+    assert sum("tinyspec " in line for line in lines) == 3
+
+
+def test_start_installs_and_races_then_shows_a_real_model_then_tests() -> None:
+    """`.ci/run` executes these blocks, and those of the three readers, in this order."""
+    first, real, tests = blocks(README.split("## Start", 1)[1].split("\n## ", 1)[0])
+    assert first[0].startswith("python3 -m venv") and first[-1].endswith("tinyspec race")
+    assert "download.pytorch.org/whl/cpu" in first[1], "no gigabytes of CUDA by surprise"
+    assert real[0] == "tinyspec models fetch smollm2" and real[1].startswith("tinyspec race --model smollm2")
+    assert "pytest" in tests[0]
+
+
+def test_the_readme_has_at_most_a_thousand_words() -> None:
+    assert len(README.split()) <= 1000
+
+
+def test_the_pictures_that_are_shown_are_held_to_be_pictures() -> None:
+    from tests.test_replay import SHOWN as pictures
+
+    assert sum(command in README for command in pictures) >= 2
+
+
+def test_the_counterexample_is_what_check_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed = re.search(r"```python\n(.*?)```\n+```text\n(.*?)```", README, re.DOTALL).groups()  # type: ignore[union-attr]
+    exec(code, {})
+    assert capsys.readouterr().out.strip() == printed.strip()
+
+
+def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    exec(code, {})
+    assert "tokens" in capsys.readouterr().out
+
+
+def test_the_path_of_a_reader_is_short() -> None:
+    section = README.split("## Read one method from top to bottom", 1)[1].split("\n## ", 1)[0]
+    files = [ROOT / name for name in re.findall(r"\]\((tinyspec/[^)]+)\)", section)]
+    assert len(files) <= 12 and all(file.exists() for file in files)
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 2500
