@@ -65,7 +65,11 @@ WRONG_PROMPTS = [
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize(("prompt", "words"), WRONG_PROMPTS, ids=[repr(given)[:30] for given, _ in WRONG_PROMPTS])
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    WRONG_PROMPTS,
+    ids=[f"{n} {type(given).__name__}" for n, (given, _) in enumerate(WRONG_PROMPTS)],
+)
 def test_a_wrong_prompt_is_named_in_one_line(model: Model, prompt: Any, words: str) -> None:
     with pytest.raises(TinyspecError, match=f"^{words}") as caught:
         tinyspec.generate(model, prompt)
@@ -100,7 +104,11 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize(("options", "words"), WRONG_OPTIONS, ids=[str(options)[:40] for options, _ in WRONG_OPTIONS])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    WRONG_OPTIONS,
+    ids=[f"{n} {' '.join(options)}" for n, (options, _) in enumerate(WRONG_OPTIONS)],
+)
 def test_a_wrong_option_is_named_in_one_line(model: Model, options: dict[str, Any], words: str) -> None:
     for prompt in ("the cat", ["the cat", "the dog"]):
         with pytest.raises(TinyspecError, match=f"^{words}") as caught:
