@@ -69,6 +69,20 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
+@pytest.mark.book
+@pytest.mark.parametrize(
+    "style", ["white-space: pre", "white-space: pre; overflow: hidden", "overflow: auto; white-space: pre"]
+)
+def test_cut_code_is_seen(browser: Any, style: str) -> None:
+    """The test below finds what it is for: code beyond the edge, hidden, or in a box that scrolls."""
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.set_content(f"<article><pre style='{style}'>{'x' * 88}</pre></article>")
+    assert page.evaluate(CUT)
+    page.set_content(f"<article><pre style='{style}'>{'x' * 30}</pre></article>")
+    assert not page.evaluate(CUT)
+    page.close()
+
+
 @pytest.mark.slow
 @pytest.mark.book
 @pytest.mark.parametrize("size", SIZES)
