@@ -24,8 +24,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "folder").mkdir()
+    for name, line in BATCHES.items():
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "x"}}\n{line}\n', encoding="utf-8")
     return tmp_path
 
+
+BATCHES = {"number": '{"prompt": 3}', "list": '["x"]', "bare": "x", "other": '{"text": "x"}'}
+"""The second line of a file of prompts, by the file's name."""
 
 MISTAKES = [
     # commands
@@ -70,6 +75,14 @@ MISTAKES = [
     ("generate x --method llma --reference bytes.txt", "bytes.txt: not UTF-8 text"),
     ("replay missing.json", "missing.json: No such file or directory"),
     ("replay empty.txt", "empty.txt is no JSON"),
+    ("generate --prompts missing.txt", "File 'missing.txt' does not exist"),
+    ("generate --prompts empty.txt", "empty.txt: no prompts; write one a line"),
+    ("generate --prompts text.txt x", "PROMPT is for one prompt, --prompts for many"),
+    ("generate --prompts text.txt --replay x.html", "--replay is for one prompt"),
+    ("generate --prompts number.jsonl", """number.jsonl line 2: its "prompt" is no text but of type int"""),
+    ("generate --prompts list.jsonl", """list.jsonl line 2: no "prompt" in it"""),
+    ("generate --prompts bare.jsonl", "bare.jsonl line 2: no JSON (Expecting value"),
+    ("generate --prompts other.jsonl", """other.jsonl line 2: no "prompt" in it"""),
     # found before the work, where they used to be found after it
     ("generate x --replay missing/x.html", "cannot write missing/x.html: there is no folder missing"),
     ("translate x --replay missing/x.html", "cannot write missing/x.html"),
