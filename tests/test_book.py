@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from filelock import FileLock
 
 from tinyspec.cli import lessons, main, notebooks
 from tinyspec.cli.lessons import TUTORIALS
@@ -48,11 +49,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(folder)
     for name in NEEDED:
         pytest.importorskip(name, reason="the book is built by sphinx: pip install -e '.[book]'")
-    folder = tmp_path_factory.mktemp("book") / "html"
-    command = [sys.executable, "-m", "tinyspec", "book", "--no-open", "--out", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "WARNING" not in done.stderr and "(1 of " in done.stderr, done.stderr[-2000:]
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # one book for all workers
+    folder = shared / "book" / "html"
+    with FileLock(shared / "book.lock"):
+        if not (folder / "index.html").exists():
+            command = [sys.executable, "-m", "tinyspec", "book", "--no-open", "--out", str(folder)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-2000:]
+            assert "WARNING" not in done.stderr and "(1 of " in done.stderr, done.stderr[-2000:]
     return folder
 
 
