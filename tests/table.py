@@ -15,7 +15,9 @@ class Table(TableSession):
     def __init__(self, seed: int, vocabulary: int = 3, zeros: bool = True):
         self.seed, self.vocabulary = seed, vocabulary
         written = type(self).row is not Table.row
-        super().__init__(TableModel(seed, vocabulary, zeros=zeros, rows=self.row if written else None))
+        super().__init__(
+            TableModel(seed, vocabulary, zeros=zeros, rows=self.row if written else None)
+        )
 
     @property
     def calls(self) -> int:

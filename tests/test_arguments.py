@@ -46,9 +46,15 @@ WRONG_PROMPTS = [
     ([None], r"prompt\[0\] is None: it must be a token id"),
     ([1.5], r"prompt\[0\] is 1.5: it must be a token id"),
     ([3, True], r"prompt\[1\] is True: it must be a token id"),
-    (np.array([1.5]), r"prompt is an array of float64 with shape \(1,\): it must be a 1-D array of whole numbers"),
+    (
+        np.array([1.5]),
+        r"prompt is an array of float64 with shape \(1,\): it must be a 1-D array of whole numbers",
+    ),
     (np.array([True]), "prompt is an array of bool"),
-    (torch.tensor([[1, 2]]), r"prompt is an array of int64 with shape \(1, 2\): .*a list of rows without padding"),
+    (
+        torch.tensor([[1, 2]]),
+        r"prompt is an array of int64 with shape \(1, 2\): .*a list of rows without padding",
+    ),
     ({"role": "user", "content": "hi"}, r"prompt is a dict: .*give \[prompt\]"),
     ({"input_ids": [1]}, r"prompt is a dict: .*give prompt\['input_ids'\]"),
     ([{"role": "user"}], r"prompt\[0\] is \{'role': 'user'\}: it must be a chat message"),
@@ -96,7 +102,10 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"chat": "yes"}, "chat is 'yes': it must be True or False"),
     ({"references": [5], "method": "llma"}, r"references\[0\] is 5"),
     ({"method": None}, "method is None: it must be the name of a technique"),
-    ({"draft": 5, "method": "speculative_decoding"}, "draft is 5: it must be a loaded model, a name, a path"),
+    (
+        {"draft": 5, "method": "speculative_decoding"},
+        "draft is 5: it must be a loaded model, a name, a path",
+    ),
     ({"draft": ["x", 5], "method": "speculative_decoding"}, "draft is 5"),
     ({"gamma": True, "method": "speculative_decoding"}, "gamma is True: it must be a number"),
     ({"temprature": 0.8}, "there is no argument 'temprature': did you mean 'temperature'"),
@@ -109,7 +118,9 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     WRONG_OPTIONS,
     ids=[f"{n} {' '.join(options)}" for n, (options, _) in enumerate(WRONG_OPTIONS)],
 )
-def test_a_wrong_option_is_named_in_one_line(model: Model, options: dict[str, Any], words: str) -> None:
+def test_a_wrong_option_is_named_in_one_line(
+    model: Model, options: dict[str, Any], words: str
+) -> None:
     for prompt in ("the cat", ["the cat", "the dog"]):
         with pytest.raises(TinyspecError, match=f"^{words}") as caught:
             tinyspec.generate(model, prompt, **options)
@@ -118,17 +129,27 @@ def test_a_wrong_option_is_named_in_one_line(model: Model, options: dict[str, An
 
 @pytest.mark.parametrize("given", [None, 5, torch.nn.Linear(1, 1)])
 def test_what_is_no_model_is_named(given: Any) -> None:
-    with pytest.raises(TinyspecError, match=r"^model is .*: it must be a name, a path, or what tinyspec.load returned"):
+    with pytest.raises(
+        TinyspecError,
+        match=r"^model is .*: it must be a name, a path, or what tinyspec.load returned",
+    ):
         tinyspec.generate(given, "the cat")
-    with pytest.raises(TinyspecError, match=r"^model is .*: it must be a name, a folder, or what tinyspec.load_trans"):
+    with pytest.raises(
+        TinyspecError,
+        match=r"^model is .*: it must be a name, a folder, or what tinyspec.load_trans",
+    ):
         tinyspec.translate(given, "A dog.")
 
 
-@pytest.mark.parametrize("ids", [np.array([5, 6], dtype=np.int32), torch.tensor([5, 6]), (5, 6), [np.int64(5), 6]])
+@pytest.mark.parametrize(
+    "ids", [np.array([5, 6], dtype=np.int32), torch.tensor([5, 6]), (5, 6), [np.int64(5), 6]]
+)
 def test_ids_may_be_any_whole_numbers_in_a_row(model: Model, ids: Any) -> None:
     expected = tinyspec.generate(model, [5, 6], max_new_tokens=4).tokens
     assert tinyspec.generate(model, ids, max_new_tokens=4).tokens == expected
-    assert [row.tokens for row in tinyspec.generate(model, [ids, ids], max_new_tokens=4)] == [expected] * 2
+    assert [row.tokens for row in tinyspec.generate(model, [ids, ids], max_new_tokens=4)] == [
+        expected
+    ] * 2
 
 
 # ---------------------------------------------------------------------- names of other libraries
@@ -145,12 +166,19 @@ def test_an_argument_of_another_library_gets_a_hint(model: Model, name: str) -> 
 
 def test_a_hint_says_what_the_argument_is_called_here() -> None:
     assert familiar.hint_argument("max_length") == "use max_new_tokens (it counts new tokens only)"
-    assert failed(run("generate", "x", "--max-length", "5")).startswith("tinyspec: --max-length: use --max-new-tokens")
-    assert failed(run("generate", "x", "--do-sample")).startswith("tinyspec: --do-sample: --temperature decides")
+    assert failed(run("generate", "x", "--max-length", "5")).startswith(
+        "tinyspec: --max-length: use --max-new-tokens"
+    )
+    assert failed(run("generate", "x", "--do-sample")).startswith(
+        "tinyspec: --do-sample: --temperature decides"
+    )
 
 
 def test_hints_name_only_arguments_that_exist() -> None:
-    known = {*inspect.signature(tinyspec.generate).parameters, *inspect.signature(tinyspec.load).parameters}
+    known = {
+        *inspect.signature(tinyspec.generate).parameters,
+        *inspect.signature(tinyspec.load).parameters,
+    }
     known |= {knob.name for card in techniques().values() for knob in card.knobs}
     for name, hint in familiar.ARGUMENTS.items():
         assert set(re.findall(r"\{(\w+)\}", hint)) <= known, name
@@ -161,7 +189,9 @@ def test_other_names_of_techniques_run_them() -> None:
     assert find("prompt_lookup") is find("ngram") is find("Prompt-Lookup-Decoding") is find("llma")
     assert find("assisted") is find("draft_model") is find("speculative_decoding")
     assert set(familiar.METHODS.values()) <= set(techniques())
-    assert not (set(familiar.METHODS) | set(familiar.ABSENT)) & set(techniques()), "a technique's own name comes first"
+    assert not (set(familiar.METHODS) | set(familiar.ABSENT)) & set(techniques()), (
+        "a technique's own name comes first"
+    )
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle", "EAGLE-3", "mtp", "hydra"])
@@ -183,7 +213,9 @@ def test_the_command_line_says_which_technique_another_name_is() -> None:
 
 
 def test_a_model_by_another_librarys_name_says_what_it_is_called_here() -> None:
-    with pytest.raises(TinyspecError, match=r"^unknown model 'gpt2': it is called openai-community/gpt2 here$"):
+    with pytest.raises(
+        TinyspecError, match=r"^unknown model 'gpt2': it is called openai-community/gpt2 here$"
+    ):
         tinyspec.load("gpt2")
 
 
@@ -211,13 +243,17 @@ def test_a_name_generates_what_the_loaded_model_does(zoo: Zoo, model: Model) -> 
     for given in (zoo.big, str(zoo.big)):
         assert tinyspec.generate(given, "the cat", max_new_tokens=6).tokens == expected.tokens
         assert "".join(tinyspec.stream(given, "the cat", max_new_tokens=6)) == expected.text
-    drafted = tinyspec.generate(zoo.big, "the cat", max_new_tokens=6, method="assisted", draft=zoo.small)
+    drafted = tinyspec.generate(
+        zoo.big, "the cat", max_new_tokens=6, method="assisted", draft=zoo.small
+    )
     assert drafted.tokens == expected.tokens
 
 
 @pytest.mark.parametrize("function", [tinyspec.load, tinyspec.generate])
 def test_an_unknown_name_says_what_there_is(function: Any) -> None:
-    with pytest.raises(TinyspecError, match=r"^unknown model 'storyteler': did you mean 'storyteller'"):
+    with pytest.raises(
+        TinyspecError, match=r"^unknown model 'storyteler': did you mean 'storyteller'"
+    ):
         function("storyteler", *([] if function is tinyspec.load else ["x"]))
 
 
@@ -231,5 +267,7 @@ def test_dir_shows_only_public_names() -> None:
 @pytest.mark.parametrize("name", tinyspec.__all__)
 def test_help_shows_types_without_quotation_marks(name: str) -> None:
     signature = str(inspect.signature(getattr(tinyspec, name)))
-    assert re.findall(r"'(\w+)'", signature) in ([], ["autoregressive"], ["cpu"]), "texts are defaults alone"
+    assert re.findall(r"'(\w+)'", signature) in ([], ["autoregressive"], ["cpu"]), (
+        "texts are defaults alone"
+    )
     assert inspect.getdoc(getattr(tinyspec, name))

@@ -77,7 +77,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.book
 @pytest.mark.parametrize(
-    "style", ["white-space: pre", "white-space: pre; overflow: hidden", "overflow: auto; white-space: pre"]
+    "style",
+    ["white-space: pre", "white-space: pre; overflow: hidden", "overflow: auto; white-space: pre"],
 )
 def test_cut_code_is_seen(browser: Any, style: str) -> None:
     """The test below finds what it is for: code beyond the edge, hidden, or in a box that scrolls."""
@@ -163,14 +164,22 @@ def test_notebook_holds_what_a_lesson_prints_and_draws(
     """`tinyspec book --notebooks` on one lesson: no warning, one picture a plot, the counterexamples."""
     monkeypatch.setattr(lessons, "list_pages", lambda: [TUTORIALS / "02_the_acceptance_rule.md"])
     ran = CliRunner().invoke(main, ["book", "--notebooks", str(tmp_path / "out")])
-    assert ran.exit_code == 0 and "executing 02_the_acceptance_rule (1 of 1)" in ran.stderr, ran.output
-    notebook = json.loads((tmp_path / "out" / "02_the_acceptance_rule.ipynb").read_text(encoding="utf-8"))
+    assert ran.exit_code == 0 and "executing 02_the_acceptance_rule (1 of 1)" in ran.stderr, (
+        ran.output
+    )
+    notebook = json.loads(
+        (tmp_path / "out" / "02_the_acceptance_rule.ipynb").read_text(encoding="utf-8")
+    )
     outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
     assert sum("image/svg+xml" in output.get("data", {}) for output in outputs) == 2
-    printed = "".join("".join(output["text"]) for output in outputs if output.get("name") == "stdout")
+    printed = "".join(
+        "".join(output["text"]) for output in outputs if output.get("name") == "stdout"
+    )
     assert "target_instead_of_residual\nbroken: joint law" in printed
     assert not any(output.get("name") == "stderr" for output in outputs)
-    told = "".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    told = "".join(
+        "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
+    )
     assert "pictures/" not in told and "softmax_of_the_residual\nbroken" not in told
 
 
@@ -197,7 +206,9 @@ def test_notebook_runs_where_it_lies_alone(
         monkeypatch.setenv("GITHUB_REPOSITORY", repository)
     else:
         monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
-    first, _, told, *_ = [cell.source for cell in notebooks.make_notebook(page).cells if cell.source != "# A page"]
+    first, _, told, *_ = [
+        cell.source for cell in notebooks.make_notebook(page).cells if cell.source != "# A page"
+    ]
     assert "](01_why_five_cost_one.ipynb)" in told
 
     def pretend(command: list[str], check: bool) -> None:

@@ -55,7 +55,9 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_the_module_runs_and_knows_its_version() -> None:
-    done = subprocess.run([sys.executable, "-m", "tinyspec", "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "tinyspec", "--version"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0
     assert done.stdout.startswith("tinyspec")
 
@@ -66,12 +68,25 @@ def test_the_module_runs_and_knows_its_version() -> None:
 def test_generate_prints_what_the_library_generates(zoo: Zoo) -> None:
     import tinyspec
 
-    options = ["--model", zoo.big, "--max-new-tokens", "20", "--temperature", "0.9", "--top-k", "50", "--seed", "3"]
+    options = [
+        "--model",
+        zoo.big,
+        "--max-new-tokens",
+        "20",
+        "--temperature",
+        "0.9",
+        "--top-k",
+        "50",
+        "--seed",
+        "3",
+    ]
     result = run("generate", "the cat", *options, "--json")
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
     model = tinyspec.load(zoo.big)
-    want: Any = tinyspec.generate(model, "the cat", max_new_tokens=20, temperature=0.9, top_k=50, seed=3)
+    want: Any = tinyspec.generate(
+        model, "the cat", max_new_tokens=20, temperature=0.9, top_k=50, seed=3
+    )
     assert said["tokens"] == want.tokens
     assert said["text"] == want.text
     assert len(said["logprobs"]) == 20
@@ -81,10 +96,14 @@ def test_generate_prints_what_the_library_generates(zoo: Zoo) -> None:
     assert run("generate", *options, stdin="the cat\n").stdout == want.text + "\n"
 
 
-@pytest.mark.parametrize("knob", [["--gamma", "2"], ["--gamma=2"], ["--knob", "gamma=2"], ["-k", "gamma=2"]])
+@pytest.mark.parametrize(
+    "knob", [["--gamma", "2"], ["--gamma=2"], ["--knob", "gamma=2"], ["-k", "gamma=2"]]
+)
 def test_knobs_are_options(zoo: Zoo, knob: list[str]) -> None:
     call = ["generate", "--model", zoo.big, "-n", "9", "--method", "speculative_decoding"]
-    stats = [json.loads(run(*call, *extra, "the cat", "--json").stdout)["stats"] for extra in (knob, [])]
+    stats = [
+        json.loads(run(*call, *extra, "the cat", "--json").stdout)["stats"] for extra in (knob, [])
+    ]
     assert stats[0]["drafted"] != stats[1]["drafted"]
 
 
@@ -99,7 +118,16 @@ def test_several_drafts_stand_in_one_option_or_in_several(zoo: Zoo, given: list[
 
     words = [word for one in given for word in ("--draft", one)]
     assert CliRunner().invoke(show, words).output == "['A', 'B']\n"
-    call = ["generate", "--model", zoo.big, "the cat", "-n", "5", "--method", "speculative_decoding"]
+    call = [
+        "generate",
+        "--model",
+        zoo.big,
+        "the cat",
+        "-n",
+        "5",
+        "--method",
+        "speculative_decoding",
+    ]
     assert run(*call, "--draft", f"{zoo.small},{zoo.small}").exit_code == 0
 
 
@@ -166,7 +194,10 @@ def test_errors_from_below_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     class OutOfMemoryError(RuntimeError):
         """As torch names it."""
 
-    for error, says in ((OutOfMemoryError("x"), "out of memory"), (ValueError("a\nb"), "ValueError: a b")):
+    for error, says in (
+        (OutOfMemoryError("x"), "out of memory"),
+        (ValueError("a\nb"), "ValueError: a b"),
+    ):
 
         def load(*_: Any, _error: Exception = error, **__: Any) -> None:
             raise _error
@@ -175,7 +206,9 @@ def test_errors_from_below_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         assert says in failed(run("generate", "a"))
 
 
-def test_interruption_keeps_the_text_and_exits_130(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_keeps_the_text_and_exits_130(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tinyspec.decoding.decode import Decoder
 
     step = Decoder.step
@@ -196,7 +229,9 @@ def test_interruption_keeps_the_text_and_exits_130(zoo: Zoo, monkeypatch: pytest
 
 def test_a_closed_pipe_is_quiet() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tinyspec", "models", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "tinyspec", "models", "list"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -212,7 +247,9 @@ def test_ctrl_c_while_waiting_is_quiet() -> None:
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whoever started the tests may ignore it
     code += "models.listing = lambda: (print('in', flush=True), time.sleep(60))\n"
     code += "from tinyspec.cli import main\nmain(['models', 'list'])"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None
     process.stdout.readline()
     time.sleep(0.1)
@@ -228,12 +265,17 @@ def test_ctrl_c_while_waiting_is_quiet() -> None:
 def test_techniques_stand_in_the_books_order_whatever_was_imported_first() -> None:
     code = "import tinyspec.nonautoregressive.nat, tinyspec.early_exit.ppd; from tinyspec.technique import techniques"
     said = subprocess.run(
-        [sys.executable, "-c", f"{code}; print(*techniques())"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"{code}; print(*techniques())"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     from tinyspec.technique import techniques
 
     assert said.stdout.split() == list(techniques())
-    assert said.stdout.split()[:2] == ["auto", "autoregressive"] and said.stdout.split()[-1] == "nat"
+    assert (
+        said.stdout.split()[:2] == ["auto", "autoregressive"] and said.stdout.split()[-1] == "nat"
+    )
 
 
 def test_the_readme_shows_the_registry() -> None:
@@ -248,7 +290,9 @@ def test_methods_lists_the_registry() -> None:
     assert {"autoregressive", "speculative_decoding", "llma"} <= names
     assert {"name", "family", "paper", "guarantee", "knobs"} <= set(listed[0])
     needs = {entry["name"]: entry for entry in listed}
-    assert needs["auto"]["optional_draft"] and needs["auto"]["copies"] and not needs["auto"]["drafts"]
+    assert (
+        needs["auto"]["optional_draft"] and needs["auto"]["copies"] and not needs["auto"]["drafts"]
+    )
     assert needs["specinfer"]["several_drafts"] and needs["token_recycling"]["persistent"]
     table = run("methods").output
     assert all(name in table for name in names)
@@ -261,7 +305,9 @@ def test_methods_lists_the_registry() -> None:
 
 def test_chat_keeps_a_conversation(zoo: Zoo) -> None:
     call = ["chat", "--model", zoo.big, "--method", "llma", "-n", "6"]
-    result = run(*call, stdin="the cat\n/stats\n/reset\n/bogus\n" + TEXT + "\nthe dog\n/quit\nnever\n")
+    result = run(
+        *call, stdin="the cat\n/stats\n/reset\n/bogus\n" + TEXT + "\nthe dog\n/quit\nnever\n"
+    )
     assert result.exit_code == 0, result.output
     assert "6 tokens in" in result.stderr
     assert "a new conversation" in result.stderr
@@ -275,9 +321,13 @@ def test_chat_needs_a_template(zoo: Zoo) -> None:
     assert "chat template" in failed(run("chat", "--model", zoo.small, stdin="hello\n"))
 
 
-def test_models_are_listed_and_described(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_models_are_listed_and_described(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path))
-    assert "smollm2" in {entry["name"] for entry in json.loads(run("models", "list", "--json").stdout)}
+    assert "smollm2" in {
+        entry["name"] for entry in json.loads(run("models", "list", "--json").stdout)
+    }
     assert "smollm2" in run("models", "list").output
     assert "models fetch smollm2" in run("models", "card", "smollm2").output
     assert "cannot fetch" in failed(run("models", "fetch", "smollm"))

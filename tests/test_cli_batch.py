@@ -52,7 +52,9 @@ def test_a_file_of_json_lines_is_the_same_batch(zoo: Zoo, prompts: Path, tmp_pat
     lines = [json.dumps({"prompt": prompt, "id": number}) for number, prompt in enumerate(PROMPTS)]
     other.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
     call = ["generate", "--model", zoo.big, "-n", "5", "--json", "--prompts"]
-    texts = [[row["text"] for row in rows(run(*call, str(file)).stdout)] for file in (prompts, other)]
+    texts = [
+        [row["text"] for row in rows(run(*call, str(file)).stdout)] for file in (prompts, other)
+    ]
     assert texts[0] == texts[1]
     assert len(texts[0]) == len(PROMPTS)
 
@@ -85,7 +87,9 @@ def test_what_is_wrong_with_all_is_said_once(zoo: Zoo, prompts: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["alone", "batch"])
-def test_a_text_that_fills_the_context_says_how_much_fits(zoo: Zoo, tmp_path: Path, way: str) -> None:
+def test_a_text_that_fills_the_context_says_how_much_fits(
+    zoo: Zoo, tmp_path: Path, way: str
+) -> None:
     file = tmp_path / "one.txt"
     file.write_text("the cat", encoding="utf-8")
     prompt = ["the cat"] if way == "alone" else ["--prompts", str(file)]

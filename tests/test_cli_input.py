@@ -107,7 +107,9 @@ def test_a_mistake_is_told_in_one_line(zoo: Zoo, here: Path, words: str, says: s
     assert says in failed(run(*args))
 
 
-def test_a_path_is_checked_before_a_model_is_loaded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_checked_before_a_model_is_loaded(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import tinyspec
 
     monkeypatch.setattr(tinyspec, "load", lambda *_, **__: pytest.fail("a model was loaded"))
@@ -115,7 +117,9 @@ def test_a_path_is_checked_before_a_model_is_loaded(here: Path, monkeypatch: pyt
     failed(run("race", "--svg", "missing/x.svg"))
 
 
-def test_a_place_without_permission_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_without_permission_is_an_error(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     said = failed(run("generate", "x", "--replay", "folder/x.html"))
     assert "cannot write folder/x.html: no permission in folder" in said

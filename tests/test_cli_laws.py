@@ -29,7 +29,11 @@ def biased(monkeypatch: pytest.MonkeyPatch) -> str:
 
     def wrong(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
         verdict = walk(tree, p, chance)
-        return verdict if not verdict.path else Verdict(verdict.path, chance.draw(p[ROOT]), verdict.refused)
+        return (
+            verdict
+            if not verdict.path
+            else Verdict(verdict.path, chance.draw(p[ROOT]), verdict.refused)
+        )
 
     def build(request: Request) -> Decoder:
         from tinyspec.decoding.modeldraft import ModelDraft
@@ -55,7 +59,9 @@ def test_it_prints_what_was_proved() -> None:
 def test_as_json() -> None:
     told = json.loads(run("laws", "--all", "--json").stdout)
     assert told["profile"] == "ci"
-    assert {"autoregressive", "speculative_decoding", "llma"} <= {entry["method"] for entry in told["methods"]}
+    assert {"autoregressive", "speculative_decoding", "llma"} <= {
+        entry["method"] for entry in told["methods"]
+    }
     for entry in told["methods"]:
         assert entry["accused"] is None
         analysis = find(entry["method"]).kind == "analysis"  # decodes nothing, so it has no law
@@ -66,7 +72,14 @@ def test_as_json() -> None:
 def test_an_accusation_is_told_in_the_words_of_the_task_and_ends_with_code_1(biased: str) -> None:
     result = run("laws", biased)
     assert result.exit_code == 1
-    for word in ("ACCUSED: joint law", "broken: joint law", "p along the text", "q along the text", "expected", "got"):
+    for word in (
+        "ACCUSED: joint law",
+        "broken: joint law",
+        "p along the text",
+        "q along the text",
+        "expected",
+        "got",
+    ):
         assert word in result.output
     result = run("laws", biased, "--json")
     assert result.exit_code == 1
@@ -77,7 +90,10 @@ def test_the_thorough_profile_goes_on_where_it_was(tmp_path: Path) -> None:
     file = tmp_path / "thorough.json"
     first = json.loads(run("laws", "llma", "--thorough", "--resume", str(file), "--json").stdout)
     assert len(json.loads(file.read_text())["done"]["llma"]) == 10
-    assert json.loads(run("laws", "llma", "--thorough", "--resume", str(file), "--json").stdout) == first
+    assert (
+        json.loads(run("laws", "llma", "--thorough", "--resume", str(file), "--json").stdout)
+        == first
+    )
     assert "begun under" in failed(run("laws", "llma", "--resume", str(file)))
 
 

@@ -33,7 +33,9 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / path).write_text(code, encoding="utf-8")
     for name in PACKAGES:
         package = importlib.import_module(name)
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / name.replace(".", "/"))])
+        monkeypatch.setattr(
+            package, "__path__", [*package.__path__, str(tmp_path / name.replace(".", "/"))]
+        )
     importlib.invalidate_caches()
     before = set(sys.modules)
     yield tmp_path
@@ -46,7 +48,9 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_example_is_a_technique_its_trap_and_its_tests() -> None:
-    assert [path.rpartition("/")[0] for path in FILES] == [name.replace(".", "/") for name in PACKAGES]
+    assert [path.rpartition("/")[0] for path in FILES] == [
+        name.replace(".", "/") for name in PACKAGES
+    ]
     assert {path.rpartition("/")[2] for path in FILES} == {f"{NAME}.py", f"test_{NAME}.py"}
     assert not any((ROOT / path).exists() for path in FILES)
 

@@ -58,7 +58,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_response(200)
         self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
-        self.wfile.write(content[start:] if self.server.cut is None else content[start : start + self.server.cut])
+        self.wfile.write(
+            content[start:] if self.server.cut is None else content[start : start + self.server.cut]
+        )
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -76,7 +78,9 @@ def home() -> Iterator[Home]:
 
 def test_a_file_arrives_whole_and_reports_its_progress(home: Home, tmp_path: Path) -> None:
     seen: list[tuple[int, int | None]] = []
-    path = download(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST, progress=lambda *at: seen.append(at))
+    path = download(
+        f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST, progress=lambda *at: seen.append(at)
+    )
     assert path.read_bytes() == CONTENT
     assert seen[-1] == (len(CONTENT), len(CONTENT))
     assert [file.name for file in tmp_path.iterdir()] == ["a.bin"]
@@ -94,7 +98,9 @@ def test_a_broken_transfer_goes_on_at_the_byte_where_it_broke(home: Home, tmp_pa
     assert target.read_bytes() == CONTENT
 
 
-def test_one_call_takes_up_a_broken_connection_again(home: Home, tmp_path: Path, monkeypatch: Any) -> None:
+def test_one_call_takes_up_a_broken_connection_again(
+    home: Home, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     home.cut = 400_000
     assert download(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes() == CONTENT
@@ -112,7 +118,9 @@ def test_a_part_that_is_already_whole_is_taken(home: Home, tmp_path: Path) -> No
     assert download(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes() == CONTENT
 
 
-def test_a_part_longer_than_the_file_is_dropped(home: Home, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_part_longer_than_the_file_is_dropped(
+    home: Home, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     (tmp_path / "a.bin.part").write_bytes(CONTENT + b"more")
     assert download(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes() == CONTENT
@@ -139,7 +147,9 @@ def _library(home: Home) -> dict[str, DataSet]:
     home.files["/o/r/c/An%20Author/Two%27s%20%C3%A9nd.md"] = texts["Two's \u00e9nd"].encode()
     rows = [{"author": "An Author", "title": t, "text": texts[t]} for t in books["An Author"]]
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    source = Source("text/classics.train.jsonl.xz", "o/r/c", "", hashlib.sha256(content).hexdigest(), books)
+    source = Source(
+        "text/classics.train.jsonl.xz", "o/r/c", "", hashlib.sha256(content).hexdigest(), books
+    )
     return {"classics": DataSet("public domain", (source,))}
 
 
@@ -151,7 +161,11 @@ def test_books_are_fetched_one_by_one_and_become_one_file(home: Home, tmp_path: 
     assert not (tmp_path / "text/classics.train.jsonl.xz").exists()
     home.files["/o/r/c/An%20Author/Two%27s%20%C3%A9nd.md"] = second
     fetch(["classics"], root=tmp_path, base_url=home.url, data_sets=sets)
-    assert [path.endswith("One.md") for path, _ in home.asked] == [True, False, False]  # the first was kept
+    assert [path.endswith("One.md") for path, _ in home.asked] == [
+        True,
+        False,
+        False,
+    ]  # the first was kept
     found = data.books("train", tmp_path)
     assert [(b.author, b.title, b.text) for b in found] == [
         ("An Author", "One", "# Title: One\n\n-------\nfirst\r\n"),
@@ -168,10 +182,14 @@ def test_a_changed_book_is_refused(home: Home, tmp_path: Path) -> None:
     assert list((tmp_path / "text").iterdir()) == []
 
 
-def test_what_is_public_unpacked_is_packed_here_and_not_fetched_twice(home: Home, tmp_path: Path) -> None:
+def test_what_is_public_unpacked_is_packed_here_and_not_fetched_twice(
+    home: Home, tmp_path: Path
+) -> None:
     plain = b'{"question": "1 + 1?", "answer": "2"}\n'
     home.files["/o/r/c/train.jsonl"] = plain
-    source = Source("code_math/gsm8k.train.jsonl.gz", "o/r/c", "train.jsonl", hashlib.sha256(plain).hexdigest())
+    source = Source(
+        "code_math/gsm8k.train.jsonl.gz", "o/r/c", "train.jsonl", hashlib.sha256(plain).hexdigest()
+    )
     sets = {"gsm8k": DataSet("MIT", (source,))}
     fetch(root=tmp_path, base_url=home.url, data_sets=sets)
     fetch(root=tmp_path, base_url=home.url, data_sets=sets)
@@ -180,7 +198,9 @@ def test_what_is_public_unpacked_is_packed_here_and_not_fetched_twice(home: Home
     assert [p.name for p in (tmp_path / "code_math").iterdir()] == ["gsm8k.train.jsonl.gz"]
 
 
-def test_captions_are_fetched_in_both_languages_and_read_as_pairs(home: Home, tmp_path: Path) -> None:
+def test_captions_are_fetched_in_both_languages_and_read_as_pairs(
+    home: Home, tmp_path: Path
+) -> None:
     texts = {"en": "A dog.\nTwo men.\n", "de": "Ein Hund.\nZwei M\u00e4nner.\n"}
     pinned = []
     for source in DATA_SETS["multi30k"].sources:
@@ -190,11 +210,16 @@ def test_captions_are_fetched_in_both_languages_and_read_as_pairs(home: Home, tm
     sets = {"multi30k": DataSet("research", tuple(pinned))}
     assert len(fetch(["multi30k"], root=tmp_path, base_url=home.url, data_sets=sets)) == 6
     for split in ("train", "valid", "test"):
-        assert data.multi30k(split, tmp_path) == [("A dog.", "Ein Hund."), ("Two men.", "Zwei M\u00e4nner.")]  # type: ignore[arg-type]
+        assert data.multi30k(split, tmp_path) == [
+            ("A dog.", "Ein Hund."),
+            ("Two men.", "Zwei M\u00e4nner."),
+        ]  # type: ignore[arg-type]
     (tmp_path / "multi30k/val.de.gz").unlink()
     with pytest.raises(TinyspecError, match=r"val.de.gz: no such data file; `tinyspec data fetch`"):
         data.multi30k("valid", tmp_path)
-    (tmp_path / "multi30k/val.de.gz").write_bytes((tmp_path / "multi30k/val.en.gz").read_bytes()[:-9])
+    (tmp_path / "multi30k/val.de.gz").write_bytes(
+        (tmp_path / "multi30k/val.en.gz").read_bytes()[:-9]
+    )
     with pytest.raises(TinyspecError, match="damaged"):
         data.multi30k("valid", tmp_path)
     (tmp_path / "multi30k/val.de.gz").write_bytes(gzip.compress(b"Ein Hund.\n"))
@@ -203,7 +228,9 @@ def test_captions_are_fetched_in_both_languages_and_read_as_pairs(home: Home, tm
 
 
 def test_an_unknown_set_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(TinyspecError, match="no data set is called 'clasics'; did you mean 'classics'"):
+    with pytest.raises(
+        TinyspecError, match="no data set is called 'clasics'; did you mean 'classics'"
+    ):
         fetch(["clasics"], root=tmp_path)
 
 
@@ -218,7 +245,8 @@ def test_missing_data_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TINYSPEC_DATA", str(tmp_path))
     assert data.folder() == tmp_path
     with pytest.raises(
-        TinyspecError, match=r"question.jsonl: no such data file; `tinyspec data fetch` .* TINYSPEC_DATA"
+        TinyspecError,
+        match=r"question.jsonl: no such data file; `tinyspec data fetch` .* TINYSPEC_DATA",
     ):
         data.spec_bench()
 
@@ -226,7 +254,9 @@ def test_missing_data_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.Mon
 def test_damaged_data_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     path = tmp_path / "text/classics.valid.jsonl.xz"
-    path.write_bytes(lzma.compress(b'{"author": "A", "title": "T", "text": "x"}\n{"author": "A"}\n'))
+    path.write_bytes(
+        lzma.compress(b'{"author": "A", "title": "T", "text": "x"}\n{"author": "A"}\n')
+    )
     with pytest.raises(TinyspecError, match=r"line 2: expected an object with author, title, text"):
         data.books("valid", tmp_path)
     path.write_bytes(lzma.compress(b"[1]\n"))

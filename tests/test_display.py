@@ -34,14 +34,18 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 
 def test_origins_differ_without_colour() -> None:
-    faces = {(style.bold, style.underline, style.reverse, style.italic) for style in STYLES.values()}
+    faces = {
+        (style.bold, style.underline, style.reverse, style.italic) for style in STYLES.values()
+    }
     assert len(faces) == len(STYLES)
     assert len({style.color for style in STYLES.values()}) == len(STYLES)
 
 
 def test_control_characters_are_shown_not_sent() -> None:
     out = io.StringIO()
-    Console(file=out, no_color=True).print(coloured(["a\x1b[2J", "\x9b", "\n"], ["plain", "accepted", "bonus"]))
+    Console(file=out, no_color=True).print(
+        coloured(["a\x1b[2J", "\x9b", "\n"], ["plain", "accepted", "bonus"])
+    )
     assert "\x1b" not in out.getvalue()
     assert "\x9b" not in out.getvalue()
     assert visible("tab\tline\n") == "tab\tline\n"
@@ -69,7 +73,10 @@ def lanes(zoo: Zoo) -> list[Lane]:
     """A race that is over."""
     target, small = load(zoo.big), load(zoo.small)
     starts = [
-        (method, lambda m=method: start(target, "the cat", method=m, draft=small, max_new_tokens=60))
+        (
+            method,
+            lambda m=method: start(target, "the cat", method=m, draft=small, max_new_tokens=60),
+        )
         for method in ("autoregressive", "speculative_decoding")
     ]
     return race(target, starts)
@@ -83,7 +90,9 @@ def drawn(console: Console, shown: Any) -> list[str]:
 
 @pytest.mark.parametrize("prompt", ["the cat", "the cat sat on the mat and ran " * 20])
 @pytest.mark.parametrize("wide", [40, 80, 160])
-def test_every_frame_fits_its_terminal_and_is_as_tall_as_the_last(lanes: list[Lane], wide: int, prompt: str) -> None:
+def test_every_frame_fits_its_terminal_and_is_as_tall_as_the_last(
+    lanes: list[Lane], wide: int, prompt: str
+) -> None:
     console = Console(file=io.StringIO(), width=wide, height=24)
     stage = Stage(console, prompt, "a title " * 30)
     longest = max(lane.seconds for lane in lanes)
@@ -95,12 +104,16 @@ def test_every_frame_fits_its_terminal_and_is_as_tall_as_the_last(lanes: list[La
         heights.add(len(lines))
     assert len(heights) == 1
     assert heights.pop() < 24  # a row is left for the cursor
-    assert len(drawn(console, stage.tell(lanes[1], 8))) <= 8 + len(drawn(console, legend(list(STYLES))))
+    assert len(drawn(console, stage.tell(lanes[1], 8))) <= 8 + len(
+        drawn(console, legend(list(STYLES)))
+    )
 
 
 def test_the_newest_text_is_shown(lanes: list[Lane]) -> None:
     console = Console(file=io.StringIO(), width=80, height=24)
-    lines = drawn(console, Stage(console, "far away\n" + "the cat sat on the mat " * 60).draw(lanes, 24))
+    lines = drawn(
+        console, Stage(console, "far away\n" + "the cat sat on the mat " * 60).draw(lanes, 24)
+    )
     assert not any("far away" in line for line in lines)
     newest = lanes[0].text.split()[-1]
     assert any(newest in line for line in lines)

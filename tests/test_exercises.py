@@ -14,9 +14,12 @@ import pytest
 TUTORIALS = Path(__file__).parent.parent / "tutorials"
 LESSONS = sorted(TUTORIALS.glob("[0-9][0-9]_*.md"))
 lessons = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
-FOLDED = re.compile(r"^<details><summary>(Hint|Solution)</summary>\n\n(.+?)\n\n</details>$", re.S | re.M)
+FOLDED = re.compile(
+    r"^<details><summary>(Hint|Solution)</summary>\n\n(.+?)\n\n</details>$", re.S | re.M
+)
 HEADER = re.compile(
-    r"^# .+\n\n> \*\*You will\*\* .+(\n> .+)*\.\n>\n> \*\*Needs\*\* .+\.\n>\n> \*\*Time\*\* (\d+) minutes\.\n$", re.M
+    r"^# .+\n\n> \*\*You will\*\* .+(\n> .+)*\.\n>\n> \*\*Needs\*\* .+\.\n>\n> \*\*Time\*\* (\d+) minutes\.\n$",
+    re.M,
 )
 
 
@@ -55,9 +58,13 @@ def test_every_exercise_has_a_hint_and_a_solution(path: Path) -> None:
     found = exercises(path)
     assert len(found) >= 4
     for number, exercise in enumerate(found, 1):
-        assert [folded[1] for folded in FOLDED.finditer(exercise)] == ["Hint", "Solution"], f"exercise {number}"
+        assert [folded[1] for folded in FOLDED.finditer(exercise)] == ["Hint", "Solution"], (
+            f"exercise {number}"
+        )
         assert exercise.count("<details") == 2, f"exercise {number}"
-        assert FOLDED.sub("", exercise).strip().startswith(exercise.partition("**")[0]), f"exercise {number}"
+        assert FOLDED.sub("", exercise).strip().startswith(exercise.partition("**")[0]), (
+            f"exercise {number}"
+        )
 
 
 @lessons
@@ -74,7 +81,9 @@ def test_every_solution_is_code_that_ends_in_an_assert(path: Path) -> None:
 @lessons
 def test_exercises_link_to_the_files_concerned(path: Path) -> None:
     """Files and not folders: the book cannot show a folder."""
-    links = re.findall(r"\]\((\.\./[^)#]+)", path.read_text(encoding="utf-8").partition("\n## Exercises\n")[2])
+    links = re.findall(
+        r"\]\((\.\./[^)#]+)", path.read_text(encoding="utf-8").partition("\n## Exercises\n")[2]
+    )
     assert links
     for link in links:
         assert (TUTORIALS / link).is_file(), link

@@ -52,7 +52,9 @@ def test_a_draft_with_a_shorter_context_stops_drafting_and_the_text_goes_on(
     model: Model, draft: Model, ends: int
 ) -> None:
     """Also where the prompt alone is longer than the draft's context (2)."""
-    short = Model(replace(draft.config, max_positions=ends), draft.weights, draft.tokenizer, "short")
+    short = Model(
+        replace(draft.config, max_positions=ends), draft.weights, draft.tokenizer, "short"
+    )
     plain = tinyspec.generate(model, "the cat sat on the", max_new_tokens=40)
     other = tinyspec.generate(
         model, "the cat sat on the", method="speculative_decoding", draft=short, max_new_tokens=40
@@ -62,17 +64,33 @@ def test_a_draft_with_a_shorter_context_stops_drafting_and_the_text_goes_on(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_batch_row_equals_the_row_alone_with_its_own_seed(model: Model, draft: Model, method: str) -> None:
+def test_a_batch_row_equals_the_row_alone_with_its_own_seed(
+    model: Model, draft: Model, method: str
+) -> None:
     prompts = ["the cat", "the dog sat on the", "and", "house"]
-    options = {"method": method, "draft": draft, "max_new_tokens": 12, "temperature": 0.9, "top_p": 0.95}
+    options = {
+        "method": method,
+        "draft": draft,
+        "max_new_tokens": 12,
+        "temperature": 0.9,
+        "top_p": 0.95,
+    }
     batch = tinyspec.generate(model, prompts, seed=5, **options)
     alone = [tinyspec.generate(model, p, seed=5 + i, **options) for i, p in enumerate(prompts)]
     assert [row.tokens for row in batch] == [row.tokens for row in alone]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_seed_gives_the_same_text_whatever_ran_before(model: Model, draft: Model, method: str) -> None:
-    options = {"method": method, "draft": draft, "max_new_tokens": 16, "temperature": 1.0, "seed": 3}
+def test_the_same_seed_gives_the_same_text_whatever_ran_before(
+    model: Model, draft: Model, method: str
+) -> None:
+    options = {
+        "method": method,
+        "draft": draft,
+        "max_new_tokens": 16,
+        "temperature": 1.0,
+        "seed": 3,
+    }
     first = tinyspec.generate(model, "the cat", **options)
     torch.rand(7)
     tinyspec.generate(model, "something else", **options)
@@ -86,7 +104,14 @@ def test_global_random_state_is_untouched(model: Model, draft: Model) -> None:
     import numpy as np
 
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
-    tinyspec.generate(model, "the cat", method="speculative_decoding", draft=draft, temperature=1.0, max_new_tokens=8)
+    tinyspec.generate(
+        model,
+        "the cat",
+        method="speculative_decoding",
+        draft=draft,
+        temperature=1.0,
+        max_new_tokens=8,
+    )
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
     assert before == after
 
@@ -105,7 +130,9 @@ def test_streamed_pieces_join_to_the_text(model: Model, draft: Model, method: st
     assert "".join(tinyspec.stream(model, "the cat", **options)) == whole.text
 
 
-def test_text_ends_before_the_stop_string_and_tokens_with_the_one_that_completed_it(model: Model) -> None:
+def test_text_ends_before_the_stop_string_and_tokens_with_the_one_that_completed_it(
+    model: Model,
+) -> None:
     free = tinyspec.generate(model, "the cat", max_new_tokens=30)
     stop = free.text[len(free.text) // 2 :][:2]
     cut = tinyspec.generate(model, "the cat", max_new_tokens=30, stop=stop)
@@ -124,7 +151,9 @@ def test_a_stop_sequence_of_ids_is_kept_whole(model: Model) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_logprobs_are_the_targets_own(model: Model, draft: Model, method: str) -> None:
-    out = tinyspec.generate(model, "the cat", method=method, draft=draft, max_new_tokens=10, temperature=0.7, top_k=5)
+    out = tinyspec.generate(
+        model, "the cat", method=method, draft=draft, max_new_tokens=10, temperature=0.7, top_k=5
+    )
     prompt = model.tokenizer.encode("the cat")
     rows = model.logits([*prompt, *out.tokens]).log_softmax(-1)
     expected = [float(rows[len(prompt) - 1 + i, token]) for i, token in enumerate(out.tokens)]
@@ -159,7 +188,12 @@ def test_the_context_ends_a_text(model: Model, draft: Model, method: str) -> Non
 
 def test_the_cards_draft_is_taken_when_none_is_given(zoo: Zoo) -> None:
     model = tinyspec.load(zoo.big)
-    assert tinyspec.generate(model, "the cat", method="speculative_decoding", max_new_tokens=6).stats.drafted > 0
+    assert (
+        tinyspec.generate(
+            model, "the cat", method="speculative_decoding", max_new_tokens=6
+        ).stats.drafted
+        > 0
+    )
 
 
 def test_messages_and_chat_go_through_the_template(model: Model) -> None:
@@ -186,7 +220,9 @@ def test_ctrl_c_keeps_the_text_so_far(model: Model, monkeypatch: pytest.MonkeyPa
 def test_references_are_copied_from(model: Model) -> None:
     free = tinyspec.generate(model, "the cat", max_new_tokens=40)
     prompt = model.tokenizer.encode("the cat")
-    copied = tinyspec.generate(model, prompt, method="llma", max_new_tokens=40, references=[[*prompt, *free.tokens]])
+    copied = tinyspec.generate(
+        model, prompt, method="llma", max_new_tokens=40, references=[[*prompt, *free.tokens]]
+    )
     assert copied.tokens == free.tokens
     assert copied.stats.target_calls < 10
 
@@ -223,7 +259,9 @@ def test_a_prompt_beyond_the_context_is_refused(model: Model) -> None:
         tinyspec.generate(model, [5] * 97)
 
 
-def test_a_draft_of_another_vocabulary_says_by_how_much_and_what_else_works(model: Model, zoo: Zoo) -> None:
+def test_a_draft_of_another_vocabulary_says_by_how_much_and_what_else_works(
+    model: Model, zoo: Zoo
+) -> None:
     with pytest.raises(TinyspecError, match=r"280 tokens against 286.*llma"):
         tinyspec.generate(model, "the cat", method="speculative_decoding", draft=zoo.other)
 
@@ -274,17 +312,23 @@ def test_a_draft_advises_how_many_tokens_to_draw_and_who_asks_decides(
     model: Model, draft: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawn(method: str, **knobs: Any) -> int:
-        rounds = generation.start(model, "the cat", method=method, draft=draft, max_new_tokens=9, **knobs)
+        rounds = generation.start(
+            model, "the cat", method=method, draft=draft, max_new_tokens=9, **knobs
+        )
         return len(next(iter(rounds)).tree.tokens)
 
     assert drawn("speculative_decoding") == 3
     monkeypatch.setitem(draft.config.extra, "gamma", 2)
     assert drawn("speculative_decoding") == drawn("block_verification") == 2
     assert drawn("speculative_decoding", gamma=4) == 4
-    assert drawn("multi_candidate", configuration="3") == 3, "a method that does not ask for gamma is not told"
+    assert drawn("multi_candidate", configuration="3") == 3, (
+        "a method that does not ask for gamma is not told"
+    )
 
 
-def test_each_of_several_drafts_is_checked_for_its_vocabulary(model: Model, draft: Model, zoo: Zoo) -> None:
+def test_each_of_several_drafts_is_checked_for_its_vocabulary(
+    model: Model, draft: Model, zoo: Zoo
+) -> None:
     from tests.laws.hosted import card
 
     with pytest.raises(TinyspecError, match="280 tokens against 286"):
@@ -308,7 +352,9 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
     return told
 
 
-def test_a_request_that_is_over_is_closed_once_and_can_still_be_asked(model: Model, ended: list[Decoder]) -> None:
+def test_a_request_that_is_over_is_closed_once_and_can_still_be_asked(
+    model: Model, ended: list[Decoder]
+) -> None:
     running = generation.start(model, "the cat", method="llma", max_new_tokens=5)
     for _ in running:
         assert ended == []
@@ -316,12 +362,19 @@ def test_a_request_that_is_over_is_closed_once_and_can_still_be_asked(model: Mod
     assert ended == [running.decoder] and len(running.decoder.target) == 0  # type: ignore[arg-type]
     assert running.result().tokens == tinyspec.generate(model, "the cat", max_new_tokens=5).tokens
     running.close("interrupted")
-    assert len(ended) == 2 and running.result().finish_reason == "length" and running.stats.seconds == seconds
+    assert (
+        len(ended) == 2
+        and running.result().finish_reason == "length"
+        and running.stats.seconds == seconds
+    )
 
 
 @pytest.mark.parametrize("failure", [ZeroDivisionError, KeyboardInterrupt])
 def test_a_request_that_fails_is_closed(
-    model: Model, ended: list[Decoder], failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    model: Model,
+    ended: list[Decoder],
+    failure: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*args: Any) -> Any:
         raise failure
@@ -341,7 +394,9 @@ def test_a_request_that_fails_is_closed(
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 3])
-def test_a_stream_that_nobody_reads_to_its_end_is_closed(model: Model, ended: list[Decoder], pieces: int) -> None:
+def test_a_stream_that_nobody_reads_to_its_end_is_closed(
+    model: Model, ended: list[Decoder], pieces: int
+) -> None:
     stream = tinyspec.stream(model, "the cat", max_new_tokens=40)
     for _ in range(pieces):
         next(stream)
@@ -372,7 +427,9 @@ def test_what_a_drafter_was_asked_is_forgotten_and_what_was_said_stays(model: Mo
     """lookahead_trie keeps a model's answers over requests; of a prompt nothing may be left, nor of an abandoned request's."""
     for abandoned in (False, True):
         fresh = Model(model.config, model.weights, model.tokenizer, "fresh")
-        running = generation.start(fresh, "the mat and the house", method="lookahead_trie", max_new_tokens=6)
+        running = generation.start(
+            fresh, "the mat and the house", method="lookahead_trie", max_new_tokens=6
+        )
         rounds = iter(running)
         next(rounds)
         drafter: Any = running.decoder.drafter

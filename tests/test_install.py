@@ -58,7 +58,9 @@ def told(site: Path, cwd: Path, code: str) -> str:
     libraries = sysconfig.get_paths()["purelib"]
     start = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({libraries!r})\n"
     command = [sys.executable, "-S", "-c", start + code]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -83,7 +85,9 @@ def test_an_editable_install_is_a_plain_path(clone: Path, editable: Path) -> Non
 
 
 @pytest.mark.parametrize("where", ["parent", "clone", "elsewhere"])
-def test_an_editable_install_is_imported_from_anywhere(clone: Path, editable: Path, tmp_path: Path, where: str) -> None:
+def test_an_editable_install_is_imported_from_anywhere(
+    clone: Path, editable: Path, tmp_path: Path, where: str
+) -> None:
     cwd = {"parent": clone.parent, "clone": clone, "elsewhere": tmp_path}[where]
     said = told(editable, cwd, "import tinyspec; print(tinyspec.__file__, callable(tinyspec.load))")
     assert said.split() == [str(clone / "tinyspec" / "__init__.py"), "True"]
@@ -91,20 +95,34 @@ def test_an_editable_install_is_imported_from_anywhere(clone: Path, editable: Pa
     assert listed["storyteller"] == str(clone / "models" / "storyteller")
 
 
-def test_a_wheel_carries_two_models_and_the_assignments(clone: Path, wheel: Path, tmp_path: Path) -> None:
+def test_a_wheel_carries_two_models_and_the_assignments(
+    clone: Path, wheel: Path, tmp_path: Path
+) -> None:
     site = unpack(wheel, tmp_path / "site")
-    listed = {model["name"]: model["path"] for model in json.loads(told(site, clone.parent, LISTED))}
-    assert {name for name, path in listed.items() if path and str(site) in path} == {"storyteller", "apprentice"}
+    listed = {
+        model["name"]: model["path"] for model in json.loads(told(site, clone.parent, LISTED))
+    }
+    assert {name for name, path in listed.items() if path and str(site) in path} == {
+        "storyteller",
+        "apprentice",
+    }
     for name in ("storyteller", "apprentice"):
         kept = {path.name for path in (clone / "models" / name).iterdir()}
         assert {path.name for path in (site / "tinyspec" / "_models" / name).iterdir()} == kept
     code = "from tinyspec.grade import assignments; print(assignments.folder('A2'))"
-    assert told(site, clone.parent, code).split() == [str(site / "tinyspec" / "_assignments" / "A2")]
+    assert told(site, clone.parent, code).split() == [
+        str(site / "tinyspec" / "_assignments" / "A2")
+    ]
 
 
-def test_a_wheel_built_from_the_sdist_holds_the_same_files(clone: Path, wheel: Path, tmp_path: Path) -> None:
+def test_a_wheel_built_from_the_sdist_holds_the_same_files(
+    clone: Path, wheel: Path, tmp_path: Path
+) -> None:
     with tarfile.open(build("sdist", clone, tmp_path)) as archive:
         archive.extractall(tmp_path, filter="data")
     [unpacked] = tmp_path.glob("tinyspec-*/")
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(build("wheel", unpacked, tmp_path / "out")) as other:
+    with (
+        zipfile.ZipFile(wheel) as one,
+        zipfile.ZipFile(build("wheel", unpacked, tmp_path / "out")) as other,
+    ):
         assert sorted(one.namelist()) == sorted(other.namelist())

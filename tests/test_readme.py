@@ -14,8 +14,17 @@ from tinyspec.technique import techniques
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHOWN = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-LINES = [line for block in re.findall(r"```sh\n(.*?)```", SHOWN, re.DOTALL) for line in block.splitlines()]
-COMMANDS = [part.strip() for line in LINES for part in line.split("&&") if part.strip().startswith("tinyspec ")]
+LINES = [
+    line
+    for block in re.findall(r"```sh\n(.*?)```", SHOWN, re.DOTALL)
+    for line in block.splitlines()
+]
+COMMANDS = [
+    part.strip()
+    for line in LINES
+    for part in line.split("&&")
+    if part.strip().startswith("tinyspec ")
+]
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(COMMANDS))
@@ -30,12 +39,16 @@ def test_a_command_that_is_shown_is_one(line: str) -> None:
         assert found is not None, name
         command, context = found, click.Context(found, context, name)
     if isinstance(command, KnobCommand) and "--method" in words:
-        card = techniques().get(words[words.index("--method") + 1])  # None: the technique that CONTRIBUTING adds
+        card = techniques().get(
+            words[words.index("--method") + 1]
+        )  # None: the technique that CONTRIBUTING adds
         for knob in card.knobs if card else ():  # its options beyond those that are listed
             if (flag := f"--{knob.name.replace('_', '-')}") in words:
                 del words[words.index(flag) : words.index(flag) + 2]
     command.make_parser(context).parse_args(list(words))
-    wanted = sum(argument.required for argument in command.params if isinstance(argument, click.Argument))
+    wanted = sum(
+        argument.required for argument in command.params if isinstance(argument, click.Argument)
+    )
     assert len([word for word in words if not word.startswith("-")]) >= wanted
 
 
@@ -56,7 +69,9 @@ def test_start_installs_and_races_then_shows_a_real_model_then_tests() -> None:
     first, real, tests = blocks(README.split("## Start", 1)[1].split("\n## ", 1)[0])
     assert first[0].startswith("python3 -m venv") and first[-1].endswith("tinyspec race")
     assert "download.pytorch.org/whl/cpu" in first[1], "no gigabytes of CUDA by surprise"
-    assert real[0] == "tinyspec models fetch smollm2" and real[1].startswith("tinyspec race --model smollm2")
+    assert real[0] == "tinyspec models fetch smollm2" and real[1].startswith(
+        "tinyspec race --model smollm2"
+    )
     assert "pytest" in tests[0]
 
 
@@ -71,7 +86,9 @@ def test_the_pictures_that_are_shown_are_held_to_be_pictures() -> None:
 
 
 def test_the_counterexample_is_what_check_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed = re.search(r"```python\n(.*?)```\n+```text\n(.*?)```", README, re.DOTALL).groups()  # type: ignore[union-attr]
+    code, printed = re.search(
+        r"```python\n(.*?)```\n+```text\n(.*?)```", README, re.DOTALL
+    ).groups()  # type: ignore[union-attr]
     exec(code, {})
     assert capsys.readouterr().out.strip() == printed.strip()
 

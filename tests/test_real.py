@@ -10,7 +10,9 @@ from tinyspec.errors import TinyspecError
 pytestmark = pytest.mark.real
 
 if models.find("smollm2") is None:
-    pytest.skip("SmolLM2 is not on this machine: tinyspec models fetch smollm2", allow_module_level=True)
+    pytest.skip(
+        "SmolLM2 is not on this machine: tinyspec models fetch smollm2", allow_module_level=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,8 @@ def test_its_committed_draft_guesses_part_of_its_text_and_changes_none_of_it(smo
     assert len(draft.config.says) == 8192
     asked = {"chat": True, "max_new_tokens": 32}
     plain = tinyspec.generate(smollm2, "Tell me about the sea.", **asked)  # type: ignore[arg-type]
-    quick = tinyspec.generate(smollm2, "Tell me about the sea.", method="speculative_decoding", **asked)  # type: ignore[arg-type]
+    quick = tinyspec.generate(
+        smollm2, "Tell me about the sea.", method="speculative_decoding", **asked
+    )  # type: ignore[arg-type]
     assert quick.text == plain.text
     assert quick.stats.tokens_per_call > 1.2

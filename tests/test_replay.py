@@ -39,9 +39,20 @@ MASK_PREDICT = (
 )
 SHOWN = (CALM, TREE, JACOBI, MASK_PREDICT)
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: the page was not looked at")
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine: the page was not looked at"
+)
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+]
 QUIET += ["--disable-background-networking", "--disable-component-update"]
 
 
@@ -90,9 +101,18 @@ def tree() -> replay.Record:
 def seen(record: replay.Record, folder: Path, at: int | str = "", script: str = "") -> str:
     """The page as a browser has built it, at a step; `script` runs behind the page's own."""
     page = folder / "page.html"
-    page.write_text(replay.page(record).replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    page.write_text(
+        replay.page(record).replace("</body>", f"<script>{script}</script></body>"),
+        encoding="utf-8",
+    )
     assert CHROMIUM is not None
-    command = [CHROMIUM, *QUIET, f"--user-data-dir={folder / 'profile'}", "--dump-dom", f"file://{page}#{at}"]
+    command = [
+        CHROMIUM,
+        *QUIET,
+        f"--user-data-dir={folder / 'profile'}",
+        "--dump-dom",
+        f"file://{page}#{at}",
+    ]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert "data-error" not in dom, re.findall('data-error="[^"]*"', dom)
     return re.sub(r"<script.*?</script>", "", dom, flags=re.S)
@@ -114,7 +134,9 @@ def test_a_shown_text_reads_as_text(command: str, run_shown: Callable[[str], Ran
     assert len(re.findall(r"[A-Za-zäöüß']{2,}", out)) >= 5 and "\n\n\n" not in out
 
 
-def test_calm_runs_other_numbers_of_layers_for_other_tokens(run_shown: Callable[[str], Ran]) -> None:
+def test_calm_runs_other_numbers_of_layers_for_other_tokens(
+    run_shown: Callable[[str], Ran],
+) -> None:
     ran = run_shown(CALM)
     layers = [count for round in ran.record["rounds"] for count in round["ran"]]
     assert len(set(layers)) >= 4 and min(layers) <= 2 and max(layers) == 10
@@ -123,14 +145,21 @@ def test_calm_runs_other_numbers_of_layers_for_other_tokens(run_shown: Callable[
 
 def test_specinfer_draws_trees_that_branch(run_shown: Callable[[str], Ran]) -> None:
     rounds = run_shown(TREE).record["rounds"]
-    different = [len({tok for tok, up in zip(r["tokens"], r["parents"], strict=True) if up < 0}) for r in rounds]
+    different = [
+        len({tok for tok, up in zip(r["tokens"], r["parents"], strict=True) if up < 0})
+        for r in rounds
+    ]
     assert sum(count > 1 for count in different) > len(rounds) / 2
-    assert len({len(round["path"]) for round in rounds}) > 2 and any(round["refused"] for round in rounds)
+    assert len({len(round["path"]) for round in rounds}) > 2 and any(
+        round["refused"] for round in rounds
+    )
 
 
 def test_jacobi_accepts_draft_tokens(run_shown: Callable[[str], Ran]) -> None:
     rounds = run_shown(JACOBI).record["rounds"]
-    assert sum(len(round["path"]) for round in rounds) >= 2 and len(rounds) < sum(len(r["pieces"]) for r in rounds)
+    assert sum(len(round["path"]) for round in rounds) >= 2 and len(rounds) < sum(
+        len(r["pieces"]) for r in rounds
+    )
 
 
 def test_mask_predict_changes_tokens_after_the_first_pass(run_shown: Callable[[str], Ran]) -> None:
@@ -141,14 +170,29 @@ def test_mask_predict_changes_tokens_after_the_first_pass(run_shown: Callable[[s
 
 @pytest.mark.parametrize(("model", "noted"), [("storyteller", True), ("exits-loss", False)])
 def test_a_model_without_trained_exits_is_named(model: str, noted: bool) -> None:
-    given = ["generate", "The sea", "--model", model, "--method", "calm", "--threshold", "0.3", "-n", "6"]
+    given = [
+        "generate",
+        "The sea",
+        "--model",
+        model,
+        "--method",
+        "calm",
+        "--threshold",
+        "0.3",
+        "-n",
+        "6",
+    ]
     done = CliRunner().invoke(main, given)
-    assert done.exit_code == 0 and (f"note: nothing says that the early layers of {model}" in done.stderr) == noted
+    assert (
+        done.exit_code == 0
+        and (f"note: nothing says that the early layers of {model}" in done.stderr) == noted
+    )
 
 
 def test_where_no_token_leaves_early_no_layers_are_told() -> None:
     done = CliRunner().invoke(
-        main, ["generate", "The sea", "--method", "calm", "--threshold", "inf", "-n", "4", "--stats"]
+        main,
+        ["generate", "The sea", "--method", "calm", "--threshold", "inf", "-n", "4", "--stats"],
     )
     assert done.exit_code == 0 and "layers" not in done.stderr
 
@@ -164,7 +208,9 @@ PICTURES = (
 
 
 @pytest.mark.parametrize(("command", "start"), PICTURES)
-def test_a_shown_picture_is_explained_by_its_kind(command: str, start: str, run_shown: Callable[[str], Ran]) -> None:
+def test_a_shown_picture_is_explained_by_its_kind(
+    command: str, start: str, run_shown: Callable[[str], Ran]
+) -> None:
     told = replay.describe_picture(run_shown(command).record)
     assert told.startswith(start) and told.count(". ") == 0 and told.endswith(".")
 
@@ -178,7 +224,9 @@ def test_a_shown_picture_is_explained_by_its_kind(command: str, start: str, run_
     ],
 )
 def test_a_picture_is_explained_by_where_drafts_come_from(method: str, told: str) -> None:
-    record = recorded(method, references=["Once upon a time there was a little girl"] if method == "llma" else ())
+    record = recorded(
+        method, references=["Once upon a time there was a little girl"] if method == "llma" else ()
+    )
     assert told in replay.describe_picture(record)
 
 
@@ -188,14 +236,20 @@ def test_a_picture_is_explained_by_where_drafts_come_from(method: str, told: str
 def test_the_pieces_joined_are_the_text(tree: replay.Record) -> None:
     model = tinyspec.load("storyteller")
     tokens = [token for round in tree["rounds"] for token in round["emitted"]]
-    assert "".join(piece for round in tree["rounds"] for piece in round["pieces"]) == model.tokenizer.decode(tokens)
+    assert "".join(
+        piece for round in tree["rounds"] for piece in round["pieces"]
+    ) == model.tokenizer.decode(tokens)
 
 
 def test_every_guess_has_its_probabilities(tree: replay.Record) -> None:
     guesses = 0
     for round in tree["rounds"]:
-        assert len(round["tokens"]) == len(round["p"]) == len(round["q"]) == len(round["node_pieces"])
-        assert all(0 <= p <= 1 for p in round["p"]) and all(q is None or 0 < q <= 1 for q in round["q"])
+        assert (
+            len(round["tokens"]) == len(round["p"]) == len(round["q"]) == len(round["node_pieces"])
+        )
+        assert all(0 <= p <= 1 for p in round["p"]) and all(
+            q is None or 0 < q <= 1 for q in round["q"]
+        )
         assert len(round["ran"]) == len(round["said"]) == len(round["emitted"])
         guesses += len(round["tokens"])
     assert guesses > 20
@@ -214,7 +268,9 @@ def test_a_round_without_guesses_has_no_probabilities_of_guesses(detailed: bool)
 
 def test_what_was_said_is_what_logprobs_say() -> None:
     model = tinyspec.load("storyteller")
-    running = start(model, "The sea", method="speculative_decoding", max_new_tokens=12, seed=3, temperature=0.9)
+    running = start(
+        model, "The sea", method="speculative_decoding", max_new_tokens=12, seed=3, temperature=0.9
+    )
     running.trace.detailed = True
     for _ in running:
         pass
@@ -223,7 +279,9 @@ def test_what_was_said_is_what_logprobs_say() -> None:
 
 
 def test_a_trace_survives_json_with_its_probabilities() -> None:
-    running = start(tinyspec.load("storyteller"), "The sea", method="speculative_decoding", max_new_tokens=6)
+    running = start(
+        tinyspec.load("storyteller"), "The sea", method="speculative_decoding", max_new_tokens=6
+    )
     running.trace.detailed = True
     for _ in running:
         pass
@@ -231,7 +289,9 @@ def test_a_trace_survives_json_with_its_probabilities() -> None:
 
 
 def test_without_being_asked_no_probability_is_computed() -> None:
-    out = tinyspec.generate(tinyspec.load("storyteller"), "The sea", method="speculative_decoding", max_new_tokens=6)
+    out = tinyspec.generate(
+        tinyspec.load("storyteller"), "The sea", method="speculative_decoding", max_new_tokens=6
+    )
     assert all(round.p == [] and round.said == [] and round.ran for round in out.trace.rounds)
 
 
@@ -245,7 +305,10 @@ def test_a_page_fetches_nothing(tree: replay.Record) -> None:
 def test_text_that_ends_a_script_element_is_harmless(tree: replay.Record) -> None:
     hostile = tree | {"prompt": "</script><script>alert(1)</script><!--"}
     page = replay.page(hostile)
-    assert page.count("</script>") == replay.page(tree).count("</script>") and "<script>alert" not in page
+    assert (
+        page.count("</script>") == replay.page(tree).count("</script>")
+        and "<script>alert" not in page
+    )
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     assert data and json.loads(data[1]) == hostile
 
@@ -272,7 +335,16 @@ def test_a_place_that_cannot_be_written_is_named(tree: replay.Record, tmp_path: 
 
 def test_generate_writes_a_page_and_a_trace_and_a_trace_becomes_a_page(tmp_path: Path) -> None:
     runner, trace, page = CliRunner(), tmp_path / "t.json", tmp_path / "p.html"
-    given = ["generate", "Once upon a time", "--method", "speculative_decoding", "-n", "8", "--replay", str(trace)]
+    given = [
+        "generate",
+        "Once upon a time",
+        "--method",
+        "speculative_decoding",
+        "-n",
+        "8",
+        "--replay",
+        str(trace),
+    ]
     assert runner.invoke(main, given).exit_code == 0
     assert runner.invoke(main, ["replay", str(trace), "--out", str(page)]).exit_code == 0
     assert "speculative_decoding" in page.read_text(encoding="utf-8")
@@ -288,24 +360,41 @@ def test_the_last_step_shows_the_whole_text(tree: replay.Record, tmp_path: Path)
 
 
 @browser
-def test_a_step_in_the_middle_shows_the_text_until_then_and_its_tree(tree: replay.Record, tmp_path: Path) -> None:
-    at = next(i for i, round in enumerate(tree["rounds"], 1) if len(round["tokens"]) > 2 and round["refused"])
+def test_a_step_in_the_middle_shows_the_text_until_then_and_its_tree(
+    tree: replay.Record, tmp_path: Path
+) -> None:
+    at = next(
+        i
+        for i, round in enumerate(tree["rounds"], 1)
+        if len(round["tokens"]) > 2 and round["refused"]
+    )
     dom, round = seen(tree, tmp_path, at), tree["rounds"][at - 1]
-    until = tree["prompt"] + "".join(piece for entry in tree["rounds"][:at] for piece in entry["pieces"])
+    until = tree["prompt"] + "".join(
+        piece for entry in tree["rounds"][:at] for piece in entry["pieces"]
+    )
     assert text_of(dom) == until
     assert dom.count('class="n-accepted" tabindex') == len(round["path"])
     assert dom.count('class="n-refused" tabindex') == len(round["refused"])
-    assert dom.count("the draft's q") + dom.count("verified as a point mass") >= len(round["tokens"])
+    assert dom.count("the draft's q") + dom.count("verified as a point mass") >= len(
+        round["tokens"]
+    )
     assert dom.count("<del") >= 1 + len(round["refused"])  # ghosts, and the legend's
 
 
 @browser
 @pytest.mark.parametrize(
-    ("key", "step"), [("Home", 0), ("End", 3), ("ArrowLeft", 1), ("ArrowRight", 3)], ids=lambda x: str(x)
+    ("key", "step"),
+    [("Home", 0), ("End", 3), ("ArrowLeft", 1), ("ArrowRight", 3)],
+    ids=lambda x: str(x),
 )
 def test_the_keyboard_moves(key: str, step: int, tmp_path: Path) -> None:
     record = recorded("autoregressive", tokens=3)
-    dom = seen(record, tmp_path, 2, f"document.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}'}}))")
+    dom = seen(
+        record,
+        tmp_path,
+        2,
+        f"document.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}'}}))",
+    )
     assert f"round {step} of 3" in dom
 
 
@@ -313,7 +402,9 @@ def test_the_keyboard_moves(key: str, step: int, tmp_path: Path) -> None:
 def test_space_plays_to_the_end(tmp_path: Path) -> None:
     record = recorded("autoregressive", tokens=2)
     script = "document.dispatchEvent(new KeyboardEvent('keydown', {key: ' '}))"
-    assert '<button id="play" aria-keyshortcuts="Space">Pause</button>' in seen(record, tmp_path, 1, script)
+    assert '<button id="play" aria-keyshortcuts="Space">Pause</button>' in seen(
+        record, tmp_path, 1, script
+    )
 
 
 @browser
@@ -328,20 +419,33 @@ def test_a_page_opens_at_the_first_round_and_plays(tree: replay.Record, tmp_path
 def test_a_run_of_line_feeds_is_one_mark(tmp_path: Path) -> None:
     record = recorded("autoregressive", tokens=5)
     pieces = ["\n\n", "\nBut", "\n\n", "so.\n", "\n\n\n"]
-    rounds = [round | {"pieces": [piece]} for round, piece in zip(record["rounds"], pieces, strict=True)]
+    rounds = [
+        round | {"pieces": [piece]} for round, piece in zip(record["rounds"], pieces, strict=True)
+    ]
     dom = seen(record | {"prompt": "It was", "rounds": rounds}, tmp_path, 5)
     assert text_of(dom) == "It was\n⏎ × 3\nBut\n\nso.\n⏎ × 4\n"
-    assert text_of(seen(record | {"prompt": "It was", "rounds": rounds}, tmp_path, 1)) == "It was\n\n"
+    assert (
+        text_of(seen(record | {"prompt": "It was", "rounds": rounds}, tmp_path, 1)) == "It was\n\n"
+    )
 
 
 @browser
-def test_a_token_drafted_twice_is_drawn_once(tmp_path: Path, run_shown: Callable[[str], Ran]) -> None:
+def test_a_token_drafted_twice_is_drawn_once(
+    tmp_path: Path, run_shown: Callable[[str], Ran]
+) -> None:
     record = run_shown(TREE).record
-    repeated = [len(r["tokens"]) - len(set(zip(r["parents"], r["tokens"], strict=True))) for r in record["rounds"]]
+    repeated = [
+        len(r["tokens"]) - len(set(zip(r["parents"], r["tokens"], strict=True)))
+        for r in record["rounds"]
+    ]
     at = max(range(len(repeated)), key=repeated.__getitem__)
     dom, round = seen(record, tmp_path, at + 1), record["rounds"][at]
     assert repeated[at] > 2 and "drafted 3 times" in dom
-    assert dom.count('class="edge kept"') == len(round["path"]) + 1 == dom.count('class="n-accepted" tabindex') + 1
+    assert (
+        dom.count('class="edge kept"')
+        == len(round["path"]) + 1
+        == dom.count('class="n-accepted" tabindex') + 1
+    )
 
 
 @browser
@@ -363,7 +467,11 @@ def test_chains_are_shown_by_position(tmp_path: Path) -> None:
 def test_a_canvas_is_shown_pass_by_pass(tmp_path: Path) -> None:
     passes = [
         {"pieces": ["ein", " hund", " hund"], "fresh": [True, True, True], "sure": [0.9, 0.5, 0.4]},
-        {"pieces": ["ein", " hund", " rennt"], "fresh": [False, False, True], "sure": [0.9, 0.5, 0.8]},
+        {
+            "pieces": ["ein", " hund", " rennt"],
+            "fresh": [False, False, True],
+            "sure": [0.9, 0.5, 0.8],
+        },
     ]
     record = {
         "kind": "canvas",

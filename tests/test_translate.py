@@ -38,11 +38,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     tokenizer = train_joint_tokenizer(LINES * 4, 300, zoo / "tokenizer")
     shapes: dict[str, dict[str, Any]] = {
         "teacher": {"extra": {"trained_for": "teacher"}},
-        "nat": {"positional": True, "fertilities": 4, "extra": {"trained_for": "nat", "teacher": "teacher"}},
-        "mask_predict": {"lengths": 12, "extra": {"trained_for": "mask_predict", "teacher": "teacher"}},
+        "nat": {
+            "positional": True,
+            "fertilities": 4,
+            "extra": {"trained_for": "nat", "teacher": "teacher"},
+        },
+        "mask_predict": {
+            "lengths": 12,
+            "extra": {"trained_for": "mask_predict", "teacher": "teacher"},
+        },
     }
     for seed, (name, shape) in enumerate(shapes.items()):
-        config = Seq2SeqConfig(300, 16, 2, 24, encoder_layers=1, decoder_layers=2, max_positions=40, **shape)
+        config = Seq2SeqConfig(
+            300, 16, 2, 24, encoder_layers=1, decoder_layers=2, max_positions=40, **shape
+        )
         made = Seq2Seq.create(config, torch.Generator().manual_seed(seed), tokenizer=tokenizer)
         loud = {key: 3 * w if w.ndim == 2 else w for key, w in made.weights.items()}
         Seq2Seq(config, loud, tokenizer).save(zoo / name)
@@ -72,7 +81,9 @@ def work(done: Translation) -> Work:
 DECODERS = [
     name
     for name, card in techniques().items()
-    if card.kind == "decoder" and not card.drafts and name != "rest"  # which has nothing to retrieve from
+    if card.kind == "decoder"
+    and not card.drafts
+    and name != "rest"  # which has nothing to retrieve from
 ]
 
 
@@ -80,7 +91,13 @@ def dense_greedy(model: Seq2Seq, source: list[int], tokens: int) -> list[int]:
     memory, text = model.encode(torch.tensor([source])), [model.config.bos]
     while len(text) <= tokens and text[-1] != model.config.eos:
         causal = torch.ones(len(text), len(text), dtype=torch.bool).tril()
-        text.append(int(model.logits(model.decode(model.embed(torch.tensor([text])), memory, causal))[0, -1].argmax()))
+        text.append(
+            int(
+                model.logits(model.decode(model.embed(torch.tensor([text])), memory, causal))[
+                    0, -1
+                ].argmax()
+            )
+        )
     return text[1:]
 
 
@@ -99,7 +116,9 @@ def test_plain_is_the_dense_greedy_decode(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("method", DECODERS)
-def test_every_technique_without_a_draft_model_says_what_plain_decoding_says(trained: Trained, method: str) -> None:
+def test_every_technique_without_a_draft_model_says_what_plain_decoding_says(
+    trained: Trained, method: str
+) -> None:
     model = tinyspec.load_translator(trained.teacher, dtype="float64")
     card = techniques()[method]
     neutral = {} if card.lossy is None else {card.lossy[0]: card.lossy[1]}
@@ -110,7 +129,9 @@ def test_every_technique_without_a_draft_model_says_what_plain_decoding_says(tra
 
 @pytest.mark.skipif(_core.compute is None, reason="the compiled kernels are missing")
 @pytest.mark.parametrize("method", ["jacobi", "lookahead_jacobi", "llma", "layerskip"])
-def test_in_float32_no_bit_of_a_law_depends_on_what_is_guessed(trained: Trained, method: str) -> None:
+def test_in_float32_no_bit_of_a_law_depends_on_what_is_guessed(
+    trained: Trained, method: str
+) -> None:
     model = tinyspec.load_translator(Path(trained.teacher))
     for source in ([200], [201, 202, 203, 204], list(range(205, 235))):
         plain, guessed = (one(model, source, method=name) for name in ("plain", method))
@@ -147,7 +168,9 @@ def test_the_budget_is_kept(trained: Trained) -> None:
 # ---------------------------------------------------------------------- on a canvas
 
 
-def test_the_teacher_that_a_card_names_is_read_once(at_home: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_teacher_that_a_card_names_is_read_once(
+    at_home: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, read = tinyspec.load_translator("nat"), list[str]()
 
     def load(name: str, *where: Any) -> Any:
@@ -156,24 +179,39 @@ def test_the_teacher_that_a_card_names_is_read_once(at_home: Trained, monkeypatc
 
     monkeypatch.setattr("tinyspec.translation.load_translator", load)
     for _ in range(3):
-        assert work(tinyspec.translate(model, [5, 6, 7], method="nat", samples=4)).teacher_calls == 2
+        assert (
+            work(tinyspec.translate(model, [5, 6, 7], method="nat", samples=4)).teacher_calls == 2
+        )
     assert read == ["teacher"]
 
 
 def test_nat_is_one_pass_and_its_teacher_chooses(at_home: Trained) -> None:
     model = tinyspec.load_translator("nat")
-    assert one(model, TEXT).tokens == one(model, TEXT, method="nat", seed=0).tokens  # what it was trained for
+    assert (
+        one(model, TEXT).tokens == one(model, TEXT, method="nat", seed=0).tokens
+    )  # what it was trained for
     done = one(model, TEXT, method="nat", samples=4, seed=1)
     stats = work(done)
-    assert (stats.encoder_calls, stats.target_calls, stats.teacher_calls, stats.candidates) == (1, 1, 2, 4)
+    assert (stats.encoder_calls, stats.target_calls, stats.teacher_calls, stats.candidates) == (
+        1,
+        1,
+        2,
+        4,
+    )
     assert done.finish_reason == "length"
     assert len(done.passes) == 1
     assert done.tokens in done.passes[0].tokens
     assert stats.emitted == len(done.tokens) == len(done.logprobs)
-    teacher, canvas = tinyspec.load_translator("teacher"), blank([len(text) for text in done.passes[0].tokens], 0)
+    teacher, canvas = (
+        tinyspec.load_translator("teacher"),
+        blank([len(text) for text in done.passes[0].tokens], 0),
+    )
     for row, text in enumerate(done.passes[0].tokens):
         canvas.tokens[row, : len(text)] = torch.tensor(text)
-    assert done.passes[0].tokens[int(judge(teacher, done.source, canvas).sum(dim=1).argmax())] == done.tokens
+    assert (
+        done.passes[0].tokens[int(judge(teacher, done.source, canvas).sum(dim=1).argmax())]
+        == done.tokens
+    )
     alone = one(model, TEXT, method="nat", samples=1)
     assert work(alone).teacher_calls == 0
 
@@ -191,7 +229,10 @@ def test_the_same_seed_gives_the_same_translation(at_home: Trained) -> None:
     first, again = (one(model, TEXT, method="nat", samples=8, seed=5) for _ in range(2))
     assert first.tokens == again.tokens
     assert first.passes == again.passes
-    drawn = {tuple(map(tuple, one(model, TEXT, method="nat", samples=8, seed=s).passes[0].tokens)) for s in range(4)}
+    drawn = {
+        tuple(map(tuple, one(model, TEXT, method="nat", samples=8, seed=s).passes[0].tokens))
+        for s in range(4)
+    }
     assert len(drawn) > 1
 
 
@@ -201,7 +242,9 @@ def test_a_temperature_is_the_knob_of_a_method_that_has_one(at_home: Trained) ->
     assert cold.passes[0].tokens[2:] == cold.passes[0].tokens[:1] * 4
     with pytest.raises(TinyspecError, match="temperature is 0"):
         one(model, TEXT, method="nat", temperature=0)
-    with pytest.raises(TinyspecError, match="mask_predict rewrites a canvas and has no temperature"):
+    with pytest.raises(
+        TinyspecError, match="mask_predict rewrites a canvas and has no temperature"
+    ):
         one("mask_predict", TEXT, method="mask_predict", temperature=0.5)
 
 
@@ -222,11 +265,27 @@ def test_interrupted_there_is_what_there_is(at_home: Trained) -> None:
     [
         ("teacher", {"source": ""}, "the source is empty: give at least one token"),
         ("teacher", {"source": []}, "the source is empty"),
-        ("teacher", {"source": [200] * 41}, "the source has 41 tokens, teacher has 40 positions: shorten it"),
-        ("nat", {"source": [200] * 41}, "the source has 41 tokens, nat has 40 positions: shorten it"),
-        ("teacher", {"source": [300]}, "token 300 is not in the vocabulary of teacher: ids are below 300"),
+        (
+            "teacher",
+            {"source": [200] * 41},
+            "the source has 41 tokens, teacher has 40 positions: shorten it",
+        ),
+        (
+            "nat",
+            {"source": [200] * 41},
+            "the source has 41 tokens, nat has 40 positions: shorten it",
+        ),
+        (
+            "teacher",
+            {"source": [300]},
+            "token 300 is not in the vocabulary of teacher: ids are below 300",
+        ),
         ("teacher", {"source": [5, 0]}, "the source holds teacher's padding token 0"),
-        ("mask_predict", {"method": "mask_predict", "iterations": 0}, "iterations is 0: it must be at least 1"),
+        (
+            "mask_predict",
+            {"method": "mask_predict", "iterations": 0},
+            "iterations is 0: it must be at least 1",
+        ),
         ("nat", {"method": "nat", "samples": 0}, "samples is 0: it must be at least 1"),
         ("nat", {"method": "nat", "sample": 2}, "nat has no knob 'sample': did you mean 'samples'"),
         (
@@ -234,15 +293,27 @@ def test_interrupted_there_is_what_there_is(at_home: Trained) -> None:
             {"method": "mask_predict"},
             "nat was trained for nat, and mask_predict needs a model trained for mask_predict",
         ),
-        ("nat", {"method": "plain"}, "nat was trained for nat, and autoregressive needs a model trained for teacher"),
+        (
+            "nat",
+            {"method": "plain"},
+            "nat was trained for nat, and autoregressive needs a model trained for teacher",
+        ),
         ("teacher", {"method": "nat"}, "teacher was trained for teacher, and nat needs"),
-        ("teacher", {"method": "speculative_decoding"}, "needs a draft model, and translation models have none"),
+        (
+            "teacher",
+            {"method": "speculative_decoding"},
+            "needs a draft model, and translation models have none",
+        ),
         ("teacher", {"method": "planner"}, "planner is an analysis: it translates nothing"),
         ("teacher", {"method": "nats"}, "there is no method 'nats': did you mean 'nat'"),
         ("teacher", {"teacher": "teacher"}, "autoregressive asks no teacher"),
         ("mask_predict", {"max_new_tokens": 5}, "max_new_tokens has no meaning"),
         ("nat", {"teacher": "nat"}, "nat does not write from left to right, so it judges nothing"),
-        ("nowhere", {}, "there is no translation model 'nowhere': known: mask_predict, nat, teacher"),
+        (
+            "nowhere",
+            {},
+            "there is no translation model 'nowhere': known: mask_predict, nat, teacher",
+        ),
     ],
 )
 def test_what_cannot_be_translated_is_said_in_one_line(
@@ -260,9 +331,18 @@ def test_who_extends_and_who_translates_are_told_apart(trained: Trained) -> None
     for call, says in (
         (lambda: tinyspec.translate(story, TEXT), "extends texts and translates none"),
         (lambda: tinyspec.load_translator(trained.storyteller), "no encoder-decoder of tinyspec's"),
-        (lambda: tinyspec.generate(teacher, TEXT), "an encoder-decoder, which translates: use tinyspec.translate"),
-        (lambda: tinyspec.load(trained.teacher), "an encoder-decoder, which translates and extends no text"),
-        (lambda: tinyspec.generate(story, TEXT, method="nat"), "nat rewrites a translation and extends no text"),
+        (
+            lambda: tinyspec.generate(teacher, TEXT),
+            "an encoder-decoder, which translates: use tinyspec.translate",
+        ),
+        (
+            lambda: tinyspec.load(trained.teacher),
+            "an encoder-decoder, which translates and extends no text",
+        ),
+        (
+            lambda: tinyspec.generate(story, TEXT, method="nat"),
+            "nat rewrites a translation and extends no text",
+        ),
     ):
         with pytest.raises(TinyspecError, match=says) as error:
             call()  # type: ignore[no-untyped-call]
@@ -297,18 +377,24 @@ def test_the_command_finds_the_model_of_a_method(at_home: Trained) -> None:
 
 def test_every_line_of_a_pipe_is_a_sentence(at_home: Trained) -> None:
     result = run("translate", "--method", "mask_predict", "--seed", "2", stdin="a dog\nthe snow\n")
-    assert result.stdout.splitlines() == [one("mask_predict", text, seed=2).text for text in ("a dog", "the snow")]
+    assert result.stdout.splitlines() == [
+        one("mask_predict", text, seed=2).text for text in ("a dog", "the snow")
+    ]
 
 
 def test_as_json_and_with_every_pass(at_home: Trained) -> None:
-    result = run("translate", "--method", "mask_predict", "--iterations", "3", "--json", "--trace", TEXT)
+    result = run(
+        "translate", "--method", "mask_predict", "--iterations", "3", "--json", "--trace", TEXT
+    )
     told = json.loads(result.stdout)
     done = one("mask_predict", TEXT, method="mask_predict", iterations=3)
     assert told["tokens"] == done.tokens
     assert told["text"] == done.text
     assert len(told["passes"]) == told["stats"]["target_calls"] == 3
     assert told["stats"]["encoder_calls"] == 1
-    assert [line.split()[0] for line in result.stderr.splitlines() if line.strip()[:1].isdigit()] == ["1", "2", "3"]
+    assert [
+        line.split()[0] for line in result.stderr.splitlines() if line.strip()[:1].isdigit()
+    ] == ["1", "2", "3"]
 
 
 def test_the_command_tells_errors_in_one_line(
@@ -321,12 +407,25 @@ def test_the_command_tells_errors_in_one_line(
     assert "clone of the repository" in missing
     assert "tinyspec train mt" in missing
     assert "no translation model for plain" in failed(run("translate", TEXT))
-    assert "there is no translation model 'multi30k-nat'" in failed(run("translate", "--model", "multi30k-nat", TEXT))
+    assert "there is no translation model 'multi30k-nat'" in failed(
+        run("translate", "--model", "multi30k-nat", TEXT)
+    )
     assert "the source is empty" in failed(run("translate", "--model", trained.teacher, ""))
     assert "--iteration is no option" in failed(
-        run("translate", "--model", trained.cmlm, "--method", "mask_predict", "--iteration", "2", TEXT)
+        run(
+            "translate",
+            "--model",
+            trained.cmlm,
+            "--method",
+            "mask_predict",
+            "--iteration",
+            "2",
+            TEXT,
+        )
     )
-    assert "was trained for mask_predict" in failed(run("translate", "--model", trained.cmlm, "--method", "nat", TEXT))
+    assert "was trained for mask_predict" in failed(
+        run("translate", "--model", trained.cmlm, "--method", "nat", TEXT)
+    )
     assert "it cannot translate" in failed(run("translate", "--model", trained.storyteller, TEXT))
 
 
@@ -343,7 +442,10 @@ GERMAN = {
 def test_the_models_of_a_clone_translate(name: str) -> None:
     method, knobs = GERMAN[name]
     done = tinyspec.translate(
-        Path(__file__).parent.parent / "models" / name, "A man is sleeping on a couch.", method=method, **knobs
+        Path(__file__).parent.parent / "models" / name,
+        "A man is sleeping on a couch.",
+        method=method,
+        **knobs,
     )
     assert isinstance(done, Translation)
     assert done.text == "Ein Mann schläft auf einem Sofa."

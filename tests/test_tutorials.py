@@ -24,7 +24,9 @@ from tinyspec.cli.lessons import (
 
 LESSONS = list_lessons()
 SECONDS = 20  # of processor time: a lesson that takes longer is not a lesson
-PAGES = [path for path in sorted(TUTORIALS.glob("*.md")) if path not in LESSONS]  # of the book; some have cells too
+PAGES = [
+    path for path in sorted(TUTORIALS.glob("*.md")) if path not in LESSONS
+]  # of the book; some have cells too
 ROOT = TUTORIALS.parent
 LINKING = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *LESSONS, *PAGES]
 
@@ -35,7 +37,9 @@ RUN = list_pages()
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a lesson finds: its folder on the path, and plots that need no screen."""
-    plots = pytest.importorskip("matplotlib", reason="the lessons draw with matplotlib: pip install -e .[book]")
+    plots = pytest.importorskip(
+        "matplotlib", reason="the lessons draw with matplotlib: pip install -e .[book]"
+    )
     plots.use("Agg")
     monkeypatch.syspath_prepend(str(TUTORIALS))
     monkeypatch.chdir(TUTORIALS)
@@ -59,7 +63,9 @@ def test_a_lesson_runs(path: Path) -> None:
         stale = f"{path.name}:{cell.shown.start}: the cell does not show this any more: tinyspec book --refresh"
         assert cell.printed in (None, output.printed), stale
         if cell.picture:
-            assert is_same_picture((TUTORIALS / cell.picture).read_text(encoding="utf-8"), output.picture), stale
+            assert is_same_picture(
+                (TUTORIALS / cell.picture).read_text(encoding="utf-8"), output.picture
+            ), stale
     for solution in solutions(path.read_text(encoding="utf-8")):
         exec(compile("\n" * (solution.line - 1) + solution.code, str(path), "exec"), names)
 
@@ -70,7 +76,11 @@ def test_a_lesson_is_a_lesson(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     code = [ast.parse(cell.code) for cell in read_cells(text)]
     nodes = [node for tree in code for node in ast.walk(tree)]
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    called = {
+        node.func.id
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     assert len(text.partition("## Exercises")[0].splitlines()) <= 400
     assert any(isinstance(node, ast.Assert) for node in nodes)
     assert {"show", "axes"} <= called
@@ -90,7 +100,9 @@ def test_what_a_lesson_shows_is_seen(path: Path) -> None:
     """A notebook displays the last expression of a cell, and no other."""
     for cell in read_cells(path.read_text(encoding="utf-8")):
         for statement in ast.parse(cell.code).body[:-1]:
-            assert not ast.unparse(statement).startswith("show("), f"line {cell.line}: show stands in mid-cell"
+            assert not ast.unparse(statement).startswith("show("), (
+                f"line {cell.line}: show stands in mid-cell"
+            )
 
 
 def test_every_lesson_is_in_the_book() -> None:
@@ -100,7 +112,9 @@ def test_every_lesson_is_in_the_book() -> None:
     assert {path.stem for path in PAGES} - {"index"} <= listed
 
 
-@pytest.mark.parametrize("path", [path for path in LINKING if path.exists()], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in LINKING if path.exists()], ids=lambda path: path.stem
+)
 def test_a_link_leads_somewhere(path: Path) -> None:
     """Links inside the repository; what lies elsewhere is not asked for."""
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
@@ -122,8 +136,12 @@ def test_lesson_shows_its_key_picture(path: Path) -> None:
 
 
 def test_every_picture_is_shown() -> None:
-    shown = {cell.picture for path in LESSONS for cell in read_cells(path.read_text(encoding="utf-8"))}
-    assert {f"pictures/{path.name}" for path in (TUTORIALS / "pictures").iterdir()} == shown - {None}
+    shown = {
+        cell.picture for path in LESSONS for cell in read_cells(path.read_text(encoding="utf-8"))
+    }
+    assert {f"pictures/{path.name}" for path in (TUTORIALS / "pictures").iterdir()} == shown - {
+        None
+    }
 
 
 def test_index_tells_minutes_and_needs() -> None:
@@ -158,12 +176,17 @@ def test_outputs_stand_directly_below_their_cell() -> None:
     assert (cell.line, cell.picture, cell.printed) == (5, "pictures/00_none.svg", "1")
     bare = strip_outputs(PAGE)
     assert "pictures" not in bare and "not an output" in bare
-    assert bare.splitlines().index("Prose.") == PAGE.splitlines().index("Prose.")  # error messages name the right line
+    assert bare.splitlines().index("Prose.") == PAGE.splitlines().index(
+        "Prose."
+    )  # error messages name the right line
 
 
 def test_refresh_writes_what_a_cell_prints(tmp_path: Path) -> None:
     page = tmp_path / "00_page.md"
-    page.write_text("# A\n\n```{code-cell} python\nprint(6 * 7)\n```\n\n```text\n41\n```\n\nEnd.\n", encoding="utf-8")
+    page.write_text(
+        "# A\n\n```{code-cell} python\nprint(6 * 7)\n```\n\n```text\n41\n```\n\nEnd.\n",
+        encoding="utf-8",
+    )
     assert lessons.refresh(page) == [page]
     assert "```text\n42\n```\n\nEnd." in page.read_text(encoding="utf-8")
     assert lessons.refresh(page) == []
@@ -188,7 +211,9 @@ def test_pictures_are_the_same_bytes_each_time() -> None:
 
 def test_a_failing_cell_names_the_lessons_file_and_line(tmp_path: Path) -> None:
     page = tmp_path / "00_wrong.md"
-    page.write_text("# Wrong\n\n```{code-cell} python\n:tags: [hide-input]\nx = 1\nassert x == 2\n```\n")
+    page.write_text(
+        "# Wrong\n\n```{code-cell} python\n:tags: [hide-input]\nx = 1\nassert x == 2\n```\n"
+    )
     with pytest.raises(AssertionError) as caught:
         [*run_page(page)]
     last = caught.traceback[-1]

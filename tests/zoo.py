@@ -12,10 +12,11 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Model
 
-TEXT = "the cat sat on the mat and the dog sat on the log, and then the cat and the dog ran to the house. " * 4
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TEXT = (
+    "the cat sat on the mat and the dog sat on the log, and then the cat and the dog ran to the house. "
+    * 4
 )
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 
 
 class Zoo(NamedTuple):
@@ -31,15 +32,22 @@ def tiny_zoo(folder: Path) -> Zoo:
     names = Zoo(*(str(folder / name) for name in Zoo._fields))
     for name, size, layers in ((names.big, 300, 2), (names.small, 300, 1), (names.other, 280, 1)):
         backend = tokenizers.Tokenizer(models.BPE())
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        backend.pre_tokenizer, backend.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        backend.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet))
+        backend.train_from_iterator(
+            [TEXT], trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet)
+        )
         config = Config(
             vocab_size=backend.get_vocab_size(), d_model=32, n_layers=layers, n_heads=2, n_kv_heads=1, head_dim=16,
             d_ff=48, max_positions=96, extra={"draft": names.small} if name == names.big else {},
         )  # fmt: skip
         weights = Model.random(config, scale=0.3).weights
-        Model(config, weights, Tokenizer(backend, {}, TEMPLATE if name == names.big else None), "m").save(name)
+        Model(
+            config, weights, Tokenizer(backend, {}, TEMPLATE if name == names.big else None), "m"
+        ).save(name)
     return names
 
 

@@ -124,9 +124,19 @@ def generate(
     """
     from tinyspec.generation import generate
 
-    options = {"method": method, "draft": draft, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    options = {
+        "method": method,
+        "draft": draft,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+    }
     more = {"stop": stop, "chat": chat, "references": references}
-    warp = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    warp = {
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
     return generate(model, prompt, **options, **warp, seed=seed, **more, **knobs)
 
 
@@ -179,7 +189,12 @@ def translate(
     """
     from tinyspec.translation import translate
 
-    options = {"method": method, "teacher": teacher, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    options = {
+        "method": method,
+        "teacher": teacher,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+    }
     return translate(model, source, seed=seed, **options, **knobs)
 
 

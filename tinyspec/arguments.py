@@ -28,7 +28,9 @@ def describe_value(value: Any) -> str:
     ("'0.8'", '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...')
     """
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"an array of {str(value.dtype).removeprefix('torch.')} with shape {tuple(value.shape)}"
+        return (
+            f"an array of {str(value.dtype).removeprefix('torch.')} with shape {tuple(value.shape)}"
+        )
     if type(value).__module__ != "builtins":
         return f"of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
     text = " ".join(repr(value).split())
@@ -58,7 +60,11 @@ def check_number(name: str, value: Any, expected: str = "a number") -> Any:
 
 
 def check_sampling(
-    temperature: Any, top_k: Any = None, top_p: Any = None, min_p: Any = None, repetition_penalty: Any = 1.0
+    temperature: Any,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    repetition_penalty: Any = 1.0,
 ) -> None:
     """Raise TinyspecError unless these are numbers. `Warp` checks their ranges."""
     check_number("temperature", temperature, "a number of at least 0 (0 is greedy)")
@@ -109,7 +115,9 @@ def check_prompt(prompt: Any, name: str = "prompt") -> Prompt:
 
 def _check_message(name: str, message: Any) -> Mapping[str, str]:
     keys = ("role", "content")
-    if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in keys):
+    if not isinstance(message, Mapping) or not all(
+        isinstance(message.get(key), str) for key in keys
+    ):
         raise wrong(name, message, "a chat message: {'role': 'user', 'content': 'a text'}")
     return message
 
@@ -118,7 +126,9 @@ def is_batch(prompt: Any) -> bool:
     """Return whether this is a list of prompts: an entry is a text, a list, or an array of ids."""
     if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Sequence):
         return False
-    return any(isinstance(row, (str, bytes, list, tuple)) or getattr(row, "shape", ()) for row in prompt)
+    return any(
+        isinstance(row, (str, bytes, list, tuple)) or getattr(row, "shape", ()) for row in prompt
+    )
 
 
 def check_batch(prompts: Sequence[Any], name: str = "prompt") -> list[Prompt]:
@@ -135,9 +145,14 @@ def check_texts(name: str, given: Any, example: str) -> list[str | list[int]]:
     if given is None or isinstance(given, str):
         return [] if given is None else [given]
     if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
-        raise wrong(name, given, f"a text, or a list of texts and lists of token ids, such as {example}")
+        raise wrong(
+            name, given, f"a text, or a list of texts and lists of token ids, such as {example}"
+        )
     expected = f"a text or a list of token ids, such as {name}={example}"
-    return [x if isinstance(x, str) else check_ids(f"{name}[{i}]", x, expected) for i, x in enumerate(given)]
+    return [
+        x if isinstance(x, str) else check_ids(f"{name}[{i}]", x, expected)
+        for i, x in enumerate(given)
+    ]
 
 
 def check_names(card: Card, given: Iterable[str], known: Iterable[str]) -> None:

@@ -44,7 +44,9 @@ def lines(path: Path) -> Iterator[str]:
             for line in file:
                 yield line.rstrip("\n")
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise TinyspecError(f"{path}: damaged ({error}); delete it and run `tinyspec data fetch`") from error
+        raise TinyspecError(
+            f"{path}: damaged ({error}); delete it and run `tinyspec data fetch`"
+        ) from error
 
 
 def records(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
@@ -56,7 +58,9 @@ def records(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
         except (ValueError, TypeError) as error:
             raise TinyspecError(f"{path}, line {number}: not a JSON object ({error})") from error
         if not isinstance(entry, dict) or missing:
-            raise TinyspecError(f"{path}, line {number}: expected an object with {', '.join(fields)}")
+            raise TinyspecError(
+                f"{path}, line {number}: expected an object with {', '.join(fields)}"
+            )
         yield entry
 
 
@@ -71,7 +75,9 @@ class Book(NamedTuple):
 def books(split: Literal["train", "valid"], root: str | Path | None = None) -> list[Book]:
     """The classics: 107 books to train on, or the three that are never trained on."""
     path = find(f"text/classics.{split}.jsonl.xz", root)
-    return [Book(e["author"], e["title"], e["text"]) for e in records(path, "author", "title", "text")]
+    return [
+        Book(e["author"], e["title"], e["text"]) for e in records(path, "author", "title", "text")
+    ]
 
 
 class Question(NamedTuple):
@@ -131,7 +137,11 @@ def wikitext(split: Literal["valid", "test"] = "test", root: str | Path | None =
 def multi30k(split: Split = "test", root: str | Path | None = None) -> list[tuple[str, str]]:
     """Multi30k task 1 (Elliott et al. 2016): image captions, (English, German) pairs."""
     name = {"train": "train", "valid": "val", "test": "test_2016_flickr"}[split]
-    english, german = (list(lines(find(f"multi30k/{name}.{language}.gz", root))) for language in ("en", "de"))
+    english, german = (
+        list(lines(find(f"multi30k/{name}.{language}.gz", root))) for language in ("en", "de")
+    )
     if len(english) != len(german):
-        raise TinyspecError(f"multi30k/{name}: {len(english)} English lines but {len(german)} German ones")
+        raise TinyspecError(
+            f"multi30k/{name}: {len(english)} English lines but {len(german)} German ones"
+        )
     return list(zip(english, german, strict=True))

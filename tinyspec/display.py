@@ -31,7 +31,9 @@ MEANING = {
     "bonus": " after full draft",
     "plain": "",
 }
-PLAYBACK_SECONDS = 8.0  # how long a race is on the screen: the eye can follow 30 forward passes in this time
+PLAYBACK_SECONDS = (
+    8.0  # how long a race is on the screen: the eye can follow 30 forward passes in this time
+)
 REAL_TIME_SECONDS = 1.0  # a race of at least this length is watched as it was
 HOLD_SECONDS = 1.0  # how long the finish stays on the screen
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
@@ -43,7 +45,9 @@ def visible(text: str) -> str:
     >>> visible("a\\x1b[2J")
     'a␛[2J'
     """
-    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 0x20 else "\ufffd", text)
+    return _CONTROL.sub(
+        lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 0x20 else "\ufffd", text
+    )
 
 
 def coloured(pieces: Sequence[str], origins: Sequence[str]) -> Text:
@@ -75,7 +79,9 @@ def ratio_in_words(ratio: float, ratios: Sequence[float] = ()) -> str:
     said, shown = f"{ratio:.2f}x as fast as plain decoding", list(ratios)
     if ratio < 1:
         shown = [1 / other if other else float("inf") for other in ratios]
-        said = f"a slow-down: {1 / ratio if ratio else float('inf'):.2f}x the time of plain decoding"
+        said = (
+            f"a slow-down: {1 / ratio if ratio else float('inf'):.2f}x the time of plain decoding"
+        )
     if len(shown) > 1:
         said += f" (median of {len(shown)} races, {min(shown):.2f} to {max(shown):.2f})"
     return said
@@ -104,7 +110,11 @@ def pace_in_words(speed: float) -> str:
     if speed == 1:
         return "in real time"
     factor = max(speed, 1 / speed)
-    return f"slowed {factor:.{0 if factor >= 10 else 1}f}x" if speed < 1 else f"{factor:g}x as fast as it was"
+    return (
+        f"slowed {factor:.{0 if factor >= 10 else 1}f}x"
+        if speed < 1
+        else f"{factor:g}x as fast as it was"
+    )
 
 
 class Stage:
@@ -117,7 +127,9 @@ class Stage:
         """Play a race back, `speed` times as fast as it was run: all clocks are stretched by the same factor."""
         longest = max(lane.seconds for lane in lanes)
         note = f"measured before, played back {pace_in_words(speed)}"
-        with Live(console=self.console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
+        with Live(
+            console=self.console, auto_refresh=False, transient=True, vertical_overflow="crop"
+        ) as live:
             began = self.console.get_time()
             now = 0.0
             while now < longest:
@@ -128,7 +140,11 @@ class Stage:
             time.sleep(HOLD_SECONDS)
 
     def draw(
-        self, lanes: Sequence[Lane], height: int | None = None, whole: Sequence[Lane] = (), note: str = ""
+        self,
+        lanes: Sequence[Lane],
+        height: int | None = None,
+        whole: Sequence[Lane] = (),
+        note: str = "",
     ) -> RenderableType:
         """Return the lanes side by side, or one below the other where the terminal is narrow.
 
@@ -139,7 +155,9 @@ class Stage:
         beside = self.console.width >= 36 * len(lanes)
         wide = self.console.width // len(lanes) if beside else self.console.width
         head = [
-            Text(visible(line), style="bold" if line == self.title else "dim") for line in (self.title, note) if line
+            Text(visible(line), style="bold" if line == self.title else "dim")
+            for line in (self.title, note)
+            if line
         ]
         for line in head:
             line.truncate(self.console.width, overflow="ellipsis")
@@ -147,10 +165,14 @@ class Stage:
         high = None
         if height is not None:
             room = height - 1 - len(head) - len(keys.wrap(self.console, self.console.width))
-            high = max((room if beside else room // len(lanes)) - 4, 1)  # 4: border, bar, figures, border
+            high = max(
+                (room if beside else room // len(lanes)) - 4, 1
+            )  # 4: border, bar, figures, border
         tallest = max(len(self._body(lane, wide, high)) for lane in whole)
         goal = max(len(lane.tokens) for lane in whole)
-        panels = [self._panel(lane, self._body(lane, wide, high), wide, tallest, goal) for lane in lanes]
+        panels = [
+            self._panel(lane, self._body(lane, wide, high), wide, tallest, goal) for lane in lanes
+        ]
         rows: list[RenderableType] = [*panels]
         if beside:
             grid = Table.grid(expand=True)
@@ -169,7 +191,9 @@ class Stage:
 
     def _body(self, lane: Lane, wide: int, high: int | None) -> list[Text]:
         """The lines of a lane's text in a panel of this width; where they are too many, the newest."""
-        text = Text.assemble((visible(self.prompt), Style(dim=True)), coloured(lane.pieces, lane.trace.origins))
+        text = Text.assemble(
+            (visible(self.prompt), Style(dim=True)), coloured(lane.pieces, lane.trace.origins)
+        )
         lines = list(text.wrap(self.console, max(wide - 4, 8)))
         return lines if high is None else lines[max(len(lines) - high, 0) :]
 
@@ -177,14 +201,20 @@ class Stage:
         done = 1.0 if lane.finished else min(len(lane.tokens) / max(goal, 1), 1.0)
         bar = Text("━" * round(done * (wide - 4)), "#009e73" if lane.finished else "")
         figures = Text(
-            f"{len(lane.tokens)} tokens in {lane.stats.target_calls} forward passes", no_wrap=True, overflow="ellipsis"
+            f"{len(lane.tokens)} tokens in {lane.stats.target_calls} forward passes",
+            no_wrap=True,
+            overflow="ellipsis",
         )
-        clock = f"{lane.seconds:.{2 if lane.seconds >= 1 else 3}f} s" + (", done" if lane.finished else "")
+        clock = f"{lane.seconds:.{2 if lane.seconds >= 1 else 3}f} s" + (
+            ", done" if lane.finished else ""
+        )
         content = Group(Text("\n").join([*body, *[Text()] * (lines - len(body))]), bar, figures)
         return Panel(content, title=name_lane(lane.method), subtitle=clock, box=ROUNDED)
 
 
-def report(lanes: Sequence[Lane], outcomes: Sequence[Outcome], promises: Sequence[str]) -> RenderableType:
+def report(
+    lanes: Sequence[Lane], outcomes: Sequence[Outcome], promises: Sequence[str]
+) -> RenderableType:
     """Return the figures of the race that is shown, and the verdict over all races.
 
     promises  each outcome's guarantee at its settings, "lossy" among them
@@ -212,7 +242,8 @@ def figures(lanes: Sequence[Lane]) -> dict[str, list[str]]:
         "forward passes": [f"{lane.stats.target_calls}" for lane in lanes],
         "tokens per forward pass": [f"{lane.stats.tokens_per_call:.2f}" for lane in lanes],
         "draft tokens accepted": [
-            f"{lane.stats.accepted} of {lane.stats.drafted}" if lane.stats.drafted else "-" for lane in lanes
+            f"{lane.stats.accepted} of {lane.stats.drafted}" if lane.stats.drafted else "-"
+            for lane in lanes
         ],
         "distinct 4-grams": [f"{lane.distinct:.2f}" for lane in lanes],
         "seconds": [f"{lane.seconds:.3f}" for lane in lanes],
@@ -224,12 +255,20 @@ def verdict(outcome: Outcome, promise: str) -> str:
     """Say whether the texts are what they must be."""
     if outcome.identical is None:
         lossy = promise in ("lossy", "approx")
-        same = "another distribution, by its settings" if lossy else "same distribution, not the same text"
+        same = (
+            "another distribution, by its settings"
+            if lossy
+            else "same distribution, not the same text"
+        )
         return f"identical: not expected ({same})"
     if outcome.identical:
         return "identical: yes"
     where = f"identical: NO, from new token {outcome.differs_at} on"
-    return where + (" (lossy by its settings)" if promise in ("lossy", "approx") else ", which it promises to be")
+    return where + (
+        " (lossy by its settings)"
+        if promise in ("lossy", "approx")
+        else ", which it promises to be"
+    )
 
 
 # ---------------------------------------------------------------------- text as it grows

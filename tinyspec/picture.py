@@ -64,7 +64,10 @@ def svg(tracks: Sequence[Track], title: str, lines: int = 5) -> str:
     """Draw the tracks one below the other; `lines` of the last one's text stand under them."""
     longest = max((track.ends[-1] for track in tracks if track.ends), default=1.0) or 1.0
     scale = (WIDTH - 2 * MARGIN) / longest
-    body, y = [f'<text x="{MARGIN:g}" y="34" class="big" style="font-size:20px">{escape(title)}</text>'], 52.0
+    body, y = (
+        [f'<text x="{MARGIN:g}" y="34" class="big" style="font-size:20px">{escape(title)}</text>'],
+        52.0,
+    )
     for track in tracks:
         height = _tallest(track) * (BOX + GAP)
         finish = MARGIN + (track.ends[-1] if track.ends else 0) * scale
@@ -80,7 +83,9 @@ def svg(tracks: Sequence[Track], title: str, lines: int = 5) -> str:
         body += excerpt
         y += LINE * len(excerpt) + 14
     y = _legend(body, y + 12, tracks)
-    summary = escape("; ".join(f"{t.name}: {_figures(t)} {t.verdict} {t.note}".strip() for t in tracks))
+    summary = escape(
+        "; ".join(f"{t.name}: {_figures(t)} {t.verdict} {t.note}".strip() for t in tracks)
+    )
     named = f'<title id="t">{escape(title)}</title><desc id="d">{summary}</desc>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {y:g}" role="img" aria-labelledby="t d">'
     page = f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1:g}" height="{y - 1:g}" rx="8"/>'
@@ -123,7 +128,10 @@ def _skyline(track: Track, floor: float, scale: float) -> list[str]:
     began = track.began
     for round, end in zip(track.trace.rounds, track.ends, strict=True):
         x, wide = MARGIN + began * scale, max((end - began) * scale - 1, 0.8)
-        kinds = [*round.origins[: len(round.emitted)], *["refused"] * _refused(round.tokens, round.path)]
+        kinds = [
+            *round.origins[: len(round.emitted)],
+            *["refused"] * _refused(round.tokens, round.path),
+        ]
         for level, kind in enumerate(kinds):
             y = floor - (level + 1) * (BOX + GAP) + GAP
             if kind == "refused":
@@ -135,19 +143,30 @@ def _skyline(track: Track, floor: float, scale: float) -> list[str]:
                 if kind == "recovered":
                     slashes.append(f"M{middle - 2:.1f} {y + 10.5:.1f}l4-6")
                 if kind == "bonus":
-                    dots.append(f"M{middle - 1.6:.1f} {y + BOX / 2:.1f}a1.6 1.6 0 1 0 3.2 0a1.6 1.6 0 1 0-3.2 0")
+                    dots.append(
+                        f"M{middle - 1.6:.1f} {y + BOX / 2:.1f}a1.6 1.6 0 1 0 3.2 0a1.6 1.6 0 1 0-3.2 0"
+                    )
         began = end
     drawn = [f'<path class="{kind}" d="{"".join(d)}"/>' for kind, d in boxes.items() if d]
-    drawn += [f'<path class="{mark}" d="{"".join(d)}"/>' for mark, d in (("slash", slashes), ("dot", dots)) if d]
+    drawn += [
+        f'<path class="{mark}" d="{"".join(d)}"/>'
+        for mark, d in (("slash", slashes), ("dot", dots))
+        if d
+    ]
     drawn.append(f'<path class="line" d="M{MARGIN:g} {floor + 1.5:g}H{WIDTH - MARGIN:g}"/>')
     finish = MARGIN + began * scale
-    drawn.append(f'<path class="end" d="M{finish:.1f} {floor - _tallest(track) * (BOX + GAP):.1f}V{floor + 8:.1f}"/>')
+    drawn.append(
+        f'<path class="end" d="M{finish:.1f} {floor - _tallest(track) * (BOX + GAP):.1f}V{floor + 8:.1f}"/>'
+    )
     return drawn
 
 
 def _verdict(track: Track, finish: float, floor: float) -> list[str]:
     """What the finish means, in large letters behind it."""
-    x, size = finish + 14, min(26.0, 1.6 * (WIDTH - MARGIN - finish - 14) / max(len(track.verdict), 1))
+    x, size = (
+        finish + 14,
+        min(26.0, 1.6 * (WIDTH - MARGIN - finish - 14) / max(len(track.verdict), 1)),
+    )
     return [
         f'<text x="{x:.1f}" y="{floor - 30:.1f}" class="big" style="font-size:{size:.0f}px">'
         f"{escape(track.verdict)}</text>",
@@ -161,7 +180,10 @@ def _box(x: float, y: float, wide: float, high: float) -> str:
 
 def _axis(y: float, longest: float, scale: float) -> list[str]:
     """Ticks at a round step, about eight of them."""
-    step = next((s for p in range(-4, 6) for s in (10.0**p, 2 * 10.0**p, 5 * 10.0**p) if longest / s <= 9), longest)
+    step = next(
+        (s for p in range(-4, 6) for s in (10.0**p, 2 * 10.0**p, 5 * 10.0**p) if longest / s <= 9),
+        longest,
+    )
     marks: list[str] = []
     for i in range(int(longest / step) + 1):
         x = MARGIN + i * step * scale
@@ -176,7 +198,10 @@ def _axis(y: float, longest: float, scale: float) -> list[str]:
 def _excerpt(track: Track, y: float, lines: int) -> list[str]:
     """Return the first lines of the prompt and the text in one width of letter, each token in its colour."""
     whole = Text()
-    for piece, kind in [(track.prompt, "quiet"), *zip(track.pieces, track.trace.origins, strict=False)]:
+    for piece, kind in [
+        (track.prompt, "quiet"),
+        *zip(track.pieces, track.trace.origins, strict=False),
+    ]:
         whole.append(visible(piece).replace("\n", " ").replace("\t", " "), kind)
     rows = whole.wrap(Console(width=LETTERS), LETTERS)
     if len(rows) > lines:
@@ -185,9 +210,12 @@ def _excerpt(track: Track, y: float, lines: int) -> list[str]:
     drawn: list[str] = []
     for i, row in enumerate(rows[:lines]):
         parts = "".join(
-            f'<tspan class="{span.style}">{escape(row.plain[span.start : span.end])}</tspan>' for span in row.spans
+            f'<tspan class="{span.style}">{escape(row.plain[span.start : span.end])}</tspan>'
+            for span in row.spans
         )
-        drawn.append(f'<text x="{MARGIN:g}" y="{y + LINE * i:g}" class="mono" xml:space="preserve">{parts}</text>')
+        drawn.append(
+            f'<text x="{MARGIN:g}" y="{y + LINE * i:g}" class="mono" xml:space="preserve">{parts}</text>'
+        )
     return drawn
 
 
@@ -208,6 +236,8 @@ def _legend(body: list[str], y: float, tracks: Sequence[Track]) -> float:
             body.append(f'<path class="slash" d="M{x + 3.5:.1f} {y + 9.5:.1f}l4-6"/>')
         if kind == "bonus":
             body.append(f'<circle class="dot" cx="{x + 5.5:.1f}" cy="{y + 6.5:.1f}" r="1.6"/>')
-        body.append(f'<text x="{x + 17:.1f}" y="{y + 11:.1f}" class="small">{escape(meaning)}</text>')
+        body.append(
+            f'<text x="{x + 17:.1f}" y="{y + 11:.1f}" class="small">{escape(meaning)}</text>'
+        )
         x += wide
     return y + 26

@@ -45,7 +45,9 @@ def import_file(path: str | Path) -> str:
     if not file.is_file():
         raise TinyspecError(f"{path}: no such file")
     if file.suffix != ".py" or not file.stem.isidentifier():
-        raise TinyspecError(f"{path}: a technique file is named like a technique, such as my_method.py")
+        raise TinyspecError(
+            f"{path}: a technique file is named like a technique, such as my_method.py"
+        )
     name, stamp = f"{NAMESPACE}.{file.stem}", file.stat().st_mtime_ns
     known = sys.modules.get(name)
     if known is not None and Path(str(known.__file__)) != file:
@@ -72,7 +74,9 @@ def import_packages() -> None:
         try:
             entry.load()
         except Exception as error:
-            warnings.warn(f"plugin {_origin(entry)} is left out: {describe_error(error)}", stacklevel=3)
+            warnings.warn(
+                f"plugin {_origin(entry)} is left out: {describe_error(error)}", stacklevel=3
+            )
 
 
 def _origin(entry: EntryPoint) -> str:

@@ -31,7 +31,9 @@ class Lane:
     prefill: float = 0.0
     rounds: list[float] = field(default_factory=list)  # how long each round took
     tokens: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)  # the text that each token completed; "" inside a character
+    pieces: list[str] = field(
+        default_factory=list
+    )  # the text that each token completed; "" inside a character
     stats: Statistics = field(default_factory=Statistics)
     trace: Trace = field(default_factory=Trace)
     finished: str | None = None
@@ -118,7 +120,10 @@ def race(
         else:
             lane.rounds.append(took)
             lane.tokens += round.tokens
-            lane.pieces += [text.push([token]) if (text := texts[i]) is not None else "" for token in round.tokens]
+            lane.pieces += [
+                text.push([token]) if (text := texts[i]) is not None else ""
+                for token in round.tokens
+            ]
     return lanes
 
 

@@ -79,7 +79,10 @@ def _rounds(tokenizer: Tokenizer, size: int, trace: Trace) -> list[Record]:
     """Every round with the text of its tokens (what they add to the text) and of its guesses (each on its own)."""
     stream, newest, rounds = tokenizer.stream(), trace.prompt[-1:], list[Record]()
     for entry in trace.rounds:
-        guesses, said = [None] * len(entry.tokens), [None] * len(entry.emitted)  # of a trace without details
+        guesses, said = (
+            [None] * len(entry.tokens),
+            [None] * len(entry.emitted),
+        )  # of a trace without details
         known = {"p": entry.p or guesses, "q": entry.q or guesses, "said": entry.said or said}
         words = {
             "root": _word(tokenizer, size, newest[0]) if newest else "",
@@ -103,7 +106,9 @@ def describe_picture(record: Record) -> str:
     if record["kind"] == "canvas":
         if len(record["passes"]) < 2:
             return "All tokens are written in a single pass: the stronger a cell's colour, the surer the model."
-        changed = len({i for later in record["passes"][1:] for i, new in enumerate(later["fresh"]) if new})
+        changed = len(
+            {i for later in record["passes"][1:] for i, new in enumerate(later["fresh"]) if new}
+        )
         after = f"{changed} of {len(record['passes'][-1]['pieces'])} positions change after pass 1"
         return f"Each row is a pass over the whole text, and outlined tokens are those that it changed: {after}."
     rounds, depth = record["rounds"], record["n_layers"]
@@ -124,7 +129,9 @@ def describe_picture(record: Record) -> str:
         shape = "Each row is a round: a chain of draft tokens"
     else:
         shape = "Each round has a tree that grows from left to right: its branches are rival draft tokens"
-    return f"{shape}{source}, of which the model accepts the green ones and adds one token of its own."
+    return (
+        f"{shape}{source}, of which the model accepts the green ones and adds one token of its own."
+    )
 
 
 def page(record: Record) -> str:
@@ -132,7 +139,9 @@ def page(record: Record) -> str:
     template = files("tinyspec").joinpath("replay.html").read_text(encoding="utf-8")
     template = template.replace("{{PICTURE}}", html.escape(describe_picture(record)))
     # inside a script element only "<" could end it; as an escape it is the same JSON
-    return template.replace("{{DATA}}", json.dumps(record, ensure_ascii=False).replace("<", "\\u003c"))
+    return template.replace(
+        "{{DATA}}", json.dumps(record, ensure_ascii=False).replace("<", "\\u003c")
+    )
 
 
 def read(path: str | Path) -> Record:
@@ -142,11 +151,23 @@ def read(path: str | Path) -> Record:
     except OSError as error:
         raise TinyspecError(f"{path}: {error.strerror or error}") from None
     except ValueError:
-        raise TinyspecError(f"{path} is no JSON: save one with tinyspec generate --replay FILE.json") from None
+        raise TinyspecError(
+            f"{path} is no JSON: save one with tinyspec generate --replay FILE.json"
+        ) from None
     needed: Sequence[str] = ("kind", "model", "method", "summary", "n_layers", "prompt")
-    steps = {"text": "rounds", "canvas": "passes"}.get(found.get("kind", "")) if isinstance(found, dict) else None
-    if steps is None or any(name not in found for name in (*needed, steps)) or not _has_steps(found[steps], steps):
-        raise TinyspecError(f"{path} is no trace of a generation: save one with tinyspec generate --replay FILE.json")
+    steps = (
+        {"text": "rounds", "canvas": "passes"}.get(found.get("kind", ""))
+        if isinstance(found, dict)
+        else None
+    )
+    if (
+        steps is None
+        or any(name not in found for name in (*needed, steps))
+        or not _has_steps(found[steps], steps)
+    ):
+        raise TinyspecError(
+            f"{path} is no trace of a generation: save one with tinyspec generate --replay FILE.json"
+        )
     return found  # type: ignore[no-any-return]
 
 
@@ -154,15 +175,31 @@ def _has_steps(found: Any, steps: str) -> bool:
     """Return whether this is a list of rounds or passes, each with all that the page reads."""
     names = ["pieces", "fresh", "sure"]
     if steps == "rounds":
-        names = ["tokens", "parents", "path", "refused", "origins", "probe", "ran", "p", "q", "said", "draft_calls"]
+        names = [
+            "tokens",
+            "parents",
+            "path",
+            "refused",
+            "origins",
+            "probe",
+            "ran",
+            "p",
+            "q",
+            "said",
+            "draft_calls",
+        ]
         names += ["root", "node_pieces", "pieces"]
-    return isinstance(found, list) and all(isinstance(step, dict) and set(names) <= step.keys() for step in found)
+    return isinstance(found, list) and all(
+        isinstance(step, dict) and set(names) <= step.keys() for step in found
+    )
 
 
 def save(record: Record, path: str | Path) -> None:
     """Write the page; the record itself where the name ends in .json."""
     path = Path(path)
-    text = json.dumps(record, ensure_ascii=False, indent=1) if path.suffix == ".json" else page(record)
+    text = (
+        json.dumps(record, ensure_ascii=False, indent=1) if path.suffix == ".json" else page(record)
+    )
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

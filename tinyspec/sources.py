@@ -12,7 +12,14 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
 
 from tinyspec import data, shelf
 from tinyspec.download import download
@@ -28,7 +35,9 @@ class Source(NamedTuple):
     home: str  # owner/repository/commit
     file: str
     digest: str  # sha256 of the public file
-    shelf: Mapping[str, tuple[str, ...]] | None = None  # author -> titles: many files, made into one of JSON lines
+    shelf: Mapping[str, tuple[str, ...]] | None = (
+        None  # author -> titles: many files, made into one of JSON lines
+    )
 
 
 class DataSet(NamedTuple):
@@ -206,7 +215,13 @@ def _library(
                 download(f"{base}/{source.home}/{quote(f'{author}/{title}.md')}", path)
             size += path.stat().st_size
             show(size, None)
-            rows.append({"author": author, "title": title, "text": path.read_bytes().decode("utf-8", "replace")})
+            rows.append(
+                {
+                    "author": author,
+                    "title": title,
+                    "text": path.read_bytes().decode("utf-8", "replace"),
+                }
+            )
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     found = hashlib.sha256(content).hexdigest()
     if found != source.digest:

@@ -89,7 +89,9 @@ class RefineRequest:
     def __post_init__(self) -> None:
         self.model = self.model.counting(self.ledger)
         if self.teacher is not None:
-            other = self.teacher.name + ("" if self.teacher.name != self.model.name else " (teacher)")
+            other = self.teacher.name + (
+                "" if self.teacher.name != self.model.name else " (teacher)"
+            )
             self.teacher = self.teacher.counting(self.ledger, other)
 
 
@@ -230,8 +232,22 @@ def technique(
         in_notebook = module == "__main__"  # a cell has no file
         name = build.__name__ if in_notebook else module.rpartition(".")[2]
         if name in _cards and _cards[name].build.__module__ != module:
-            raise TinyspecError(f"there is a technique {name} already ({_cards[name].build.__module__}): rename yours")
-        _cards[name] = Card(name, title, paper, family, guarantee, tuple(knobs), build, drafts, copies, lossy, **traits)
+            raise TinyspecError(
+                f"there is a technique {name} already ({_cards[name].build.__module__}): rename yours"
+            )
+        _cards[name] = Card(
+            name,
+            title,
+            paper,
+            family,
+            guarantee,
+            tuple(knobs),
+            build,
+            drafts,
+            copies,
+            lossy,
+            **traits,
+        )
         return build
 
     return register
@@ -266,7 +282,9 @@ def load_plugin(path: str | Path) -> list[Card]:
     module = import_file(path)
     cards = [card for card in _cards.values() if card.build.__module__ == module]
     if not cards:
-        raise TinyspecError(f"{path} registers no technique: decorate its builder with tinyspec.technique.technique")
+        raise TinyspecError(
+            f"{path} registers no technique: decorate its builder with tinyspec.technique.technique"
+        )
     return cards
 
 
@@ -276,15 +294,21 @@ def find(name: str) -> Card:
     Raises TinyspecError for any other name: it says what is nearest.
     """
     if not isinstance(name, str):
-        raise TinyspecError(f"method is {name!r}: it must be the name of a technique, such as 'llma'")
-    if name in _cards:  # looking through all files takes milliseconds, which is a short answer's time
+        raise TinyspecError(
+            f"method is {name!r}: it must be the name of a technique, such as 'llma'"
+        )
+    if (
+        name in _cards
+    ):  # looking through all files takes milliseconds, which is a short answer's time
         return _cards[name]
     cards, spelled = techniques(), normalize_method(name)
     for known in (name, spelled, METHODS.get(spelled)):
         if known in cards:
             return cards[known]
     if name.endswith(".py"):
-        raise TinyspecError(f"{name} is a file: load it with --plugin {name}, or tinyspec.technique.load_plugin")
+        raise TinyspecError(
+            f"{name} is a file: load it with --plugin {name}, or tinyspec.technique.load_plugin"
+        )
     if spelled in ABSENT:
         raise TinyspecError(f"there is no method '{name}': {ABSENT[spelled]}")
     raise TinyspecError(f"there is no method '{name}': {nearest(name, cards)}")

@@ -79,7 +79,13 @@ class Translation(Generation):
 class Extending:
     """A translation that grows from left to right: iterate it for its rounds."""
 
-    def __init__(self, model: Seq2Seq, source: list[int], make: Callable[[Model], Running], ledger: list[Call]):
+    def __init__(
+        self,
+        model: Seq2Seq,
+        source: list[int],
+        make: Callable[[Model], Running],
+        ledger: list[Call],
+    ):
         self.begun = time.perf_counter()
         self.model, self.source, self.ledger = model, source, ledger
         self.running = make(model.counting(ledger).given(source))
@@ -126,9 +132,22 @@ class Extending:
 class Rewriting:
     """A translation whose canvas is rewritten: iterate it for its passes."""
 
-    def __init__(self, model: Seq2Seq, source: list[int], card: Card, request: RefineRequest, seed: int, **knobs: Any):
+    def __init__(
+        self,
+        model: Seq2Seq,
+        source: list[int],
+        card: Card,
+        request: RefineRequest,
+        seed: int,
+        **knobs: Any,
+    ):
         self.begun = time.perf_counter()
-        self.model, self.source, self.ledger, self.teacher = model, source, request.ledger, request.teacher
+        self.model, self.source, self.ledger, self.teacher = (
+            model,
+            source,
+            request.ledger,
+            request.teacher,
+        )
         refiner = card.refiner(request, **knobs)
         self.refinement = Refinement(request.model, source, refiner, Seeded(seed))
         self.stats, self.passes, self.finished = Work(), list[Written](), False
@@ -144,11 +163,17 @@ class Rewriting:
         stats, canvas = self.stats, self.refinement.canvas
         stats.encoded(self.model, self.ledger)
         decoding = [call for call in self.ledger if call.model == self.model.name]
-        stats.target_calls, stats.row_layers = len(decoding), sum(call.row_layers for call in decoding)
+        stats.target_calls, stats.row_layers = (
+            len(decoding),
+            sum(call.row_layers for call in decoding),
+        )
         if self.teacher is not None:
             names = (self.teacher.name, f"{self.teacher.name}/encoder")
             stats.teacher_calls = sum(call.model in names for call in self.ledger)
-        stats.emitted, stats.candidates = len(self.refinement.tokens), 0 if canvas is None else len(canvas.tokens)
+        stats.emitted, stats.candidates = (
+            len(self.refinement.tokens),
+            0 if canvas is None else len(canvas.tokens),
+        )
         stats.seconds = time.perf_counter() - self.begun
 
     def detail(self, wanted: bool) -> None:
@@ -157,14 +182,18 @@ class Rewriting:
     @property
     def text(self) -> str:
         """The best candidate as it stands."""
-        return self.model.tokenizer.decode(self.refinement.tokens) if self.model.has_tokenizer else ""
+        return (
+            self.model.tokenizer.decode(self.refinement.tokens) if self.model.has_tokenizer else ""
+        )
 
     def shown(self) -> str:
         """The best candidate, its masks too."""
         mask, tokens = self.model.config.mask, self.refinement.tokens
         if not self.model.has_tokenizer:
             return " ".join("_" if token == mask else str(token) for token in tokens)
-        return "".join(" _" if token == mask else self.model.tokenizer.token_text(token) for token in tokens).strip()
+        return "".join(
+            " _" if token == mask else self.model.tokenizer.token_text(token) for token in tokens
+        ).strip()
 
     def interrupted(self) -> Translation:
         """What there is of it."""

@@ -23,12 +23,23 @@ from tinyspec.technique import Card, RefineRequest, Request, find
 from tinyspec.translating import Extending, Rewriting, Translation
 from tinyspec.translators import load_once, load_translator, suited
 
-__all__ = ["AUTOREGRESSIVE", "Extending", "Rewriting", "Source", "Translation", "for_method", "start", "translate"]
+__all__ = [
+    "AUTOREGRESSIVE",
+    "Extending",
+    "Rewriting",
+    "Source",
+    "Translation",
+    "for_method",
+    "start",
+    "translate",
+]
 
 Source: TypeAlias = str | Sequence[int]
 
 AUTOREGRESSIVE = "autoregressive"
-_judges: WeakKeyDictionary[Seq2Seq, Seq2Seq] = WeakKeyDictionary()  # a teacher that a card named is read once
+_judges: WeakKeyDictionary[Seq2Seq, Seq2Seq] = (
+    WeakKeyDictionary()
+)  # a teacher that a card named is read once
 
 
 def start(
@@ -51,7 +62,10 @@ def start(
     source = check_source_type(source)
     check_budget(max_new_tokens, seed)
     if temperature is not None and any(knob.name == "temperature" for knob in card.knobs):
-        knobs["temperature"], temperature = temperature, None  # its own, and another's than the tokens'
+        knobs["temperature"], temperature = (
+            temperature,
+            None,
+        )  # its own, and another's than the tokens'
     card.settings(knobs)
     check_sampling(0.0 if temperature is None else temperature, top_k, top_p)
     ids = model.tokenizer.encode(source) if isinstance(source, str) else list(source)
@@ -66,7 +80,9 @@ def start(
                 f"{card.name} rewrites a canvas and has no temperature: its own knobs say what is drawn"
             )
         if max_new_tokens is not None:
-            raise TinyspecError(f"{card.name} decides the length before the tokens: max_new_tokens has no meaning")
+            raise TinyspecError(
+                f"{card.name} decides the length before the tokens: max_new_tokens has no meaning"
+            )
         judge = teacher_of(model, card, teacher)
         request = RefineRequest(model, judge, ledger)
         return Rewriting(model, ids, card, request, seed, **knobs)
@@ -96,7 +112,9 @@ def translate(
     sources = [check_source_type(one, f"source[{row}]") for row, one in enumerate(source)]
     seed, model = options.pop("seed", 0), translator(model)
     check_budget(None, seed)
-    return [_finish(start(model, one, seed=seed + row, **options)) for row, one in enumerate(sources)]
+    return [
+        _finish(start(model, one, seed=seed + row, **options)) for row, one in enumerate(sources)
+    ]
 
 
 def _finish(running: Extending | Rewriting) -> Translation:
@@ -150,7 +168,11 @@ def most_tokens(source: int) -> int:
 
 def check_source_type(source: Any, name: str = "source") -> Source:
     """Return a source as a text or a list of token ids. Raise TinyspecError for anything else."""
-    return source if isinstance(source, str) else check_ids(name, source, "a text or a list of token ids")
+    return (
+        source
+        if isinstance(source, str)
+        else check_ids(name, source, "a text or a list of token ids")
+    )
 
 
 def check_source(model: Seq2Seq, ids: Sequence[int]) -> None:
@@ -164,7 +186,9 @@ def check_source(model: Seq2Seq, ids: Sequence[int]) -> None:
             f"token {strange[0]} is not in the vocabulary of {model.name}: ids are below {model.config.vocab_size}"
         )
     if model.config.pad in ids:
-        raise TinyspecError(f"the source holds {model.name}'s padding token {model.config.pad}: leave it out")
+        raise TinyspecError(
+            f"the source holds {model.name}'s padding token {model.config.pad}: leave it out"
+        )
 
 
 def check_pair(model: Seq2Seq, card: Card) -> None:
@@ -174,7 +198,9 @@ def check_pair(model: Seq2Seq, card: Card) -> None:
     if card.kind == "analysis":
         raise TinyspecError(f"{card.name} is an analysis: it translates nothing")
     if card.drafts:
-        raise TinyspecError(f"{card.name} needs a draft model, and translation models have none: use another method")
+        raise TinyspecError(
+            f"{card.name} needs a draft model, and translation models have none: use another method"
+        )
     if trained and spelled(model, trained) != spelled(model, wanted):
         raise TinyspecError(
             f"{model.name} was trained for {trained}, and {card.name} needs a model trained for {wanted}: leave out the "

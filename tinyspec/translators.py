@@ -28,7 +28,9 @@ def trained_for() -> dict[str, str]:
         values = _config(known.path)
         if values.get("model_type") == SEQ2SEQ:
             extra = values.get("tinyspec")
-            found[known.name] = str(extra.get("trained_for", TEACHER)) if isinstance(extra, dict) else TEACHER
+            found[known.name] = (
+                str(extra.get("trained_for", TEACHER)) if isinstance(extra, dict) else TEACHER
+            )
     return found
 
 
@@ -47,7 +49,9 @@ def is_translator(name_or_path: str | Path) -> bool:
 
 
 def load_translator(
-    name_or_path: str | Path, device: "str | torch.device" = "cpu", dtype: "str | torch.dtype | None" = None
+    name_or_path: str | Path,
+    device: "str | torch.device" = "cpu",
+    dtype: "str | torch.dtype | None" = None,
 ) -> "Seq2Seq":
     """Load an encoder-decoder by name or folder. `dtype` None: float32, in which these small models are quickest.
 
@@ -79,7 +83,9 @@ def load_once(name_or_path: str | Path, device: Any = "cpu", dtype: Any = None) 
 def _config(path: Path | None) -> dict[str, object]:
     """config.json as it stands, or nothing: who asks only wants to know the kind."""
     try:
-        values = {} if path is None else json.loads((path / "config.json").read_text(encoding="utf-8"))
+        values = (
+            {} if path is None else json.loads((path / "config.json").read_text(encoding="utf-8"))
+        )
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -39,7 +39,12 @@ class TokenTree(NamedTuple):
         (-1, 0)
         """
         n = len(tokens)
-        return cls(tuple(tokens), tuple(range(-1, n - 1)), tuple(laws) if laws else (None,) * n, (False,) * n)
+        return cls(
+            tuple(tokens),
+            tuple(range(-1, n - 1)),
+            tuple(laws) if laws else (None,) * n,
+            (False,) * n,
+        )
 
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the first guess down to `node`; empty for ROOT.

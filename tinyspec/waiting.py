@@ -1,7 +1,14 @@
 """How long work shows that it goes on: one bar, with what is done, how much there is, and the time left."""
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 
 def counted(console: Console | None, *more: TextColumn) -> Progress:

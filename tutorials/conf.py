@@ -25,7 +25,10 @@ project = "tinyspec"
 author = "the tinyspec authors"
 copyright = "2026, the tinyspec authors (MIT licence)"
 html_title = "tinyspec"
-extensions = ["myst_nb", "sphinx-mathjax-offline"]  # the second brings MathJax's own files: nothing is fetched
+extensions = [
+    "myst_nb",
+    "sphinx-mathjax-offline",
+]  # the second brings MathJax's own files: nothing is fetched
 exclude_patterns = ["_build", "_static", "results", "assignments/*/build"]
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
@@ -48,12 +51,14 @@ mathjax_path = "mathjax/tex-chtml.js"
 ADDRESS = notebooks.find_address()
 html_theme_options: dict[str, Any] = {}
 if ADDRESS:
-    html_theme_options |= {"source_repository": ADDRESS, "source_branch": "main", "source_directory": "tutorials/"}
+    html_theme_options |= {
+        "source_repository": ADDRESS,
+        "source_branch": "main",
+        "source_directory": "tutorials/",
+    }
 
 # The generation that the index plays back.
-REPLAY = (
-    "generate 'The dragon opened one eye and' --method specinfer --expansion 3x2x1x1 --temperature 0.8 --seed 7 -n 60"
-)
+REPLAY = "generate 'The dragon opened one eye and' --method specinfer --expansion 3x2x1x1 --temperature 0.8 --seed 7 -n 60"
 
 
 class LinkPapers(SphinxTransform):
@@ -66,13 +71,19 @@ class LinkPapers(SphinxTransform):
         """Replace the names in running text; those in code and in links stay."""
         for text in [*self.document.findall(nodes.Text)]:
             inside = text.parent
-            if not self.PAPER.search(text) or isinstance(inside, (nodes.literal, nodes.literal_block, nodes.reference)):
+            if not self.PAPER.search(text) or isinstance(
+                inside, (nodes.literal, nodes.literal_block, nodes.reference)
+            ):
                 continue
             pieces: list[nodes.Node] = []
             at = 0
             for found in self.PAPER.finditer(text):
                 pieces.append(nodes.Text(text[at : found.start()]))
-                pieces.append(nodes.reference("", found[0], refuri=f"https://arxiv.org/abs/{found[2]}", internal=False))
+                pieces.append(
+                    nodes.reference(
+                        "", found[0], refuri=f"https://arxiv.org/abs/{found[2]}", internal=False
+                    )
+                )
                 at = found.end()
             inside.replace(text, [*pieces, nodes.Text(text[at:])])
 
@@ -102,7 +113,9 @@ def executed(app: Sphinx, name: str) -> Path:
     return Path(app.outdir).parent / "jupyter_execute" / f"{name}.ipynb"
 
 
-def offer_notebook(app: Sphinx, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+def offer_notebook(
+    app: Sphinx, name: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
     """Put links to the lesson as a notebook below its title."""
     if "body" not in context or not executed(app, name).exists():
         return

@@ -10,7 +10,12 @@ from IPython import get_ipython
 from IPython.display import Code
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-TARGET, DRAFT, KEPT, REST = "#0072b2", "#e69f00", "#009e73", "#d55e00"  # Okabe and Ito: told apart by the colour-blind
+TARGET, DRAFT, KEPT, REST = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+)  # Okabe and Ito: told apart by the colour-blind
 
 matplotlib.rcParams.update(
     {
@@ -32,7 +37,9 @@ if get_ipython() is not None:  # in a notebook or the book: figures as lines, sh
 
 def show(*things: Callable[..., Any] | type) -> Code:
     """The source of functions, as it stands in their files."""
-    return Code("\n\n".join(inspect.getsource(thing).rstrip() for thing in things), language="python")
+    return Code(
+        "\n\n".join(inspect.getsource(thing).rstrip() for thing in things), language="python"
+    )
 
 
 def axes(width: float = 6.4, height: float = 3.0, **layout: Any) -> Any:

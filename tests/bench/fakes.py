@@ -27,7 +27,9 @@ class Fake:
     def __init__(self, label: str, hand: Hand, cost: Callable[[Job, int], float]):
         self.label, self.hand, self.cost = label, hand, cost
         self.runs: list[tuple[str, int]] = []
-        self.stops_at: int | None = None  # the run (counted from 0) in which somebody presses Ctrl-C
+        self.stops_at: int | None = (
+            None  # the run (counted from 0) in which somebody presses Ctrl-C
+        )
 
     def run(self, job: Job, seed: int, clock: Clock) -> Made:
         if self.stops_at == len(self.runs):
@@ -41,7 +43,16 @@ class Fake:
         calls = -(-job.tokens // 2)
         accepted = job.tokens - calls
         return Made(
-            read - begun, clock() - read, tuple(range(job.tokens)), calls, 0, 3 * calls, accepted, 0, 0, 6.0 * calls
+            read - begun,
+            clock() - read,
+            tuple(range(job.tokens)),
+            calls,
+            0,
+            3 * calls,
+            accepted,
+            0,
+            0,
+            6.0 * calls,
         )
 
     def close(self) -> None:
@@ -55,7 +66,9 @@ def jobs(n: int = 3, tokens: int = 8) -> list[Job]:
 
 def noisy(label: str, base: float) -> Callable[[Job, int], float]:
     """A cost that depends on who, what and when, and on nothing else."""
-    return lambda job, seed: base * (1 + zlib.crc32(f"{label} {job.key} {seed}".encode()) % 1000 / 1000)
+    return lambda job, seed: (
+        base * (1 + zlib.crc32(f"{label} {job.key} {seed}".encode()) % 1000 / 1000)
+    )
 
 
 def arms(hand: Hand, labels: tuple[str, ...] = (PLAIN, "llma", "transformers")) -> list[Fake]:
@@ -63,4 +76,6 @@ def arms(hand: Hand, labels: tuple[str, ...] = (PLAIN, "llma", "transformers")) 
 
 
 def settings(rounds: int = 2) -> Settings:
-    return Settings(methods=("llma",), peers=("transformers",), tasks=("qa", "edits"), rounds=rounds)
+    return Settings(
+        methods=("llma",), peers=("transformers",), tasks=("qa", "edits"), rounds=rounds
+    )

@@ -24,7 +24,9 @@ from tinyspec.generation import Running, start
 from tinyspec.technique import techniques
 
 ENDING = replace(LLAMA, eos=tuple(range(0, 13, 2)))  # every other token ends a text
-METHODS = [name for name, card in techniques().items() if card.kind == "decoder" and card.drafts <= 1]
+METHODS = [
+    name for name, card in techniques().items() if card.kind == "decoder" and card.drafts <= 1
+]
 NESTED = ("cascade", "staged")  # decoders in decoders take longest
 EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in NESTED else name for name in METHODS]
 
@@ -34,7 +36,12 @@ def job(*ids: int, tokens: int = 9) -> Job:
 
 
 def own(method: str, temperature: float = 0.0) -> Own:
-    return Own(ArmSpec.read(method), model(ENDING), Settings(temperature=temperature), model(ENDING, seed=1))
+    return Own(
+        ArmSpec.read(method),
+        model(ENDING),
+        Settings(temperature=temperature),
+        model(ENDING, seed=1),
+    )
 
 
 def may_run(method: str) -> None:
@@ -105,7 +112,9 @@ def test_an_end_of_text_ends_nothing_and_the_model_is_left_as_it_was() -> None:
     assert start(m, list(asked.ids), max_new_tokens=30).decoder.stop.eos == frozenset(ENDING.eos)
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if not techniques()[m].timed and not techniques()[m].persistent])
+@pytest.mark.parametrize(
+    "method", [m for m in METHODS if not techniques()[m].timed and not techniques()[m].persistent]
+)
 def test_a_run_owes_nothing_to_the_runs_before_it(method: str) -> None:
     may_run(method)
     arm = own(method, 0.7)
@@ -126,7 +135,11 @@ def test_the_arms_of_a_run_begin_with_plain_decoding_and_wrong_ones_are_said() -
     m, draft = model(ENDING), model(ENDING, seed=1)
     made = arms.own_arms(Settings(methods=("llma:k=4", "speculative_decoding:gamma=2")), m, draft)
     assert [arm.label for arm in made] == [PLAIN, "llma:k=4", "speculative_decoding:gamma=2"]
-    for wrong, says in (("lmla", "did you mean 'llma'"), ("llma:kk=2", "no knob 'kk'"), ("llma:k=0", "k is 0")):
+    for wrong, says in (
+        ("lmla", "did you mean 'llma'"),
+        ("llma:kk=2", "no knob 'kk'"),
+        ("llma:k=0", "k is 0"),
+    ):
         with pytest.raises(TinyspecError, match=says):
             arms.own_arms(Settings(methods=(wrong,)), m, draft)
 
@@ -134,8 +147,12 @@ def test_the_arms_of_a_run_begin_with_plain_decoding_and_wrong_ones_are_said() -
 def test_a_persistent_technique_remembers_within_a_round_and_begins_the_next_with_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ticks = count()  # how much auto drafts is a matter of the clock: this one says the same every time
-    monkeypatch.setattr(generation, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    ticks = (
+        count()
+    )  # how much auto drafts is a matter of the clock: this one says the same every time
+    monkeypatch.setattr(
+        generation, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    )
     for method in METHODS:
         if not techniques()[method].persistent:
             continue
@@ -173,7 +190,9 @@ def test_refusals_are_counted_by_rounds_so_that_alpha_is_a_share_of_tested_place
 
 
 def test_settings_read_back_and_refuse_what_cannot_be() -> None:
-    given = Settings(methods=("llma:k=2",), peers=("transformers",), tasks=("qa",), threads=2, top_p=0.9)
+    given = Settings(
+        methods=("llma:k=2",), peers=("transformers",), tasks=("qa",), threads=2, top_p=0.9
+    )
     assert Settings.from_dict(given.as_dict()) == given
     assert [arm.label for arm in given.arms] == [PLAIN, "llma:k=2", "transformers"]
     with pytest.raises(TinyspecError, match=r"did you mean 'llama.cpp'"):
@@ -188,7 +207,9 @@ def test_own_memory_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
     from tinyspec.bench import memory
 
     name = tiny_zoo(tmp_path).big
-    held = memory.peak(ArmSpec("llma"), Settings(model=name, dtype="float32"), models.load(name), job(tokens=2))
+    held = memory.peak(
+        ArmSpec("llma"), Settings(model=name, dtype="float32"), models.load(name), job(tokens=2)
+    )
     assert held["peak"] > 50 * 2**20  # torch alone is more
     assert held["device"] == 0
 

@@ -26,13 +26,17 @@ from tinyspec.technique import techniques
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chapter of three, so that nothing depends on how many there are."""
-    monkeypatch.setattr(chapters, "methods_of", lambda name: ["llma", "speculative_decoding", "auto"])
+    monkeypatch.setattr(
+        chapters, "methods_of", lambda name: ["llma", "speculative_decoding", "auto"]
+    )
 
 
 @pytest.mark.usefixtures("few")
 def test_who_can_run_is_an_arm_and_who_cannot_says_why() -> None:
     m = model(ENDING)
-    found, cannot, _ = chapters.contestants("speculative", Settings(model="alone"), m, model(ENDING, seed=1), job())
+    found, cannot, _ = chapters.contestants(
+        "speculative", Settings(model="alone"), m, model(ENDING, seed=1), job()
+    )
     assert found.methods == (PLAIN, "llma", "speculative_decoding", "auto")
     assert found.draft == ""
     alone, left, _ = chapters.contestants("speculative", Settings(model="alone"), m, None, job())
@@ -43,7 +47,9 @@ def test_who_can_run_is_an_arm_and_who_cannot_says_why() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_what_a_technique_needs_is_built_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(stores.PREPARE, "llma", ("k", lambda model: Prepared({"k": 3}, "three tokens")))
+    monkeypatch.setitem(
+        stores.PREPARE, "llma", ("k", lambda model: Prepared({"k": 3}, "three tokens"))
+    )
     found, _, built = chapters.contestants("speculative", Settings(), model(ENDING), None, job())
     assert "llma" in found.methods
     assert built == {"llma": "three tokens"}
@@ -58,27 +64,39 @@ def test_what_a_technique_needs_is_built_and_named(monkeypatch: pytest.MonkeyPat
     assert "llma: OSError: the disk is full" in cannot and "llma" not in found.methods
 
 
-def test_the_datastore_is_of_the_texts_at_hand_and_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_datastore_is_of_the_texts_at_hand_and_built_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TINYSPEC_DATA", str(tmp_path / "nowhere"))
-    chat, plain = (tinyspec.load(folder) for folder in (tiny_zoo(tmp_path).big, tiny_zoo(tmp_path).small))
+    chat, plain = (
+        tinyspec.load(folder) for folder in (tiny_zoo(tmp_path).big, tiny_zoo(tmp_path).small)
+    )
     with pytest.raises(TinyspecError, match="tinyspec data fetch"):
         stores.store(plain)
     books = [data.Book("A", f"T{i}", "the cat sat on the mat") for i in range(3)]
     monkeypatch.setattr(data, "books", lambda split: books if split == "train" else [])
-    monkeypatch.setattr(data, "gsm8k", lambda split: [data.Sum("one and one?", "two")] if split == "train" else [])
+    monkeypatch.setattr(
+        data, "gsm8k", lambda split: [data.Sum("one and one?", "two")] if split == "train" else []
+    )
     made = stores.store(plain)
     assert made.built.endswith("3 training books") and "GSM8K" not in made.built
     assert "3 training books, 1 questions of GSM8K's" in stores.store(chat).built
     before = Path(made.knobs["datastore"]).stat().st_mtime_ns
-    assert stores.store(plain) == made and Path(made.knobs["datastore"]).stat().st_mtime_ns == before
+    assert (
+        stores.store(plain) == made and Path(made.knobs["datastore"]).stat().st_mtime_ns == before
+    )
     arm = Own(ArmSpec("rest"), plain, Settings())
     assert len(arm.run(job(), 0, time.perf_counter).ids) == 9
 
 
 def test_every_decoder_of_the_chapter_is_asked() -> None:
     asked = set(chapters.methods_of("speculative"))
-    here = {n for n, card in techniques().items() if card.build.__module__.startswith("tinyspec.speculative")}
+    here = {
+        n
+        for n, card in techniques().items()
+        if card.build.__module__.startswith("tinyspec.speculative")
+    }
     assert asked | set(chapters.analyses_of("speculative")) | {PLAIN} == here
     with pytest.raises(TinyspecError, match="did you mean 'speculative'"):
         chapters.methods_of("speculativ")
@@ -91,9 +109,15 @@ def test_a_plain_model_continues_sixty_openings_of_the_valid_books() -> None:
     assert not any(item.chat for item in found)
 
 
-def test_a_draft_of_the_zoo_is_found_by_what_it_was_made_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_of_the_zoo_is_found_by_what_it_was_made_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path))
-    for name, section in (("mine", {}), ("small", {"draft_of": "mine"}), ("odd", {"draft_of": "other"})):
+    for name, section in (
+        ("mine", {}),
+        ("small", {"draft_of": "mine"}),
+        ("odd", {"draft_of": "other"}),
+    ):
         (tmp_path / "models" / name).mkdir(parents=True)
         (tmp_path / "models" / name / "config.json").write_text(json.dumps({"tinyspec": section}))
     assert models.drafts_of("mine") == ["small"]
@@ -102,19 +126,35 @@ def test_a_draft_of_the_zoo_is_found_by_what_it_was_made_for(tmp_path: Path, mon
 
 def test_the_tables_have_a_row_for_every_arm_of_every_task() -> None:
     hand = Hand()
-    book = Book(replace(settings(), tokens=8), None, {"command": "tinyspec bench", "commit": "c", "date": "d"})
-    book.stamps[0]["machine"] = {"cpu": "a cpu", "cores": 2, "threads": 2, "units": [], "torch": "2"}
+    book = Book(
+        replace(settings(), tokens=8),
+        None,
+        {"command": "tinyspec bench", "commit": "c", "date": "d"},
+    )
+    book.stamps[0]["machine"] = {
+        "cpu": "a cpu",
+        "cores": 2,
+        "threads": 2,
+        "units": [],
+        "torch": "2",
+    }
     book.expect(jobs())
     book.references = {j.key: list(range(j.tokens)) for j in jobs()}
     measure.run(book, jobs(), arms(hand), hand)
     told = [s._replace(stopped=s.accepted, state=900, held=90) for s in book.samples]
     labels = [PLAIN, "llma", "transformers"]
-    book.rest = {"figures": tally.tally(told, labels), "chapter": "speculative", "built": {"llma": "a store of books"}}
+    book.rest = {
+        "figures": tally.tally(told, labels),
+        "chapter": "speculative",
+        "built": {"llma": "a store of books"},
+    }
     result = json.loads(dumps(book.as_dict()))
     grids = {grid.title.split(":")[0]: grid for grid in report.grids(result)}
     for task in ("QA", "edits"):
         assert [row[0] for row in grids[task].rows] == labels
-        assert {row[3] for row in grids[task].rows} == {"0.50"}  # alpha: as often stopped as accepted
+        assert {row[3] for row in grids[task].rows} == {
+            "0.50"
+        }  # alpha: as often stopped as accepted
         assert {row[-1] for row in grids[task].rows} == {"10"}
     page = report.markdown(result)
     assert "built for llma: a store of books" in page and "draft model: none" in page
@@ -122,9 +162,14 @@ def test_the_tables_have_a_row_for_every_arm_of_every_task() -> None:
 
 def test_alpha_and_state_are_unknown_where_a_count_is() -> None:
     blank = Sample("qa", "0", 0, PLAIN, 0, 1.0, 1.0, 10, 10, 5, 0, 5, 5, 0, 0, 20.0, 10)
-    assert tally.counts([blank])["alpha"] is None and tally.counts([blank])["state_per_token"] is None
+    assert (
+        tally.counts([blank])["alpha"] is None and tally.counts([blank])["state_per_token"] is None
+    )
     counted = blank._replace(stopped=5, state=100, held=50)
-    assert (tally.counts([counted])["alpha"], tally.counts([counted])["state_per_token"]) == (0.5, 2.0)
+    assert (tally.counts([counted])["alpha"], tally.counts([counted])["state_per_token"]) == (
+        0.5,
+        2.0,
+    )
     assert tally.counts([blank._replace(accepted=0, stopped=0)])["alpha"] is None
 
 
@@ -154,7 +199,9 @@ def test_one_command_writes_samples_tables_and_pictures_and_goes_on(tmp_path: Pa
     assert all(of["identical"] == of["jobs"] for of in found["figures"]["overall"].values())
     assert "draft passes/token" in page.read_text(encoding="utf-8")
     assert (drawn / f"{out.stem}-speedups.svg").exists()
-    grown = run("bench", "--resume", str(out), "--rounds", "2", "--quiet", "--no-curve", "--no-memory")
+    grown = run(
+        "bench", "--resume", str(out), "--rounds", "2", "--quiet", "--no-curve", "--no-memory"
+    )
     assert grown.exit_code == 0, grown.output
     again = json.loads(out.read_text(encoding="utf-8"))
     assert len(again["samples"]) == 2 * len(found["samples"]) and again["chapter"] == "speculative"

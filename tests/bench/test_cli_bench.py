@@ -11,7 +11,17 @@ from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.bench.book import Sample
 from tinyspec.bench.plan import PLAIN
 
-QUICK = ("--no-curve", "--no-memory", "--quiet", "--dtype", "float32", "--tokens", "6", "--prompts", "2")
+QUICK = (
+    "--no-curve",
+    "--no-memory",
+    "--quiet",
+    "--dtype",
+    "float32",
+    "--tokens",
+    "6",
+    "--prompts",
+    "2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +37,33 @@ def loaded(path: Path) -> dict[str, Any]:
 def test_a_run_writes_everything_that_it_is_recomputed_from(zoo: Zoo, tmp_path: Path) -> None:
     out, page, drawn = tmp_path / "r.json", tmp_path / "r.md", tmp_path / "svg"
     methods = "llma:k=4,speculative_decoding:gamma=2"
-    call = ["bench", "--model", zoo.big, "--methods", methods, "--tasks", "edits,books", "--rounds", "2", *QUICK]
+    call = [
+        "bench",
+        "--model",
+        zoo.big,
+        "--methods",
+        methods,
+        "--tasks",
+        "edits,books",
+        "--rounds",
+        "2",
+        *QUICK,
+    ]
     result = run(*call, "--out", str(out), "--markdown", str(page), "--svg", str(drawn))
     assert result.exit_code == 0, result.output
     assert "llma:k=4" in result.stdout
     found = loaded(out)
-    assert {"command", "commit", "date", "machine", "settings", "samples", "columns", "references", "figures"} <= set(
-        found
-    )
+    assert {
+        "command",
+        "commit",
+        "date",
+        "machine",
+        "settings",
+        "samples",
+        "columns",
+        "references",
+        "figures",
+    } <= set(found)
     samples = [Sample(*row) for row in found["samples"]]
     assert len({s.key for s in samples}) == len(samples) == 3 * 4 * 2
     assert {s.tokens for s in samples} == {6}
@@ -43,7 +72,17 @@ def test_a_run_writes_everything_that_it_is_recomputed_from(zoo: Zoo, tmp_path: 
     assert page.read_text(encoding="utf-8").startswith("`tinyspec ")
     assert (drawn / "r-speedups.svg").exists()
 
-    grown = run("bench", "--resume", str(out), "--rounds", "3", "--quiet", "--no-curve", "--no-memory", "--json")
+    grown = run(
+        "bench",
+        "--resume",
+        str(out),
+        "--rounds",
+        "3",
+        "--quiet",
+        "--no-curve",
+        "--no-memory",
+        "--json",
+    )
     assert grown.exit_code == 0, grown.output
     again = loaded(out)
     assert again["samples"][: len(samples)] == found["samples"]
@@ -69,7 +108,9 @@ def test_ctrl_c_leaves_a_file_that_the_hint_goes_on_with(
         return own(self, *args)
 
     monkeypatch.setattr(arms.Own, "run", interrupted)
-    result = run("bench", "--model", zoo.big, "--tasks", "edits", "--rounds", "2", *QUICK, "--out", str(out))
+    result = run(
+        "bench", "--model", zoo.big, "--tasks", "edits", "--rounds", "2", *QUICK, "--out", str(out)
+    )
     assert result.exit_code == 130
     assert f"tinyspec bench --resume {out}" in result.stderr
     kept = loaded(out)["samples"]
@@ -81,7 +122,20 @@ def test_ctrl_c_leaves_a_file_that_the_hint_goes_on_with(
 
 def test_sampling_compares_speeds_and_not_texts(zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "r.json"
-    call = ["bench", "--model", zoo.big, "--tasks", "books", "--rounds", "1", "-t", "0.8", "--top-p", "0.9", *QUICK]
+    call = [
+        "bench",
+        "--model",
+        zoo.big,
+        "--tasks",
+        "books",
+        "--rounds",
+        "1",
+        "-t",
+        "0.8",
+        "--top-p",
+        "0.9",
+        *QUICK,
+    ]
     assert run(*call, "--out", str(out)).exit_code == 0
     assert {Sample(*row).same for row in loaded(out)["samples"]} == {None}
     assert loaded(out)["figures"]["overall"]["llma"]["identical"] is None
@@ -89,7 +143,18 @@ def test_sampling_compares_speeds_and_not_texts(zoo: Zoo, tmp_path: Path) -> Non
 
 def test_a_chapter_lists_what_it_ran_and_says_what_it_left_out(zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "r.json"
-    call = ["bench", "--model", zoo.small, "--chapter", "speculative", "--tasks", "books", "--rounds", "1", *QUICK]
+    call = [
+        "bench",
+        "--model",
+        zoo.small,
+        "--chapter",
+        "speculative",
+        "--tasks",
+        "books",
+        "--rounds",
+        "1",
+        *QUICK,
+    ]
     result = run(*call, "--out", str(out))
     assert result.exit_code == 0, result.output
     assert "llma" in loaded(out)["settings"]["methods"]
@@ -125,13 +190,30 @@ def test_a_file_that_is_no_result_and_options_in_the_wrong_place(tmp_path: Path)
     assert "not a result file" in failed(run("bench", "--resume", str(tmp_path / "x.json")))
     assert run("bench", "--resume", str(tmp_path / "none.json")).exit_code == 2
     assert run("bench", "--rounds", "2", "race").exit_code == 2
-    assert run("bench", "--resume", str(tmp_path / "x.json"), "--chapter", "speculative").exit_code == 2
+    assert (
+        run("bench", "--resume", str(tmp_path / "x.json"), "--chapter", "speculative").exit_code
+        == 2
+    )
     assert "there is no command 'rce'" in run("bench", "rce").stderr
 
 
-def test_plan_draft_measures_recommends_and_advises_again_from_its_numbers(zoo: Zoo, tmp_path: Path) -> None:
+def test_plan_draft_measures_recommends_and_advises_again_from_its_numbers(
+    zoo: Zoo, tmp_path: Path
+) -> None:
     out = tmp_path / "plan.json"
-    call = ["bench", "plan-draft", "--model", zoo.big, "--prompts", "2", "--tokens", "16", "--longest", "2", "--quiet"]
+    call = [
+        "bench",
+        "plan-draft",
+        "--model",
+        zoo.big,
+        "--prompts",
+        "2",
+        "--tokens",
+        "16",
+        "--longest",
+        "2",
+        "--quiet",
+    ]
     result = run(*call, "--drafts", f"{zoo.small},{zoo.big}", "--out", str(out))
     assert result.exit_code == 0, result.output
     found = loaded(out)
@@ -145,18 +227,25 @@ def test_plan_draft_measures_recommends_and_advises_again_from_its_numbers(zoo: 
 
 def test_plan_draft_says_what_is_wrong_with_its_input(zoo: Zoo, tmp_path: Path) -> None:
     assert "names no draft" in failed(run("bench", "plan-draft", "--model", zoo.small, "--quiet"))
-    assert "another vocabulary" in failed(run("bench", "plan-draft", "--model", zoo.big, "--drafts", zoo.other))
+    assert "another vocabulary" in failed(
+        run("bench", "plan-draft", "--model", zoo.big, "--drafts", zoo.other)
+    )
     numbers = tmp_path / "n.json"
     for text, says in (
         ("{}", "expected"),
         ("nonsense", "no measured numbers"),
-        ('{"verify": [1, 1], "drafts": [{"name": "a", "step": 0.1, "reach": [0.5, 0.7]}]}', "shares that fall"),
+        (
+            '{"verify": [1, 1], "drafts": [{"name": "a", "step": 0.1, "reach": [0.5, 0.7]}]}',
+            "shares that fall",
+        ),
     ):
         numbers.write_text(text)
         assert says in failed(run("bench", "plan-draft", "--numbers", str(numbers)))
 
 
-def test_a_failed_memory_probe_loses_no_table(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_memory_probe_loses_no_table(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tinyspec.bench import memory
 
     def ends_badly(*_: Any, **__: Any) -> Any:

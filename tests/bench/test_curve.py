@@ -43,12 +43,16 @@ def measured(rounds: int = 2) -> dict[str, object]:
         meter(hand, "fast", "bandwidth", 400, [0.1, 0.1, 7.0, 2.0, 7.0, 1.0]),
         meter(hand, "square", "peak", 1000, [0.1, 0.1, 7.0, 4.0, 7.0, 2.0]),
     ]
-    return curve.measure([Slow(hand), Slow(hand, "peer", None)], meters, rounds, hand, ks=(1, 4, 8), settle=hand.wind)
+    return curve.measure(
+        [Slow(hand), Slow(hand, "peer", None)], meters, rounds, hand, ks=(1, 4, 8), settle=hand.wind
+    )
 
 
 def test_the_second_of_two_is_timed_without_preparing_and_a_first_round_is_not_kept() -> None:
     raw = measured()
-    assert raw["curves"] == {who: {"1": [2.25] * 2, "4": [3.0] * 2, "8": [4.0] * 2} for who in ("tinyspec", "peer")}
+    assert raw["curves"] == {
+        who: {"1": [2.25] * 2, "4": [3.0] * 2, "8": [4.0] * 2} for who in ("tinyspec", "peer")
+    }
     assert [m["seconds"] for m in raw["meters"]] == [[4.0, 5.0], [2.0, 1.0], [4.0, 2.0]]  # type: ignore[attr-defined]
 
 
@@ -62,7 +66,14 @@ def test_whoever_ran_before_is_given_time_to_fall_asleep_before_each_that_is_tim
 
     meters = [curve.Meter("sum", "bandwidth", 1, lambda: told.append("sum"))]
     forwards = [Telling(hand), Telling(hand, "peer", None)]
-    curve.measure(forwards, meters, 1, hand, ks=(1, 4), settle=lambda seconds: told.append("rest" * (seconds >= 0.005)))
+    curve.measure(
+        forwards,
+        meters,
+        1,
+        hand,
+        ks=(1, 4),
+        settle=lambda seconds: told.append("rest" * (seconds >= 0.005)),
+    )
     a_round = ["rest", "tinyspec", "tinyspec", "rest", "peer", "peer"] * 2 + ["rest", "sum", "sum"]
     assert told == a_round + a_round  # the first of them is not kept
 
@@ -72,7 +83,11 @@ def test_a_ceiling_is_the_best_that_anybody_reached() -> None:
     assert tops["bandwidth"]["slow"] == 100
     assert tops["bandwidth"]["fast"] == 400
     assert tops["peak"] == {"square": 500}
-    assert tops["bandwidth"]["tinyspec, whole forward"] == tops["bandwidth"]["peer, whole forward"] == 100 / 2.25
+    assert (
+        tops["bandwidth"]["tinyspec, whole forward"]
+        == tops["bandwidth"]["peer, whole forward"]
+        == 100 / 2.25
+    )
 
 
 def test_the_floor_is_the_larger_of_reading_and_arithmetic() -> None:
@@ -84,7 +99,9 @@ def test_the_floor_is_the_larger_of_reading_and_arithmetic() -> None:
         floor = max(100 / 400, curve.operations(config, int(k), 5) / 500)
         assert row["floor"] == pytest.approx(1e3 * floor)
         assert row["over"] == pytest.approx(row["milliseconds"] / (1e3 * floor))
-        often = max(100 / (400 / 1.5), curve.operations(config, int(k), 5) / (1000 / 3))  # each meter at its median
+        often = max(
+            100 / (400 / 1.5), curve.operations(config, int(k), 5) / (1000 / 3)
+        )  # each meter at its median
         assert row["usually"] == pytest.approx(row["milliseconds"] / (1e3 * often))
     assert rows["8"]["against_one"] == pytest.approx(4.0 / 2.25)
     assert found["curves"]["tinyspec"]["falls"] == []
@@ -102,7 +119,9 @@ def test_what_a_forward_reads_and_computes(config: Config) -> None:
     used = {name: w for name, w in Model.random(config).weights.items() if name not in tables}
     assert curve.weight_bytes(config, 4) == sum(w.numel() * w.element_size() for w in used.values())
     products = sum(w.numel() for w in used.values() if w.ndim == 2)
-    attention = 2 * 2 * config.q_dim * config.n_layers * (3 * 10 + 1 + 2 + 3)  # scores and sums, over what 3 tokens see
+    attention = (
+        2 * 2 * config.q_dim * config.n_layers * (3 * 10 + 1 + 2 + 3)
+    )  # scores and sums, over what 3 tokens see
     assert curve.operations(config, 3, 10) == 2 * 3 * products + attention
 
 

@@ -17,7 +17,20 @@ from tinyspec.training.dialects import padded
 
 RESULTS = sorted((Path(__file__).parents[2] / "tutorials" / "results").glob("dialects*.json"))
 QUICK = (
-    *("--words", "4", "--shortest", "2", "--longest", "3", "--modes", "2", "--pairs", "40", "--tests", "6"),
+    *(
+        "--words",
+        "4",
+        "--shortest",
+        "2",
+        "--longest",
+        "3",
+        "--modes",
+        "2",
+        "--pairs",
+        "40",
+        "--tests",
+        "6",
+    ),
     *(
         "--width",
         "8",
@@ -34,11 +47,20 @@ QUICK = (
         "--quiet",
     ),
 )
-TINY = Setup(modes=2, words=4, shortest=2, longest=3, pairs=40, tests=6, width=8, layers=1, steps=2, batch=4)
+TINY = Setup(
+    modes=2, words=4, shortest=2, longest=3, pairs=40, tests=6, width=8, layers=1, steps=2, batch=4
+)
 
 
 def files(folder: Path) -> tuple[str, ...]:
-    return ("--out", str(folder / "d.json"), "--svg", str(folder / "d.svg"), "--markdown", str(folder / "d.md"))
+    return (
+        "--out",
+        str(folder / "d.json"),
+        "--svg",
+        str(folder / "d.svg"),
+        "--markdown",
+        str(folder / "d.md"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +113,9 @@ def test_the_files_are_a_table_a_kind_and_a_picture(made: Any) -> None:
     assert named("ord") == "orders of their own"
 
 
-def test_an_interrupted_run_goes_on_where_it_was(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on_where_it_was(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, whole, _ = made
     out, kept = tmp_path / "d.json", Trial.masked
     settings = {"passes": (1, 2), "lengths": (1, 2), "out": out, "quiet": True}
@@ -119,7 +143,9 @@ def test_what_is_wrong_is_said_in_one_line(made: Any, tmp_path: Path) -> None:
         run("bench", "dialects", *QUICK, "--seed", "1", "--resume", "--out", str(folder / "d.json"))
     )
     (tmp_path / "x.json").write_text("{}")
-    assert "no result of" in failed(run("bench", "dialects", *QUICK, "--resume", "--out", str(tmp_path / "x.json")))
+    assert "no result of" in failed(
+        run("bench", "dialects", *QUICK, "--resume", "--out", str(tmp_path / "x.json"))
+    )
 
 
 def test_the_one_pass_model_reads_even_copies_and_tells_its_length() -> None:
@@ -127,27 +153,45 @@ def test_the_one_pass_model_reads_even_copies_and_tells_its_length() -> None:
     model = Seq2Seq.create(config, torch.Generator().manual_seed(0), torch.float64)
     source, target = padded([(4, 5, 6), (7, 4)]), padded([(8, 9, 10, 11), (11, 8)])
     alone = [
-        said(model, source[i : i + 1, :n], target[i : i + 1, :m], model.encode(source[i : i + 1, :n]))
+        said(
+            model, source[i : i + 1, :n], target[i : i + 1, :m], model.encode(source[i : i + 1, :n])
+        )
         for i, n, m in ((0, 3, 4), (1, 2, 2))
     ]
-    assert float(said(model, source, target, model.encode(source))) == pytest.approx(float(sum(alone)), abs=1e-9)
+    assert float(said(model, source, target, model.encode(source))) == pytest.approx(
+        float(sum(alone)), abs=1e-9
+    )
     told_length = -model.length_logits(model.encode(source)).log_softmax(-1)[[0, 1], [4, 2]].sum()
-    assert float(copying(model, source, target)) == pytest.approx(float(sum(alone) + told_length) / 6, abs=1e-9)
+    assert float(copying(model, source, target)) == pytest.approx(
+        float(sum(alone) + told_length) / 6, abs=1e-9
+    )
     memory = model.encode(source[:1])
     length = int(model.length_logits(memory).argmax())
     assert Copying(model).start((4, 5, 6), memory, None).mask.tolist() == [[True] * length]  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
-def test_reading_distillation_and_ten_passes_agree_with_themselves_and_one_parallel_pass_does_not() -> None:
+def test_reading_distillation_and_ten_passes_agree_with_themselves_and_one_parallel_pass_does_not() -> (
+    None
+):
     """About a minute of one core. Dialects are equally likely, so that no model is right by taking the likeliest words."""
     setup = Setup(modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, student_steps=1500)
     result = dialects.run(["lex"], setup, passes=(1, 4, 10), lengths=(1,), quiet=True)
     valid = {arm: of["valid"] for arm, of in result["figures"]["lex"].items()}
     assert min(valid[arm] for arm in (AR, KD, "mask-predict, T 10, l 1")) >= 0.95, valid
     assert valid[RAW] <= 0.2 and valid[SAMPLED] <= 0.05, valid
-    assert valid["mask-predict, T 1, l 1"] <= 0.5, valid  # where words tie, the likeliest may lean to one dialect
-    assert valid["mask-predict, T 1, l 1"] < valid["mask-predict, T 4, l 1"] <= valid["mask-predict, T 10, l 1"] + 0.02
+    assert valid["mask-predict, T 1, l 1"] <= 0.5, (
+        valid
+    )  # where words tie, the likeliest may lean to one dialect
+    assert (
+        valid["mask-predict, T 1, l 1"]
+        < valid["mask-predict, T 4, l 1"]
+        <= valid["mask-predict, T 10, l 1"] + 0.02
+    )
     floors, arms = result["kinds"]["lex"]["floors"], result["kinds"]["lex"]["arms"]
-    assert floors["sequence"] - 0.01 < arms[AR]["nats"] < 1.5 * floors["sequence"]  # the choice of the dialect, once
-    assert floors["parallel"] - 0.01 < arms[RAW]["nats"] < 1.1 * floors["parallel"]  # and once for every word
+    assert (
+        floors["sequence"] - 0.01 < arms[AR]["nats"] < 1.5 * floors["sequence"]
+    )  # the choice of the dialect, once
+    assert (
+        floors["parallel"] - 0.01 < arms[RAW]["nats"] < 1.1 * floors["parallel"]
+    )  # and once for every word

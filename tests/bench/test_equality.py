@@ -10,7 +10,10 @@ from tinyspec.bench import equality
 from tinyspec.data import Question
 from tinyspec.decoding.trace import Statistics
 
-BANK = [Question(i, "qa", (f"Why is the sky {colour}?",)) for i, colour in enumerate(("blue", "grey", "red"))]
+BANK = [
+    Question(i, "qa", (f"Why is the sky {colour}?",))
+    for i, colour in enumerate(("blue", "grey", "red"))
+]
 CALL = ("bench", "equality", "--tokens", "20", "--quiet")
 
 
@@ -47,7 +50,9 @@ def test_a_token_that_differs_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch)
     assert {line[5] for line in result["rows"]} == {7}
 
 
-def test_an_interrupted_run_goes_on_where_it_was(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on_where_it_was(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, plain, asked = tmp_path / "e.json", equality.greedy, list[str]()
 
     def counted(*args, **kwargs) -> tuple[list[int], Statistics]:  # type: ignore[no-untyped-def]
@@ -62,11 +67,15 @@ def test_an_interrupted_run_goes_on_where_it_was(zoo: Zoo, tmp_path: Path, monke
     assert json.loads(out.read_text())["questions"] == 1
     result = equality.measure(zoo.big, tokens=8, out=out, resume=True, quiet=True)
     assert result["questions"] == 3 and len(asked) == 6 + 2 * 3
-    assert "compares something else" in failed(run(*CALL, "--model", zoo.big, "--out", str(out), "--resume"))
+    assert "compares something else" in failed(
+        run(*CALL, "--model", zoo.big, "--out", str(out), "--resume")
+    )
 
 
 def test_what_cannot_be_compared_is_said(zoo: Zoo, tmp_path: Path) -> None:
-    assert "draft model" in failed(run(*CALL, "--model", zoo.big, "--method", "speculative_decoding"))
+    assert "draft model" in failed(
+        run(*CALL, "--model", zoo.big, "--method", "speculative_decoding")
+    )
     (tmp_path / "x.json").write_text("{}")
     said = failed(run(*CALL, "--model", zoo.big, "--out", str(tmp_path / "x.json"), "--resume"))
     assert "not a result" in said

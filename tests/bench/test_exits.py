@@ -38,7 +38,19 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trained(zoo: Zoo, texts: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("trained") / "m")
     made = run(
-        "train", "exits", "--model", zoo.big, "--out", folder, "--texts", texts, "--steps", "4", "--context", "16", "-q"
+        "train",
+        "exits",
+        "--model",
+        zoo.big,
+        "--out",
+        folder,
+        "--texts",
+        texts,
+        "--steps",
+        "4",
+        "--context",
+        "16",
+        "-q",
     )
     assert made.exit_code == 0, made.output
     assert "held-out loss" in made.output
@@ -48,22 +60,43 @@ def trained(zoo: Zoo, texts: str, tmp_path_factory: pytest.TempPathFactory) -> s
 @pytest.fixture(scope="module")
 def result(trained: str, texts: str) -> dict[str, Any]:
     made = exits.run(
-        trained, (0.05, 0.9), texts=[Path(texts).read_text()], prompts=2, prompt_tokens=8, tokens=6, quiet=True
+        trained,
+        (0.05, 0.9),
+        texts=[Path(texts).read_text()],
+        prompts=2,
+        prompt_tokens=8,
+        tokens=6,
+        quiet=True,
     )
     found: dict[str, Any] = json.loads(json.dumps(made, allow_nan=False))
     return found
 
 
-def test_the_classifier_stands_beside_the_copy_and_the_model_is_the_same(zoo: Zoo, trained: str) -> None:
+def test_the_classifier_stands_beside_the_copy_and_the_model_is_the_same(
+    zoo: Zoo, trained: str
+) -> None:
     before, after = tinyspec.load(zoo.big), tinyspec.load(trained)
     assert set(after.extras) == {"exits.weight", "exits.bias"} and not before.extras
     assert all(torch.equal(after.weights[name], weight) for name, weight in before.weights.items())
     assert not (Path(trained) / ".tinyspec").exists()
-    made = run("generate", "--model", trained, "--method", "calm", "--measure", "classifier", "the cat", "-n", "4")
+    made = run(
+        "generate",
+        "--model",
+        trained,
+        "--method",
+        "calm",
+        "--measure",
+        "classifier",
+        "the cat",
+        "-n",
+        "4",
+    )
     assert made.exit_code == 0, made.output
 
 
-def test_figures_follow_from_the_samples_and_the_full_model_is_one(result: dict[str, Any], trained: str) -> None:
+def test_figures_follow_from_the_samples_and_the_full_model_is_one(
+    result: dict[str, Any], trained: str
+) -> None:
     config = tinyspec.load(trained).config
     assert json.loads(json.dumps(exits.told(result, config))) == result["figures"]
     full = result["figures"]["full"]
@@ -81,7 +114,16 @@ def test_figures_follow_from_the_samples_and_the_full_model_is_one(result: dict[
 
 
 def test_work_is_every_product_that_was_made() -> None:
-    config = Config(vocab_size=10, d_model=4, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=2, d_ff=6, max_positions=16)
+    config = Config(
+        vocab_size=10,
+        d_model=4,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=2,
+        d_ff=6,
+        max_positions=16,
+    )
     layer = 4 * 8 + 4 * 4 + 4 * 12 + 6 * 4  # qkv, out, gate and up, down
     assert exits.work(config, 2, 0, 1) == 1
     assert exits.work(config, 1, 1, 1) == pytest.approx((layer + 2 * 2 * 4 + 40) / (2 * layer + 40))
@@ -91,22 +133,43 @@ def test_the_front_holds_what_nothing_cheaper_beats(result: dict[str, Any]) -> N
     rows = {label: of["forced"] for label, of in result["figures"].items()}
     for label, of in result["figures"].items():
         beaten = any(
-            r["work"] <= rows[label]["work"] and r["agreement"] > rows[label]["agreement"] for r in rows.values()
+            r["work"] <= rows[label]["work"] and r["agreement"] > rows[label]["agreement"]
+            for r in rows.values()
         )
         assert of["front"] != beaten
 
 
-def test_the_table_has_a_row_a_setting_and_the_picture_a_line_a_measure(result: dict[str, Any]) -> None:
+def test_the_table_has_a_row_a_setting_and_the_picture_a_line_a_measure(
+    result: dict[str, Any],
+) -> None:
     grid = exits.grid(result)
-    assert len(grid.rows) == len(result["figures"]) and all(len(row) == len(grid.header) for row in grid.rows)
+    assert len(grid.rows) == len(result["figures"]) and all(
+        len(row) == len(grid.header) for row in grid.rows
+    )
     drawn = picture(result)
     ElementTree.fromstring(drawn)
-    assert drawn.count('<path class="curve') == 4 * 3 and "http" not in drawn.replace("http://www.w3.org", "")
+    assert drawn.count('<path class="curve') == 4 * 3 and "http" not in drawn.replace(
+        "http://www.w3.org", ""
+    )
 
 
-def test_the_command_writes_all_three_and_goes_on_where_it_was(trained: str, texts: str, tmp_path: Path) -> None:
+def test_the_command_writes_all_three_and_goes_on_where_it_was(
+    trained: str, texts: str, tmp_path: Path
+) -> None:
     out, svg, page = tmp_path / "e.json", tmp_path / "e.svg", tmp_path / "e.md"
-    words = ("bench", "exits", "--model", trained, "--texts", texts, "--thresholds", "0.5", *QUICK, "--out", str(out))
+    words = (
+        "bench",
+        "exits",
+        "--model",
+        trained,
+        "--texts",
+        texts,
+        "--thresholds",
+        "0.5",
+        *QUICK,
+        "--out",
+        str(out),
+    )
     made = run(*words, "--measures", "softmax", "--svg", str(svg), "--markdown", str(page))
     assert made.exit_code == 0, made.output
     first = json.loads(out.read_text())
@@ -118,7 +181,9 @@ def test_the_command_writes_all_three_and_goes_on_where_it_was(trained: str, tex
     second = json.loads(out.read_text())
     assert second["samples"]["softmax 0.5"] == first["samples"]["softmax 0.5"]
     assert "saturation 0.5" in second["samples"]
-    assert "made with tokens 6, not 7" in failed(run(*words[:-2], "--tokens", "7", "--out", str(out), "--resume"))
+    assert "made with tokens 6, not 7" in failed(
+        run(*words[:-2], "--tokens", "7", "--out", str(out), "--resume")
+    )
     out.write_text("{}")
     assert "no result of `tinyspec bench exits`" in failed(run(*words, "--resume"))
 
@@ -135,19 +200,36 @@ def test_the_command_writes_all_three_and_goes_on_where_it_was(trained: str, tex
         ((), "big has no exit classifier: `tinyspec train exits --model big`"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line(zoo: Zoo, texts: str, words: tuple[str, ...], said: str) -> None:
+def test_what_is_wrong_is_said_in_one_line(
+    zoo: Zoo, texts: str, words: tuple[str, ...], said: str
+) -> None:
     measures = () if not words or "--measures" in words else ("--measures", "softmax")
-    assert said in failed(run("bench", "exits", "--model", zoo.big, "--texts", texts, *QUICK, *measures, *words))
+    assert said in failed(
+        run("bench", "exits", "--model", zoo.big, "--texts", texts, *QUICK, *measures, *words)
+    )
 
 
 # ---------------------------------------------------------------------- calibrate
 
 
-CALIBRATE = ("--prompt-tokens", "8", "--tokens", "4", "--step", "0.5", "--check", "3", "--quiet", "--json")
+CALIBRATE = (
+    "--prompt-tokens",
+    "8",
+    "--tokens",
+    "4",
+    "--step",
+    "0.5",
+    "--check",
+    "3",
+    "--quiet",
+    "--json",
+)
 
 
 @pytest.mark.parametrize("consistency", ["textual", "risk"])
-def test_calibrate_gives_the_last_threshold_that_passed(zoo: Zoo, texts: str, tmp_path: Path, consistency: str) -> None:
+def test_calibrate_gives_the_last_threshold_that_passed(
+    zoo: Zoo, texts: str, tmp_path: Path, consistency: str
+) -> None:
     out = tmp_path / "c.json"
     made = run(
         "calibrate", "--model", zoo.big, "--texts", texts, "--delta", "0.9", "--epsilon", "0.3", "--prompts", "4",
@@ -158,7 +240,10 @@ def test_calibrate_gives_the_last_threshold_that_passed(zoo: Zoo, texts: str, tm
     assert json.loads(out.read_text())["tested"] == found["tested"]
     passed = [row["threshold"] for row in found["tested"] if row["passed"]]
     assert found["threshold"] == (passed[-1] if passed else "inf")
-    assert [row["passed"] for row in found["tested"]] in ([True] * 3, *([True] * n + [False] for n in range(3)))
+    assert [row["passed"] for row in found["tested"]] in (
+        [True] * 3,
+        *([True] * n + [False] for n in range(3)),
+    )
     for row in found["tested"]:
         assert row["p"] == pytest.approx(math.exp(-2 * 4 * max(0, 0.9 - row["loss"]) ** 2))
     assert 0 <= found["checked"]["loss"] <= 1 and found["checked"]["prompts"] == 3
@@ -193,15 +278,35 @@ def test_a_loss_is_that_of_the_texts(zoo: Zoo, texts: str) -> None:
     assert "checked" not in found
 
 
-def test_what_calibration_cannot_do_is_said_before_anything_is_run(zoo: Zoo, texts: str, tmp_path: Path) -> None:
+def test_what_calibration_cannot_do_is_said_before_anything_is_run(
+    zoo: Zoo, texts: str, tmp_path: Path
+) -> None:
     few = run("calibrate", "--model", "no such model", "--prompts", "100")
-    assert "100 calibration examples are too few for delta 0.1 and epsilon 0.05: at least 150 are needed" in failed(few)
-    assert "delta is 1.5: it must be above 0 and below 1" in failed(run("calibrate", "--delta", "1.5"))
+    assert (
+        "100 calibration examples are too few for delta 0.1 and epsilon 0.05: at least 150 are needed"
+        in failed(few)
+    )
+    assert "delta is 1.5: it must be above 0 and below 1" in failed(
+        run("calibrate", "--delta", "1.5")
+    )
     short = tmp_path / "short.txt"
     short.write_text("the cat", encoding="utf-8")
-    words = ("calibrate", "--model", zoo.big, "--delta", "0.9", "--epsilon", "0.3", "--prompts", "4", *CALIBRATE)
+    words = (
+        "calibrate",
+        "--model",
+        zoo.big,
+        "--delta",
+        "0.9",
+        "--epsilon",
+        "0.3",
+        "--prompts",
+        "4",
+        *CALIBRATE,
+    )
     assert "no text has 12 tokens" in failed(run(*words, "--texts", str(short)))
-    assert "has no exit classifier" in failed(run(*words, "--texts", texts, "--measure", "classifier"))
+    assert "has no exit classifier" in failed(
+        run(*words, "--texts", texts, "--measure", "classifier")
+    )
     with pytest.raises(TinyspecError, match="--step is 0"):
         thresholds(0)
 
@@ -218,7 +323,11 @@ def test_what_training_cannot_do_is_said(
     zoo: Zoo, texts: str, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "short.txt").write_text("the cat", encoding="utf-8")
-    words = tuple({"SHORT": str(tmp_path / "short.txt"), "SMALL": zoo.small}.get(word, word) for word in words)
+    words = tuple(
+        {"SHORT": str(tmp_path / "short.txt"), "SMALL": zoo.small}.get(word, word) for word in words
+    )
     given = () if "--texts" in words else ("--texts", texts)
     assert said in failed(run("train", "exits", "--model", zoo.big, *given, *words, "-q"))
-    assert "one layer" in failed(run("train", "exits", "--model", zoo.small, "--texts", texts, "-q"))
+    assert "one layer" in failed(
+        run("train", "exits", "--model", zoo.small, "--texts", texts, "-q")
+    )

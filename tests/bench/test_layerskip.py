@@ -20,20 +20,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def result(model: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(dumps(layerskip.run([model], (1, 2), gamma=3, prompts=3, tokens=9, quiet=True)))
+    found: dict[str, Any] = json.loads(
+        dumps(layerskip.run([model], (1, 2), gamma=3, prompts=3, tokens=9, quiet=True))
+    )
     return found
 
 
-def test_the_last_exit_is_the_model_and_costs_what_plain_decoding_costs(model: str, result: dict[str, Any]) -> None:
+def test_the_last_exit_is_the_model_and_costs_what_plain_decoding_costs(
+    model: str, result: dict[str, Any]
+) -> None:
     of = result["models"][model]
     assert of["n_layers"] == 2
     last = of["exits"]["2"]
     assert last["agreement"] == last["kept"] == 1 and last["overlap"] == pytest.approx(1)
-    assert last["layers_per_token"] == 2 and last["tokens_per_round"] == 3  # 9 tokens in rounds of 4, 4 and 1
+    assert (
+        last["layers_per_token"] == 2 and last["tokens_per_round"] == 3
+    )  # 9 tokens in rounds of 4, 4 and 1
     assert last["bound"] == pytest.approx(1)
 
 
-def test_an_early_exit_is_less_sure_and_its_layers_add_up(model: str, result: dict[str, Any]) -> None:
+def test_an_early_exit_is_less_sure_and_its_layers_add_up(
+    model: str, result: dict[str, Any]
+) -> None:
     early = result["models"][model]["exits"]["1"]
     assert 0 <= early["kept"] < 1 and 0 < early["overlap"] < 1 and 0 <= early["agreement"] < 1
     assert early["layers_per_token"] > 2, "what is refused was run"
@@ -58,7 +66,9 @@ def test_the_command_writes_its_result_and_a_table_a_model(model: str, tmp_path:
     assert made.exit_code == 0, made.output
     found = json.loads(out.read_text(encoding="utf-8"))
     assert list(found["models"][model]["exits"]) == ["1", "2"] and found["machine"]
-    assert "agreement" in page.read_text(encoding="utf-8") and "draft tokens accepted" in made.stdout
+    assert (
+        "agreement" in page.read_text(encoding="utf-8") and "draft tokens accepted" in made.stdout
+    )
 
 
 def test_what_is_wrong_is_said_in_one_line(model: str) -> None:

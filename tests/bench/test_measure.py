@@ -17,7 +17,12 @@ from tinyspec.bench.plan import PLAIN, Settings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 
-STAMP = {"command": "tinyspec bench", "commit": "abc", "date": "2026-01-01", "machine": {"cpu": "x", "threads": 1}}
+STAMP = {
+    "command": "tinyspec bench",
+    "commit": "abc",
+    "date": "2026-01-01",
+    "machine": {"cpu": "x", "threads": 1},
+}
 
 
 def begun(path: Path | None = None, rounds: int = 2, asked: list[Job] | None = None) -> Book:
@@ -85,8 +90,12 @@ def test_warm_up_is_short_and_not_kept() -> None:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 17), st.integers(0, 17), st.sampled_from([0, 1, 2]), st.sampled_from([0, 1, 2]))
-def test_an_interrupted_run_ends_as_one_that_was_not(first: int, second: int, who: int, then: int) -> None:
+@given(
+    st.integers(0, 17), st.integers(0, 17), st.sampled_from([0, 1, 2]), st.sampled_from([0, 1, 2])
+)
+def test_an_interrupted_run_ends_as_one_that_was_not(
+    first: int, second: int, who: int, then: int
+) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -219,7 +228,11 @@ def test_a_file_tells_every_sitting_and_reads_back_as_it_was(tmp_path: Path) -> 
     again = Book.open(tmp_path / "r.json", lambda _: {**STAMP, "commit": "def"})
     assert [stamp["commit"] for stamp in again.stamps] == ["abc", "def"]
     assert (again.rest, again.skipped, again.settings) == (book.rest, book.skipped, book.settings)
-    assert (again.samples, again.references, again.prompts) == (book.samples, book.references, book.prompts)
+    assert (again.samples, again.references, again.prompts) == (
+        book.samples,
+        book.references,
+        book.prompts,
+    )
     again.save()
     assert json.loads((tmp_path / "r.json").read_text())["commit"] == "def"
 

@@ -17,7 +17,9 @@ from tinyspec.errors import TinyspecError
 from tinyspec.pairing import advised
 from tinyspec.technique import find
 
-compiled = pytest.mark.skipif(_core.compute is None, reason="NOT COMPILED: there are no layers to take apart")
+compiled = pytest.mark.skipif(
+    _core.compute is None, reason="NOT COMPILED: there are no layers to take apart"
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,9 @@ def test_where_rows_see_themselves_alone_no_text_is_attended() -> None:
 def test_the_matrices_are_those_of_all_layers_once_each() -> None:
     alone = layers()
     weights = [w for name, w in model(LLAMA).weights.items() if w.ndim == 2 and name != "embed"]
-    assert sorted(out * inputs for _, out, inputs in alone.steps) == sorted(w.numel() for w in weights)
+    assert sorted(out * inputs for _, out, inputs in alone.steps) == sorted(
+        w.numel() for w in weights
+    )
     alone.matrices(8)
     _, out, _ = alone.steps[-1]
     expected = model(LLAMA, dtype=torch.float32).weights["2.down.weight"].sum(dim=1)
@@ -82,7 +86,9 @@ def test_the_parts_add_up_to_the_whole() -> None:
 
     arms = [parts.Alone(label, work(label)) for label in takes]
     arms[0].weights = 100
-    meters = [curve.Meter(kind, kind, 100, lambda: hand.wind(1e-3)) for kind in ("bandwidth", "peak")]
+    meters = [
+        curve.Meter(kind, kind, 100, lambda: hand.wind(1e-3)) for kind in ("bandwidth", "peak")
+    ]
     raw = curve.measure(arms, meters, 3, hand, ks=(1, 2), settle=hand.wind)
     found = parts.figures(raw, LLAMA, 4, 9)
     for k, of in found["milliseconds"].items():
@@ -95,23 +101,43 @@ def test_the_parts_add_up_to_the_whole() -> None:
         assert of["floor"] == pytest.approx(max(1.0, curve.operations(LLAMA, int(k), 9) / 100))
     head = 4 * LLAMA.vocab_size * LLAMA.d_model
     assert found["reads"] == pytest.approx(
-        {"matrices": (curve.weight_bytes(LLAMA, 4) - head) / 7e-3, "head": head / 3e-3, "fastest": 100 / 1e-3}
+        {
+            "matrices": (curve.weight_bytes(LLAMA, 4) - head) / 7e-3,
+            "head": head / 3e-3,
+            "fastest": 100 / 1e-3,
+        }
     )
 
 
 @compiled
-def test_the_command_writes_the_result_and_the_table(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_the_result_and_the_table(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(curve, "SETTLE", 0.0)
     monkeypatch.setattr(parts.curve, "meters", lambda model: [
         curve.Meter(kind, kind, 100, lambda: sum(range(999))) for kind in ("bandwidth", "peak")
     ])  # fmt: skip
     out, page = tmp_path / "p.json", tmp_path / "p.md"
-    call = ("bench", "parts", "--model", zoo.big, "--cached", "8,40", "--rounds", "1", "--quiet", "--dtype", "float32")
+    call = (
+        "bench",
+        "parts",
+        "--model",
+        zoo.big,
+        "--cached",
+        "8,40",
+        "--rounds",
+        "1",
+        "--quiet",
+        "--dtype",
+        "float32",
+    )
     result = run(*call, "--out", str(out), "--markdown", str(page))
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text(encoding="utf-8"))
     assert set(found["figures"]) == {"8", "40"}
-    assert all(set(of["milliseconds"]) == {str(k) for k in parts.KS} for of in found["figures"].values())
+    assert all(
+        set(of["milliseconds"]) == {str(k) for k in parts.KS} for of in found["figures"].values()
+    )
     assert "32 after 40" in page.read_text(encoding="utf-8") and "attention" in result.stdout
     said = "\n".join(parts.told(found))
     assert "From 1 to 8 positions after 40 tokens" in said and "| 1 after 8 |" in said
@@ -119,13 +145,17 @@ def test_the_command_writes_the_result_and_the_table(zoo: Zoo, tmp_path: Path, m
 
 def test_a_round_costs_its_draft_tokens_and_the_pass_that_verifies_them() -> None:
     """Four draft tokens of 0.15 ms and a pass of 0.9: 1.5 / 0.5 = 3 plain steps. The race asks for four."""
-    assert advised(find("speculative_decoding"), [tinyspec.load("apprentice")]) == {"gamma": parts.GUESSES}
+    assert advised(find("speculative_decoding"), [tinyspec.load("apprentice")]) == {
+        "gamma": parts.GUESSES
+    }
 
     def result(name: str, wholes: dict[str, float], guesses: float = 0.0) -> dict[str, Any]:
         of = {k: {"whole": whole, "guesses": guesses} for k, whole in wholes.items()}
         return {"command": name, "figures": {"128": {"milliseconds": of}}}
 
-    table, _ = parts.race(result("big", {"1": 0.5, "4": 9.0, "5": 0.9}), result("small", {"1": 9.0, "4": 9.0}, 0.6))
+    table, _ = parts.race(
+        result("big", {"1": 0.5, "4": 9.0, "5": 0.9}), result("small", {"1": 9.0, "4": 9.0}, 0.6)
+    )
     assert table.splitlines()[2:] == [
         "| plain step of the target | 0.50 | 1.00 |",
         "| forward pass that verifies 4 draft tokens | 0.90 | 1.80 |",
@@ -136,12 +166,20 @@ def test_a_round_costs_its_draft_tokens_and_the_pass_that_verifies_them() -> Non
 
 @compiled
 def test_what_cannot_be_taken_apart_is_said_in_one_line(zoo: Zoo) -> None:
-    assert "float32 or bfloat16" in failed(run("bench", "parts", "--model", zoo.big, "--dtype", "float64", "--quiet"))
-    assert "do not fit" in failed(run("bench", "parts", "--model", zoo.big, "--cached", "70", "--quiet"))
-    assert "--cached" in failed(run("bench", "parts", "--model", zoo.big, "--cached", "no", "--quiet"))
+    assert "float32 or bfloat16" in failed(
+        run("bench", "parts", "--model", zoo.big, "--dtype", "float64", "--quiet")
+    )
+    assert "do not fit" in failed(
+        run("bench", "parts", "--model", zoo.big, "--cached", "70", "--quiet")
+    )
+    assert "--cached" in failed(
+        run("bench", "parts", "--model", zoo.big, "--cached", "no", "--quiet")
+    )
 
 
-def test_without_compiled_layers_there_is_nothing_to_take_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_compiled_layers_there_is_nothing_to_take_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(_core, "compute", None)
     with pytest.raises(TinyspecError, match="compiled"):
         parts.forwards(model(LLAMA, dtype=torch.float32), 9, 8)

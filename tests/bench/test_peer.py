@@ -11,7 +11,10 @@ from tinyspec.bench import peer
 from tinyspec.data import Question
 from tinyspec.lm.blocks import Blocks
 
-BANK = [Question(i, "qa", (f"Why is the sky {colour}?",)) for i, colour in enumerate(("blue", "grey", "red"))]
+BANK = [
+    Question(i, "qa", (f"Why is the sky {colour}?",))
+    for i, colour in enumerate(("blue", "grey", "red"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +22,24 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return tiny_zoo(tmp_path_factory.mktemp("zoo"))
 
 
-def test_the_torch_path_says_the_same_tokens(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_torch_path_says_the_same_tokens(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tinyspec.data.spec_bench", lambda: BANK)
     out = tmp_path / "p.json"
-    call = ("bench", "peer", "--against", "torch", "--model", zoo.big, "--questions", "3", "--tokens", "12", "--quiet")
+    call = (
+        "bench",
+        "peer",
+        "--against",
+        "torch",
+        "--model",
+        zoo.big,
+        "--questions",
+        "3",
+        "--tokens",
+        "12",
+        "--quiet",
+    )
     result = run(*call, "--out", str(out))
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text())

@@ -36,12 +36,18 @@ def asked(model: Model, tokens: int = 12) -> Job:
     return Job("qa", "0", 0, tuple(model.tokenizer.encode(TEXT)[:40]), tokens)
 
 
-@pytest.mark.parametrize("label", ["transformers", "transformers:lookup=4", "transformers:assistant=SMALL:tokens=3"])
-def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(zoo: Zoo, big: Model, label: str) -> None:
+@pytest.mark.parametrize(
+    "label", ["transformers", "transformers:lookup=4", "transformers:assistant=SMALL:tokens=3"]
+)
+def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(
+    zoo: Zoo, big: Model, label: str
+) -> None:
     pytest.importorskip("transformers")
     settings = Settings(model=zoo.big, dtype="float32")
     spec = ArmSpec.read(label.replace("SMALL", "s"))
-    spec = ArmSpec(spec.name, tuple((k, zoo.small if k == "assistant" else v) for k, v in spec.knobs))
+    spec = ArmSpec(
+        spec.name, tuple((k, zoo.small if k == "assistant" else v) for k, v in spec.knobs)
+    )
     (arm,) = peers.arms([spec], settings, big, 96)
     job = asked(big)
     made = arm.run(job, 0, time.perf_counter)
@@ -56,20 +62,29 @@ def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(zoo: Zoo, 
         assert made.calls <= 12
         assert made.nodes >= 12 - made.calls
         assert bool(made.draft_calls) == ("assistant" in label)
-    assert arm.run(job, 0, time.perf_counter)._replace(prefill=0, decode=0) == made._replace(prefill=0, decode=0)
+    assert arm.run(job, 0, time.perf_counter)._replace(prefill=0, decode=0) == made._replace(
+        prefill=0, decode=0
+    )
     arm.close()
 
 
 def test_transformers_samples_by_seed(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
-    (arm,) = peers.arms([ArmSpec("transformers")], Settings(model=zoo.big, dtype="float32", temperature=1.0), big, 96)
+    (arm,) = peers.arms(
+        [ArmSpec("transformers")],
+        Settings(model=zoo.big, dtype="float32", temperature=1.0),
+        big,
+        96,
+    )
     texts = [arm.run(asked(big), seed, time.perf_counter).ids for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_transformers_forwards_leave_the_cache_as_it_was(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
-    (arm,) = peers.arms([ArmSpec("transformers")], Settings(model=zoo.big, dtype="float32"), big, 96)
+    (arm,) = peers.arms(
+        [ArmSpec("transformers")], Settings(model=zoo.big, dtype="float32"), big, 96
+    )
     assert isinstance(arm, Transformers)
     forwards: Forwards = arm.forwards(20)
     for k in (1, 5, 3):
@@ -79,18 +94,27 @@ def test_transformers_forwards_leave_the_cache_as_it_was(zoo: Zoo, big: Model) -
         assert forwards.cache.get_seq_length() == 20 + k  # type: ignore[attr-defined]
 
 
-def test_a_peer_that_is_not_installed_names_the_extra(zoo: Zoo, big: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_installed_names_the_extra(
+    zoo: Zoo, big: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = Settings(model=zoo.big, dtype="float32")
     for module, label in (("llama_cpp", "llama.cpp"), ("transformers", "transformers")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(TinyspecError, match=rf"{label} is not installed: pip install 'tinyspec\[peers\]'"):
+        with pytest.raises(
+            TinyspecError, match=rf"{label} is not installed: pip install 'tinyspec\[peers\]'"
+        ):
             peers.arms([ArmSpec(label)], settings, big, 96)
 
 
 def test_a_peers_wrong_knob_is_said(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(TinyspecError, match="did you mean 'lookup'"):
-        peers.arms([ArmSpec.read("transformers:lokup=3")], Settings(model=zoo.big, dtype="float32"), big, 96)
+        peers.arms(
+            [ArmSpec.read("transformers:lokup=3")],
+            Settings(model=zoo.big, dtype="float32"),
+            big,
+            96,
+        )
 
 
 # ---------------------------------------------------------------------- .gguf
@@ -102,7 +126,17 @@ def test_exported_weights_read_back(config: Config, kind: str, tmp_path: Path) -
     m = Model.random(config, seed=1)
     gguf_export.write(tmp_path / "m.gguf", m, kind)
     parts = checkpoint.read(tmp_path / "m.gguf")
-    shape = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_positions", "norm_eps", "tied")
+    shape = (
+        "d_model",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "head_dim",
+        "d_ff",
+        "max_positions",
+        "norm_eps",
+        "tied",
+    )
     assert all(getattr(parts.config, name) == getattr(config, name) for name in shape)
     tolerance = {"float32": 0.0, "bfloat16": 2**-8, "q8_0": 1 / 127}[kind]
     for name, weight in m.weights.items():
@@ -134,9 +168,14 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "q8_0"])
 def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(shape: str, kind: str) -> None:
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'tinyspec[peers]'")
+    pytest.importorskip(
+        "llama_cpp", reason="llama-cpp-python is not installed: pip install 'tinyspec[peers]'"
+    )
     m = Model.random(SHAPES[shape], seed=3, scale=0.4)
-    settings, job = Settings(model="random", dtype="float32"), Job("qa", "0", 0, (5, 7, 5, 11, 13, 5), 12)
+    settings, job = (
+        Settings(model="random", dtype="float32"),
+        Job("qa", "0", 0, (5, 7, 5, 11, 13, 5), 12),
+    )
     (arm,) = peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, m, 32)
     made = arm.run(job, 0, time.perf_counter)
     balance(made, job, arm.label)
@@ -153,9 +192,14 @@ def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(shape: str, kind
 
 
 def test_llama_cpp_samples_by_seed_and_says_what_it_cannot() -> None:
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'tinyspec[peers]'")
+    pytest.importorskip(
+        "llama_cpp", reason="llama-cpp-python is not installed: pip install 'tinyspec[peers]'"
+    )
     m = Model.random(CONFIG, seed=3)
-    settings, job = Settings(dtype="float32", temperature=1.0, top_p=0.9), Job("qa", "0", 0, (5, 7), 12)
+    settings, job = (
+        Settings(dtype="float32", temperature=1.0, top_p=0.9),
+        Job("qa", "0", 0, (5, 7), 12),
+    )
     (arm,) = peers.arms([ArmSpec("llama.cpp")], settings, m, 32)
     texts = [arm.run(job, seed, time.perf_counter).ids for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]

@@ -51,27 +51,43 @@ def test_the_ledgers_clock_is_the_theorems_from_the_ranks(result: dict[str, Any]
             assert (steps, work) == pytest.approx(expected(6, 4, k, held / 7, 8))
 
 
-def test_match_rates_grow_with_k_to_one_and_the_last_layer_always_knows(result: dict[str, Any]) -> None:
+def test_match_rates_grow_with_k_to_one_and_the_last_layer_always_knows(
+    result: dict[str, Any],
+) -> None:
     match = result["figures"]["match"]
-    assert len(match) == 6 and all(list(row.values()) == sorted(row.values()) for row in match.values())
+    assert len(match) == 6 and all(
+        list(row.values()) == sorted(row.values()) for row in match.values()
+    )
     assert set(match["6"].values()) == {1.0}
     assert match["1"]["1"] < 1
-    assert list(result["figures"]["clock"]) == ["3", "4", "5", "6"]  # below half there is no pipeline
+    assert list(result["figures"]["clock"]) == [
+        "3",
+        "4",
+        "5",
+        "6",
+    ]  # below half there is no pipeline
     assert set(result["figures"]["clock"]["6"].values()) == {1.0}
 
 
-def test_figures_follow_from_what_was_measured_and_all_arms_write_the_same(result: dict[str, Any]) -> None:
+def test_figures_follow_from_what_was_measured_and_all_arms_write_the_same(
+    result: dict[str, Any],
+) -> None:
     assert json.loads(dumps(ppd.told(result))) == result["figures"]
     assert len(result["samples"]) == len(ppd.ARMS) * 2 * 2 and result["identical"] is True
     assert result["figures"]["wall"][ppd.PLAIN]["median"] == 1
 
 
 def test_a_slow_down_is_printed_as_one(result: dict[str, Any]) -> None:
-    samples = [[p, t, arm, 2.0 if arm == ppd.THREADS else 1.0] for p, t, arm, _ in result["samples"]]
+    samples = [
+        [p, t, arm, 2.0 if arm == ppd.THREADS else 1.0] for p, t, arm, _ in result["samples"]
+    ]
     slow = {**result, "samples": samples}
     slow["figures"] = ppd.told(slow)
     table = ppd.grids(slow)[1]
-    assert dict(table.rows)[ppd.THREADS].startswith("2.0x slower") and "all tokens alike" in table.title
+    assert (
+        dict(table.rows)[ppd.THREADS].startswith("2.0x slower")
+        and "all tokens alike" in table.title
+    )
     assert "two threads 2.0x slower" in ppd.picture(slow)
     assert "TOKENS DIFFER" in ppd.grids({**slow, "identical": False})[1].title
 
@@ -81,7 +97,9 @@ def test_the_tables_have_a_row_a_layer_and_the_picture_both_panels(result: dict[
     assert len(first.rows) == 6 and all(len(row) == len(first.header) for row in first.rows)
     drawn = ppd.picture(result)
     ElementTree.fromstring(drawn)
-    assert drawn.count('<path class="curve') == 3 * 3 and "http" not in drawn.replace("http://www.w3.org", "")
+    assert drawn.count('<path class="curve') == 3 * 3 and "http" not in drawn.replace(
+        "http://www.w3.org", ""
+    )
 
 
 def test_the_command_writes_all_three(zoo: Zoo, tmp_path: Path) -> None:
@@ -91,11 +109,15 @@ def test_the_command_writes_all_three(zoo: Zoo, tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["command"].startswith("tinyspec ") and found["machine"] and found["layer"] == 1
-    assert page.read_text(encoding="utf-8").startswith("`tinyspec ") and "<svg" in drawn.read_text(encoding="utf-8")
+    assert page.read_text(encoding="utf-8").startswith("`tinyspec ") and "<svg" in drawn.read_text(
+        encoding="utf-8"
+    )
     assert "times as fast" in made.stdout
 
 
 def test_what_is_wrong_is_said_in_one_line(zoo: Zoo, deep: str) -> None:
-    assert "below half of the 6 layers" in failed(run("bench", "ppd", "--model", deep, "--layer", "2", *QUICK))
+    assert "below half of the 6 layers" in failed(
+        run("bench", "ppd", "--model", deep, "--layer", "2", *QUICK)
+    )
     assert "such as 1,3,5" in failed(run("bench", "ppd", "--model", zoo.big, "--ks", "1,x", *QUICK))
     assert "give 2 to" in failed(run("bench", "ppd", "--model", zoo.big, *QUICK, "--tokens", "96"))

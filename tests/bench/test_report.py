@@ -21,7 +21,13 @@ STAMP = {
     "command": "tinyspec bench --methods llma",
     "commit": "abc",
     "date": "2026-01-01",
-    "machine": {"cpu": "a <CPU> & more", "cores": 2, "threads": 2, "units": ["avx2"], "torch": "2.11"},
+    "machine": {
+        "cpu": "a <CPU> & more",
+        "cores": 2,
+        "threads": 2,
+        "units": ["avx2"],
+        "torch": "2.11",
+    },
 }
 
 
@@ -30,7 +36,9 @@ def result() -> dict[str, Any]:
     hand = Hand()
     book = Book(replace(settings(), tokens=8), None, STAMP)
     book.expect(jobs())
-    book.references = {job.key: [1] * job.tokens for job in jobs()}  # text that loops, and not what the arms write
+    book.references = {
+        job.key: [1] * job.tokens for job in jobs()
+    }  # text that loops, and not what the arms write
     measure.run(book, jobs(), arms(hand), hand)
     book.skipped = ["medusa: needs heads"]
     book.rest = {
@@ -67,7 +75,9 @@ def test_a_ratio_is_at_least_one_or_says_how_many_times_slower() -> None:
         text = report.ratio(hundredths / 100)
         times = float(text.removesuffix("x slower"))
         assert times >= 1 if hundredths >= 100 else times > 1
-        assert times == pytest.approx(max(hundredths, 1e4 / hundredths if hundredths < 100 else 0) / 100, rel=0.05)
+        assert times == pytest.approx(
+            max(hundredths, 1e4 / hundredths if hundredths < 100 else 0) / 100, rel=0.05
+        )
         assert text.endswith("x slower") == (hundredths < 100)
 
 
@@ -93,7 +103,9 @@ def test_notes_tell_what_was_left_out_loops_and_mixed_commits(result: dict[str, 
     assert any("several commits: abc, def" in note for note in report.notes(mixed))
 
 
-def test_pictures_are_whole_svgs_that_say_what_they_show(result: dict[str, Any], tmp_path: Path) -> None:
+def test_pictures_are_whole_svgs_that_say_what_they_show(
+    result: dict[str, Any], tmp_path: Path
+) -> None:
     written = figures.write(tmp_path, result)
     assert [path.name for path in written] == ["bench-speedups.svg", "bench-curve.svg"]
     for path in written:
@@ -115,7 +127,9 @@ def test_pictures_are_whole_svgs_that_say_what_they_show(result: dict[str, Any],
     assert 'class="peer"' in speedups
 
 
-def test_a_run_without_a_curve_has_no_picture_of_one(result: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_without_a_curve_has_no_picture_of_one(
+    result: dict[str, Any], tmp_path: Path
+) -> None:
     bare = {name: value for name, value in result.items() if name != "curve_figures"}
     assert [path.name for path in figures.write(tmp_path, bare)] == ["bench-speedups.svg"]
     assert len(list(report.grids(bare))) == len(list(report.grids(result))) - 1

@@ -31,7 +31,9 @@ def test_a_result_says_where_it_came_from(path: Path) -> None:
     assert result["commit"]
 
 
-@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("race")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in RESULTS if p.name.startswith("race")], ids=lambda p: p.name
+)
 def test_a_race_result_follows_from_its_samples(path: Path) -> None:
     result = load(path)
     for key, figures in result.items():
@@ -39,54 +41,76 @@ def test_a_race_result_follows_from_its_samples(path: Path) -> None:
             continue
         for row in figures["prompts"]:
             samples = row["samples"]
-            assert row["ratio"] == pytest.approx(median(samples["autoregressive"]) / median(samples[result["method"]]))
+            assert row["ratio"] == pytest.approx(
+                median(samples["autoregressive"]) / median(samples[result["method"]])
+            )
             assert len(samples["autoregressive"]) == result["rounds"]
         assert figures["ratio"] == pytest.approx(median(row["ratio"] for row in figures["prompts"]))
         if key == "temperature 0.0":
             assert figures["identical"] == len(figures["prompts"])
 
 
-@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("plain")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in RESULTS if p.name.startswith("plain")], ids=lambda p: p.name
+)
 def test_a_plain_result_follows_from_its_samples(path: Path) -> None:
     result = load(path)
     for dtype in ("float32", "bfloat16"):
         figures = result[dtype]
         samples = figures["samples"]
-        assert figures["ratio"] == pytest.approx(median(samples["transformers"]) / median(samples["tinyspec"]))
+        assert figures["ratio"] == pytest.approx(
+            median(samples["transformers"]) / median(samples["tinyspec"])
+        )
 
 
-@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("core")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in RESULTS if p.name.startswith("core")], ids=lambda p: p.name
+)
 def test_a_kernel_result_follows_from_its_samples(path: Path) -> None:
     result = load(path)
     samples = {name: median(taken) for name, taken in result["samples"].items()}
-    assert result["verify_speedup"] == pytest.approx(samples["transformers_verify"] / samples["walk"])
+    assert result["verify_speedup"] == pytest.approx(
+        samples["transformers_verify"] / samples["walk"]
+    )
     assert result["warp_against_transformers"] == pytest.approx(
         samples["warp_draw"] / samples["transformers_processors"]
     )
 
 
-@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("peer")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in RESULTS if p.name.startswith("peer")], ids=lambda p: p.name
+)
 def test_a_peer_result_passes_by_its_own_rule(path: Path) -> None:
     result = load(path)
     wrong = [m for row in result["rows"] for m in row["mismatches"]]
     assert result["mismatches"] == len(wrong)
-    assert result["passed"] == (all(m["gap"] < result["gap"] for m in wrong) and len(wrong) <= 0.01 * result["tokens"])
+    assert result["passed"] == (
+        all(m["gap"] < result["gap"] for m in wrong) and len(wrong) <= 0.01 * result["tokens"]
+    )
     assert result["passed"]
 
 
-@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("equality")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in RESULTS if p.name.startswith("equality")], ids=lambda p: p.name
+)
 def test_an_equality_result_passes_by_its_rows(path: Path) -> None:
     result = load(path)
     lines = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
     arms = [*result["methods"], "rehearsed"]
-    assert len({(line["question"], line["arm"]) for line in lines}) == len(lines) == len(arms) * result["questions"]
+    assert (
+        len({(line["question"], line["arm"]) for line in lines})
+        == len(lines)
+        == len(arms) * result["questions"]
+    )
     assert all(line["calls"] + line["accepted"] >= result["tokens_each"] for line in lines)
     assert result["passed"] == all(line["same"] == result["tokens_each"] for line in lines)
     assert result["passed"]
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in RESULTS if p.name.startswith(("bench", "speculative-"))], ids=lambda p: p.name
+    "path",
+    [p for p in RESULTS if p.name.startswith(("bench", "speculative-"))],
+    ids=lambda p: p.name,
 )
 def test_the_figures_of_a_run_follow_from_its_samples(path: Path) -> None:
     result = load(path)
@@ -100,12 +124,16 @@ def test_the_figures_of_a_run_follow_from_its_samples(path: Path) -> None:
             assert sample.tokens == sample.accepted + sample.calls - (sample.silent or 0)
 
 
-@pytest.mark.parametrize("path", [p for p in RESULTS if p.name.startswith("parts")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in RESULTS if p.name.startswith("parts")], ids=lambda p: p.name
+)
 def test_a_call_taken_apart_follows_from_its_samples(path: Path) -> None:
     result = load(path)
     for cached, of in result["figures"].items():
         found = parts.apart(result["samples"][cached])
-        assert {k: {name: of["milliseconds"][k][name] for name in each} for k, each in found.items()} == found
+        assert {
+            k: {name: of["milliseconds"][k][name] for name in each} for k, each in found.items()
+        } == found
         tops = curve.ceilings({**result["samples"][cached], "curves": {}}, median)["bandwidth"]
         assert of["reads"]["fastest"] >= max(tops.values())
 
@@ -163,7 +191,9 @@ def test_every_section_answers_before_its_table_and_ends_in_commands(pages: dict
 
 def test_links_of_the_page_lead_somewhere(pages: dict[str, str]) -> None:
     page = pages["README.md"]
-    anchors = {summary.anchor(line.lstrip("# ")) for line in page.splitlines() if line.startswith("#")}
+    anchors = {
+        summary.anchor(line.lstrip("# ")) for line in page.splitlines() if line.startswith("#")
+    }
     for target in re.findall(r"\]\(([^)]+)\)", page):
         if target.startswith("#"):
             assert target[1:] in anchors
@@ -200,11 +230,19 @@ def chapter(**tasks: tuple[float, ...]) -> dict[str, Any]:
         "sittings": [{"command": "begin"}, {"command": "go on"}],
         "figures": {
             "tasks": {
-                task: {arm: {"speedup": {"median": each[at], "min": each[at]}} for arm, each in speeds.items()}
+                task: {
+                    arm: {"speedup": {"median": each[at], "min": each[at]}}
+                    for arm, each in speeds.items()
+                }
                 for at, task in enumerate(tasks)
             },
             "overall": {
-                arm: {"mean": fmean(each), "tau": each[0], "jobs": 4, "identical": 4 - (arm == "never")}
+                arm: {
+                    "mean": fmean(each),
+                    "tau": each[0],
+                    "jobs": 4,
+                    "identical": 4 - (arm == "never"),
+                }
                 for arm, each in speeds.items()
             },
         },
@@ -212,7 +250,9 @@ def chapter(**tasks: tuple[float, ...]) -> dict[str, Any]:
 
 
 def test_a_chapter_shows_who_wins_on_some_task_and_counts_the_slow_downs() -> None:
-    table, prose, commands = answers.describe_chapter(chapter(qa=(1.3, 1.1, 0.9), rag=(0.9, 0.5, 0.8)), "page.md")
+    table, prose, commands = answers.describe_chapter(
+        chapter(qa=(1.3, 1.1, 0.9), rag=(0.9, 0.5, 0.8)), "page.md"
+    )
     assert table.splitlines()[0] == "|  | QA | RAG | mean | tokens per forward pass |"
     assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == ["| even", "| once"]
     assert "| once | 1.10 | 2.0x slower | 1.25x slower | 1.10 |" in table

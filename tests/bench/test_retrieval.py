@@ -23,7 +23,8 @@ def test_every_arm_answers(arm: str) -> None:
     sample = retrieval.timed(arm, 3000, 1)
     told = figures(sample, 3000)
     assert (
-        told["guesses_per_call"] == pytest.approx(sample["guesses"][0] / ASKED, abs=1e-3) and sample["guesses"][0] > 0
+        told["guesses_per_call"] == pytest.approx(sample["guesses"][0] / ASKED, abs=1e-3)
+        and sample["guesses"][0] > 0
     )
     assert ("us_per_append" in told) == (arm != "rest")
 
@@ -31,7 +32,17 @@ def test_every_arm_answers(arm: str) -> None:
 def test_the_command_writes_what_its_figures_are_computed_from(tmp_path: Path) -> None:
     out = tmp_path / "retrieval.json"
     result = run(
-        "bench", "retrieval", "--size", "2000", "--size", "4000", "--rounds", "1", "--quiet", "--out", str(out)
+        "bench",
+        "retrieval",
+        "--size",
+        "2000",
+        "--size",
+        "4000",
+        "--rounds",
+        "1",
+        "--quiet",
+        "--out",
+        str(out),
     )
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text(encoding="utf-8"))

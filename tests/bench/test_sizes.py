@@ -28,9 +28,13 @@ def result(zoo: Zoo) -> dict[str, Any]:
     return found
 
 
-def test_alpha_is_that_of_paired_rows_and_one_where_the_draft_is_the_target(result: dict[str, Any]) -> None:
+def test_alpha_is_that_of_paired_rows_and_one_where_the_draft_is_the_target(
+    result: dict[str, Any],
+) -> None:
     drafts = result["drafts"]
-    assert drafts["big"]["alpha"] == pytest.approx(1) and drafts["big"]["alpha_1"] == pytest.approx(1)
+    assert drafts["big"]["alpha"] == pytest.approx(1) and drafts["big"]["alpha_1"] == pytest.approx(
+        1
+    )
     assert 0 <= drafts["small"]["alpha"] <= 1 and 0 < drafts["small"]["alpha_1"] < 1
     assert drafts["small"]["layers"] == 1 and drafts["small"]["weights"] < drafts["big"]["weights"]
     assert all(row["c"] > 0 for row in drafts.values())
@@ -42,9 +46,13 @@ def test_figures_follow_from_samples_and_rows(result: dict[str, Any]) -> None:
     assert len(samples) == (1 + 2 * 2) * 2 * 2 == len({sample.key for sample in samples})
     own = [s for s in samples if s.arm == "big:gamma=3"]
     of = result["figures"]["big"]["3"]
-    assert of["tau"] == sum(s.tokens for s in own) / sum(s.calls for s in own) == 4  # 8 tokens in rounds of 3 + 1
+    assert (
+        of["tau"] == sum(s.tokens for s in own) / sum(s.calls for s in own) == 4
+    )  # 8 tokens in rounds of 3 + 1
     assert of["forecast"] == pytest.approx(walltime_gain(1.0, 3, result["drafts"]["big"]["c"]))
-    assert all(figures["identical"] == 4 for of in result["figures"].values() for figures in of.values())
+    assert all(
+        figures["identical"] == 4 for of in result["figures"].values() for figures in of.values()
+    )
 
 
 def test_the_table_has_a_row_a_draft_and_the_picture_both_panels(result: dict[str, Any]) -> None:
@@ -53,7 +61,9 @@ def test_the_table_has_a_row_a_draft_and_the_picture_both_panels(result: dict[st
     assert all(len(row) == len(grid.header) for row in grid.rows)
     drawn = sizes.picture(result)
     ElementTree.fromstring(drawn)
-    assert drawn.count('<path class="curve') == 2 * 2 * 2 and "http" not in drawn.replace("http://www.w3.org", "")
+    assert drawn.count('<path class="curve') == 2 * 2 * 2 and "http" not in drawn.replace(
+        "http://www.w3.org", ""
+    )
 
 
 def test_the_command_writes_all_three(zoo: Zoo, tmp_path: Path) -> None:
@@ -62,8 +72,14 @@ def test_the_command_writes_all_three(zoo: Zoo, tmp_path: Path) -> None:
     made = run(*call, "--out", str(out), "--svg", str(drawn), "--markdown", str(page), "-t", "0.7")
     assert made.exit_code == 0, made.output
     found = json.loads(out.read_text(encoding="utf-8"))
-    assert found["command"].startswith("tinyspec ") and found["machine"] and found["figures"]["small"]["2"]["tau"] >= 1
-    assert page.read_text(encoding="utf-8").startswith("`tinyspec ") and "<svg" in drawn.read_text(encoding="utf-8")
+    assert (
+        found["command"].startswith("tinyspec ")
+        and found["machine"]
+        and found["figures"]["small"]["2"]["tau"] >= 1
+    )
+    assert page.read_text(encoding="utf-8").startswith("`tinyspec ") and "<svg" in drawn.read_text(
+        encoding="utf-8"
+    )
     assert "best gamma" in made.stdout
 
 

@@ -26,27 +26,80 @@ def loaded(path: Path) -> dict[str, Any]:
 
 def test_a_search_writes_what_the_knob_takes(zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "skip.json"
-    result = run("bench", "skip", "--model", zoo.big, "--evaluations", "3", *QUICK, "--out", str(out), "--json")
+    result = run(
+        "bench",
+        "skip",
+        "--model",
+        zoo.big,
+        "--evaluations",
+        "3",
+        *QUICK,
+        "--out",
+        str(out),
+        "--json",
+    )
     assert result.exit_code == 0, result.output
     found = loaded(out)
     assert json.loads(result.stdout) == found
-    assert {"command", "commit", "machine", "model", "seed", "skip", "evaluations", "checked", "default"} <= set(found)
+    assert {
+        "command",
+        "commit",
+        "machine",
+        "model",
+        "seed",
+        "skip",
+        "evaluations",
+        "checked",
+        "default",
+    } <= set(found)
     assert len(found["evaluations"]) == 3
-    for before, entry in zip([{"best": 0.0}, *found["evaluations"]], found["evaluations"], strict=False):
+    for before, entry in zip(
+        [{"best": 0.0}, *found["evaluations"]], found["evaluations"], strict=False
+    ):
         assert entry["speed"] == pytest.approx(entry["plain"] / entry["seconds"])
         assert entry["best"] == max(before["best"], entry["speed"])
     assert max(found["evaluations"], key=lambda entry: entry["speed"])["skip"] == found["skip"]
     written = run(
-        "generate", "--model", zoo.big, "--method", "self_speculative", "--skip", str(out), "the cat", "-n", "4"
+        "generate",
+        "--model",
+        zoo.big,
+        "--method",
+        "self_speculative",
+        "--skip",
+        str(out),
+        "the cat",
+        "-n",
+        "4",
     )
     assert written.exit_code == 0, written.output
     assert written.stdout == run("generate", "--model", zoo.big, "the cat", "-n", "4").stdout
 
-    grown = run("bench", "skip", "--model", zoo.big, "--evaluations", "5", *QUICK, "--out", str(out), "--resume")
+    grown = run(
+        "bench",
+        "skip",
+        "--model",
+        zoo.big,
+        "--evaluations",
+        "5",
+        *QUICK,
+        "--out",
+        str(out),
+        "--resume",
+    )
     assert grown.exit_code == 0, grown.output
     again = loaded(out)
     assert again["evaluations"][:3] == found["evaluations"] and len(again["evaluations"]) == 5
-    call = ("bench", "skip", "--model", zoo.big, "--evaluations", "5", "--resume", "--out", str(out))
+    call = (
+        "bench",
+        "skip",
+        "--model",
+        zoo.big,
+        "--evaluations",
+        "5",
+        "--resume",
+        "--out",
+        str(out),
+    )
     assert "tokens 4, not 5" in failed(run(*call, "--prompts", "1", "--tokens", "5"))
 
 
@@ -61,15 +114,21 @@ def test_an_interrupted_search_leaves_its_evaluations(
         return turn(*args)
 
     monkeypatch.setattr(skip, "_turn", interrupted)
-    result = run("bench", "skip", "--model", zoo.big, "--evaluations", "4", *QUICK, "--out", str(out))
+    result = run(
+        "bench", "skip", "--model", zoo.big, "--evaluations", "4", *QUICK, "--out", str(out)
+    )
     assert result.exit_code == 130
     assert len(loaded(out)["evaluations"]) == 2
 
 
-def test_the_fastest_set_wins_and_not_the_one_that_passes_most(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_set_wins_and_not_the_one_that_passes_most(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Time per token is what is minimised: nothing skipped passes whole, and is slow."""
 
-    def turn(model: Any, prompts: Any, tokens: int, plain: Any, chosen: Any, number: int, clock: Any) -> dict[str, Any]:
+    def turn(
+        model: Any, prompts: Any, tokens: int, plain: Any, chosen: Any, number: int, clock: Any
+    ) -> dict[str, Any]:
         speed = 1 + len(chosen) / 10
         return {
             "skip": skip.spelled(chosen), "seconds": 1 / speed, "plain": 1.0, "speed": speed, "accepted": 1 - len(chosen) / 9,
@@ -85,7 +144,9 @@ def test_bad_input_is_one_line(zoo: Zoo, tmp_path: Path) -> None:
     assert "--out" in failed(run("bench", "skip", "--model", zoo.big, "--resume"))
     other = tmp_path / "other.json"
     other.write_text("[]")
-    assert "no result" in failed(run("bench", "skip", "--model", zoo.big, "--resume", "--out", str(other)))
+    assert "no result" in failed(
+        run("bench", "skip", "--model", zoo.big, "--resume", "--out", str(other))
+    )
     assert "do not fit" in failed(run("bench", "skip", "--model", zoo.big, "--tokens", "96"))
 
 

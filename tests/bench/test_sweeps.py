@@ -21,7 +21,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def result(model: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(dumps(sweeps.run(model, (4, 1), prompts=2, tokens=8, rounds=2, quiet=True)))
+    found: dict[str, Any] = json.loads(
+        dumps(sweeps.run(model, (4, 1), prompts=2, tokens=8, rounds=2, quiet=True))
+    )
     return found
 
 
@@ -34,14 +36,20 @@ def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
     assert of["1"]["tau"] == of["1"]["rows_per_token"] == 1  # a block of one is plain decoding
     for figures in of.values():
         assert figures["identical"] == figures["of"] == 4
-        assert figures["tau"] * figures["passes_per_token"] == pytest.approx(1) and figures["tau"] >= 1
-    assert 1 < of["4"]["rows_per_token"] <= of["all"]["rows_per_token"] <= 4.5  # 8 + 7 + ... + 1 rows for 8 tokens
+        assert (
+            figures["tau"] * figures["passes_per_token"] == pytest.approx(1) and figures["tau"] >= 1
+        )
+    assert (
+        1 < of["4"]["rows_per_token"] <= of["all"]["rows_per_token"] <= 4.5
+    )  # 8 + 7 + ... + 1 rows for 8 tokens
 
 
 def test_the_kept_sweeps_spell_the_text(result: dict[str, Any]) -> None:
     traced = result["sweeps"]
     assert traced["form"] == "pj" and len(traced["trace"][0]["said"]) == 8
-    assert [x for sweep in traced["trace"] for x in sweep["said"][: sweep["fixed"]]] == traced["new"]
+    assert [x for sweep in traced["trace"] for x in sweep["said"][: sweep["fixed"]]] == traced[
+        "new"
+    ]
 
 
 def test_the_table_has_a_row_a_size_and_the_picture_both_panels(result: dict[str, Any]) -> None:
@@ -50,17 +58,36 @@ def test_the_table_has_a_row_a_size_and_the_picture_both_panels(result: dict[str
     assert all(len(row) == len(grid.header) for row in grid.rows)
     drawn = sweeps.picture(result)
     ElementTree.fromstring(drawn)
-    assert drawn.count('<path class="curve') == 2 and "http" not in drawn.replace("http://www.w3.org", "")
+    assert drawn.count('<path class="curve') == 2 and "http" not in drawn.replace(
+        "http://www.w3.org", ""
+    )
 
 
 def test_the_command_writes_all_three(model: str, tmp_path: Path) -> None:
     out, drawn, page = tmp_path / "r" / "s.json", tmp_path / "s.svg", tmp_path / "s.md"
-    call = ["bench", "sweeps", "--model", model, "--blocks", "2-3", "--no-whole", "--init", "prompt", *QUICK]
+    call = [
+        "bench",
+        "sweeps",
+        "--model",
+        model,
+        "--blocks",
+        "2-3",
+        "--no-whole",
+        "--init",
+        "prompt",
+        *QUICK,
+    ]
     made = run(*call, "--out", str(out), "--svg", str(drawn), "--markdown", str(page))
     assert made.exit_code == 0, made.output
     found = json.loads(out.read_text(encoding="utf-8"))
-    assert found["command"].startswith("tinyspec ") and found["machine"] and list(found["figures"]) == ["2", "3"]
-    assert page.read_text(encoding="utf-8").startswith("`tinyspec ") and "<svg" in drawn.read_text(encoding="utf-8")
+    assert (
+        found["command"].startswith("tinyspec ")
+        and found["machine"]
+        and list(found["figures"]) == ["2", "3"]
+    )
+    assert page.read_text(encoding="utf-8").startswith("`tinyspec ") and "<svg" in drawn.read_text(
+        encoding="utf-8"
+    )
     assert "fixed per sweep" in made.stdout
 
 

@@ -13,14 +13,21 @@ from tinyspec.bench.plan import PLAIN, ArmSpec, read_arms
 from tinyspec.errors import TinyspecError
 
 
-def sample(arm: str, decode: float, task: str = "qa", prompt: str = "0", round: int = 0, **more: object) -> Sample:
+def sample(
+    arm: str, decode: float, task: str = "qa", prompt: str = "0", round: int = 0, **more: object
+) -> Sample:
     blank = Sample(task, prompt, 0, arm, round, 1.0, decode, 10, 10, 5, 0, 5, 5, 0, 0, 20.0, 10)
     return blank._replace(**more)  # type: ignore[arg-type]
 
 
 def test_a_ratio_is_taken_within_a_turn() -> None:
     """The machine is busy in the second round: both arms take thrice as long, and the ratio does not see it."""
-    both = [sample(PLAIN, 2.0), sample("x", 1.0), sample(PLAIN, 6.0, round=1), sample("x", 3.0, round=1)]
+    both = [
+        sample(PLAIN, 2.0),
+        sample("x", 1.0),
+        sample(PLAIN, 6.0, round=1),
+        sample("x", 3.0, round=1),
+    ]
     assert tally.paired(both, PLAIN, "x") == {"qa/0/0": 2.0}
 
 
@@ -57,7 +64,10 @@ def test_a_task_counts_once_however_many_prompts_it_has() -> None:
 samples_of_arms = st.lists(st.floats(0.1, 10), min_size=4, max_size=4)
 
 
-@given(st.lists(st.tuples(samples_of_arms, samples_of_arms), min_size=1, max_size=5), st.floats(0.5, 20))
+@given(
+    st.lists(st.tuples(samples_of_arms, samples_of_arms), min_size=1, max_size=5),
+    st.floats(0.5, 20),
+)
 def test_speedups_do_not_depend_on_the_unit_of_time_and_invert(
     table: list[tuple[list[float], list[float]]], unit: float
 ) -> None:
@@ -91,13 +101,22 @@ def test_against_itself_every_arm_is_one() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), min_size=1, max_size=6))
-def test_tau_times_calls_is_tokens_and_emitted_is_accepted_plus_rounds(requests: list[tuple[int, int]]) -> None:
+def test_tau_times_calls_is_tokens_and_emitted_is_accepted_plus_rounds(
+    requests: list[tuple[int, int]],
+) -> None:
     made = []
     for i, (rounds, accepted) in enumerate(requests):
         tokens = rounds + accepted
         made.append(
             sample(
-                "x", 1.0, prompt=str(i), tokens=tokens, timed=tokens, calls=rounds, accepted=accepted, nodes=2 * tokens
+                "x",
+                1.0,
+                prompt=str(i),
+                tokens=tokens,
+                timed=tokens,
+                calls=rounds,
+                accepted=accepted,
+                nodes=2 * tokens,
             )
         )
     counts = tally.counts(made)
@@ -107,11 +126,16 @@ def test_tau_times_calls_is_tokens_and_emitted_is_accepted_plus_rounds(requests:
     assert counts["tau"] * calls == pytest.approx(tokens)
     assert counts["tau"] * counts["calls_per_token"] == pytest.approx(1)
     assert tokens == sum(s.accepted or 0 for s in made) + calls  # no silent round here
-    assert counts["acceptance"] == pytest.approx(sum(s.accepted or 0 for s in made) / sum(s.nodes or 0 for s in made))
+    assert counts["acceptance"] == pytest.approx(
+        sum(s.accepted or 0 for s in made) / sum(s.nodes or 0 for s in made)
+    )
 
 
 def test_tau_is_of_sums_and_not_a_mean_of_ratios() -> None:
-    long, short = sample("x", 1.0, tokens=90, calls=30), sample("x", 1.0, prompt="1", tokens=1, calls=1)
+    long, short = (
+        sample("x", 1.0, tokens=90, calls=30),
+        sample("x", 1.0, prompt="1", tokens=1, calls=1),
+    )
     assert tally.counts([long, short])["tau"] == 91 / 31
 
 
@@ -142,9 +166,14 @@ def test_the_best_setting_of_a_peer_is_found_for_every_task() -> None:
     slow, fast = "transformers:lookup=3", "transformers:lookup=10"
     made = [
         *(sample(a, s) for a, s in ((PLAIN, 4.0), ("x", 2.0), (slow, 8.0), (fast, 6.0))),
-        *(sample(a, s, task="edits") for a, s in ((PLAIN, 4.0), ("x", 2.0), (slow, 3.0), (fast, 6.0))),
+        *(
+            sample(a, s, task="edits")
+            for a, s in ((PLAIN, 4.0), ("x", 2.0), (slow, 3.0), (fast, 6.0))
+        ),
     ]
-    best = tally.tally(made, [PLAIN, "x", slow, fast])["against"]["transformers:lookup, best setting"]["x"]
+    best = tally.tally(made, [PLAIN, "x", slow, fast])["against"][
+        "transformers:lookup, best setting"
+    ]["x"]
     assert best == pytest.approx({"qa": 3.0, "edits": 1.5, "mean": 2.25})
 
 

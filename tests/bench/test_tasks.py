@@ -40,7 +40,9 @@ def test_names_of_several_tasks_expand_in_the_order_of_the_book() -> None:
     assert tasks.expand(["edits", "spec_bench", "qa"]) == (*tasks.SPEC_BENCH, "edits")
     assert len(tasks.SPEC_BENCH) == 6
     assert tasks.expand(["spec_bench:3", "qa:5"])[3:5] == ("qa:5", "math_reasoning:3")
-    assert [item.task for item in tasks.asked(["edits:3", "books"], 2)] == ["edits"] * 3 + ["books"] * 2
+    assert [item.task for item in tasks.asked(["edits:3", "books"], 2)] == ["edits"] * 3 + [
+        "books"
+    ] * 2
     with pytest.raises(TinyspecError, match="did you mean 'edits'"):
         tasks.expand(["edit"])
     for wrong in ("edits:", "edits:0", "edits:x"):
@@ -82,7 +84,9 @@ def test_a_second_turn_looks_back_on_plain_greedy_decodings_answer(chatty: Model
     item = Item("mt_bench", "1", ("the cat", "the dog"))
     first, second = tasks.jobs(chatty, [item], 8, lambda job: letters * 2)
     assert chatty.tokenizer.decode(first.ids) == "u: the cat\na:".replace("u:", "user:")
-    assert chatty.tokenizer.decode(second.ids) == "user: the cat\nassistant: catcat\nuser: the dog\na:"
+    assert (
+        chatty.tokenizer.decode(second.ids) == "user: the cat\nassistant: catcat\nuser: the dog\na:"
+    )
     assert (first.key, second.key) == ("mt_bench/1/0", "mt_bench/1/1")
     assert second.tokens == 8
 

@@ -23,7 +23,12 @@ from tinyspec.training.bitext import train_joint_tokenizer
 from tinyspec.training.bleu import bleu
 
 ENGLISH = ["A dog runs.", "A red dog sleeps in the snow.", "Two dogs.", "A boy sees a dog."] * 2
-GERMAN = ["Ein Hund rennt.", "Ein roter Hund schläft im Schnee.", "Zwei Hunde.", "Ein Junge sieht einen Hund."] * 2
+GERMAN = [
+    "Ein Hund rennt.",
+    "Ein roter Hund schläft im Schnee.",
+    "Zwei Hunde.",
+    "Ein Junge sieht einen Hund.",
+] * 2
 SHAPES: dict[str, dict[str, Any]] = {
     "teacher": {},
     "nat": {"positional": True, "fertilities": 4},
@@ -41,7 +46,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tokenizer.vocab_size, d_model=16, n_heads=2, d_ff=24, encoder_layers=1, decoder_layers=1, max_positions=64,
             extra={"trained_for": role}, **shape,
         )  # fmt: skip
-        Seq2Seq.create(config, torch.Generator().manual_seed(number), tokenizer=tokenizer).save(root / role)
+        Seq2Seq.create(config, torch.Generator().manual_seed(number), tokenizer=tokenizer).save(
+            root / role
+        )
     (root / "data/multi30k").mkdir(parents=True)
     for language, texts in (("en", ENGLISH), ("de", GERMAN)):
         content = "".join(text + "\n" for text in texts).encode()
@@ -81,29 +88,45 @@ def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
     assert {sample.block for sample in samples} == {0, 1}
     assert sum(sample.sentences for sample in samples if sample.arm == PLAIN) == 8
     assert result["figures"][PLAIN]["speedup"]["median"] == 1
-    assert result["figures"][PLAIN]["signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
+    assert result["figures"][PLAIN]["signature"].startswith(
+        "nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:"
+    )
 
 
 def test_committed_results_say_what_their_samples_say() -> None:
-    for path in (Path(__file__).parent.parent.parent / "tutorials/results").glob("translation*.json"):
+    for path in (Path(__file__).parent.parent.parent / "tutorials/results").glob(
+        "translation*.json"
+    ):
         kept = json.loads(path.read_text(encoding="utf-8"))
         found = json.loads(dumps(told(kept)))
         for label, of in kept["figures"].items():
-            assert {**found[label], "signature": ""} == {**of, "signature": ""}  # sacrebleu's version may be another
+            assert {**found[label], "signature": ""} == {
+                **of,
+                "signature": "",
+            }  # sacrebleu's version may be another
 
 
-def test_bleu_of_the_blocks_is_bleu_of_all_sentences_together(zoo: Path, result: dict[str, Any]) -> None:
+def test_bleu_of_the_blocks_is_bleu_of_all_sentences_together(
+    zoo: Path, result: dict[str, Any]
+) -> None:
     found = loaded(names(zoo))
     for arm in arms("table", found, (3,), (1, 2), (2,)):
         texts = [arm.one(text) for text in ENGLISH]
-        assert result["figures"][arm.label]["bleu"] == bleu([made.text for made in texts], GERMAN).score
-        assert result["figures"][arm.label]["decoder_passes"] == sum(made.decoder for made in texts) / 8
+        assert (
+            result["figures"][arm.label]["bleu"]
+            == bleu([made.text for made in texts], GERMAN).score
+        )
+        assert (
+            result["figures"][arm.label]["decoder_passes"]
+            == sum(made.decoder for made in texts) / 8
+        )
 
 
 def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:
     figures = result["figures"]
     passes = {
-        label: (of["decoder_passes"], of["encoder_passes"], of["teacher_passes"]) for label, of in figures.items()
+        label: (of["decoder_passes"], of["encoder_passes"], of["teacher_passes"])
+        for label, of in figures.items()
     }
     assert passes["nat, argmax"] == passes["nat, average"] == (1, 1, 0)
     assert passes["nat, NPD 3"] == (1, 1, 2)
@@ -117,7 +140,9 @@ def test_a_large_batch_translates_as_one_sentence_does(zoo: Path) -> None:
     found = {role: _wide(model) for role, model in loaded(names(zoo)).items()}
     ids = [found["teacher"].tokenizer.encode(text) for text in ENGLISH[:4]]
     for arm in arms("table", found, (3,), (1, 2), (2,)):
-        if arm.many is not None and "NPD" not in arm.label:  # which draws with one seed for each place in the batch
+        if (
+            arm.many is not None and "NPD" not in arm.label
+        ):  # which draws with one seed for each place in the batch
             assert arm.many(ids) == [arm.one(text).tokens for text in ENGLISH[:4]], arm.label
 
 
@@ -127,7 +152,9 @@ def _wide(model: Seq2Seq) -> Seq2Seq:
     return Seq2Seq(model.config, weights, model.tokenizer, model.name)
 
 
-def test_an_interrupted_run_goes_on(zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on(
+    zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, done = tmp_path / "t.json", translation._block
 
     def interrupted(asked: Any, number: int, *rest: Any) -> Any:
@@ -156,7 +183,9 @@ def test_an_interrupted_run_goes_on(zoo: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_tables_and_pictures_of_both_experiments(zoo: Path, result: dict[str, Any]) -> None:
-    other = measured(zoo, experiment="iterations", iterations=(1, 2, 3), lengths=(1, 2), rounds=1, sentences=4)
+    other = measured(
+        zoo, experiment="iterations", iterations=(1, 2, 3), lengths=(1, 2), rounds=1, sentences=4
+    )
     assert list(lines(other, "bleu")) == ["1 length", "2 lengths"]
     assert list(lines(other, "bleu")["1 length"]) == [1, 2, 3]
     for one in (result, other):
@@ -181,7 +210,9 @@ def test_bad_input_says_what_to_do(zoo: Path) -> None:
         measured(zoo, experiment="tabel")
 
 
-def test_the_command_writes_all_three(zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_all_three(
+    zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TINYSPEC_DATA", str(zoo / "data"))
     out, drawn, page = tmp_path / "r" / "t.json", tmp_path / "t.svg", tmp_path / "t.md"
     asked = [
@@ -196,7 +227,19 @@ def test_the_command_writes_all_three(zoo: Path, tmp_path: Path, monkeypatch: py
         "--lengths",
         "1",
     ]
-    files = ["--out", str(out), "--svg", str(drawn), "--markdown", str(page), "--rounds", "1", "--batch", "2", "-q"]
+    files = [
+        "--out",
+        str(out),
+        "--svg",
+        str(drawn),
+        "--markdown",
+        str(page),
+        "--rounds",
+        "1",
+        "--batch",
+        "2",
+        "-q",
+    ]
     done = CliRunner().invoke(main, [*asked, *files])
     assert done.exit_code == 0, done.stderr
     assert json.loads(out.read_text())["settings"]["sentences"] == 3

@@ -77,7 +77,10 @@ def test_ratios_sum_up_a_run_over_plain_decoding_and_its_peers() -> None:
             "`auto` over llama.cpp, mean of Spec-Bench's six groups": 0.8 * 1.4,
         }
     )
-    assert "| plain decoding over llama.cpp, mean of the groups | 1.25x slower |" in peers(result(1.4), "page.md")[-1]
+    assert (
+        "| plain decoding over llama.cpp, mean of the groups | 1.25x slower |"
+        in peers(result(1.4), "page.md")[-1]
+    )
 
 
 def test_what_a_run_did_not_measure_is_not_said() -> None:
@@ -97,8 +100,16 @@ def test_a_peer_that_is_slower_is_called_slower() -> None:
 
 def test_tokens_per_pass_are_counted_after_the_pass_that_read_the_prompt() -> None:
     """The median over requests of the median over rounds; a request of one pass says nothing."""
-    rows = [sample("rag", "a", 0, 20, 11), sample("rag", "a", 1, 30, 11), sample("rag", "a", 2, 30, 11)]
-    rows += [sample("rag", "b", 0, 10, 11), sample("rag", "c", 0, 90, 11), sample("rag", "d", 0, 0, 1)]
+    rows = [
+        sample("rag", "a", 0, 20, 11),
+        sample("rag", "a", 1, 30, 11),
+        sample("rag", "a", 2, 30, 11),
+    ]
+    rows += [
+        sample("rag", "b", 0, 10, 11),
+        sample("rag", "c", 0, 90, 11),
+        sample("rag", "d", 0, 0, 1),
+    ]
     rows += [sample("qa", "a", 0, 50, 11), sample("rag", "a", 0, 50, 11)._replace(arm="other")]
     assert tokens_a_call({"samples": [list(row) for row in rows]}, "auto", "rag") == 3.0
 
@@ -114,7 +125,9 @@ def test_the_pass_furthest_over_its_floor_is_named() -> None:
     steep = result(2.0)
     rows = steep["curve_figures"]["curves"]["tinyspec"]["rows"]
     rows["32"] |= {"over": 1.1, "usually": 1.9, "milliseconds": 7.0}
-    assert floors([steep]).splitlines()[2:] == ["| bfloat16 | 1.10 | 1.20 | 1.90 | 32 positions, 7.0 ms |"]
+    assert floors([steep]).splitlines()[2:] == [
+        "| bfloat16 | 1.10 | 1.20 | 1.90 | 32 positions, 7.0 ms |"
+    ]
 
 
 def test_the_ceilings_tell_who_reads_how_fast() -> None:

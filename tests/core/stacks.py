@@ -26,7 +26,24 @@ from tinyspec.lm.engine import pack
 
 Array = NDArray[Any]
 EPS = 2.0**-24
-WIDTHS = (1, 2, 3, 6, 7, 8, 12, 16, 18, 24, 30, 32, 34, 48, 64, 66)  # of heads: below, at and beyond every vector
+WIDTHS = (
+    1,
+    2,
+    3,
+    6,
+    7,
+    8,
+    12,
+    16,
+    18,
+    24,
+    30,
+    32,
+    34,
+    48,
+    64,
+    66,
+)  # of heads: below, at and beyond every vector
 
 
 @pytest.fixture(scope="module", params=compute.kernels(), autouse=True)
@@ -95,7 +112,11 @@ def shapes(draw: st.DrawFn, half: bool | None = None) -> Shape:
     """GPT-2 and LLaMA and everything between, odd widths included (bfloat16 comes in pairs)."""
     half = draw(st.booleans()) if half is None else half
     rope = draw(st.booleans())
-    shared, group, width = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from(WIDTHS))
+    shared, group, width = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from(WIDTHS)),
+    )
     if (rope and width % 2) or (half and shared * group * width % 2):
         width += 1
     even = 2 if half else 1
@@ -138,13 +159,22 @@ class Stack:
             return stored(rng, out, inputs, half=s.half, scale=1.5 / np.sqrt(inputs)), bias
 
         layers = [
-            (norm(), matrix(*sizes[0]), matrix(*sizes[1]), norm(), matrix(*sizes[2]), matrix(*sizes[3]))
+            (
+                norm(),
+                matrix(*sizes[0]),
+                matrix(*sizes[1]),
+                norm(),
+                matrix(*sizes[2]),
+                matrix(*sizes[3]),
+            )
             for _ in range(s.layers)
         ]
         final, vocabulary = norm(), matrix(s.vocabulary, s.d)
         cos = sin = None
         if s.rope:
-            angle = np.arange(POSITIONS)[:, None] / 10.0 ** (np.arange(s.width // 2) / max(s.width // 2, 1) * 3)
+            angle = np.arange(POSITIONS)[:, None] / 10.0 ** (
+                np.arange(s.width // 2) / max(s.width // 2, 1) * 3
+            )
             cos = np.concatenate((np.cos(angle), np.cos(angle)), axis=1).astype(np.float32)
             sin = np.concatenate((-np.sin(angle), np.sin(angle)), axis=1).astype(np.float32)
         facts: Any = {
@@ -153,7 +183,11 @@ class Stack:
         }  # fmt: skip
         self.engine = compute.Engine(
             [
-                tuple(p for part in layer for p in (part if part[0].ndim == 1 else (packed(part[0], s.half, part[1]),)))
+                tuple(
+                    p
+                    for part in layer
+                    for p in (part if part[0].ndim == 1 else (packed(part[0], s.half, part[1]),))
+                )
                 for layer in layers
             ],
             final,
@@ -161,14 +195,22 @@ class Stack:
             hidden=s.hidden,
             **facts,
         )
-        wide = [tuple(tuple(p if p is None else p.astype(float) for p in part) for part in layer) for layer in layers]
-        both = [tuple(p if p is None else p.astype(float) for p in part) for part in (final, vocabulary)]
+        wide = [
+            tuple(tuple(p if p is None else p.astype(float) for p in part) for part in layer)
+            for layer in layers
+        ]
+        both = [
+            tuple(p if p is None else p.astype(float) for p in part) for part in (final, vocabulary)
+        ]
         self.twin = twin.Engine(wide, *both, **facts, rounds=rounds(s.half))
 
     def cache(self, capacity: int, kind: Any = None) -> Array:
         """Room for keys and values, of the type the engine stores or of another."""
         s = self.shape
-        return np.zeros((s.layers, 2, s.shared, capacity, s.width), kind or (np.uint16 if s.half else np.float32))
+        return np.zeros(
+            (s.layers, 2, s.shared, capacity, s.width),
+            kind or (np.uint16 if s.half else np.float32),
+        )
 
     def logits(self, x: Array, threads: int = 1) -> Array:
         logits = np.empty((len(x), self.shape.vocabulary), np.float32)
@@ -195,14 +237,24 @@ class Rows:
 
     def seen(self, row: int, slots: Sequence[int]) -> list[list[int]]:
         """By key/value head, the slots in the order of the path."""
-        return [[slots[i] for i in self.path(row) if i == row or not h[i]] for h in self.hidden[row]]
+        return [
+            [slots[i] for i in self.path(row) if i == row or not h[i]] for h in self.hidden[row]
+        ]
 
     def feed(
         self, stack: Stack, cache: Array, chosen: Sequence[int], slots: Sequence[int], by_head: bool
     ) -> tuple[Any, ...]:
         """The chosen rows for `Engine.run`. What is seen is written with a prefix where the slots allow it."""
-        lists = [own for row in chosen for own in (self.seen(row, slots) if by_head else self.seen(row, slots)[:1])]
-        lead = None if self.lead is None else ([bool(self.lead[0][row]) for row in chosen], *self.lead[1:])
+        lists = [
+            own
+            for row in chosen
+            for own in (self.seen(row, slots) if by_head else self.seen(row, slots)[:1])
+        ]
+        lead = (
+            None
+            if self.lead is None
+            else ([bool(self.lead[0][row]) for row in chosen], *self.lead[1:])
+        )
         return (cache.ctypes.data, cache.shape[3], [slots[row] for row in chosen], [len(self.path(row)) - 1 for row in chosen],
                 (len(self.hidden[0]) if by_head else 1, [short(own) for own in lists]), lead)  # fmt: skip
 
@@ -221,7 +273,10 @@ def forest(stack: Stack, parents: list[int], seed: int, hiding: float = 0.0, lea
     rows = Rows(x, parents, rng.random((n, s.shared, n)) < hiding)
     if lead:
         size = s.layers, s.shared, lead, s.width
-        rows.lead = rng.random(n) < 0.5, *(rng.standard_normal(size).astype(np.float32) for _ in range(2))
+        rows.lead = (
+            rng.random(n) < 0.5,
+            *(rng.standard_normal(size).astype(np.float32) for _ in range(2)),
+        )
     return rows
 
 
@@ -240,7 +295,11 @@ def exact(stack: Stack, rows: Rows, mute: bool = False) -> tuple[Array, Array, A
     n, cache = len(rows.parents), stack.cache(len(rows.parents), float)
     states = []
     for row, x in enumerate(rows.x.astype(float)):
-        lead = np.stack(rows.lead[1:]).astype(float) if rows.lead is not None and rows.lead[0][row] else None
+        lead = (
+            np.stack(rows.lead[1:]).astype(float)
+            if rows.lead is not None and rows.lead[0][row]
+            else None
+        )
         seen = rows.seen(row, range(n))
         place = twin.Row(cache, row, len(rows.path(row)) - 1, seen, lead, mute)
         states.append(stack.twin.run(x, 0, 2 * stack.shape.layers, place))
@@ -258,7 +317,9 @@ class Way:
     by_head: bool = True
 
 
-def together(stack: Stack, sessions: Sequence[Rows], way: Way, mute: bool = False) -> list[tuple[Array, Array, Array]]:
+def together(
+    stack: Stack, sessions: Sequence[Rows], way: Way, mute: bool = False
+) -> list[tuple[Array, Array, Array]]:
     """All sessions in common passes, one for each stretch between two cuts: states, logits and cache of each."""
     caches, places = [], []
     for number, rows in enumerate(sessions):

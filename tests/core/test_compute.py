@@ -51,7 +51,13 @@ class Case:
 
 
 cases = st.builds(
-    Case, st.integers(1, 70), st.integers(1, 70), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 99)
+    Case,
+    st.integers(1, 70),
+    st.integers(1, 70),
+    st.integers(1, 40),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
 )
 
 
@@ -78,12 +84,20 @@ def ordered(multiply: Multiply, case: Case) -> None:
 def companionable(multiply: Multiply, case: Case, threads: int = 1) -> None:
     """Bit for bit the same whatever stands beside a row, wherever it stands."""
     k = len(case.x)
-    single = np.concatenate([multiply(case.weight, row[None], case.bias, case.half, 1) for row in case.x])
-    np.testing.assert_array_equal(multiply(case.weight, case.x, case.bias, case.half, threads), single)
+    single = np.concatenate(
+        [multiply(case.weight, row[None], case.bias, case.half, 1) for row in case.x]
+    )
+    np.testing.assert_array_equal(
+        multiply(case.weight, case.x, case.bias, case.half, threads), single
+    )
     order = np.random.default_rng(k).permutation(k)
-    np.testing.assert_array_equal(multiply(case.weight, case.x[order], case.bias, case.half, threads), single[order])
+    np.testing.assert_array_equal(
+        multiply(case.weight, case.x[order], case.bias, case.half, threads), single[order]
+    )
     part = slice(k // 3, k // 3 + max(1, k // 2))
-    np.testing.assert_array_equal(multiply(case.weight, case.x[part], case.bias, case.half, threads), single[part])
+    np.testing.assert_array_equal(
+        multiply(case.weight, case.x[part], case.bias, case.half, threads), single[part]
+    )
 
 
 class TestProduct:
@@ -101,26 +115,35 @@ class TestProduct:
     @quick
     @given(cases, st.integers(1, 120), st.integers(1, 4))
     def test_a_row_is_the_same_in_any_company(self, case: Case, k: int, threads: int) -> None:
-        case.x = np.resize(case.x, (k, case.x.shape[1])) + np.float32(0.1) * np.arange(k, dtype=np.float32)[:, None]
+        case.x = (
+            np.resize(case.x, (k, case.x.shape[1]))
+            + np.float32(0.1) * np.arange(k, dtype=np.float32)[:, None]
+        )
         companionable(compiled, case, threads)
 
     @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
     def test_every_number_of_rows_up_to_120_on_any_threads(self, half: bool) -> None:
         case = Case(150, 66, 120, half, True, 7)
-        single = np.concatenate([compiled(case.weight, row[None], case.bias, half, 1) for row in case.x])
+        single = np.concatenate(
+            [compiled(case.weight, row[None], case.bias, half, 1) for row in case.x]
+        )
         for k in range(1, 121):
             for threads in (1, 2, 3, 4):
                 y = compiled(case.weight, case.x[:k], case.bias, half, threads)
                 np.testing.assert_array_equal(y, single[:k])
 
     def test_no_rows_are_no_work(self) -> None:
-        assert compiled(np.ones((3, 2), np.float32), np.ones((0, 2), np.float32), None, False, 2).shape == (0, 3)
+        assert compiled(
+            np.ones((3, 2), np.float32), np.ones((0, 2), np.float32), None, False, 2
+        ).shape == (0, 3)
 
     def test_wrong_products_fall(self) -> None:
         """What each does wrong, and the law that sees it."""
 
         def in_float32(change: Callable[[Array, Array], Array]) -> Multiply:
-            def multiply(weight: Array, x: Array, bias: Array | None, half: bool, threads: int) -> Array:
+            def multiply(
+                weight: Array, x: Array, bias: Array | None, half: bool, threads: int
+            ) -> Array:
                 y = change(weight, x)
                 return y if bias is None else y + bias
 
@@ -168,7 +191,9 @@ class TestChoice:
         assert all(compute.sound(name) for name in compute.kernels())
         assert compute.kernels()[-1] == "portable"
 
-    def test_one_that_is_not_is_named_and_passed_over(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_one_that_is_not_is_named_and_passed_over(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert compute.best(machine="aarch64") == compute.kernels()[0]
         assert capsys.readouterr().err == ""
         assert compute.best(lambda name: name == "portable", machine="x86_64") == "portable"

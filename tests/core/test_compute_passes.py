@@ -42,7 +42,9 @@ ways = st.builds(
     shuffle=st.none() | st.integers(0, 9),
     spare=st.integers(0, 5),
 )
-trees = st.integers(1, 30).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n))).map(list))
+trees = st.integers(1, 30).flatmap(
+    lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n))).map(list)
+)
 
 
 def same_bits(one: tuple[Array, ...], other: tuple[Array, ...]) -> None:
@@ -64,15 +66,30 @@ def faithful(stack: Stack, rows: Rows, mute: bool = False) -> None:
     weight, _ = stack.twin.vocabulary
     for row, got in zip(x.astype(float), logits, strict=True):
         size = np.abs(weight) @ np.abs(stack.twin.norm(row, stack.twin.final)) + 1
-        near = 2.0**-8 if stacks.rounds(s.half) else 4 * (s.d + 4) * EPS  # a tie may be rounded the other way
+        near = (
+            2.0**-8 if stacks.rounds(s.half) else 4 * (s.d + 4) * EPS
+        )  # a tie may be rounded the other way
         assert (np.abs(got - stack.twin.head(row)) <= near * size).all()
 
 
 class TestPass:
     @some
-    @given(stacks.shapes(), st.lists(trees, min_size=1, max_size=3), ways, st.integers(0, 3), st.booleans(), st.data())
+    @given(
+        stacks.shapes(),
+        st.lists(trees, min_size=1, max_size=3),
+        ways,
+        st.integers(0, 3),
+        st.booleans(),
+        st.data(),
+    )
     def test_a_row_is_the_same_in_any_company(
-        self, shape: Shape, parents: list[list[int]], way: Way, lead: int, mute: bool, data: st.DataObject
+        self,
+        shape: Shape,
+        parents: list[list[int]],
+        way: Way,
+        lead: int,
+        mute: bool,
+        data: st.DataObject,
     ) -> None:
         """Trees of several sessions, any slots, threads and splits; by key/value head any part of the path; probes."""
         stack = Stack(shape)
@@ -82,7 +99,9 @@ class TestPass:
         for rows, got in zip(sessions, together(stack, sessions, way, mute), strict=True):
             same_bits(alone(stack, rows, mute), got)
 
-    @pytest.mark.parametrize("shape", FOUR, ids=["gpt2", "llama", "gpt2 bfloat16", "llama bfloat16"])
+    @pytest.mark.parametrize(
+        "shape", FOUR, ids=["gpt2", "llama", "gpt2 bfloat16", "llama bfloat16"]
+    )
     @pytest.mark.parametrize("threads", [1, 2, 4])
     def test_long_prompts_and_wide_trees(self, shape: Shape, threads: int) -> None:
         """More rows than go through the layers together (96); a tree of 120 leaves."""
@@ -108,7 +127,10 @@ class TestPass:
 
         class Beside(Rows):
             def seen(self, row: int, slots: Any) -> list[list[int]]:
-                return [[*own[:-1], slots[(row + 2) % len(self.parents)], own[-1]] for own in super().seen(row, slots)]
+                return [
+                    [*own[:-1], slots[(row + 2) % len(self.parents)], own[-1]]
+                    for own in super().seen(row, slots)
+                ]
 
         class Blind(Rows):
             def seen(self, row: int, slots: Any) -> list[list[int]]:
@@ -130,8 +152,16 @@ class TestPass:
                 assert fell or (wrong is Reversed and stacks.rounds(shape.half)), (
                     wrong.__name__
                 )  # then hardly a bit is left
-            faithful(stack, Reversed(rows.x, rows.parents, rows.hidden))  # another order changes nothing but bits
-            for fact, value in {"silu": not shape.silu, "rms": False, "eps": 0.1, "scale": 0.2, "cos": None}.items():
+            faithful(
+                stack, Reversed(rows.x, rows.parents, rows.hidden)
+            )  # another order changes nothing but bits
+            for fact, value in {
+                "silu": not shape.silu,
+                "rms": False,
+                "eps": 0.1,
+                "scale": 0.2,
+                "cos": None,
+            }.items():
                 other = Stack(stack.shape)
                 setattr(other.twin, fact, value)
                 assert falls(faithful, other, rows), fact
@@ -139,10 +169,18 @@ class TestPass:
     def test_what_does_not_fit_is_refused(self) -> None:
         stack = Stack(LLAMA)
         cache, x = stack.cache(4), np.zeros((1, LLAMA.d), np.float32)
-        good: dict[str, Any] = {"capacity": 4, "slots": [0], "positions": [0], "sight": (1, [(1, ())]), "lead": None}
+        good: dict[str, Any] = {
+            "capacity": 4,
+            "slots": [0],
+            "positions": [0],
+            "sight": (1, [(1, ())]),
+            "lead": None,
+        }
 
         def run(x: Array = x, first: int = 0, last: int = 4, **changed: Any) -> None:
-            stack.engine.run(x, first, last, [(cache.ctypes.data, *{**good, **changed}.values())], 1)
+            stack.engine.run(
+                x, first, last, [(cache.ctypes.data, *{**good, **changed}.values())], 1
+            )
 
         run()
         lead = np.zeros((2, 2, 1, 8), np.float32)

@@ -16,7 +16,11 @@ BOTH = pytest.mark.parametrize("core", [_core, fallback])
 def play(seed: int, steps: int) -> None:
     """Any operations on kernel and twin, side by side; what they answer must agree to the bit."""
     rng = random.Random(seed)
-    depth, vocabulary, size = rng.randint(2, 6), rng.choice([1, 2, 3, 5]), lambda most: rng.randint(0, most)
+    depth, vocabulary, size = (
+        rng.randint(2, 6),
+        rng.choice([1, 2, 3, 5]),
+        lambda most: rng.randint(0, most),
+    )
     ours, twin = _core.Forest(depth, 9), fallback.Forest(depth, 9)
     texts: dict[int, tuple[int, str]] = {}
     some = lambda most: [rng.randrange(vocabulary) for _ in range(size(most))]  # noqa: E731
@@ -33,10 +37,23 @@ def play(seed: int, steps: int) -> None:
             twin.drop(tree)
             texts = {text: known for text, known in texts.items() if known[1] != tree}
         elif step == "g":
-            asked: Any = ([(t, size(9)) for t in rng.sample("ABC", 2)], some(7), size(6), 1 + size(8), 1 + size(5))
+            asked: Any = (
+                [(t, size(9)) for t in rng.sample("ABC", 2)],
+                some(7),
+                size(6),
+                1 + size(8),
+                1 + size(5),
+            )
             assert ours.gather(*asked) == twin.gather(*asked)
         elif step == "b":
-            asked = ("BA", some(7), rng.choice([0.5, 1.0, 2.5]), size(9), 1 + size(5), rng.choice([0.0, 0.1, 0.5]))
+            asked = (
+                "BA",
+                some(7),
+                rng.choice([0.5, 1.0, 2.5]),
+                size(9),
+                1 + size(5),
+                rng.choice([0.0, 0.1, 0.5]),
+            )
             assert ours.best(*asked) == twin.best(*asked)
         elif step == "a" and texts:
             new = some(8)

@@ -36,13 +36,17 @@ def test_a_walk_uses_one_uniform_a_tested_node_and_one_for_the_draw(case: Walk) 
 
 
 def test_exp_is_within_two_units_of_the_last_place_from_0_to_where_it_vanishes() -> None:
-    x = -np.concatenate([np.linspace(0, 40, 5000), np.linspace(40, 746, 5000), [1e4, 1e300, math.inf]])
+    x = -np.concatenate(
+        [np.linspace(0, 40, 5000), np.linspace(40, 746, 5000), [1e4, 1e300, math.inf]]
+    )
     found, wanted = np.array(exponential(x.tolist())), np.array([math.exp(e) for e in x])
     assert found[0] == 1 and not found[-3:].any()
     assert (np.abs(found - wanted) <= 2 * np.spacing(wanted)).all()
     for temperature in (1.0, 0.7):
         ours = _core.warp(temperature * x, (), temperature, None, None, None, 1.0)
-        assert ours.tolist() == reference.warp((temperature * x).tolist(), (), temperature, None, None, None, 1.0)
+        assert ours.tolist() == reference.warp(
+            (temperature * x).tolist(), (), temperature, None, None, None, 1.0
+        )
 
 
 def test_equal_weights_across_a_whole_vocabulary_keep_the_lowest_ids() -> None:
@@ -60,14 +64,20 @@ def test_a_greedy_law_is_the_first_of_the_largest_wherever_it_stands(n: int, dty
         for again in {at, min(at + 1, n - 1), n - 1}:
             row = np.full(n, -math.inf, dtype)
             row[at] = row[again] = -3.0
-            assert np.flatnonzero(_core.warp(row, *knobs)).tolist() == [at] == [_core.draw(row, *knobs, 0.9)]
+            assert (
+                np.flatnonzero(_core.warp(row, *knobs)).tolist()
+                == [at]
+                == [_core.draw(row, *knobs, 0.9)]
+            )
             row[-1 - at] = math.nan
             with pytest.raises(TinyspecError, match="NaN"):
                 _core.draw(row, *knobs, 0.9)
 
 
 @given(
-    st.lists(st.sampled_from([-2.0, -1.5, -1.0, 0.0, 1.0, 1.2, 1.5, -math.inf]), min_size=1, max_size=6),
+    st.lists(
+        st.sampled_from([-2.0, -1.5, -1.0, 0.0, 1.0, 1.2, 1.5, -math.inf]), min_size=1, max_size=6
+    ),
     st.lists(st.integers(0, 7), max_size=6),
     st.sampled_from([0.5, 0.8, 1.0, 1.2, 1.5, 2.0]),
     st.sampled_from([np.float32, np.float64]),
@@ -124,5 +134,7 @@ def test_a_noise_of_zero_never_crowns_an_impossible_token(core) -> None:  # type
 def test_the_twin_sums_blocks_in_lanes() -> None:
     row = [float(x) for x in np.random.default_rng(1).random(1000)]
     assert math.isclose(reference.total(row), math.fsum(row), rel_tol=1e-14)
-    lanes = [1e16, 1.0] + [0.0] * 6 + [0.0, 1.0] + [0.0] * 6  # 1 + 1 in the second lane survives beside 1e16
+    lanes = (
+        [1e16, 1.0] + [0.0] * 6 + [0.0, 1.0] + [0.0] * 6
+    )  # 1 + 1 in the second lane survives beside 1e16
     assert reference.total(lanes) == 1e16 + 2

@@ -13,7 +13,9 @@ from tinyspec._core.reference_suffixes import DEPTH
 from tinyspec.errors import TinyspecError
 
 CORES = [pytest.param(_core, id="compiled"), pytest.param(fallback, id="pure")]
-TEXTS = st.lists(st.sampled_from([0, 1, 2, 70_000, -1]), max_size=30)  # an id that does not fit into 16 bits
+TEXTS = st.lists(
+    st.sampled_from([0, 1, 2, 70_000, -1]), max_size=30
+)  # an id that does not fit into 16 bits
 
 
 def indexed(core, tokens):
@@ -31,13 +33,20 @@ def test_places_are_sorted_by_what_stands_there_and_equal_ones_in_order(core, to
 
 
 @pytest.mark.parametrize("core", CORES)
-@given(TEXTS, st.lists(st.sampled_from([0, 1, 70_000]), max_size=4), st.integers(1, 3), st.integers(0, 9))
+@given(
+    TEXTS,
+    st.lists(st.sampled_from([0, 1, 70_000]), max_size=4),
+    st.integers(1, 3),
+    st.integers(0, 9),
+)
 @settings(max_examples=300)
 def test_the_longest_match_and_its_heaviest_continuations_are_those_of_a_search_through_the_text(
     core, tokens, suffix, shortest, most
 ):
     """By the definition: every place, every continuation within its document, every beginning of it."""
-    n, found, parents, weights = core.retrieve(*indexed(core, tokens), suffix, shortest, 4, 3, 5000, most)
+    n, found, parents, weights = core.retrieve(
+        *indexed(core, tokens), suffix, shortest, 4, 3, 5000, most
+    )
     places, longest = [], 0
     for longest in range(min(4, len(suffix)), shortest - 1, -1):
         end = suffix[len(suffix) - longest :]
@@ -57,7 +66,11 @@ def test_the_longest_match_and_its_heaviest_continuations_are_those_of_a_search_
         assert -1 <= up < len(spelled)  # a parent before its children: the kept set is closed
         spelled.append((*(spelled[up] if up >= 0 else ()), token))
     assert len(spelled) == len(set(spelled)) == min(most, len(weight))
-    assert weights == [weight[path] for path in spelled] == sorted(weight.values(), reverse=True)[:most]
+    assert (
+        weights
+        == [weight[path] for path in spelled]
+        == sorted(weight.values(), reverse=True)[:most]
+    )
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -72,7 +85,9 @@ def test_nothing_is_read_beyond_the_depth_that_is_sorted(core):
     tokens = list(range(100))
     n, found, _, _ = core.retrieve(*indexed(core, tokens), tokens[:31], 1, 31, 31, 9, 99)
     assert (n, found) == (31, [31])
-    assert core.retrieve(*indexed(core, tokens), tokens[:16], 1, 16, 31, 9, 99)[1] == list(range(16, 32))
+    assert core.retrieve(*indexed(core, tokens), tokens[:16], 1, 16, 31, 9, 99)[1] == list(
+        range(16, 32)
+    )
 
 
 @pytest.mark.parametrize("core", CORES)

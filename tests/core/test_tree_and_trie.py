@@ -14,7 +14,9 @@ from tinyspec.tree import TokenTree
 @st.composite
 def trees(draw):
     n = draw(st.integers(0, 12))
-    return [draw(st.integers(0, 2)) for _ in range(n)], [draw(st.integers(-1, node - 1)) for node in range(n)]
+    return [draw(st.integers(0, 2)) for _ in range(n)], [
+        draw(st.integers(-1, node - 1)) for node in range(n)
+    ]
 
 
 @given(trees())
@@ -23,17 +25,31 @@ def test_tree_kernels_equal_their_twins_and_the_definition(tree):
     whole = TokenTree(tokens, parents, [None] * len(tokens), [False] * len(tokens))
     paths = [whole.path(node) for node in range(len(tokens))]
     assert _core.ancestors(parents).tolist() == reference_tree.ancestors(parents)
-    assert reference_tree.ancestors(parents) == [[int(j in path) for j in range(len(tokens))] for path in paths]
-    assert _core.depths(parents).tolist() == reference_tree.depths(parents) == [len(path) for path in paths]
+    assert reference_tree.ancestors(parents) == [
+        [int(j in path) for j in range(len(tokens))] for path in paths
+    ]
+    assert (
+        _core.depths(parents).tolist()
+        == reference_tree.depths(parents)
+        == [len(path) for path in paths]
+    )
     spelled = [whole.spelled(path) for path in paths]
     first = [spelled.index(words) for words in spelled]
-    assert _core.unique_paths(tokens, parents).tolist() == reference_tree.unique_paths(tokens, parents) == first
+    assert (
+        _core.unique_paths(tokens, parents).tolist()
+        == reference_tree.unique_paths(tokens, parents)
+        == first
+    )
 
 
 @pytest.mark.parametrize("parents", [[0], [-2], [-1, 1], [-1, 5]])
 def test_a_parent_after_its_child_is_an_error(parents):
     for core in (_core, fallback):
-        for function in (core.ancestors, core.depths, lambda x, core=core: core.unique_paths([0] * len(x), x)):
+        for function in (
+            core.ancestors,
+            core.depths,
+            lambda x, core=core: core.unique_paths([0] * len(x), x),
+        ):
             with pytest.raises(TinyspecError, match="parent"):
                 function(parents)
 
@@ -61,7 +77,9 @@ def test_the_index_equals_dictionaries_after_any_history(max_n, operations):
         else:
             for which in ("first", "last", "frequent"):
                 for low in range(1, max_n + 1):
-                    assert index.lookup(a, b, max_n, low, which) == twin.lookup(a, b, max_n, low, which)
+                    assert index.lookup(a, b, max_n, low, which) == twin.lookup(
+                        a, b, max_n, low, which
+                    )
 
 
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 3), st.integers(0, 3))

@@ -20,7 +20,9 @@ class Table:
 
     def step(self, tokens: Tensor) -> Tensor:
         self.steps += 1
-        self.texts = [(*text, token) for text, token in zip(self.texts, tokens.tolist(), strict=True)]
+        self.texts = [
+            (*text, token) for text, token in zip(self.texts, tokens.tolist(), strict=True)
+        ]
         return torch.stack([law(text) for text in self.texts])
 
     def select(self, rows: Tensor) -> None:
@@ -43,15 +45,21 @@ def score(source: int, text: tuple[int, ...], length_power: float) -> float:
 def test_rows_do_not_hear_of_each_other() -> None:
     limits = [3, 0, 7, 1, 6, 6]
     together = greedy(Table(list(range(6))), BEGIN, EOS, limits)
-    assert together == [greedy(Table([i]), BEGIN, EOS, [limit])[0] for i, limit in enumerate(limits)]
+    assert together == [
+        greedy(Table([i]), BEGIN, EOS, [limit])[0] for i, limit in enumerate(limits)
+    ]
     together = beam_search(Table(list(range(6))), BEGIN, EOS, limits, beam=3)
-    assert together == [beam_search(Table([i]), BEGIN, EOS, [limit], beam=3)[0] for i, limit in enumerate(limits)]
+    assert together == [
+        beam_search(Table([i]), BEGIN, EOS, [limit], beam=3)[0] for i, limit in enumerate(limits)
+    ]
 
 
 def test_a_beam_of_one_is_greedy_decoding() -> None:
     sources, limits = list(range(40)), [i % 9 for i in range(40)]
     for power in (0.0, 1.0):
-        assert beam_search(Table(sources), BEGIN, EOS, limits, 1, power) == greedy(Table(sources), BEGIN, EOS, limits)
+        assert beam_search(Table(sources), BEGIN, EOS, limits, 1, power) == greedy(
+            Table(sources), BEGIN, EOS, limits
+        )
 
 
 @pytest.mark.parametrize("power", [0.0, 0.6, 1.0])

@@ -7,7 +7,15 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyspec.decoding.calibrate import binomial, calibrate, hoeffding, needed, risk, rouge_l, textual
+from tinyspec.decoding.calibrate import (
+    binomial,
+    calibrate,
+    hoeffding,
+    needed,
+    risk,
+    rouge_l,
+    textual,
+)
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.calibration_laws import CALIBRATED, EPSILON, LAWS, violation, weight
 from tinyspec.laws.mutants.exits import procedure
@@ -19,11 +27,15 @@ def test_the_library_keeps_the_law(law: str) -> None:
     assert LAWS[law](PARTS).cases > 0
 
 
-def test_of_four_hundred_examples_fixed_sequence_testing_errs_with_3_percent_and_who_goes_on_with_38() -> None:
+def test_of_four_hundred_examples_fixed_sequence_testing_errs_with_3_percent_and_who_goes_on_with_38() -> (
+    None
+):
     """delta 0.1, epsilon 0.05; five safe candidates, then fifteen whose risk is 0.101: exact products of binomial tails."""
     n, delta, above = 400, F(1, 10), F(101, 1000)
     passing = max(k for k in range(60) if binomial(k, n, delta) <= EPSILON)
-    rejected = sum(weight(k, n, above) for k in range(passing + 1))  # a null that is true, and is rejected
+    rejected = sum(
+        weight(k, n, above) for k in range(passing + 1)
+    )  # a null that is true, and is rejected
     assert float(rejected) == pytest.approx(0.031, abs=5e-4) and rejected < EPSILON
     assert float(1 - (1 - rejected) ** 15) == pytest.approx(0.376, abs=5e-4)
 
@@ -42,7 +54,9 @@ def test_hoeffding_alone_would_not_tell_the_mutant_from_the_real_thing() -> None
 
 
 @given(st.integers(1, 60), st.floats(0.01, 0.99), st.data())
-def test_binomial_is_the_binomial_tail_and_never_above_hoeffdings(n: int, delta: float, data: st.DataObject) -> None:
+def test_binomial_is_the_binomial_tail_and_never_above_hoeffdings(
+    n: int, delta: float, data: st.DataObject
+) -> None:
     k = data.draw(st.integers(0, n))
     assert binomial(k, n, delta) == pytest.approx(scipy.stats.binom.cdf(k, n, delta), abs=1e-9)
     assert binomial(k, n, delta) <= hoeffding(k, n, delta) + 1e-9
@@ -56,7 +70,10 @@ def test_the_fewest_examples_are_the_fewest() -> None:
 
 
 def test_too_few_examples_say_how_many_are_needed() -> None:
-    with pytest.raises(TinyspecError, match=r"149 .* too few for delta 0.1 and epsilon 0.05: at least 150 are needed"):
+    with pytest.raises(
+        TinyspecError,
+        match=r"149 .* too few for delta 0.1 and epsilon 0.05: at least 150 are needed",
+    ):
         calibrate([1.0], lambda candidate: [0.0] * 149, 0.1, 0.05)
     assert calibrate([1.0], lambda candidate: [0.0] * 150, 0.1, 0.05).choice == 1.0
     with pytest.raises(TinyspecError, match="0 calibration examples"):
@@ -80,7 +97,9 @@ def test_it_stops_at_the_first_failure_and_asks_for_nothing_behind_it() -> None:
     ("delta", "epsilon"), [(0, 0.1), (1, 0.1), (0.1, 0), (0.1, 1.0), (-1, 0.1), (float("nan"), 0.1)]
 )
 def test_delta_and_epsilon_are_probabilities(delta: float, epsilon: float) -> None:
-    with pytest.raises(TinyspecError, match=r"(delta|epsilon) is .*: it must be above 0 and below 1"):
+    with pytest.raises(
+        TinyspecError, match=r"(delta|epsilon) is .*: it must be above 0 and below 1"
+    ):
         calibrate([1.0], lambda candidate: [0.0] * 200, delta, epsilon)
 
 
@@ -100,7 +119,9 @@ def test_rouge_l_is_the_longest_common_subsequence(one: list[int], other: list[i
         return max(longest(a[1:], b), longest(a, b[1:]))
 
     if one or other:
-        assert rouge_l(one, other) == pytest.approx(2 * longest(tuple(one), tuple(other)) / (len(one) + len(other)))
+        assert rouge_l(one, other) == pytest.approx(
+            2 * longest(tuple(one), tuple(other)) / (len(one) + len(other))
+        )
     assert rouge_l(one, other) == rouge_l(other, one)
     assert 0 <= textual(one, other) <= 1 and textual(one, one) == 0
 

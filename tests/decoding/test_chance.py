@@ -21,7 +21,12 @@ def test_a_stream_depends_on_its_key_alone():
     one = first.split("draft", 5).split("inner", 1).uniforms(40)
     two = second.split("draft", 5).split("inner", 1)
     assert one.tolist() == [*two.uniforms(3), *[two._next() for _ in range(20)], *two.uniforms(17)]
-    others = [Seeded(4).split("draft", 5), Seeded(3).split("draft", 6), Seeded(3).split("verify", 5), Seeded(3)]
+    others = [
+        Seeded(4).split("draft", 5),
+        Seeded(3).split("draft", 6),
+        Seeded(3).split("verify", 5),
+        Seeded(3),
+    ]
     assert len({float(chance.uniforms(1)[0]) for chance in others} | {float(one[0])}) == 5
 
 
@@ -44,15 +49,25 @@ def test_asking_one_key_twice_is_an_error(chance):
 
 def test_seeds_are_the_same_in_another_process():
     code = "from tinyspec.decoding.chance import Seeded; print(Seeded(7).split('draft', 2).uniforms(3).tolist())"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert out.strip() == str(Seeded(7).split("draft", 2).uniforms(3).tolist())
 
 
 def test_global_generators_are_untouched():
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()  # noqa: NPY002
+    before = (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),  # noqa: NPY002
+        torch.random.get_rng_state().tolist(),
+    )
     chance = Seeded(0)
     chance.split("a", 0).draw(ROW), chance.race(ROW, 3), chance.order(ROW, 2), chance.accept(0.5)
-    after = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()  # noqa: NPY002
+    after = (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),  # noqa: NPY002
+        torch.random.get_rng_state().tolist(),
+    )
     assert before == after
 
 
@@ -85,14 +100,21 @@ def test_races_share_noise_by_position_whoever_asks():
 def test_exhaustive_order_is_plackett_luce():
     row = [F(1, 2), F(1, 3), F(1, 6)]
     law = Exhaustive.law(lambda chance: tuple(chance.order(row, 2)))
-    assert law == {(a, b): row[a] * row[b] / (1 - row[a]) for a in range(3) for b in range(3) if a != b}
+    assert law == {
+        (a, b): row[a] * row[b] / (1 - row[a]) for a in range(3) for b in range(3) if a != b
+    }
     assert Exhaustive.law(lambda chance: tuple(chance.order([F(0), F(1)], 2))) == {(1,): 1}
 
 
 def test_exhaustive_walks_every_branch_once_and_none_of_probability_zero():
     def play(chance):
         inner = chance.split("draft", 0)
-        return inner.draw([F(0), F(1, 4), F(3, 4)]), chance.accept(F(1, 3)), chance.accept(0), chance.accept(2)
+        return (
+            inner.draw([F(0), F(1, 4), F(3, 4)]),
+            chance.accept(F(1, 3)),
+            chance.accept(0),
+            chance.accept(2),
+        )
 
     outcomes = list(Exhaustive.walk(play))
     assert len(outcomes) == 4 == len(dict(outcomes))

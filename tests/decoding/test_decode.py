@@ -56,7 +56,12 @@ def test_a_draft_of_the_end_token_does_not_end_the_text() -> None:
 
 def test_nothing_comes_after_an_end_token_inside_a_block() -> None:
     for seed in range(30):
-        d = run(Decoder(Table(seed), Always(1, 2, 0, 1), walk, stop=Stop(frozenset({2}), max_new_tokens=9)), seed)
+        d = run(
+            Decoder(
+                Table(seed), Always(1, 2, 0, 1), walk, stop=Stop(frozenset({2}), max_new_tokens=9)
+            ),
+            seed,
+        )
         assert 2 not in d.new[:-1]
 
 
@@ -187,7 +192,9 @@ def test_a_rounds_laws_are_those_of_its_moment_however_late_they_are_read(penalt
             rows.extend(text)
             assert read.tolist() == warp(rows.score(TokenTree()).logits[0], text).tolist()
             text.append(token)
-        assert [row.tolist() for row in round.laws[1:]] == [row.tolist() for row in list(round.laws)[1:]]
+        assert [row.tolist() for row in round.laws[1:]] == [
+            row.tolist() for row in list(round.laws)[1:]
+        ]
     assert text == d.context
 
 

@@ -16,7 +16,14 @@ from tinyspec.errors import TinyspecError
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT, TokenTree
 
-WARPS = [Warp(0.0), Warp(0.7), Warp(top_k=3), Warp(top_p=0.6), Warp(0.8, min_p=0.2), Warp(repetition_penalty=1.3)]
+WARPS = [
+    Warp(0.0),
+    Warp(0.7),
+    Warp(top_k=3),
+    Warp(top_p=0.6),
+    Warp(0.8, min_p=0.2),
+    Warp(repetition_penalty=1.3),
+]
 
 
 def far(row: Any) -> bool:
@@ -44,7 +51,9 @@ class Waits(TorchDispatchMode):
 
 def made(method: str, warp: Warp, tokens: int = 24) -> list[int]:
     m = model(LLAMA, dtype=torch.float64)
-    request = Request(m.session(), (), warp, Stop(max_new_tokens=tokens), [[3, 1, 4, 1, 5, 9, 2, 6]])
+    request = Request(
+        m.session(), (), warp, Stop(max_new_tokens=tokens), [[3, 1, 4, 1, 5, 9, 2, 6]]
+    )
     decoder = find(method).make(request)
     decoder.extend(PROMPT)
     chance = Seeded(3)
@@ -86,8 +95,15 @@ def test_equal_siblings_and_their_children_are_walked_as_on_the_host() -> None:
     """Every way through a tree with equal siblings, declared and not, ends as the twin says."""
     rng = np.random.default_rng(0)
     q = rng.dirichlet(np.ones(4))
-    tree = TokenTree((2, 2, 1, 2, 3, 0, 3), (ROOT, ROOT, ROOT, 0, 1, 1, 0), (q, q, None, q, q, None, q), (False,) * 7)
-    same = [min(i for i in range(7) if _spelled(tree, i) == _spelled(tree, node)) for node in range(7)]
+    tree = TokenTree(
+        (2, 2, 1, 2, 3, 0, 3),
+        (ROOT, ROOT, ROOT, 0, 1, 1, 0),
+        (q, q, None, q, q, None, q),
+        (False,) * 7,
+    )
+    same = [
+        min(i for i in range(7) if _spelled(tree, i) == _spelled(tree, node)) for node in range(7)
+    ]
     laws = [None if law is None else torch.tensor(law) for law in tree.laws]
     seen = set()
     for _ in range(400):
@@ -95,7 +111,9 @@ def test_equal_siblings_and_their_children_are_walked_as_on_the_host() -> None:
         rows[1:] = rows[1:][same]  # equal paths have equal rows
         expected = verify._core.walk(*tree, dict(zip(range(-1, 7), rows, strict=True)), uniforms)
         there = torch.tensor(rows)
-        got = device.walk(tree.tokens, tree.parents, laws, tree.probe, there, None, uniforms.tolist())
+        got = device.walk(
+            tree.tokens, tree.parents, laws, tree.probe, there, None, uniforms.tolist()
+        )
         assert got == tuple(expected)
         seen.add(got[0])
     assert seen >= {(), (2,), (0, 3), (0, 5)}

@@ -34,7 +34,9 @@ def spelled(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ..
 
 
 @given(st.lists(drafts(), max_size=4))
-def test_the_merged_tree_has_every_path_once_with_the_greatest_of_its_chances(given: list[Any]) -> None:
+def test_the_merged_tree_has_every_path_once_with_the_greatest_of_its_chances(
+    given: list[Any],
+) -> None:
     wanted: dict[tuple[int, ...], float] = {}
     for tokens, parents, chances in given:
         for text, chance in zip(spelled(tokens, parents), chances, strict=True):
@@ -43,7 +45,9 @@ def test_the_merged_tree_has_every_path_once_with_the_greatest_of_its_chances(gi
     assert dict(zip(spelled(tokens, parents), chances, strict=True)) == wanted
     assert len(tokens) == len(wanted)
     assert all(parent < node for node, parent in enumerate(parents))
-    assert all(chances[node] <= chances[parent] for node, parent in enumerate(parents) if parent != ROOT)
+    assert all(
+        chances[node] <= chances[parent] for node, parent in enumerate(parents) if parent != ROOT
+    )
 
 
 @given(drafts(), st.integers(0, 2))

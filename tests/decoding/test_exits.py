@@ -61,17 +61,23 @@ def test_a_copied_tokens_keys_are_each_layers_own_projection_of_its_exit_state(m
     np.testing.assert_allclose(scores[3].logits[0].numpy(), oracle.run(9, done).logits, atol=1e-10)
     for at, token in enumerate(done):
         for layer in range(L):
-            np.testing.assert_allclose(target.session.cache.keys[layer][:, at].numpy(), token.keys[layer], atol=1e-10)
+            np.testing.assert_allclose(
+                target.session.cache.keys[layer][:, at].numpy(), token.keys[layer], atol=1e-10
+            )
     assert not target.cache_exact
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("row", [False, True])
-def test_who_is_asked_in_every_layer_and_never_leaves_is_the_full_model_bit_for_bit(dtype: Any, row: bool) -> None:
+def test_who_is_asked_in_every_layer_and_never_leaves_is_the_full_model_bit_for_bit(
+    dtype: Any, row: bool
+) -> None:
     m = model(LLAMA, dtype=dtype)
     whole = m.session()
     whole.extend(PROMPT)
-    for score, token in zip(run(begun(At(row=row, states=2), m=m)[0], [7, 8, 9]), [7, 8, 9], strict=True):
+    for score, token in zip(
+        run(begun(At(row=row, states=2), m=m)[0], [7, 8, 9]), [7, 8, 9], strict=True
+    ):
         assert torch.equal(score.logits, whole.score(EMPTY).logits) and list(score.layers) == [L]
         whole.commit((), token)
 
@@ -84,7 +90,9 @@ def test_the_other_two_fills_are_cache_exact_and_the_row_stays_the_exits(fill: s
     for at, (layer, score) in enumerate(zip((1, 2, 1, L), scores, strict=True)):
         session = M.session()
         session.extend(text[: len(PROMPT) + at])
-        torch.testing.assert_close(score.logits, session.view(Plan(last=layer)).score(EMPTY).logits, atol=1e-10, rtol=0)
+        torch.testing.assert_close(
+            score.logits, session.view(Plan(last=layer)).score(EMPTY).logits, atol=1e-10, rtol=0
+        )
     target.session.score(EMPTY)  # whoever goes deep brings along what waits
     same_cache(target.session)
     assert target.cache_exact
@@ -96,7 +104,9 @@ def test_what_each_fill_costs_is_in_the_ledger() -> None:
     for fill in FILLS:
         target, ledger = begun(At(1, 1), fill)
         run(target, [7, 8, 9])
-        told[fill] = [(call.rows, call.row_layers, call.fills) for call in ledger if not call.prefill]
+        told[fill] = [
+            (call.rows, call.row_layers, call.fills) for call in ledger if not call.prefill
+        ]
     one, head = (1, 1.0, 0), (1, 0.0, 0)  # a layer; the exit's row, where the rule reads none
     whole = [one, one, one]
     assert told["copy"] == [one, head, (1, 0.0, 2), one, head, (1, 0.0, 2), *whole]
@@ -104,7 +114,9 @@ def test_what_each_fill_costs_is_in_the_ledger() -> None:
     assert told["postpone"] == [one, head, one, head, one, (3, 3.0, 0), (3, 3.0, 0)]
 
 
-def test_a_rule_that_reads_rows_pays_a_head_product_a_layer_and_one_that_does_not_pays_one() -> None:
+def test_a_rule_that_reads_rows_pays_a_head_product_a_layer_and_one_that_does_not_pays_one() -> (
+    None
+):
     for row, products in ((True, 2 + 1), (False, 1 + 1)):
         target, ledger = begun(At(2, row=row))
         run(target, [7])
@@ -169,7 +181,9 @@ def test_text_given_from_outside_fills_what_left_early_first() -> None:
 def test_a_hole_in_the_cache_is_an_error_and_never_silence() -> None:
     target, _ = begun(At(1))
     run(target, [7])
-    target.fill = lambda session, positions: setattr(session.committed[positions[0]], "filled", True)
+    target.fill = lambda session, positions: setattr(
+        session.committed[positions[0]], "filled", True
+    )
     with pytest.raises(RuntimeError, match="has no keys in layer 1"):
         target.score(EMPTY)
 
@@ -189,5 +203,7 @@ def test_a_rule_that_may_stop_takes_no_drafts_and_one_that_never_does_is_the_ses
 def test_an_exit_that_is_no_layer_is_said(layer: int) -> None:
     rule = Rule()
     rule.layers = (layer,)
-    with pytest.raises(TinyspecError, match=rf"exit layer {layer} is out of range: .* layers 1 to {L}"):
+    with pytest.raises(
+        TinyspecError, match=rf"exit layer {layer} is out of range: .* layers 1 to {L}"
+    ):
         ExitTarget(M.session(), rule)

@@ -19,7 +19,9 @@ def test_the_sum_of_fertilities_has_the_enumerated_law() -> None:
     for row, words in ((0, 3), (1, 2)):
         expected = [0.0] * 10
         for counts in product(range(4), repeat=words):
-            expected[sum(counts)] += math.prod(float(law[row, word, count]) for word, count in enumerate(counts))
+            expected[sum(counts)] += math.prod(
+                float(law[row, word, count]) for word, count in enumerate(counts)
+            )
         expected[0] = 0  # nobody translates into nothing
         assert got[row].tolist() == pytest.approx([p / sum(expected) for p in expected], abs=1e-12)
 
@@ -36,7 +38,9 @@ def test_differences_are_lengths_once_the_source_is_known() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0]])  # two shorter .. two longer
     law = by_difference(logits.expand(3, -1), torch.tensor([1, 3, 6]), 7)
     weights = logits[0].exp()
-    for row, (first, lengths) in enumerate([(2, (1, 2, 3)), (0, (1, 2, 3, 4, 5)), (0, (4, 5, 6, 7))]):
+    for row, (first, lengths) in enumerate(
+        [(2, (1, 2, 3)), (0, (1, 2, 3, 4, 5)), (0, (4, 5, 6, 7))]
+    ):
         kept = weights[first : first + len(lengths)]
         expected = torch.zeros(8)
         expected[list(lengths)] = kept / kept.sum()

@@ -18,7 +18,9 @@ from tinyspec.technique import Request
 def levels(request: Request, gamma: int = 2, **how: bool) -> Decoder:
     """Target, middle, small."""
     middle, small = request.drafts
-    inner = Decoder(middle, ModelDraft(small, 1), walk, stop=Stop(eos=request.stop.eos), ledger=request.ledger)
+    inner = Decoder(
+        middle, ModelDraft(small, 1), walk, stop=Stop(eos=request.stop.eos), ledger=request.ledger
+    )
     return request.decoder(Nested(inner, gamma, **how), walk)
 
 
@@ -29,7 +31,9 @@ def three(warp: Warp | None = None, stop: Stop | None = None, gamma: int = 2) ->
 
 @pytest.mark.parametrize("warp", [Warp(), Warp(0.0), Warp(top_p=0.7)], ids=str)
 def test_three_levels_keep_the_targets_joint_law(warp: Warp) -> None:
-    assert law(lambda: three(warp), 2) == law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
+    assert law(lambda: three(warp), 2) == law(
+        lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2
+    )
 
 
 def test_its_tokens_declare_the_middles_law_not_the_smallests() -> None:
@@ -37,7 +41,9 @@ def test_its_tokens_declare_the_middles_law_not_the_smallests() -> None:
     d.extend((0, 1))
     tree = d.step(Seeded(3)).tree
     middle = Table(2, 3, zeros=False)
-    assert [list(q) for q in tree.laws] == [middle.row((0, 1, *tree.tokens[:at])) for at in range(len(tree.tokens))]
+    assert [list(q) for q in tree.laws] == [
+        middle.row((0, 1, *tree.tokens[:at])) for at in range(len(tree.tokens))
+    ]
 
 
 def test_an_inexact_inner_decoder_declares_nothing() -> None:
@@ -112,6 +118,8 @@ def test_beyond_its_models_context_it_proposes_nothing_and_comes_back_after_a_re
 
 def test_an_end_of_text_ends_its_draft() -> None:
     target, middle, small = (Table(seed) for seed in (1, 2, 3))
-    d = levels(Request(target, [middle, small], stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9)), 5)
+    d = levels(
+        Request(target, [middle, small], stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9)), 5
+    )
     d.extend((0,))
     assert len(d.step(Seeded(0)).tree.tokens) == 1

@@ -24,7 +24,9 @@ def test_a_law_sums_to_one_and_nothing_is_impossible_but_where_all_was_seen(
 
 
 @given(TEXTS, CONTEXT, st.integers(2, 4))
-def test_the_likeliest_token_is_the_laws_lowest_argmax(texts: list[list[int]], context: list[int], order: int) -> None:
+def test_the_likeliest_token_is_the_laws_lowest_argmax(
+    texts: list[list[int]], context: list[int], order: int
+) -> None:
     katz = Katz(texts, order, 4)
     row = [katz.law(token, context) for token in range(4)]
     found = katz.likeliest(context)
@@ -37,7 +39,9 @@ def test_a_worked_example() -> None:
     katz = Katz([[1, 2, 1, 2, 1, 0]], 2, 4)
     assert [katz.law(token, [1]) for token in (2, 0)] == [F(1, 2), F(1, 6)]
     assert katz.law(1, [1]) + katz.law(3, [1]) == F(1, 3)
-    assert katz.law(1, [1]) > katz.law(3, [1])  # shared out as the shorter context would: 1 was seen, 3 never
+    assert katz.law(1, [1]) > katz.law(
+        3, [1]
+    )  # shared out as the shorter context would: 1 was seen, 3 never
 
 
 def test_an_unseen_context_is_judged_by_its_end() -> None:

@@ -56,7 +56,8 @@ def test_a_pass_is_told_as_plain_data() -> None:
     assert written.calls == 1
     assert [len(tokens) for tokens in written.tokens] == [3, 2]
     assert written.changed == [
-        [slot for slot, token in enumerate(tokens) if token != request.model.config.mask] for tokens in written.tokens
+        [slot for slot, token in enumerate(tokens) if token != request.model.config.mask]
+        for tokens in written.tokens
     ]
 
 
@@ -89,7 +90,9 @@ def test_a_source_is_needed_and_has_to_fit() -> None:
 def test_a_card_makes_what_its_kind_says() -> None:
     card = hosted.card(hosted.fill_in, kind="refine")
     assert isinstance(card.refiner(RefineRequest(reader(0))), hosted.FillIn)
-    with pytest.raises(TinyspecError, match="rewrites a translation and extends no text: use `tinyspec translate"):
+    with pytest.raises(
+        TinyspecError, match="rewrites a translation and extends no text: use `tinyspec translate"
+    ):
         card.make(Request(reader(1, positional=False).given(SOURCE).session()))
     with pytest.raises(TinyspecError, match="extends a text and rewrites none"):
         find("autoregressive").refiner(RefineRequest(reader(0)))
@@ -121,7 +124,9 @@ def test_one_pass_judges_all_candidates_as_the_teacher_would_one_by_one() -> Non
     assert [call.model for call in ledger] == ["teacher/encoder", "teacher"]
     for row, text in enumerate(texts):
         expected = said(teacher, SOURCE, text)
-        assert scores[row].tolist() == pytest.approx([*expected, *[0.0] * (4 - len(text))], abs=1e-12)
+        assert scores[row].tolist() == pytest.approx(
+            [*expected, *[0.0] * (4 - len(text))], abs=1e-12
+        )
     sums = [sum(said(teacher, SOURCE, text)) for text in texts]
     assert best(teacher, SOURCE, canvas(*texts)) == sums.index(max(sums))
 
@@ -138,9 +143,13 @@ def test_a_teacher_that_cannot_judge_is_refused() -> None:
         check_teacher(model, reader(1))
     strange = reader(1, positional=False)
     strange = Seq2Seq(replace(strange.config, vocab_size=10), strange.weights, name="stranger")
-    with pytest.raises(TinyspecError, match="the teacher stranger has another vocabulary than reader"):
+    with pytest.raises(
+        TinyspecError, match="the teacher stranger has another vocabulary than reader"
+    ):
         check_teacher(model, strange)
-    with pytest.raises(TinyspecError, match="the translation has 13 tokens, teacher has 12 positions"):
+    with pytest.raises(
+        TinyspecError, match="the translation has 13 tokens, teacher has 12 positions"
+    ):
         judge(reader(1, positional=False), SOURCE, canvas([4] * 12))
 
 

@@ -29,7 +29,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], torch.Tensor]:
 
 @pytest.mark.parametrize("verifier", [verify_block, k_seq])
 @pytest.mark.parametrize("shape", ["chain", "points", "two texts"])
-def test_rows_on_a_device_are_judged_as_rows_on_the_host(device: Any, verifier: Any, shape: str) -> None:
+def test_rows_on_a_device_are_judged_as_rows_on_the_host(
+    device: Any, verifier: Any, shape: str
+) -> None:
     rng = np.random.default_rng(0)
     if shape == "two texts" and verifier is verify_block:
         return
@@ -47,7 +49,13 @@ def test_rows_on_a_device_are_judged_as_rows_on_the_host(device: Any, verifier: 
         for put in (np.asarray, device):
             declared = [law if law is None else put(law) for law in laws]
             given = {node: put(row) for node, row in enumerate(p, start=ROOT)}
-            said.append(verifier(TokenTree(tokens, tuple(parents), declared, (False,) * 4), given, Replay(uniforms)))
+            said.append(
+                verifier(
+                    TokenTree(tokens, tuple(parents), declared, (False,) * 4),
+                    given,
+                    Replay(uniforms),
+                )
+            )
         assert said[0] == said[1], seed
 
 
@@ -67,11 +75,18 @@ def test_a_vector_comes_back_as_the_row_it_was() -> None:
         assert exact(vector) == isinstance(row, list)
         assert list(point) == [0, 1]
     narrow = torch.tensor([0.5, 0.25, 0.25], dtype=torch.bfloat16)  # a draft's law in its own dtype
-    assert [x.dtype for x in vectors(np.array([0.2, 0.3, 0.5]), narrow, 0)] == [np.float64, np.float64]
+    assert [x.dtype for x in vectors(np.array([0.2, 0.3, 0.5]), narrow, 0)] == [
+        np.float64,
+        np.float64,
+    ]
 
 
 def test_laws_are_one_by_their_numbers_and_never_across_kinds() -> None:
     row = np.array([0.5, 0.5])
-    assert same(row, row.copy()) and same([HALF, HALF], (HALF, HALF)) and same(torch.tensor(row), torch.tensor(row))
+    assert (
+        same(row, row.copy())
+        and same([HALF, HALF], (HALF, HALF))
+        and same(torch.tensor(row), torch.tensor(row))
+    )
     assert not same(row, row / 2) and not same(row, torch.tensor(row)) and not same(row, None)
     assert not same([HALF, HALF], [HALF, F(1, 4), F(1, 4)])

@@ -49,10 +49,16 @@ def test_a_setting_without_a_meaning_is_one_sentence_that_names_it(bad):
 def test_warp_equals_transformers_processors(seed, temperature, top_k, top_p, min_p, penalty):
     from transformers.generation import logits_process as hf
 
-    logits = torch.randn(1, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = (
+        torch.randn(1, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
+    )
     history = torch.tensor([[3, 3, 8, 21]])
-    scores = hf.RepetitionPenaltyLogitsProcessor(penalty)(history, logits) if penalty != 1 else logits
-    scores = hf.TemperatureLogitsWarper(temperature)(history, scores) if temperature != 1 else scores
+    scores = (
+        hf.RepetitionPenaltyLogitsProcessor(penalty)(history, logits) if penalty != 1 else logits
+    )
+    scores = (
+        hf.TemperatureLogitsWarper(temperature)(history, scores) if temperature != 1 else scores
+    )
     scores = hf.TopKLogitsWarper(top_k)(history, scores) if top_k else scores
     scores = hf.TopPLogitsWarper(top_p)(history, scores) if top_p else scores
     scores = hf.MinPLogitsWarper(min_p)(history, scores) if min_p else scores
@@ -104,16 +110,25 @@ def test_pick_never_returns_an_impossible_token():
             assert row[pick(row, u)] > 0
 
 
-@given(st.integers(0, 1000), st.sampled_from([0.0, 0.8]), st.sampled_from([None, 3]), st.sampled_from([None, 0.7]))
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([0.0, 0.8]),
+    st.sampled_from([None, 3]),
+    st.sampled_from([None, 0.7]),
+)
 def test_the_device_path_decides_as_the_kernels_do(seed, temperature, top_k, top_p):
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-3, 4, (50,), generator=generator) + 0.37 * torch.randint(2, (50,), generator=generator)
+    logits = torch.randint(-3, 4, (50,), generator=generator) + 0.37 * torch.randint(
+        2, (50,), generator=generator
+    )
     knobs = (temperature, top_k, top_p, 0.01, 1.2)
     ours, theirs = Warp(*knobs)(logits, [1, 1, 4]), device.warp(logits, [1, 1, 4], *knobs)
     np.testing.assert_allclose(theirs.numpy(), ours, rtol=0, atol=1e-14)
     rng = np.random.default_rng(seed)
     uniforms = rng.random(6)
-    assert [device.pick(theirs, u) for u in (*uniforms, 0.0, LAST)] == [pick(ours, u) for u in (*uniforms, 0.0, LAST)]
+    assert [device.pick(theirs, u) for u in (*uniforms, 0.0, LAST)] == [
+        pick(ours, u) for u in (*uniforms, 0.0, LAST)
+    ]
     assert device.order(theirs, uniforms.tolist()) == order(ours, uniforms)
     noise = rng.exponential(size=50)
     assert device.race(theirs, noise) == race(ours, noise)

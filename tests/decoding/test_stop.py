@@ -87,7 +87,9 @@ def test_a_string_that_began_long_before_the_block_is_found() -> None:
 @given(text=st.text("abc", max_size=8), stop=st.text("abc", min_size=1, max_size=4))
 def test_what_is_withheld_is_the_longest_beginning_of_a_stop_string(text: str, stop: str) -> None:
     held = Stop(strings=(stop,), decode=str).withheld(text)
-    assert held == max(n for n in range(min(len(stop), len(text) + 1)) if text.endswith(stop[:n]) or n == 0)
+    assert held == max(
+        n for n in range(min(len(stop), len(text) + 1)) if text.endswith(stop[:n]) or n == 0
+    )
 
 
 def test_text_ends_before_the_first_stop_string() -> None:
@@ -95,7 +97,13 @@ def test_text_ends_before_the_first_stop_string() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"strings": ("",), "decode": str}, {"sequences": ((),)}, {"max_new_tokens": -1}, {"strings": ("a",)}]
+    "wrong",
+    [
+        {"strings": ("",), "decode": str},
+        {"sequences": ((),)},
+        {"max_new_tokens": -1},
+        {"strings": ("a",)},
+    ],
 )
 def test_unusable_stops_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(TinyspecError):

@@ -23,7 +23,9 @@ def drafter(children: tuple[int, ...], q: int = 2, **options: Any) -> TreeDraft:
     return TreeDraft(Table(q, zeros=False), shape(children), **options)
 
 
-def decoder(children: tuple[int, ...], p: int = 1, q: int = 2, warp: Warp | None = None, **options: Any) -> Decoder:
+def decoder(
+    children: tuple[int, ...], p: int = 1, q: int = 2, warp: Warp | None = None, **options: Any
+) -> Decoder:
     return Decoder(Table(p), drafter(children, q, **options), walk, warp=warp or Warp())
 
 
@@ -38,7 +40,9 @@ def proposed(draft: TreeDraft, room: int = 9, warp: Warp | None = None, seed: in
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("k", [1, 3, 40, 200, 1000])
-def test_the_likeliest_are_the_first_of_all_in_order_ties_to_the_lowest_id(dtype: torch.dtype, k: int) -> None:
+def test_the_likeliest_are_the_first_of_all_in_order_ties_to_the_lowest_id(
+    dtype: torch.dtype, k: int
+) -> None:
     row = torch.randint(0, 50, (999,), generator=torch.Generator().manual_seed(k)).to(dtype)
     row[::3] = -torch.inf
     in_order = sorted(range(999), key=lambda token: (-float(row[token]), token))[:k]
@@ -53,11 +57,17 @@ def test_none_of_the_likeliest_is_missed_where_all_differ(k: int, seed: int) -> 
     assert likeliest(row, k) == row.argsort(descending=True)[:k].tolist()
 
 
-MODES: list[dict[str, Any]] = [{"replace": True}, {"replace": False}, {"replace": False, "cover": True}]
+MODES: list[dict[str, Any]] = [
+    {"replace": True},
+    {"replace": False},
+    {"replace": False, "cover": True},
+]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("warp", [Warp(), Warp(temperature=0.5), Warp(top_k=2), Warp(temperature=0.0)], ids=str)
+@pytest.mark.parametrize(
+    "warp", [Warp(), Warp(temperature=0.5), Warp(top_k=2), Warp(temperature=0.0)], ids=str
+)
 def test_a_walk_over_the_tree_keeps_the_joint_law(warp: Warp, mode: dict[str, Any]) -> None:
     for children in ((2, 1), (1, 2)):
         got = law(lambda children=children: decoder(children, warp=warp, **mode), 2)  # type: ignore[misc]
@@ -101,7 +111,9 @@ def test_as_many_children_as_the_law_has_tokens_unless_the_rest_is_covered() -> 
     covered = proposed(drafter((3,), replace=False, cover=True), warp=warp)
     assert sorted(covered.tokens) == [0, 1, 2]
     last = covered.laws[2]
-    assert last is not None and list(last) == [F(int(token == covered.tokens[2])) for token in range(3)]
+    assert last is not None and list(last) == [
+        F(int(token == covered.tokens[2])) for token in range(3)
+    ]
     assert len(proposed(drafter((9,), replace=False, cover=True)).tokens) == 3  # there are no more
 
 
@@ -112,7 +124,9 @@ def test_all_tokens_as_children_without_replacement_accept_surely(mode: dict[str
         made.extend((0,))
         return not made.step(chance).verdict.path
 
-    assert (sum(mass for refused, mass in Exhaustive.walk(refused_all) if refused) == 0) is not mode["replace"]
+    assert (
+        sum(mass for refused, mass in Exhaustive.walk(refused_all) if refused) == 0
+    ) is not mode["replace"]
 
 
 def test_at_temperature_0_the_likeliest_tokens_are_point_masses() -> None:
@@ -161,7 +175,11 @@ def test_a_tree_beyond_the_bound_is_refused() -> None:
 
 def test_the_likeliest_of_any_row_are_the_best_first_and_the_lowest_id_of_equals() -> None:
     values = [0.1, 0.3, 0.1, 0.3, 0.0, 0.2]
-    for row in ([F(str(x)) for x in values], np.array(values), torch.tensor(values, dtype=torch.float64)):
+    for row in (
+        [F(str(x)) for x in values],
+        np.array(values),
+        torch.tensor(values, dtype=torch.float64),
+    ):
         assert [likeliest(row, k) for k in (1, 2, 3, 4, 9)] == [
             [1],
             [1, 3],

@@ -48,7 +48,10 @@ def rounds(propose, p, n):
         text, round = (), 0
         while len(text) < n:
             tree = propose(text, chance.split("draft", round))
-            rows = {node: p(text + tree.spelled(tree.path(node))) for node in range(-1, len(tree.tokens))}
+            rows = {
+                node: p(text + tree.spelled(tree.path(node)))
+                for node in range(-1, len(tree.tokens))
+            }
             verdict = walk(tree, rows, chance.split("verify", round))
             text, round = (*text, *tree.spelled(verdict.path), verdict.next), round + 1
         return text[:n]
@@ -91,7 +94,9 @@ def test_several_drafts_with_and_without_replacement_keep_the_law(ps, weights, r
     assert Exhaustive.law(rounds(propose, p, 2)) == p.joint(2)
 
 
-@given(st.lists(WEIGHTS, min_size=3, max_size=3), st.lists(st.integers(0, 2), min_size=4, max_size=4))
+@given(
+    st.lists(WEIGHTS, min_size=3, max_size=3), st.lists(st.integers(0, 2), min_size=4, max_size=4)
+)
 @settings(max_examples=50)
 def test_a_tree_without_laws_keeps_the_law_whatever_it_holds(ps, tokens):
     p = Table([exact(x) for x in ps])
@@ -128,7 +133,9 @@ def test_greedy_accepts_the_lowest_of_equal_tokens_alone():
 def test_all_nodes_that_spell_the_path_are_alive_and_probes_are_not():
     one = [F(0), F(1), F(0)]
     two = [F(0), F(0), F(1)]
-    tree = TokenTree((1, 1, 0, 1, 2), (-1, -1, 0, 0, 1), (None,) * 5, (False, False, False, True, False))
+    tree = TokenTree(
+        (1, 1, 0, 1, 2), (-1, -1, 0, 0, 1), (None,) * 5, (False, False, False, True, False)
+    )
     verdict = walk(tree, {ROOT: one, 0: two, 4: one}, Replay([0.5] * 9))
     assert verdict == Verdict((0, 4), 1, (2,))
 
@@ -171,8 +178,12 @@ def test_the_walk_leaves_the_stream_where_the_twin_leaves_it():
 @given(WEIGHTS, WEIGHTS)
 def test_the_device_moves_equal_the_kernels(p, q):
     p, q = np.array(exact(p), np.float64), np.array(exact(q), np.float64)
-    np.testing.assert_allclose(device.residual(torch.tensor(p), torch.tensor(q)).numpy(), residual(p, q), atol=1e-15)
-    np.testing.assert_allclose(device.without(torch.tensor(p), 1).numpy(), without(p, 1), atol=1e-15)
+    np.testing.assert_allclose(
+        device.residual(torch.tensor(p), torch.tensor(q)).numpy(), residual(p, q), atol=1e-15
+    )
+    np.testing.assert_allclose(
+        device.without(torch.tensor(p), 1).numpy(), without(p, 1), atol=1e-15
+    )
 
 
 # ------------------------------------------------------------------ temperature 0
@@ -197,7 +208,9 @@ def guesses(data, most=8):
     parents = [data.draw(st.integers(-1, i - 1)) for i in range(n)]
     tokens = [data.draw(st.integers(0, 2)) for _ in range(n)]
     probe = [data.draw(st.booleans()) and data.draw(st.booleans()) for _ in range(n)]
-    logits = np.array([[data.draw(st.integers(0, 2)) for _ in range(3)] for _ in range(n + 1)], np.float32)
+    logits = np.array(
+        [[data.draw(st.integers(0, 2)) for _ in range(3)] for _ in range(n + 1)], np.float32
+    )
     return TokenTree(tokens, parents, (None,) * n, probe), logits
 
 

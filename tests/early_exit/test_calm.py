@@ -39,7 +39,9 @@ L, V, D = LLAMA.n_layers, LLAMA.vocab_size, LLAMA.d_model
 
 def made(model: Any = M, warp: Warp = GREEDY, stop: Stop | None = None, **knobs: Any) -> Decoder:
     ledger: list[Call] = []
-    request = Request(model.session(ledger), warp=warp, stop=stop or Stop(max_new_tokens=9), ledger=ledger)
+    request = Request(
+        model.session(ledger), warp=warp, stop=stop or Stop(max_new_tokens=9), ledger=ledger
+    )
     return CARD.make(request, **knobs)
 
 
@@ -53,7 +55,9 @@ def layers(decoder: Decoder, prompt: list[int]) -> list[int]:
 
 
 def plain(model: Any = M, stop: Stop | None = None) -> list[int]:
-    decoder = Decoder(model.session(), NoDraft(), walk, warp=GREEDY, stop=stop or Stop(max_new_tokens=9))
+    decoder = Decoder(
+        model.session(), NoDraft(), walk, warp=GREEDY, stop=stop or Stop(max_new_tokens=9)
+    )
     layers(decoder, PROMPT)
     return decoder.new
 
@@ -87,7 +91,9 @@ def test_saturation_is_a_cosine_from_0_to_1_and_has_no_first_layer() -> None:
 
 
 def test_the_classifier_is_one_vector_for_all_layers() -> None:
-    assert classified(torch.tensor([1.0, 2.0]), np.array([3.0, -1.0]), 0.5) == pytest.approx(1 / (1 + math.exp(-1.5)))
+    assert classified(torch.tensor([1.0, 2.0]), np.array([3.0, -1.0]), 0.5) == pytest.approx(
+        1 / (1 + math.exp(-1.5))
+    )
     assert (
         classified(torch.tensor([-900.0]), np.array([1.0]), 0.0)
         == 0.0
@@ -101,7 +107,10 @@ def test_on_a_fixed_text_layers_fall_with_the_threshold_from_all_to_the_first(me
     model = Model(
         LLAMA,
         M.weights,
-        extras={WEIGHT: torch.randn(D, generator=torch.Generator().manual_seed(1)), BIAS: torch.zeros(())},
+        extras={
+            WEIGHT: torch.randn(D, generator=torch.Generator().manual_seed(1)),
+            BIAS: torch.zeros(()),
+        },
     )
     ends = {}
     for prompt in ([3], PROMPT, [1, 2, 3, 4]):
@@ -150,7 +159,11 @@ def test_where_it_is_asked_is_what_min_exit_and_interval_say() -> None:
     deep = with_classifier(3)
     assert set(layers(made(threshold=0.0, min_exit=2, decay="constant"), PROMPT)) == {2}
     assert set(layers(made(threshold=0.0, min_exit=L), PROMPT)) == {L}
-    for knobs, asked in (({"min_exit": 1, "interval": 2}, [1]), ({"min_exit": 2}, [2]), ({}, [1, 2])):
+    for knobs, asked in (
+        ({"min_exit": 1, "interval": 2}, [1]),
+        ({"min_exit": 2}, [2]),
+        ({}, [1, 2]),
+    ):
         assert list(made(deep, threshold=1.0, **knobs).target.rule.layers) == asked  # type: ignore[attr-defined]
 
 
@@ -192,10 +205,15 @@ def test_text_is_written_as_the_common_loop_does_it() -> None:
         ended = made(threshold=0.3, stop=Stop(eos=frozenset({end}), max_new_tokens=9))
         layers(ended, PROMPT)
         assert ended.new == free.new[: free.new.index(end) + 1] and ended.finished == "eos"
-    limit = CARD.make(Request(M.session(), warp=GREEDY, positions=LLAMA.max_positions), threshold=0.3)
+    limit = CARD.make(
+        Request(M.session(), warp=GREEDY, positions=LLAMA.max_positions), threshold=0.3
+    )
     layers(limit, [1] * (LLAMA.max_positions - 2))
     assert len(limit.new) == 2 and limit.finished == "context"
-    texts = [tinyspec.generate(M, PROMPT, method="calm", temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
+    texts = [
+        tinyspec.generate(M, PROMPT, method="calm", temperature=1.0, seed=seed).tokens
+        for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -203,7 +221,9 @@ def test_in_a_batch_a_row_is_what_it_is_alone() -> None:
     """Rows leave at different layers, so their passes do not even have the same number."""
     model = M.to(dtype=torch.float32)
     prompts = [PROMPT, [1], [7, 8, 2]]
-    both: Any = tinyspec.generate(model, prompts, method="calm", threshold=0.2, max_new_tokens=6, temperature=1.0)
+    both: Any = tinyspec.generate(
+        model, prompts, method="calm", threshold=0.2, max_new_tokens=6, temperature=1.0
+    )
     for row, prompt in enumerate(prompts):
         alone: Any = tinyspec.generate(
             model, prompt, method="calm", threshold=0.2, max_new_tokens=6, temperature=1.0, seed=row
@@ -217,7 +237,9 @@ def test_statistics_and_the_ledger_show_layers_fills_and_head_products() -> None
     assert found == [1] * 5
     calls = [call for call in decoder.ledger if not call.prefill]
     assert sum(call.row_layers for call in calls) == 5
-    assert sum(call.head_rows for call in calls) == 5  # the row that was looked at is the row that is used
+    assert (
+        sum(call.head_rows for call in calls) == 5
+    )  # the row that was looked at is the row that is used
     assert sum(call.fills for call in calls) == 4 * (L - 1)
     assert isinstance(decoder.target, ExitTarget)
     stats = start(M, PROMPT, method="calm", threshold=0.0, decay="constant", max_new_tokens=5)
@@ -233,7 +255,10 @@ def test_labels_are_agreement_with_the_top_layer() -> None:
     assert agrees.shape == (2, 4, L - 1) and states.shape == (2, 4, L - 1, D)
     session = M.session()
     session.extend([1])
-    rows = [session.advance(TokenTree.chain([2, 3, 4]), layer, head=True).logits for layer in range(1, L + 1)]
+    rows = [
+        session.advance(TokenTree.chain([2, 3, 4]), layer, head=True).logits
+        for layer in range(1, L + 1)
+    ]
     words = torch.stack([row.argmax(-1) for row in rows])
     assert torch.equal(agrees[0], (words[:-1] == words[-1]).T)
 
@@ -241,7 +266,9 @@ def test_labels_are_agreement_with_the_top_layer() -> None:
 def test_each_kind_counts_half_in_each_layer_however_rare_it_is() -> None:
     states = torch.zeros(5, 2, 1)
     states[:, :, 0] = torch.tensor([[2.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
-    agrees = torch.tensor([[True, True], [False, True], [False, True], [False, True], [False, True]])
+    agrees = torch.tensor(
+        [[True, True], [False, True], [False, True], [False, True], [False, True]]
+    )
     yes = lambda x: math.log1p(math.exp(-x))  # noqa: E731
     no = lambda x: math.log1p(math.exp(x))  # noqa: E731
     first = (yes(2.0) + (3 * no(0.0) + no(1.0)) / 4) / 2
@@ -270,7 +297,9 @@ def test_a_classifier_stands_beside_the_weights_and_is_loaded_with_them(tmp_path
     assert loaded.extras.keys() == extras.keys()
     assert all(torch.equal(loaded.extras[name], tensor) for name, tensor in extras.items())
     assert loaded.to(dtype=torch.float64).extras.keys() == extras.keys()
-    assert tinyspec.generate(loaded, PROMPT, method="calm", measure="classifier", max_new_tokens=3).tokens
+    assert tinyspec.generate(
+        loaded, PROMPT, method="calm", measure="classifier", max_new_tokens=3
+    ).tokens
     (tmp_path / "m" / "extras.safetensors").write_bytes(b"no")
     with pytest.raises(TinyspecError, match=r"extras\.safetensors: truncated or damaged"):
         tinyspec.load(str(tmp_path / "m"))
@@ -281,7 +310,9 @@ def test_a_classifier_stands_beside_the_weights_and_is_loaded_with_them(tmp_path
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.01, 2, "x", math.nan, -math.inf])
 def test_a_threshold_outside_its_range_is_refused(threshold: Any) -> None:
-    with pytest.raises(TinyspecError, match=r"threshold is .*(from 0.0 to 1.0, or inf|must be a number)"):
+    with pytest.raises(
+        TinyspecError, match=r"threshold is .*(from 0.0 to 1.0, or inf|must be a number)"
+    ):
         start(M, PROMPT, method="calm", threshold=threshold)
 
 
@@ -292,9 +323,15 @@ def test_a_threshold_outside_its_range_is_refused(threshold: Any) -> None:
         ({"min_exit": L + 1}, f"min_exit is {L + 1}: model has {L} layers"),
         ({"interval": 0}, "interval is 0"),
         ({"tau": -1}, "tau is -1"),
-        ({"measure": "entropy"}, "measure is 'entropy': it must be one of softmax, saturation, classifier"),
+        (
+            {"measure": "entropy"},
+            "measure is 'entropy': it must be one of softmax, saturation, classifier",
+        ),
         ({"decay": "linear"}, "decay is 'linear': it must be one of paper, t5x, constant"),
-        ({"measure": "classifier"}, "model has no exit classifier: `tinyspec train exits --model model` trains one"),
+        (
+            {"measure": "classifier"},
+            "model has no exit classifier: `tinyspec train exits --model model` trains one",
+        ),
         ({"fill": "copy"}, "no knob 'fill'"),
     ],
 )

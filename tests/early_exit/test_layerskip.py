@@ -33,7 +33,9 @@ FIVE = replace(LLAMA, n_layers=5)
 
 def made(session: Any, warp: Warp = GREEDY, stop: Stop | None = None, **knobs: Any) -> Decoder:
     ledger: list[Call] = session.runner.ledger
-    return CARD.make(Request(session, warp=warp, stop=stop or Stop(max_new_tokens=20), ledger=ledger), **knobs)
+    return CARD.make(
+        Request(session, warp=warp, stop=stop or Stop(max_new_tokens=20), ledger=ledger), **knobs
+    )
 
 
 def finish(decoder: Decoder, prompt: list[int]) -> list[Round]:
@@ -44,8 +46,12 @@ def finish(decoder: Decoder, prompt: list[int]) -> list[Round]:
     return rounds
 
 
-def plain(model: Model, prompt: list[int], warp: Warp = GREEDY, stop: Stop | None = None) -> list[int]:
-    decoder = Decoder(model.session(), NoDraft(), walk, warp=warp, stop=stop or Stop(max_new_tokens=20))
+def plain(
+    model: Model, prompt: list[int], warp: Warp = GREEDY, stop: Stop | None = None
+) -> list[int]:
+    decoder = Decoder(
+        model.session(), NoDraft(), walk, warp=warp, stop=stop or Stop(max_new_tokens=20)
+    )
     finish(decoder, prompt)
     return decoder.new
 
@@ -62,12 +68,16 @@ def test_trap_the_technique_and_its_recipe_pass_it(trap: toys.Trap) -> None:
 @pytest.mark.parametrize(("exit", "gamma"), [(1, 1), (1, 2), (2, 2), (3, 1)])
 def test_the_joint_law_is_the_whole_models(warp: Warp, exit: int, gamma: int) -> None:
     reference = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
-    assert law(lambda: CARD.make(Request(Table(1), warp=warp), exit=exit, gamma=gamma), 2) == reference
+    assert (
+        law(lambda: CARD.make(Request(Table(1), warp=warp), exit=exit, gamma=gamma), 2) == reference
+    )
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_on_a_transformer_it_is_greedy_decoding_at_every_exit(config: Any, dtype: torch.dtype) -> None:
+def test_on_a_transformer_it_is_greedy_decoding_at_every_exit(
+    config: Any, dtype: torch.dtype
+) -> None:
     model = network(config, seed=1, dtype=dtype)
     text = plain(model, [1, 2, 3])
     for exit, gamma in product((1, 2, 3), (1, 3)):
@@ -94,9 +104,13 @@ def test_a_round_costs_n_times_the_exit_to_draft_and_the_layers_above_for_all(
     rounds = finish(made(network(FIVE, seed=2).session(), warp, exit=exit, gamma=gamma), [1, 2, 3])
     for round in rounds:
         n = len(round.tree.tokens)
-        work = [sum(call.row_layers for call in calls) for calls in (round.draft_calls, round.calls)]
+        work = [
+            sum(call.row_layers for call in calls) for calls in (round.draft_calls, round.calls)
+        ]
         assert work == list(evaluations(n, exit, 5)) == [n * exit, exit + (5 - exit) * (n + 1)]
-        assert [call.rows for call in round.draft_calls] == [1] * n, "one row a guess, the prompt is never read again"
+        assert [call.rows for call in round.draft_calls] == [1] * n, (
+            "one row a guess, the prompt is never read again"
+        )
         assert sum(call.rows for call in round.calls) == n + 1
 
 
@@ -130,13 +144,17 @@ def test_a_refused_guess_leaves_nothing_behind_in_the_early_layers() -> None:
     while not decoder.finished:
         round = decoder.step(Seeded(decoder.rounds))
         refused += bool(round.verdict.refused)
-        assert not session.committed[-1].children, "what hung below the text and was not kept is gone"
+        assert not session.committed[-1].children, (
+            "what hung below the text and was not kept is gone"
+        )
     assert refused > 2
 
 
 def test_guesses_are_drawn_from_the_model_that_is_cut_off_behind_the_exit() -> None:
     model = network(FIVE, seed=3)
-    cut = Model(replace(FIVE, n_layers=2), {k: w for k, w in model.weights.items() if k[0] not in "234"})
+    cut = Model(
+        replace(FIVE, n_layers=2), {k: w for k, w in model.weights.items() if k[0] not in "234"}
+    )
     decoder = made(model.session(), Warp(), exit=2, gamma=3)
     decoder.extend([1, 2, 3])
     for _ in range(4):
@@ -179,7 +197,9 @@ def test_at_the_limit_of_the_context_it_drafts_no_further(left: int) -> None:
 
 
 def test_an_exit_out_of_range_is_named_with_the_range() -> None:
-    with pytest.raises(TinyspecError, match="exit 4 is out of range: model has 3 layers; layerskip takes 1 to 3"):
+    with pytest.raises(
+        TinyspecError, match="exit 4 is out of range: model has 3 layers; layerskip takes 1 to 3"
+    ):
         made(network(LLAMA).session(), exit=4)
     with pytest.raises(TinyspecError, match="exit is -1: it must be at least 0"):
         made(network(LLAMA).session(), exit=-1)
@@ -194,7 +214,10 @@ def test_by_default_a_quarter_of_the_layers_draft() -> None:
 
 def test_generate_takes_it_by_name() -> None:
     model = network(replace(LLAMA, max_positions=40), seed=1, dtype=torch.float32)
-    arms: list[dict[str, Any]] = [{"method": "autoregressive"}, {"method": "layerskip", "exit": 1, "gamma": 2}]
+    arms: list[dict[str, Any]] = [
+        {"method": "autoregressive"},
+        {"method": "layerskip", "exit": 1, "gamma": 2},
+    ]
     texts = [start(model, [1, 2, 3], max_new_tokens=9, temperature=0.0, **arm) for arm in arms]
     assert len({tuple(token for round in text for token in round.tokens) for text in texts}) == 1
 
@@ -211,12 +234,18 @@ def texts(random: torch.Generator, count: int, length: int) -> torch.Tensor:
     ids = torch.randint(12, (count, length), generator=random)
     for at in range(2, length):
         ruled = torch.rand(count, generator=random) < 0.9
-        ids[:, at] = torch.where(ruled, (5 * ids[:, at - 2] + 7 * ids[:, at - 1] + 3) % 12, ids[:, at])
+        ids[:, at] = torch.where(
+            ruled, (5 * ids[:, at - 2] + 7 * ids[:, at - 1] + 3) % 12, ids[:, at]
+        )
     return ids
 
 
 def trained(exits: Exits, steps: int = 90) -> Model:
-    model, course, random = Model.random(TINY, scale=0.1), Course(exits, 4, steps), torch.Generator().manual_seed(1)
+    model, course, random = (
+        Model.random(TINY, scale=0.1),
+        Course(exits, 4, steps),
+        torch.Generator().manual_seed(1),
+    )
     optimizer = torch.optim.AdamW([w.requires_grad_() for w in model.weights.values()], lr=1e-2)
     with torch.random.fork_rng():
         torch.manual_seed(0)

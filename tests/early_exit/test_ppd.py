@@ -36,7 +36,9 @@ GREEDY = Warp(temperature=0.0)
 def made(target: Any, warp: Warp = GREEDY, stop: Stop | None = None, **knobs: Any) -> Decoder:
     ledger = getattr(target, "ledger", None)
     ledger = target.runner.ledger if ledger is None else ledger
-    return CARD.make(Request(target, warp=warp, stop=stop or Stop(max_new_tokens=9), ledger=ledger), **knobs)
+    return CARD.make(
+        Request(target, warp=warp, stop=stop or Stop(max_new_tokens=9), ledger=ledger), **knobs
+    )
 
 
 def finish(decoder: Decoder, prompt: list[int]) -> list[tuple[Call, ...]]:
@@ -70,7 +72,9 @@ def test_the_joint_law_is_the_whole_models(warp: Warp, layer: int, k: int) -> No
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_on_a_transformer_it_is_greedy_decoding_at_every_layer_and_k(config: Any, dtype: torch.dtype) -> None:
+def test_on_a_transformer_it_is_greedy_decoding_at_every_layer_and_k(
+    config: Any, dtype: torch.dtype
+) -> None:
     model = network(config, seed=1, dtype=dtype)
     text = plain(model, [1, 2, 3], n=12)
     for layer, k in product((2, 3), (1, 3, 99)):
@@ -113,10 +117,17 @@ def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tok
     held = data.draw(st.lists(st.booleans(), min_size=tokens - 1, max_size=tokens - 1))
     clock, evaluations, begun = 0, 0, False
     for at in range(tokens):
-        own = [Call("m", 1, layer - begun * (depth - layer), 1)]  # up to the guess; then the branches beside the rest
+        own = [
+            Call("m", 1, layer - begun * (depth - layer), 1)
+        ]  # up to the guess; then the branches beside the rest
         beside = [Call("m", k, k * (depth - layer), 0), Call("m", 1, depth - layer, 1)]
-        calls = own + beside if at + 1 < tokens else [Call("m", 1, depth - begun * (depth - layer), 1)]
-        clock, evaluations = clock + steps(calls), evaluations + sum(call.row_layers for call in calls)
+        calls = (
+            own + beside if at + 1 < tokens else [Call("m", 1, depth - begun * (depth - layer), 1)]
+        )
+        clock, evaluations = (
+            clock + steps(calls),
+            evaluations + sum(call.row_layers for call in calls),
+        )
         begun = at + 1 < tokens and held[at]
     share = Fraction(sum(held), max(tokens - 1, 1))
     assert (clock, evaluations) == expected(depth, layer, k, share, tokens)
@@ -124,7 +135,9 @@ def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tok
 
 @pytest.mark.parametrize(("depth", "layer", "k"), [(3, 2, 1), (4, 2, 2), (6, 4, 1)])
 @pytest.mark.parametrize("warp", [Warp(), Warp(0.5), GREEDY], ids=str)
-def test_over_all_outcomes_the_clock_is_the_theorems(depth: int, layer: int, k: int, warp: Warp) -> None:
+def test_over_all_outcomes_the_clock_is_the_theorems(
+    depth: int, layer: int, k: int, warp: Warp
+) -> None:
     """E[steps] = d l - (l - 1) p (d - dbar), p being the mean chance that the text goes on with a guess; in fractions."""
     model, tokens = TableModel(5, 3, depth, zeros=False), 3
 
@@ -138,7 +151,8 @@ def test_over_all_outcomes_the_clock_is_the_theorems(depth: int, layer: int, k: 
     got = tuple(sum(Fraction(cost[i]) * mass for cost, mass in outcomes) for i in (0, 1))
     texts = Reference(model.row, warp).law(tokens - 1, (0,))
     held = sum(
-        mass * sum(text[at] in guessed(model, (0, *text[:at]), layer, k) for at in range(tokens - 1))
+        mass
+        * sum(text[at] in guessed(model, (0, *text[:at]), layer, k) for at in range(tokens - 1))
         for text, mass in texts.items()
     )
     assert got == expected(depth, layer, k, Fraction(held) / (tokens - 1), tokens)
@@ -152,13 +166,17 @@ def test_more_guesses_never_hold_less_often() -> None:
         decoder = made(model.session(), stop=Stop(max_new_tokens=20), k=k)
         clocks.append(sum(map(steps, finish(decoder, [1, 2]))))
     assert clocks == sorted(clocks, reverse=True)
-    assert clocks[-1] == 20 * 3 - 19  # all tokens are guesses: every one after the first saves d - dbar = 1
+    assert (
+        clocks[-1] == 20 * 3 - 19
+    )  # all tokens are guesses: every one after the first saves d - dbar = 1
 
 
 def test_at_the_last_layer_nothing_is_begun_and_nothing_is_gained() -> None:
     decoder = made(network(LLAMA).session(), layer=3, k=3)
     calls = finish(decoder, [1, 2])
-    assert [[(c.rows, c.row_layers, c.head_rows) for c in round] for round in calls] == [[(1, 3.0, 1)]] * 9
+    assert [[(c.rows, c.row_layers, c.head_rows) for c in round] for round in calls] == [
+        [(1, 3.0, 1)]
+    ] * 9
 
 
 def test_each_round_reads_the_head_twice_and_no_branch_reads_it() -> None:
@@ -177,7 +195,14 @@ def test_threads_change_no_token_and_no_bit(dtype: torch.dtype, temperature: flo
     """Main process and branches at the same time; the ledger's calls of a round may come in another order."""
     model, found = network(LLAMA, seed=4, dtype=dtype), []
     for threads in (False, True):
-        decoder = made(model.session(), Warp(temperature), Stop(max_new_tokens=40), layer=2, k=1, threads=threads)
+        decoder = made(
+            model.session(),
+            Warp(temperature),
+            Stop(max_new_tokens=40),
+            layer=2,
+            k=1,
+            threads=threads,
+        )
         decoder.extend([1, 2])
         shown = []
         while not decoder.finished:
@@ -260,7 +285,17 @@ def test_layers_per_token_count_the_branches() -> None:
 
 
 def test_the_default_layer_is_two_thirds_and_never_below_half() -> None:
-    assert [guessing_layer(0, depth) for depth in (1, 2, 3, 4, 5, 6, 10, 12, 30)] == [1, 1, 2, 3, 3, 4, 7, 8, 20]
+    assert [guessing_layer(0, depth) for depth in (1, 2, 3, 4, 5, 6, 10, 12, 30)] == [
+        1,
+        1,
+        2,
+        3,
+        3,
+        4,
+        7,
+        8,
+        20,
+    ]
     assert all(guessing_layer(0, depth) * 2 >= depth for depth in range(1, 100))
 
 

@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 
-from tinyspec.grade import a1_laws, a1_loop, a1_round, a1_stage, assignments, grading, props_a1, report, starter
+from tinyspec.grade import (
+    a1_laws,
+    a1_loop,
+    a1_round,
+    a1_stage,
+    assignments,
+    grading,
+    props_a1,
+    report,
+    starter,
+)
 from tinyspec.grade.a1 import ASSIGNMENT
 from tinyspec.grade.task import Cases, Task
 from tinyspec.laws.accused import Accused, Evidence
@@ -36,7 +46,12 @@ def loaded() -> ModuleType:
 
 
 reference = loaded()
-warp, acceptance, residual, verify = reference.warp, reference.acceptance, reference.residual, reference.verify
+warp, acceptance, residual, verify = (
+    reference.warp,
+    reference.acceptance,
+    reference.residual,
+    reference.verify,
+)
 
 
 def judged(task: Task, function: Callable[..., Any], cases: Cases = PUBLIC) -> list[Evidence]:
@@ -277,7 +292,9 @@ def evenly(p: Any, q: Any) -> Any:
 
 
 def target_where_left(p: Any, q: Any) -> Any:
-    return normalised([a if a > b else ZERO for a, b in zip(p, q, strict=True)]) if p != q else list(p)
+    return (
+        normalised([a if a > b else ZERO for a, b in zip(p, q, strict=True)]) if p != q else list(p)
+    )
 
 
 def nothing_left(p: Any, q: Any) -> Any:
@@ -297,7 +314,13 @@ def nan_where_equal(p: Any, q: Any) -> Any:
 
 
 def rejecting(
-    p_rows: Any, q_rows: Any, draft: Any, chance: Any, accept: Any = None, recover: Any = None, bonus: Any = None
+    p_rows: Any,
+    q_rows: Any,
+    draft: Any,
+    chance: Any,
+    accept: Any = None,
+    recover: Any = None,
+    bonus: Any = None,
 ) -> Any:
     """The rule, with a part exchanged."""
     for place, token in enumerate(draft):
@@ -359,7 +382,9 @@ def turned_round(p_rows: Any, q_rows: Any, draft: Any, chance: Any) -> Any:
 
 def all_or_nothing(p_rows: Any, q_rows: Any, draft: Any, chance: Any) -> Any:
     """The product of all ratios for the first token."""
-    whole = math.prod((p[x] / q[x] for p, q, x in zip(p_rows, q_rows, draft, strict=False)), start=Fraction(1))
+    whole = math.prod(
+        (p[x] / q[x] for p, q, x in zip(p_rows, q_rows, draft, strict=False)), start=Fraction(1)
+    )
     return rejecting(p_rows, q_rows, draft, chance, accept=lambda i: whole if i == 0 else 1)
 
 
@@ -388,7 +413,9 @@ def recovers_from_the_next_row(p_rows: Any, q_rows: Any, draft: Any, chance: Any
 
 
 def recovers_a_residual_of_the_first(p_rows: Any, q_rows: Any, draft: Any, chance: Any) -> Any:
-    return rejecting(p_rows, q_rows, draft, chance, recover=lambda i: residual(p_rows[0], q_rows[0]))
+    return rejecting(
+        p_rows, q_rows, draft, chance, recover=lambda i: residual(p_rows[0], q_rows[0])
+    )
 
 
 # ---------------------------------------------------------------------- generate
@@ -425,7 +452,9 @@ def looping(
         for _ in range(room(left) if room else min(gamma, left - 1)):
             row = draft.score(read(draft, [*text, *drafted]))[-1]
             q_rows.append(
-                warp(row, *(declared_knobs or knobs)) if declared_knobs else warp(row, *(draft_knobs or knobs))
+                warp(row, *(declared_knobs or knobs))
+                if declared_knobs
+                else warp(row, *(draft_knobs or knobs))
             )
             drafted.append(chance.draw(warp(row, *(draft_knobs or knobs))))
         rows = target.score([*read(target, text), *drafted])[-len(drafted) - 1 :]
@@ -459,7 +488,9 @@ def with_parts(name: str, **parts: Any) -> Callable[..., Any]:
     return exchanged
 
 
-def overshoots(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def overshoots(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     """B30."""
     return looping(target, draft, prompt, n, gamma, eos, knobs, chance, room=lambda left: gamma)
 
@@ -474,7 +505,9 @@ def end_seen_last_in_a_block_only(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
     """B26."""
-    return looping(target, draft, prompt, n, gamma, eos, knobs, chance, cut=lambda tokens, new: tokens)
+    return looping(
+        target, draft, prompt, n, gamma, eos, knobs, chance, cut=lambda tokens, new: tokens
+    )
 
 
 def drafted_end_trusted(
@@ -491,12 +524,16 @@ def drafted_end_trusted(
     return looping(target, draft, prompt, n, gamma, eos, knobs, chance, check=check, ended=ended)
 
 
-def end_not_said(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def end_not_said(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     new = looping(target, draft, prompt, n, gamma, eos, knobs, chance)
     return new[:-1] if new and new[-1] == eos else new
 
 
-def prompt_and_all(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def prompt_and_all(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     return [*prompt, *looping(target, draft, prompt, n, gamma, eos, knobs, chance)]
 
 
@@ -506,7 +543,9 @@ def ends_with_the_prompt(
     return [] if prompt[-1] == eos else looping(target, draft, prompt, n, gamma, eos, knobs, chance)
 
 
-def at_least_one(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def at_least_one(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     return looping(target, draft, prompt, max(n, 1), gamma, eos, knobs, chance)
 
 
@@ -545,12 +584,26 @@ def one_too_far(session: Any, text: Any, drafted: Any) -> None:
     session.rewind(min(len(session), max(0, len(text) - 2)))
 
 
-def plain_decoding(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def plain_decoding(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     return looping(target, draft, prompt, n, 0, eos, knobs, chance)
 
 
-def one_draft_fewer(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
-    return looping(target, draft, prompt, n, gamma, eos, knobs, chance, room=lambda left: min(gamma - 1, left - 1))
+def one_draft_fewer(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
+    return looping(
+        target,
+        draft,
+        prompt,
+        n,
+        gamma,
+        eos,
+        knobs,
+        chance,
+        room=lambda left: min(gamma - 1, left - 1),
+    )
 
 
 def call_for_the_newest(
@@ -580,7 +633,9 @@ def draft_not_warped(
     return looping(target, draft, prompt, n, gamma, eos, knobs, chance, draft_knobs=plain)
 
 
-def declared_raw(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def declared_raw(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     """B4: drawn from the warped row, judged by the raw one."""
     plain = (Fraction(1), None, None)
     return looping(target, draft, prompt, n, gamma, eos, knobs, chance, declared_knobs=plain)
@@ -594,10 +649,23 @@ def target_not_warped(
     return looping(target, draft, prompt, n, gamma, eos, plain, chance, draft_knobs=knobs)
 
 
-def greedy_drafts(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def greedy_drafts(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     """B3: the favourite is drafted, and judged as if it had been drawn."""
     greedy = (ZERO, None, None)
-    return looping(target, draft, prompt, n, gamma, eos, knobs, chance, draft_knobs=greedy, declared_knobs=knobs)
+    return looping(
+        target,
+        draft,
+        prompt,
+        n,
+        gamma,
+        eos,
+        knobs,
+        chance,
+        draft_knobs=greedy,
+        declared_knobs=knobs,
+    )
 
 
 def peeked(session: Any, text: Any) -> Any:
@@ -616,13 +684,18 @@ class Peeked:
 
     def score(self, tokens: Any) -> Any:
         self.read += tokens
-        return [peeked(self.session, self.read[: at + 1]) for at in range(len(self.read) - len(tokens), len(self.read))]
+        return [
+            peeked(self.session, self.read[: at + 1])
+            for at in range(len(self.read) - len(tokens), len(self.read))
+        ]
 
     def rewind(self, length: int) -> None:
         del self.read[length:]
 
 
-def nobody_called(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def nobody_called(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     """Plain decoding of rows that no call returned: every law of the caches and the calls holds of no calls."""
     return looping(Peeked(target), draft, prompt, n, 0, eos, knobs, chance)
 
@@ -643,7 +716,9 @@ def draft_never_called(
     return looping(target, Peeked(draft), prompt, n, gamma, eos, knobs, chance)
 
 
-def drafts_too_many(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def drafts_too_many(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     """Fewer calls than the rule needs, of longer drafts than were asked for."""
     return looping(target, draft, prompt, n, gamma + 1, eos, knobs, chance)
 
@@ -686,19 +761,34 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     *(("warp", f, a1_laws.A_LAW) for f in (not_normalised, no_row, numbers_as_text)),
     *(
         ("warp", f, a1_laws.TEMPERATURE)
-        for f in (whole_weights, colder_is_warmer, all_greatest_at_zero, last_greatest_at_zero, temperature_off_at_zero)
+        for f in (
+            whole_weights,
+            colder_is_warmer,
+            all_greatest_at_zero,
+            last_greatest_at_zero,
+            temperature_off_at_zero,
+        )
     ),
     *(("warp", f, a1_laws.TOP_K) for f in (ties_stay, one_too_few, ties_from_behind)),
-    *(("warp", f, a1_laws.TOP_P) for f in (crossing_one_left_out, more_than_it_takes, whoever_has_top_p)),
+    *(
+        ("warp", f, a1_laws.TOP_P)
+        for f in (crossing_one_left_out, more_than_it_takes, whoever_has_top_p)
+    ),
     *(("warp", f, a1_laws.ORDER) for f in (top_p_first, temperature_last, share_of_all)),
     *(("acceptance", f, a1_laws.PROBABILITY) for f in (may_exceed_one, yes_or_no, a_difference)),
     *(("acceptance", f, a1_laws.OVER) for f in (swapped, only_p, always, a_little_more, root)),
     ("acceptance", the_smaller_by_the_greater, a1_laws.UNDER),
     *(("residual", f, a1_laws.REST) for f in (left_unnormalised, negatives_stay)),
-    *(("residual", f, a1_laws.BEYOND) for f in (target_again, absolute, softmaxed, draft_beyond_target)),
+    *(
+        ("residual", f, a1_laws.BEYOND)
+        for f in (target_again, absolute, softmaxed, draft_beyond_target)
+    ),
     *(("residual", f, a1_laws.WHOLE) for f in (likeliest_left, evenly, target_where_left)),
     *(("residual", f, a1_laws.EQUAL) for f in (nothing_left, even_where_equal, nan_where_equal)),
-    *(("verify", f, a1_round.TOKENS) for f in (two_more, nothing_recovered, skips_refused, the_last_alone)),
+    *(
+        ("verify", f, a1_round.TOKENS)
+        for f in (two_more, nothing_recovered, skips_refused, the_last_alone)
+    ),
     *(("verify", f, a1_round.BONUS) for f in (no_bonus, bonus_of_the_draft, bonus_a_row_early)),
     *(
         ("verify", f, a1_round.KEPT)
@@ -706,7 +796,11 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ),
     *(
         ("verify", f, a1_round.JOINT)
-        for f in (recovers_from_the_target, recovers_from_the_next_row, recovers_a_residual_of_the_first)
+        for f in (
+            recovers_from_the_target,
+            recovers_from_the_next_row,
+            recovers_a_residual_of_the_first,
+        )
     ),
     *(
         ("generate", f, a1_stage.STOPS)
@@ -723,7 +817,12 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ),
     *(
         ("generate", f, a1_loop.JOINT)
-        for f in (with_parts("never_rewound", clean=never, read=newest), declared_raw, target_not_warped, greedy_drafts)
+        for f in (
+            with_parts("never_rewound", clean=never, read=newest),
+            declared_raw,
+            target_not_warped,
+            greedy_drafts,
+        )
     ),
     *(
         ("generate", f, a1_loop.CACHES)
@@ -747,13 +846,23 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ),
     *(
         ("generate", f, a1_loop.CALLS)
-        for f in (plain_decoding, one_draft_fewer, call_for_the_newest, draft_not_warped, drafts_what_the_target_says)
+        for f in (
+            plain_decoding,
+            one_draft_fewer,
+            call_for_the_newest,
+            draft_not_warped,
+            drafts_what_the_target_says,
+        )
     ),
 ]
 
 
-@pytest.mark.parametrize(("task", "function", "law"), WRONG, ids=lambda value: getattr(value, "__name__", None))
-def test_a_mistake_breaks_the_law_meant_for_it(task: str, function: Callable[..., Any], law: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "function", "law"), WRONG, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_a_mistake_breaks_the_law_meant_for_it(
+    task: str, function: Callable[..., Any], law: str
+) -> None:
     with pytest.raises(Accused) as accused:
         judged(TASKS[task], function)
     assert accused.value.counterexample.law == law
@@ -776,7 +885,9 @@ def test_the_page_for_instructors_names_patterns_that_can_be_reached() -> None:
     ):
         verdicts = grading.judge(TASKS[name], function).verdicts
         numbers = {
-            status: ", ".join(str(at) for at, verdict in enumerate(verdicts, 1) if verdict.status == status)
+            status: ", ".join(
+                str(at) for at, verdict in enumerate(verdicts, 1) if verdict.status == status
+            )
             for status in ("holds", "broken")
         }
         assert f"| `{name}` | {numbers['holds']} | {numbers['broken']} |" in page
@@ -798,7 +909,10 @@ def test_the_starter_fails_every_task_and_leaks_nothing(folder: Path) -> None:
     exec(compile(text, "submission.py", "exec"), names)
     for task in ASSIGNMENT.tasks:
         result = grading.judge(task, names[task.name])
-        assert result.score == 0 and f"{task.title.split()[0]} {task.name}: write me" in result.sentence
+        assert (
+            result.score == 0
+            and f"{task.title.split()[0]} {task.name}: write me" in result.sentence
+        )
     solution = (FOLDER / "reference.py").read_text(encoding="utf-8")
     assert not starter.leaks(starter.solution_lines(solution), text)
     assert text.count("write me") == 5 and text.count(">>>") == solution.count(">>>")
@@ -815,13 +929,15 @@ def test_a_half_solved_submission_is_told_its_smallest_case(folder: Path) -> Non
     text = (FOLDER / "reference.py").read_text(encoding="utf-8")
     wrong = text.replace("return [x / mass for x in left] if mass else list(p)", "return list(p)")
     wrong = wrong.replace(
-        "text, end = list(prompt), len(prompt) + n", "raise NotImplementedError('A1.5 generate: write me')"
+        "text, end = list(prompt), len(prompt) + n",
+        "raise NotImplementedError('A1.5 generate: write me')",
     )
     assert wrong != text
     (folder / "submission.py").write_text(wrong, encoding="utf-8")
     handout = (folder / "handout.md").read_text(encoding="utf-8")
     results = {
-        task: grading.grade(ASSIGNMENT, folder, only=task).results[0] for task in ("acceptance", "residual", "generate")
+        task: grading.grade(ASSIGNMENT, folder, only=task).results[0]
+        for task in ("acceptance", "residual", "generate")
     }
     assert [result.score for result in results.values()] == [10, 4, 0]
     assert "\n".join(report.details(results["residual"])) in handout
@@ -848,11 +964,19 @@ def test_the_handouts_table_and_points() -> None:
         assert f"| {name} | {' | '.join(map(str, row))} |" in handout
     refused = 1 - sum(kept)
     assert f"alpha = {1 - refused}$" in handout and f"rejected: {refused}" in handout
-    said = [f"{a} + {refused} · {r} = {a + refused * r}" for a, r in zip(kept, residual(p, q), strict=True) if r]
+    said = [
+        f"{a} + {refused} · {r} = {a + refused * r}"
+        for a, r in zip(kept, residual(p, q), strict=True)
+        if r
+    ]
     assert all(line in handout for line in said) and len(said) == 2
     weights = [Fraction(x) for x in (3, 1, 2)]
     assert warp(weights, Fraction(1), 2, Fraction(3, 5)) == [1, 0, 0]
-    assert top_p_first(weights, Fraction(1), 2, Fraction(3, 5)) == [Fraction(3, 5), 0, Fraction(2, 5)]
+    assert top_p_first(weights, Fraction(1), 2, Fraction(3, 5)) == [
+        Fraction(3, 5),
+        0,
+        Fraction(2, 5),
+    ]
 
 
 def test_the_handouts_two_rounds() -> None:
@@ -863,31 +987,48 @@ def test_the_handouts_two_rounds() -> None:
 
     target = props_a1.Session(says(The="cat", cat="ran", ran="away", away="fast"), "last")
     draft = props_a1.Session(says(The="cat", cat="sat", ran="away", away="fast"), "last")
-    new = reference.generate(target, draft, [0], 5, 2, None, (Fraction(1), None, None), reference.Dice(0))
+    new = reference.generate(
+        target, draft, [0], 5, 2, None, (Fraction(1), None, None), reference.Dice(0)
+    )
     spelled = lambda tokens: " ".join(words[token] for token in tokens)  # noqa: E731
     assert spelled(new) == "cat ran away fast ."
-    asked = [(spelled(before), spelled(tokens)) for what, before, tokens in target.trace if what == "score"]
+    asked = [
+        (spelled(before), spelled(tokens))
+        for what, before, tokens in target.trace
+        if what == "score"
+    ]
     assert asked == [("", "The cat sat"), ("The cat", "ran away fast")]
     handout = (FOLDER / "handout.md").read_text(encoding="utf-8")
     assert all(f"target.score({tokens})" in handout for _, tokens in asked)
     caches = [spelled(session._cache) for session in (target, draft)]
-    assert caches == ["The cat ran away fast", "The cat ran away"] and f"{caches[0]}       {caches[1]}   " in handout
+    assert (
+        caches == ["The cat ran away fast", "The cat ran away"]
+        and f"{caches[0]}       {caches[1]}   " in handout
+    )
 
 
 # ---------------------------------------------------------------------- the session
 
 
-def cut_late(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def cut_late(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     """Drafts gamma tokens in every round, and cuts what is too much."""
 
     def cut(tokens: Any, new: Any) -> Any:
         tokens = tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
         return tokens[: n - len(new)]
 
-    return tuple(looping(target, draft, prompt, n, gamma, eos, knobs, chance, room=lambda left: gamma, cut=cut))
+    return tuple(
+        looping(
+            target, draft, prompt, n, gamma, eos, knobs, chance, room=lambda left: gamma, cut=cut
+        )
+    )
 
 
-def rewound_early(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any) -> Any:
+def rewound_early(
+    target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
+) -> Any:
     """Rewinds before a round, the draft reads all that it drafted, and drafting ends with the end token."""
     text = list(prompt)
     while len(text) < len(prompt) + n and (text[-1] != eos or len(text) == len(prompt)):
@@ -901,7 +1042,9 @@ def rewound_early(target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos:
             drafted.append(chance.draw(q_rows[-1]))
             rows = draft.score(drafted[-1:])
         rows = target.score(text[len(target) :] + drafted)
-        tokens = verify([warp(row, *knobs) for row in rows[-len(drafted) - 1 :]], q_rows, drafted, chance)
+        tokens = verify(
+            [warp(row, *knobs) for row in rows[-len(drafted) - 1 :]], q_rows, drafted, chance
+        )
         text += tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
     return text[len(prompt) :]
 
@@ -914,7 +1057,10 @@ def test_other_right_ways_are_right(function: Callable[..., Any]) -> None:
 def test_floats_may_be_calculated_with() -> None:
     judged(TASKS["warp"], lambda *args: [float(x) for x in warp(*args)])
     judged(TASKS["residual"], lambda p, q: [float(x) for x in residual(p, q)])
-    judged(TASKS["acceptance"], lambda p, q, token: float(p[token]) / float(q[token]) if p[token] < q[token] else 1.0)
+    judged(
+        TASKS["acceptance"],
+        lambda p, q, token: float(p[token]) / float(q[token]) if p[token] < q[token] else 1.0,
+    )
 
 
 def test_a_session_says_the_rows_of_its_model() -> None:
@@ -929,7 +1075,14 @@ def test_a_session_says_the_rows_of_its_model() -> None:
 
 def test_a_session_shows_what_the_handout_names_and_nothing_else() -> None:
     session = props_a1.Session([[Fraction(1), Fraction(1)]])
-    assert {name for name in dir(session) if name[0] != "_"} == {"score", "rewind", "trace", "note", "plain", "make"}
+    assert {name for name in dir(session) if name[0] != "_"} == {
+        "score",
+        "rewind",
+        "trace",
+        "note",
+        "plain",
+        "make",
+    }
 
 
 @pytest.mark.parametrize("row", [[False, True], [math.nan, math.nan]])

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from tinyspec.grade import a2_siblings, a2_trees, a2_trie, a2_walk, assignments, grading, props_a2, report
+from tinyspec.grade import (
+    a2_siblings,
+    a2_trees,
+    a2_trie,
+    a2_walk,
+    assignments,
+    grading,
+    props_a2,
+    report,
+)
 from tinyspec.grade.a2 import ASSIGNMENT
 from tinyspec.grade.a2_siblings import LAW
 from tinyspec.grade.props_a2 import TreeSession
@@ -34,7 +43,11 @@ def loaded() -> Any:
 REFERENCE = loaded()
 
 
-def accused(name: str, function: Callable[..., Any], cases: Cases = Cases()) -> Counterexample | None:  # noqa: B008
+def accused(
+    name: str,
+    function: Callable[..., Any],
+    cases: Cases = Cases(),  # noqa: B008
+) -> Counterexample | None:
     """What the first law that a function breaks says of it."""
     for law in TASKS[name].laws:
         try:
@@ -76,7 +89,13 @@ def test_what_is_not_written_holds_no_law(name: str) -> None:
 
 
 def test_other_cases_are_other_cases() -> None:
-    for draws in (a2_trees.trees, a2_trees.drafts, a2_siblings.drafts, a2_walk.cases_of, a2_trie.operations):
+    for draws in (
+        a2_trees.trees,
+        a2_trees.drafts,
+        a2_siblings.drafts,
+        a2_walk.cases_of,
+        a2_trie.operations,
+    ):
         public, again, final = (list(draws(cases)) for cases in (Cases(), Cases(), Cases(1, 10)))
         assert public == again
         assert public != final[: len(public)]
@@ -99,9 +118,13 @@ HANDOUT = (FOLDER / "handout.md").read_text(encoding="utf-8")
 
 def test_the_hand_out_has_the_tasks_and_their_points() -> None:
     rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in HANDOUT.splitlines() if line.startswith("| A2.")
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in HANDOUT.splitlines()
+        if line.startswith("| A2.")
     ]
-    assert [(row[0], int(row[2])) for row in rows] == [(task.title, task.points) for task in ASSIGNMENT.tasks]
+    assert [(row[0], int(row[2])) for row in rows] == [
+        (task.title, task.points) for task in ASSIGNMENT.tasks
+    ]
     assert all(f"{task.name}(" in row[1] for row, task in zip(rows, ASSIGNMENT.tasks, strict=True))
 
 
@@ -118,7 +141,10 @@ def test_the_examples_by_hand() -> None:
     assert [a2_siblings.rule(p, q, k) for k in (1, 2)] == [Fraction(2, 3), Fraction(11, 12)]
     said = a2_siblings.said(LAW, REFERENCE.siblings, p, q, 2)
     assert sum(
-        x for outcomes in said.values() for (place, token), x in outcomes.items() if (place, token) == (1, 2)
+        x
+        for outcomes in said.values()
+        for (place, token), x in outcomes.items()
+        if (place, token) == (1, 2)
     ) == Fraction(1, 12)
     trie = REFERENCE.Trie(4)
     trie.insert([1, 2, 3, 1, 2, 5, 1, 2, 5])
@@ -129,7 +155,9 @@ def test_the_examples_by_hand() -> None:
 
 
 def test_the_reference_through_the_child_process(tmp_path: Path) -> None:
-    (tmp_path / "submission.py").write_text((FOLDER / "reference.py").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "submission.py").write_text(
+        (FOLDER / "reference.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
     graded = grading.grade(ASSIGNMENT, tmp_path)
     assert graded.score == graded.max_score == 100, graded.problem
 
@@ -138,12 +166,19 @@ def test_half_of_it_through_the_child_process(tmp_path: Path) -> None:
     """A forgotten renormalisation, told as the hand-out tells it; what stands on it is judged with the reference's."""
     text = (FOLDER / "reference.py").read_text(encoding="utf-8")
     wrong = text.replace(
-        "q = scaled([x * (i != token) for i, x in enumerate(q)])", "q = [x * (i != token) for i, x in enumerate(q)]"
+        "q = scaled([x * (i != token) for i, x in enumerate(q)])",
+        "q = [x * (i != token) for i, x in enumerate(q)]",
     )
-    wrong = wrong.replace("row[committed + node] = True", 'raise NotImplementedError("A2.2 mask: write me")')
+    wrong = wrong.replace(
+        "row[committed + node] = True", 'raise NotImplementedError("A2.2 mask: write me")'
+    )
     assert wrong.count("write me") == 1 and "scaled([x * (i" not in wrong
     (tmp_path / "submission.py").write_text(wrong, encoding="utf-8")
-    results = {name: grading.grade(ASSIGNMENT, tmp_path, only=name).results[0] for name in TASKS if name != "answers"}
+    results = {
+        name: grading.grade(ASSIGNMENT, tmp_path, only=name).results[0]
+        for name in TASKS
+        if name != "answers"
+    }
     assert {name: result.score for name, result in results.items()} == {
         "positions": 10,
         "mask": 0,
@@ -153,7 +188,9 @@ def test_half_of_it_through_the_child_process(tmp_path: Path) -> None:
     }
     assert "\n".join(report.details(results["siblings"])) in HANDOUT
     assert "not written yet" in results["mask"].sentence
-    assert results["score"].helpers == ["positions", "mask"] and results["walk"].helpers == ["siblings"]
+    assert results["score"].helpers == ["positions", "mask"] and results["walk"].helpers == [
+        "siblings"
+    ]
 
 
 # ---------------------------------------------------------------------- positions
@@ -212,7 +249,9 @@ def from_rule(rule: Callable[[list[int], int, int], bool]) -> Callable[..., Any]
 
     def mask(parents: list[int], committed: int) -> list[list[bool]]:
         nodes = range(len(parents))
-        return [[True] * committed + [rule(parents, node, other) for other in nodes] for node in nodes]
+        return [
+            [True] * committed + [rule(parents, node, other) for other in nodes] for node in nodes
+        ]
 
     return mask
 
@@ -258,7 +297,10 @@ def test_a_mask_of_a_few_levels(levels: int) -> None:
 
 
 def test_a_mask_of_ones_and_zeros_will_do() -> None:
-    assert accused("mask", lambda *given: [list(map(int, row)) for row in REFERENCE.mask(*given)]) is None
+    assert (
+        accused("mask", lambda *given: [list(map(int, row)) for row in REFERENCE.mask(*given)])
+        is None
+    )
 
 
 def test_a_wrong_mask_is_told_in_words() -> None:
@@ -274,7 +316,10 @@ def test_a_wrong_mask_is_told_in_words() -> None:
 
 
 def scored(
-    positions: Callable[..., Any], mask: Callable[..., Any], back: int = 1, merge: Any = lambda up, token, node: node
+    positions: Callable[..., Any],
+    mask: Callable[..., Any],
+    back: int = 1,
+    merge: Any = lambda up, token, node: node,
 ) -> Callable[..., Any]:
     """A way to score a tree, with its parts exchanged."""
 
@@ -290,7 +335,9 @@ def scored(
             place.append(found[key])
         read = len(session.text) - back
         rows = session.score(
-            fed, positions(over, read), [row[-(len(session.text) - 1 + len(fed)) :] for row in mask(over, read)]
+            fed,
+            positions(over, read),
+            [row[-(len(session.text) - 1 + len(fed)) :] for row in mask(over, read)],
         )
         return [rows[0], *(rows[at] for at in place)]
 
@@ -299,9 +346,9 @@ def scored(
 
 def equal_siblings_merged(session: Any, tokens: list[int], parents: list[int]) -> Any:
     """Merges equal tokens with one parent; what stands below two equal siblings is fed twice."""
-    return scored(REFERENCE.positions, REFERENCE.mask, merge=lambda up, token, node: (parents[node], token))(
-        session, tokens, parents
-    )
+    return scored(
+        REFERENCE.positions, REFERENCE.mask, merge=lambda up, token, node: (parents[node], token)
+    )(session, tokens, parents)
 
 
 def path_by_path(session: Any, tokens: list[int], parents: list[int]) -> Any:
@@ -310,7 +357,9 @@ def path_by_path(session: Any, tokens: list[int], parents: list[int]) -> Any:
     for end in range(ROOT, len(tokens)):
         fed = [session.text[-1], *(tokens[node] for node in a2_trees.path(parents, end))]
         chain, read = list(range(-1, len(fed) - 1)), len(session.text) - 1
-        rows.append(session.score(fed, REFERENCE.positions(chain, read), REFERENCE.mask(chain, read))[-1])
+        rows.append(
+            session.score(fed, REFERENCE.positions(chain, read), REFERENCE.mask(chain, read))[-1]
+        )
     return rows
 
 
@@ -352,7 +401,9 @@ def test_wrong_scores(name: str) -> None:
 
 def rounded(digits: int) -> Callable[..., Any]:
     """The right rows, as floats of so many digits."""
-    return lambda *given: [[round(float(x), digits) for x in row] for row in REFERENCE.score(*given)]
+    return lambda *given: [
+        [round(float(x), digits) for x in row] for row in REFERENCE.score(*given)
+    ]
 
 
 def test_rows_in_floats_are_judged_to_nine_digits() -> None:
@@ -545,13 +596,17 @@ def walked(
     return walk
 
 
-def bonus_everywhere(tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any) -> Any:
+def bonus_everywhere(
+    tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any
+) -> Any:
     """Draws its last token from p, whatever was refused."""
     path, _ = REFERENCE.walk(tokens, parents, p_rows, q_rows, chance)
     return path, chance.draw(p_rows[path[-1] + 1 if path else 0])
 
 
-def branch_by_branch(tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any) -> Any:
+def branch_by_branch(
+    tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any
+) -> Any:
     """Tries every path from the root by itself, and takes the longest."""
     best: list[int] = []
     for end in range(len(tokens)):
@@ -577,7 +632,9 @@ def next_to_it(parents: list[int], here: int) -> list[int]:
     return found
 
 
-def points_at_the_root_alone(tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any) -> Any:
+def points_at_the_root_alone(
+    tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any
+) -> Any:
     """Takes a node without a draft's law for one without children."""
 
     def of(parents: list[int], here: int) -> list[int]:
@@ -658,12 +715,16 @@ class Runs:
 
     def retrieve(self, context: list[int], budget: int) -> Any:
         chosen = self.chosen(self.paths(context), budget)
-        return [path[-1] for path in chosen], [chosen.index(p[:-1]) if len(p) > 1 else ROOT for p in chosen]
+        return [path[-1] for path in chosen], [
+            chosen.index(p[:-1]) if len(p) > 1 else ROOT for p in chosen
+        ]
 
     @classmethod
     def answers(cls, depth: int, operations: list[Any]) -> Any:
         trie = cls(depth)
-        return [trie.insert(*x) if what == "insert" else trie.retrieve(*x) for what, *x in operations]  # type: ignore[func-returns-value]
+        return [
+            trie.insert(*x) if what == "insert" else trie.retrieve(*x) for what, *x in operations
+        ]  # type: ignore[func-returns-value]
 
 
 class ShortestFirst(Runs):
@@ -687,7 +748,9 @@ class NewestText(Runs):
 
 class LargerFirst(Runs):
     def chosen(self, paths: dict[tuple[int, ...], int], budget: int) -> list[tuple[int, ...]]:
-        return sorted(paths, key=lambda path: (-paths[path], len(path), [-token for token in path]))[:budget]
+        return sorted(
+            paths, key=lambda path: (-paths[path], len(path), [-token for token in path])
+        )[:budget]
 
 
 class LevelByLevel(Runs):
@@ -737,7 +800,9 @@ class DeepestFirst(Runs):
     def retrieve(self, context: list[int], budget: int) -> Any:
         tokens, parents = super().retrieve(context, budget)
         n = len(tokens)
-        return tokens[::-1], [ROOT if parent == ROOT else n - 1 - parent for parent in parents[::-1]]
+        return tokens[::-1], [
+            ROOT if parent == ROOT else n - 1 - parent for parent in parents[::-1]
+        ]
 
 
 class Strands(Runs):
@@ -776,7 +841,9 @@ def test_another_way_to_the_same_answers() -> None:
     assert accused("answers", Runs.answers) is None
 
 
-@pytest.mark.parametrize(("law", "wrong"), [(law, wrong) for law, many in WRONG_TRIES.items() for wrong in many])
+@pytest.mark.parametrize(
+    ("law", "wrong"), [(law, wrong) for law, many in WRONG_TRIES.items() for wrong in many]
+)
 def test_wrong_tries(law: str, wrong: type[Runs]) -> None:
     said = accused("answers", wrong.answers)
     assert said is not None

@@ -58,7 +58,9 @@ def test_a_hundred_points() -> None:
 def test_the_examples_in_the_docstrings_and_the_hand_out() -> None:
     assert doctest.testmod(REFERENCE).attempted > 10 and not doctest.testmod(REFERENCE).failed
     names = {**vars(REFERENCE), "LayeredModel": LayeredModel}
-    tried = doctest.testfile(str(FOLDER / "handout.md"), module_relative=False, globs=names, encoding="utf-8")
+    tried = doctest.testfile(
+        str(FOLDER / "handout.md"), module_relative=False, globs=names, encoding="utf-8"
+    )
     assert tried.attempted == 3 and not tried.failed
 
 
@@ -66,12 +68,21 @@ def test_the_hand_out_s_sums() -> None:
     model = LayeredModel(seed=0, depth=3)
     assert REFERENCE.decode_recomputing(model, [0], 2, Fraction(1, 4)) == ([2, 1], [1, 3])
     ran = [event[1:] for event in model.trace if event[0] == "run"]
-    assert ran[:2] == [(1, 0, 1, 6), (2, 0, 6, 41)] and [event[-1] for event in ran[3:]] == [0, 13, 65]
+    assert ran[:2] == [(1, 0, 1, 6), (2, 0, 6, 41)] and [event[-1] for event in ran[3:]] == [
+        0,
+        13,
+        65,
+    ]
     copied = LayeredModel(seed=0, depth=3)
     REFERENCE.decode(copied, [0], 2, Fraction(1, 4))
     stored = {event[1:3]: event[3] for event in copied.trace if event[0] == "store"}
     assert (stored[1, 0], stored[2, 0], stored[3, 0], stored[3, 1]) == (2, 18, 24, 53)
-    assert [event[-1] for event in copied.trace if event[0] == "run"] == [6, 0, 13, 32]  # four layers
+    assert [event[-1] for event in copied.trace if event[0] == "run"] == [
+        6,
+        0,
+        13,
+        32,
+    ]  # four layers
     weights = {6: (1, 1, 4), 32: (1, 4, 8), 65: (1, 8, 7)}
     assert all(model.row(h) == [Fraction(w, sum(row)) for w in row] for h, row in weights.items())
     assert [REFERENCE.softmax_response(model.row(h)) for h in (6, 0, 13)] == [
@@ -79,15 +90,23 @@ def test_the_hand_out_s_sums() -> None:
         Fraction(2, 9),
         Fraction(2, 11),
     ]
-    assert [REFERENCE.p_value(k, 5, Fraction(1, 2)) for k in (0, 1)] == [Fraction(1, 32), Fraction(6, 32)]
+    assert [REFERENCE.p_value(k, 5, Fraction(1, 2)) for k in (0, 1)] == [
+        Fraction(1, 32),
+        Fraction(6, 32),
+    ]
     p_values = [Fraction(1, 32), Fraction(1, 32), Fraction(6, 32), Fraction(1, 32)]
     assert REFERENCE.calibrate([0.9, 0.8, 0.7, 0.6], p_values, SURE) == 0.8
     counting = CountedModel("counting", vocabulary=5)
     REFERENCE.jacobi(counting, [1], 3, 3)
     assert [said for _, _, said in counting.trace] == [[2, 1, 1], [2, 3, 2], [2, 3, 4]]
-    lower, higher = (REFERENCE.decode(LayeredModel(8, 3), [2], 3, at)[1] for at in (Fraction(1, 4), Fraction(1, 3)))
+    lower, higher = (
+        REFERENCE.decode(LayeredModel(8, 3), [2], 3, at)[1]
+        for at in (Fraction(1, 4), Fraction(1, 3))
+    )
     assert sum(lower) > sum(higher)  # question 2
-    for seed, threshold in itertools.product(range(5), (Fraction(1, 10), Fraction(1, 4))):  # question 1
+    for seed, threshold in itertools.product(
+        range(5), (Fraction(1, 10), Fraction(1, 4))
+    ):  # question 1
         texts = [
             function(LayeredModel(seed, 2), [0, 1], 4, threshold)
             for function in (REFERENCE.decode, REFERENCE.decode_recomputing)
@@ -144,9 +163,14 @@ def cosine(state: Any, below: Any) -> float:
 
 
 SATURATIONS: dict[str, tuple[Callable[..., Any], str]] = {
-    "no division": (lambda a, b: max(0, sum(x * y for x, y in zip(a, b, strict=True))), a3_laws.COSINE),
+    "no division": (
+        lambda a, b: max(0, sum(x * y for x, y in zip(a, b, strict=True))),
+        a3_laws.COSINE,
+    ),
     "divided by one length": (
-        lambda a, b: max(0.0, sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*b) or 1)),
+        lambda a, b: max(
+            0.0, sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*b) or 1)
+        ),
         a3_laws.COSINE,
     ),
     "divided by the squares": (
@@ -158,7 +182,10 @@ SATURATIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "three entries alone": (lambda a, b: max(0.0, cosine(a[:3], b[:3])), a3_laws.COSINE),
     "not cut at 0": (cosine, a3_laws.RANGE),
     "without its sign": (lambda a, b: abs(cosine(a, b)), a3_laws.RANGE),
-    "all zeros are sure": (lambda a, b: max(0.0, cosine(a, b)) if any(a) and any(b) else 1.0, a3_laws.RANGE),
+    "all zeros are sure": (
+        lambda a, b: max(0.0, cosine(a, b)) if any(a) and any(b) else 1.0,
+        a3_laws.RANGE,
+    ),
 }
 
 
@@ -200,7 +227,11 @@ EXITS: dict[str, tuple[Callable[..., Any], str]] = {
     "leaves where it is not sure": (exits(reaches=lambda c, due: bool(c < due)), a3_laws.FIRST),
     "no decay": (exits(lambda threshold, *place: min(1.0, threshold)), a3_laws.DECAY),
     "the form of the published code": (
-        exits(lambda threshold, step, limit, tau: min(1.0, threshold * (0.9 + 0.1 * math.exp(-tau * step / limit)))),
+        exits(
+            lambda threshold, step, limit, tau: min(
+                1.0, threshold * (0.9 + 0.1 * math.exp(-tau * step / limit))
+            )
+        ),
         a3_laws.DECAY,
     ),
     "rises": (
@@ -212,17 +243,27 @@ EXITS: dict[str, tuple[Callable[..., Any], str]] = {
         a3_laws.DECAY,
     ),
     "does not know the limit": (
-        exits(lambda threshold, step, limit, tau: min(1.0, 0.9 * threshold + 0.1 * math.exp(-tau * step))),
+        exits(
+            lambda threshold, step, limit, tau: min(
+                1.0, 0.9 * threshold + 0.1 * math.exp(-tau * step)
+            )
+        ),
         a3_laws.DECAY,
     ),
     "counts from 1": (
         exits(
-            lambda threshold, step, limit, tau: min(1.0, 0.9 * threshold + 0.1 * math.exp(-tau * (step - 1) / limit))
+            lambda threshold, step, limit, tau: min(
+                1.0, 0.9 * threshold + 0.1 * math.exp(-tau * (step - 1) / limit)
+            )
         ),
         a3_laws.DECAY,
     ),
     "lambda is cut": (
-        exits(lambda threshold, step, limit, tau: 0.9 * min(threshold, 1) + 0.1 * math.exp(-tau * step / limit)),
+        exits(
+            lambda threshold, step, limit, tau: (
+                0.9 * min(threshold, 1) + 0.1 * math.exp(-tau * step / limit)
+            )
+        ),
         a3_laws.CUT,
     ),
     "1 for every lambda above 1": (
@@ -235,7 +276,11 @@ EXITS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "inf is cut to 1": (exits(never=False), a3_laws.CUT),
     "not cut": (
-        exits(lambda threshold, step, limit, tau: 0.9 * threshold + 0.1 * math.exp(-tau * step / limit)),
+        exits(
+            lambda threshold, step, limit, tau: (
+                0.9 * threshold + 0.1 * math.exp(-tau * step / limit)
+            )
+        ),
         a3_laws.CUT,
     ),
 }
@@ -262,7 +307,9 @@ class Decoding:
     prompt_leaves = False
     tops = False  # whether the last layer is asked, and left out of the count
 
-    def __call__(self, model: Any, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+    def __call__(
+        self, model: Any, prompt: list[int], n: int, threshold: Any
+    ) -> tuple[list[int], list[int]]:
         self.model, self.threshold = model, threshold
         tokens, layers = list[int](), list[int]()
         text = list(prompt)
@@ -272,7 +319,11 @@ class Decoding:
             if not self.recompute or position < len(prompt) - 2 + n or self.runs_the_last():
                 self.fill(position, state, left)
             if new:
-                text.append(self.word(position, state)), tokens.append(text[-1]), layers.append(left)
+                (
+                    text.append(self.word(position, state)),
+                    tokens.append(text[-1]),
+                    layers.append(left),
+                )
         return tokens, layers
 
     def runs_the_last(self) -> bool:
@@ -453,19 +504,25 @@ class TheFirstNeverLeaves(Decoding):
         may, self.seen = may and self.seen, may
         return super().token(position, token, may)
 
-    def __call__(self, model: Any, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+    def __call__(
+        self, model: Any, prompt: list[int], n: int, threshold: Any
+    ) -> tuple[list[int], list[int]]:
         self.seen = False
         return super().__call__(model, prompt, n, threshold)
 
 
 class LayersFromZero(Decoding):
-    def __call__(self, model: Any, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+    def __call__(
+        self, model: Any, prompt: list[int], n: int, threshold: Any
+    ) -> tuple[list[int], list[int]]:
         tokens, layers = super().__call__(model, prompt, n, threshold)
         return tokens, [layer - 1 for layer in layers]
 
 
 class OneTokenTooMany(Decoding):
-    def __call__(self, model: Any, prompt: list[int], n: int, threshold: Any) -> tuple[list[int], list[int]]:
+    def __call__(
+        self, model: Any, prompt: list[int], n: int, threshold: Any
+    ) -> tuple[list[int], list[int]]:
         return super().__call__(model, prompt, n + 1, threshold)
 
 
@@ -519,7 +576,10 @@ def test_wrong_recomputations(wrong: type[Decoding]) -> None:
 def test_a_hole_is_told_with_layer_and_position() -> None:
     with pytest.raises(Accused) as told:
         TASKS["decode"].laws[0](NothingIsFilled(), Cases())
-    assert told.value.counterexample.got == "layer 2, run at position 1, read position 0, where nothing was stored"
+    assert (
+        told.value.counterexample.got
+        == "layer 2, run at position 1, read position 0, where nothing was stored"
+    )
     assert told.value.counterexample.case["prompt"] and told.value.counterexample.case["n"] == 2
 
 
@@ -539,7 +599,10 @@ P_VALUES: dict[str, tuple[Callable[..., Any], str]] = {
         lambda k, n, d: sum(d**i * (1 - d) ** (n - i) for i in range(k + 1)),
         calibration_laws.SUPER,
     ),
-    "Hoeffding's": (lambda k, n, d: Fraction(math.exp(-2 * n * max(0.0, float(d) - k / n) ** 2)), a3_calibration.TAIL),
+    "Hoeffding's": (
+        lambda k, n, d: Fraction(math.exp(-2 * n * max(0.0, float(d) - k / n) ** 2)),
+        a3_calibration.TAIL,
+    ),
     "rounded": (lambda k, n, d: float(tail(n, d, range(k + 1))), a3_calibration.TAIL),
     "one loss more": (lambda k, n, d: tail(n, d, range(min(k + 2, n + 1))), a3_calibration.TAIL),
     "always 1": (lambda k, n, d: 1, a3_calibration.TAIL),
@@ -558,7 +621,9 @@ def test_a_p_value_that_comes_too_often_is_named() -> None:
     assert told.value.counterexample.expected == (
         "where the risk is 1/10, a p-value of 0 or less comes with probability 0 at most"
     )
-    assert str(told.value.counterexample.got).endswith("a p-value of 0 or less comes with probability 0.9000")
+    assert str(told.value.counterexample.got).endswith(
+        "a p-value of 0 or less comes with probability 0.9000"
+    )
 
 
 def goes_on(thresholds: Any, p_values: Any, epsilon: Any) -> Any:
@@ -582,7 +647,9 @@ CALIBRATIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "returns the one that failed": (one_too_far, calibration_laws.CALIBRATED),
     "the smallest p": (lambda ts, ps, e: ts[ps.index(min(ps))], calibration_laws.CALIBRATED),
     "from the boldest up": (
-        lambda ts, ps, e: next((t for t, p in zip(ts[::-1], ps[::-1], strict=True) if p <= e), math.inf),
+        lambda ts, ps, e: next(
+            (t for t, p in zip(ts[::-1], ps[::-1], strict=True) if p <= e), math.inf
+        ),
         calibration_laws.CALIBRATED,
     ),
     "keeps what it could not reject": (
@@ -594,12 +661,18 @@ CALIBRATIONS: dict[str, tuple[Callable[..., Any], str]] = {
         calibration_laws.CALIBRATED,
     ),
     "never": (lambda ts, ps, e: math.inf, calibration_laws.SEQUENCE),
-    "the first that passed": (lambda ts, ps, e: ts[0] if ps[0] <= e else math.inf, calibration_laws.SEQUENCE),
+    "the first that passed": (
+        lambda ts, ps, e: ts[0] if ps[0] <= e else math.inf,
+        calibration_laws.SEQUENCE,
+    ),
     "smaller, not equal": (
         lambda ts, ps, e: REFERENCE.calibrate(ts, ps, e - Fraction(1, 10**6)),
         calibration_laws.SEQUENCE,
     ),
-    "epsilon is always 1/20": (lambda ts, ps, e: REFERENCE.calibrate(ts, ps, SURE), calibration_laws.SEQUENCE),
+    "epsilon is always 1/20": (
+        lambda ts, ps, e: REFERENCE.calibrate(ts, ps, SURE),
+        calibration_laws.SEQUENCE,
+    ),
     "epsilon divided by their number": (divided, calibration_laws.SEQUENCE),
 }
 
@@ -615,7 +688,9 @@ def test_a_wrong_choice_is_shown_with_its_probability_and_an_example() -> None:
         TASKS["calibrate"].laws[0](goes_on, Cases())
     found = told.value.counterexample
     assert float(found.got.split()[-1]) > calibration_laws.EPSILON
-    assert found.case["p-values, for example"].count(Fraction(3, 16)) == 1  # one failure, and it went on
+    assert (
+        found.case["p-values, for example"].count(Fraction(3, 16)) == 1
+    )  # one failure, and it went on
     assert found.case["you choose"] < found.case["testing in order chooses"]
 
 
@@ -660,7 +735,10 @@ class SlicesWhatIsFinal(Iteration):
         done = list[int]()
         while guess:
             said = model.says([*text, *done], guess)
-            agreed = next((at for at, (a, b) in enumerate(zip(said, guess, strict=True)) if a != b), len(guess))
+            agreed = next(
+                (at for at, (a, b) in enumerate(zip(said, guess, strict=True)) if a != b),
+                len(guess),
+            )
             fixed = min(agreed + 1, len(guess))
             done, guess = done + said[:fixed], said[fixed:]
         return done
@@ -778,7 +856,10 @@ class StartsAnew(Iteration):
         while len(known) < len(guess):
             tried = [*known, *guess[len(known) :]]
             said = model.says(text, tried)
-            agreed = next((at for at, (a, b) in enumerate(zip(said, tried, strict=True)) if a != b), len(tried))
+            agreed = next(
+                (at for at, (a, b) in enumerate(zip(said, tried, strict=True)) if a != b),
+                len(tried),
+            )
             known = said[: agreed + 1]
         return known
 
@@ -851,7 +932,10 @@ def test_wrong_iterations(wrong: type[Iteration]) -> None:
 
 def misuses() -> Iterator[tuple[Callable[[], Any], str]]:
     layered, counted = LayeredModel(1, 2), CountedModel("mixing", vocabulary=3)
-    yield lambda: layered.run(1, 0, 5), "a hole: layer 1, run at position 0, reads the keys and values of position 0"
+    yield (
+        lambda: layered.run(1, 0, 5),
+        "a hole: layer 1, run at position 0, reads the keys and values of position 0",
+    )
     yield lambda: layered.run(3, 0, 5), "the layer is 3: it must be a whole number from 1 to 2"
     yield lambda: layered.embed(7), "the token is 7"
     yield lambda: layered.store(1, 0, None), "the key and value is None"  # type: ignore[arg-type]
@@ -871,7 +955,8 @@ def test_models_keep_their_innards_to_themselves() -> None:
     base = {"trace", "note", "plain", "make"}
     layered = {"embed", "project", "store", "run", "row", "depth", "vocabulary"}
     shown = [
-        {name for name in dir(model) if name[0] != "_"} - base for model in (LayeredModel(1, 2), CountedModel("mixing"))
+        {name for name in dir(model) if name[0] != "_"} - base
+        for model in (LayeredModel(1, 2), CountedModel("mixing"))
     ]
     assert shown == [layered, {"says", "vocabulary", "eos"}]
 
@@ -880,7 +965,8 @@ def test_models_are_made_again_of_what_they_tell() -> None:
     layered, counted = LayeredModel(2, 3), CountedModel("places", 1, 4, 2)
     layered.store(1, 0, 5)
     assert (
-        LayeredModel.make(layered.plain()).plain() == layered.plain() and LayeredModel.make(layered.plain()).trace == []
+        LayeredModel.make(layered.plain()).plain() == layered.plain()
+        and LayeredModel.make(layered.plain()).trace == []
     )
     assert CountedModel.make(counted.plain()).plain() == counted.plain()
 
@@ -929,7 +1015,9 @@ def test_half_done_work_is_told_which_law_it_breaks_and_where(tmp_path: Path) ->
         assert text.count(right) == 1
         text = text.replace(right, wrong)
     results = handed_in(tmp_path, text)
-    laws = {name: result.counterexample.law for name, result in results.items() if result.counterexample}
+    laws = {
+        name: result.counterexample.law for name, result in results.items() if result.counterexample
+    }
     assert laws == {
         "exit_layer": a3_laws.CUT,
         "decode": a3_layers.HOLES,
@@ -938,7 +1026,9 @@ def test_half_done_work_is_told_which_law_it_breaks_and_where(tmp_path: Path) ->
         "jacobi": a3_sweeps.CALLS,
     }
     hole = results["decode"].counterexample
-    assert hole and hole.got == "layer 2, run at position 1, read position 0, where nothing was stored"
+    assert (
+        hole and hole.got == "layer 2, run at position 1, read position 0, where nothing was stored"
+    )
     scores = {name: result.score for name, result in results.items()}
     assert scores == {
         "softmax_response": 6,

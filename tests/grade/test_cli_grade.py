@@ -51,12 +51,23 @@ def test_less_ends_with_1_and_shows_the_counterexample(tmp_path: Path) -> None:
     options = ("--json", str(saved), "--gradescope", str(scope), "--final", "--seed", "5")
     result = run("grade", "A0", str(submit(tmp_path, WRONG)), *options)
     assert result.exit_code == 1
-    for line in ("A0 Tiny: 40 of 100 points", "  yours     [1/2, 1/2]", "  expected  [0, 1]", "  p         [0, 1]"):
+    for line in (
+        "A0 Tiny: 40 of 100 points",
+        "  yours     [1/2, 1/2]",
+        "  expected  [0, 1]",
+        "  p         [0, 1]",
+    ):
         assert line in result.output.splitlines()
     assert "Final run: seed 5, 10 times as many cases drawn" in result.output
     assert "run submissions that you do not trust in a container" in result.output
     told = json.loads(saved.read_text())
-    assert (told["score"], told["max_score"], told["run"], told["seed"], told["times"]) == (40, 100, "final", 5, 10)
+    assert (told["score"], told["max_score"], told["run"], told["seed"], told["times"]) == (
+        40,
+        100,
+        "final",
+        5,
+        10,
+    )
     for task in told["tasks"]:
         assert {"name", "score", "max_score", "law", "counterexample"} <= set(task)
     assert [task["counterexample"] is None for task in told["tasks"]] == [True, False]
@@ -78,7 +89,17 @@ def test_a_final_run_draws_a_seed_and_prints_how_to_repeat_it(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("tiny")
 def test_json_on_standard_output_and_one_task(tmp_path: Path) -> None:
-    result = run("grade", "A0", str(submit(tmp_path, WRONG)), "--json", "-", "--task", "residual", "--seconds", "9")
+    result = run(
+        "grade",
+        "A0",
+        str(submit(tmp_path, WRONG)),
+        "--json",
+        "-",
+        "--task",
+        "residual",
+        "--seconds",
+        "9",
+    )
     assert result.exit_code == 1
     told = json.loads(result.stdout)
     assert [task["name"] for task in told["tasks"]] == ["residual"]
@@ -98,7 +119,9 @@ def test_what_cannot_be_graded_is_a_report_and_what_is_misspelt_an_error(tmp_pat
     assert "no assignment 'A7'" in failed(run("grade", "A7", str(tmp_path)))
     submit(tmp_path, RIGHT)
     assert "tinyspec assignment new A0" in failed(run("grade", "A0", str(tmp_path / "nowhere")))
-    assert "there is no folder /nowhere" in failed(run("grade", "A0", str(tmp_path), "--json", "/nowhere/report.json"))
+    assert "there is no folder /nowhere" in failed(
+        run("grade", "A0", str(tmp_path), "--json", "/nowhere/report.json")
+    )
 
 
 def test_help_says_what_it_is_not() -> None:
@@ -124,7 +147,9 @@ def test_a_new_folder_has_all_that_is_needed(tmp_path: Path) -> None:
     assert "file" in failed(run("assignment", "new", "A1", str(tmp_path / "file")))
 
 
-def test_the_files_are_found_in_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_are_found_in_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "tinyspec"
     (package / "_assignments" / "A1").mkdir(parents=True)
     (package / "_assignments" / "A1" / "reference.py").write_text("")
@@ -152,7 +177,11 @@ def unfinished() -> str:
     """A1 with `verify` alone."""
     source = assignments.starter_of(assignments.find("A1"))
     body = assignments.reference_of(assignments.find("A1"))
-    written = next(node for node in ast.parse(body).body if isinstance(node, ast.FunctionDef) and node.name == "verify")
+    written = next(
+        node
+        for node in ast.parse(body).body
+        if isinstance(node, ast.FunctionDef) and node.name == "verify"
+    )
     return f"{source}\n\n{ast.unparse(written)}\n"
 
 
@@ -167,9 +196,14 @@ def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
     with ZipFile(out) as bundle:
         bundle.extractall(tmp_path / "autograder" / "source")
         files = {name: bundle.read(name).decode() for name in bundle.namelist()}
-        assert [name for name in files if "assignments/" in name] == ["tinyspec/_assignments/A1/reference.py"]
+        assert [name for name in files if "assignments/" in name] == [
+            "tinyspec/_assignments/A1/reference.py"
+        ]
         assert "def generate(" not in files["tinyspec/_assignments/A1/reference.py"]
-        modes = {name: bundle.getinfo(name).external_attr >> 16 for name in ("setup.sh", "run_autograder")}
+        modes = {
+            name: bundle.getinfo(name).external_attr >> 16
+            for name in ("setup.sh", "run_autograder")
+        }
         assert all(mode & stat.S_IXUSR for mode in modes.values())
         assert b"torch" in bundle.read("requirements.txt")
         assert b"tinyspec" not in bundle.read("requirements.txt")
@@ -180,7 +214,9 @@ def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
     env = {"AUTOGRADER": str(root), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     for file in ("setup.sh", "run_autograder"):
         subprocess.run(["bash", "-n", str(root / "source" / file)], check=True)
-    ran = subprocess.run(script, env={**env, "PYTHON": sys.executable}, capture_output=True, text=True, cwd=tmp_path)
+    ran = subprocess.run(
+        script, env={**env, "PYTHON": sys.executable}, capture_output=True, text=True, cwd=tmp_path
+    )
     told = json.loads(results.read_text())
     assert told["score"] == 0, ran.stderr
     assert told["output"].startswith("Final run, 10 times as many cases")
@@ -188,8 +224,12 @@ def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
     assert {test["max_score"] for test in told["tests"]} == {20, 10, 15, 25, 30}
     assert all("is not written yet" in test["output"] for test in told["tests"])
     (root / "submission" / "submission.py").write_text(unfinished(), encoding="utf-8")
-    subprocess.run(script, env={**env, "PYTHON": sys.executable}, check=True, cwd=tmp_path, capture_output=True)
-    assert json.loads(results.read_text())["score"] == 25  # `verify` alone, judged with helpers out of the bundle
+    subprocess.run(
+        script, env={**env, "PYTHON": sys.executable}, check=True, cwd=tmp_path, capture_output=True
+    )
+    assert (
+        json.loads(results.read_text())["score"] == 25
+    )  # `verify` alone, judged with helpers out of the bundle
     results.unlink()
     subprocess.run(script, env={**env, "PYTHON": "false"}, check=True, cwd=tmp_path)
     assert json.loads(results.read_text())["score"] == 0

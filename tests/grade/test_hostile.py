@@ -115,7 +115,9 @@ def test_what_a_function_does_costs_it_its_points_and_is_said(body: str, tmp_pat
 
 def test_what_was_refused_is_told_even_where_it_was_caught(tmp_path: Path) -> None:
     caught = "\ndef residual(p, q):\n    try:\n        open('written', 'w')\n    except Exception:\n        return p\n"
-    assert said(graded(tmp_path, RIGHT + caught), "residual").startswith("residual writes a file, which")
+    assert said(graded(tmp_path, RIGHT + caught), "residual").startswith(
+        "residual writes a file, which"
+    )
 
 
 def test_a_submission_reads_its_own_files(tmp_path: Path) -> None:
@@ -123,7 +125,10 @@ def test_a_submission_reads_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "table.txt").write_text("0")
     (tmp_path / "helper.py").write_text(RIGHT)
     own = "import decimal, os\nfrom helper import accept, residual\nhere = os.path.dirname(__file__)\n"
-    assert graded(tmp_path, own + "assert open(os.path.join(here, 'table.txt')).read() == '0'\n").score == 100
+    assert (
+        graded(tmp_path, own + "assert open(os.path.join(here, 'table.txt')).read() == '0'\n").score
+        == 100
+    )
 
 
 def test_what_was_noted_of_a_function_is_out_of_its_reach(tmp_path: Path) -> None:
@@ -137,10 +142,10 @@ def test_what_was_noted_of_a_function_is_out_of_its_reach(tmp_path: Path) -> Non
 
 def test_more_ways_than_can_be_judged_are_refused_in_time(tmp_path: Path) -> None:
     """Twenty idle coins a case: each is cheap for the submission, and dear for whoever multiplies their laws."""
-    coins = (
-        "\ndef accept(p, q, token, chance):\n    [chance.accept(Fraction(1, 2)) for _ in range(20)]\n    return True\n"
+    coins = "\ndef accept(p, q, token, chance):\n    [chance.accept(Fraction(1, 2)) for _ in range(20)]\n    return True\n"
+    report = graded(
+        tmp_path, PRELUDE + RIGHT + coins, limits=FAST._replace(task=1.0), only="accept"
     )
-    report = graded(tmp_path, PRELUDE + RIGHT + coins, limits=FAST._replace(task=1.0), only="accept")
     assert "takes too long" in said(report) or "is too slow" in said(report)
 
 
@@ -168,7 +173,9 @@ MODULES = {
 
 
 @pytest.mark.parametrize("source", MODULES)
-def test_a_submission_that_cannot_be_imported_gets_a_report(source: str | bytes, tmp_path: Path) -> None:
+def test_a_submission_that_cannot_be_imported_gets_a_report(
+    source: str | bytes, tmp_path: Path
+) -> None:
     report = graded(tmp_path, source)
     assert report.score == 0
     assert [result.task.name for result in report.results] == ["accept", "residual"]
@@ -179,13 +186,21 @@ def test_a_submission_that_cannot_be_imported_gets_a_report(source: str | bytes,
 
 def test_a_function_that_is_missing_or_none(tmp_path: Path) -> None:
     report = graded(tmp_path, "accept = 3\n")
-    assert "accept is missing: submission.py has an int where it should have a function of this name" in said(report)
-    assert said(report, "residual") == "residual is missing: submission.py has no function of this name"
+    assert (
+        "accept is missing: submission.py has an int where it should have a function of this name"
+        in said(report)
+    )
+    assert (
+        said(report, "residual")
+        == "residual is missing: submission.py has no function of this name"
+    )
     assert report.score == 0
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
-    assert "raises TypeError: residual() takes 0" in said(graded(tmp_path, "def residual(): pass"), "residual")
+    assert "raises TypeError: residual() takes 0" in said(
+        graded(tmp_path, "def residual(): pass"), "residual"
+    )
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
@@ -211,24 +226,34 @@ def test_what_it_leaves_behind_is_gone(tmp_path: Path) -> None:
 
 
 def test_it_may_print_import_its_neighbours_and_read(tmp_path: Path) -> None:
-    (tmp_path / "helper.py").write_text("def beyond(p, q):\n    return [max(0, x - y) for x, y in zip(p, q)]\n")
+    (tmp_path / "helper.py").write_text(
+        "def beyond(p, q):\n    return [max(0, x - y) for x, y in zip(p, q)]\n"
+    )
     source = "from helper import beyond\nimport math, collections, functools, itertools, typing, dataclasses\n"
-    source += RIGHT + "\nprint(open(__file__).read())\ndef residual(p, q):\n    print('trying', p)\n"
+    source += (
+        RIGHT + "\nprint(open(__file__).read())\ndef residual(p, q):\n    print('trying', p)\n"
+    )
     source += "    rest = beyond(p, q)\n    return [x / sum(rest) for x in rest]\n"
     assert graded(tmp_path, source).score == 100
     assert sorted(os.listdir(tmp_path)) == ["helper.py", "submission.py"]
 
 
-def test_the_environment_is_bare_and_hashes_are_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_bare_and_hashes_are_fixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET", "x")
     source = "import os\ndef residual(p, q):\n    return [sorted(os.environ), hash('a')]\n"
-    first, second = (graded(tmp_path, source, only="residual").results[0].counterexample for _ in range(2))
+    first, second = (
+        graded(tmp_path, source, only="residual").results[0].counterexample for _ in range(2)
+    )
     assert first == second
     assert first is not None and "SECRET" not in first.got[0]
 
 
 def test_everything_hangs_and_it_is_still_soon_over(tmp_path: Path) -> None:
-    source = "def accept(*args):\n    while True: pass\ndef residual(*args):\n    while True: pass\n"
+    source = (
+        "def accept(*args):\n    while True: pass\ndef residual(*args):\n    while True: pass\n"
+    )
     report = graded(tmp_path, source)
     assert "after 1.5 s" in said(report)
     assert "after 0.5 s" in said(report, "residual")  # the time for waiting was used up

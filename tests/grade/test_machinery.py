@@ -27,7 +27,9 @@ from tinyspec.laws.accused import Accused
 from tinyspec.laws.checking import prove
 from tinyspec.laws.forms import Rounds
 
-SLOW = FAST._replace(task=600.0, call=30.0)  # for functions that are right, on a machine that is busy
+SLOW = FAST._replace(
+    task=600.0, call=30.0
+)  # for functions that are right, on a machine that is busy
 
 # ---------------------------------------------------------------------- plain data
 
@@ -42,7 +44,9 @@ DATA = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3) | st.integers() | st.tuples(st.integers()), inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=3) | st.integers() | st.tuples(st.integers()), inner, max_size=3
+        )
     ),
     max_leaves=8,
 )
@@ -52,7 +56,11 @@ def kinds(value: Any) -> Any:
     """The same value with every type spelled out."""
     if isinstance(value, dict):
         return {name: kinds(item) for name, item in value.items()}
-    return [type(value), *map(kinds, value)] if isinstance(value, (list, tuple)) else (type(value), value)
+    return (
+        [type(value), *map(kinds, value)]
+        if isinstance(value, (list, tuple))
+        else (type(value), value)
+    )
 
 
 @given(DATA)
@@ -70,7 +78,8 @@ def test_nan_and_infinity_cross() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [{"q": "1"}, {"q": "1/0"}, {"q": 3}, {"t": 3}, {"x": 1}, {}, {"t": [], "d": []}, {"p": 1}]
+    "data",
+    [{"q": "1"}, {"q": "1/0"}, {"q": 3}, {"t": 3}, {"x": 1}, {}, {"t": [], "d": []}, {"p": 1}],
 )
 def test_what_nobody_wrote_is_refused(data: Any) -> None:
     with pytest.raises(codec.NotPlain):
@@ -138,7 +147,9 @@ def test_any_decision_procedure_has_the_same_law_and_the_same_runs(there: Any) -
     def check(program: Any, seed: int) -> None:
         walked = [list(Exhaustive.walk(partial(function, program))) for function in (local, remote)]
         assert walked[0] == walked[1]
-        assert kinds([outcome for outcome, _ in walked[0]]) == kinds([outcome for outcome, _ in walked[1]])
+        assert kinds([outcome for outcome, _ in walked[0]]) == kinds(
+            [outcome for outcome, _ in walked[1]]
+        )
         assert local(program, Seeded(seed)) == remote(program, chance=Seeded(seed))
 
     check()
@@ -182,7 +193,10 @@ def test_a_law_gives_the_same_verdict_and_counterexample_through_the_child(there
     local, remote = here(VERIFY, "verify"), there(VERIFY, "verify")
 
     @settings(max_examples=12)
-    @given(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans(), st.booleans()), st.integers(0, 3))
+    @given(
+        st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans(), st.booleans()),
+        st.integers(0, 3),
+    )
     def check(style: Any, seed: int) -> None:
         assert verdict(local, style, seed) == verdict(remote, style, seed)
 
@@ -212,7 +226,9 @@ def test_a_case_is_played_once_however_often_it_is_asked_for(there: Any) -> None
 
 
 def test_arguments_by_name_and_a_chance_among_them(there: Any) -> None:
-    remote = there("def f(a, *, b=1, chance=None):\n    return [a, b, chance and chance.draw([0, 1])]\n", "f")
+    remote = there(
+        "def f(a, *, b=1, chance=None):\n    return [a, b, chance and chance.draw([0, 1])]\n", "f"
+    )
     assert remote(5, b=2) == [5, 2, None]
     assert remote(5, b=2, chance=Seeded(0)) == [5, 2, 1]
     with pytest.raises(Failed, match=r"f raises TypeError.*, given a = 5, c = 1/2"):
@@ -251,15 +267,24 @@ def test_a_right_submission_has_all_points_twice_the_same(tmp_path: Path) -> Non
     first, second = (graded(tmp_path, RIGHT) for _ in range(2))
     assert (first.score, first.max_score) == (100, 100)
     assert as_dict(first) == as_dict(second)
-    assert [summary(result) for result in first.results] == ["1 law held in 30 cases", "1 law held in 17 cases"]
+    assert [summary(result) for result in first.results] == [
+        "1 law held in 30 cases",
+        "1 law held in 17 cases",
+    ]
     assert "public cases (seed 0)" in note(first)
     assert "other cases, and draws ten times as many" in note(first)
     final = graded(tmp_path, RIGHT, cases=grading.cases_of(True, 7))
-    assert note(final).startswith("Final run: seed 7, 10 times as many cases drawn as in the public run.")
+    assert note(final).startswith(
+        "Final run: seed 7, 10 times as many cases drawn as in the public run."
+    )
     assert "no security boundary" in note(final)
     for report in (first, final):
         assert "all passed" not in str(as_dict(report)).lower()
-        assert sum(test["score"] for test in gradescope(report)["tests"]) == gradescope(report)["score"] == 100
+        assert (
+            sum(test["score"] for test in gradescope(report)["tests"])
+            == gradescope(report)["score"]
+            == 100
+        )
 
 
 def test_a_wrong_one_is_told_the_smallest_case(tmp_path: Path) -> None:
@@ -292,14 +317,18 @@ def test_letters_that_steer_a_terminal_are_not_shown(tmp_path: Path) -> None:
 
 def test_one_task_alone(tmp_path: Path) -> None:
     watched: list[Any] = []
-    report = graded(tmp_path, RIGHT, only="residual", watch=lambda task, done: watched.append((task.name, done)))
+    report = graded(
+        tmp_path, RIGHT, only="residual", watch=lambda task, done: watched.append((task.name, done))
+    )
     assert (report.score, report.max_score, watched) == (60, 60, [("residual", 0)])
     with pytest.raises(TinyspecError, match="A0 has no task 'nothing': accept, residual"):
         graded(tmp_path, RIGHT, only="nothing")
 
 
 def test_local_functions_are_judged_by_the_same_words() -> None:
-    result = grading.judge(TINY.tasks[0], lambda p, q, token, chance: chance.accept(p[token]), Cases())
+    result = grading.judge(
+        TINY.tasks[0], lambda p, q, token, chance: chance.accept(p[token]), Cases()
+    )
     assert result.counterexample is not None and result.counterexample.law == RATIO
     assert brief(list(range(200))).endswith("195, 196, 197, 198, 199]")
 
@@ -353,10 +382,19 @@ def test_a_starter_keeps_everything_but_the_solution() -> None:
         ("def f():\n    # solution\n    pass\n", "line 2: this solution has no end"),
         ("# end of solution\n", "line 1: a solution ends, but none has begun"),
         ("# solution\n# solution\n", "line 2: a solution begins inside the one of line 1"),
-        ("def f():\n    # solution\n# end of solution\n", "line 3: a solution ends, but that of line 2 is indented"),
+        (
+            "def f():\n    # solution\n# end of solution\n",
+            "line 3: a solution ends, but that of line 2 is indented",
+        ),
         ("    # solution\n    # end of solution\n", "line 1: this solution stands in no function"),
-        ('"""return a + b + c"""\ndef f():\n    # solution\n    return a + b + c\n    # end of solution', ""),
-        ("x = a * b\ndef f():\n    # solution\n    x = a * b\n    # end of solution", "gives away .* x = a [*] b"),
+        (
+            '"""return a + b + c"""\ndef f():\n    # solution\n    return a + b + c\n    # end of solution',
+            "",
+        ),
+        (
+            "x = a * b\ndef f():\n    # solution\n    x = a * b\n    # end of solution",
+            "gives away .* x = a [*] b",
+        ),
     ],
 )
 def test_markers_that_do_not_match_and_leaks_are_refused(text: str, words: str) -> None:
@@ -368,7 +406,9 @@ def test_markers_that_do_not_match_and_leaks_are_refused(text: str, words: str) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_assignment_has_a_starter_that_says_what_to_write_and_leaks_nothing(name: str, tmp_path: Path) -> None:
+def test_every_assignment_has_a_starter_that_says_what_to_write_and_leaks_nothing(
+    name: str, tmp_path: Path
+) -> None:
     assignment = find(name.lower())
     reference = (folder(name) / "reference.py").read_text()
     text = starter_of(assignment)

@@ -56,24 +56,41 @@ def law_of(points: int, sentence: str, *needs: str, cases: int = 1, breaks: str 
 
 
 def test_a_law_that_holds_earns_its_points_whatever_becomes_of_the_others() -> None:
-    task = task_of(law_of(1, "a"), law_of(2, "b", breaks="b"), law_of(4, "c"), law_of(8, "d", breaks="a"))
+    task = task_of(
+        law_of(1, "a"), law_of(2, "b", breaks="b"), law_of(4, "c"), law_of(8, "d", breaks="a")
+    )
     result = grading.judge(task, lambda: 0)
     assert (result.score, result.task.points) == (5, 15)
-    assert [verdict.status for verdict in result.verdicts] == ["holds", "broken", "holds", "not judged"]
+    assert [verdict.status for verdict in result.verdicts] == [
+        "holds",
+        "broken",
+        "holds",
+        "not judged",
+    ]
     assert result.counterexample is not None and result.counterexample.law == "b"
 
 
 def test_a_law_earns_nothing_where_it_looked_at_nothing_or_lacks_what_it_needs() -> None:
-    task = task_of(law_of(1, "a", cases=0), law_of(2, "b", "a"), law_of(4, "c", "d"), law_of(8, "d"))
+    task = task_of(
+        law_of(1, "a", cases=0), law_of(2, "b", "a"), law_of(4, "c", "d"), law_of(8, "d")
+    )
     result = grading.judge(task, lambda: 0)
     assert result.score == 12
-    assert [verdict.status for verdict in result.verdicts] == ["not judged", "not judged", "holds", "holds"]
+    assert [verdict.status for verdict in result.verdicts] == [
+        "not judged",
+        "not judged",
+        "holds",
+        "holds",
+    ]
     assert "while another is broken: a" in str(result.verdicts[1].failed)
 
 
 def test_what_the_grader_does_not_allow_costs_the_whole_task(tmp_path: Path) -> None:
     """Also what is done in the last case of the last law."""
-    laws = (GradedLaw(40, RATIO, ratio), GradedLaw(60, REST, lambda function, cases: rest(_residual(function), cases)))
+    laws = (
+        GradedLaw(40, RATIO, ratio),
+        GradedLaw(60, REST, lambda function, cases: rest(_residual(function), cases)),
+    )
     both = TINY._replace(tasks=(Task("accept", "A0.1 Both", laws),))
     source = f"{RIGHT}\ndef accept(p, q, token, chance):\n    if chance is None:\n        "
     source += "{}\n        return residual(p, q)\n    return chance.accept(p[token] / q[token])\n"
@@ -94,7 +111,9 @@ def test_a_new_folder_lists_the_points_of_every_law(name: str, tmp_path: Path) -
     for task in find(name).tasks:
         for law in task.laws:
             line = next(
-                line for line in text.splitlines() if f"`{task.name}` |" in line and f"| {law.sentence}" in line
+                line
+                for line in text.splitlines()
+                if f"`{task.name}` |" in line and f"| {law.sentence}" in line
             )
             assert line.endswith(f" | {law.points} |")
             assert (" (only where law " in line) is bool(law.needs)
@@ -127,7 +146,11 @@ def test_the_page_for_instructors_has_the_points_of_the_code_and_is_short() -> N
 
 
 def test_the_page_s_container_has_the_places_that_the_bundle_asks_for() -> None:
-    for place in ("/autograder/submission:ro", "/autograder/results", "/autograder/source/run_autograder"):
+    for place in (
+        "/autograder/submission:ro",
+        "/autograder/results",
+        "/autograder/source/run_autograder",
+    ):
         assert place in PAGE
     assert '"$root/submission"' in bundle.RUN and '"$root/results/results.json"' in bundle.RUN
     assert "/autograder/venv/bin/pip" in bundle.SETUP and "$root/venv/bin/python" in bundle.RUN
@@ -191,7 +214,9 @@ def test_what_has_no_idea_in_it_earns_little(tmp_path: Path) -> None:
     """Plain decoding is half of the loop, and the functions that return what lies at hand are nearly nothing."""
     scores = score_a1(tmp_path, f"from fractions import Fraction\n{NO_IDEA}")
     assert scores == {"warp": 3, "acceptance": 2, "residual": 4, "verify": 3, "generate": 15}
-    assert f"get {sum(scores.values())} of 100, most of it for plain decoding" in " ".join(PAGE.split())
+    assert f"get {sum(scores.values())} of 100, most of it for plain decoding" in " ".join(
+        PAGE.split()
+    )
 
 
 # ---------------------------------------------------------------------- the reference's helpers
@@ -220,7 +245,9 @@ def test_helpers_are_replaced_in_every_file_and_under_every_name(tmp_path: Path)
     source = "from mine import acceptance, generate, residual, verify, warp\n"
     assert score_a1(tmp_path, source, "residual", "verify") == {"residual": 5, "verify": 25}
     (tmp_path / "mine.py").write_text(
-        edited(NOT_NORMALISED, ("chance.draw(residual(", "chance.draw(rest(")) + "\nrest = residual\n", encoding="utf-8"
+        edited(NOT_NORMALISED, ("chance.draw(residual(", "chance.draw(rest("))
+        + "\nrest = residual\n",
+        encoding="utf-8",
     )
     assert score_a1(tmp_path, source, "verify") == {"verify": 25}
 
@@ -228,8 +255,14 @@ def test_helpers_are_replaced_in_every_file_and_under_every_name(tmp_path: Path)
 def test_a_helper_of_another_form_is_judged_where_it_stands(tmp_path: Path) -> None:
     """Whoever gave `residual` one argument more, and passes it, has a `verify` that works: with that residual alone."""
     source = edited(
-        ("def residual(p: Row, q: Row) -> Row:", "def residual(p: Row, q: Row, place: int = 0) -> Row:"),
-        ("residual(p_rows[place], q_rows[place])", "residual(p_rows[place], q_rows[place], place=place)"),
+        (
+            "def residual(p: Row, q: Row) -> Row:",
+            "def residual(p: Row, q: Row, place: int = 0) -> Row:",
+        ),
+        (
+            "residual(p_rows[place], q_rows[place])",
+            "residual(p_rows[place], q_rows[place], place=place)",
+        ),
     )
     assert score_a1(tmp_path, source, "residual", "verify") == {"residual": 15, "verify": 25}
 
@@ -237,7 +270,9 @@ def test_a_helper_of_another_form_is_judged_where_it_stands(tmp_path: Path) -> N
 def test_the_report_says_whose_functions_stood_in_place(tmp_path: Path) -> None:
     report = grading.grade(A1, submit(tmp_path, edited(FROM_P)), limits=SLOW, only="verify")
     assert as_dict(report)["tasks"][0]["helpers"] == ["acceptance", "residual"]
-    assert "  judged with the reference's acceptance and residual in the place of yours" in explain(report.results[0])
+    assert "  judged with the reference's acceptance and residual in the place of yours" in explain(
+        report.results[0]
+    )
     inlined = "from fractions import Fraction\ndef verify(p_rows, q_rows, draft, chance):\n    return []\n"
     report = grading.grade(A1, submit(tmp_path, inlined), limits=SLOW, only="verify")
     assert report.results[0].helpers == []
@@ -251,7 +286,9 @@ def test_the_helpers_of_a_task_hold_no_solution_of_it(name: str) -> None:
         compile(source, "helpers", "exec")
         given = [other.name for other in assignment.tasks if f"def {other.name}(" in source]
         assert set(given) == set(task.uses)
-    assert not any("climb" in extract_helpers(reference_of(find("A3")), task.uses) for task in find("A3").tasks)
+    assert not any(
+        "climb" in extract_helpers(reference_of(find("A3")), task.uses) for task in find("A3").tasks
+    )
 
 
 HUNT = """
@@ -280,7 +317,9 @@ def test_no_submission_finds_the_reference_of_the_task_itself(tmp_path: Path) ->
 
 
 def test_a_helper_in_the_place_of_the_task_stays_where_it_is(tmp_path: Path) -> None:
-    scores = score_a1(tmp_path, REFERENCE + "\nverify = acceptance\ngenerate = verify\n", "verify", "generate")
+    scores = score_a1(
+        tmp_path, REFERENCE + "\nverify = acceptance\ngenerate = verify\n", "verify", "generate"
+    )
     assert scores == {"verify": 0, "generate": 0}
 
 
@@ -333,8 +372,14 @@ def test_json_and_gradescope_have_the_points_of_every_law(tmp_path: Path) -> Non
     assert told["score"] == scope["score"] == sum(test["score"] for test in scope["tests"]) == 85
     for task, test in zip(told["tasks"], scope["tests"], strict=True):
         assert task["score"] == sum(law["score"] for law in task["laws"]) == test["score"]
-        assert task["max_score"] == sum(law["max_score"] for law in task["laws"]) == test["max_score"]
-        assert (test["status"] == "passed") is (task["law"] is None) is (task["score"] == task["max_score"])
+        assert (
+            task["max_score"] == sum(law["max_score"] for law in task["laws"]) == test["max_score"]
+        )
+        assert (
+            (test["status"] == "passed")
+            is (task["law"] is None)
+            is (task["score"] == task["max_score"])
+        )
     verify = told["tasks"][3]
     assert [law["status"] for law in verify["laws"]] == ["holds", "holds", "holds", "broken"]
     assert [law["cases"] > 0 for law in verify["laws"]] == [True, True, True, False]

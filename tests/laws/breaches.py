@@ -19,7 +19,9 @@ Drafting = Callable[..., Any]
 
 
 def decoder(drafter: Drafting, verifier: Any = walk) -> Callable[[Request], Decoder]:
-    return lambda request: request.decoder(drafter(request.drafts[0], 2, request.stop.eos), verifier)
+    return lambda request: request.decoder(
+        drafter(request.drafts[0], 2, request.stop.eos), verifier
+    )
 
 
 class Drafted(ModelDraft):
@@ -83,7 +85,9 @@ class Twice(Drafted):
         tree = TokenTree.chain([chance.draw(q)], [q])
         if room < 2:
             return tree
-        return TokenTree.chain((*tree.tokens, tree.tokens[0]), (q, self.rows(tree, warp, context)[0]))
+        return TokenTree.chain(
+            (*tree.tokens, tree.tokens[0]), (q, self.rows(tree, warp, context)[0])
+        )
 
 
 class Replaced(Siblings):
@@ -102,7 +106,9 @@ class KeepZero(Drafted):
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         tree = super().propose(context, room, warp, chance)
-        kept = next((place for place, token in enumerate(tree.tokens) if token != 0), len(tree.tokens))
+        kept = next(
+            (place for place, token in enumerate(tree.tokens) if token != 0), len(tree.tokens)
+        )
         return TokenTree.chain(tree.tokens[:kept], tree.laws[:kept])
 
 
@@ -137,13 +143,18 @@ def block(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     for place in range(1, len(ratios)):
         passed = ratios[place]
         if place < len(tree.tokens):
-            spare = sum(max(F(0), passed * x - y) for x, y in zip(rows[place], tree.laws[place], strict=True))
+            spare = sum(
+                max(F(0), passed * x - y)
+                for x, y in zip(rows[place], tree.laws[place], strict=True)
+            )
             passed = spare / (spare + 1 - passed) if spare + 1 - passed else F(1)
         if chance.accept(passed):
             kept = place
     if kept == len(tree.tokens):
         return Verdict(tuple(range(kept)), chance.draw(rows[-1]))
-    over = [max(F(0), ratios[kept] * x - y) for x, y in zip(rows[kept], tree.laws[kept], strict=True)]
+    over = [
+        max(F(0), ratios[kept] * x - y) for x, y in zip(rows[kept], tree.laws[kept], strict=True)
+    ]
     return Verdict(tuple(range(kept)), chance.draw(over))
 
 

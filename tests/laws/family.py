@@ -241,7 +241,9 @@ class Family(RuleBasedStateMachine):
         if glance.at is None and len(glance.trunk) < 6:
             glance.view.extend(new)
             glance.trunk += new
-            line.tree = None  # it runs what its session has not run, which closes the session's last tree
+            line.tree = (
+                None  # it runs what its session has not run, which closes the session's last tree
+            )
         elif glance.at is not None and on:
             glance.view.append([*line.text[glance.at :], *new])
             glance.trunk, glance.at = list(new), None
@@ -291,13 +293,17 @@ class Family(RuleBasedStateMachine):
                         (line.session.cache.keys, ran(path).keys),
                         (line.session.cache.values, ran(path).values),
                     ):
-                        np.testing.assert_allclose(store[layer][:, at].numpy(), kept[layer], rtol=0, atol=1e-9)
+                        np.testing.assert_allclose(
+                            store[layer][:, at].numpy(), kept[layer], rtol=0, atol=1e-9
+                        )
 
     def teardown(self) -> None:
         """Every text, taken on from where it is, is a fresh forward over the whole of it."""
         for line in self.lines:
             if line.text:
-                self.agree(line.session.score(TokenTree()).logits[0], MODEL.logits(line.text)[-1].numpy())
+                self.agree(
+                    line.session.score(TokenTree()).logits[0], MODEL.logits(line.text)[-1].numpy()
+                )
                 fresh = Session(MODEL)
                 fresh.extend(line.text)
                 n = len(line.text) - 1

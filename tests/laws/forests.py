@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tinyspec._core import Forest
 
-TOKENS = st.lists(st.sampled_from([0, 1, 2, 70_000]), min_size=1, max_size=8)  # one that does not fit into 16 bits
+TOKENS = st.lists(
+    st.sampled_from([0, 1, 2, 70_000]), min_size=1, max_size=8
+)  # one that does not fit into 16 bits
 TREES = st.sampled_from(["prompt", "outputs"])
 WHICH = st.integers(0, 3)
 
@@ -23,14 +25,18 @@ class Forests(RuleBasedStateMachine):
 
     begin: ClassVar[Any] = Forest
 
-    @initialize(depth=st.integers(2, 5), first=st.lists(st.sampled_from([0, 1]), max_size=12), second=TOKENS)
+    @initialize(
+        depth=st.integers(2, 5), first=st.lists(st.sampled_from([0, 1]), max_size=12), second=TOKENS
+    )
     def start(self, depth: int, first: list[int], second: list[int]) -> None:
         self.depth, self.forest = depth, self.begin(depth, 10_000)
         self.old: dict[str, Windows] = {
             "prompt": Counter(),
             "outputs": Counter(),
         }  # of closed texts, and what was halved
-        self.open: list[tuple[int, str, list[int]]] = []  # number, tree, what was said since the last halving
+        self.open: list[
+            tuple[int, str, list[int]]
+        ] = []  # number, tree, what was said since the last halving
         for which, (tree, said) in enumerate((("prompt", first), ("outputs", second))):
             self.begin_a_text(tree)
             self.append(which, said)
@@ -49,7 +55,9 @@ class Forests(RuleBasedStateMachine):
 
     def of(self, said: list[int]) -> Windows:
         ends = range(1, len(said) + 1)
-        return Counter(tuple(said[end - n : end]) for end in ends for n in range(1, min(self.depth, end) + 1))
+        return Counter(
+            tuple(said[end - n : end]) for end in ends for n in range(1, min(self.depth, end) + 1)
+        )
 
     @rule(tree=TREES)
     def begin_a_text(self, tree: str) -> None:
@@ -80,7 +88,9 @@ class Forests(RuleBasedStateMachine):
     @rule(tree=TREES)
     def halve(self, tree: str) -> None:
         self.forest.halve(tree)
-        self.old[tree] = Counter({path: count // 2 for path, count in self.windows(tree).items() if count > 1})
+        self.old[tree] = Counter(
+            {path: count // 2 for path, count in self.windows(tree).items() if count > 1}
+        )
         for _, where, said in self.open:
             if where == tree:
                 said.clear()
@@ -97,7 +107,9 @@ class Forests(RuleBasedStateMachine):
         windows = self.windows(tree)
         follows = lambda n: any(path[:-1] == tuple(suffix[len(suffix) - n :]) for path in windows)  # noqa: E731
         known = [n for n in range(1, min(self.depth - 1, len(suffix)) + 1) if follows(n)]
-        tokens, parents, shares, matches = self.forest.gather([(tree, budget)], suffix, 9, 1, deepest)
+        tokens, parents, shares, matches = self.forest.gather(
+            [(tree, budget)], suffix, 9, 1, deepest
+        )
         match = max(known) if known and budget else 0
         assert matches == [match] * len(tokens)
         assert bool(match) == bool(tokens)
@@ -110,12 +122,21 @@ class Forests(RuleBasedStateMachine):
             over = 1.0 if parent < 0 else shares[parent]
             assert abs(share - over * windows[paths[-1]] / siblings) < 1e-12
         reach = match + min(deepest, self.depth - match)
-        below = [path for path in windows if path[:match] == before and match < len(path) <= reach] if match else []
+        below = (
+            [path for path in windows if path[:match] == before and match < len(path) <= reach]
+            if match
+            else []
+        )
         assert len(set(paths)) == len(paths) == min(budget, len(below))
         best = sorted((windows[path] for path in below), reverse=True)
         assert [windows[path] for path in paths] == best[: len(paths)]
 
-    @rule(suffix=TOKENS, factor=st.sampled_from([0.5, 1.0, 2.5]), most=st.integers(1, 6), deepest=st.integers(1, 5))
+    @rule(
+        suffix=TOKENS,
+        factor=st.sampled_from([0.5, 1.0, 2.5]),
+        most=st.integers(1, 6),
+        deepest=st.integers(1, 5),
+    )
     def weigh(self, suffix: list[int], factor: float, most: int, deepest: int) -> None:
         """Of every tree and suffix, the draft with the greatest sum of shares."""
         highest = 0.0
@@ -124,10 +145,16 @@ class Forests(RuleBasedStateMachine):
             for n in range(1, min(self.depth - 1, len(suffix)) + 1):
                 before, worth = tuple(suffix[len(suffix) - n :]), {}
                 reach = n + min(deepest, self.depth - n)
-                for path in sorted((p for p in windows if p[:n] == before and n < len(p) <= reach), key=len):
-                    siblings = sum(count for other, count in windows.items() if other[:-1] == path[:-1])
+                for path in sorted(
+                    (p for p in windows if p[:n] == before and n < len(p) <= reach), key=len
+                ):
+                    siblings = sum(
+                        count for other, count in windows.items() if other[:-1] == path[:-1]
+                    )
                     worth[path] = worth.get(path[:-1], 1.0) * windows[path] / siblings
-                highest = max(highest, sum(sorted(worth.values(), reverse=True)[: int(min(most, factor * n))]))
+                highest = max(
+                    highest, sum(sorted(worth.values(), reverse=True)[: int(min(most, factor * n))])
+                )
         draft = self.forest.best(("prompt", "outputs"), suffix, factor, most, deepest, 0.0)
         assert abs(sum(draft[2]) - highest) < 1e-9
 
@@ -140,7 +167,9 @@ class Forests(RuleBasedStateMachine):
                 paths: list[tuple[int, ...]] = []
                 for token, parent in zip(tokens, parents, strict=True):
                     paths.append((*((first,) if parent < 0 else paths[parent]), token))
-                assert sorted(paths) == sorted(path for path in windows if path[0] == first and len(path) > 1)
+                assert sorted(paths) == sorted(
+                    path for path in windows if path[0] == first and len(path) > 1
+                )
 
     @invariant()
     def sizes_are_those_of_trees(self) -> None:

@@ -24,7 +24,9 @@ from tinyspec.tree import ROOT, TokenTree
 def card(build: Callable[..., Any], guarantee: Guarantee = Guarantee.EXACT, **fields: Any) -> Card:
     """A card that is not registered."""
     knobs = tuple(fields.pop("knobs", ()))
-    return Card(build.__name__, build.__name__, "no paper", "toy", guarantee, knobs, build, **fields)
+    return Card(
+        build.__name__, build.__name__, "no paper", "toy", guarantee, knobs, build, **fields
+    )
 
 
 # ---- trees -----------------------------------------------------------------------------------------------------------
@@ -134,7 +136,9 @@ def cascade(truthful: bool) -> Card:
     """The smallest drafts for the middle, the middle for the target. The toy declares the smallest's law."""
 
     def build(request: Request) -> Decoder:
-        middle = Decoder(request.drafts[0], Remembers(request.drafts[1], 1), walk, warp=request.warp)
+        middle = Decoder(
+            request.drafts[0], Remembers(request.drafts[1], 1), walk, warp=request.warp
+        )
         return request.decoder(Inner(middle, 2, truthful), walk)
 
     return card(build, drafts=2)
@@ -180,7 +184,9 @@ class Feels(NoDraft):
     taps = (2,)
 
     def __init__(self, vocabulary: int, width: int):
-        self.head = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        self.head = torch.randn(
+            vocabulary, width, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+        )
         self.state: Any = None
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
@@ -194,7 +200,9 @@ class Feels(NoDraft):
         return TokenTree.chain([chance.draw(q)], [q])
 
     def observe(self, round: Round) -> None:
-        self.state = round.scores.hidden[0, 0 if not round.verdict.path else round.verdict.path[-1] + 1]
+        self.state = round.scores.hidden[
+            0, 0 if not round.verdict.path else round.verdict.path[-1] + 1
+        ]
 
     def rewind(self, length: int) -> None:
         self.state = None
@@ -216,7 +224,10 @@ def early(request: Request, *, layers: int) -> Decoder:
 
 
 EARLY = card(
-    early, Guarantee.LOSSY, lossy=("layers", 3), knobs=[Knob("layers", 2, "layers that are run", low=1, high=3)]
+    early,
+    Guarantee.LOSSY,
+    lossy=("layers", 3),
+    knobs=[Knob("layers", 2, "layers that are run", low=1, high=3)],
 )
 
 

@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tinyspec._core import NgramIndex
 
-TOKENS = st.lists(st.sampled_from([0, 1, 2, 70_000]), max_size=6)  # one that does not fit into 16 bits
+TOKENS = st.lists(
+    st.sampled_from([0, 1, 2, 70_000]), max_size=6
+)  # one that does not fit into 16 bits
 TEXTS = st.integers(0, 2)
 
 
@@ -42,7 +44,11 @@ class Indices(RuleBasedStateMachine):
             if places:
                 following = [self.spelled(text)[at] for _, text, at in sorted(places)]
                 best = min(set(following), key=lambda token: (-following.count(token), token))
-                right = [place for place in places if kind != "frequent" or self.spelled(place[1])[place[2]] == best]
+                right = [
+                    place
+                    for place in places
+                    if kind != "frequent" or self.spelled(place[1])[place[2]] == best
+                ]
                 _, text, at = min(right) if kind == "first" else max(right)
                 return self.spelled(text)[at : at + k]
         return []
@@ -68,7 +74,13 @@ class Indices(RuleBasedStateMachine):
         for kind in ("first", "last", "frequent"):
             for shortest in range(1, longest + 1):
                 got = self.index.lookup(suffix, k, longest, shortest, kind)
-                assert got == self.found(suffix, k, longest, shortest, kind), (suffix, k, longest, shortest, kind)
+                assert got == self.found(suffix, k, longest, shortest, kind), (
+                    suffix,
+                    k,
+                    longest,
+                    shortest,
+                    kind,
+                )
 
     @invariant()
     def lengths_are_the_texts(self) -> None:

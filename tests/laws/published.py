@@ -158,9 +158,15 @@ def verifier(
     def verify(p: Rows, q: Rows, draft: list[int], rng: Any) -> list[int]:
         p, q = np.array(p), np.array(q)
         n, u = len(draft), rng.random(len(draft))
-        passed = [bool(passes(u[0 if one_uniform else i], p[i][x] / q[i][x])) for i, x in enumerate(draft)]
+        passed = [
+            bool(passes(u[0 if one_uniform else i], p[i][x] / q[i][x])) for i, x in enumerate(draft)
+        ]
         kept = sum(passed) if count_all else [*passed, False].index(False)
-        law = bonus(p, q) if kept == n else rest(p[np.clip(kept + row, 0, n)], q[np.clip(kept + row, 0, n - 1)])
+        law = (
+            bonus(p, q)
+            if kept == n
+            else rest(p[np.clip(kept + row, 0, n)], q[np.clip(kept + row, 0, n - 1)])
+        )
         return [*draft[:kept], rng.choices(range(len(law)), weights=list(law))[0]]
 
     return verify
@@ -191,7 +197,11 @@ WRONG_VERIFIERS: dict[str, Callable[..., Any]] = {
 
 
 def decoding(
-    noise_once: bool = False, reseeded: bool = False, argmax: bool = False, short: bool = False, stale: bool = False
+    noise_once: bool = False,
+    reseeded: bool = False,
+    argmax: bool = False,
+    short: bool = False,
+    stale: bool = False,
 ) -> Callable[..., list[int]]:
     """A whole decoding function, with a place for each mistake."""
 
@@ -279,7 +289,11 @@ def seconds(**function: Any) -> tuple[float, Counterexample | None]:
 
 
 if __name__ == "__main__":
-    for form, mistakes in (("verifier", WRONG_VERIFIERS), ("generate", WRONG_DECODING), ("drafter", WRONG_DRAFTERS)):
+    for form, mistakes in (
+        ("verifier", WRONG_VERIFIERS),
+        ("generate", WRONG_DECODING),
+        ("drafter", WRONG_DRAFTERS),
+    ):
         for name, function in mistakes.items():
             took, found = seconds(**{form: function})
             print(f"{took:5.2f} s  {name}: {found.law if found else 'NOT FOUND'}")

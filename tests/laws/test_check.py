@@ -36,7 +36,9 @@ EXACTLY = (published.textbook, published.by_hand, published.no_bonus, published.
 
 @pytest.mark.parametrize("verifier", RIGHT)
 def test_a_right_verifier_is_never_accused(verifier: Callable[..., Any]) -> None:
-    result = check(verifier, seed=RIGHT.index(verifier), corners=RIGHT.index(verifier) % 2 == 0, seconds=3)
+    result = check(
+        verifier, seed=RIGHT.index(verifier), corners=RIGHT.index(verifier) % 2 == 0, seconds=3
+    )
     assert result.evidence[0].cases > 100
     assert result.evidence[0].branches > 4 * 100
     assert "joint law: kept in" in str(result)
@@ -63,7 +65,9 @@ def test_right_drafters_pass_and_none_may_propose_anything() -> None:
             tokens, laws = mistake(*given)
             return tokens, [None] * len(laws)
 
-        assert check(drafter=lambda q, context, gamma, rng, points=points: points(q, context, gamma, rng))
+        assert check(
+            drafter=lambda q, context, gamma, rng, points=points: points(q, context, gamma, rng)
+        )
 
 
 def test_the_tolerance_decides_about_a_small_bias() -> None:
@@ -193,7 +197,9 @@ OWN = np.random.default_rng(3)
 
 NO_VERDICT = {
     "gives other results": own_generator,
-    "rng.gumbel cannot be enumerated": lambda p, q, d, rng: [np.argmax(np.log(p[0]) + rng.gumbel(size=2))],
+    "rng.gumbel cannot be enumerated": lambda p, q, d, rng: [
+        np.argmax(np.log(p[0]) + rng.gumbel(size=2))
+    ],
     "continuous noise": lambda p, q, d: [int(torch.empty(2).exponential_(1).argmax())],
     "asks for the value": lambda p, q, d, rng: [int(float(rng.random()) < 0.5)],
     "compared with each other": lambda p, q, d, rng: [int(rng.random() < rng.random())],
@@ -293,5 +299,8 @@ def test_a_notebook_shows_a_verdict_once(capsys: pytest.CaptureFixture[str]) -> 
 def test_importing_the_laws_is_cheap() -> None:
     loaded = "import tinyspec.laws, sys; print(any(name in sys.modules for name in ('torch', 'numpy', 'hypothesis')))"
     assert (
-        subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout == "False\n"
+        subprocess.run(
+            [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
     )

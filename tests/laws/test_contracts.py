@@ -42,13 +42,22 @@ from tinyspec.tree import TokenTree
 # ---------------------------------------------------------------------- the laws name them
 
 BREACHES = {
-    TRUTHFUL: (Argmax, Raw, Narrow, SharpSecond, Twice, lambda model, k, ends: Replaced(model, k, False)),
+    TRUTHFUL: (
+        Argmax,
+        Raw,
+        Narrow,
+        SharpSecond,
+        Twice,
+        lambda model, k, ends: Replaced(model, k, False),
+    ),
     PRESENCE: (KeepZero, Confident, BestOfTwo),
 }
 JUDGES = {TRUTHFUL: contracts.truthful, PRESENCE: contracts.presence, EXAMINED: contracts.examined}
 
 
-@pytest.mark.parametrize(("law", "drafter"), [(law, drafter) for law in BREACHES for drafter in BREACHES[law]])
+@pytest.mark.parametrize(
+    ("law", "drafter"), [(law, drafter) for law in BREACHES for drafter in BREACHES[law]]
+)
 def test_a_breach_is_accused_by_the_contract_it_breaks(law: str, drafter: Drafting) -> None:
     with pytest.raises(Accused) as accused:
         JUDGES[law](decoder(drafter))
@@ -107,7 +116,14 @@ def request(setting: Setting) -> Request:
 # ---------------------------------------------------------------------- and they change what is emitted
 
 
-def emitted(drafter: Drafting, verifier: Any, p: Sequence[int], q: Sequence[int], tokens: int, gamma: int = 2) -> Any:
+def emitted(
+    drafter: Drafting,
+    verifier: Any,
+    p: Sequence[int],
+    q: Sequence[int],
+    tokens: int,
+    gamma: int = 2,
+) -> Any:
     def made() -> Decoder:
         target, draft = (TableModel(0, 2, rows=lambda context, row=row: row) for row in (p, q))
         return Request(target.session(), [draft.session()]).decoder(
@@ -165,6 +181,8 @@ def test_the_walk_reads_chance_exactly_as_often_as_looked_at_says() -> None:
             return walk(tree, rows, chance)
 
         for verdict, _ in Exhaustive.walk(tested):
-            order = sorted({*verdict.path, *verdict.refused}, key=lambda node: len(looked_at(tree, node)))
+            order = sorted(
+                {*verdict.path, *verdict.refused}, key=lambda node: len(looked_at(tree, node))
+            )
             if order:
                 assert looked_at(tree, order[-1]) == order[:-1]

@@ -17,7 +17,11 @@ from tinyspec.laws.uniform import NotEnumerable, Span, Uniform
 
 # ---------------------------------------------------------------------- uniforms that are not drawn
 
-LAW = st.lists(st.integers(0, 4), min_size=2, max_size=4).filter(any).map(lambda w: [F(x, sum(w)) for x in w])
+LAW = (
+    st.lists(st.integers(0, 4), min_size=2, max_size=4)
+    .filter(any)
+    .map(lambda w: [F(x, sum(w)) for x in w])
+)
 
 
 def outcomes(function: Callable[[Dice], Any]) -> dict[Any, Any]:
@@ -25,7 +29,9 @@ def outcomes(function: Callable[[Dice], Any]) -> dict[Any, Any]:
 
 
 INVERSIONS = {
-    "searchsorted": lambda row, rng: int(np.searchsorted(np.cumsum(row), rng.random(), side="right")),
+    "searchsorted": lambda row, rng: int(
+        np.searchsorted(np.cumsum(row), rng.random(), side="right")
+    ),
     "argmax": lambda row, rng: int(np.argmax(np.cumsum(row) > rng.random())),
     "loop": lambda row, rng: loop(row, rng.random()),
     "scaled": lambda row, rng: loop([3 * x for x in row], 3 * rng.random()),
@@ -34,7 +40,9 @@ INVERSIONS = {
     "choice": lambda row, rng: rng.choice(len(row), p=row),
     "choices": lambda row, rng: rng.choices(range(len(row)), weights=row)[0],
     "multinomial": lambda row, rng: int(np.argmax(rng.multinomial(1, row))),
-    "binomial": lambda row, rng: next(t for t, x in enumerate(row) if rng.binomial(1, x / sum(row[t:]))),
+    "binomial": lambda row, rng: next(
+        t for t, x in enumerate(row) if rng.binomial(1, x / sum(row[t:]))
+    ),
 }
 
 
@@ -64,7 +72,12 @@ def test_one_uniform_answers_consistently(cuts: list[F]) -> None:
     for place, cut in enumerate(cuts):
         assert sum(mass for answers, mass in law.items() if answers[place]) == cut
     for answers in law:
-        assert all(answers[i] <= answers[j] for i, a in enumerate(cuts) for j, b in enumerate(cuts) if a <= b)
+        assert all(
+            answers[i] <= answers[j]
+            for i, a in enumerate(cuts)
+            for j, b in enumerate(cuts)
+            if a <= b
+        )
 
 
 def test_uniforms_as_integers_logarithms_and_arrays() -> None:
@@ -84,7 +97,9 @@ def test_uniforms_as_integers_logarithms_and_arrays() -> None:
 
 def test_the_same_seed_gives_the_same_noise_and_another_one_does_not() -> None:
     def seeded(first: Any, second: Any) -> Callable[[Dice], Any]:
-        return lambda rng: tuple(bool(rng.generator(seed).random() < F(1, 2)) for seed in (first, second))
+        return lambda rng: tuple(
+            bool(rng.generator(seed).random() < F(1, 2)) for seed in (first, second)
+        )
 
     assert outcomes(seeded(0, 0)) == {(True, True): F(1, 2), (False, False): F(1, 2)}
     assert len(outcomes(seeded(0, 1))) == len(outcomes(seeded(None, None))) == 4
@@ -99,12 +114,14 @@ def test_a_pinned_uniform_is_zero_and_may_meet_its_boundary() -> None:
 
 
 def test_nan_is_neither_above_nor_below() -> None:
-    assert outcomes(lambda rng: (lambda u: (u < np.nan, u > np.nan, u <= np.nan, u >= np.nan))(rng.random())) == {
-        (False,) * 4: 1
-    }
+    assert outcomes(
+        lambda rng: (lambda u: (u < np.nan, u > np.nan, u <= np.nan, u >= np.nan))(rng.random())
+    ) == {(False,) * 4: 1}
 
 
-@pytest.mark.parametrize("use", [float, lambda u: u + u, lambda u: [0, 1][u], lambda u: u and 1, round])
+@pytest.mark.parametrize(
+    "use", [float, lambda u: u + u, lambda u: [0, 1][u], lambda u: u and 1, round]
+)
 def test_the_value_of_a_uniform_is_not_to_be_had(use: Callable[[Any], Any]) -> None:
     with pytest.raises(NotEnumerable):
         outcomes(lambda rng: use(rng.random()))
@@ -140,7 +157,9 @@ def in_torch(function: Callable[[], Any]) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("way", ASKED_IN_TORCH)
 def test_every_way_to_ask_torch_for_two_fair_coins(way: str) -> None:
-    assert in_torch(ASKED_IN_TORCH[way]) == pytest.approx({(a, b): 0.25 for a in (True, False) for b in (True, False)})
+    assert in_torch(ASKED_IN_TORCH[way]) == pytest.approx(
+        {(a, b): 0.25 for a in (True, False) for b in (True, False)}
+    )
 
 
 def test_torch_reseeded_gives_the_same_noise_and_what_cannot_be_asked_is_refused() -> None:

@@ -152,7 +152,9 @@ def test_the_order_of_a_set_is_no_state_and_that_of_a_dict_is() -> None:
     assert digest({"x": 1, "y": 2}) != digest({"y": 2, "x": 1})
 
 
-def test_a_counter_in_a_closure_a_class_or_a_module_is_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_counter_in_a_closure_a_class_or_a_module_is_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     count = counting(3)
     before = digest(count)
     count()
@@ -185,7 +187,9 @@ def test_a_random_generator_that_has_moved_on_is_another() -> None:
     for make in (random.Random, np.random.default_rng, generator):
         owner = Plain(make(1))
         before = digest(owner)
-        owner.a.random() if not isinstance(owner.a, torch.Generator) else torch.rand(1, generator=owner.a)
+        owner.a.random() if not isinstance(owner.a, torch.Generator) else torch.rand(
+            1, generator=owner.a
+        )
         assert digest(owner) != before
 
 
@@ -205,12 +209,17 @@ def test_outside_is_not_looked_into() -> None:
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 3), max_size=4), st.floats(0, 1)), max_size=8
+    st.tuples(
+        st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 3), max_size=4), st.floats(0, 1)
+    ),
+    max_size=8,
 )
 
 
 @given(OPERATIONS)
-def test_the_compiled_index_shows_all_that_its_twin_holds(operations: list[tuple[int, bool, list[int], float]]) -> None:
+def test_the_compiled_index_shows_all_that_its_twin_holds(
+    operations: list[tuple[int, bool, list[int], float]],
+) -> None:
     """Two indices of one state answer alike whatever comes; the state is texts, and places in the order of appending."""
     kernel, twin = _core.NgramIndex(3), reference_trie.NgramIndex(3)
     for text, back, tokens, share in operations:

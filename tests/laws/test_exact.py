@@ -24,7 +24,14 @@ from tinyspec.lm.plan import Plan
 from tinyspec.tree import ROOT, TokenTree
 
 P, Q = TableModel(4), TableModel(3)
-WARPS = [Warp(), Warp(temperature=0.0), Warp(temperature=1 / 3), Warp(top_k=2), Warp(0.5, top_p=0.7), Warp(min_p=0.4)]
+WARPS = [
+    Warp(),
+    Warp(temperature=0.0),
+    Warp(temperature=1 / 3),
+    Warp(top_k=2),
+    Warp(0.5, top_p=0.7),
+    Warp(min_p=0.4),
+]
 
 
 def plain(model: TableModel = P, **options: Any) -> Decoder:
@@ -32,12 +39,19 @@ def plain(model: TableModel = P, **options: Any) -> Decoder:
 
 
 def drafted(
-    p: TableModel = P, q: TableModel = Q, gamma: int = 2, verifier: Any = walk, target: Any = None, **options: Any
+    p: TableModel = P,
+    q: TableModel = Q,
+    gamma: int = 2,
+    verifier: Any = walk,
+    target: Any = None,
+    **options: Any,
 ) -> Decoder:
     return Decoder(target or p.session(), ModelDraft(q.session(), gamma), verifier, **options)
 
 
-def same(factory: Callable[[], Decoder], model: TableModel = P, tokens: int = 3, **options: Any) -> None:
+def same(
+    factory: Callable[[], Decoder], model: TableModel = P, tokens: int = 3, **options: Any
+) -> None:
     warp = options.pop("warp", Warp())
     compare(Reference(model.row, warp).law(tokens), law(factory, tokens, **options))
 
@@ -49,7 +63,9 @@ def test_the_reference_is_the_product_of_conditionals() -> None:
     joint = Reference(P.row).law(3, prompt=(1,))
     assert sum(joint.values()) == 1
     for text in product(range(3), repeat=3):
-        by_hand = P.row((1,))[text[0]] * P.row((1, text[0]))[text[1]] * P.row((1, *text[:2]))[text[2]]
+        by_hand = (
+            P.row((1,))[text[0]] * P.row((1, text[0]))[text[1]] * P.row((1, *text[:2]))[text[2]]
+        )
         assert joint.get(text, 0) == by_hand
 
 
@@ -72,7 +88,11 @@ def test_plain_decoding_and_a_drafted_chain_have_the_reference_law(warp: Warp) -
        st.none() | st.integers(1, 4), st.none() | st.sampled_from([0.1, 0.5, 0.7, 0.9, 1.0]),
        st.none() | st.sampled_from([0.0, 0.3, 0.5, 1.0]))  # fmt: skip
 def test_the_judges_warpers_are_those_of_the_house(
-    weights: list[int], temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
+    weights: list[int],
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
 ) -> None:
     warp = Warp(temperature, top_k, top_p, min_p)
     exact = warped([F(x) for x in weights], (), warp)
@@ -80,7 +100,9 @@ def test_the_judges_warpers_are_those_of_the_house(
     logits = np.log(np.maximum(weights, 1e-300))
     np.testing.assert_allclose(warped(logits, (), warp), warp(logits), atol=1e-12)
     penalty = Warp(0.7, repetition_penalty=1.3)
-    np.testing.assert_allclose(warped(logits, (1, 1, 2), penalty), penalty(logits, (1, 1, 2)), atol=1e-12)
+    np.testing.assert_allclose(
+        warped(logits, (1, 1, 2), penalty), penalty(logits, (1, 1, 2)), atol=1e-12
+    )
 
 
 def test_merging_changes_nothing_but_the_work() -> None:
@@ -92,7 +114,9 @@ def test_merging_changes_nothing_but_the_work() -> None:
 
 def test_a_law_is_exact_below_a_prompt_of_any_length_and_after_a_stop() -> None:
     stop = Stop(eos=frozenset({1}), max_new_tokens=3)
-    compare(Reference(P.row, stop=stop).law(3, (2, 0, 1)), law(lambda: drafted(stop=stop), 3, (2, 0, 1)))
+    compare(
+        Reference(P.row, stop=stop).law(3, (2, 0, 1)), law(lambda: drafted(stop=stop), 3, (2, 0, 1))
+    )
     assert law(lambda: plain(stop=Stop(max_new_tokens=0)), 3) == {(): 1}
 
 
@@ -104,7 +128,11 @@ def test_one_round_alone() -> None:
 
 def test_laws_in_floats_agree_to_twelve_digits() -> None:
     p, q = TableModel(4, floats=True), TableModel(3, floats=True)
-    for warp in (Warp(0.7), Warp(repetition_penalty=1.3), Warp(0.7, top_p=0.8, repetition_penalty=0.8)):
+    for warp in (
+        Warp(0.7),
+        Warp(repetition_penalty=1.3),
+        Warp(0.7, top_p=0.8, repetition_penalty=0.8),
+    ):
         got = law(lambda warp=warp: drafted(p, q, warp=warp), 3)  # type: ignore[misc]
         compare(Reference(p.row, warp).law(3), got, within=1e-12)
         assert got.branches > len(got)
@@ -113,7 +141,9 @@ def test_laws_in_floats_agree_to_twelve_digits() -> None:
 # ---------------------------------------------------------------------- what it must see
 
 
-def accused(factory: Callable[[], Decoder], tokens: int = 3, name: str = JOINT, **options: Any) -> None:
+def accused(
+    factory: Callable[[], Decoder], tokens: int = 3, name: str = JOINT, **options: Any
+) -> None:
     with pytest.raises(Accused) as caught:
         same(factory, tokens=tokens, **options)
     assert caught.value.counterexample.law == name
@@ -178,7 +208,9 @@ class InTheClass(Reuses):
         return None
 
 
-def test_noise_hidden_in_a_closure_is_not_merged_away_and_noise_in_a_class_is_not_repeated() -> None:
+def test_noise_hidden_in_a_closure_is_not_merged_away_and_noise_in_a_class_is_not_repeated() -> (
+    None
+):
     accused(lambda: Decoder(P.session(), Enclosed(), walk), tokens=2)
     accused(lambda: Decoder(P.session(), InTheClass(), walk), tokens=2, name=REPEATS)
 
@@ -237,7 +269,9 @@ def test_a_counter_blocks_merging_and_its_law_is_right() -> None:
 
 def test_it_sees_global_noise() -> None:
     class Global(NoDraft):
-        def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        def propose(
+            self, context: Sequence[int], room: int, warp: Warp, chance: Chance
+        ) -> TokenTree:
             random.random()
             return TokenTree()
 
@@ -294,7 +328,9 @@ def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:
         same(exits(plan))
         target = TableSession(P, plan=plan)
         right = Reference(lambda context, plan=plan: P.row(context, plan)).law(2)  # type: ignore[misc]
-        compare(right, law(lambda plan=plan: Decoder(TableSession(P, plan=plan), NoDraft(), walk), 2))  # type: ignore[misc]
+        compare(
+            right, law(lambda plan=plan: Decoder(TableSession(P, plan=plan), NoDraft(), walk), 2)
+        )  # type: ignore[misc]
         if plan != Plan():
             accused(lambda plan=plan: Decoder(TableSession(P, plan=plan), NoDraft(), walk), 2)  # type: ignore[misc]
             assert target.plan == plan
@@ -302,7 +338,9 @@ def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:
 
 def test_the_smallest_text_that_differs_is_told() -> None:
     with pytest.raises(Accused) as caught:
-        compare({(0,): F(1, 2), (1,): F(1, 2)}, {(0,): F(1, 3), (1,): F(2, 3)}, p=[F(1, 2), F(1, 2)])
+        compare(
+            {(0,): F(1, 2), (1,): F(1, 2)}, {(0,): F(1, 3), (1,): F(2, 3)}, p=[F(1, 2), F(1, 2)]
+        )
     told = caught.value.counterexample
     assert (told.law, told.expected, told.got) == (JOINT, {(0,): F(1, 2)}, {(0,): F(1, 3)})
     assert "p = [1/2, 1/2]" in str(told)

@@ -96,7 +96,9 @@ class Forgetful(View):
 
     def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Any:
         self._follow()
-        scores, self._nodes = self.session.grow(tree, taps, Plan() if self._trunk else self.plan, trunk=self._trunk)
+        scores, self._nodes = self.session.grow(
+            tree, taps, Plan() if self._trunk else self.plan, trunk=self._trunk
+        )
         return scores
 
 
@@ -175,10 +177,16 @@ class Blockwise(fallback.NgramIndex):
         self.borders = {*getattr(self, "borders", ()), (text, self.length(text))}
         super().append(text, tokens)
 
-    def lookup(self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last") -> list[int]:
+    def lookup(
+        self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last"
+    ) -> list[int]:
         known = self._places
-        whole = lambda gram, text, end: not any((text, at) in self.borders for at in range(end - len(gram) + 1, end))  # noqa: E731
-        self._places = {gram: [at for at in places if whole(gram, *at)] for gram, places in known.items()}
+        whole = lambda gram, text, end: (  # noqa: E731
+            not any((text, at) in self.borders for at in range(end - len(gram) + 1, end))
+        )
+        self._places = {
+            gram: [at for at in places if whole(gram, *at)] for gram, places in known.items()
+        }
         found = super().lookup(suffix, k, max_n, min_n, which)
         self._places = known
         return found
@@ -187,7 +195,9 @@ class Blockwise(fallback.NgramIndex):
 class LastIsFirst(fallback.NgramIndex):
     """Takes the place that stands last in a text for the one that was appended last."""
 
-    def lookup(self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last") -> list[int]:
+    def lookup(
+        self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last"
+    ) -> list[int]:
         order = {gram: list(places) for gram, places in self._places.items()}
         self._places = {gram: sorted(places) for gram, places in order.items()}
         found = super().lookup(suffix, k, max_n, min_n, which)
@@ -198,14 +208,18 @@ class LastIsFirst(fallback.NgramIndex):
 class Greedy(fallback.NgramIndex):
     """Takes the shortest match."""
 
-    def lookup(self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last") -> list[int]:
+    def lookup(
+        self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last"
+    ) -> list[int]:
         return super().lookup(suffix, k, min_n, min_n, which)
 
 
 class Endless(fallback.NgramIndex):
     """A continuation runs on into the next text."""
 
-    def lookup(self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last") -> list[int]:
+    def lookup(
+        self, suffix: Any, k: int, max_n: Any = None, min_n: int = 1, which: str = "last"
+    ) -> list[int]:
         found = super().lookup(suffix, k, max_n, min_n, which)
         more = [token for line in self._texts.values() for token in line]
         return (found + more)[:k] if found else found

@@ -73,6 +73,11 @@ def test_a_counterexample_speaks_of_the_task() -> None:
     """The smallest pair of laws that shows it, the draft, the law that was due and the law that came."""
     mutant = next(mutant for mutant in MUTANTS if mutant.name == "residual is p")
     found = mutants.judge(mutant)["counterexample"]
-    assert found["case"] == {"p": ["1/2", "1/2"], "q": ["0", "1"], "draft": "chain of 1", "tokens": 1}
+    assert found["case"] == {
+        "p": ["1/2", "1/2"],
+        "q": ["0", "1"],
+        "draft": "chain of 1",
+        "tokens": 1,
+    }
     assert found["expected"] == {"(0,)": "1/2", "(1,)": "1/2"}
     assert found["got"] == {"(0,)": "1/4", "(1,)": "3/4"}

@@ -119,7 +119,9 @@ def test_a_defective_stream_is_accused(defect: str) -> None:
 class NewBlock(Stop):
     """Looks into the block that is new, not across its beginning."""
 
-    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, str | None]:
+    def cut(
+        self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
+    ) -> tuple[int, str | None]:
         return super().cut((), fresh, limit)
 
 
@@ -135,7 +137,9 @@ class Characters(Stop):
 
     def _spelled(self, seen: Sequence[int]) -> bool:
         window = max(len(s) for s in self.strings)
-        return self.decode is not None and any(s in self.decode(seen[-window:]) for s in self.strings)
+        return self.decode is not None and any(
+            s in self.decode(seen[-window:]) for s in self.strings
+        )
 
 
 class Kept(Stop):

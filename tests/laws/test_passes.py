@@ -38,7 +38,9 @@ def zoo(request) -> tuple[Model, Model, float]:
 
 def held_by(card, target: passes.Begin, draft: passes.Begin, **options) -> passes.Evidence:
     references = REFERENCES if card.copies else ()
-    return passes.cache_after_every_round(card.make, target, [draft] * card.drafts, references=references, **options)
+    return passes.cache_after_every_round(
+        card.make, target, [draft] * card.drafts, references=references, **options
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the judge itself
@@ -59,7 +61,9 @@ def test_the_plain_pass_follows_a_plan(m: Model) -> None:
     session.extend([3, 1, 4, 1, 5])
     assert passes.committed_slots(session) == 4 * 1
     found = dense(m, [3, 1, 4, 1, 5], session.plan)
-    np.testing.assert_allclose(session.score(TokenTree()).logits[0].numpy(), found.logits[-1], atol=1e-11)
+    np.testing.assert_allclose(
+        session.score(TokenTree()).logits[0].numpy(), found.logits[-1], atol=1e-11
+    )
     assert [keys is None for keys in found.keys] == [True, False, True]
     with pytest.raises(ValueError, match="sees everything"):
         dense(m, [1], Plan(visible=Visible.everywhere((0,), 1, LLAMA.n_layers, 2)))
@@ -68,7 +72,9 @@ def test_the_plain_pass_follows_a_plan(m: Model) -> None:
 # ---------------------------------------------------------------------------------------------- the code is lawful
 
 
-@pytest.mark.skipif(compute is None, reason="NO COMPILED TRANSFORMER: rows of torch's products are not identical")
+@pytest.mark.skipif(
+    compute is None, reason="NO COMPILED TRANSFORMER: rows of torch's products are not identical"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_is_the_same_bits_whatever_is_computed_beside_it(dtype: torch.dtype) -> None:
     for m in (M.to(dtype=dtype), tinyspec.load("storyteller", dtype=dtype)):
@@ -79,7 +85,14 @@ def test_the_bundled_storyteller_is_lawful(zoo: tuple[Model, Model, float]) -> N
     target, draft, tolerance = zoo
     passes.node_logits(target.session, cases=1, rounds=2, nodes=4, tolerance=tolerance)
     passes.sibling_order(target.session, walk, cases=4, tolerance=tolerance)
-    held_by(find("speculative_decoding"), target.session, draft.session, texts=2, tokens=8, tolerance=tolerance)
+    held_by(
+        find("speculative_decoding"),
+        target.session,
+        draft.session,
+        texts=2,
+        tokens=8,
+        tolerance=tolerance,
+    )
 
 
 def test_a_token_that_left_early_is_judged_as_far_as_it_ran() -> None:
@@ -167,7 +180,9 @@ class Forgets(Session):
         self.append(text)
 
 
-@pytest.mark.parametrize("change", [flat_positions, siblings_visible, parent_hidden, late_positions])
+@pytest.mark.parametrize(
+    "change", [flat_positions, siblings_visible, parent_hidden, late_positions]
+)
 def test_node_logits_kill_a_wrong_mask_or_position(change) -> None:
     killed(passes.NODES, lambda: passes.node_logits(gated(change)))
 
@@ -178,7 +193,9 @@ def test_row_identity_kills_a_product_that_sums_otherwise_for_many_rows() -> Non
 
     def gate(feeds: Sequence[Feed]) -> list[Scores]:
         scores = m.forward(feeds)
-        return [s._replace(logits=s.logits * (1 + 2**-23)) if len(s.logits) > 2 else s for s in scores]
+        return [
+            s._replace(logits=s.logits * (1 + 2**-23)) if len(s.logits) > 2 else s for s in scores
+        ]
 
     killed(passes.ROWS, lambda: passes.row_identity(lambda: Session(m, gate=gate)))
 
@@ -188,7 +205,9 @@ def test_permuting_siblings_kills_what_knows_their_order(change) -> None:
     killed(passes.SIBLINGS, lambda: passes.sibling_order(gated(change), walk))
 
 
-@pytest.mark.parametrize("begin", [NotGathered, KeepsGuesses], ids=["path not gathered", "rejected keys kept"])
+@pytest.mark.parametrize(
+    "begin", [NotGathered, KeepsGuesses], ids=["path not gathered", "rejected keys kept"]
+)
 def test_node_logits_kill_a_wrong_commit(begin) -> None:
     killed(passes.NODES, lambda: passes.node_logits(lambda: begin(M)))
 
@@ -223,7 +242,11 @@ def test_committed_slots_kill_a_path_that_is_not_gathered() -> None:
         def propose(self, context, room, warp, chance):
             best = int(dense(M, context).logits[-1].argmax())
             tokens = ((best + 1) % LLAMA.vocab_size, best)
-            return TokenTree(tokens, (ROOT, ROOT), (None, None), (False, False)) if room else TokenTree()
+            return (
+                TokenTree(tokens, (ROOT, ROOT), (None, None), (False, False))
+                if room
+                else TokenTree()
+            )
 
     def bush(request):
         return request.decoder(Two(), walk)
@@ -235,7 +258,10 @@ def test_committed_slots_kill_a_path_that_is_not_gathered() -> None:
 def test_committed_slots_kill_a_stale_draft() -> None:
     """The draft model keeps what it computed for tokens that the target refused."""
     draft = model(LLAMA, seed=5)
-    killed(passes.SLOTS, lambda: held_by(find("speculative_decoding"), M.session, lambda: KeepsGuesses(draft)))
+    killed(
+        passes.SLOTS,
+        lambda: held_by(find("speculative_decoding"), M.session, lambda: KeepsGuesses(draft)),
+    )
 
 
 def test_trees_are_reordered_only_among_siblings() -> None:

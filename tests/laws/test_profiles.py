@@ -49,7 +49,9 @@ def test_the_ladder_of_a_knob_starts_at_its_neutral_value() -> None:
     assert ladder(SPECULATIVE)[0] == 1.0
     assert ladder(SPECULATIVE) == sorted(ladder(SPECULATIVE), reverse=True)
     assert ladder(hosted.EARLY) == [3, 2, 1]
-    choice = replace(hosted.EARLY, lossy=("layers", 3), knobs=(Knob("layers", 3, "", choices=(1, 2, 3)),))
+    choice = replace(
+        hosted.EARLY, lossy=("layers", 3), knobs=(Knob("layers", 3, "", choices=(1, 2, 3)),)
+    )
     assert ladder(choice) == [3, 2, 1]
 
 
@@ -62,7 +64,9 @@ def test_a_profile_asks_the_same_questions_every_time() -> None:
     assert len(sample) == FIVE_SECONDS.sample
     assert set(sample) < set(first)
     thorough = questions(card, Profile("x", range(10)))
-    assert len(thorough) == 10 * (len(first) - 1) + 1  # the contracts ask the same whatever the seed
+    assert (
+        len(thorough) == 10 * (len(first) - 1) + 1
+    )  # the contracts ask the same whatever the seed
 
 
 def test_what_was_proved_is_not_proved_again(tmp_path: Path) -> None:

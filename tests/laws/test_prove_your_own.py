@@ -118,7 +118,9 @@ TOLD = {
 
 @pytest.mark.usefixtures("stage")
 @pytest.mark.parametrize("path", TOLD, ids=lambda path: path.stem)
-def test_what_is_refuted_is_told_to_the_letter(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refuted_is_told_to_the_letter(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the order of the page; no cell takes ten seconds; the lesson's last cell is a test that passes."""
     names: dict[str, Any] = {"__name__": path.stem}
     for cell in read_cells(path.read_text(encoding="utf-8")):

@@ -107,7 +107,9 @@ class Careless(ModelDraft):
 class Late(Stop):
     """Looks for a stop at the end of a block alone."""
 
-    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, str | None]:
+    def cut(
+        self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
+    ) -> tuple[int, str | None]:
         kept, reason = super().cut(new, fresh, limit)
         if reason in ("eos", "stop") and kept < len(fresh):
             room = self.left(len(new), limit)
@@ -118,7 +120,9 @@ class Late(Stop):
 class Blockwise(Stop):
     """Looks for stops inside of a block alone."""
 
-    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, str | None]:
+    def cut(
+        self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
+    ) -> tuple[int, str | None]:
         kept, reason = replace(self, max_new_tokens=None).alone(fresh)
         room = self.left(len(new), limit)
         return room if room is not None and room[0] < kept + (reason is None) else (kept, reason)
@@ -152,7 +156,10 @@ def wider(jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
     """A batch whose rows are rounded as no row alone is."""
     rows = run_together(list(jobs))
     return [
-        [one._replace(scores=one.scores._replace(logits=one.scores.logits * (1 + 2**-22))) for one in row]
+        [
+            one._replace(scores=one.scores._replace(logits=one.scores.logits * (1 + 2**-22)))
+            for one in row
+        ]
         for row in rows
     ]
 
@@ -179,22 +186,50 @@ DEFECTS: dict[str, tuple[str, Callable[[], Evidence]]] = {
     "drafted is accepted": (requests.TRACE, lambda: requests.trace_identities(SOUND, Proposed)),
     "a bonus is called accepted": (
         requests.TRACE,
-        lambda: requests.trace_identities(SOUND, origins=lambda one: ["accepted"] * len(one.tokens)),
+        lambda: requests.trace_identities(
+            SOUND, origins=lambda one: ["accepted"] * len(one.tokens)
+        ),
     ),
-    "the cut is not told": (requests.TRACE, lambda: requests.trace_identities(drafting(chain, Silent))),
+    "the cut is not told": (
+        requests.TRACE,
+        lambda: requests.trace_identities(drafting(chain, Silent)),
+    ),
     "a call after the report": (
         requests.LEDGER,
-        lambda: requests.every_call_is_in_a_round(drafting(lambda request: Careless(request.drafts[0], 2))),
+        lambda: requests.every_call_is_in_a_round(
+            drafting(lambda request: Careless(request.drafts[0], 2))
+        ),
     ),
     "state in a class": (requests.SEED, lambda: requests.same_seed_same_output(drafting(Shared))),
-    "guesses by global chance": (requests.SEED, lambda: requests.same_seed_same_output(drafting(Python))),
-    "requests share a memory": (requests.APART, lambda: requests.two_requests_are_the_two_alone(drafting(Shared))),
-    "random moves": (requests.GLOBAL, lambda: requests.global_randomness_is_untouched(drafting(Python))),
-    "torch moves": (requests.GLOBAL, lambda: requests.global_randomness_is_untouched(drafting(Torch))),
-    "rows come back in another order": (requests.ROWS, lambda: requests.a_batch_row_is_the_row_alone(SOUND, swapped)),
-    "rows are rounded otherwise": (requests.ROWS, lambda: requests.a_batch_row_is_the_row_alone(SOUND, wider)),
+    "guesses by global chance": (
+        requests.SEED,
+        lambda: requests.same_seed_same_output(drafting(Python)),
+    ),
+    "requests share a memory": (
+        requests.APART,
+        lambda: requests.two_requests_are_the_two_alone(drafting(Shared)),
+    ),
+    "random moves": (
+        requests.GLOBAL,
+        lambda: requests.global_randomness_is_untouched(drafting(Python)),
+    ),
+    "torch moves": (
+        requests.GLOBAL,
+        lambda: requests.global_randomness_is_untouched(drafting(Torch)),
+    ),
+    "rows come back in another order": (
+        requests.ROWS,
+        lambda: requests.a_batch_row_is_the_row_alone(SOUND, swapped),
+    ),
+    "rows are rounded otherwise": (
+        requests.ROWS,
+        lambda: requests.a_batch_row_is_the_row_alone(SOUND, wider),
+    ),
     "a stop inside a block is missed": (requests.STOP, lambda: requests.stop(stopping(Late))),
-    "a stop across two blocks is missed": (requests.STOP, lambda: requests.stop(stopping(Blockwise))),
+    "a stop across two blocks is missed": (
+        requests.STOP,
+        lambda: requests.stop(stopping(Blockwise)),
+    ),
     "one end of text of several": (requests.STOP, lambda: requests.stop(stopping(FirstEnd))),
 }
 

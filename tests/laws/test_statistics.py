@@ -58,7 +58,13 @@ def test_the_wealth_is_a_martingale_exactly() -> None:
         bets(lambda count, n, m, p: (count + m * p) / (n + m), max),
         bets(lambda count, n, m, p: F(n + 2, n + 1) * p),
     ],
-    ids=["looks before it bets", "keeps something back", "half a text for each cell", "the best of the bets", "grows"],
+    ids=[
+        "looks before it bets",
+        "keeps something back",
+        "half a text for each cell",
+        "the best of the bets",
+        "grows",
+    ],
 )
 def test_a_wealth_that_is_none_is_accused(bet) -> None:
     killed(evalues.MARTINGALE, lambda: martingale(bet))
@@ -130,7 +136,9 @@ def test_a_wrong_law_is_refuted_sooner_or_later() -> None:
 def test_the_statistic_is_scipy_s_where_no_cell_is_small() -> None:
     counts = {"a": 60, "b": 10, "c": 20, "d": 10}
     found = gtest.g_test(counts, NULL)
-    theirs = stats.power_divergence(list(counts.values()), [50, 20, 20, 10], lambda_="log-likelihood")
+    theirs = stats.power_divergence(
+        list(counts.values()), [50, 20, 20, 10], lambda_="log-likelihood"
+    )
     assert found == pytest.approx((theirs.statistic, 3, theirs.pvalue))
 
 
@@ -168,7 +176,10 @@ def test_cells_are_the_coarsened_law() -> None:
     cells = statistics.Cells(TARGET, PROMPT, 2, 3, 0.7)
     assert math.fsum(cells.law.values()) == pytest.approx(1)
     assert len(cells.law) == 3 * 4 + 1
-    assert cells.greedy == (first := int(logs(PROMPT).argmax()), int(logs([*PROMPT, first]).argmax()))
+    assert cells.greedy == (
+        first := int(logs(PROMPT).argmax()),
+        int(logs([*PROMPT, first]).argmax()),
+    )
     fine: dict[statistics.Cell, float] = {}
     root = logs(PROMPT)
     for first in range(LLAMA.vocab_size):
@@ -205,7 +216,9 @@ def quick(**options):
     return statistics.demo(TARGET, DRAFT, prompt=PROMPT, **{"samples": 100, "width": 3, **options})
 
 
-@pytest.mark.parametrize("method", [name for name, card in techniques().items() if card.kind == "decoder"])
+@pytest.mark.parametrize(
+    "method", [name for name, card in techniques().items() if card.kind == "decoder"]
+)
 def test_the_demo_finds_nothing_in_what_is_right_and_its_control_fails(method: str) -> None:
     result = quick(method=method)
     assert result["texts"] == sum(n for _, n in result["counts"]) == 100
@@ -230,7 +243,9 @@ def test_without_a_number_of_texts_it_runs_until_it_refutes_or_is_interrupted() 
     cells = statistics.Cells(TARGET, PROMPT, 2, 3, 1.0)
     found = statistics.sample(broken, cells, samples=None, seed=0, alpha=0.01)
     assert found["e"]["refuted"] and found["e"]["after"] == found["texts"]
-    assert found["g"] is None  # its p would not be valid: the number of texts was not chosen beforehand
+    assert (
+        found["g"] is None
+    )  # its p would not be valid: the number of texts was not chosen beforehand
 
     def patience(running: EValue) -> None:
         if running.seen == 30:
@@ -252,10 +267,12 @@ def test_a_refutation_and_a_blind_control_are_said() -> None:
     decoder = request.decoder(NoDraft(), walk)
     decoder.extend(PROMPT)
     found = statistics.sample(decoder, cells, samples=100, seed=0, alpha=0.01)
-    assert found["e"]["p"] == 0 and found["e"]["log10"] is found["g"]["statistic"] is None  # JSON has no infinity
-    assert "G = infinite" in statistics.report({**result, **found}) and "10^infinite" in statistics.report(
+    assert (
+        found["e"]["p"] == 0 and found["e"]["log10"] is found["g"]["statistic"] is None
+    )  # JSON has no infinity
+    assert "G = infinite" in statistics.report(
         {**result, **found}
-    )
+    ) and "10^infinite" in statistics.report({**result, **found})
 
 
 def test_what_cannot_be_sampled_is_refused(monkeypatch) -> None:

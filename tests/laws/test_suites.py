@@ -72,7 +72,9 @@ HOSTED = {
 def test_they_host_techniques_of_every_shape(name: str) -> None:
     """A sample of the cases: a registered technique runs them all, one that keeps another's law too."""
     assert any(find(known).keeps for known in techniques())
-    assert sum(evidence.cases for evidence in prove(HOSTED[name], Profile("sample", (0, 1), 8))) >= 16
+    assert (
+        sum(evidence.cases for evidence in prove(HOSTED[name], Profile("sample", (0, 1), 8))) >= 16
+    )
 
 
 def test_an_analysis_has_no_law_and_is_not_built() -> None:
@@ -80,7 +82,10 @@ def test_an_analysis_has_no_law_and_is_not_built() -> None:
 
 
 def test_who_keeps_nobodys_law_must_bring_an_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    for card in (hosted.card(hosted.fill_in, kind="refine"), hosted.card(hosted.fill_in, Guarantee.APPROX)):
+    for card in (
+        hosted.card(hosted.fill_in, kind="refine"),
+        hosted.card(hosted.fill_in, Guarantee.APPROX),
+    ):
         with pytest.raises(TinyspecError, match="oracle"):
             prove(card)
         with monkeypatch.context() as patch:
@@ -89,7 +94,9 @@ def test_who_keeps_nobodys_law_must_bring_an_oracle(monkeypatch: pytest.MonkeyPa
             assert [evidence.law for evidence in prove(card)] == [*known, "brute force"]
 
 
-def test_an_oracle_of_its_own_excuses_nobody_from_its_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oracle_of_its_own_excuses_nobody_from_its_suite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     card = find("autoregressive")
     whole = len(cases(card))
     monkeypatch.setitem(suites.ORACLES, card.name, lambda card: Evidence("brute force", 3))
@@ -122,7 +129,11 @@ class Reuses(NoDraft):
 
 def no_bonus_from_the_right_row(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
     verdict = walk(tree, p, chance)
-    return verdict if not verdict.path else Verdict(verdict.path, chance.draw(p[ROOT]), verdict.refused)
+    return (
+        verdict
+        if not verdict.path
+        else Verdict(verdict.path, chance.draw(p[ROOT]), verdict.refused)
+    )
 
 
 class Late(Decoder):
@@ -202,7 +213,12 @@ def test_a_greedy_promise_is_judged_at_temperature_0() -> None:
 
 def test_a_counterexample_is_small_and_speaks_of_p_and_q() -> None:
     with pytest.raises(Accused) as caught:
-        prove(broken(SPECULATIVE, lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row)))
+        prove(
+            broken(
+                SPECULATIVE,
+                lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row),
+            )
+        )
     told = caught.value.counterexample
     assert len(told.case["text"]) == 2
     assert len(told.case["p along the text"]) == len(told.case["q along the text"]) == 2

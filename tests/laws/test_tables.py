@@ -21,10 +21,16 @@ PLANS = [
     Plan(visible=Visible.everywhere((0, 2), 4, L, 1)), Plan(visible=Visible((None, (frozenset({0}),), (frozenset(),)), 3)),
 ]  # fmt: skip
 # positions are learned: with rotated ones alone, a text of equal tokens has equal rows
-CONFIG = replace(GPT2, vocab_size=V, n_layers=L, n_kv_heads=1, n_heads=2, head_dim=8, max_positions=24)
+CONFIG = replace(
+    GPT2, vocab_size=V, n_layers=L, n_kv_heads=1, n_heads=2, head_dim=8, max_positions=24
+)
 TRANSFORMER = model(CONFIG)
-PROBES = torch.randn(2, CONFIG.d_model, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-PREFIX = tuple(torch.randn(2, L, 1, 2, 8, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
+PROBES = torch.randn(
+    2, CONFIG.d_model, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+)
+PREFIX = tuple(
+    torch.randn(2, L, 1, 2, 8, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+)
 
 
 def test_rows_are_laws_with_small_denominators() -> None:
@@ -45,8 +51,14 @@ def test_the_network_is_the_same_in_every_process() -> None:
 def test_everything_that_could_be_wrong_changes_the_state() -> None:
     m = TableModel(5)
     base = m.run((0, 1, 2))[-1]
-    changed = [m.run(text)[-1] for text in ((1, 1, 2), (0, 0, 2), (1, 0, 2), (0, 2), (2,), (0, 1, 1, 2))]
-    changed += [m.run((0, 1, 2), plan)[-1] for plan in PLANS if plan.visible is None or plan.visible.since < 3]
+    changed = [
+        m.run(text)[-1] for text in ((1, 1, 2), (0, 0, 2), (1, 0, 2), (0, 2), (2,), (0, 1, 1, 2))
+    ]
+    changed += [
+        m.run((0, 1, 2), plan)[-1]
+        for plan in PLANS
+        if plan.visible is None or plan.visible.since < 3
+    ]
     changed.append(TableModel(6).run((0, 1, 2))[-1])
     assert len({base, *changed}) == len(changed) + 1
 
@@ -65,7 +77,9 @@ def test_rows_in_floats_are_the_logarithms_of_the_exact_ones() -> None:
     for context in ((0,), (1, 2), (2, 1, 0)):
         row = floats.row(context)
         assert row.dtype == np.float64
-        assert np.exp(row) / np.exp(row).sum() == pytest.approx([float(x) for x in exact.row(context)])
+        assert np.exp(row) / np.exp(row).sum() == pytest.approx(
+            [float(x) for x in exact.row(context)]
+        )
 
 
 def test_a_session_refuses_what_a_session_refuses() -> None:
@@ -149,7 +163,11 @@ class Pair:
 
     def follow(self, token: int) -> None:
         """The view guesses behind its trunk, the session verifies some of it, and the view looks at the rest again."""
-        guess = [*self.views[0].text[len(self.real) :], token] if len(self.views[0]) >= len(self.real) else [token]
+        guess = (
+            [*self.views[0].text[len(self.real) :], token]
+            if len(self.views[0]) >= len(self.real)
+            else [token]
+        )
         self.compare(self.both("score", TokenTree.chain([token]), (L,), on_view=True), L)
         kept = self.rng.randint(0, len(guess))
         if self.both("score", TokenTree.chain(guess[:kept])) is not None:
@@ -266,7 +284,9 @@ def test_the_ledger_counts_what_a_transformers_counts(seed: int) -> None:
             pair.both("advance", tree, 1)
         elif len(pair.real) < 15:
             pair.both("score", tree)
-            pair.both("commit", tree.path(rng.randint(ROOT, len(tree.tokens) - 1)), rng.randrange(V))
+            pair.both(
+                "commit", tree.path(rng.randint(ROOT, len(tree.tokens) - 1)), rng.randrange(V)
+            )
     real, table = ([call[1:] for call in calls] for calls in pair.calls)
     assert real == table
 

@@ -45,7 +45,9 @@ class Toy:
                 passed = chance.accept(self.ratio(row[token], q[token]))
             if passed or not self.prefix:
                 path, row, at = (*path, *([node] if passed else [])), p[node], node
-                children = [i for i, parent in enumerate(tree.parents) if parent == node][: self.tests]
+                children = [i for i, parent in enumerate(tree.parents) if parent == node][
+                    : self.tests
+                ]
             else:
                 refused = (*refused, node)
                 row = row if p.warp.temperature == 0 else self.left(row, q)
@@ -98,7 +100,9 @@ def test_a_counterexample_is_the_smallest_and_speaks_of_p_and_q() -> None:
     assert (accused.counterexample.expected, accused.counterexample.got) == (0, 1)
 
 
-@pytest.mark.parametrize("broken", [Toy(bonus=False), Toy(prefix=False)], ids=["no bonus", "counts behind a refusal"])
+@pytest.mark.parametrize(
+    "broken", [Toy(bonus=False), Toy(prefix=False)], ids=["no bonus", "counts behind a refusal"]
+)
 def test_leviathan_equation_1_kills_a_wrong_count(broken: Toy) -> None:
     killed(theorems.TOKENS, lambda: theorems.tokens_of_a_round(broken))
 
@@ -139,8 +143,12 @@ def test_corollary_3_9_kills_a_wrong_planner(plan) -> None:
 
 def test_lenience_is_capped_with_either_residual() -> None:
     theorems.lenience_cap(lambda lenience: replace(RIGHT, lenience=lenience), largest=4)
-    plain = Toy(left=lambda row, q: positive([a - b / sum(q) for a, b in zip(row, q, strict=True)]) or row)
-    theorems.lenience_cap(lambda lenience: replace(plain, lenience=lenience), largest=4)  # the other residual
+    plain = Toy(
+        left=lambda row, q: positive([a - b / sum(q) for a, b in zip(row, q, strict=True)]) or row
+    )
+    theorems.lenience_cap(
+        lambda lenience: replace(plain, lenience=lenience), largest=4
+    )  # the other residual
 
 
 @pytest.mark.parametrize(
@@ -152,10 +160,19 @@ def test_lenience_is_capped_with_either_residual() -> None:
         Toy(greedy=lambda soft, token, lenience: True),
         Toy(greedy=lambda soft, token, lenience: soft[token] >= max(soft)),
     ],
-    ids=["too lenient", "not lenient", "recovers from p", "greedy takes all", "greedy takes the best alone"],
+    ids=[
+        "too lenient",
+        "not lenient",
+        "recovers from p",
+        "greedy takes all",
+        "greedy takes the best alone",
+    ],
 )
 def test_leviathan_a_5_kills(broken: Toy) -> None:
-    killed(theorems.LENIENCE, lambda: theorems.lenience_cap(lambda lenience: replace(broken, lenience=lenience)))
+    killed(
+        theorems.LENIENCE,
+        lambda: theorems.lenience_cap(lambda lenience: replace(broken, lenience=lenience)),
+    )
 
 
 # ----------------------------------------------------------------------------------------------- several drafts
@@ -176,7 +193,9 @@ def test_specinfer_kills_a_walk_that_looks_at_the_first_sibling_alone() -> None:
     "left",
     [
         lambda row, q: positive([abs(a - b) for a, b in zip(row, q, strict=True)]) or row,
-        lambda row, q: left if sum(left := [max(a - b, F(0)) for a, b in zip(row, q, strict=True)]) else row,
+        lambda row, q: (
+            left if sum(left := [max(a - b, F(0)) for a, b in zip(row, q, strict=True)]) else row
+        ),
         lambda row, q: positive([a * (1 - b) for a, b in zip(row, q, strict=True)]) or row,
     ],
     ids=["|p - q|", "not normalised", "p (1 - q)"],
@@ -193,15 +212,21 @@ def k_seq(tree: TokenTree, p, chance) -> Verdict:
         return sum(min(b, a / rho) for a, b in zip(row, q, strict=True))
 
     low, rho = F(1), F(k)
-    for _ in range(5):  # any rho from the root up to k keeps the law: the upper end of the bracket is taken
+    for _ in range(
+        5
+    ):  # any rho from the root up to k keeps the law: the upper end of the bracket is taken
         middle = (low + rho) / 2
-        low, rho = (low, middle) if 1 - (1 - beta(middle)) ** k <= middle * beta(middle) else (middle, rho)
+        low, rho = (
+            (low, middle) if 1 - (1 - beta(middle)) ** k <= middle * beta(middle) else (middle, rho)
+        )
     for node, token in enumerate(tree.tokens):
         if chance.accept(row[token] / (rho * q[token])):
             return Verdict((node,), chance.draw(p[node]))
     b = beta(rho)
     share = (1 - (1 - b) ** k) / b if b else F(0)
-    return Verdict((), chance.draw([a - min(c, a / rho) * share for a, c in zip(row, q, strict=True)]))
+    return Verdict(
+        (), chance.draw([a - min(c, a / rho) * share for a, c in zip(row, q, strict=True)])
+    )
 
 
 def test_k_seq_reaches_its_share_of_the_optimum_and_keeps_the_law() -> None:
@@ -238,9 +263,13 @@ def test_children_sorted_after_they_were_drawn_do_not(along: bool) -> None:
         order = sorted(range(len(tokens)), key=lambda i: (-q[tokens[i]], tokens[i]))
         return [tokens[i] for i in order], [laws[i] for i in order] if along else laws
 
-    def shown(q, k, chance):  # a sorted token may be impossible under the law it got: then nothing is declared
+    def shown(
+        q, k, chance
+    ):  # a sorted token may be impossible under the law it got: then nothing is declared
         tokens, laws = best_first(q, k, chance)
-        return tokens, laws if all(law[t] for t, law in zip(tokens, laws, strict=True)) else [q] * len(tokens)
+        return tokens, laws if all(law[t] for t, law in zip(tokens, laws, strict=True)) else [
+            q
+        ] * len(tokens)
 
     killed(theorems.ORDER, lambda: theorems.draw_order(shown, walk))
 

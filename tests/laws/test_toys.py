@@ -41,5 +41,7 @@ def test_a_crash_is_no_verdict() -> None:
         raise ZeroDivisionError
 
     technique, trap = next((name, trap) for name, trap in TRAPS if name == "llma")
-    assert "ZeroDivisionError" in toys.judge(technique, Toy("crashes", trap.law, crashes))["survived"]
+    assert (
+        "ZeroDivisionError" in toys.judge(technique, Toy("crashes", trap.law, crashes))["survived"]
+    )
     assert "found nothing" in toys.judge(technique, Toy("none", trap.law, trap.real()))["survived"]

@@ -14,7 +14,12 @@ from tinyspec.laws.small import overlap, pairs, rows
 def test_the_linear_program_and_the_cut_agree() -> None:
     pytest.importorskip("scipy")
     rng = np.random.default_rng(0)
-    cases = [(p, q, k, replace) for p, q in list(pairs((3,), 5))[::23] for k in (1, 2, 3) for replace in (True, False)]
+    cases = [
+        (p, q, k, replace)
+        for p, q in list(pairs((3,), 5))[::23]
+        for k in (1, 2, 3)
+        for replace in (True, False)
+    ]
     for _ in range(20):
         weights = [rng.integers(0, 9, 4) + np.eye(4, dtype=int)[0] for _ in "pq"]
         p, q = (tuple(F(int(x), int(w.sum())) for x in w) for w in weights)

@@ -15,7 +15,9 @@ from tinyspec.decoding.chance import Replay
 from tinyspec.laws import devices, twins
 from tinyspec.laws.accused import Accused
 
-compiled = pytest.mark.skipif(not _core.COMPILED, reason="the pure twins are in use: there is no kernel to compare")
+compiled = pytest.mark.skipif(
+    not _core.COMPILED, reason="the pure twins are in use: there is no kernel to compare"
+)
 
 
 @compiled
@@ -25,7 +27,9 @@ def test_a_kernel_equals_its_twin_bit_for_bit(name: str) -> None:
 
 
 def test_every_function_of_the_core_has_a_twin() -> None:
-    functions = {name for name in _core.__all__ if name.islower() and callable(getattr(_core, name))}
+    functions = {
+        name for name in _core.__all__ if name.islower() and callable(getattr(_core, name))
+    }
     assert functions == set(twins.TWINS)
 
 
@@ -54,7 +58,9 @@ KNOBS = ("history", "temperature", "top_k", "top_p", "min_p", "penalty")
 
 def changed(**other: Any) -> Callable[..., Any]:
     """The twin's warp with some knob overruled."""
-    return lambda logits, *knobs: fallback.warp(logits, *(other.get(n, k) for n, k in zip(KNOBS, knobs, strict=True)))
+    return lambda logits, *knobs: fallback.warp(
+        logits, *(other.get(n, k) for n, k in zip(KNOBS, knobs, strict=True))
+    )
 
 
 def tie_to_the_highest(logits: Any, history: Any, temperature: float, *knobs: Any) -> Any:
@@ -64,7 +70,10 @@ def tie_to_the_highest(logits: Any, history: Any, temperature: float, *knobs: An
 
 def punished_twice(logits: Any, history: Any, temperature: float, *knobs: Any) -> Any:
     return fallback.warp(
-        np.array(reference.penalise(logits.tolist(), history, knobs[-1])), history, temperature, *knobs
+        np.array(reference.penalise(logits.tolist(), history, knobs[-1])),
+        history,
+        temperature,
+        *knobs,
     )
 
 
@@ -109,7 +118,10 @@ def walking(
     """The twin's walk with one of its moves replaced."""
 
     def walk(tokens: Any, parents: Any, laws: Any, probe: Any, p: Any, uniforms: Any) -> Any:
-        given, lists = devices.Given(uniforms.tolist()), [None if q is None else q.tolist() for q in laws]
+        given, lists = (
+            devices.Given(uniforms.tolist()),
+            [None if q is None else q.tolist() for q in laws],
+        )
         first = uniforms[0] if len(uniforms) else 0.0
         take = given.next if fresh else lambda: given.next() * 0 + first
         said = reference.walk(
@@ -157,17 +169,33 @@ DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
     ("warp", "the penalty hits twice", punished_twice),
     ("warp", "no min-p", changed(min_p=None)),
     ("warp", "temperature 0 is nearly 0", lambda *k: changed(temperature=k[2] or 1e-3)(*k)),
-    ("warp", "float32 inside", lambda logits, *k: fallback.warp(logits, *k).astype(np.float32).astype(np.float64)),
+    (
+        "warp",
+        "float32 inside",
+        lambda logits, *k: fallback.warp(logits, *k).astype(np.float32).astype(np.float64),
+    ),
     ("draw", "the history is forgotten", lambda *k: fallback.draw(k[0], [], *k[2:])),
     ("residual", "the absolute difference", far_apart),
     ("residual", "eps in the normaliser", softened),
-    ("without", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row)),
+    (
+        "without",
+        "not normalised",
+        lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row),
+    ),
     ("walk", "u <= ratio", walking(accept=lambda u, ratio: u <= ratio)),
-    ("walk", "a ratio is never quite 1", walking(accept=lambda u, ratio: u < min(ratio, 1 - 2**-53))),
+    (
+        "walk",
+        "a ratio is never quite 1",
+        walking(accept=lambda u, ratio: u < min(ratio, 1 - 2**-53)),
+    ),
     ("walk", "the residual is p", walking(refuse=keep)),
     ("walk", "every law is a point mass", walking(refuse=forgetful)),
     ("walk", "one uniform for all", walking(fresh=False)),
-    ("walk", "the bonus is the likeliest", walking(draw=lambda row, u: max(range(len(row)), key=row.__getitem__))),
+    (
+        "walk",
+        "the bonus is the likeliest",
+        walking(draw=lambda row, u: max(range(len(row)), key=row.__getitem__)),
+    ),
     ("ancestors", "a sibling is seen", tree(fallback.ancestors, any_sibling)),
     ("depths", "the root's children have depth 0", tree(fallback.depths, lambda depth: depth - 1)),
     ("unique_paths", "equal tokens are one row", first_of_its_token),
@@ -180,7 +208,10 @@ DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
 def test_a_defective_kernel_is_accused(name: str, defect: str, kernel: Callable[..., Any]) -> None:
     with pytest.raises(Accused) as caught:
         twins.twin(name, kernel)
-    assert (caught.value.counterexample.law, caught.value.counterexample.case["kernel"]) == ("twin", name)
+    assert (caught.value.counterexample.law, caught.value.counterexample.case["kernel"]) == (
+        "twin",
+        name,
+    )
 
 
 def test_an_accusation_names_the_smallest_rows() -> None:
@@ -212,7 +243,9 @@ def test_defects_behind_the_front_doors_are_accused() -> None:
         devices.decided(chance=EagerChance)
     with pytest.raises(Accused):  # a law that is rounded once more on its way
         devices.replayed(
-            walk=lambda tree, p, chance: verify.walk(tree._replace(laws=[narrow(q) for q in tree.laws]), p, chance)
+            walk=lambda tree, p, chance: verify.walk(
+                tree._replace(laws=[narrow(q) for q in tree.laws]), p, chance
+            )
         )
 
 
@@ -239,7 +272,9 @@ DEVICE_DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "defect", "kernel"), DEVICE_DEFECTS, ids=[f"{n}: {d}" for n, d, _ in DEVICE_DEFECTS])
+@pytest.mark.parametrize(
+    ("name", "defect", "kernel"), DEVICE_DEFECTS, ids=[f"{n}: {d}" for n, d, _ in DEVICE_DEFECTS]
+)
 def test_a_defective_device_is_accused(name: str, defect: str, kernel: Callable[..., Any]) -> None:
     with pytest.raises(Accused) as caught:
         devices.on_device(name, kernel)

@@ -40,7 +40,10 @@ def configs(draw: st.DrawFn) -> Config:
     rotary = family != "gpt2"
     return Config(
         vocab_size=draw(st.integers(5, 40)),
-        d_model=heads * (draw(st.sampled_from([2, 3, 4])) if rotary else head_dim),  # transformers wants a multiple
+        d_model=heads
+        * (
+            draw(st.sampled_from([2, 3, 4])) if rotary else head_dim
+        ),  # transformers wants a multiple
         n_layers=draw(st.integers(1, 3)),
         n_heads=heads,
         n_kv_heads=groups if rotary else heads,
@@ -63,14 +66,21 @@ def configs(draw: st.DrawFn) -> Config:
     )
 
 
-def random(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def random(
+    config: Config, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """Every weight random, also norms and biases, and large enough to matter."""
     generator = torch.Generator().manual_seed(seed)
-    weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in config.shapes().items()}
+    weights = {
+        name: torch.randn(shape, generator=generator) * 0.3
+        for name, shape in config.shapes().items()
+    }
     return {name: (w + 1 if "norm" in name else w).to(dtype) for name, w in weights.items()}
 
 
-def folder(tmp_path: Path, config: Config = LLAMA, tokenizer=None, dtype: torch.dtype = torch.float32) -> Path:
+def folder(
+    tmp_path: Path, config: Config = LLAMA, tokenizer=None, dtype: torch.dtype = torch.float32
+) -> Path:
     checkpoint.write(tmp_path / "model", config, random(config, dtype=dtype), tokenizer)
     return tmp_path / "model"
 

@@ -55,7 +55,9 @@ class Oracle:
             return x
         half, angle = len(x) // 2, position * self.freq
         low, high = x[:half], x[half:]
-        return np.concatenate((low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)))
+        return np.concatenate(
+            (low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle))
+        )
 
     def run(
         self,
@@ -81,10 +83,15 @@ class Oracle:
                 fused = self.linear(self.norm(x, f"{layer}.norm1"), f"{layer}.qkv")
                 heads = fused.reshape(-1, c.head_dim)
                 q = [self.rotate(h, position) for h in heads[: c.n_heads]]
-                me.keys[layer] = np.array([self.rotate(h, position) for h in heads[c.n_heads : -c.n_kv_heads]])
+                me.keys[layer] = np.array(
+                    [self.rotate(h, position) for h in heads[c.n_heads : -c.n_kv_heads]]
+                )
                 me.values[layer] = heads[-c.n_kv_heads :]
                 if not left:
-                    mixed = [self.attend(h, q[h], layer, [*past, me], plan, prefix) for h in range(c.n_heads)]
+                    mixed = [
+                        self.attend(h, q[h], layer, [*past, me], plan, prefix)
+                        for h in range(c.n_heads)
+                    ]
                     x = x + self.linear(np.concatenate(mixed), f"{layer}.out")
             if 2 * layer + 1 not in plan.skip and not left:
                 h = self.linear(self.norm(x, f"{layer}.norm2"), f"{layer}.up")
@@ -110,7 +117,11 @@ class Oracle:
             keys += list(prefix[0][layer, group])
             values += list(prefix[1][layer, group])
         for token in seen:
-            if plan.visible is not None and token is not seen[-1] and token.position < plan.visible.since:
+            if (
+                plan.visible is not None
+                and token is not seen[-1]
+                and token.position < plan.visible.since
+            ):
                 heads = plan.visible.layers[layer]
                 chosen = None if heads is None else heads[group]
                 if chosen is not None and token.position not in chosen:
@@ -121,7 +132,12 @@ class Oracle:
         weights = np.exp(scores - scores.max())
         return (weights / weights.sum()) @ np.array(values)
 
-    def text(self, tokens: Sequence[int], plan: Plan = Plan(), past: Sequence[Token] = ()) -> list[Token]:  # noqa: B008
+    def text(
+        self,
+        tokens: Sequence[int],
+        plan: Plan = Plan(),  # noqa: B008
+        past: Sequence[Token] = (),
+    ) -> list[Token]:
         """Tokens one after the other; returns all that were run, `past` included."""
         done = list(past)
         for token in tokens:

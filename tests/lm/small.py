@@ -12,7 +12,15 @@ from tinyspec.lm.transformer import Model
 from tinyspec.tree import TokenTree
 
 LLAMA = Config(
-    vocab_size=13, d_model=16, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, max_positions=64, tied=True
+    vocab_size=13,
+    d_model=16,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=4,
+    d_ff=24,
+    max_positions=64,
+    tied=True,
 )
 PROMPT = [3, 1, 4, 1, 5, 9]
 GPT2 = replace(
@@ -40,7 +48,9 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
-def tree(tokens: Sequence[int], parents: Sequence[int], probe: Sequence[bool] | None = None) -> TokenTree:
+def tree(
+    tokens: Sequence[int], parents: Sequence[int], probe: Sequence[bool] | None = None
+) -> TokenTree:
     return TokenTree(tokens, parents, (None,) * len(tokens), probe or (False,) * len(tokens))
 
 

@@ -28,7 +28,9 @@ def draft_of(target: Model, name: str, tied: bool = True) -> Model:
         max_positions=96, tied=False, says=SAYS, extra={borrowed.FROM: name, "draft_of": name},
     )  # fmt: skip
     own = Model.random(config, seed=3, scale=0.3).weights
-    return Model(config, {**own, **borrowed.rows(target.weights, SAYS)}, target.tokenizer, "borrower")
+    return Model(
+        config, {**own, **borrowed.rows(target.weights, SAYS)}, target.tokenizer, "borrower"
+    )
 
 
 @pytest.fixture
@@ -39,7 +41,9 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return Path(zoo.big), tmp_path / "draft"
 
 
-def test_what_is_saved_holds_no_embedding_and_loads_with_the_targets(pair: tuple[Path, Path]) -> None:
+def test_what_is_saved_holds_no_embedding_and_loads_with_the_targets(
+    pair: tuple[Path, Path],
+) -> None:
     target, folder = tinyspec.load(pair[0]), pair[1]
     stored = safetensors.torch.load_file(folder / "model.safetensors")
     assert not any("embed" in name or "head" in name for name in stored)
@@ -74,10 +78,14 @@ def test_the_logits_live_in_the_targets_vocabulary_and_are_minus_infinity_outsid
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_it_drafts_for_its_target_and_changes_no_greedy_token(pair: tuple[Path, Path], temperature: float) -> None:
+def test_it_drafts_for_its_target_and_changes_no_greedy_token(
+    pair: tuple[Path, Path], temperature: float
+) -> None:
     target, draft = (tinyspec.load(folder, dtype="float64") for folder in pair)
     options = {"max_new_tokens": 24, "temperature": temperature}
-    found = generation.generate(target, [1, 2, 3], method="speculative_decoding", draft=draft, **options)
+    found = generation.generate(
+        target, [1, 2, 3], method="speculative_decoding", draft=draft, **options
+    )
     if temperature == 0:
         assert found.tokens == generation.generate(target, [1, 2, 3], **options).tokens  # type: ignore[union-attr]
     assert len(found.tokens) == 24  # type: ignore[union-attr]
@@ -87,10 +95,15 @@ def test_an_untied_targets_head_lends_the_rows(tmp_path: Path) -> None:
     zoo = tiny_zoo(tmp_path)
     tied = tinyspec.load(zoo.big)
     config = checkpoint.replace(tied.config, tied=False)
-    weights = {**tied.weights, "head": torch.randn(286, 32, generator=torch.Generator().manual_seed(1))}
+    weights = {
+        **tied.weights,
+        "head": torch.randn(286, 32, generator=torch.Generator().manual_seed(1)),
+    }
     Model(config, weights, tied.tokenizer).save(tmp_path / "untied")
     draft_of(tinyspec.load(tmp_path / "untied"), "../untied").save(tmp_path / "draft")
-    assert torch.equal(tinyspec.load(tmp_path / "draft").weights["head"], weights["head"][list(SAYS)])
+    assert torch.equal(
+        tinyspec.load(tmp_path / "draft").weights["head"], weights["head"][list(SAYS)]
+    )
 
 
 def test_a_target_by_name_is_found_where_models_are(
@@ -104,9 +117,14 @@ def test_a_target_by_name_is_found_where_models_are(
     assert tinyspec.load(tmp_path / "other" / "draft").config.says == SAYS
 
 
-def test_another_target_and_damage_are_refused_in_one_line(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_another_target_and_damage_are_refused_in_one_line(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     target, folder = pair
-    good = (target / "config.json").read_bytes(), safetensors.torch.load_file(target / "model.safetensors")
+    good = (
+        (target / "config.json").read_bytes(),
+        safetensors.torch.load_file(target / "model.safetensors"),
+    )
     changed = {name: w + 1 if "embed" in name else w for name, w in good[1].items()}
     safetensors.torch.save_file(changed, target / "model.safetensors")
     with pytest.raises(TinyspecError, match="are not those that this draft was made with"):
@@ -126,16 +144,21 @@ def test_another_target_and_damage_are_refused_in_one_line(pair: tuple[Path, Pat
     stored = safetensors.torch.load_file(folder / "model.safetensors")
     for ids in ([5, 5], [7, 286], [-1, 3], []):
         safetensors.torch.save_file(
-            stored | {borrowed.SAYS: torch.tensor(ids, dtype=torch.int32)}, folder / "model.safetensors"
+            stored | {borrowed.SAYS: torch.tensor(ids, dtype=torch.int32)},
+            folder / "model.safetensors",
         )
         with pytest.raises(TinyspecError, match="rising ids from 0 to 285"):
             tinyspec.load(folder)
-    safetensors.torch.save_file({k: v for k, v in stored.items() if k != borrowed.SAYS}, folder / "model.safetensors")
+    safetensors.torch.save_file(
+        {k: v for k, v in stored.items() if k != borrowed.SAYS}, folder / "model.safetensors"
+    )
     with pytest.raises(TinyspecError, match="the ids that the draft may say"):
         tinyspec.load(folder)
 
 
-def test_a_config_that_says_only_some_ids_cannot_be_stored_without_a_lender(pair: tuple[Path, Path]) -> None:
+def test_a_config_that_says_only_some_ids_cannot_be_stored_without_a_lender(
+    pair: tuple[Path, Path],
+) -> None:
     draft = tinyspec.load(pair[1])
     with pytest.raises(TinyspecError, match="cannot express this Config's says"):
         checkpoint.write(pair[1], checkpoint.replace(draft.config, extra={}), dict(draft.weights))

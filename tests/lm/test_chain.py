@@ -25,12 +25,18 @@ M, G = model(LLAMA), model(GPT2)
 V = LLAMA.vocab_size
 EMPTY = TokenTree()
 SPOKEN = replace(LLAMA, says=(0, 1, 2, 5, 7, 9), tied=False)
-PACKED = [model(config, dtype=dtype) for config in (LLAMA, GPT2) for dtype in (torch.float32, torch.bfloat16)]
+PACKED = [
+    model(config, dtype=dtype)
+    for config in (LLAMA, GPT2)
+    for dtype in (torch.float32, torch.bfloat16)
+]
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 compiled = pytest.mark.skipif(_core.compute is None, reason="nothing was compiled")
 
 
-def test_plain_steps_chains_and_their_verification_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_steps_chains_and_their_verification_take_the_short_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     session = begun(M)
     with monkeypatch.context() as patch:
         patch.delattr(Session, "grow")
@@ -70,7 +76,13 @@ def test_the_short_way_leaves_what_the_long_one_leaves(data: st.DataObject, m) -
     assert ledgers[0] == ledgers[1]
     for one, other in zip(short.committed, long.committed, strict=True):
         for x, y in zip((one, *one.descendants()), (other, *other.descendants()), strict=True):
-            assert (x.token, x.slot, x.reach, x.exact, x.row_at) == (y.token, y.slot, y.reach, y.exact, y.row_at)
+            assert (x.token, x.slot, x.reach, x.exact, x.row_at) == (
+                y.token,
+                y.slot,
+                y.reach,
+                y.exact,
+                y.row_at,
+            )
             assert x.states.keys() == y.states.keys()
             assert (x.row is None) == (y.row is None)
     held = max(node.slot for node in (short.committed[-1], *short.committed[-1].descendants())) + 1
@@ -84,7 +96,9 @@ def test_what_is_special_goes_the_long_way() -> None:
         assert seated(session, odd) is None
     session.score(tree([1, 2], [ROOT, ROOT]))
     assert seated(session, TokenTree.chain([3])) is None, "behind a sibling no slot is its position"
-    assert seated(session, TokenTree.chain([1, 3])) is None, "nor is it where a sibling hangs higher up"
+    assert seated(session, TokenTree.chain([1, 3])) is None, (
+        "nor is it where a sibling hangs higher up"
+    )
     session.score(TokenTree.chain([1, 3]))
     close(session.score(tree([2, 5], [ROOT, 0])).logits[-1], forced(M, [*PROMPT, 2, 5]))
     session = begun(M)
@@ -120,14 +134,21 @@ def scored(session: Session, most: int) -> list[Any]:
 
 @compiled
 @quick
-@given(st.sampled_from(PACKED), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4))
-def test_guesses_that_choose_each_other_are_those_of_trees(m, rounds: list[tuple[int, int]]) -> None:
+@given(
+    st.sampled_from(PACKED),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4),
+)
+def test_guesses_that_choose_each_other_are_those_of_trees(
+    m, rounds: list[tuple[int, int]]
+) -> None:
     ledgers: tuple[list[Call], list[Call]] = ([], [])
     one, other = (begun(m, ledger) for ledger in ledgers)
     for most, kept in rounds:
         rows = list[Any]()
         if not draw(one, most, best(rows, most)):
-            assert one.committed[-1].children, "what came instead is what was guessed, and guesses hang from it"
+            assert one.committed[-1].children, (
+                "what came instead is what was guessed, and guesses hang from it"
+            )
             rows = scored(one, most)
         expected = scored(other, most)
         assert all((a == b).all() for a, b in zip(rows, expected, strict=True))
@@ -155,7 +176,9 @@ def test_they_can_be_scored_committed_and_continued_from_like_others() -> None:
     before = len(ledger)
     again = session.score(TokenTree.chain(said[:2]), taps=(LLAMA.n_layers,))
     assert (again.logits.numpy() == np.array(rows)).all()
-    assert [call.row_layers for call in ledger[before:]] == [0.0], "what was run is continued from its last state"
+    assert [call.row_layers for call in ledger[before:]] == [0.0], (
+        "what was run is continued from its last state"
+    )
     session.commit((0,), said[1])
     assert [node.token for node in session.committed[-2:]] == said[:2]
 
@@ -181,7 +204,14 @@ def test_none_is_chosen_where_something_is_special() -> None:
     shut.extend(PROMPT)
     part = begun(m)
     part.replan(Plan(last=1))
-    for session, most in ((hanging, 2), (begun_at, 2), (shut, 2), (part, 2), (begun(m), 99), (begun(M), 2)):
+    for session, most in (
+        (hanging, 2),
+        (begun_at, 2),
+        (shut, 2),
+        (part, 2),
+        (begun(m), 99),
+        (begun(M), 2),
+    ):
         assert not draw(session, most, never)
 
 

@@ -41,7 +41,9 @@ def test_write_after_read_gives_the_same_bytes_and_transformers_loads_them(tmp_p
     first = folder(tmp_path, config)
     parts = checkpoint.read(first)
     checkpoint.write(tmp_path / "again", parts.config, parts.weights)
-    assert (first / "model.safetensors").read_bytes() == (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert (first / "model.safetensors").read_bytes() == (
+        tmp_path / "again" / "model.safetensors"
+    ).read_bytes()
     assert (first / "config.json").read_text() == (tmp_path / "again" / "config.json").read_text()
     peer, info = transformers.AutoModelForCausalLM.from_pretrained(first, output_loading_info=True)
     assert not any(info.values()), info
@@ -57,7 +59,9 @@ def test_shards_with_their_index_read_as_one_file(tmp_path):
 
 
 def test_tokenizer_template_and_add_bos_survive(tmp_path):
-    path = folder(tmp_path, replace(LLAMA, vocab_size=300, bos=263, eos=(264,), add_bos=True), byte_level())
+    path = folder(
+        tmp_path, replace(LLAMA, vocab_size=300, bos=263, eos=(264,), add_bos=True), byte_level()
+    )
     parts = checkpoint.read(path)
     assert parts.config.add_bos
     assert parts.tokenizer.encode("hello é") == byte_level().encode("hello é")
@@ -88,7 +92,9 @@ def test_add_bos_comes_from_the_config_else_from_the_post_processor(tmp_path):
     assert not checkpoint.read(path).config.add_bos
     backend = Tokenizer.from_file(str(path / "tokenizer.json"))
     start = backend.token_to_id("<|im_start|>")
-    backend.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)])
+    backend.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
     backend.save(str(path / "tokenizer.json"))
     parts = checkpoint.read(path)
     assert parts.config.add_bos
@@ -120,7 +126,9 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
 
 def test_a_config_that_no_family_has_is_not_written(tmp_path):
     mixed = replace(LLAMA, norm="layer", qkv_bias=True)
-    with pytest.raises(TinyspecError, match="a llama checkpoint cannot express this Config's norm, out_bias"):
+    with pytest.raises(
+        TinyspecError, match="a llama checkpoint cannot express this Config's norm, out_bias"
+    ):
         checkpoint.write(tmp_path / "model", mixed, random(mixed))
     with pytest.raises(TinyspecError, match=r"weight embed has shape \[2, 2\]"):
         checkpoint.write(tmp_path / "model", LLAMA, {**random(LLAMA), "embed": torch.zeros(2, 2)})
@@ -136,7 +144,12 @@ def test_old_and_new_keys_of_rope_scaling_mean_the_same(tmp_path):
     old = {("type" if k == "rope_type" else k): v for k, v in LLAMA3.items()}
     edit(file, rope_scaling=old)
     assert checkpoint.read(path).config == want
-    edit(file, rope_scaling="absent", rope_theta="absent", rope_parameters={**LLAMA3, "rope_theta": 500.0})
+    edit(
+        file,
+        rope_scaling="absent",
+        rope_theta="absent",
+        rope_parameters={**LLAMA3, "rope_theta": 500.0},
+    )
     assert checkpoint.read(path).config == want
 
 
@@ -159,7 +172,13 @@ def test_model_type_may_be_left_to_the_architecture(tmp_path):
 def test_a_tied_head_may_be_stored_too_if_it_is_the_embedding(tmp_path):
     path = folder(tmp_path)
     tensors = load_file(path / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        path / "model.safetensors",
+    )
     assert checkpoint.read(path).config.tied
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
+        path / "model.safetensors",
+    )
     refused(path, "lm_head.weight differs from the embedding.*tie_word_embeddings")

@@ -20,32 +20,76 @@ from tinyspec.lm import checkpoint
 @pytest.mark.parametrize(
     ("config", "changes", "says"),
     [
-        (LLAMA, {"model_type": "mamba"}, "config.json: unknown architecture 'mamba'.*known: gpt2.*llama.*qwen2"),
-        (LLAMA, {"hidden_size": "big"}, "config.json: hidden_size is 'big', expected a whole number"),
+        (
+            LLAMA,
+            {"model_type": "mamba"},
+            "config.json: unknown architecture 'mamba'.*known: gpt2.*llama.*qwen2",
+        ),
+        (
+            LLAMA,
+            {"hidden_size": "big"},
+            "config.json: hidden_size is 'big', expected a whole number",
+        ),
         (LLAMA, {"hidden_size": "absent"}, "config.json: hidden_size is missing"),
         (LLAMA, {"num_attention_heads": 0}, "num_attention_heads is 0, expected"),
-        (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor of num_attention_heads 4"),
+        (
+            LLAMA,
+            {"num_key_value_heads": 3},
+            "num_key_value_heads is 3, expected a divisor of num_attention_heads 4",
+        ),
         (LLAMA, {"head_dim": 3}, "head_dim is 3, expected an even number"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: rope_type is 'yarn'; known: .*llama3"),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "yarn"}},
+            "rope_scaling: rope_type is 'yarn'; known: .*llama3",
+        ),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         (LLAMA, {"rope_scaling": 3}, "rope_scaling is 3"),
         (LLAMA, {"rope_theta": -1}, "rope_theta is -1, expected a positive number"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
-        (LLAMA, {"tie_word_embeddings": False}, "missing lm_head.weight.*set tie_word_embeddings to true"),
-        (LLAMA, {"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, expected a whole number from 1 to"),
+        (
+            LLAMA,
+            {"tie_word_embeddings": "yes"},
+            "tie_word_embeddings is 'yes', expected true or false",
+        ),
+        (
+            LLAMA,
+            {"tie_word_embeddings": False},
+            "missing lm_head.weight.*set tie_word_embeddings to true",
+        ),
+        (
+            LLAMA,
+            {"num_hidden_layers": 10**12},
+            "num_hidden_layers is 1000000000000, expected a whole number from 1 to",
+        ),
         (LLAMA, {"hidden_size": [1] * 10**5}, r"hidden_size is \[1, 1, .*\.\.\., expected"),
         (LLAMA, {"num_hidden_layers": 4}, r"missing model.layers.3.*, which config.json asks for"),
         (LLAMA, {"num_hidden_layers": 2}, r"model.layers.2.*and 4 more not in the architecture"),
-        (LLAMA, {"intermediate_size": 23}, r"gate_proj.weight has shape \[24, 16\], config.json makes it \[23, 16\]"),
-        (LLAMA, {"vocab_size": 99}, r"embed_tokens.weight has shape \[13, 16\], config.json makes it \[99, 16\]"),
+        (
+            LLAMA,
+            {"intermediate_size": 23},
+            r"gate_proj.weight has shape \[24, 16\], config.json makes it \[23, 16\]",
+        ),
+        (
+            LLAMA,
+            {"vocab_size": 99},
+            r"embed_tokens.weight has shape \[13, 16\], config.json makes it \[99, 16\]",
+        ),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config.*unquantised"),
         (LLAMA, {"eos_token_id": "</s>"}, "eos_token_id is '</s>', expected a token id"),
         (LLAMA, {"tinyspec": 3}, "tinyspec is 3, expected a JSON object"),
-        (GPT2, {"activation_function": "relu"}, "activation_function is 'relu', expected 'gelu_new'"),
+        (
+            GPT2,
+            {"activation_function": "relu"},
+            "activation_function is 'relu', expected 'gelu_new'",
+        ),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights is False"),
-        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        (
+            GPT2,
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx is True",
+        ),
         (GPT2, {"n_head": 3}, "n_head is 3, expected a divisor of n_embd 16"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window is True"),
         (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -77,11 +121,19 @@ HOSTILE = {
     "not json": struct.pack("<Q", 4) + b"\xff\xff\xff\xff",
     "deep json": struct.pack("<Q", 50_000) + b"[" * 50_000,
     "a list": header([1, 2]),
-    "offsets beyond the data": header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}),
-    "offsets backwards": header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}) + b"0000",
-    "overflowing shape": header({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 4]}}) + b"0000",
-    "negative shape": header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}) + b"0000",
-    "unknown dtype": header({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}) + b"0000",
+    "offsets beyond the data": header(
+        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+    ),
+    "offsets backwards": header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}})
+    + b"0000",
+    "overflowing shape": header(
+        {"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 4]}}
+    )
+    + b"0000",
+    "negative shape": header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}})
+    + b"0000",
+    "unknown dtype": header({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}})
+    + b"0000",
 }
 
 
@@ -92,8 +144,13 @@ def test_a_hostile_safetensors_header_is_refused_in_one_line(tmp_path, content):
     refused(path, "model.safetensors: truncated or damaged")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-@given(cut=st.floats(0, 0.999), flips=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), max_size=4))
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
+@given(
+    cut=st.floats(0, 0.999),
+    flips=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), max_size=4),
+)
 def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, cut, flips):
     path = folder(tmp_path_factory.mktemp("damaged"))
     data = bytearray((path / "model.safetensors").read_bytes())
@@ -126,7 +183,10 @@ def test_weights_that_are_not_floats_are_refused(tmp_path):
 def test_an_extra_tensor_is_refused_by_name(tmp_path):
     path = folder(tmp_path)
     tensors = load_file(path / "model.safetensors")
-    save_file({**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(4)}, path / "model.safetensors")
+    save_file(
+        {**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(4)},
+        path / "model.safetensors",
+    )
     refused(path, "model.layers.0.self_attn.q_norm.weight not in the architecture")
     save_file({**tensors, "two\nlines\x1b[31m": torch.ones(4)}, path / "model.safetensors")
     refused(path, r"'two\\nlines\\x1b\[31m' not in the architecture")
@@ -138,7 +198,10 @@ def test_shards_and_index_must_agree(tmp_path):
     name, first = next(iter(where.items()))
     moved = {**where, name: sorted(set(where.values()))[2]}
     index.write_text(json.dumps({"weight_map": moved}))
-    refused(path, re.escape(repr(name)) + " is missing, but model.safetensors.index.json places it there")
+    refused(
+        path,
+        re.escape(repr(name)) + " is missing, but model.safetensors.index.json places it there",
+    )
     index.write_text(json.dumps({"weight_map": {**where, name: "../../x.safetensors"}}))
     refused(path, "expected a .safetensors file beside it")
     index.write_text(json.dumps({"weight_map": {k: v for k, v in where.items() if v != first}}))

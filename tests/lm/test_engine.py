@@ -11,11 +11,15 @@ from tinyspec.lm.engine import LINE, pack, rooms, unpack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rooms_are_zeros_in_one_piece_each_at_the_beginning_of_a_cache_line(dtype: torch.dtype) -> None:
+def test_rooms_are_zeros_in_one_piece_each_at_the_beginning_of_a_cache_line(
+    dtype: torch.dtype,
+) -> None:
     sizes = [1, 64, 65, 640, 2]
     made = rooms(sizes, dtype)
     assert [len(room) for room in made] == sizes
-    assert all(room.dtype == dtype and room.data_ptr() % LINE == 0 and not room.any() for room in made)
+    assert all(
+        room.dtype == dtype and room.data_ptr() % LINE == 0 and not room.any() for room in made
+    )
     ends = [room.data_ptr() + len(room) * dtype.itemsize for room in made]
     gaps = [after.data_ptr() - end for end, after in zip(ends, made[1:], strict=False)]
     assert all(0 <= gap < LINE for gap in gaps)  # apart, and nothing lost
@@ -23,7 +27,9 @@ def test_rooms_are_zeros_in_one_piece_each_at_the_beginning_of_a_cache_line(dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("out", [1, 16, 33])
-def test_a_matrix_packed_into_its_room_is_the_same_and_unpacks_to_itself(out: int, dtype: torch.dtype) -> None:
+def test_a_matrix_packed_into_its_room_is_the_same_and_unpacks_to_itself(
+    out: int, dtype: torch.dtype
+) -> None:
     weight = torch.arange(out * 6).reshape(out, 6).to(dtype)
     [_, room] = rooms([7, -(-out // 16) * 16 * 6], dtype)
     packed = pack(weight, room)
@@ -53,7 +59,9 @@ print(whole, read("VmHWM") - before, read("VmRSS") - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(_core.compute is None, reason="not compiled: nothing is packed")
 def test_weights_are_in_memory_once_also_while_they_are_packed() -> None:
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
+    )
     whole, most, left = map(int, done.stdout.split())
     assert whole > 1 << 27
     assert most < 1.35 * whole and left < 1.15 * whole

@@ -39,7 +39,9 @@ SCHEDULES = [(1,), (2, 1), (1, 3, 2), (3, 1, 4, 1), (1, 1, 1, 4), (4, 4), (2, 3,
 
 @pytest.mark.parametrize(("slot", "layer"), product(range(N - 1), range(L)))
 @pytest.mark.parametrize("m", [M, G, F], ids=["llama", "gpt2", "compiled"])
-def test_a_key_that_is_missing_in_one_layer_stops_every_read_of_that_layer_and_no_other(m, slot, layer) -> None:
+def test_a_key_that_is_missing_in_one_layer_stops_every_read_of_that_layer_and_no_other(
+    m, slot, layer
+) -> None:
     missing = f"slot {slot} has no keys in layer {layer}"
     guess = tree([1, 2, 2], [ROOT, 0, ROOT])
     reads: list[Any] = [
@@ -71,7 +73,9 @@ def test_a_guess_that_was_run_part_of_the_way_is_run_on_before_anyone_reads_it(l
     session = begun(M)
     session.advance(tree([1], [ROOT]), layer)
     deeper = tree([1, 2], [ROOT, 0])
-    np.testing.assert_allclose(session.score(deeper).logits.numpy(), begun(M).score(deeper).logits.numpy(), atol=1e-10)
+    np.testing.assert_allclose(
+        session.score(deeper).logits.numpy(), begun(M).score(deeper).logits.numpy(), atol=1e-10
+    )
     session = begun(M)
     session.advance(tree([1], [ROOT]), layer)
     parent = session.committed[-1].children[1]
@@ -122,7 +126,11 @@ def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
         if "Feed(" not in text and ".model.chain(" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
-            source = (ast.get_source_segment(text, node) or "") if isinstance(node, ast.FunctionDef) else ""
+            source = (
+                (ast.get_source_segment(text, node) or "")
+                if isinstance(node, ast.FunctionDef)
+                else ""
+            )
             if " Feed(" in source:
                 made.add((path.stem, node.name))  # type: ignore[attr-defined]
                 assert "self._check(" in source
@@ -188,8 +196,12 @@ def test_copy_is_the_exit_state_through_the_matrices_above(m, leaves) -> None:
         np.testing.assert_allclose(row.numpy(), token.logits, atol=1e-10)
     session.fill("copy", [N - 2 + len(leaves)])  # the last one waits for a reader, who is here
     for at, layer in product(range(len(done)), range(L)):
-        np.testing.assert_allclose(session.cache.keys[layer][:, at].numpy(), done[at].keys[layer], atol=1e-10)
-        np.testing.assert_allclose(session.cache.values[layer][:, at].numpy(), done[at].values[layer], atol=1e-10)
+        np.testing.assert_allclose(
+            session.cache.keys[layer][:, at].numpy(), done[at].keys[layer], atol=1e-10
+        )
+        np.testing.assert_allclose(
+            session.cache.values[layer][:, at].numpy(), done[at].values[layer], atol=1e-10
+        )
     assert session.cache_exact == (set(leaves) == {L})
 
 
@@ -200,7 +212,9 @@ def test_recompute_and_postpone_leave_what_a_plain_forward_leaves(m, fill, leave
     session = m.session()
     for row, expected in zip(decoded(session, leaves, fill), exact(m, leaves), strict=True):
         np.testing.assert_allclose(row.numpy(), expected, atol=1e-10)
-    np.testing.assert_allclose(session.score(EMPTY).logits[0].numpy(), m.logits(session.text)[-1].numpy(), atol=1e-10)
+    np.testing.assert_allclose(
+        session.score(EMPTY).logits[0].numpy(), m.logits(session.text)[-1].numpy(), atol=1e-10
+    )
     session.commit((), 1)
     same_cache(session)
     assert session.cache_exact
@@ -214,7 +228,9 @@ def test_where_nobody_leaves_early_every_fill_is_plain_decoding_to_the_bit(fill:
         for at, row in enumerate(decoded(session, (L,) * 3, fill)):
             assert torch.equal(row, plain.score(EMPTY).logits[0])
             plain.commit((), 7 + at)
-        assert torch.equal(session.cache.store[:, :, :, : N + 2], plain.cache.store[:, :, :, : N + 2])
+        assert torch.equal(
+            session.cache.store[:, :, :, : N + 2], plain.cache.store[:, :, :, : N + 2]
+        )
 
 
 # ---------------------------------------------------------------------- the ledger
@@ -234,7 +250,11 @@ def due(leaves: Sequence[int], fill: str, row: bool) -> tuple[float, int, int]:
         return sum(leaves), heads, sum(L - layers for layers in filled)
     if fill == "recompute":
         return L * len(filled) + leaves[-1], heads, 0
-    return sum(max(leaves[at:]) for at in range(len(leaves))), heads, 0  # as deep as whoever comes after
+    return (
+        sum(max(leaves[at:]) for at in range(len(leaves))),
+        heads,
+        0,
+    )  # as deep as whoever comes after
 
 
 @pytest.mark.parametrize("leaves", SCHEDULES, ids=str)
@@ -254,7 +274,10 @@ def test_each_fill_is_a_call_of_its_own_kind(fill: str) -> None:
     late = {
         "copy": [Call(M.name, 1, 0.0, 0, L - 1), Call(M.name, 1, 0.0, 0, L - 3)],
         "recompute": [Call(M.name, 1, L - 1.0, 0), Call(M.name, 1, L - 3.0, 0)],
-        "postpone": [Call(M.name, 2, 2.0, 0), Call(M.name, 3, 1.0 + 1 + 1, 1)],  # along with the second, then the third
+        "postpone": [
+            Call(M.name, 2, 2.0, 0),
+            Call(M.name, 3, 1.0 + 1 + 1, 1),
+        ],  # along with the second, then the third
     }
     for call in late[fill]:
         assert call in ledger
@@ -271,6 +294,8 @@ def test_requests_of_a_batch_are_counted_each_for_itself(fill: str) -> None:
     together = run_together([job(0), job(1)])
     for number, rows in enumerate(together):
         alone: list[Call] = []
-        for row, own in zip(rows, decoded(M.session(alone), SCHEDULES[2 + number], fill), strict=True):
+        for row, own in zip(
+            rows, decoded(M.session(alone), SCHEDULES[2 + number], fill), strict=True
+        ):
             np.testing.assert_allclose(row.numpy(), own.numpy(), atol=1e-10)
         assert ledgers[number] == alone

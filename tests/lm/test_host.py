@@ -55,22 +55,45 @@ for case in sys.argv[1:]:
     print(case, ticks() - begun)
 """
 CASES = (
-    *("autoregressive:0", "token_recycling:0", "lookahead_jacobi:0", "jacobi:0", "speculative_decoding:0"),
-    *("multi_candidate:0", "spectr:0", "speculative_contrastive:0", "speculative_decoding:0.8", "sequoia:0.8"),
+    *(
+        "autoregressive:0",
+        "token_recycling:0",
+        "lookahead_jacobi:0",
+        "jacobi:0",
+        "speculative_decoding:0",
+    ),
+    *(
+        "multi_candidate:0",
+        "spectr:0",
+        "speculative_contrastive:0",
+        "speculative_decoding:0.8",
+        "sequoia:0.8",
+    ),
     *("growing:0", "specinfer:0.8", "block_verification:0.8", "gumbel_coupling:0.8", "staged:0.8"),
 )
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux, which counts the time of each thread")
-@pytest.mark.skipif(_core.compute is None, reason="needs the compiled kernels: without them torch's threads compute")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="needs Linux, which counts the time of each thread"
+)
+@pytest.mark.skipif(
+    _core.compute is None, reason="needs the compiled kernels: without them torch's threads compute"
+)
 def test_decoding_leaves_the_threads_of_torch_asleep() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", DECODE, *CASES], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", DECODE, *CASES],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     assert not ran.returncode, ran.stderr
-    awake = {case: 10 * int(ticks) for case, ticks in (line.split() for line in ran.stdout.splitlines())}
+    awake = {
+        case: 10 * int(ticks) for case, ticks in (line.split() for line in ran.stdout.splitlines())
+    }
     assert list(awake) == list(CASES)
-    assert {case: ms for case, ms in awake.items() if ms > 10} == {}, "milliseconds that torch's threads were awake"
+    assert {case: ms for case, ms in awake.items() if ms > 10} == {}, (
+        "milliseconds that torch's threads were awake"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

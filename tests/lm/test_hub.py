@@ -56,13 +56,21 @@ class Hub:
                     return self.reply(200, json.dumps(entries).encode(), body)
                 if path.startswith("/api/"):
                     siblings = [{"rfilename": name} for name in hub.files]
-                    info = {"id": "org/tiny", "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+                    info = {
+                        "id": "org/tiny",
+                        "sha": COMMIT,
+                        "siblings": siblings,
+                        "private": False,
+                        "tags": [],
+                    }
                     return self.reply(200, json.dumps(info).encode(), body)
                 return self.send(path.rpartition("/")[2], body)
 
             def send(self, name: str, body: bool) -> None:
                 if name not in hub.files:
-                    return self.reply(404, b"", body, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+                    return self.reply(
+                        404, b"", body, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
+                    )
                 data = hub.files[name]
                 headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
                 start, status = 0, 200
@@ -73,13 +81,24 @@ class Hub:
                     headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
                 if hub.cut and body and name == "model.safetensors":
                     hub.cut = False
-                    self.reply(status, data[start : len(data) // 2], True, headers, length=len(data) - start)
+                    self.reply(
+                        status,
+                        data[start : len(data) // 2],
+                        True,
+                        headers,
+                        length=len(data) - start,
+                    )
                     self.close_connection = True
                     return None
                 return self.reply(status, data[start:], body, headers)
 
             def reply(
-                self, status: int, data: bytes, body: bool, headers: dict[str, str] | None = None, length: int = -1
+                self,
+                status: int,
+                data: bytes,
+                body: bool,
+                headers: dict[str, str] | None = None,
+                length: int = -1,
             ) -> None:
                 self.send_response(status)
                 for key, value in (headers or {}).items():
@@ -121,18 +140,32 @@ def fetch(home: Path, url: str, repo: str = "org/tiny", **env: str) -> tuple[str
         "try: print(hub.snapshot(sys.argv[1]))\nexcept TinyspecError as e: print('ERROR', e)"
     )
     clean = {
-        key: value for key, value in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("HF_") and "proxy" not in key.lower()
     }
-    settings = {"HF_ENDPOINT": url, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1", **env}
+    settings = {
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_DISABLE_XET": "1",
+        **env,
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code, repo], env={**clean, **settings}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, repo],
+        env={**clean, **settings},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert not done.returncode, done.stderr
     return done.stdout.strip(), done.stderr
 
 
 def complete(folder: str, source: Path) -> bool:
-    return (Path(folder) / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    return (Path(folder) / "model.safetensors").read_bytes() == (
+        source / "model.safetensors"
+    ).read_bytes()
 
 
 def test_a_model_is_fetched_once_and_then_found_offline(server, source, tmp_path):
@@ -150,10 +183,14 @@ def test_a_model_is_fetched_once_and_then_found_offline(server, source, tmp_path
 
 
 def test_an_interrupted_download_leaves_no_half_file_and_goes_on_where_it_was(server, tmp_path):
-    server.files["model.safetensors"] = b"0123456789abcdef" * 1_500_000  # the client keeps whole pieces of 10 MB
+    server.files["model.safetensors"] = (
+        b"0123456789abcdef" * 1_500_000
+    )  # the client keeps whole pieces of 10 MB
     server.cut = True
     folder, _ = fetch(tmp_path, server.url)
-    if folder.startswith("ERROR"):  # versions of huggingface_hub differ in whether they try again by themselves
+    if folder.startswith(
+        "ERROR"
+    ):  # versions of huggingface_hub differ in whether they try again by themselves
         assert not [p for p in tmp_path.rglob("model.safetensors") if p.exists()]
         folder, _ = fetch(tmp_path, server.url)
     assert (Path(folder) / "model.safetensors").read_bytes() == server.files["model.safetensors"]
@@ -166,8 +203,16 @@ def test_an_interrupted_download_leaves_no_half_file_and_goes_on_where_it_was(se
     [
         ("org/other", {}, "org/other: no such model on the hub"),
         ("org/ti ny", {}, "org/ti ny: not a hub id"),
-        ("org/tiny", {"HF_HUB_OFFLINE": "1"}, "org/tiny: HF_HUB_OFFLINE is set, and it is not in the cache"),
-        ("org/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "org/tiny: no connection to http://127.0.0.1:9"),
+        (
+            "org/tiny",
+            {"HF_HUB_OFFLINE": "1"},
+            "org/tiny: HF_HUB_OFFLINE is set, and it is not in the cache",
+        ),
+        (
+            "org/tiny",
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            "org/tiny: no connection to http://127.0.0.1:9",
+        ),
     ],
 )
 def test_what_cannot_be_fetched_is_said_in_one_line(server, tmp_path, repo, env, says):

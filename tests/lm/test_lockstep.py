@@ -15,7 +15,9 @@ SOURCES = [[4, 5, 6, 7], [8], [9, 4, 9]]
 
 @pytest.fixture
 def model() -> Seq2Seq:
-    config = Seq2SeqConfig(11, d_model=16, n_heads=2, d_ff=24, encoder_layers=2, decoder_layers=2, max_positions=12)
+    config = Seq2SeqConfig(
+        11, d_model=16, n_heads=2, d_ff=24, encoder_layers=2, decoder_layers=2, max_positions=12
+    )
     return Seq2Seq.create(config, torch.Generator().manual_seed(3), torch.float64)
 
 
@@ -48,4 +50,6 @@ def test_rows_that_are_selected_go_on_with_their_own_past_and_source(model: Seq2
 def test_greedy_translations_together_are_those_one_by_one(model: Seq2Seq) -> None:
     together = greedy(Lockstep(model, model.encode(padded(SOURCES)), 9), BOS, EOS, [9, 5, 7])
     for source, limit, text in zip(SOURCES, (9, 5, 7), together, strict=True):
-        assert greedy(Lockstep(model, model.encode(padded([source])), 9), BOS, EOS, [limit]) == [text]
+        assert greedy(Lockstep(model, model.encode(padded([source])), 9), BOS, EOS, [limit]) == [
+            text
+        ]

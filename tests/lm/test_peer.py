@@ -27,11 +27,18 @@ def splits(draw: st.DrawFn, length: int) -> list[int]:
 
 @settings(max_examples=60, deadline=None)
 @given(config=configs(), seed=st.integers(0, 3), data=st.data())
-def test_logits_equal_transformers_for_any_config_prompt_and_split(tmp_path_factory, config, seed, data):
+def test_logits_equal_transformers_for_any_config_prompt_and_split(
+    tmp_path_factory, config, seed, data
+):
     path = tmp_path_factory.mktemp("peer")
     torch.manual_seed(seed)
     peer = transformers.AutoModelForCausalLM.from_config(transformers_config(config)).eval()
-    for name, p in peer.named_parameters():  # transformers starts biases at 0 and norms at 1: nothing would be tested
+    for (
+        name,
+        p,
+    ) in (
+        peer.named_parameters()
+    ):  # transformers starts biases at 0 and norms at 1: nothing would be tested
         with torch.no_grad():
             p.copy_(torch.randn_like(p) * 0.3 + ("norm" in name or "ln_" in name))
     peer.save_pretrained(path)
@@ -40,7 +47,9 @@ def test_logits_equal_transformers_for_any_config_prompt_and_split(tmp_path_fact
     model = Model(*parts)
     ids = data.draw(st.lists(st.integers(0, config.vocab_size - 1), min_size=2, max_size=20))
     with torch.no_grad():
-        want = peer(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long)).logits[0]
+        want = peer(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long)
+        ).logits[0]
     bound = 1e-5 * max(1.0, want.abs().max().item())
     torch.testing.assert_close(model.logits(ids), want, rtol=0, atol=bound)
     session, done = model.session(), 0
@@ -60,7 +69,11 @@ def transformers_config(config: Config):
         )  # fmt: skip
     rope = {"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})}
     kind = transformers.LlamaConfig if config.family == "llama" else transformers.Qwen2Config
-    biases = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias} if config.family == "llama" else {}
+    biases = (
+        {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+        if config.family == "llama"
+        else {}
+    )
     return kind(
         vocab_size=config.vocab_size, hidden_size=config.d_model, intermediate_size=config.d_ff,
         num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads, num_key_value_heads=config.n_kv_heads,

@@ -21,9 +21,18 @@ from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import ROOT, TokenTree
 
-pytestmark = pytest.mark.skipif(_core.compute is None, reason="NO COMPILED TRANSFORMER: rows have no fixed bits")
-CONFIGS = [LLAMA, GPT2, replace(LLAMA, n_kv_heads=1, head_dim=6), replace(GPT2, n_kv_heads=2, d_ff=50)]
-MODELS = [model(config, dtype=dtype) for config in CONFIGS for dtype in (torch.float32, torch.bfloat16)]
+pytestmark = pytest.mark.skipif(
+    _core.compute is None, reason="NO COMPILED TRANSFORMER: rows have no fixed bits"
+)
+CONFIGS = [
+    LLAMA,
+    GPT2,
+    replace(LLAMA, n_kv_heads=1, head_dim=6),
+    replace(GPT2, n_kv_heads=2, d_ff=50),
+]
+MODELS = [
+    model(config, dtype=dtype) for config in CONFIGS for dtype in (torch.float32, torch.bfloat16)
+]
 L, V = LLAMA.n_layers, LLAMA.vocab_size
 EMPTY = TokenTree()
 tokens = st.integers(0, 3)
@@ -33,7 +42,9 @@ texts = st.lists(tokens, min_size=1, max_size=6)
 @st.composite
 def trees(draw: st.DrawFn, most: int = 7) -> TokenTree:
     n = draw(st.integers(0, most))
-    return tree([draw(tokens) for _ in range(n)], [draw(st.integers(ROOT, i - 1)) for i in range(n)])
+    return tree(
+        [draw(tokens) for _ in range(n)], [draw(st.integers(ROOT, i - 1)) for i in range(n)]
+    )
 
 
 def plans(config: Config) -> list[Plan]:
@@ -67,18 +78,26 @@ def lawful(session: Session, t: TokenTree) -> None:
     m, text = session.model, session.text
     logits = session.score(t).logits
     for node in range(ROOT, len(t.tokens)):
-        torch.testing.assert_close(logits[node + 1], row(m, [*text, *t.spelled(t.path(node))]), rtol=0, atol=0)
+        torch.testing.assert_close(
+            logits[node + 1], row(m, [*text, *t.spelled(t.path(node))]), rtol=0, atol=0
+        )
     n, fresh = len(text), stepped(m, text)
-    torch.testing.assert_close(session.cache.store[:, :, :, :n], fresh.cache.store[:, :, :, :n], rtol=0, atol=0)
+    torch.testing.assert_close(
+        session.cache.store[:, :, :, :n], fresh.cache.store[:, :, :, :n], rtol=0, atol=0
+    )
 
 
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(MODELS), st.data())
-def test_every_way_to_a_text_gives_the_rows_of_one_token_steps(m: Model, data: st.DataObject) -> None:
+def test_every_way_to_a_text_gives_the_rows_of_one_token_steps(
+    m: Model, data: st.DataObject
+) -> None:
     """Texts in any pieces, trees kept and dropped, layers run later, views between, texts taken back, forks."""
     session = m.session()
     session.extend(data.draw(texts))
-    for way in data.draw(st.lists(st.sampled_from(["extend", "tree", "half", "view", "rewind", "fork"]), max_size=5)):
+    for way in data.draw(
+        st.lists(st.sampled_from(["extend", "tree", "half", "view", "rewind", "fork"]), max_size=5)
+    ):
         t = data.draw(trees())
         if way == "extend":
             session.extend(data.draw(texts))
@@ -100,7 +119,9 @@ def test_every_way_to_a_text_gives_the_rows_of_one_token_steps(m: Model, data: s
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MODELS), texts, trees(), st.integers(0, 3))
-def test_rows_under_a_plan_are_those_of_their_paths(m: Model, text: list[int], t: TokenTree, which: int) -> None:
+def test_rows_under_a_plan_are_those_of_their_paths(
+    m: Model, text: list[int], t: TokenTree, which: int
+) -> None:
     plan = plans(m.config)[which]
 
     def read() -> Session:
@@ -142,8 +163,13 @@ def test_copied_rows_beside_others_leave_what_they_leave_alone(m: Model) -> None
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(MODELS), st.lists(st.tuples(texts, trees(), st.integers(0, 4)), min_size=2, max_size=4))
-def test_a_feed_is_the_same_in_a_batch(m: Model, requests: list[tuple[list[int], TokenTree, int]]) -> None:
+@given(
+    st.sampled_from(MODELS),
+    st.lists(st.tuples(texts, trees(), st.integers(0, 4)), min_size=2, max_size=4),
+)
+def test_a_feed_is_the_same_in_a_batch(
+    m: Model, requests: list[tuple[list[int], TokenTree, int]]
+) -> None:
     """Other lengths, trees, plans and taps beside a feed change no bit of it."""
     held: list[Feed] = []
 
@@ -192,12 +218,15 @@ def test_wrong_paths_fall() -> None:
     t = tree([1, 2, 3, 0, 1, 2, 3], [ROOT, ROOT, 0, 2, 3, 4, 1])
     for m in MODELS[:4]:
         assert _core.compute is not None
-        rounds = m.dtype == torch.bfloat16 and _core.compute.kernel() == "avx512bf16"  # swallows another order of sums
+        rounds = (
+            m.dtype == torch.bfloat16 and _core.compute.kernel() == "avx512bf16"
+        )  # swallows another order of sums
         for wrong in (crowded, shorter) if rounds else (by_slot, crowded, shorter):
             session = m.session()
             session.extend([1, 2])
             with patched(Feed, "paths", wrong):
                 logits = session.score(t).logits
             assert not all(
-                torch.equal(logits[node + 1], row(m, [1, 2, *t.spelled(t.path(node))])) for node in range(ROOT, 7)
+                torch.equal(logits[node + 1], row(m, [1, 2, *t.spelled(t.path(node))]))
+                for node in range(ROOT, 7)
             ), wrong.__name__

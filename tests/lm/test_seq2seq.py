@@ -31,10 +31,15 @@ SOURCE, TARGET = [5, 9, 4, 7], [1, 8, 6, 19, 8, 5]
 
 
 def model(
-    config: Seq2SeqConfig = PLAIN, seed: int = 0, dtype: torch.dtype = torch.float64, loud: float = 2.0
+    config: Seq2SeqConfig = PLAIN,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    loud: float = 2.0,
 ) -> Seq2Seq:
     made = Seq2Seq.create(config, torch.Generator().manual_seed(seed), dtype)
-    return Seq2Seq(config, {name: loud * w if w.ndim == 2 else w + 0.1 for name, w in made.weights.items()})
+    return Seq2Seq(
+        config, {name: loud * w if w.ndim == 2 else w + 0.1 for name, w in made.weights.items()}
+    )
 
 
 def causal(n: int) -> Tensor:
@@ -52,11 +57,15 @@ class Oracle:
 
     def norm(self, x: np.ndarray, name: str) -> np.ndarray:
         x = x - x.mean()
-        return x / math.sqrt((x * x).mean() + 1e-5) * self.w[f"{name}.weight"] + self.w[f"{name}.bias"]
+        return (
+            x / math.sqrt((x * x).mean() + 1e-5) * self.w[f"{name}.weight"] + self.w[f"{name}.bias"]
+        )
 
     def place(self, n: int) -> np.ndarray:
         d = self.c.d_model
-        return np.array([f(n / 10000 ** (2 * i / d)) for i in range(d // 2) for f in (math.sin, math.cos)])
+        return np.array(
+            [f(n / 10000 ** (2 * i / d)) for i in range(d // 2) for f in (math.sin, math.cos)]
+        )
 
     def look(self, q: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
         """One query [d] over keys and values, head by head."""
@@ -66,7 +75,10 @@ class Oracle:
             head = slice(at, at + width)
             scores = np.array([q[head] @ k[head] / math.sqrt(width) for k in keys])
             shares = np.exp(scores - scores.max())
-            out[head] = sum((s * v[head] for s, v in zip(shares / shares.sum(), values, strict=True)), np.zeros(width))
+            out[head] = sum(
+                (s * v[head] for s, v in zip(shares / shares.sum(), values, strict=True)),
+                np.zeros(width),
+            )
         return out
 
     def mlp(self, x: np.ndarray, name: str) -> np.ndarray:
@@ -77,11 +89,16 @@ class Oracle:
     def attend(self, rows: list[np.ndarray], name: str, sees: list[list[int]]) -> list[np.ndarray]:
         fused = [self.w[f"{name}.qkv.weight"] @ self.norm(x, f"{name}.norm1") for x in rows]
         q, k, v = zip(*(np.split(row, 3) for row in fused), strict=True)
-        mixed = [self.look(q[i], [k[j] for j in see], [v[j] for j in see]) for i, see in enumerate(sees)]
+        mixed = [
+            self.look(q[i], [k[j] for j in see], [v[j] for j in see]) for i, see in enumerate(sees)
+        ]
         return [x + self.w[f"{name}.out.weight"] @ m for x, m in zip(rows, mixed, strict=True)]
 
     def embed(self, ids: list[int]) -> list[np.ndarray]:
-        return [self.w["embed"][t] * math.sqrt(self.c.d_model) + self.place(i) for i, t in enumerate(ids)]
+        return [
+            self.w["embed"][t] * math.sqrt(self.c.d_model) + self.place(i)
+            for i, t in enumerate(ids)
+        ]
 
     def encode(self, ids: list[int]) -> list[np.ndarray]:
         rows = [*([self.w["lengths"][0]] if self.c.lengths else []), *self.embed(ids)]
@@ -98,15 +115,23 @@ class Oracle:
             if self.c.positional:
                 name = f"decoder.{i}.positional"
                 q, k = zip(
-                    *(np.split(self.w[f"{name}.qk.weight"] @ self.place(n), 2) for n in range(len(rows))), strict=True
+                    *(
+                        np.split(self.w[f"{name}.qk.weight"] @ self.place(n), 2)
+                        for n in range(len(rows))
+                    ),
+                    strict=True,
                 )
                 v = [self.w[f"{name}.v.weight"] @ self.norm(x, f"{name}.norm") for x in rows]
-                rows = [x + self.w[f"{name}.out.weight"] @ self.look(q[n], list(k), v) for n, x in enumerate(rows)]
+                rows = [
+                    x + self.w[f"{name}.out.weight"] @ self.look(q[n], list(k), v)
+                    for n, x in enumerate(rows)
+                ]
             name = f"decoder.{i}.cross"
             k, v = zip(*(np.split(self.w[f"{name}.kv.weight"] @ m, 2) for m in memory), strict=True)
             q = [self.w[f"{name}.q.weight"] @ self.norm(x, f"{name}.norm") for x in rows]
             rows = [
-                x + self.w[f"{name}.out.weight"] @ self.look(y, list(k), list(v)) for x, y in zip(rows, q, strict=True)
+                x + self.w[f"{name}.out.weight"] @ self.look(y, list(k), list(v))
+                for x, y in zip(rows, q, strict=True)
             ]
             rows = [x + self.mlp(x, f"decoder.{i}") for x in rows]
         return np.stack([self.w["embed"] @ self.norm(x, "decoder.norm") for x in rows])
@@ -114,7 +139,9 @@ class Oracle:
 
 @pytest.mark.parametrize("config", [PLAIN, FULL], ids=["plain", "full"])
 @pytest.mark.parametrize("others", [False, True], ids=["causal", "all but itself"])
-def test_it_computes_what_is_written_out_token_by_token(config: Seq2SeqConfig, others: bool) -> None:
+def test_it_computes_what_is_written_out_token_by_token(
+    config: Seq2SeqConfig, others: bool
+) -> None:
     m, n = model(config), len(TARGET)
     mask = ~torch.eye(n, dtype=torch.bool) if others else causal(n)
     memory = m.encode(torch.tensor([SOURCE]))
@@ -136,7 +163,9 @@ def test_attention_is_torchs_own() -> None:
     x, y = (torch.randn(2, n, 16, generator=generator, dtype=torch.float64) for n in (3, 5))
     theirs = torch.nn.MultiheadAttention(16, 4, bias=False, batch_first=True, dtype=torch.float64)
     theirs.out_proj.weight.data = torch.eye(16, dtype=torch.float64)
-    q, k, v = (w @ z.mT for w, z in zip(theirs.in_proj_weight.data.chunk(3), (x, y, y), strict=True))
+    q, k, v = (
+        w @ z.mT for w, z in zip(theirs.in_proj_weight.data.chunk(3), (x, y, y), strict=True)
+    )
     heads = [part.mT.reshape(2, -1, 4, 4) for part in (q, k, v)]
     there = torch.tensor([[True] * 5, [True, True, False, True, False]])
     expected = theirs(x, y, y, key_padding_mask=~there, need_weights=False)[0]
@@ -164,10 +193,14 @@ def test_positions_are_the_sinusoids_of_vaswani() -> None:
 
 @pytest.mark.parametrize("config", [PLAIN, FULL], ids=["plain", "full"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_a_row_of_a_padded_batch_is_that_row_alone(config: Seq2SeqConfig, dtype: torch.dtype, within: float) -> None:
+def test_a_row_of_a_padded_batch_is_that_row_alone(
+    config: Seq2SeqConfig, dtype: torch.dtype, within: float
+) -> None:
     m = model(config, dtype=dtype, loud=1.0)
     sources, targets = [[5, 9, 4, 7], [6], [8, 8, 4]], [[1, 8], [1, 6, 5, 4], [1]]
-    wide = [torch.tensor([row + [0] * (4 - len(row)) for row in rows]) for rows in (sources, targets)]
+    wide = [
+        torch.tensor([row + [0] * (4 - len(row)) for row in rows]) for rows in (sources, targets)
+    ]
     memory = m.encode(wide[0])
     states = m.decode(m.embed(wide[1]), memory, causal(4), slots=wide[1] != 0)
     for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
@@ -185,7 +218,9 @@ def test_what_stands_in_padding_changes_nothing() -> None:
     m, slots = model(FULL), torch.tensor([[True, True, True, False], [True, False, False, False]])
     memory, others = m.encode(torch.tensor([SOURCE])), ~torch.eye(4, dtype=torch.bool)
     states = [
-        m.decode(m.embed(torch.tensor([[4, 5, 6, x], [7, x, x, x]])), memory, others, slots=slots)[slots]
+        m.decode(m.embed(torch.tensor([[4, 5, 6, x], [7, x, x, x]])), memory, others, slots=slots)[
+            slots
+        ]
         for x in (0, 9)
     ]
     assert torch.equal(*states)
@@ -207,10 +242,14 @@ def test_every_weight_has_a_gradient() -> None:
     x = m.embed(torch.tensor([TARGET, TARGET]))
     states = m.decode(x, memory, causal(len(TARGET)), dropout=0.1)
     loss = (
-        m.logits(states).logsumexp(-1).mean() + m.fertility_logits(memory).sum() + m.length_logits(memory)[:, 1:].sum()
+        m.logits(states).logsumexp(-1).mean()
+        + m.fertility_logits(memory).sum()
+        + m.length_logits(memory)[:, 1:].sum()
     )
     loss.backward()  # type: ignore[no-untyped-call]
-    assert [name for name, w in m.weights.items() if w.grad is None or not torch.isfinite(w.grad).all()] == []
+    assert [
+        name for name, w in m.weights.items() if w.grad is None or not torch.isfinite(w.grad).all()
+    ] == []
 
 
 # ---------------------------------------------------------------------- as a session
@@ -233,7 +272,11 @@ def test_greedy_through_the_session_is_the_dense_causal_decode(seed: int) -> Non
     m, ledger = model(seed=seed), list[Call]()
     given = m.counting(ledger).given(SOURCE)
     decoder = Decoder(
-        given.session(ledger), NoDraft(), walk, warp=Warp(0.0), stop=Stop(frozenset(given.config.eos), max_new_tokens=9)
+        given.session(ledger),
+        NoDraft(),
+        walk,
+        warp=Warp(0.0),
+        stop=Stop(frozenset(given.config.eos), max_new_tokens=9),
     )
     decoder.extend([m.config.bos])
     chance = Seeded(0)
@@ -242,7 +285,9 @@ def test_greedy_through_the_session_is_the_dense_causal_decode(seed: int) -> Non
     assert decoder.new == greedy(m, SOURCE, 9)
     calls = [call.model for call in ledger]
     assert calls == ["translator/encoder", *["translator"] * len(decoder.new)]
-    assert [(call.rows, call.row_layers, call.head_rows) for call in ledger[1:]] == [(1, 2.0, 1)] * len(decoder.new)
+    assert [(call.rows, call.row_layers, call.head_rows) for call in ledger[1:]] == [
+        (1, 2.0, 1)
+    ] * len(decoder.new)
 
 
 def test_a_tree_is_scored_as_each_of_its_paths_and_a_rewind_forgets() -> None:
@@ -252,7 +297,9 @@ def test_a_tree_is_scored_as_each_of_its_paths_and_a_rewind_forgets() -> None:
     tree = TokenTree((4, 5, 6, 7), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
     scores = session.score(tree)
     for node, path in enumerate(([4], [5], [4, 6], [4, 6, 7])):
-        assert torch.allclose(scores.logits[node + 1], dense(m, SOURCE, TARGET[:2] + path)[-1], atol=1e-12)
+        assert torch.allclose(
+            scores.logits[node + 1], dense(m, SOURCE, TARGET[:2] + path)[-1], atol=1e-12
+        )
     session.commit([0, 2], 9)
     session.rewind(3)
     again = session.score(TokenTree.chain([8]))
@@ -264,9 +311,14 @@ def test_views_and_half_run_layers_look_at_the_source_too() -> None:
     session = m.given(SOURCE).session()
     session.extend(TARGET[:3])
     exits = session.view(Plan(last=1)).score(TokenTree())
-    short = Seq2Seq(replace(PLAIN, decoder_layers=1), {k: w for k, w in m.weights.items() if "decoder.1." not in k})
+    short = Seq2Seq(
+        replace(PLAIN, decoder_layers=1),
+        {k: w for k, w in m.weights.items() if "decoder.1." not in k},
+    )
     assert torch.allclose(exits.logits[-1], dense(short, SOURCE, TARGET[:3])[-1], atol=1e-12)
-    assert torch.allclose(session.score(TokenTree()).logits[-1], dense(m, SOURCE, TARGET[:3])[-1], atol=1e-12)
+    assert torch.allclose(
+        session.score(TokenTree()).logits[-1], dense(m, SOURCE, TARGET[:3])[-1], atol=1e-12
+    )
 
 
 def test_the_same_text_of_another_source_is_another_text() -> None:
@@ -282,7 +334,10 @@ def test_passes_are_entered_where_they_are_counted_and_nowhere_else() -> None:
     memory = twin.encode(torch.tensor([[5, 6], [7, 0]]))
     twin.logits(twin.decode(twin.embed(torch.full((2, 3), 3)), memory))
     m.decode(m.embed(torch.full((2, 3), 3)), memory)
-    assert ledger == [Call("translator/encoder", 6, 12.0, 0, prefill=True), Call("translator", 6, 12.0, 6)]
+    assert ledger == [
+        Call("translator/encoder", 6, 12.0, 0, prefill=True),
+        Call("translator", 6, 12.0, 6),
+    ]
 
 
 # ---------------------------------------------------------------------- compiled
@@ -298,7 +353,9 @@ def twins(seed: int) -> tuple[Seq2Seq, Seq2Seq]:
 
 @compiled
 @pytest.mark.parametrize("seed", range(3))
-def test_the_compiled_path_says_what_torch_says_and_a_row_has_the_same_bits_whatever_is_beside_it(seed: int) -> None:
+def test_the_compiled_path_says_what_torch_says_and_a_row_has_the_same_bits_whatever_is_beside_it(
+    seed: int,
+) -> None:
     small, wide = twins(seed)
     given = small.given(SOURCE)
     assert isinstance(given._path, Heard)
@@ -332,7 +389,9 @@ def test_states_copied_up_leave_the_same_keys_on_both_paths() -> None:
 
 
 @compiled
-def test_weights_that_are_written_to_are_packed_anew_and_weights_in_training_are_not_packed() -> None:
+def test_weights_that_are_written_to_are_packed_anew_and_weights_in_training_are_not_packed() -> (
+    None
+):
     small, _ = twins(0)
     before = small.given(SOURCE).logits(TARGET)
     with torch.no_grad():
@@ -350,7 +409,10 @@ def test_weights_that_are_written_to_are_packed_anew_and_weights_in_training_are
 def test_bad_input_is_told_in_one_line() -> None:
     m, full = model(), model(replace(PLAIN, positional=True))
     for call, says in (
-        (lambda: m.encode(torch.full((1, 13), 4)), "the source has 13 tokens, translator has 12 positions: shorten it"),
+        (
+            lambda: m.encode(torch.full((1, 13), 4)),
+            "the source has 13 tokens, translator has 12 positions: shorten it",
+        ),
         (lambda: m.given([4] * 13), "the source has 13 tokens"),
         (lambda: m.given([]), "the source is empty"),
         (lambda: full.given(SOURCE), "cannot write from left to right"),
@@ -367,7 +429,9 @@ def test_bad_input_is_told_in_one_line() -> None:
 # ---------------------------------------------------------------------- on disk
 
 
-@pytest.mark.parametrize("config", [PLAIN, replace(FULL, extra={"trained_for": "nat"})], ids=["plain", "full"])
+@pytest.mark.parametrize(
+    "config", [PLAIN, replace(FULL, extra={"trained_for": "nat"})], ids=["plain", "full"]
+)
 def test_a_folder_gives_back_what_was_saved(tmp_path: Path, config: Seq2SeqConfig) -> None:
     m = model(config, dtype=torch.bfloat16)
     m.save(tmp_path / "m")
@@ -377,7 +441,9 @@ def test_a_folder_gives_back_what_was_saved(tmp_path: Path, config: Seq2SeqConfi
     assert all(torch.equal(w, back.weights[name]) for name, w in m.weights.items())
     assert list(back.weights) == list(config.shapes())
     assert Seq2Seq.load(tmp_path / "m").dtype == torch.float32
-    assert json.loads((tmp_path / "m" / "config.json").read_text())["model_type"] == "tinyspec-seq2seq"
+    assert (
+        json.loads((tmp_path / "m" / "config.json").read_text())["model_type"] == "tinyspec-seq2seq"
+    )
     m.save(tmp_path / "m")  # over the old one
 
 
@@ -394,7 +460,10 @@ def damaged(folder: Path, **changes: object) -> Path:
         ({"d_model": "big"}, "config.json: d_model is 'big', expected a whole number"),
         ({"d_model": 15}, "n_heads is 4, expected a divisor of d_model 15"),
         ({"n_heads": 3}, "n_heads is 3, expected a divisor of d_model 16"),
-        ({"decoder_layers": 10**9}, "decoder_layers is 1000000000, expected a whole number from 1 to 1000"),
+        (
+            {"decoder_layers": 10**9},
+            "decoder_layers is 1000000000, expected a whole number from 1 to 1000",
+        ),
         ({"decoder_layers": 3}, r"missing decoder.2.*, which config.json asks for"),
         ({"decoder_layers": 1}, r"decoder.1.*more not in the architecture"),
         ({"vocab_size": 21}, r"embed has shape \[20, 16\], config.json makes it \[21, 16\]"),
@@ -406,7 +475,9 @@ def damaged(folder: Path, **changes: object) -> Path:
         ({"model_type": "llama"}, "no encoder-decoder of tinyspec's"),
     ],
 )
-def test_a_config_that_contradicts_is_refused_by_field(tmp_path: Path, changes: dict[str, object], says: str) -> None:
+def test_a_config_that_contradicts_is_refused_by_field(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
     with pytest.raises(TinyspecError, match=says) as error:
         Seq2Seq.load(damaged(tmp_path / "m", **changes))
     assert "\n" not in str(error.value)

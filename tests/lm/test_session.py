@@ -22,7 +22,10 @@ quick = settings(max_examples=40, deadline=None, derandomize=True)
 @st.composite
 def trees(draw: st.DrawFn, most: int = 8) -> TokenTree:
     n = draw(st.integers(1, most))
-    return tree([draw(st.integers(0, 3)) for _ in range(n)], [draw(st.integers(ROOT, i - 1)) for i in range(n)])
+    return tree(
+        [draw(st.integers(0, 3)) for _ in range(n)],
+        [draw(st.integers(ROOT, i - 1)) for i in range(n)],
+    )
 
 
 class TestTrees:
@@ -35,7 +38,9 @@ class TestTrees:
             text = [*PROMPT, *t.spelled(t.path(node))]
             close(scores.logits[node + 1], m.logits(text)[-1])
             last = Oracle(m).text(text)[-1]
-            for shown, row in zip(scores.hidden[:, node + 1].numpy(), [*last.states[:2], last.top], strict=True):
+            for shown, row in zip(
+                scores.hidden[:, node + 1].numpy(), [*last.states[:2], last.top], strict=True
+            ):
                 np.testing.assert_allclose(shown, row, atol=1e-10)
 
     @quick
@@ -65,14 +70,21 @@ class TestTrees:
         for depth in range(max(t.depths()) + 1):
             kept = [i for i, at in enumerate(t.depths()) if at <= depth]
             place = {old: new for new, old in enumerate(kept)} | {ROOT: ROOT}
-            grown = session.score(tree([t.tokens[i] for i in kept], [place[t.parents[i]] for i in kept]))
+            grown = session.score(
+                tree([t.tokens[i] for i in kept], [place[t.parents[i]] for i in kept])
+            )
         whole = begun(M).score(t).logits
         close(grown.logits, whole[[0, *(i + 1 for i in kept)]])
-        assert sum(call.rows for call in ledger[1:]) == len({t.spelled(t.path(i)) for i in range(len(t.tokens))}) + 1
+        assert (
+            sum(call.rows for call in ledger[1:])
+            == len({t.spelled(t.path(i)) for i in range(len(t.tokens))}) + 1
+        )
 
     @quick
     @given(trees(), st.data())
-    def test_a_commit_keeps_what_hangs_below_and_drops_the_rest(self, t: TokenTree, data: st.DataObject) -> None:
+    def test_a_commit_keeps_what_hangs_below_and_drops_the_rest(
+        self, t: TokenTree, data: st.DataObject
+    ) -> None:
         ledger: list[Call] = []
         session = begun(M, ledger)
         session.score(t)
@@ -114,7 +126,10 @@ class TestTrees:
 
 class TestText:
     @quick
-    @given(st.lists(st.lists(st.integers(0, V - 1), max_size=5), min_size=1, max_size=5), st.sampled_from([M, G]))
+    @given(
+        st.lists(st.lists(st.integers(0, V - 1), max_size=5), min_size=1, max_size=5),
+        st.sampled_from([M, G]),
+    )
     def test_any_split_of_a_text_is_the_same_session(self, parts: list[list[int]], m) -> None:
         text = [2, *(t for part in parts for t in part)]
         session = m.session()
@@ -131,7 +146,9 @@ class TestText:
         hidden = M.session().extend(text, taps=range(L + 1)).hidden
         assert hidden.shape == (L + 1, len(text) - 1, D)
         for i, token in enumerate(Oracle(M).text(text)[:-1]):
-            np.testing.assert_allclose(hidden[:, i].numpy(), [*token.states[:L], token.top], atol=1e-10)
+            np.testing.assert_allclose(
+                hidden[:, i].numpy(), [*token.states[:L], token.top], atol=1e-10
+            )
 
     def test_extend_shows_states_also_of_tokens_that_were_guessed_right(self) -> None:
         session = begun(M)
@@ -167,7 +184,9 @@ class TestText:
         with pytest.raises(ValueError, match="cannot rewind"):
             session.rewind(-1)
 
-    def test_a_long_text_outgrows_the_first_cache_and_the_slab(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_long_text_outgrows_the_first_cache_and_the_slab(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("tinyspec.lm.session.SLAB", 7)
         text = [i * i % V for i in range(60)]
         session = M.session()

@@ -42,7 +42,11 @@ class TestEarlyExit:
         session.advance(t, 1)
         session.advance(t, 2, head=True)
         close(session.score(t, taps=()).logits, begun(M).score(t).logits)
-        assert [(c.rows, c.row_layers, c.head_rows) for c in ledger[1:]] == [(4, 4, 0), (4, 4, 4), (4, 4, 4)]
+        assert [(c.rows, c.row_layers, c.head_rows) for c in ledger[1:]] == [
+            (4, 4, 0),
+            (4, 4, 4),
+            (4, 4, 4),
+        ]
 
     def test_what_was_shown_on_the_way_is_shown_at_the_end(self) -> None:
         session = begun(M)
@@ -81,7 +85,9 @@ class TestEarlyExit:
             session.commit((), new)
             session.fill("copy")
             done.append(oracle.run(token, done, copy_from=layer))
-        np.testing.assert_allclose(session.score(EMPTY).logits[0].numpy(), oracle.run(9, done).logits, atol=1e-10)
+        np.testing.assert_allclose(
+            session.score(EMPTY).logits[0].numpy(), oracle.run(9, done).logits, atol=1e-10
+        )
         for at in range(len(done)):
             for layer in range(L):
                 np.testing.assert_allclose(
@@ -144,7 +150,9 @@ class TestEarlyExit:
 
 class TestProbes:
     ROWS = torch.randn(3, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    PREFIX = tuple(torch.randn(2, L, 2, 2, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64))
+    PREFIX = tuple(
+        torch.randn(2, L, 2, 2, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    )
     TREE = tree([4, V, V + 2, 5, 1], [ROOT, 0, 1, 0, ROOT], [False, True, True, False, True])
 
     @pytest.mark.parametrize("prefix", [None, PREFIX], ids=["plain", "prefix"])

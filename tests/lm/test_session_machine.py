@@ -17,7 +17,9 @@ L, V, D = LLAMA.n_layers, LLAMA.vocab_size, LLAMA.d_model
 MODELS = [model(LLAMA), model(replace(GPT2, n_kv_heads=2))]
 ORACLES = [Oracle(m) for m in MODELS]
 PROBES = torch.randn(2, D, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-PREFIX = tuple(torch.randn(2, L, 2, 3, 4, generator=torch.Generator().manual_seed(8), dtype=torch.float64))
+PREFIX = tuple(
+    torch.randn(2, L, 2, 3, 4, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+)
 PLANS = [
     Plan(last=1),
     Plan(last=2),
@@ -80,7 +82,9 @@ class Machine(RuleBasedStateMachine):
         for token in self.text[len(self.done) : -1]:
             self.done.append(self.oracle.run(token, self.done))
 
-    def expect(self, scores, tree: TokenTree, past: list[Token], tip: int, plan: Plan, taps=()) -> None:
+    def expect(
+        self, scores, tree: TokenTree, past: list[Token], tip: int, plan: Plan, taps=()
+    ) -> None:
         root = self.oracle.run(tip, past, plan)
         nodes: list[Token] = []
         paths: list[list[Token]] = []
@@ -93,11 +97,15 @@ class Machine(RuleBasedStateMachine):
         rows = [root, *nodes]
         np.testing.assert_allclose(scores.logits.numpy(), [r.logits for r in rows], atol=1e-9)
         for tap, shown in zip(taps, scores.hidden, strict=True):
-            np.testing.assert_allclose(shown.numpy(), [r.top if tap == L else r.states[tap] for r in rows], atol=1e-9)
+            np.testing.assert_allclose(
+                shown.numpy(), [r.top if tap == L else r.states[tap] for r in rows], atol=1e-9
+            )
 
     def deepen(self, layer: int) -> None:
         """Tokens that left early are run along when a later one goes deeper."""
-        self.waiting = {at: max(ran, layer) for at, ran in self.waiting.items() if max(ran, layer) < L}
+        self.waiting = {
+            at: max(ran, layer) for at, ran in self.waiting.items() if max(ran, layer) < L
+        }
 
     def follow(self, new: list[int]) -> None:
         """Committed tokens leave the trunk of the view, or it breaks."""
@@ -127,7 +135,9 @@ class Machine(RuleBasedStateMachine):
         assert shown.hidden.shape == (len(taps), len(self.text) - 1 - first, D)
         for tap, states in zip(taps, shown.hidden, strict=True):
             for state, row in zip(states.numpy(), self.done[first:], strict=True):
-                np.testing.assert_allclose(state, row.top if tap == L else row.states[tap], atol=1e-9)
+                np.testing.assert_allclose(
+                    state, row.top if tap == L else row.states[tap], atol=1e-9
+                )
 
     @precondition(lambda self: self.text)
     @rule(tree=trees(), taps=taps_of)
@@ -243,7 +253,9 @@ class Machine(RuleBasedStateMachine):
         for at, (node, token) in enumerate(zip(self.session.committed, self.done, strict=False)):
             assert node.slot == node.position == at
             for layer in range(L):
-                if (self.session.cache.present[at, layer] and layer < node.agrees(BASE, L) // 2) or at in self.copied:
+                if (
+                    self.session.cache.present[at, layer] and layer < node.agrees(BASE, L) // 2
+                ) or at in self.copied:
                     np.testing.assert_allclose(
                         self.session.cache.keys[layer][:, at].numpy(), token.keys[layer], atol=1e-9
                     )
@@ -251,6 +263,10 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60,
+    stateful_step_count=25,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestAnyOrder = Machine.TestCase

@@ -55,7 +55,10 @@ def test_trees_of_every_size_fit_the_next_larger_step() -> None:
     still = steady(m)
     for n in (1, 2, 3, 4, 5, 8, 9, 31, 32, 33, 63, 64):
         plain, fixed = m.session(), still.session()
-        tokens, parents = [i % 13 for i in range(n - 1)], [i - 3 if i > 2 else ROOT for i in range(n - 1)]
+        tokens, parents = (
+            [i % 13 for i in range(n - 1)],
+            [i - 3 if i > 2 else ROOT for i in range(n - 1)],
+        )
         tree = TokenTree(tokens, parents, [None] * (n - 1), [False] * (n - 1))
         for session in (plain, fixed):
             session.extend(PROMPT)

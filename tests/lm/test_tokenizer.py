@@ -17,7 +17,10 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-CONFIG = {"bos_token": "<|im_start|>", "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True}}
+CONFIG = {
+    "bos_token": "<|im_start|>",
+    "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
+}
 
 
 @cache
@@ -29,7 +32,9 @@ def byte_level() -> Tokenizer:
     backend = Backend(models.BPE(vocab, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    backend.add_special_tokens(
+        [AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)]
+    )
     backend.add_tokens([AddedToken("<tool call> é", special=False, normalized=False)])
     return Tokenizer(backend, CONFIG, CHATML)
 
@@ -53,10 +58,19 @@ def sentencepiece() -> Tokenizer:
     ]
     merges = [("▁", "h"), ("h", "e"), ("l", "l"), ("▁", "w"), ("▁", "▁")]
     vocab = {token: i for i, token in enumerate([*pieces, *(a + b for a, b in merges)])}
-    backend = Backend(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend = Backend(
+        models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     backend.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
@@ -73,7 +87,9 @@ def sequence_of_bytes() -> Tokenizer:
 @cache
 def words() -> Tokenizer:
     backend = Backend(
-        models.WordPiece({"[UNK]": 0, "he": 1, "##llo": 2, "wor": 3, "##ld": 4, ".": 5}, unk_token="[UNK]")
+        models.WordPiece(
+            {"[UNK]": 0, "he": 1, "##llo": 2, "wor": 3, "##ld": 4, ".": 5}, unk_token="[UNK]"
+        )
     )
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece()
@@ -96,7 +112,9 @@ def test_stream_joined_is_whole_decode_for_any_ids_and_any_split(kind, data):
         shown, rest = shown + stream.push(rest[:n]), rest[n:]
         assert tokenizer.decode(ids, skip).startswith(shown)
     assert shown + stream.flush() == tokenizer.decode(ids, skip)
-    assert stream.push(ids) + stream.flush() == tokenizer.decode(ids, skip)  # a flushed stream starts afresh
+    assert stream.push(ids) + stream.flush() == tokenizer.decode(
+        ids, skip
+    )  # a flushed stream starts afresh
 
 
 @pytest.mark.parametrize("kind", [byte_level, sentencepiece, sequence_of_bytes])
@@ -125,13 +143,19 @@ def test_special_tokens_are_parsed_only_on_request():
     assert tokenizer.eos in tokenizer.encode("hello<|im_end|>", special=True)
     assert tokenizer.eos not in tokenizer.encode("hello<|im_end|>")
     assert tokenizer.decode(tokenizer.encode("hello<|im_end|>", special=True)) == "hello"
-    assert tokenizer.decode(tokenizer.encode("hello<|im_end|>", special=True), skip_special=False) == "hello<|im_end|>"
+    assert (
+        tokenizer.decode(tokenizer.encode("hello<|im_end|>", special=True), skip_special=False)
+        == "hello<|im_end|>"
+    )
 
 
 def test_a_chat_is_the_template_rendered_with_its_special_tokens_parsed():
     tokenizer = byte_level()
     ids = tokenizer.chat([{"role": "user", "content": "hello é"}])
-    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>user\nhello é<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(ids, skip_special=False)
+        == "<|im_start|>user\nhello é<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert ids[0] == tokenizer.bos
     assert ids.count(tokenizer.eos) == 1
     without = tokenizer.chat([{"role": "user", "content": "hello é"}], add_generation_prompt=False)
@@ -140,14 +164,24 @@ def test_a_chat_is_the_template_rendered_with_its_special_tokens_parsed():
 
 def render(template: str, content: str = "x") -> str:
     tokenizer = Tokenizer(byte_level().backend, CONFIG, template)
-    return tokenizer.decode(tokenizer.chat([{"role": "user", "content": content}]), skip_special=False)
+    return tokenizer.decode(
+        tokenizer.chat([{"role": "user", "content": content}]), skip_special=False
+    )
 
 
 def test_a_template_has_the_helpers_that_transformers_gives_it():
     assert render("{{ messages | tojson }}", "<é>") == '[{"role": "user", "content": "<é>"}]'
     assert render("{{ strftime_now('%Y') | length }}") == "4"
-    assert render("{% for m in messages %}\n  {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}") == "x"
-    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert (
+        render(
+            "{% for m in messages %}\n  {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+        )
+        == "x"
+    )
+    assert (
+        render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}")
+        == "01"
+    )
     assert render("{{ bos_token }}{{ tools is none }}") == "<|im_start|>True"
 
 
@@ -196,7 +230,11 @@ def test_save_and_read_back_is_the_same_tokenizer(kind, tmp_path: Path):
     tokenizer.save(tmp_path)
     again = Tokenizer.from_folder(tmp_path)
     assert again.encode("hello world") == tokenizer.encode("hello world")
-    assert (again.bos, again.eos, again.chat_template) == (tokenizer.bos, tokenizer.eos, tokenizer.chat_template)
+    assert (again.bos, again.eos, again.chat_template) == (
+        tokenizer.bos,
+        tokenizer.eos,
+        tokenizer.chat_template,
+    )
     assert (again.special_ids, again.vocab_size) == (tokenizer.special_ids, tokenizer.vocab_size)
 
 
@@ -236,7 +274,10 @@ def test_truncation_and_padding_of_a_training_run_do_not_cut_a_text(tmp_path: Pa
 def test_the_template_may_stand_in_the_config_alone_or_among_named_ones(tmp_path: Path):
     byte_level().save(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    for template in ("{{ 1 }}", [{"name": "tool", "template": "no"}, {"name": "default", "template": "{{ 1 }}"}]):
+    for template in (
+        "{{ 1 }}",
+        [{"name": "tool", "template": "no"}, {"name": "default", "template": "{{ 1 }}"}],
+    ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
         assert Tokenizer.from_folder(tmp_path).chat_template == "{{ 1 }}"
 

@@ -86,20 +86,29 @@ def test_teaching_equals_inference_and_has_gradients(config: Config) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float64, 0), (torch.float32, 1e-4), (torch.float16, 0.1), (torch.bfloat16, 0.8)]
+    ("dtype", "bound"),
+    [(torch.float64, 0), (torch.float32, 1e-4), (torch.float16, 0.1), (torch.bfloat16, 0.8)],
 )
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_every_precision_runs(config: Config, dtype: torch.dtype, bound: float, device: str) -> None:
+def test_every_precision_runs(
+    config: Config, dtype: torch.dtype, bound: float, device: str
+) -> None:
     exact = model(config)
     m = exact.to(device=device, dtype=dtype)
     assert (m.dtype, m.device.type) == (dtype, device)
     session = m.session()
     session.extend(IDS, taps=(0, L))
-    session.view(Plan(last=2, visible=Visible.everywhere((0, 1), 5, L, config.n_kv_heads))).score(TREE)
+    session.view(Plan(last=2, visible=Visible.everywhere((0, 1), 5, L, config.n_kv_heads))).score(
+        TREE
+    )
     scores = session.score(TREE, taps=(1,))
     assert scores.hidden.dtype == m.stream
     assert scores.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    close(scores.logits[0].double(), exact.logits(IDS)[-1], max(bound, 1e-10) * max(1, exact.logits(IDS).abs().max()))
+    close(
+        scores.logits[0].double(),
+        exact.logits(IDS)[-1],
+        max(bound, 1e-10) * max(1, exact.logits(IDS).abs().max()),
+    )
     session.commit([2, 3], 5)
     assert session.score(TokenTree()).logits.isfinite().all()
 
@@ -113,7 +122,12 @@ def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
     """B21, B22: other lengths, plans, entries and exits beside a row change nothing in it."""
     m = model(data.draw(st.sampled_from([LLAMA, GPT2])))
     kv = m.config.n_kv_heads
-    plans = [Plan(), Plan(last=1), Plan(skip=frozenset({1, 4})), Plan(visible=Visible.everywhere((0,), 2, L, kv))]
+    plans = [
+        Plan(),
+        Plan(last=1),
+        Plan(skip=frozenset({1, 4})),
+        Plan(visible=Visible.everywhere((0,), 2, L, kv)),
+    ]
     caught: list[Feed] = []
 
     def catch(feeds):  # type: ignore[no-untyped-def]
@@ -165,7 +179,9 @@ def test_the_ledger_counts_rows_layers_heads_and_prefills() -> None:
 
 def test_a_feed_needs_no_ledger() -> None:
     m = model(LLAMA)
-    feed = Feed(Cache(LLAMA, m.dtype, m.device), Plan(), [3], [0], [0], [0], 2 * L, 1, [(1, ())], heads=[0])
+    feed = Feed(
+        Cache(LLAMA, m.dtype, m.device), Plan(), [3], [0], [0], [0], 2 * L, 1, [(1, ())], heads=[0]
+    )
     close(m.forward([feed])[0].logits, m.logits([3]))
 
 
@@ -174,7 +190,9 @@ def test_a_feed_needs_no_ledger() -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(0, 9))
-def test_the_product_turned_round_is_the_product(n: int, i: int, o: int, bias: bool, seed: int) -> None:
+def test_the_product_turned_round_is_the_product(
+    n: int, i: int, o: int, bias: bool, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     x, w, b = (torch.randn(*shape, generator=generator) for shape in ((n, i), (o, i), (o,)))
     with pytest.MonkeyPatch.context() as patch:  # on one thread it would not be turned
@@ -195,10 +213,15 @@ def test_the_product_turned_round_has_gradients(monkeypatch: pytest.MonkeyPatch)
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(1, 4), st.integers(1, 7), st.sampled_from([(4, 4), (4, 2), (6, 1)]), st.data())
-def test_attention_is_a_weighted_mean_of_what_is_seen(n: int, m: int, heads, data: st.DataObject) -> None:
+def test_attention_is_a_weighted_mean_of_what_is_seen(
+    n: int, m: int, heads, data: st.DataObject
+) -> None:
     h, kv = heads
     generator = torch.Generator().manual_seed(n * 10 + m)
-    q, k, v = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((n, h, 4), (kv, m, 4), (kv, m, 4)))
+    q, k, v = (
+        torch.randn(*s, generator=generator, dtype=torch.float64)
+        for s in ((n, h, 4), (kv, m, 4), (kv, m, 4))
+    )
     shape = data.draw(st.sampled_from([None, (n, m), (kv, n, m)]))
     mask = None if shape is None else torch.rand(*shape, generator=generator) < 0.6
     if mask is not None:

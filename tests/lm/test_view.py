@@ -103,7 +103,9 @@ def test_the_whole_model_is_not_disturbed_by_a_view(m, plan: Plan) -> None:
     close(session.score(BUSH).logits, rows(m, text, [], BUSH, Plan()))
     fresh = m.session()
     fresh.extend(text)
-    close(session.cache.store[:, :, :, : len(text) - 1], fresh.cache.store[:, :, :, : len(text) - 1])
+    close(
+        session.cache.store[:, :, :, : len(text) - 1], fresh.cache.store[:, :, :, : len(text) - 1]
+    )
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -134,7 +136,10 @@ def cost(first: Plan, then: Plan) -> float:
     [
         (Plan(last=1), 3),  # LayerSkip: the layers above the exit
         (Plan(last=3), 1),
-        (Plan(skip=frozenset({4, 5})), 2),  # Draft & Verify: from the first sublayer that was skipped
+        (
+            Plan(skip=frozenset({4, 5})),
+            2,
+        ),  # Draft & Verify: from the first sublayer that was skipped
         (Plan(skip=frozenset({5})), 1.5),
         (Plan(skip=frozenset({0})), 4),
         (Plan(visible=WINDOW), 4),  # nothing above the first layer that sees less
@@ -152,7 +157,9 @@ def test_skipped_sublayers_are_not_paid() -> None:
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.sampled_from(list(PLANS.values())), st.data())
-def test_a_loop_on_a_view_drafts_while_the_session_verifies(plan: Plan, data: st.DataObject) -> None:
+def test_a_loop_on_a_view_drafts_while_the_session_verifies(
+    plan: Plan, data: st.DataObject
+) -> None:
     """Both are plain targets to their loops: score, commit, rewind, extend."""
     session = begun()
     view = session.view(plan)
@@ -255,7 +262,10 @@ def test_what_a_view_computed_does_not_outlive_a_commit_of_what_it_looked_at(pla
     view = session.view(plan)
     view.score(BUSH)
     session.extend([1, 2])
-    close(view.score(TokenTree.chain([3])).logits, rows(M, [*PROMPT, 1, 2], [], TokenTree.chain([3]), plan))
+    close(
+        view.score(TokenTree.chain([3])).logits,
+        rows(M, [*PROMPT, 1, 2], [], TokenTree.chain([3]), plan),
+    )
 
 
 def test_a_rewound_text_may_be_shorter_than_what_the_visible_set_was_chosen_for() -> None:
@@ -272,4 +282,7 @@ def test_states_are_shown_under_the_plan() -> None:
     past = oracle.text(PROMPT[:-1])
     done = oracle.text([PROMPT[-1], 1], Plan(skip=frozenset({2})), past)[-2:]
     shown = view.score(TokenTree.chain([1]), taps=(1, 2, L)).hidden
-    close(shown, np.array([[d.states[1] for d in done], [d.states[2] for d in done], [d.top for d in done]]))
+    close(
+        shown,
+        np.array([[d.states[1] for d in done], [d.states[2] for d in done], [d.top for d in done]]),
+    )

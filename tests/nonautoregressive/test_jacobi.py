@@ -20,7 +20,16 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import sweeps as laws
 from tinyspec.laws.exact import law as exact_law
 from tinyspec.laws.network import network
-from tinyspec.laws.sweeps import PROMPT, begun, by_hand, counting, only_fixed_point, plain, say, tables
+from tinyspec.laws.sweeps import (
+    PROMPT,
+    begun,
+    by_hand,
+    counting,
+    only_fixed_point,
+    plain,
+    say,
+    tables,
+)
 from tinyspec.laws.tables import TableModel
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.jacobi import Jacobi, asked, iterate, solve, sweeps
@@ -37,13 +46,18 @@ FORMS = [
 ]
 
 
-def decoded(model: Any, prompt: Any = PROMPT, n: int = 14, ledger: Any = None, eos: Any = (), **knobs: Any) -> Decoder:
+def decoded(
+    model: Any, prompt: Any = PROMPT, n: int = 14, ledger: Any = None, eos: Any = (), **knobs: Any
+) -> Decoder:
     """A request at temperature 0, not begun yet but for its prompt."""
     ledger = [] if ledger is None else ledger
     warp = Warp(0.0, repetition_penalty=knobs.pop("penalty", 1.0))
     limit = model.config.max_positions
     stop = Stop(frozenset(eos), max_new_tokens=n)
-    d = CARD.make(Request(model.session(ledger), warp=warp, stop=stop, positions=limit, ledger=ledger), **knobs)
+    d = CARD.make(
+        Request(model.session(ledger), warp=warp, stop=stop, positions=limit, ledger=ledger),
+        **knobs,
+    )
     d.extend(prompt)
     return d
 
@@ -56,12 +70,24 @@ def finish(d: Decoder, seed: int = 0) -> list[int]:
 
 
 def alone(
-    model: Any, prompt: Any = PROMPT, n: int = 14, ledger: Any = None, eos: Any = (), penalty: float = 1.0
+    model: Any,
+    prompt: Any = PROMPT,
+    n: int = 14,
+    ledger: Any = None,
+    eos: Any = (),
+    penalty: float = 1.0,
 ) -> Any:
     """Plain greedy decoding."""
     ledger = [] if ledger is None else ledger
     stop, warp = Stop(frozenset(eos), max_new_tokens=n), Warp(0.0, repetition_penalty=penalty)
-    d = Decoder(model.session(ledger), NoDraft(), walk, warp=warp, stop=stop, positions=model.config.max_positions)
+    d = Decoder(
+        model.session(ledger),
+        NoDraft(),
+        walk,
+        warp=warp,
+        stop=stop,
+        positions=model.config.max_positions,
+    )
     d.extend(prompt)
     return finish(d), d
 
@@ -93,7 +119,9 @@ def test_greedy_text_is_the_only_fixed_point() -> None:
         assert only_fixed_point(model, n) == [tuple(plain(model, PROMPT, n))]
 
 
-def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_only_the_latter_confirms() -> None:
+def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_only_the_latter_confirms() -> (
+    None
+):
     confirmed = 0
     for model, block, start in product(tables(2), (2, 4), product((0, 1), repeat=4)):
         says = lambda text, block, model=model: say(model, text, block)  # noqa: E731
@@ -142,7 +170,9 @@ def test_blocks_of_one_and_a_prefix_of_none_are_plain_decoding_call_by_call(knob
 
 @pytest.mark.parametrize("init", ["pad", "random", "prompt", "last"])
 @pytest.mark.parametrize("knobs", FORMS, ids=str)
-def test_a_transformer_says_its_greedy_text_in_every_form_from_every_start(knobs: Any, init: str) -> None:
+def test_a_transformer_says_its_greedy_text_in_every_form_from_every_start(
+    knobs: Any, init: str
+) -> None:
     model = network(11, 6)
     for penalty, eos in ((1.0, ()), (1.4, ()), (1.0, (4,))):
         d = decoded(model, eos=eos, penalty=penalty, init=init, **knobs)
@@ -168,7 +198,9 @@ def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
         expected = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), tokens)
 
         def ours(init: str = init, block: int = block) -> Decoder:
-            return CARD.make(Request(Table(3), warp=warp, stop=Stop(max_new_tokens=5)), block=block, init=init)
+            return CARD.make(
+                Request(Table(3), warp=warp, stop=Stop(max_new_tokens=5)), block=block, init=init
+            )
 
         assert law(ours, tokens) == expected
 
@@ -264,14 +296,19 @@ def test_no_draft_reaches_beyond_what_is_wanted_or_fits() -> None:
 def test_the_end_of_text_ends_it_first_or_inside_a_block(at: int) -> None:
     poem = [3, 3, 3, 3, 3]
     poem[at] = 1
-    model = TableModel(vocabulary=4, rows=lambda text: [int(x == [*poem, 2][min(len(text) - 2, 5)]) for x in range(4)])
+    model = TableModel(
+        vocabulary=4,
+        rows=lambda text: [int(x == [*poem, 2][min(len(text) - 2, 5)]) for x in range(4)],
+    )
     for knobs in FORMS:
         d = decoded(model, n=12, eos=(1,), **knobs)
         assert finish(d) == poem[: at + 1] and d.finished == "eos"
 
 
 def test_a_hybrid_needs_no_length_it_ends_where_the_text_does() -> None:
-    model = TableModel(vocabulary=40, rows=lambda text: [int(x == len(text) % 40) for x in range(40)])
+    model = TableModel(
+        vocabulary=40, rows=lambda text: [int(x == len(text) % 40) for x in range(40)]
+    )
     for prefix in (0, 4, 100):
         request = Request(model.session(), warp=GREEDY, stop=Stop(frozenset({19})))
         d = CARD.make(request, form="hgj", block=5, prefix=prefix)
@@ -335,9 +372,13 @@ def test_a_user_gets_the_greedy_text_up_to_the_edge_of_the_context(folder: str) 
 
 def test_the_command_line_prints_the_plain_text(folder: str) -> None:
     said = run("generate", "--model", folder, "-n", "30", "the cat")
-    ours = run("generate", "--model", folder, "-n", "30", "--method", "jacobi", "--block", "5", "the cat")
+    ours = run(
+        "generate", "--model", folder, "-n", "30", "--method", "jacobi", "--block", "5", "the cat"
+    )
     assert said.exit_code == ours.exit_code == 0 and said.stdout == ours.stdout
-    assert "block is 0" in failed(run("generate", "--model", folder, "--method", "jacobi", "--block", "0", "the cat"))
+    assert "block is 0" in failed(
+        run("generate", "--model", folder, "--method", "jacobi", "--block", "0", "the cat")
+    )
 
 
 # ------------------------------------------------------------------ on an autoregressive encoder-decoder
@@ -346,7 +387,13 @@ def test_the_command_line_prints_the_plain_text(folder: str) -> None:
 def teacher(seed: int = 0, tokenizer: Any = None, vocabulary: int = 12) -> Seq2Seq:
     """A tiny random one; float64, so that no two logits are equal by rounding."""
     config = Seq2SeqConfig(
-        vocabulary, d_model=8, n_heads=2, d_ff=12, encoder_layers=1, decoder_layers=2, max_positions=32
+        vocabulary,
+        d_model=8,
+        n_heads=2,
+        d_ff=12,
+        encoder_layers=1,
+        decoder_layers=2,
+        max_positions=32,
     )
     return Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64, tokenizer)
 
@@ -368,18 +415,28 @@ SOURCES = ([5, 6, 7, 8], [9, 4], [11, 10, 9, 8, 7, 6, 5])
 def test_a_teacher_translates_the_same_in_every_form_from_every_start(knobs: Any) -> None:
     for seed, init in ((0, "pad"), (1, "random"), (2, "last")):
         host, source = teacher(seed), SOURCES[seed]
-        d = decoded(host.given(source), [host.config.bos], n=12, eos=(host.config.eos,), init=init, **knobs)
+        d = decoded(
+            host.given(source), [host.config.bos], n=12, eos=(host.config.eos,), init=init, **knobs
+        )
         told = list(sweeps(d, Seeded(seed)))
         assert d.new == dense(host, source, 12)
         assert len(told) == d.rounds <= len(d.new) and all(sweep.fixed >= 1 for sweep in told)
 
 
-def test_a_block_begins_with_the_models_padding_and_a_language_model_takes_its_end_of_text() -> None:
-    for model, pad in ((teacher().given(SOURCES[0]), 0), (TableModel(vocabulary=6, eos=(4,)), 4), (TableModel(), 0)):
+def test_a_block_begins_with_the_models_padding_and_a_language_model_takes_its_end_of_text() -> (
+    None
+):
+    for model, pad in (
+        (teacher().given(SOURCES[0]), 0),
+        (TableModel(vocabulary=6, eos=(4,)), 4),
+        (TableModel(), 0),
+    ):
         assert next(sweeps(decoded(model, [1], block=3), Seeded(0))).guess == (pad, pad)
 
 
-def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_sweeps_are_enough() -> None:
+def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_sweeps_are_enough() -> (
+    None
+):
     host = teacher(1, vocabulary=4)
     model = host.given([3, 2, 3])
     for start in product(range(4), repeat=3):
@@ -389,15 +446,21 @@ def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_swe
         text = finish(d)
         states = iterate(asked(model.session()), [host.config.bos], list(start))
         assert states[-1] == text and len(states) - 1 <= 3 + 1
-        assert (list(start) == text) == (len(states) == 2)  # nothing but the greedy text stands from the first sweep on
+        assert (list(start) == text) == (
+            len(states) == 2
+        )  # nothing but the greedy text stands from the first sweep on
 
 
-def test_a_sweep_on_a_teacher_runs_what_is_left_of_the_block_and_the_encoder_is_asked_once() -> None:
+def test_a_sweep_on_a_teacher_runs_what_is_left_of_the_block_and_the_encoder_is_asked_once() -> (
+    None
+):
     ledger: list[Any] = []
     host = teacher(2).counting(ledger)
     d = decoded(host.given(SOURCES[0]), [host.config.bos], n=10, ledger=ledger, form="pj")
     told = list(sweeps(d, Seeded(0)))
-    assert [call.rows for call in ledger if call.model == host.name] == [1 + len(sweep.guess) for sweep in told]
+    assert [call.rows for call in ledger if call.model == host.name] == [
+        1 + len(sweep.guess) for sweep in told
+    ]
     assert [call.prefill for call in ledger].count(True) == 1
     assert d.target.cache_exact
 

@@ -15,7 +15,9 @@ from tinyspec.nonautoregressive.mask_predict import Batch, MaskPredict, hide, lo
 from tinyspec.technique import Guarantee, RefineRequest, Request, find
 
 
-def run(source: tuple[int, ...] = (4, 7, 5), iterations: int = 4, lengths: int = 3) -> tuple[Refinement, list[Pass]]:
+def run(
+    source: tuple[int, ...] = (4, 7, 5), iterations: int = 4, lengths: int = 3
+) -> tuple[Refinement, list[Pass]]:
     model = next(fillers())
     request = RefineRequest(model, ledger=[])
     running = refine(
@@ -35,7 +37,9 @@ def test_any_number_of_words_is_hidden_and_other_ones_each_time() -> None:
     assert hides(hide).cases > 0
 
 
-@pytest.mark.parametrize("name", [toy.name for technique, toy in toys() if technique == "mask_predict"])
+@pytest.mark.parametrize(
+    "name", [toy.name for technique, toy in toys() if technique == "mask_predict"]
+)
 def test_what_looks_like_it_is_told_apart(name: str) -> None:
     toy = next(toy for technique, toy in toys() if (technique, toy.name) == ("mask_predict", name))
     assert judge("mask_predict", toy)["killed_by"] == toy.law
@@ -56,9 +60,13 @@ def test_the_best_mean_of_the_likeliest_lengths_is_chosen_with_one_encoder_pass(
 def test_the_schedule_masks_what_the_paper_says_and_strictly_less_each_pass(n: int) -> None:
     for passes in range(1, n + 1):
         counts = [int(masked(torch.tensor(n), t, passes)) for t in range(passes)]
-        assert counts == [n * (passes - t) // passes for t in range(passes)]  # never the floor's 0 while T <= N
+        assert counts == [
+            n * (passes - t) // passes for t in range(passes)
+        ]  # never the floor's 0 while T <= N
         assert counts[0] == n and all(a > b for a, b in pairwise(counts))
-    assert [int(masked(torch.tensor(n), t, n)) for t in range(n)] == list(range(n, 0, -1))  # T = N: one more each pass
+    assert [int(masked(torch.tensor(n), t, n)) for t in range(n)] == list(
+        range(n, 0, -1)
+    )  # T = N: one more each pass
 
 
 def test_of_more_passes_than_words_each_masks_one_at_least() -> None:
@@ -91,7 +99,9 @@ def test_lengths_beside_it_change_nothing_of_a_candidate() -> None:
     assert not bool(beside[0].after.mask.all())  # there is padding
     for one, many in zip(alone, beside, strict=True):
         assert one.after.text(0) == many.after.text(0)
-        torch.testing.assert_close(one.after.scores[0], many.after.scores[0][many.after.mask[0]], atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            one.after.scores[0], many.after.scores[0][many.after.mask[0]], atol=1e-12, rtol=0
+        )
 
 
 def test_one_pass_is_plain_parallel_decoding() -> None:
@@ -127,13 +137,18 @@ def test_many_sources_in_one_batch_are_each_as_alone() -> None:
 
 
 def tiny(lengths: int = 8) -> Seq2Seq:
-    config = Seq2SeqConfig(8, 8, 2, 8, encoder_layers=1, decoder_layers=1, max_positions=12, lengths=lengths)
+    config = Seq2SeqConfig(
+        8, 8, 2, 8, encoder_layers=1, decoder_layers=1, max_positions=12, lengths=lengths
+    )
     return Seq2Seq.create(config, torch.Generator().manual_seed(0), torch.float64)
 
 
 def test_the_loss_is_the_cross_entropy_of_the_hidden_words_and_of_the_length() -> None:
     model = tiny()
-    source, target = torch.tensor([[4, 5, 0], [6, 7, 4]]), torch.tensor([[5, 4, 6, 7], [7, 5, 0, 0]])
+    source, target = (
+        torch.tensor([[4, 5, 0], [6, 7, 4]]),
+        torch.tensor([[5, 4, 6, 7], [7, 5, 0, 0]]),
+    )
     got = float(loss(model, Batch(source, target), torch.Generator().manual_seed(3), smoothing=0.1))
     hidden = hide(target != 0, torch.Generator().manual_seed(3))
     total = 0.0
@@ -155,14 +170,20 @@ def test_the_loss_does_not_depend_on_visible_words_predictions() -> None:
     model.ledger = []
     target = torch.tensor([[5, 4, 6]])
     loss(model, Batch(torch.tensor([[4, 5]]), target), torch.Generator().manual_seed(1))
-    assert model.ledger[-1].head_rows == int(hide(target != 0, torch.Generator().manual_seed(1)).sum())
+    assert model.ledger[-1].head_rows == int(
+        hide(target != 0, torch.Generator().manual_seed(1)).sum()
+    )
 
 
 def test_targets_that_the_length_token_cannot_tell_are_refused() -> None:
     with pytest.raises(TinyspecError, match="tells 1 to 3"):
         loss(tiny(4), Batch(torch.tensor([[4]]), torch.tensor([[5, 5, 5, 5]])), torch.Generator())
     with pytest.raises(TinyspecError, match="targets of 0 to 2 tokens"):
-        loss(tiny(), Batch(torch.tensor([[4], [5]]), torch.tensor([[5, 5], [0, 0]])), torch.Generator())
+        loss(
+            tiny(),
+            Batch(torch.tensor([[4], [5]]), torch.tensor([[5, 5], [0, 0]])),
+            torch.Generator(),
+        )
 
 
 # ---------------------------------------------------------------------- bad input, and the card
@@ -185,7 +206,9 @@ def test_a_model_without_a_length_token_is_refused() -> None:
 def test_lengths_stay_within_the_positions() -> None:
     model = [*fillers()][-1]  # five positions, lengths up to seven
     request = RefineRequest(model)
-    running = refine(request.model, (4, 5), find("mask_predict").refiner(request, lengths=99), Seeded(0))
+    running = refine(
+        request.model, (4, 5), find("mask_predict").refiner(request, lengths=99), Seeded(0)
+    )
     assert max(len(text) for text in [*running][-1].written().tokens) == 5
 
 

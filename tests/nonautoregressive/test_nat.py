@@ -25,9 +25,13 @@ SOURCES = [(4,), (6, 5), (4, 7, 5), (7, 7, 4, 6), (5, 4, 6, 7, 5)]
 SEEDS = range(4)
 
 
-def run(model: Seq2Seq, judge: Seq2Seq | None, source: tuple[int, ...], seed: int = 0, **knobs: Any) -> Refinement:
+def run(
+    model: Seq2Seq, judge: Seq2Seq | None, source: tuple[int, ...], seed: int = 0, **knobs: Any
+) -> Refinement:
     request = RefineRequest(model, judge)
-    made = refine(request.model, source, find("nat").refiner(request, **knobs), Seeded(seed), request.ledger)
+    made = refine(
+        request.model, source, find("nat").refiner(request, **knobs), Seeded(seed), request.ledger
+    )
     assert len(list(made)) == 1
     return made
 
@@ -40,12 +44,16 @@ def memory_of(model: Seq2Seq, source: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_the_length_is_the_sum_of_the_fertilities_and_words_with_none_vanish(source: tuple[int, ...]) -> None:
+def test_the_length_is_the_sum_of_the_fertilities_and_words_with_none_vanish(
+    source: tuple[int, ...],
+) -> None:
     for seed in SEEDS:
         refiner = find("nat").refiner(RefineRequest(student(seed), teacher(seed)), samples=6)
         canvas = refiner.start(source, memory_of(student(seed), source), Seeded(0))
         for candidate, f in enumerate(canvas.extra.tolist()):
-            assert canvas.text(candidate) == [word for word, n in zip(source, f, strict=True) for _ in range(n)]
+            assert canvas.text(candidate) == [
+                word for word, n in zip(source, f, strict=True) for _ in range(n)
+            ]
             assert len(canvas.text(candidate)) == sum(f) >= 1
 
 
@@ -61,7 +69,9 @@ def test_the_uniform_copy_takes_the_nearest_place() -> None:
         places, slots = uniform(torch.tensor([source, 7]), torch.tensor([target, 9]))
         exact = [0.0 if target == 1 else i * (source - 1) / (target - 1) for i in range(target)]
         assert slots[0].tolist() == [i < target for i in range(9)]
-        assert all(abs(j - x) <= 0.5 for j, x in zip(places[0, :target].tolist(), exact, strict=True))
+        assert all(
+            abs(j - x) <= 0.5 for j, x in zip(places[0, :target].tolist(), exact, strict=True)
+        )
 
 
 def test_candidates_are_the_likeliest_the_mean_and_then_samples_of_their_law() -> None:
@@ -76,14 +86,19 @@ def test_candidates_are_the_likeliest_the_mean_and_then_samples_of_their_law() -
 
 
 @pytest.mark.parametrize("source", SOURCES[1:])
-def test_more_samples_contain_the_fewer_so_that_the_teachers_score_never_falls(source: tuple[int, ...]) -> None:
+def test_more_samples_contain_the_fewer_so_that_the_teachers_score_never_falls(
+    source: tuple[int, ...],
+) -> None:
     rose = 0
     for seed in SEEDS:
         scores = []
         for samples in (1, 2, 3, 6, 12):
             made = run(student(seed), teacher(seed), source, samples=samples)
             scores.append(judged(teacher(seed), source, made.tokens))
-        assert all(later >= earlier - 1e-9 for earlier, later in zip(scores, scores[1:], strict=False))  # noqa: RUF007
+        assert all(
+            later >= earlier - 1e-9
+            for earlier, later in zip(scores, scores[1:], strict=False)  # noqa: RUF007
+        )
         rose += scores[-1] > scores[0]
     assert rose
 
@@ -97,7 +112,9 @@ def test_one_sample_is_the_decode_of_the_named_fertilities_whatever_the_seed() -
 
 def test_a_batch_of_sentences_is_written_as_each_by_itself() -> None:
     model = student(0)
-    assert nat.written(model, padded(SOURCES)) == [run(model, None, source, samples=1).tokens for source in SOURCES]
+    assert nat.written(model, padded(SOURCES)) == [
+        run(model, None, source, samples=1).tokens for source in SOURCES
+    ]
 
 
 def test_a_translation_depends_on_the_source_and_its_fertilities_alone() -> None:
@@ -112,15 +129,20 @@ def test_a_translation_depends_on_the_source_and_its_fertilities_alone() -> None
     assert len(told) > 5
 
 
-def test_the_encoder_and_the_decoder_run_once_and_the_teacher_once_where_there_is_a_choice() -> None:
+def test_the_encoder_and_the_decoder_run_once_and_the_teacher_once_where_there_is_a_choice() -> (
+    None
+):
     for samples, expected in ((1, {"student/encoder": 1, "student": 1}), (9, None)):
         request = RefineRequest(student(0), teacher(0))
         refiner = find("nat").refiner(request, samples=samples)
         list(refine(request.model, (5, 6), refiner, Seeded(0), request.ledger))
         counts = {
-            name: [call.model for call in request.ledger].count(name) for name in {c.model for c in request.ledger}
+            name: [call.model for call in request.ledger].count(name)
+            for name in {c.model for c in request.ledger}
         }
-        assert counts == (expected or {"student/encoder": 1, "student": 1, "teacher/encoder": 1, "teacher": 1})
+        assert counts == (
+            expected or {"student/encoder": 1, "student": 1, "teacher/encoder": 1, "teacher": 1}
+        )
 
 
 def test_fertilities_gone_astray_are_cut_and_none_at_all_becomes_one() -> None:
@@ -150,12 +172,17 @@ COUNTS = torch.tensor([[2, 0, 1], [0, 2, 0]])
 
 def test_the_loss_is_that_of_fertilities_and_words_per_word() -> None:
     model, total = student(0), 0.0
-    for x, y, f in ((SOURCE[0], TARGET[0], COUNTS[0]), (SOURCE[1, :2], TARGET[1, :2], COUNTS[1, :2])):
+    for x, y, f in (
+        (SOURCE[0], TARGET[0], COUNTS[0]),
+        (SOURCE[1, :2], TARGET[1, :2], COUNTS[1, :2]),
+    ):
         memory = model.encode(x[None])
         counts = model.fertility_logits(memory)[0].log_softmax(dim=-1)
         read = torch.repeat_interleave(x, f)[None]
         others = torch.tensor([[i != j for j in range(len(y))] for i in range(len(y))])
-        spoken = model.logits(model.decode(model.embed(read), memory, others))[0].log_softmax(dim=-1)
+        spoken = model.logits(model.decode(model.embed(read), memory, others))[0].log_softmax(
+            dim=-1
+        )
         total -= float(counts[range(len(x)), f].sum() + spoken[range(len(y)), y].sum())
     assert float(nat.loss(model, (SOURCE, TARGET, COUNTS))) == pytest.approx(total / 5)
     wider = torch.cat((TARGET, torch.zeros_like(TARGET)), dim=1)  # a piece of a wider batch
@@ -166,7 +193,12 @@ def test_reverse_kl_asks_the_teacher_about_the_students_own_words() -> None:
     model, judge = student(0), teacher(0)
     got = nat.reverse_kl(model, judge, SOURCE, COUNTS, model.encode(SOURCE), judge.encode(SOURCE))
     for row, (x, f) in enumerate(((SOURCE[0], COUNTS[0]), (SOURCE[1, :2], COUNTS[1, :2]))):
-        memory, heard, total, said = model.encode(x[None]), judge.encode(x[None]), 0.0, [judge.config.bos]
+        memory, heard, total, said = (
+            model.encode(x[None]),
+            judge.encode(x[None]),
+            0.0,
+            [judge.config.bos],
+        )
         read = torch.repeat_interleave(x, f)[None]
         slots = torch.ones_like(read, dtype=torch.bool)
         laws = model.logits(nat.parallel(model, read, slots, memory))[0].softmax(dim=-1)
@@ -184,7 +216,11 @@ def test_the_gradient_of_fine_tuning_is_that_of_the_expectation_over_all_fertili
     for seed in range(3):
         model, judge = student(seed), teacher(seed)
         source = torch.tensor([[4, 6]])
-        weights = [w.requires_grad_() for name, w in model.weights.items() if "decoder" not in name and name != "embed"]
+        weights = [
+            w.requires_grad_()
+            for name, w in model.weights.items()
+            if "decoder" not in name and name != "embed"
+        ]
         memory, heard = model.encode(source), judge.encode(source)
         logits = model.fertility_logits(memory)
         law = logits.softmax(dim=-1)
@@ -224,9 +260,13 @@ def test_fine_tuning_adds_up_its_three_terms_and_leaves_the_teacher_alone() -> N
             nat.reverse_kl(model, judge, SOURCE, nat.sane(model, SOURCE, f, law), memory, heard)
             for f in (drawn, nat.average(law), COUNTS)
         )
-        chosen = law.log().gather(-1, drawn[..., None])[..., 0].masked_fill(SOURCE == 0, 0).sum(dim=1)
+        chosen = (
+            law.log().gather(-1, drawn[..., None])[..., 0].masked_fill(SOURCE == 0, 0).sum(dim=1)
+        )
         latent = ((cost - baseline) * chosen).sum()
-        expected = share * (latent + given.sum()) / 5 + (1 - share) * nat.loss(model, (SOURCE, TARGET, COUNTS))
+        expected = share * (latent + given.sum()) / 5 + (1 - share) * nat.loss(
+            model, (SOURCE, TARGET, COUNTS)
+        )
     assert float(value.detach()) == pytest.approx(float(expected))
 
 
@@ -234,7 +274,9 @@ def fit(loss: Any, model: Seq2Seq, data: list[Any], steps: int, rate: float = 3e
     """Adam with a warm-up and a linear end, on batches of 64."""
     weights = [weight.requires_grad_() for weight in model.parameters()]
     adam = torch.optim.Adam(weights, lr=rate, betas=(0.9, 0.98))
-    slope = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min((step + 1) / 40, 1 - step / (steps + 1)))
+    slope = torch.optim.lr_scheduler.LambdaLR(
+        adam, lambda step: min((step + 1) / 40, 1 - step / (steps + 1))
+    )
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         rows = [data[i] for i in torch.randint(len(data), (64,), generator=generator).tolist()]
@@ -255,7 +297,9 @@ def aligned(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any, Any]]:
 
 
 def shape(task: Dialects, width: int, layers: int) -> Seq2SeqConfig:
-    return Seq2SeqConfig(task.vocab_size, width, 4, 2 * width, layers, layers, 24, positional=True, fertilities=4)
+    return Seq2SeqConfig(
+        task.vocab_size, width, 4, 2 * width, layers, layers, 24, positional=True, fertilities=4
+    )
 
 
 def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
@@ -267,7 +311,9 @@ def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
         for pair in task.corpus(count, seed):
             turned = task.render(pair.source, 1)
             silent = {i for i, word in enumerate(pair.source) if word % 4 == 0}
-            kept = [t for t, i in zip(turned.target, turned.alignment, strict=True) if i not in silent]
+            kept = [
+                t for t, i in zip(turned.target, turned.alignment, strict=True) if i not in silent
+            ]
             counts = [0 if i in silent else f for i, f in enumerate(turned.fertilities)]
             made += [(pair.source, kept, counts)] * bool(kept)
         return made
@@ -280,7 +326,13 @@ def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
         for f, g in zip(known, found, strict=True)
     ]
     assert sum(right) > 0.95 * len(right)
-    model = fit(nat.loss, Seq2Seq.create(shape(task, 32, 1), torch.Generator().manual_seed(0)), data, 70, 5e-3)
+    model = fit(
+        nat.loss,
+        Seq2Seq.create(shape(task, 32, 1), torch.Generator().manual_seed(0)),
+        data,
+        70,
+        5e-3,
+    )
     sources = padded([x for x, _, _ in held])
     guessed = model.fertility_logits(model.encode(sources)).argmax(dim=-1)
     there = sources != 0
@@ -288,16 +340,28 @@ def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
 
 
 @pytest.mark.slow
-def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_with_two_dialects() -> None:
+def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_with_two_dialects() -> (
+    None
+):
     """Lexicon and fertilities are a dialect's. One pass on raw pairs mixes dialects. Right translations, of 100: teacher 99;
     raw 8, fine-tuned 20, with 30 samples 88; distilled 89, with 30 samples 99. Fifty seconds of one core."""
     task = Dialects(("lex", "fert"), modes=2, words=12, shortest=3, longest=5)
     train = task.corpus(4000, 1)
-    sources, held = [p.source for p in train], [p.source for p in task.corpus(100, 2, {p.source for p in train})]
+    sources, held = (
+        [p.source for p in train],
+        [p.source for p in task.corpus(100, 2, {p.source for p in train})],
+    )
     config = shape(task, 48, 2)
-    judge = Seq2Seq.create(replace(config, positional=False, fertilities=0), torch.Generator().manual_seed(1))
+    judge = Seq2Seq.create(
+        replace(config, positional=False, fertilities=0), torch.Generator().manual_seed(1)
+    )
     judge.name = "teacher"
-    fit(lambda model, batch, _: forced(model, *batch), judge, [(p.source, p.target) for p in train], 250)
+    fit(
+        lambda model, batch, _: forced(model, *batch),
+        judge,
+        [(p.source, p.target) for p in train],
+        250,
+    )
     said = write(judge, sources, Writing(beam=1))
 
     def share(model: Seq2Seq, samples: int) -> float:
@@ -313,7 +377,9 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
         model = fit(nat.loss, Seq2Seq.create(config, torch.Generator().manual_seed(2)), data, 250)
         shares |= {(name, samples): share(model, samples) for samples in (1, 30)}
         if name == "raw":
-            fine = fit(lambda model, *batch: nat.finetune(model, judge, *batch), model, data, 60, 1e-3)
+            fine = fit(
+                lambda model, *batch: nat.finetune(model, judge, *batch), model, data, 60, 1e-3
+            )
             shares["fine", 1] = share(fine, 1)
     print(shares)
     assert shares["raw", 1] < 0.5
@@ -329,26 +395,39 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
 def test_bad_input_is_named() -> None:
     model, judge = student(0), teacher(0)
     card = find("nat")
-    with pytest.raises(TinyspecError, match="10 samples need a teacher to choose among them: give one, or set samples"):
+    with pytest.raises(
+        TinyspecError,
+        match="10 samples need a teacher to choose among them: give one, or set samples",
+    ):
         card.refiner(RefineRequest(model))
     with pytest.raises(
-        TinyspecError, match="has no positional attention, so it is no NAT: use a model that was trained"
+        TinyspecError,
+        match="has no positional attention, so it is no NAT: use a model that was trained",
     ):
-        card.refiner(RefineRequest(Seq2Seq(replace(model.config, positional=False), model.weights)), samples=1)
+        card.refiner(
+            RefineRequest(Seq2Seq(replace(model.config, positional=False), model.weights)),
+            samples=1,
+        )
     with pytest.raises(TinyspecError, match="has no fertility head, so it is no NAT"):
         card.refiner(RefineRequest(judge), samples=1)
     other = Seq2Seq.create(replace(judge.config, vocab_size=9), torch.Generator())
     with pytest.raises(TinyspecError, match="another vocabulary"):
         card.refiner(RefineRequest(model, other), samples=2)
-    with pytest.raises(TinyspecError, match="does not write from left to right, so it judges nothing"):
+    with pytest.raises(
+        TinyspecError, match="does not write from left to right, so it judges nothing"
+    ):
         card.refiner(RefineRequest(model, model), samples=2)
     with pytest.raises(TinyspecError, match="has 8 positions, fewer than student"):
         card.refiner(RefineRequest(model, teacher(0, positions=8)), samples=2)
     with pytest.raises(TinyspecError, match="samples is 0: it must be at least 1"):
         card.refiner(RefineRequest(model), samples=0)
-    with pytest.raises(TinyspecError, match="fertility is 'mean': it must be one of argmax, average"):
+    with pytest.raises(
+        TinyspecError, match="fertility is 'mean': it must be one of argmax, average"
+    ):
         card.refiner(RefineRequest(model), fertility="mean")
-    with pytest.raises(TinyspecError, match="the source has 25 tokens, student has 24 positions: shorten it"):
+    with pytest.raises(
+        TinyspecError, match="the source has 25 tokens, student has 24 positions: shorten it"
+    ):
         run(model, None, (4,) * 25, samples=1)
     with pytest.raises(TinyspecError, match="the source is empty"):
         run(model, None, (), samples=1)

@@ -16,13 +16,23 @@ from tinyspec.nonautoregressive.nat import FertileParallel
 from tinyspec.training.bitext import padded
 
 SOURCES = [[4, 5, 6, 7, 9], [8], [9, 4, 9], [5, 5, 10]]
-SHAPE = {"d_model": 16, "n_heads": 2, "d_ff": 24, "encoder_layers": 1, "decoder_layers": 2, "max_positions": 40}
+SHAPE = {
+    "d_model": 16,
+    "n_heads": 2,
+    "d_ff": 24,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "max_positions": 40,
+}
 
 
 def model(seed: int, **more: int) -> Seq2Seq:
     config = Seq2SeqConfig(11, **SHAPE, **more)  # type: ignore[arg-type]
     made = Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64)
-    for name in ("lengths", "fertility.weight"):  # fresh heads are as good as uniform: let them be of many minds
+    for name in (
+        "lengths",
+        "fertility.weight",
+    ):  # fresh heads are as good as uniform: let them be of many minds
         if name in made.weights:
             made.weights[name].mul_(8)
     return made
@@ -53,7 +63,9 @@ def test_together_is_one_by_one(make: object) -> None:
     for i, canvas in enumerate(canvases):
         of = many.of(i)
         assert torch.equal(of.mask, canvas.mask)
-        assert [of.text(row) for row in range(len(of.mask))] == [canvas.text(row) for row in range(len(of.mask))]
+        assert [of.text(row) for row in range(len(of.mask))] == [
+            canvas.text(row) for row in range(len(of.mask))
+        ]
         torch.testing.assert_close(of.means(), canvas.means(), rtol=0, atol=1e-9)
 
 
@@ -70,8 +82,12 @@ def test_a_teacher_judges_candidates_of_many_sources_as_of_one() -> None:
     canvases = [blank([2, 3], 6), blank([1, 4], 7)]
     memory = teacher.encode(padded(SOURCES[:2]))
     for i, canvas in enumerate(canvases):
-        torch.testing.assert_close(said(teacher, memory.rows([i, i]), canvas), judge(teacher, SOURCES[i], canvas))
-        torch.testing.assert_close(said(teacher, alone(memory, i), canvas), judge(teacher, SOURCES[i], canvas))
+        torch.testing.assert_close(
+            said(teacher, memory.rows([i, i]), canvas), judge(teacher, SOURCES[i], canvas)
+        )
+        torch.testing.assert_close(
+            said(teacher, alone(memory, i), canvas), judge(teacher, SOURCES[i], canvas)
+        )
 
 
 def test_a_technique_that_draws_while_it_rewrites_is_refused() -> None:

@@ -41,10 +41,19 @@ Choose = Callable[[int, Any], int]
 def request(choose: Choose | None, draft: bool, warp: Warp = GREEDY, tokens: int = 4) -> Request:
     """A table model of two tokens."""
     drafts = [Table(8, 2, zeros=False)] if draft else []
-    return Request(Table(3, 2, zeros=False), drafts, warp, Stop(max_new_tokens=tokens), REFERENCES, choose=choose)
+    return Request(
+        Table(3, 2, zeros=False),
+        drafts,
+        warp,
+        Stop(max_new_tokens=tokens),
+        REFERENCES,
+        choose=choose,
+    )
 
 
-def every_policy(make: Callable[[Choose], Decoder], reference: Reference, tokens: int, prompt: tuple[int, ...]) -> int:
+def every_policy(
+    make: Callable[[Choose], Decoder], reference: Reference, tokens: int, prompt: tuple[int, ...]
+) -> int:
     """Whatever has happened and whatever is chosen then, a round followed by plain decoding has the reference's law.
 
     By induction from the last round backwards, every policy that looks at the past, at time, or at dice of its own then has
@@ -93,7 +102,10 @@ def test_the_joint_law_holds_under_every_policy(draft: bool, warp: Warp) -> None
     tokens = 3
     reference = Reference(Table(3, 2, zeros=False).row, warp)
     seen = every_policy(
-        lambda choose: CARD.make(request(choose, draft, warp, tokens), k=2, gamma=2), reference, tokens, (0, 1)
+        lambda choose: CARD.make(request(choose, draft, warp, tokens), k=2, gamma=2),
+        reference,
+        tokens,
+        (0, 1),
     )
     assert seen > (50 if draft else 15)  # pairs of a past and a choice
     assert isinstance(next(iter(reference.law(1, (0, 1)).values())), Fraction)
@@ -108,7 +120,9 @@ def test_a_choice_that_sees_the_token_being_drawn_is_found_out() -> None:
 
         def propose(self, context: Any, room: int, warp: Warp, chance: Any) -> Any:
             tree = self.draft.propose(context, min(room, 1), warp, chance)
-            return type(tree)() if tree.tokens and tree.tokens[0] and self.choose(2, chance) else tree
+            return (
+                type(tree)() if tree.tokens and tree.tokens[0] and self.choose(2, chance) else tree
+            )
 
         def observe(self, round: Any) -> None:
             self.draft.observe(round)
@@ -154,7 +168,14 @@ def test_where_acceptance_collapses_drafting_stops() -> None:
 def test_trust_comes_back_without_running_a_row() -> None:
     """Guesses that were not run are compared with what came."""
     watch = Watch()
-    wanted = Request(Ticking(Reciter(POEM), watch, float), (), GREEDY, Stop(max_new_tokens=60), [POEM], clock=watch)
+    wanted = Request(
+        Ticking(Reciter(POEM), watch, float),
+        (),
+        GREEDY,
+        Stop(max_new_tokens=60),
+        [POEM],
+        clock=watch,
+    )
     decoder = CARD.make(wanted)
     decoder.extend(POEM[:2])
     trust, curve = decoder.drafter.texts.trust, decoder.drafter.policy.curve
@@ -173,7 +194,9 @@ def test_nothing_is_drafted_before_plain_rounds_were_timed() -> None:
     policy.curve.enter(0, 1.0)
     assert policy.choose(offers) == PLAIN
     policy.curve.enter(0, 1.0)
-    assert policy.choose(offers) == Option(LOOKED, 2)  # at most three times as wide as any round before it
+    assert policy.choose(offers) == Option(
+        LOOKED, 2
+    )  # at most three times as wide as any round before it
 
 
 def test_of_a_tree_the_likeliest_guesses_are_run() -> None:
@@ -187,7 +210,9 @@ def test_of_a_tree_the_likeliest_guesses_are_run() -> None:
     assert chances == sorted(chances, reverse=True)
     assert chances[0] == pytest.approx(2 * chances[2])
     assert all(parent < node for node, parent in enumerate(tree.parents))
-    texts.trust.further = dict.fromkeys(texts.trust.further, 0.3)  # what lately came second seldom held
+    texts.trust.further = dict.fromkeys(
+        texts.trust.further, 0.3
+    )  # what lately came second seldom held
     chances = texts.offer([0, 1], 16)
     tree = texts.likeliest(len(chances))
     assert tree.tokens[:3] == [2, 3, 4] and tree.parents[:3] == [ROOT, ROOT, 0]
@@ -201,7 +226,9 @@ def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_look
     """Every copy holds, and a row costs 0.9 of a token: four guesses gain 0.4, less than the second kind of look takes."""
     watch, poem = Watch(), list(range(1, 299))
     target = Ticking(Reciter(poem), watch, lambda rows: 0.1 + 0.9 * rows)
-    decoder = CARD.make(Request(target, (), GREEDY, Stop(max_new_tokens=290), [poem], clock=watch), k=4)
+    decoder = CARD.make(
+        Request(target, (), GREEDY, Stop(max_new_tokens=290), [poem], clock=watch), k=4
+    )
     texts, looks = decoder.drafter.texts, list[int]()
     looked = texts.looks
 
@@ -219,7 +246,9 @@ def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_look
 
 
 @given(st.lists(st.integers(0, 2), min_size=8, max_size=40), st.floats(0, 1), st.integers(1, 16))
-def test_no_guess_is_likelier_than_the_one_it_follows(said: list[int], further: float, size: int) -> None:
+def test_no_guess_is_likelier_than_the_one_it_follows(
+    said: list[int], further: float, size: int
+) -> None:
     texts = Texts(Request(Table(3), references=[said, said[::-1]]), 16, False)
     unread: Any = None
     texts.extend(said[:5], unread)
@@ -238,7 +267,12 @@ def test_behind_a_word_that_was_replaced_the_copy_goes_on(skip: bool) -> None:
     poem = [500 + token if token % 8 == 0 else token for token in source]
     watch = Watch()
     wanted = Request(
-        Ticking(Reciter(poem), watch, lambda rows: 1.0), (), GREEDY, Stop(max_new_tokens=80), [source], clock=watch
+        Ticking(Reciter(poem), watch, lambda rows: 1.0),
+        (),
+        GREEDY,
+        Stop(max_new_tokens=80),
+        [source],
+        clock=watch,
     )
     decoder = CARD.make(wanted)
     texts = decoder.drafter.texts
@@ -281,7 +315,12 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
     watch = Watch()
     decoder = CARD.make(
         Request(
-            Ticking(Reciter(POEM), watch, lambda rows: 1.0), (), GREEDY, Stop(max_new_tokens=40), [POEM], clock=watch
+            Ticking(Reciter(POEM), watch, lambda rows: 1.0),
+            (),
+            GREEDY,
+            Stop(max_new_tokens=40),
+            [POEM],
+            clock=watch,
         )
     )
     texts, boths = decoder.drafter.texts, list[bool]()
@@ -332,7 +371,9 @@ def test_the_size_with_the_most_expected_tokens_an_expected_second_is_chosen() -
             curve.seconds[curve.place[size]] = 1.0 + slope * size
         curve._costs = None
         chances = [0.5**n for n in range(1, 17)]
-        wanted = max(curve.sizes, key=lambda n: (1 + sum(chances[:n])) / curve.costs()[curve.place[n]])
+        wanted = max(
+            curve.sizes, key=lambda n: (1 + sum(chances[:n])) / curve.costs()[curve.place[n]]
+        )
         assert Goodput(curve, Watch()).choose([Offer(LOOKED, chances)]).size == wanted == best
 
 
@@ -347,17 +388,25 @@ def drafted(step: float, right: bool, tokens: int = 150) -> tuple[float, Any]:
         return [int(token == hash(tuple(context)) % 5) for token in range(5)]
 
     models = [TableModel(vocabulary=5, rows=target, positions=400)]
-    models.append(models[0] if right else TableModel(vocabulary=5, rows=lambda context: [1] * 5, positions=400))
+    models.append(
+        models[0]
+        if right
+        else TableModel(vocabulary=5, rows=lambda context: [1] * 5, positions=400)
+    )
     session = Ticking(models[0], watch, lambda rows: 0.95 + 0.05 * rows)
     draft = Ticking(models[1], watch, lambda rows: step)
-    decoder = CARD.make(Request(session, [draft], Warp(), Stop(max_new_tokens=tokens), clock=watch), k=1)
+    decoder = CARD.make(
+        Request(session, [draft], Warp(), Stop(max_new_tokens=tokens), clock=watch), k=1
+    )
     decoder.extend([0])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
     return watch.now, decoder
 
 
-def test_a_draft_model_is_switched_on_where_its_measured_goodput_beats_plain_and_nowhere_else() -> None:
+def test_a_draft_model_is_switched_on_where_its_measured_goodput_beats_plain_and_nowhere_else() -> (
+    None
+):
     for step, right in ((0.05, True), (0.3, True)):
         seconds, decoder = drafted(step, right)
         assert seconds < 0.85 * 150
@@ -368,7 +417,9 @@ def test_a_draft_model_is_switched_on_where_its_measured_goodput_beats_plain_and
 
 
 def test_an_idle_draft_model_runs_nothing() -> None:
-    wanted = Request(Table(3), [draft := Table(4)], GREEDY, Stop(max_new_tokens=9), choose=lambda ways, chance: 0)
+    wanted = Request(
+        Table(3), [draft := Table(4)], GREEDY, Stop(max_new_tokens=9), choose=lambda ways, chance: 0
+    )
     decoder = CARD.make(wanted)
     decoder.extend([0, 1, 2])
     while not decoder.finished:
@@ -376,12 +427,21 @@ def test_an_idle_draft_model_runs_nothing() -> None:
     assert not draft.ledger
 
 
-@given(st.lists(st.tuples(st.sampled_from(["tell", "say", "guess", "back", "end"]), st.integers(0, 6)), max_size=24))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["tell", "say", "guess", "back", "end"]), st.integers(0, 6)),
+        max_size=24,
+    )
+)
 def test_a_draft_model_that_is_told_late_guesses_what_one_guesses_that_is_told_at_once(
     deeds: list[tuple[str, int]],
 ) -> None:
     """Its rows depend on the whole text: one token lost, or one too many, and the guesses part."""
-    late, soon, text = Waiting(Table(4), 2, frozenset(), 12), ModelDraft(Table(4), 2, frozenset(), 12), [0]
+    late, soon, text = (
+        Waiting(Table(4), 2, frozenset(), 12),
+        ModelDraft(Table(4), 2, frozenset(), 12),
+        [0],
+    )
     for each in (late, soon):
         each.extend(text, NOTHING_SEEN)
     for deed, n in deeds:
@@ -413,7 +473,9 @@ def test_a_draft_model_that_is_told_late_guesses_what_one_guesses_that_is_told_a
 
 
 def test_under_a_clock_of_its_own_a_request_is_deterministic() -> None:
-    one, two = (took(CARD.make, POEM, astray(48), lambda rows: 0.9 + 0.1 * rows)[1] for _ in range(2))
+    one, two = (
+        took(CARD.make, POEM, astray(48), lambda rows: 0.9 + 0.1 * rows)[1] for _ in range(2)
+    )
     assert one.new == two.new == POEM[2:]
     assert one.rounds == two.rounds
     assert one.drafter.texts.trust.first == two.drafter.texts.trust.first
@@ -443,7 +505,8 @@ def test_one_disturbed_round_does_not_switch_drafting_off_for_all_requests_to_co
     for _ in range(9):
         stop = Stop(max_new_tokens=len(POEM) - 2)
         decoder = CARD.make(
-            Request(Ticking(model, watch, seconds), (), GREEDY, stop, [POEM], clock=watch), remember=False
+            Request(Ticking(model, watch, seconds), (), GREEDY, stop, [POEM], clock=watch),
+            remember=False,
         )
         decoder.extend(POEM[:2])
         while not decoder.finished:
@@ -452,7 +515,9 @@ def test_one_disturbed_round_does_not_switch_drafting_off_for_all_requests_to_co
     assert calls[0] > 60 and calls[-1] < 30
 
 
-def test_a_size_never_run_takes_the_slope_of_the_next_smaller_that_was_or_else_of_the_next_larger() -> None:
+def test_a_size_never_run_takes_the_slope_of_the_next_smaller_that_was_or_else_of_the_next_larger() -> (
+    None
+):
     curve = Curve(9)
     assert curve.costs() == pytest.approx([1 + 0.1 * size for size in curve.sizes])
     for size, seconds in ((0, 10.0), (2, 11.0), (5, 15.0)):
@@ -472,7 +537,9 @@ def test_of_a_machine_that_slows_down_the_shape_stays_as_it_was() -> None:
     for _ in range(20):
         curve.enter(2, 2.4)
     after = curve.costs()
-    assert [now / then for now, then in zip(after, before, strict=True)] == pytest.approx([2.0] * 5, rel=0.12)
+    assert [now / then for now, then in zip(after, before, strict=True)] == pytest.approx(
+        [2.0] * 5, rel=0.12
+    )
 
 
 def test_noise_is_averaged_out_of_the_shape() -> None:
@@ -484,7 +551,8 @@ def test_noise_is_averaged_out_of_the_shape() -> None:
         base, *costs = curve.costs()
         if sweep >= 20:
             wrong += [
-                abs(cost / base / (1.0 + 0.05 * size) - 1) for size, cost in zip(curve.sizes[1:], costs, strict=True)
+                abs(cost / base / (1.0 + 0.05 * size) - 1)
+                for size, cost in zip(curve.sizes[1:], costs, strict=True)
             ]
     assert sum(wrong) / len(wrong) < 0.045
 
@@ -494,7 +562,11 @@ def again(**knobs: Any) -> tuple[int, int]:
     watch, model, rounds = Watch(), Reciter(POEM), list[int]()
     for _ in range(2):
         wanted = Request(
-            Ticking(model, watch, lambda rows: 1.0), (), GREEDY, Stop(max_new_tokens=len(POEM) - 2), clock=watch
+            Ticking(model, watch, lambda rows: 1.0),
+            (),
+            GREEDY,
+            Stop(max_new_tokens=len(POEM) - 2),
+            clock=watch,
         )
         decoder = CARD.make(wanted, **knobs)
         decoder.extend(POEM[:2])
@@ -512,15 +584,24 @@ def test_what_one_request_said_is_a_draft_for_the_next_unless_it_shall_not_be_re
     assert again(remember=False) == (first, first)
 
 
-def test_greedy_text_is_plain_decodings_with_and_without_a_draft_and_the_statistics_add_up(tmp_path: Any) -> None:
+def test_greedy_text_is_plain_decodings_with_and_without_a_draft_and_the_statistics_add_up(
+    tmp_path: Any,
+) -> None:
     zoo = tiny_zoo(tmp_path)
-    big, other = load(zoo.big, dtype="float64"), load(zoo.other, dtype="float64")  # the card of one names a draft
+    big, other = (
+        load(zoo.big, dtype="float64"),
+        load(zoo.other, dtype="float64"),
+    )  # the card of one names a draft
     for model in (big, other):
         plain = generate(model, "the cat sat on the mat, the cat", max_new_tokens=50)
-        auto: Any = generate(model, "the cat sat on the mat, the cat", method="auto", max_new_tokens=50)
+        auto: Any = generate(
+            model, "the cat sat on the mat, the cat", method="auto", max_new_tokens=50
+        )
         assert auto.tokens == plain.tokens  # type: ignore[union-attr]
         assert auto.stats.emitted == 50
-        assert auto.stats.target_calls + auto.stats.accepted >= 50  # a round that was cut has no token of its own
+        assert (
+            auto.stats.target_calls + auto.stats.accepted >= 50
+        )  # a round that was cut has no token of its own
         assert auto.stats.accepted <= auto.stats.drafted
     batch: Any = generate(big, ["the cat", "the dog sat"], method="auto", max_new_tokens=20)
     assert [g.tokens for g in batch] == [

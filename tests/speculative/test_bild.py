@@ -42,7 +42,9 @@ class Rows(dict[int, Any]):
         return self[node]
 
 
-def made(large: Any = 1, small: Any = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any) -> Decoder:
+def made(
+    large: Any = 1, small: Any = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+) -> Decoder:
     target, draft = (Table(model) if isinstance(model, int) else model for model in (large, small))
     return CARD.make(Request(target, [draft], warp=warp or Warp(), stop=stop or Stop()), **knobs)
 
@@ -68,7 +70,9 @@ def test_trap_a_token_stays_unless_it_is_bad_whatever_the_ratio() -> None:
 
 
 def test_an_unsure_token_is_dropped_and_the_large_model_writes_it() -> None:
-    decoder = made(Fixed(0, 0, 1), Fixed(2, 1, 1), GREEDY, fallback=0.5, rollback=20.0)  # 1/2 is not above it
+    decoder = made(
+        Fixed(0, 0, 1), Fixed(2, 1, 1), GREEDY, fallback=0.5, rollback=20.0
+    )  # 1/2 is not above it
     decoder.extend((0,))
     round = decoder.step(Seeded(0))
     assert (tuple(round.tree.tokens), round.tokens) == ((), (2,))
@@ -93,7 +97,9 @@ def test_the_first_bad_token_is_taken_back_with_all_behind_it() -> None:
 def test_the_safe_rollback_keeps_what_the_large_model_writes_too_and_reads_on() -> None:
     same, bad = [F(1), F(0)], [F(0), F(1)]
     p: Any = Rows({-1: same, 0: same, 1: bad, 2: same})
-    p.warped = lambda node, warp: [F(1, 2), F(1, 2)] if node < 1 else bad  # unsharpened, no token is certain
+    p.warped = lambda node, warp: (
+        [F(1, 2), F(1, 2)] if node < 1 else bad
+    )  # unsharpened, no token is certain
     tree = TokenTree.chain([0, 0, 0])
     assert big(0.0, "paper")(tree, p, Seeded(0)).path == ()
     verdict = big(0.0, "safe")(tree, p, Seeded(0))
@@ -114,7 +120,12 @@ def test_at_fallback_1_the_small_model_writes_nothing() -> None:
 
 def test_safe_and_drafted_it_is_faster_than_the_papers_rollback_at_the_exact_end() -> None:
     rounds = [
-        finish(made(Fixed(2, 1), Fixed(2, 1), GREEDY, Stop(max_new_tokens=24), rollback=0.0, rule=rule), [0]).rounds
+        finish(
+            made(
+                Fixed(2, 1), Fixed(2, 1), GREEDY, Stop(max_new_tokens=24), rollback=0.0, rule=rule
+            ),
+            [0],
+        ).rounds
         for rule in ("safe", "paper")
     ]
     assert rounds[0] < rounds[1] == 24
@@ -135,17 +146,24 @@ def test_calls_of_the_large_model_fall_as_either_threshold_is_turned(rule: str) 
     for seed, prompt in ((1, (0,)), (3, (1, 0)), (5, (2, 2, 1))):
         turned = [tokens(seed, prompt, fallback=f, rollback=2.0) for f in (1.0, 0.7, 0.5, 0.3, 0.0)]
         assert turned == sorted(turned) and turned[0] == 1 < turned[-1]
-        turned = [tokens(seed, prompt, fallback=0.0, rollback=d) for d in (0.0, 0.5, 1.0, 2.0, 20.0)]
+        turned = [
+            tokens(seed, prompt, fallback=0.0, rollback=d) for d in (0.0, 0.5, 1.0, 2.0, 20.0)
+        ]
         assert turned == sorted(turned) and turned[0] < turned[-1]
 
 
 def test_on_transformers_the_exact_end_is_greedy_decoding() -> None:
     stop = Stop(max_new_tokens=20)
     target, draft = network(LLAMA, seed=1), network(LLAMA, seed=2)
-    plain = finish(Decoder(target.session(), NoDraft(), walk, warp=GREEDY, stop=stop), [1, 2, 3]).new
+    plain = finish(
+        Decoder(target.session(), NoDraft(), walk, warp=GREEDY, stop=stop), [1, 2, 3]
+    ).new
     for rule in ("paper", "safe"):
         request = Request(target.session(), [draft.session()], GREEDY, stop)
-        assert finish(CARD.make(request, rollback=0.0, rule=rule, fallback=0.0), [1, 2, 3]).new == plain
+        assert (
+            finish(CARD.make(request, rollback=0.0, rule=rule, fallback=0.0), [1, 2, 3]).new
+            == plain
+        )
 
 
 def test_away_from_its_neutral_value_it_promises_nothing() -> None:

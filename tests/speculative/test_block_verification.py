@@ -46,15 +46,25 @@ def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_doe
     assert verdict.path == (0, 1)
 
 
-def test_theorem_the_law_is_kept_and_as_many_tokens_as_the_clipped_ratio_says_never_fewer_than_token_by_token() -> None:
+def test_theorem_the_law_is_kept_and_as_many_tokens_as_the_clipped_ratio_says_never_fewer_than_token_by_token() -> (
+    None
+):
     evidence = blocks.block(verify_block, largest=4)
     assert evidence.branches > evidence.cases > 400
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> None:
-    for p, q in (((F(1, 6), F(5, 6)), (F(3, 5), F(2, 5))), ((HALF, QUARTER, QUARTER), (F(1, 7), F(4, 7), F(2, 7)))):
-        case, passed, drawn, weight = blocks.Block(p, q, True, gamma), defaultdict(F), defaultdict(F), {(): F(1)}
+    for p, q in (
+        ((F(1, 6), F(5, 6)), (F(3, 5), F(2, 5))),
+        ((HALF, QUARTER, QUARTER), (F(1, 7), F(4, 7), F(2, 7))),
+    ):
+        case, passed, drawn, weight = (
+            blocks.Block(p, q, True, gamma),
+            defaultdict(F),
+            defaultdict(F),
+            {(): F(1)},
+        )
         for draft in product(range(len(p)), repeat=gamma):
             rows = {node: case.target(draft[: node + 1]) for node in range(ROOT, gamma)}
             tree = TokenTree.chain(draft, [case.draft(draft[:node]) for node in range(gamma)])
@@ -63,10 +73,14 @@ def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> 
             for i in range(1, gamma + 1):
                 drawn[draft[:i]] += mass
                 weight[draft[:i]] = min(F(1), weight[draft[: i - 1]] * ratios[i - 1])
-            for verdict, probability in Exhaustive.walk(lambda chance: verify_block(tree, rows, chance)):  # noqa: B023
+            for verdict, probability in Exhaustive.walk(
+                lambda chance: verify_block(tree, rows, chance)  # noqa: B023
+            ):
                 for i in range(1, len(verdict.path) + 1):
                     passed[draft[:i]] += probability * mass
-        assert {text: passed[text] / drawn[text] for text in drawn} == {text: weight[text] for text in drawn}
+        assert {text: passed[text] / drawn[text] for text in drawn} == {
+            text: weight[text] for text in drawn
+        }
 
 
 def test_theorem_a_longer_block_keeps_more_and_one_guess_is_judged_as_a_token() -> None:
@@ -76,7 +90,9 @@ def test_theorem_a_longer_block_keeps_more_and_one_guess_is_judged_as_a_token() 
         assert all(shorter <= longer for shorter, longer in pairwise(lengths))
 
 
-@pytest.mark.parametrize("warp", [Warp(), Warp(temperature=0.0), Warp(temperature=0.5), Warp(top_k=2)], ids=str)
+@pytest.mark.parametrize(
+    "warp", [Warp(), Warp(temperature=0.0), Warp(temperature=0.5), Warp(top_k=2)], ids=str
+)
 def test_the_joint_law_over_several_rounds_is_the_targets(warp: Warp) -> None:
     for p, q in ((1, 2), (3, 4)):
         made = lambda p=p, q=q: CARD.make(Request(Table(p), [Table(q)], warp), gamma=2)  # noqa: E731
@@ -98,7 +114,9 @@ def test_a_guess_behind_the_end_has_been_looked_at_and_may_not_keep_its_law() ->
         def propose(self, context, room, warp, chance):
             q = [2 * THIRD, THIRD]
             tokens = [chance.draw(q) for _ in range(2)] if not self.tail else self.tail
-            return TokenTree.chain(tokens, [q if not self.tail or self.declared else None] * len(tokens))
+            return TokenTree.chain(
+                tokens, [q if not self.tail or self.declared else None] * len(tokens)
+            )
 
         def observe(self, round):
             refused = round.verdict.refused
@@ -131,7 +149,13 @@ def test_a_law_of_none_is_a_point_mass() -> None:
         p = (HALF, F(1, 3), F(1, 6))
         masses = [tuple(F(int(x == token)) for x in range(3)) for token in tokens]
         declared, points = (
-            Exhaustive.law(lambda chance, laws=laws: verify_block(TokenTree.chain(tokens, laws), [p] * 3, chance))  # noqa: B023
+            Exhaustive.law(
+                lambda chance, laws=laws: verify_block(
+                    TokenTree.chain(tokens, laws),  # noqa: B023
+                    [p] * 3,  # noqa: B023
+                    chance,
+                )
+            )
             for laws in (masses, [None, None])
         )
         assert declared == points
@@ -148,7 +172,9 @@ def test_where_draft_and_target_agree_everything_is_kept_with_any_uniforms() -> 
     tokens = [3, 14, 15, 9]
     nearly = row * (1 + 1e-16)
     for p in (row, nearly):
-        verdict = verify_block(TokenTree.chain(tokens, [row] * 4), [p] * 5, Replay([1 - 2**-53] * 9))
+        verdict = verify_block(
+            TokenTree.chain(tokens, [row] * 4), [p] * 5, Replay([1 - 2**-53] * 9)
+        )
         assert len(verdict.path) == 4
 
 
@@ -167,7 +193,8 @@ def test_probes_are_passed_over_and_a_tree_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "q", "word"), [(1, [F(1), F(0)], "declare None"), (5, [HALF, HALF], "outside"), (0, [F(1)], "pad it")]
+    ("token", "q", "word"),
+    [(1, [F(1), F(0)], "declare None"), (5, [HALF, HALF], "outside"), (0, [F(1)], "pad it")],
 )
 def test_a_broken_draft_is_refused_by_name(token, q, word) -> None:
     with pytest.raises(TinyspecError, match=word):

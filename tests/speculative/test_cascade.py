@@ -10,14 +10,21 @@ from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys.cascade import called_as_k_says, constant_gamma, copies_the_longest, predicted
+from tinyspec.laws.toys.cascade import (
+    called_as_k_says,
+    constant_gamma,
+    copies_the_longest,
+    predicted,
+)
 from tinyspec.speculative.drafting.cascade import MaxGram, cascade, parsed
 from tinyspec.technique import Request, find
 
 CARD = find("cascade")
 
 
-def made(quotas: str, *seeds: int, warp: Warp | None = None, stop: Stop | None = None, **knobs: object) -> Decoder:
+def made(
+    quotas: str, *seeds: int, warp: Warp | None = None, stop: Stop | None = None, **knobs: object
+) -> Decoder:
     target, *drafts = [Table(seed, 3, zeros=False) for seed in seeds]
     request = Request(target, drafts, warp or Warp(), stop or Stop())
     return CARD.make(request, quotas=quotas, sample=knobs.pop("sample", 0), **knobs)
@@ -43,7 +50,10 @@ def test_trap_every_level_is_called_as_often_as_k_says() -> None:
 
 
 def test_what_k_predicts_by_hand() -> None:
-    assert predicted("3,2/1") == [1, 2]  # three tokens: one drafted and one added, then the third alone
+    assert predicted("3,2/1") == [
+        1,
+        2,
+    ]  # three tokens: one drafted and one added, then the third alone
     assert predicted("13,10/10") == [1, 2]
 
 
@@ -56,13 +66,19 @@ def test_the_four_ablations_keep_the_law(vertical: bool, horizontal: bool) -> No
 
 def test_the_ablations_do_what_they_say() -> None:
     def counts(**knobs: bool) -> tuple[int, int]:
-        poem = TableModel(vocabulary=5, rows=lambda text: [int(x == len(text) % 5) for x in range(5)])
+        poem = TableModel(
+            vocabulary=5, rows=lambda text: [int(x == len(text) % 5) for x in range(5)]
+        )
         request = Request(poem.session(), [poem.session()], Warp(0.0), Stop(max_new_tokens=36))
         d = finish(CARD.make(request, quotas="3,2/2", sample=0, **knobs), tuple(range(5)) * 2)
         return d.rounds, len(request.drafts[0].ledger)  # type: ignore[attr-defined]
 
-    both, tall, wide, none = (counts(vertical=v, horizontal=h) for v in (True, False) for h in (True, False))
-    assert both[0] == wide[0] == tall[0] == none[0] == 6  # six tokens a round: all agree, whoever writes
+    both, tall, wide, none = (
+        counts(vertical=v, horizontal=h) for v in (True, False) for h in (True, False)
+    )
+    assert (
+        both[0] == wide[0] == tall[0] == none[0] == 6
+    )  # six tokens a round: all agree, whoever writes
     assert both[1] < wide[1] and tall[1] < none[1]  # the draft's calls fall by recursion
     assert both[1] < tall[1] and wide[1] < none[1]  # and by leaving the end of a draft to max-gram
 
@@ -82,7 +98,9 @@ def test_lenience_between_drafts_changes_no_law(lenience: float) -> None:
 
 def test_a_lenient_review_lets_more_pass() -> None:
     def calls(lenience: float) -> int:
-        d = finish(made("4,0/3", 5, 6, warp=Warp(0.0), stop=Stop(max_new_tokens=40), lenience=lenience))
+        d = finish(
+            made("4,0/3", 5, 6, warp=Warp(0.0), stop=Stop(max_new_tokens=40), lenience=lenience)
+        )
         return len(d.drafter.below[0].decoder.target.ledger)
 
     assert calls(3.0) < calls(1.0)
@@ -93,7 +111,9 @@ def test_max_gram_copies_what_followed_the_longest_match() -> None:
 
 
 def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_does() -> None:
-    with_table, without = (finish(made("0,2/0", 1, 2, stop=Stop(max_new_tokens=1), sample=n)) for n in (40, 0))
+    with_table, without = (
+        finish(made("0,2/0", 1, 2, stop=Stop(max_new_tokens=1), sample=n)) for n in (40, 0)
+    )
     table = with_table.drafter.below[-1].table
     with_table.rewind(0)
     write = with_table.drafter.below[-1].write
@@ -119,7 +139,8 @@ def test_a_draft_that_is_full_leaves_the_target_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quotas", "drafts"), [("5,3", 1), ("5,3/1,1", 1), ("5,x/1", 1), ("5/1", 2), ("0,0/1", 1), ("auto", 3)]
+    ("quotas", "drafts"),
+    [("5,3", 1), ("5,3/1,1", 1), ("5,x/1", 1), ("5/1", 2), ("0,0/1", 1), ("auto", 3)],
 )
 def test_quotas_that_do_not_fit_are_refused_with_an_example(quotas: str, drafts: int) -> None:
     with pytest.raises(TinyspecError, match=r"13,10/10|5,14,10|above 0"):

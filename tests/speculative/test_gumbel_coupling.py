@@ -41,7 +41,9 @@ class Bush(NoDraft):
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
         if room < 2:
             return TokenTree()
-        return TokenTree((2, 1, 1, 0, 0, 2), (-1, -1, -1, 1, 2, 2), (None,) * 6, (True, *[False] * 5))
+        return TokenTree(
+            (2, 1, 1, 0, 0, 2), (-1, -1, -1, 1, 2, 2), (None,) * 6, (True, *[False] * 5)
+        )
 
 
 @pytest.mark.parametrize("warp", WARPS, ids=str)
@@ -49,7 +51,10 @@ def test_one_seed_one_text_whoever_drafts_also_nobody(warp: Warp) -> None:
     stop = Stop(max_new_tokens=20)
     for seed in range(5):
         request = lambda *drafts: Request(Table(1), list(drafts), warp, stop)  # noqa: E731
-        texts = [text(CARD.make(request(Table(q)), gamma=gamma), seed) for q, gamma in ((1, 3), (2, 1), (5, 4))]
+        texts = [
+            text(CARD.make(request(Table(q)), gamma=gamma), seed)
+            for q, gamma in ((1, 3), (2, 1), (5, 4))
+        ]
         texts.append(text(CARD.make(request()), seed))
         for drafter in (
             Always((0, 1, 2)),
@@ -74,7 +79,9 @@ def test_theorem_the_probability_of_agreement_its_bounds_and_its_integral() -> N
     assert couplings.formula(agreement).cases > 200
 
 
-def test_theorem_it_keeps_between_what_needs_no_knowledge_of_q_and_what_the_ratio_test_keeps() -> None:
+def test_theorem_it_keeps_between_what_needs_no_knowledge_of_q_and_what_the_ratio_test_keeps() -> (
+    None
+):
     strict = 0
     for p, q in pairs((2, 3, 4), 5):
         same = overlap(p, q)
@@ -112,7 +119,9 @@ def test_the_tokens_of_a_round_are_as_many_as_agreement_says() -> None:
         decoder = CARD.make(Request(Constant(0, 2), [Constant(1, 2)]), gamma=1)
         decoder.extend((0,))
         kept += len(decoder.step(Replay([*uniforms, *[0.5] * 9])).verdict.path)
-    assert kept / n**2 == pytest.approx(float(agreement([F(1, 2)] * 2, [F(1, 4), F(3, 4)])), abs=0.03)
+    assert kept / n**2 == pytest.approx(
+        float(agreement([F(1, 2)] * 2, [F(1, 4), F(3, 4)])), abs=0.03
+    )
 
 
 # ------------------------------------------------------------------ edges
@@ -131,7 +140,9 @@ def test_text_that_was_taken_back_comes_again() -> None:
     assert decoder.context[1:13] == before
 
 
-def test_a_token_without_probability_never_wins_and_what_follows_refused_guesses_is_recovered() -> None:
+def test_a_token_without_probability_never_wins_and_what_follows_refused_guesses_is_recovered() -> (
+    None
+):
     decoder = CARD.make(Request(Table(1), [Table(2)], stop=Stop(max_new_tokens=30)))
     decoder.extend((0,))
     chance, refusals = Seeded(0), 0
@@ -153,7 +164,10 @@ def test_a_round_ends_with_the_end_of_text() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_as_many_tokens_as_wanted(wanted: int) -> None:
-    assert len(text(CARD.make(Request(Table(1), [Table(2)], stop=Stop(max_new_tokens=wanted))), 0)) == wanted
+    assert (
+        len(text(CARD.make(Request(Table(1), [Table(2)], stop=Stop(max_new_tokens=wanted))), 0))
+        == wanted
+    )
 
 
 def test_gamma_must_be_positive_and_the_draft_declares_no_law() -> None:

@@ -123,7 +123,9 @@ def test_it_falls_silent_where_copies_fail_and_speaks_again_where_they_would_hol
     def nodes(price: float) -> int:
         d = made(Reciter(poem), [], 20, price=price)
         d.extend(poem[:6])
-        return sum(len(d.step(Seeded(d.rounds)).tree.tokens) for _ in iter(lambda: d.finished, "length"))
+        return sum(
+            len(d.step(Seeded(d.rounds)).tree.tokens) for _ in iter(lambda: d.finished, "length")
+        )
 
     assert nodes(0.0) > 12
     assert nodes(0.25) == 0

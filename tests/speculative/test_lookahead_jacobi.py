@@ -40,13 +40,24 @@ def test_trap_the_window_finds_what_the_text_has_not_said_yet() -> None:
 @pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
 def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
     plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 4)
-    assert law(lambda: CARD.make(Request(Table(3), warp=warp, stop=Stop(max_new_tokens=6)), **SMALL), 4) == plain
+    assert (
+        law(
+            lambda: CARD.make(Request(Table(3), warp=warp, stop=Stop(max_new_tokens=6)), **SMALL), 4
+        )
+        == plain
+    )
 
 
 def rounds(tokens: int, **knobs: Any) -> int:
     """Rounds for so many tokens where the target counts the positions modulo 8, so that every cell is soon right."""
-    model = TableModel(vocabulary=8, rows=lambda text: [int(x == len(text) % 8) for x in range(8)], positions=256)
-    d = CARD.make(Request(model.session(), warp=GREEDY, stop=Stop(max_new_tokens=tokens)), from_prompt=False, **knobs)
+    model = TableModel(
+        vocabulary=8, rows=lambda text: [int(x == len(text) % 8) for x in range(8)], positions=256
+    )
+    d = CARD.make(
+        Request(model.session(), warp=GREEDY, stop=Stop(max_new_tokens=tokens)),
+        from_prompt=False,
+        **knobs,
+    )
     d.extend([0])
     while not d.finished:
         d.step(Seeded(d.rounds))
@@ -54,7 +65,9 @@ def rounds(tokens: int, **knobs: Any) -> int:
     return d.rounds
 
 
-def test_where_all_guesses_come_true_a_round_commits_n_tokens_and_calls_fall_as_w_and_n_grow() -> None:
+def test_where_all_guesses_come_true_a_round_commits_n_tokens_and_calls_fall_as_w_and_n_grow() -> (
+    None
+):
     by_n = [rounds(96, window=8, n=n, guesses=8) for n in (2, 3, 4, 5)]
     by_w = [rounds(96, window=w, n=4, guesses=8) for w in (1, 3, 8)]
     assert all(more > fewer for more, fewer in pairwise(by_n))
@@ -128,7 +141,9 @@ def test_a_user_gets_the_greedy_text_up_to_the_edge_of_the_context(model: Any) -
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_nothing_or_one_token_is_made_where_that_is_asked_for(model: Any, tokens: int) -> None:
-    assert len(generate(model, [1], max_new_tokens=tokens, method="lookahead_jacobi").tokens) == tokens
+    assert (
+        len(generate(model, [1], max_new_tokens=tokens, method="lookahead_jacobi").tokens) == tokens
+    )
 
 
 def test_knobs_out_of_range_are_refused_in_one_line() -> None:

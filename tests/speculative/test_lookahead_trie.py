@@ -31,7 +31,9 @@ GREEDY = Warp(temperature=0.0)
 NOTHING = Scores(None, None, ())  # type: ignore[arg-type]
 
 
-def drafter(length: int = 64, branch: int = 4, mode: str = "hierarchical", price: float = 0.0) -> Lookahead:
+def drafter(
+    length: int = 64, branch: int = 4, mode: str = "hierarchical", price: float = 0.0
+) -> Lookahead:
     return Lookahead(Forest(branch + 1, 1 << 18), count(1), length, branch, mode, price)
 
 
@@ -157,7 +159,9 @@ def test_an_end_of_text_inside_a_branch_ends_the_text() -> None:
 @pytest.mark.parametrize("price", [0.0, 0.25])
 def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp, price: float) -> None:
     def looking() -> Decoder:
-        return CARD.make(Request(Table(3), warp=warp), decoding_length=3, branch_length=2, price=price)
+        return CARD.make(
+            Request(Table(3), warp=warp), decoding_length=3, branch_length=2, price=price
+        )
 
     plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3, (0, 1, 0))
     assert law(looking, 3, (0, 1, 0)) == plain
@@ -165,7 +169,10 @@ def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp, price: floa
 
 def test_a_model_keeps_its_trie_and_a_batch_keeps_none() -> None:
     model = Reciter(list(range(1, 9)))
-    alone = [CARD.make(Request(model.session(), clock=time.perf_counter)).drafter.forest for _ in range(2)]
+    alone = [
+        CARD.make(Request(model.session(), clock=time.perf_counter)).drafter.forest
+        for _ in range(2)
+    ]
     rows = [CARD.make(Request(model.session())).drafter.forest for _ in range(2)]
     other = CARD.make(Request(Reciter([1, 2]).session(), clock=time.perf_counter)).drafter.forest
     assert alone[0] is alone[1] and rows[0] is not rows[1] and other is not alone[0]
@@ -188,7 +195,10 @@ def test_bad_knobs_are_one_line() -> None:
 
 def test_a_guess_is_run_where_its_expected_chance_reaches_the_price() -> None:
     trust = Trust(0.3)
-    assert trust.tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [5] * 3).tokens == [5, 6]  # 0.45, 0.36 and 0.05
+    assert trust.tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [5] * 3).tokens == [
+        5,
+        6,
+    ]  # 0.45, 0.36 and 0.05
     assert trust.tree([5, 6], [-1, 0], [1.0, 1.0], [1, 1]).tokens == ()
     assert Trust(0.0).tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [1] * 3).tokens == [5, 6, 7]
 
@@ -223,7 +233,9 @@ def test_in_a_text_of_words_at_random_hardly_a_guess_is_run() -> None:
     """Every word has been there before, in other company: guesses fail, and soon none is run."""
     rng = random.Random(0)
     text = [1 + rng.randrange(12) for _ in range(200)]
-    d = CARD.make(Request(Reciter(text).session(), (), GREEDY, Stop(max_new_tokens=150)), price=0.25)
+    d = CARD.make(
+        Request(Reciter(text).session(), (), GREEDY, Stop(max_new_tokens=150)), price=0.25
+    )
     d.extend(text[:40])
     rows = 0
     while not d.finished:

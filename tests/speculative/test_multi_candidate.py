@@ -22,8 +22,12 @@ from tinyspec.technique import Request, find
 CARD = find("multi_candidate")
 
 
-def made(p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any) -> Decoder:
-    return CARD.make(Request(Table(p), [Table(q, zeros=False)], warp or Warp(), stop or Stop()), **knobs)
+def made(
+    p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+) -> Decoder:
+    return CARD.make(
+        Request(Table(p), [Table(q, zeros=False)], warp or Warp(), stop or Stop()), **knobs
+    )
 
 
 def plain(p: int = 1, warp: Warp | None = None) -> Decoder:
@@ -44,7 +48,9 @@ def test_all_tokens_without_replacement_are_accepted_surely() -> None:
         assert accepted == 1
 
 
-def test_naive_sampling_accepts_no_more_than_with_replacement_and_that_no_more_than_without() -> None:
+def test_naive_sampling_accepts_no_more_than_with_replacement_and_that_no_more_than_without() -> (
+    None
+):
     strict = 0
     for (p, q), k in product(pairs(largest=5), (1, 2, 3)):
         twice, _, _ = siblings(walk, with_replacement, p, q, k)
@@ -83,7 +89,9 @@ def test_at_temperature_0_the_second_best_guess_saves_a_round() -> None:
         while not d.finished:
             d.step(Seeded(d.rounds))
         rounds[configuration] = d.rounds
-    assert rounds["3x3"] == 8 < rounds["1x1"]  # all three tokens at each depth: every round commits three
+    assert (
+        rounds["3x3"] == 8 < rounds["1x1"]
+    )  # all three tokens at each depth: every round commits three
 
 
 @pytest.mark.parametrize("wanted", [0, 1])

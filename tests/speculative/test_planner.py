@@ -12,7 +12,16 @@ from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.toys.auto import Watch
-from tinyspec.laws.toys.planner import FAIR, GOOD, POOR, Draft, always, exact, recommends_the_fastest, requests
+from tinyspec.laws.toys.planner import (
+    FAIR,
+    GOOD,
+    POOR,
+    Draft,
+    always,
+    exact,
+    recommends_the_fastest,
+    requests,
+)
 from tinyspec.laws.toys.planner import advise as planned
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
@@ -28,7 +37,12 @@ from tinyspec.speculative.drafting.planner import (
 )
 from tinyspec.technique import Request, find
 
-DRAFTS = [Draft("deep", GOOD, 0.4), Draft("wide", FAIR, 0.05), Draft("poor", POOR, 0.02), Draft("dear", FAIR, 0.3)]
+DRAFTS = [
+    Draft("deep", GOOD, 0.4),
+    Draft("wide", FAIR, 0.05),
+    Draft("poor", POOR, 0.02),
+    Draft("dear", FAIR, 0.3),
+]
 
 
 def test_trap_what_is_recommended_is_the_fastest_by_the_clock_not_the_best_accepted() -> None:
@@ -37,7 +51,9 @@ def test_trap_what_is_recommended_is_the_fastest_by_the_clock_not_the_best_accep
     asked = {draft.name: requests(draft, 0.02, watch) for draft in DRAFTS}
     verify, profiles, advice = plan(asked, 4, watch)
     assert advice[0].draft == "wide"
-    assert max(profiles, key=lambda p: p.tar(4)).name == "deep"  # a higher TAR, and a lower throughput
+    assert (
+        max(profiles, key=lambda p: p.tar(4)).name == "deep"
+    )  # a higher TAR, and a lower throughput
     assert verify == pytest.approx([1 + 0.02 * n for n in range(5)])
 
 
@@ -52,7 +68,9 @@ def test_every_forecast_is_near_what_decoding_then_takes() -> None:
             rates[found.draft], tar = measured(asked[found.draft], found.n, watch, seed=100)
             rate = rates[found.draft]
             assert found.rate == pytest.approx(rate, rel=0.15)
-            assert found.rate == pytest.approx(float(exact(slope[found.draft], found.n, 0.02)), rel=0.15)
+            assert found.rate == pytest.approx(
+                float(exact(slope[found.draft], found.n, 0.02)), rel=0.15
+            )
             assert found.tar == pytest.approx(tar, rel=0.15, abs=0.1)
     assert max(rates, key=lambda name: rates[name]) == advice[0].draft
 
@@ -67,12 +85,16 @@ def test_the_needed_tar_is_the_inverse_of_the_gain(
 
 def test_a_slower_draft_is_told_what_it_would_need_to_win() -> None:
     verify = [1.0, 1.0, 1.0]
-    best, other, plain = recommend(verify, [Profile("slow", 0.2, (0.7, 0.5)), Profile("fast", 0.0, (0.6, 0.4))])
+    best, other, plain = recommend(
+        verify, [Profile("slow", 0.2, (0.7, 0.5)), Profile("fast", 0.0, (0.6, 0.4))]
+    )
     assert (best.draft, best.n, best.missing, plain.draft) == ("fast", 2, 0.0, None)
     assert other.draft == "slow" and other.missing is not None
     lifted = Profile("slow", 0.2, (0.7 + other.missing, 0.5))
     assert max(throughput(lifted.tar(n), n, 0.2, 1.0) for n in (1, 2)) == pytest.approx(best.rate)
-    hopeless = recommend(verify, [Profile("hopeless", 9.0, (0.9, 0.8)), Profile("fast", 0.0, (0.6, 0.4))])
+    hopeless = recommend(
+        verify, [Profile("hopeless", 9.0, (0.9, 0.8)), Profile("fast", 0.0, (0.6, 0.4))]
+    )
     assert [a.missing for a in hopeless if a.draft == "hopeless"] == [None]
 
 
@@ -92,7 +114,14 @@ def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -
     def model(layers: int, d: int, f: int) -> Model:
         return Model.random(
             Config(
-                vocab_size=64, d_model=d, n_layers=layers, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=f, max_positions=96
+                vocab_size=64,
+                d_model=d,
+                n_layers=layers,
+                n_heads=2,
+                n_kv_heads=1,
+                head_dim=8,
+                d_ff=f,
+                max_positions=96,
             )
         )
 
@@ -101,7 +130,10 @@ def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -
     target = model(1, 32, 48)
 
     def asked(draft: Model) -> Iterator[tuple[Request, Sequence[int]]]:
-        yield Request(target.session(), [draft.session()], Warp(0.0), Stop(max_new_tokens=24)), [1, 2]
+        yield (
+            Request(target.session(), [draft.session()], Warp(0.0), Stop(max_new_tokens=24)),
+            [1, 2],
+        )
 
     def step(draft: Model) -> float:
         return profile_draft("x", lambda: asked(draft), 2, time.perf_counter).step

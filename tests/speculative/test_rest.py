@@ -61,11 +61,26 @@ class Constant(Table):
 def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
     references = [[0, 1, 2, 0, 0, 1], [1, 1, 2]]
     plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3)
-    assert law(lambda: CARD.make(Request(Table(3), warp=warp, references=references), shortest=1, price=0), 3) == plain
+    assert (
+        law(
+            lambda: CARD.make(
+                Request(Table(3), warp=warp, references=references), shortest=1, price=0
+            ),
+            3,
+        )
+        == plain
+    )
 
 
 def proposed(texts: list[list[int]], context: list[int], room: int = 99) -> Any:
-    given: Any = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64, "price": 0.0}
+    given: Any = {
+        "shortest": 2,
+        "longest": 16,
+        "length": 10,
+        "matches": 5000,
+        "nodes": 64,
+        "price": 0.0,
+    }
     return Retrieving([indexed(texts)], **given).propose(context, room, GREEDY, Seeded(0))
 
 
@@ -99,7 +114,11 @@ def test_after_glances_in_vain_the_store_is_asked_in_every_fourth_round_alone() 
             return indexed([[1, 2, 3]]).search(*limits)
 
     given: Any = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64}
-    for price, context, rounds in ((0.25, [8, 9], 8 + 32 // 4), (0.25, [1, 2], 2 * 40), (0.0, [8, 9], 40)):
+    for price, context, rounds in (
+        (0.25, [8, 9], 8 + 32 // 4),
+        (0.25, [1, 2], 2 * 40),
+        (0.0, [8, 9], 40),
+    ):
         store: Any = Counting()
         drafter = Retrieving([store], price=price, **given)
         drafter.trust.first[2] = 1.0
@@ -130,7 +149,11 @@ def test_a_file_says_what_was_written_whatever_the_size_of_an_id(tmp_path: Path)
     texts = [[1, 70_000, 2**31 - 1], [70_000, 4464], [], [9]]  # 4464 is 70000 in 16 bits
     assert write(tmp_path / "store", texts, "print", 2**31) == 8
     store, kept = opened(tmp_path / "store"), indexed([text for text in texts if text])
-    assert store.tokens.tolist() == kept.tokens.tolist() == [1, 70_000, 2**31 - 1, -1, 70_000, 4464, -1, 9]
+    assert (
+        store.tokens.tolist()
+        == kept.tokens.tolist()
+        == [1, 70_000, 2**31 - 1, -1, 70_000, 4464, -1, 9]
+    )
     assert store.order.tolist() == kept.order.tolist()
     assert (store.fingerprint, store.vocabulary) == ("print", 2**31)
     assert store.search([1, 70_000], 2, 16, 10, 9, 9).tokens == [2**31 - 1]
@@ -141,7 +164,9 @@ def test_a_file_is_mapped_once_and_a_rebuilt_one_anew(tmp_path: Path) -> None:
     path = tmp_path / "store"
     write(path, [[1, 2, 3]])
     first, again = opened(path), opened(path)
-    assert np.shares_memory(first.tokens, again.tokens) and np.shares_memory(first.order, again.order)
+    assert np.shares_memory(first.tokens, again.tokens) and np.shares_memory(
+        first.order, again.order
+    )
     write(path, [[4, 5, 6]])  # as long as the one before
     rebuilt = opened(path)
     assert rebuilt.tokens.tolist() == [4, 5, 6] and first.tokens.tolist() == [1, 2, 3]
@@ -157,7 +182,9 @@ def test_ten_million_tokens_open_in_fifty_milliseconds(tmp_path: Path) -> None:
     head = path.read_bytes()[:HEADER].replace(b'"tokens": 2', b'"tokens": %d' % n)
     path.write_bytes(head[:HEADER])
     with open(path, "r+b") as file:
-        file.truncate(HEADER + 8 * n)  # a hole: nothing of it is on the disk, and opening reads nothing of it
+        file.truncate(
+            HEADER + 8 * n
+        )  # a hole: nothing of it is on the disk, and opening reads nothing of it
     times = []
     for _ in range(5):
         begun = perf_counter()
@@ -261,7 +288,19 @@ def test_a_user_builds_a_datastore_and_generates_with_it(zoo: Zoo, tmp_path: Pat
     text.write_text("and the cat sat on the mat. the cat sat" + plain.text)
     made = run("data", "datastore", store, str(text), "--model", zoo.big)
     assert made.exit_code == 0 and "tokens" in made.output
-    ours = run("generate", "the cat sat", "-m", zoo.big, "--method", "rest", "--datastore", store, "-n", "24", "--json")
+    ours = run(
+        "generate",
+        "the cat sat",
+        "-m",
+        zoo.big,
+        "--method",
+        "rest",
+        "--datastore",
+        store,
+        "-n",
+        "24",
+        "--json",
+    )
     result = json.loads(ours.stdout)
     assert result["tokens"] == plain.tokens
     assert result["stats"]["target_calls"] <= plain.stats.target_calls
@@ -270,9 +309,16 @@ def test_a_user_builds_a_datastore_and_generates_with_it(zoo: Zoo, tmp_path: Pat
 def test_a_datastore_of_another_tokenizer_is_refused_in_one_line(zoo: Zoo, tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("the cat sat on the mat")
     store = str(tmp_path / "log.store")
-    assert run("data", "datastore", store, str(tmp_path / "log.txt"), "--model", zoo.other).exit_code == 0
+    assert (
+        run("data", "datastore", store, str(tmp_path / "log.txt"), "--model", zoo.other).exit_code
+        == 0
+    )
     refused = run("generate", "the cat", "-m", zoo.big, "--method", "rest", "--datastore", store)
-    assert refused.exit_code == 2 and "another tokenizer" in refused.stderr and refused.stderr.count("\n") == 1
+    assert (
+        refused.exit_code == 2
+        and "another tokenizer" in refused.stderr
+        and refused.stderr.count("\n") == 1
+    )
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
@@ -283,14 +329,18 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_nothing_or_one_token_is_made_where_that_is_asked_for(zoo: Zoo, tokens: int) -> None:
-    made = generate(load(zoo.big), [1, 2], max_new_tokens=tokens, method="rest", references=[[1, 2, 3]])
+    made = generate(
+        load(zoo.big), [1, 2], max_new_tokens=tokens, method="rest", references=[[1, 2, 3]]
+    )
     assert len(made.tokens) == tokens
 
 
 def test_an_end_of_text_inside_a_block_ends_the_text() -> None:
     poem = [1, 2, 3, 4, 5]
     stop = Stop(eos=frozenset({4}), max_new_tokens=9)
-    d = CARD.make(Request(Reciter(poem).session(), warp=GREEDY, stop=stop, references=[poem]), price=0)
+    d = CARD.make(
+        Request(Reciter(poem).session(), warp=GREEDY, stop=stop, references=[poem]), price=0
+    )
     d.extend(poem[:2])
     while not d.finished:
         d.step(Seeded(d.rounds))

@@ -26,8 +26,12 @@ CARD = find("self_speculative")
 GREEDY = Warp(temperature=0.0)
 
 
-def made(seed: int = 1, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any) -> Decoder:
-    return CARD.make(Request(Table(seed), warp=warp or Warp(), stop=stop or Stop()), **{"skip": "a1+m1", **knobs})
+def made(
+    seed: int = 1, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+) -> Decoder:
+    return CARD.make(
+        Request(Table(seed), warp=warp or Warp(), stop=stop or Stop()), **{"skip": "a1+m1", **knobs}
+    )
 
 
 def finish(decoder: Decoder, prompt: list[int]) -> Decoder:
@@ -75,8 +79,14 @@ def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
 def test_the_threshold_rises_where_too_little_passes_and_falls_where_enough_does() -> None:
     assert Exit(0.5).after(0, 4, wanted=0.9, gamma=8) == (pytest.approx(0.501), 0.0)
     assert Exit(0.5, passed=1.0).after(4, 4, wanted=0.9, gamma=8) == (pytest.approx(0.499), 1.0)
-    assert Exit(0.5, passed=1.0).after(8, 8, wanted=0.9, gamma=8) == (0.5, 1.0)  # the cap ended it, not the threshold
-    assert Exit(0.5, passed=0.4).after(0, 0, wanted=0.9, gamma=8) == (0.5, 0.4)  # nothing was drafted
+    assert Exit(0.5, passed=1.0).after(8, 8, wanted=0.9, gamma=8) == (
+        0.5,
+        1.0,
+    )  # the cap ended it, not the threshold
+    assert Exit(0.5, passed=0.4).after(0, 0, wanted=0.9, gamma=8) == (
+        0.5,
+        0.4,
+    )  # nothing was drafted
 
 
 def test_the_threshold_adapts_within_a_request_and_starts_anew_with_the_next() -> None:
@@ -100,7 +110,9 @@ def test_what_the_draft_ran_below_the_first_skipped_sublayer_is_not_run_again() 
         work[skip] = sum(call.row_layers for call in ledger)
     top, bottom = work.values()
     assert top == n_layers * (3 + 2)  # prompt and two guesses: drafting was free
-    assert bottom == n_layers * (3 + 2) + 2 * (n_layers - 0.5)  # nothing is shared above the first sublayer
+    assert bottom == n_layers * (3 + 2) + 2 * (
+        n_layers - 0.5
+    )  # nothing is shared above the first sublayer
 
 
 @pytest.mark.parametrize("skip", ["default", "none", "a0", "a0-1+m1", "m0-1"])
@@ -119,7 +131,9 @@ def test_budgets_of_no_and_one_token_need_no_draft(wanted: int) -> None:
 
 
 def test_drafting_stops_at_the_end_of_text() -> None:
-    decoder = finish(made(stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9), threshold=0.0), [0])
+    decoder = finish(
+        made(stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9), threshold=0.0), [0]
+    )
     assert len(decoder.new) == 1
 
 
@@ -129,7 +143,13 @@ def test_drafting_stops_at_the_end_of_text() -> None:
 def test_a_skip_set_is_read_as_it_is_written() -> None:
     sets = [skipped("default", 12), skipped("a0+m3+a5-7", 12), frozenset[int]()]
     assert [skipped(spelled(s), 12) for s in sets] == sets
-    assert skipped("a1, m2", 4) == skipped("a1+m2", 4) == skipped([2, 5], 4) == skipped(("a1", "m2"), 4) == {2, 5}
+    assert (
+        skipped("a1, m2", 4)
+        == skipped("a1+m2", 4)
+        == skipped([2, 5], 4)
+        == skipped(("a1", "m2"), 4)
+        == {2, 5}
+    )
     assert skipped("none", 4) == skipped(None, 4) == skipped((), 4) == frozenset()
 
 
@@ -173,7 +193,9 @@ def test_the_knob_takes_the_file_of_a_search(tmp_path: Path) -> None:
             skipped(str(file), 3)
 
 
-@pytest.mark.parametrize("knobs", [{"gamma": 0}, {"threshold": 1.1}, {"wanted": -0.1}, {"layers": 3}])
+@pytest.mark.parametrize(
+    "knobs", [{"gamma": 0}, {"threshold": 1.1}, {"wanted": -0.1}, {"layers": 3}]
+)
 def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None:
     with pytest.raises(TinyspecError, match=next(iter(knobs))):
         made(**knobs)

@@ -22,28 +22,45 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.accused import Accused
 from tinyspec.laws.toys.auto import Ticking, Watch
 from tinyspec.laws.toys.sequoia import every_tree, joint_law, kept_noise, worth
-from tinyspec.speculative.drafting.sequoia import PRIOR, acceptance, best_tree, cheapest, expected_tokens, measured
+from tinyspec.speculative.drafting.sequoia import (
+    PRIOR,
+    acceptance,
+    best_tree,
+    cheapest,
+    expected_tokens,
+    measured,
+)
 from tinyspec.technique import Guarantee, Request, find
 from tinyspec.tree import ROOT, TokenTree
 
 CARD = find("sequoia")
 
 
-def made(p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any) -> Decoder:
-    return CARD.make(Request(Table(p), [Table(q, zeros=False)], warp or Warp(), stop or Stop()), **knobs)
+def made(
+    p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+) -> Decoder:
+    return CARD.make(
+        Request(Table(p), [Table(q, zeros=False)], warp or Warp(), stop or Stop()), **knobs
+    )
 
 
-def test_trap_noise_that_is_kept_over_rounds_gives_another_law_of_two_tokens_and_the_right_one_of_the_first() -> None:
+def test_trap_noise_that_is_kept_over_rounds_gives_another_law_of_two_tokens_and_the_right_one_of_the_first() -> (
+    None
+):
     with pytest.raises(Accused) as accused:
         joint_law(kept_noise)
     found = accused.value.counterexample
     expected, got = found.expected, found.got
     for token in range(2):
-        first, ours = (sum(x for text, x in table.items() if text[0] == token) for table in (expected, got))
+        first, ours = (
+            sum(x for text, x in table.items() if text[0] == token) for table in (expected, got)
+        )
         assert first == ours
 
 
-SHARES = st.lists(st.integers(0, 10), min_size=1, max_size=4).map(lambda w: [x / (sum(w) + 1) for x in w])
+SHARES = st.lists(st.integers(0, 10), min_size=1, max_size=4).map(
+    lambda w: [x / (sum(w) + 1) for x in w]
+)
 
 
 @given(SHARES, st.integers(1, 7), st.integers(1, 4))
@@ -55,11 +72,15 @@ def test_the_tree_is_the_best_of_all_trees(accepts: list[float], nodes: int, dep
     assert expected_tokens(tree, accepts) == pytest.approx(best, abs=1e-12)
 
 
-def test_more_nodes_and_more_depth_never_commit_less_and_each_node_adds_no_more_than_the_last() -> None:
+def test_more_nodes_and_more_depth_never_commit_less_and_each_node_adds_no_more_than_the_last() -> (
+    None
+):
     tokens = [expected_tokens(best_tree(PRIOR, n, 12), PRIOR) for n in range(1, 24)]
     gains = [b - a for a, b in pairwise(tokens)]
     assert all(gain >= 0 for gain in gains)
-    assert all(b <= a + 1e-12 for a, b in pairwise(gains))  # with falling shares, unbounded depth: concave growth
+    assert all(
+        b <= a + 1e-12 for a, b in pairwise(gains)
+    )  # with falling shares, unbounded depth: concave growth
     by_depth = [expected_tokens(best_tree(PRIOR, 16, d), PRIOR) for d in range(1, 9)]
     assert by_depth == sorted(by_depth)
 
@@ -79,18 +100,26 @@ def test_the_expected_tokens_are_the_mean_of_a_round_where_every_position_is_ali
     for tree in ((ROOT, ROOT), (ROOT, 0), (ROOT, ROOT, 0), (ROOT, 0, 0), (ROOT, ROOT, 1)):
 
         def tokens(chance: Exhaustive, tree: tuple[int, ...] = tree) -> int:
-            d = Decoder(Constant(1, 3), TreeDraft(Constant(2, 3), tree, replace=False, cover=True), walk)
+            d = Decoder(
+                Constant(1, 3), TreeDraft(Constant(2, 3), tree, replace=False, cover=True), walk
+            )
             d.extend((0,))
             return len(d.step(chance).tokens)
 
-        assert sum(n * mass for n, mass in Exhaustive.walk(tokens)) == expected_tokens(tree, accepts)
+        assert sum(n * mass for n, mass in Exhaustive.walk(tokens)) == expected_tokens(
+            tree, accepts
+        )
 
 
 def test_the_acceptance_vector_of_paired_rows() -> None:
     same = [F(1, 2), F(1, 2)]
     assert acceptance([(same, same)], 2, Seeded(0)) == [1, 0]
     sure, q = [F(0), F(1), F(0)], [F(1, 2), F(1, 3), F(1, 6)]
-    assert acceptance([(sure, q)], 3, None) == [0, 1, 0]  # at temperature 0: the best of q are points
+    assert acceptance([(sure, q)], 3, None) == [
+        0,
+        1,
+        0,
+    ]  # at temperature 0: the best of q are points
 
 
 def test_the_vector_of_two_models_is_monotone_enough_and_all_of_p_where_they_are_one() -> None:

@@ -24,7 +24,14 @@ from tinyspec.laws.small import Exact, rows
 from tinyspec.laws.theorems import Given
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
-from tinyspec.speculative.verification.specinfer import Merged, agreement, answered, boost, merged, multi_step
+from tinyspec.speculative.verification.specinfer import (
+    Merged,
+    agreement,
+    answered,
+    boost,
+    merged,
+    multi_step,
+)
 from tinyspec.technique import Request, find
 from tinyspec.training.schedule import Settings
 from tinyspec.tree import ROOT, TokenTree
@@ -33,7 +40,11 @@ CARD = find("specinfer")
 
 
 def made(
-    p: int = 1, qs: tuple[int, ...] = (2, 3), warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+    p: int = 1,
+    qs: tuple[int, ...] = (2, 3),
+    warp: Warp | None = None,
+    stop: Stop | None = None,
+    **knobs: Any,
 ) -> Decoder:
     drafts = [Table(q, zeros=False) for q in qs]
     return CARD.make(Request(Table(p), drafts, warp or Warp(), stop or Stop()), **knobs)
@@ -77,11 +88,16 @@ def test_trap_colliding_proposals_of_different_models_are_tested_one_by_one() ->
 def test_the_joint_law_under_two_models_and_one(warp: Warp) -> None:
     plain = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
     for qs, expansion in (((2, 3), "1"), ((2,), "1x2")):
-        assert law(lambda qs=qs, expansion=expansion: made(1, qs, warp, expansion=expansion), 2) == plain  # type: ignore[misc]
+        assert (
+            law(lambda qs=qs, expansion=expansion: made(1, qs, warp, expansion=expansion), 2)
+            == plain
+        )  # type: ignore[misc]
 
 
 def test_merged_trees_are_the_trees_below_one_root_and_equal_nodes_stay_two() -> None:
-    tree = merged([TokenTree((5, 6, 7), (ROOT, ROOT, 1), (None,) * 3, (False,) * 3), TokenTree.chain([6, 7])])
+    tree = merged(
+        [TokenTree((5, 6, 7), (ROOT, ROOT, 1), (None,) * 3, (False,) * 3), TokenTree.chain([6, 7])]
+    )
     assert (tree.tokens, tree.parents) == ((5, 6, 7, 6, 7), (ROOT, ROOT, 1, ROOT, 3))
 
 
@@ -94,16 +110,25 @@ def test_the_target_runs_fewer_rows_than_the_chains_have_tokens() -> None:
     decoder.extend([3, 1, 4])
     round = decoder.step(Seeded(0))
     (call,) = round.calls
-    assert len(round.tree.tokens) == 20 and call.rows == 11  # both drafts are one model: each path is there twice
+    assert (
+        len(round.tree.tokens) == 20 and call.rows == 11
+    )  # both drafts are one model: each path is there twice
 
 
 def test_an_accepted_token_opens_the_children_of_every_model_that_said_it() -> None:
     sure = [F(0), F(1), F(0)]
     tree = merged(
-        [TokenTree.chain([1, 0], [sure, [F(1), F(0), F(0)]]), TokenTree.chain([1, 2], [sure, [F(0), F(0), F(1)]])]
+        [
+            TokenTree.chain([1, 0], [sure, [F(1), F(0), F(0)]]),
+            TokenTree.chain([1, 2], [sure, [F(0), F(0), F(1)]]),
+        ]
     )
-    p = Given({ROOT: tuple(sure), 0: (F(0), F(0), F(1)), 2: (F(0), F(0), F(1)), 3: (F(1), F(0), F(0))})
-    paths = {verdict.path for verdict, _ in Exhaustive.walk(lambda chance: multi_step(tree, p, chance))}  # type: ignore[arg-type]
+    p = Given(
+        {ROOT: tuple(sure), 0: (F(0), F(0), F(1)), 2: (F(0), F(0), F(1)), 3: (F(1), F(0), F(0))}
+    )
+    paths = {
+        verdict.path for verdict, _ in Exhaustive.walk(lambda chance: multi_step(tree, p, chance))
+    }  # type: ignore[arg-type]
     assert paths == {(0, 3), (2, 3)}
 
 
@@ -130,18 +155,31 @@ def test_an_expansion_that_is_none_is_refused_in_one_line(expansion: str) -> Non
 
 
 def test_a_tree_that_no_draft_would_grow_is_refused_and_never_dropped() -> None:
-    with pytest.raises(TinyspecError, match="2 trees for 1 draft model: give one for each, or more drafts"):
+    with pytest.raises(
+        TinyspecError, match="2 trees for 1 draft model: give one for each, or more drafts"
+    ):
         made(qs=(2,), expansion="2+1x1")
     assert made(qs=(2, 3), expansion="2+1x1")
 
 
 # ---------------------------------------------------------------------- boosting
 
-SMALL = Config(vocab_size=13, d_model=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=8, d_ff=8, max_positions=16)
+SMALL = Config(
+    vocab_size=13,
+    d_model=8,
+    n_layers=1,
+    n_heads=1,
+    n_kv_heads=1,
+    head_dim=8,
+    d_ff=8,
+    max_positions=16,
+)
 SETTINGS = Settings(steps=40, lr=2e-2, warmup=5, weight_decay=0.0, log_every=40)
 
 
-def test_what_is_left_of_the_prompts_goes_to_the_next_draft_and_together_they_cover_more(tmp_path: Path) -> None:
+def test_what_is_left_of_the_prompts_goes_to_the_next_draft_and_together_they_cover_more(
+    tmp_path: Path,
+) -> None:
     target = model(LLAMA, seed=3, dtype=torch.float32)
     prompts = torch.randint(13, (40, 3), generator=torch.Generator().manual_seed(1))
     drafts = [Model.random(SMALL, seed=seed) for seed in (1, 2)]
@@ -151,17 +189,25 @@ def test_what_is_left_of_the_prompts_goes_to_the_next_draft_and_together_they_co
         for i, draft in enumerate(drafts)
     ]
     texts = answered(target, prompts, 2)
-    either = torch.stack([agreement(one.drafts[0], texts, 2) for one in alike]).any(dim=0).float().mean()
+    either = (
+        torch.stack([agreement(one.drafts[0], texts, 2) for one in alike]).any(dim=0).float().mean()
+    )
     assert found.together[0] == found.own[0] == alike[0].own[0]
     assert found.together[1] > found.together[0]
-    assert found.together[1] > float(either)  # more than two seeds of one model, each tuned on everything
-    assert torch.equal(drafts[0].weights["embed"], Model.random(SMALL, seed=1).weights["embed"])  # what was given stays
+    assert found.together[1] > float(
+        either
+    )  # more than two seeds of one model, each tuned on everything
+    assert torch.equal(
+        drafts[0].weights["embed"], Model.random(SMALL, seed=1).weights["embed"]
+    )  # what was given stays
 
 
 def test_the_answers_are_the_targets_greedy_text() -> None:
     target = model(LLAMA, seed=3)
     texts = answered(target, torch.tensor([[3, 1, 4]]), 4)
-    d = Decoder(target.session(), NoDraft(), walk, warp=Warp(temperature=0.0), stop=Stop(max_new_tokens=4))
+    d = Decoder(
+        target.session(), NoDraft(), walk, warp=Warp(temperature=0.0), stop=Stop(max_new_tokens=4)
+    )
     d.extend([3, 1, 4])
     while not d.finished:
         d.step(Seeded(d.rounds))
@@ -183,11 +229,31 @@ def test_boosted_drafts_from_the_command_line_draft_together(tmp_path: Path) -> 
     (tmp_path / "data/text").mkdir(parents=True)
     (tmp_path / "data/text/classics.train.jsonl.xz").write_bytes(lzma.compress(book.encode()))
     small = ["--prompts", "8", "--prompt-tokens", "4", "--tokens", "2", "--steps", "3"]
-    call = ["train", "boost", "--model", zoo.big, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    call = [
+        "train",
+        "boost",
+        "--model",
+        zoo.big,
+        "--data",
+        str(tmp_path / "data"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     told = run(*call, *small, "--draft", f"{zoo.small},{zoo.small}")
     assert told.exit_code == 0, told.output
     assert told.output.count("together") == 2
     drafts = f"{tmp_path / 'out/1'},{tmp_path / 'out/2'}"
-    made = run("generate", "--model", zoo.big, "the cat", "-n", "9", "--method", "specinfer", "--draft", drafts)
+    made = run(
+        "generate",
+        "--model",
+        zoo.big,
+        "the cat",
+        "-n",
+        "9",
+        "--method",
+        "specinfer",
+        "--draft",
+        drafts,
+    )
     assert made.output == run("generate", "--model", zoo.big, "the cat", "-n", "9").output
     assert "another vocabulary" in failed(run(*call, *small, "--draft", zoo.other))

@@ -35,7 +35,10 @@ def floats(row) -> np.ndarray:
 def some(v: int, n: int, seed: int = 0):
     """Random laws over v tokens, peaked and flat."""
     rng = np.random.default_rng(seed)
-    return [(rng.dirichlet(np.full(v, c)), rng.dirichlet(np.full(v, d))) for c, d in rng.choice([0.1, 1, 5], (n, 2))]
+    return [
+        (rng.dirichlet(np.full(v, c)), rng.dirichlet(np.full(v, d)))
+        for c, d in rng.choice([0.1, 1, 5], (n, 2))
+    ]
 
 
 # ------------------------------------------------------------------ what makes it SpecTr
@@ -63,19 +66,29 @@ def test_theorem_k_seq_reaches_its_share_of_the_optimum() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_the_optimum_is_the_linear_programs_and_k_seq_lies_between_its_share_of_it_and_all(k: int) -> None:
+def test_the_optimum_is_the_linear_programs_and_k_seq_lies_between_its_share_of_it_and_all(
+    k: int,
+) -> None:
     pytest.importorskip("scipy")
     for p, q in list(pairs((3,), 5))[::19]:
         drawn = drafts(q, k, replace=True)
         assert optimum(p, q, k) == least_cut(p, drawn)
-        assert optimum(floats(p), floats(q), k) == pytest.approx(by_linear_program(p, drawn), abs=1e-9)
+        assert optimum(floats(p), floats(q), k) == pytest.approx(
+            by_linear_program(p, drawn), abs=1e-9
+        )
         reached = acceptance(floats(p), floats(q), k)
         assert reached == pytest.approx(kseq_acceptance(p, q, k), abs=1e-8)
-        assert float(kseq_share(k) * least_cut(p, drawn)) - 1e-9 <= reached <= optimum(floats(p), floats(q), k) + 1e-9
+        assert (
+            float(kseq_share(k) * least_cut(p, drawn)) - 1e-9
+            <= reached
+            <= optimum(floats(p), floats(q), k) + 1e-9
+        )
 
 
 @pytest.mark.parametrize("v", [5, 2000])
-def test_theorem_on_rows_of_any_size_the_share_is_reached_and_more_drafts_accept_more(v: int) -> None:
+def test_theorem_on_rows_of_any_size_the_share_is_reached_and_more_drafts_accept_more(
+    v: int,
+) -> None:
     for p, q in some(v, 12, seed=1):
         reached = [acceptance(p, q, k) for k in range(1, 9)]
         assert reached[0] == pytest.approx(np.minimum(p, q).sum())
@@ -89,7 +102,9 @@ ROW = st.lists(st.integers(0, 6), min_size=3, max_size=3).filter(any)
 
 @given(ROW, ROW, st.integers(2, 8))
 @settings(max_examples=40, deadline=None)
-def test_rho_lies_between_1_and_k_solves_its_equation_in_floats_and_is_rounded_up_in_fractions(wp, wq, k: int) -> None:
+def test_rho_lies_between_1_and_k_solves_its_equation_in_floats_and_is_rounded_up_in_fractions(
+    wp, wq, k: int
+) -> None:
     p, q = ([F(x, sum(w)) for x in w] for w in (wp, wq))
 
     def spare(rho):
@@ -113,10 +128,17 @@ def test_one_draft_is_token_verification() -> None:
 
 @pytest.mark.parametrize(
     ("k", "gamma", "warp"),
-    [(2, 2, Warp()), (3, 1, Warp(temperature=0.5)), (1, 3, Warp(top_p=0.7)), (3, 2, Warp(temperature=0.0))],
+    [
+        (2, 2, Warp()),
+        (3, 1, Warp(temperature=0.5)),
+        (1, 3, Warp(top_p=0.7)),
+        (3, 2, Warp(temperature=0.0)),
+    ],
 )
 def test_the_joint_law_of_three_tokens_is_the_targets(k: int, gamma: int, warp: Warp) -> None:
-    made = lambda: CARD.make(Request(Table(1, 2), [Table(2, 2, zeros=False)], warp), k=k, gamma=gamma)  # noqa: E731
+    made = lambda: CARD.make(  # noqa: E731
+        Request(Table(1, 2), [Table(2, 2, zeros=False)], warp), k=k, gamma=gamma
+    )
     assert law(made, 3) == law(lambda: Decoder(Table(1, 2), NoDraft(), walk, warp=warp), 3)
 
 
@@ -132,7 +154,9 @@ class Any3(NoDraft):
 
 def test_on_any_tree_groups_of_one_law_follow_on_what_the_others_left() -> None:
     """Also in the groups' own order: the drafts of q are judged together, whatever stands between them."""
-    assert law(lambda: Decoder(Table(3), Any3(), k_seq), 2) == law(lambda: Decoder(Table(3), NoDraft(), walk), 2)
+    assert law(lambda: Decoder(Table(3), Any3(), k_seq), 2) == law(
+        lambda: Decoder(Table(3), NoDraft(), walk), 2
+    )
 
 
 def test_siblings_without_replacement_keep_the_law() -> None:
@@ -155,7 +179,9 @@ def test_where_draft_and_target_agree_the_first_draft_is_taken() -> None:
 def test_where_they_share_no_token_p_is_drawn_from() -> None:
     q = [F(0), F(1)]
     tree = TokenTree([1, 1, 1], (ROOT,) * 3, (q,) * 3, (False,) * 3)
-    assert Exhaustive.law(lambda chance: k_seq(tree, {ROOT: [F(1), F(0)]}, chance)) == {((), 0, (0, 1, 2)): 1}
+    assert Exhaustive.law(lambda chance: k_seq(tree, {ROOT: [F(1), F(0)]}, chance)) == {
+        ((), 0, (0, 1, 2)): 1
+    }
 
 
 def test_floats_decide_as_fractions_do_where_rho_is_the_same() -> None:
@@ -175,7 +201,8 @@ def test_no_draft_is_plain_decoding_and_probes_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "q", "word"), [(1, [F(1), F(0)], "declare None"), (5, [HALF, HALF], "outside"), (0, [F(1)], "pad it")]
+    ("token", "q", "word"),
+    [(1, [F(1), F(0)], "declare None"), (5, [HALF, HALF], "outside"), (0, [F(1)], "pad it")],
 )
 def test_a_broken_draft_is_refused_by_name(token, q, word) -> None:
     tree = TokenTree([0, token], [ROOT] * 2, [q, q], [False] * 2)

@@ -30,7 +30,11 @@ GREEDY = Warp(temperature=0.0)
 
 
 def made(
-    expert: int = 1, amateur: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+    expert: int = 1,
+    amateur: int = 2,
+    warp: Warp | None = None,
+    stop: Stop | None = None,
+    **knobs: Any,
 ) -> Decoder:
     request = Request(Table(expert), [Table(amateur)], warp=warp or Warp(), stop=stop or Stop())
     return CARD.make(request, **{"beta": 1.0, **knobs})
@@ -66,14 +70,21 @@ def test_the_draft_changes_nothing_against_plain_contrastive_decoding() -> None:
     assert law(lambda: made(gamma=2, **knobs), 3) == law(lambda: made(gamma=0, **knobs), 3)
 
 
-def test_theorem_a_guess_is_accepted_with_one_minus_the_total_variation_of_contrast_and_amateur() -> None:
+def test_theorem_a_guess_is_accepted_with_one_minus_the_total_variation_of_contrast_and_amateur() -> (
+    None
+):
     seen = 0
     for p, q in pairs((2, 3), 5):
         expected = traps.contrasted(p, q, 1, F("0.25"))
 
         def passed(chance: Exhaustive, p: Any = p, q: Any = q) -> bool:
-            tables = [type("Fixed", (Table,), {"row": lambda self, text, row=row: row})(0, len(row)) for row in (p, q)]
-            decoder = CARD.make(Request(tables[0], tables[1:]), gamma=1, beta=1.0, plausibility=0.25)
+            tables = [
+                type("Fixed", (Table,), {"row": lambda self, text, row=row: row})(0, len(row))
+                for row in (p, q)
+            ]
+            decoder = CARD.make(
+                Request(tables[0], tables[1:]), gamma=1, beta=1.0, plausibility=0.25
+            )
             decoder.extend((0,))
             return bool(decoder.step(chance).verdict.path)
 
@@ -114,7 +125,10 @@ def test_on_transformers_blocks_write_what_single_tokens_write_at_temperature_0(
     tokens = []
     for gamma in (0, 1, 4):
         request = Request(
-            network(LLAMA, seed=1).session(), [network(LLAMA, seed=2).session()], warp, Stop(max_new_tokens=20)
+            network(LLAMA, seed=1).session(),
+            [network(LLAMA, seed=2).session()],
+            warp,
+            Stop(max_new_tokens=20),
         )
         tokens.append(finish(CARD.make(request, gamma=gamma), [1, 2, 3]).new)
     assert all(len(text) == 20 for text in tokens)
@@ -155,7 +169,9 @@ def test_a_decoder_taken_back_tells_both_models() -> None:
     assert decoder.target.text == [0, 1]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("knobs", [{"gamma": -1}, {"beta": -0.1}, {"plausibility": 1.1}, {"alpha": 0.1}])
+@pytest.mark.parametrize(
+    "knobs", [{"gamma": -1}, {"beta": -0.1}, {"plausibility": 1.1}, {"alpha": 0.1}]
+)
 def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None:
     with pytest.raises(TinyspecError, match=next(iter(knobs))):
         made(**knobs)
@@ -197,7 +213,9 @@ def test_a_grammar_is_a_joint_target_of_one() -> None:
         last = (*text, *path)[-1]
         return [F(0) if x == last else weight for x, weight in enumerate(rows[0])]
 
-    drafted = law(lambda: Decoder(Joint([Table(1, zeros=False)], mask), ModelDraft(Table(2), 2), walk), 3)
+    drafted = law(
+        lambda: Decoder(Joint([Table(1, zeros=False)], mask), ModelDraft(Table(2), 2), walk), 3
+    )
     plain = law(lambda: Decoder(Joint([Table(1, zeros=False)], mask), NoDraft(), walk), 3)
     assert drafted == plain
     assert all(a != b for text in plain for a, b in zip((0, *text), text, strict=False))

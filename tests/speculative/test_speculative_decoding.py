@@ -44,14 +44,23 @@ def plain(p: int, warp: Warp | None = None, vocabulary: int = 3) -> Decoder:
     return Decoder(Table(p, vocabulary), NoDraft(), walk, warp=warp or Warp())
 
 
-WARPS = [Warp(), Warp(temperature=0.0), Warp(temperature=0.5), Warp(top_k=2), Warp(top_p=0.7), Warp(min_p=0.4)]
+WARPS = [
+    Warp(),
+    Warp(temperature=0.0),
+    Warp(temperature=0.5),
+    Warp(top_k=2),
+    Warp(top_p=0.7),
+    Warp(min_p=0.4),
+]
 
 
 @pytest.mark.parametrize("warp", WARPS, ids=str)
 @pytest.mark.parametrize("gamma", [1, 2])
 def test_the_joint_law_of_three_tokens_is_the_targets(warp: Warp, gamma: int) -> None:
     for p, q in ((1, 2), (3, 4)):
-        assert law(lambda p=p, q=q: made(p, q, warp, gamma=gamma), 3) == law(lambda p=p: plain(p, warp), 3)  # type: ignore[misc]
+        assert law(lambda p=p, q=q: made(p, q, warp, gamma=gamma), 3) == law(
+            lambda p=p: plain(p, warp), 3
+        )  # type: ignore[misc]
 
 
 def test_trap_a_greedy_draft_judged_by_its_soft_law_is_biased_and_the_law_sees_it() -> None:
@@ -67,7 +76,9 @@ def test_trap_a_greedy_draft_judged_by_its_soft_law_is_biased_and_the_law_sees_i
 
 
 def test_the_bonus_token_follows_a_draft_that_passes_whole() -> None:
-    request = Request(Table(1), [Table(1)], warp=Warp(temperature=0.0))  # the draft is the target: everything passes
+    request = Request(
+        Table(1), [Table(1)], warp=Warp(temperature=0.0)
+    )  # the draft is the target: everything passes
     d = CARD.make(request, gamma=3)
     d.extend((0,))
     assert len(d.step(Seeded(0)).tokens) == 4
@@ -102,7 +113,9 @@ def norm(w: list[int]) -> list[F]:
 
 
 @given(ROW, ROW)
-def test_leviathan_theorem_3_5_acceptance_is_one_minus_total_variation(wp: list[int], wq: list[int]) -> None:
+def test_leviathan_theorem_3_5_acceptance_is_one_minus_total_variation(
+    wp: list[int], wq: list[int]
+) -> None:
     p, q = norm(wp), norm(wq)
 
     def accepted(chance: Exhaustive) -> bool:
@@ -147,7 +160,9 @@ def test_measured_tokens_per_round_equal_the_prediction_on_a_pair_of_constant_ac
 
 
 @given(st.floats(0.02, 0.98), st.floats(0.01, 0.9))
-def test_leviathan_corollary_3_9_some_gamma_gains_where_alpha_exceeds_c(alpha: float, c: float) -> None:
+def test_leviathan_corollary_3_9_some_gamma_gains_where_alpha_exceeds_c(
+    alpha: float, c: float
+) -> None:
     best = best_gamma(alpha, c)
     assert walltime_gain(alpha, best, c) == max(walltime_gain(alpha, g, c) for g in range(65))
     if alpha > c:
@@ -189,7 +204,9 @@ def test_lenient_greedy_decoding_passes_what_is_nearly_the_best() -> None:
     assert easy.rounds <= strict.rounds
 
 
-@pytest.mark.parametrize("knobs", [{"gamma": 0}, {"lenience": 0.0}, {"lenience": 1.5}, {"gama": 3}, {"gamma": 2.5}])
+@pytest.mark.parametrize(
+    "knobs", [{"gamma": 0}, {"lenience": 0.0}, {"lenience": 1.5}, {"gama": 3}, {"gamma": 2.5}]
+)
 def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None:
     with pytest.raises(TinyspecError, match=r"gamma|lenience"):
         CARD.settings(knobs)
@@ -214,12 +231,17 @@ def test_draft_rows_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> Non
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_a_greedy_draft_on_real_arrays_is_made_of_point_masses_and_a_sampled_one_of_its_laws(penalty: float) -> None:
+def test_a_greedy_draft_on_real_arrays_is_made_of_point_masses_and_a_sampled_one_of_its_laws(
+    penalty: float,
+) -> None:
     """The tokens are those that drawing from the rows of zeros and a one would give, and lenience asks for no row either."""
     from tests.lm.small import LLAMA, model
 
     for temperature in (0.0, 1.0):
-        warp, session = Warp(temperature=temperature, repetition_penalty=penalty), model(LLAMA, seed=2).session()
+        warp, session = (
+            Warp(temperature=temperature, repetition_penalty=penalty),
+            model(LLAMA, seed=2).session(),
+        )
         drafter, context = ModelDraft(session, 4), [1, 2, 3]
         scores = session.extend(context)
         session.rewind(0)
@@ -236,8 +258,12 @@ def test_a_greedy_draft_on_real_arrays_is_made_of_point_masses_and_a_sampled_one
 
 
 @pytest.mark.skipif(_core.compute is None, reason="nothing was compiled")
-@pytest.mark.parametrize("warp", [Warp(0.0, repetition_penalty=1.3), Warp(0.8, repetition_penalty=1.3), Warp(0.7)])
-def test_guesses_and_laws_are_the_same_whether_they_choose_each_other_or_are_scored_as_trees(warp: Warp) -> None:
+@pytest.mark.parametrize(
+    "warp", [Warp(0.0, repetition_penalty=1.3), Warp(0.8, repetition_penalty=1.3), Warp(0.7)]
+)
+def test_guesses_and_laws_are_the_same_whether_they_choose_each_other_or_are_scored_as_trees(
+    warp: Warp,
+) -> None:
     """Under a penalty a law depends on every guess before it."""
     small = model(dtype=torch.float32)
     trees, context = [], list(PROMPT)

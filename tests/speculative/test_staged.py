@@ -24,7 +24,9 @@ from tinyspec.tree import TokenTree
 CARD = find("staged")
 
 
-def made(p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: object) -> Decoder:
+def made(
+    p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: object
+) -> Decoder:
     ledger: list = []
     target, draft = Table(p), Table(q, 3, zeros=False)
     target.ledger = draft.ledger = ledger
@@ -67,7 +69,11 @@ def test_the_second_stage_leaves_the_law_of_the_tree_as_it_is(warp: Warp) -> Non
             d = made(warp=warp, guesses=guesses)
             d.extend((0, 1))
             tree = d.drafter.propose(d.context, 5, warp, chance.split("draft", 0))
-            return tree.tokens, tree.parents, tuple(None if q is None else tuple(q) for q in tree.laws)
+            return (
+                tree.tokens,
+                tree.parents,
+                tuple(None if q is None else tuple(q) for q in tree.laws),
+            )
 
         return Exhaustive.law(play)
 
@@ -93,7 +99,9 @@ def test_one_call_of_the_target_a_round_and_no_more_calls_of_the_draft_than_toke
 
 
 @pytest.mark.parametrize(("budget", "width"), [(1, 1), (1, 3), (5, 2), (9, 3), (4, 1)])
-def test_the_tree_has_its_budget_and_no_node_more_children_than_the_width(budget: int, width: int) -> None:
+def test_the_tree_has_its_budget_and_no_node_more_children_than_the_width(
+    budget: int, width: int
+) -> None:
     d = made(budget=budget, width=width)
     d.extend((0, 1))
     tree = d.step(Seeded(0)).tree

@@ -31,7 +31,9 @@ GREEDY = Warp(temperature=0.0)
 NOTHING = Scores(None, None, ())  # type: ignore[arg-type]
 
 
-def drafter(alpha: float = 1.0, most: int = 32, floor: float = 0.0, price: float = 0.0, depth: int = 32) -> Suffixes:
+def drafter(
+    alpha: float = 1.0, most: int = 32, floor: float = 0.0, price: float = 0.0, depth: int = 32
+) -> Suffixes:
     return Suffixes(Forest(depth, 1 << 20), count(1), alpha, most, floor, price)
 
 
@@ -64,12 +66,19 @@ def test_the_draft_can_hope_for_as_much_as_any(text: list[int], alpha: float) ->
     d = drafter(alpha, most=99, depth=60)
     d.extend(text, NOTHING)
     _, _, shares, _ = d.forest.best((d.own,), text, alpha, 99, 99, 0.0)
-    assert sum(shares) == pytest.approx(max(hopes(text, p, int(alpha * p)) for p in range(1, len(text) + 1)))
+    assert sum(shares) == pytest.approx(
+        max(hopes(text, p, int(alpha * p)) for p in range(1, len(text) + 1))
+    )
 
 
 def test_a_draft_is_bounded_by_alpha_p_by_most_and_by_the_room() -> None:
     text = [*range(10), *range(4)]
-    for settings_, room, size in (({}, 99, 4), ({"alpha": 1.5}, 99, 6), ({"alpha": 9.0, "most": 5}, 99, 5), ({}, 2, 2)):
+    for settings_, room, size in (
+        ({}, 99, 4),
+        ({"alpha": 1.5}, 99, 6),
+        ({"alpha": 9.0, "most": 5}, 99, 5),
+        ({}, 2, 2),
+    ):
         d = drafter(**settings_)
         d.extend(text, NOTHING)
         assert list(drafted(d, text, room).tokens) == list(range(4, 4 + size))
@@ -162,6 +171,10 @@ def test_outputs_stay_bounded_over_requests() -> None:
 
 
 def test_bad_knobs_are_one_line() -> None:
-    for knob, says in (({"alpha": -1}, "alpha is -1"), ({"depth": 1}, "depth is 1"), ({"floor": 2}, "floor is 2")):
+    for knob, says in (
+        ({"alpha": -1}, "alpha is -1"),
+        ({"depth": 1}, "depth is 1"),
+        ({"floor": 2}, "floor is 2"),
+    ):
         with pytest.raises(TinyspecError, match=says):
             CARD.make(Request(Table(3)), **knob)

@@ -63,11 +63,18 @@ def proposed(room: int, ends: frozenset[int] = frozenset(), context: tuple[int, 
     return Recycling(learnt(), 6, 3, ends).propose(context, room, GREEDY, Seeded(0))
 
 
-def test_a_draft_is_no_deeper_than_the_room_and_stops_at_the_end_of_text_and_at_tokens_never_scored() -> None:
+def test_a_draft_is_no_deeper_than_the_room_and_stops_at_the_end_of_text_and_at_tokens_never_scored() -> (
+    None
+):
     assert max(proposed(9).depths()) == 3
     assert max(proposed(1).depths()) == 1
     assert proposed(0).tokens == []
-    assert all(tree.tokens[up] != 1 for tree in [proposed(9, frozenset({1}))] for up in tree.parents if up != ROOT)
+    assert all(
+        tree.tokens[up] != 1
+        for tree in [proposed(9, frozenset({1}))]
+        for up in tree.parents
+        if up != ROOT
+    )
     assert proposed(9, context=(0, 3)).tokens == []  # 3 was never scored
 
 
@@ -89,8 +96,15 @@ def test_candidates_are_the_highest_logits_and_of_equals_the_lowest_ids() -> Non
     rows = np.random.default_rng(0).integers(0, 4, (5, 40)).astype(np.float32)
     for k in (1, 3, 40):
         found = candidates(torch.from_numpy(rows), range(5), k)
-        assert [[rows[i, t] for t in ids] for i, ids in enumerate(found)] == (-np.sort(-rows))[:, :k].tolist()
-        assert all(a < b for i, ids in enumerate(found) for a, b in pairwise(ids) if rows[i, a] == rows[i, b])
+        assert [[rows[i, t] for t in ids] for i, ids in enumerate(found)] == (-np.sort(-rows))[
+            :, :k
+        ].tolist()
+        assert all(
+            a < b
+            for i, ids in enumerate(found)
+            for a, b in pairwise(ids)
+            if rows[i, a] == rows[i, b]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +114,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_a_user_gets_the_greedy_text_and_the_matrix_stays_with_the_model(model: Any) -> None:
     prompt, plain = [1, 2, 3], generate(model, [1, 2, 3], max_new_tokens=24)
-    first, second = (generate(model, prompt, max_new_tokens=24, method="token_recycling") for _ in range(2))
+    first, second = (
+        generate(model, prompt, max_new_tokens=24, method="token_recycling") for _ in range(2)
+    )
     assert first.tokens == second.tokens == plain.tokens
     assert second.stats.target_calls <= first.stats.target_calls
     known = kept(model.session(), ("token_recycling", 8), lambda: Matrix(8))
@@ -114,7 +130,10 @@ def test_nothing_is_made_where_nothing_is_asked_for(model: Any) -> None:
 
 def test_an_end_of_text_inside_a_block_ends_the_text() -> None:
     for eos in range(3):
-        d = CARD.make(Request(Table(3), warp=GREEDY, stop=Stop(eos=frozenset({eos}), max_new_tokens=9)), **SMALL)
+        d = CARD.make(
+            Request(Table(3), warp=GREEDY, stop=Stop(eos=frozenset({eos}), max_new_tokens=9)),
+            **SMALL,
+        )
         d.extend([0])
         while not d.finished:
             d.step(Seeded(d.rounds))

@@ -13,7 +13,12 @@ from tinyspec.decoding.sampling import Warp
 from tinyspec.decoding.stop import Stop
 from tinyspec.decoding.verify import walk
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.toys.triforce import finds_the_needle, joint_law_of_three_levels, middle_draws_again, window_only
+from tinyspec.laws.toys.triforce import (
+    finds_the_needle,
+    joint_law_of_three_levels,
+    middle_draws_again,
+    window_only,
+)
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.ops import attend_causal, linear
@@ -27,7 +32,9 @@ KNOBS = {"gamma1": 1, "gamma2": 3, "budget": 4, "chunk": 2, "rebuild": 5, "sink"
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
-def made(config: Config = LLAMA, warp: Warp | None = None, tokens: int = 20, **knobs: int) -> Decoder:
+def made(
+    config: Config = LLAMA, warp: Warp | None = None, tokens: int = 20, **knobs: int
+) -> Decoder:
     ledger: list = []
     request = Request(
         model(config, seed=1).session(ledger), [model(config, seed=2).session(ledger)],
@@ -74,7 +81,9 @@ def test_trap_a_middle_that_draws_again_after_a_refusal_loses_the_law() -> None:
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("length", [9, 12])
-def test_the_chunks_are_those_whose_mean_key_agrees_most_with_the_newest_query(config: Config, length: int) -> None:
+def test_the_chunks_are_those_whose_mean_key_agrees_most_with_the_newest_query(
+    config: Config, length: int
+) -> None:
     d = made(config)
     text = TEXT[:length]
     d.extend(text)
@@ -106,12 +115,16 @@ def test_a_budget_that_holds_the_context_makes_middle_and_target_agree_always(wa
     rounds = [d.step(Seeded(number)) for number in range(4)]
     assert [len(round.tokens) for round in rounds[1:]] == [4, 4, 4]  # alpha = 1
     assert [len(round.verdict.refused) for round in rounds] == [0, 0, 0, 0]
-    assert all(sum(call.rows for call in round.calls) <= 1 for round in rounds[1:])  # and the check is free: one row
+    assert all(
+        sum(call.rows for call in round.calls) <= 1 for round in rounds[1:]
+    )  # and the check is free: one row
 
 
 def test_a_budget_as_large_as_the_models_context_is_said_to_be_the_full_cache() -> None:
     request = Request(model().session(), [model(seed=2).session()], positions=64)
-    with pytest.warns(UserWarning, match="budget of 64 tokens holds the whole context of 64.*full cache"):
+    with pytest.warns(
+        UserWarning, match="budget of 64 tokens holds the whole context of 64.*full cache"
+    ):
         CARD.make(request, budget=64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -120,7 +133,13 @@ def test_a_budget_as_large_as_the_models_context_is_said_to_be_the_full_cache() 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_greedy_text_is_plain_greedy_text(config: Config) -> None:
-    plain = Decoder(model(config, seed=1).session(), NoDraft(), walk, warp=Warp(0.0), stop=Stop(max_new_tokens=20))
+    plain = Decoder(
+        model(config, seed=1).session(),
+        NoDraft(),
+        walk,
+        warp=Warp(0.0),
+        stop=Stop(max_new_tokens=20),
+    )
     assert finish(made(config), TEXT) == finish(plain, TEXT)
 
 
@@ -188,7 +207,9 @@ def test_short_requests_end_where_they_should(tokens: int) -> None:
 def test_an_end_of_text_in_the_middles_draft_ends_the_text() -> None:
     text = finish(made(), TEXT)
     d = made()
-    d.stop = d.drafter.ends = d.drafter.decoder.stop = Stop(eos=frozenset({text[6]}), max_new_tokens=20)
+    d.stop = d.drafter.ends = d.drafter.decoder.stop = Stop(
+        eos=frozenset({text[6]}), max_new_tokens=20
+    )
     assert finish(d, TEXT) == text[: text.index(text[6]) + 1]
 
 

@@ -32,7 +32,10 @@ def test_em_never_loses_likelihood(rounds: int, placed: int) -> None:
 def test_model_1_is_what_brute_force_says() -> None:
     """One round by plain loops on a corpus of three pairs, NULL included."""
     source, target = [[1, 2], [1, 3], [2]], [[7, 8], [9, 7], [8, 8]]
-    beside = {s: {t for x, y in zip(source, target, strict=True) for t in y if s in (-1, *x)} for s in (-1, 1, 2, 3)}
+    beside = {
+        s: {t for x, y in zip(source, target, strict=True) for t in y if s in (-1, *x)}
+        for s in (-1, 1, 2, 3)
+    }
     said = {(s, t): 1 / len(beside[s]) for s in beside for t in beside[s]}
     counts = Counter[tuple[int, int]]()
     likelihood = 0.0
@@ -45,7 +48,9 @@ def test_model_1_is_what_brute_force_says() -> None:
     aligned = align(source, target, rounds=1, placed=0)
     assert aligned.likelihood[0] == pytest.approx(likelihood)
     for (s, t), p in aligned.lexicon.items():
-        assert p == pytest.approx(counts[s, t] / sum(n for (other, _), n in counts.items() if other == s))
+        assert p == pytest.approx(
+            counts[s, t] / sum(n for (other, _), n in counts.items() if other == s)
+        )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,9 @@ def test_model_1_is_what_brute_force_says() -> None:
 def test_more_than_95_in_100_known_alignments_are_found(kinds: tuple[str, ...], modes: int) -> None:
     source, target, truth = corpus(kinds, modes)
     links = align(source, target).links
-    right = sum(int((link == np.array(known)).sum()) for link, known in zip(links, truth, strict=True))
+    right = sum(
+        int((link == np.array(known)).sum()) for link, known in zip(links, truth, strict=True)
+    )
     assert right > 0.95 * sum(map(len, truth))
 
 
@@ -69,8 +76,12 @@ def test_places_settle_what_words_cannot() -> None:
 def test_fertilities_add_up_to_the_targets_length() -> None:
     source, target, truth = corpus(("fert",), 2, 300)
     for x, y, link, known in zip(source, target, align(source, target).links, truth, strict=True):
-        assert fertilities(link, len(x)).sum() == len(y) and len(fertilities(known, len(x))) == len(x)
-        assert fertilities(link, len(x), most=2).max() <= 2 and fertilities(link, len(x), most=2).sum() == len(y)
+        assert fertilities(link, len(x)).sum() == len(y) and len(fertilities(known, len(x))) == len(
+            x
+        )
+        assert fertilities(link, len(x), most=2).max() <= 2 and fertilities(
+            link, len(x), most=2
+        ).sum() == len(y)
 
 
 def test_29_000_pairs_of_12_words_take_well_under_three_minutes() -> None:

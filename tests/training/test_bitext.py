@@ -25,7 +25,11 @@ from tinyspec.training.bitext import (
     usable,
 )
 
-TEXTS = [("A dog runs.", "Ein Hund rennt."), ("A dog sleeps.", "Ein Hund schläft."), ("Dogs run.", "Hunde rennen.")]
+TEXTS = [
+    ("A dog runs.", "Ein Hund rennt."),
+    ("A dog sleeps.", "Ein Hund schläft."),
+    ("Dogs run.", "Hunde rennen."),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_the_first_ids_are_pad_bos_eos_and_mask(tokenizer: Tokenizer) -> None:
-    assert [tokenizer.backend.token_to_id(token) for token in SPECIAL] == [PAD, BOS, EOS, MASK] == [0, 1, 2, 3]
+    assert (
+        [tokenizer.backend.token_to_id(token) for token in SPECIAL]
+        == [PAD, BOS, EOS, MASK]
+        == [0, 1, 2, 3]
+    )
     assert (tokenizer.bos, tokenizer.eos) == (BOS, EOS)
     assert tokenizer.special_ids == {PAD, BOS, EOS, MASK}
 
@@ -46,7 +54,9 @@ def test_a_word_is_the_same_token_at_the_beginning_and_inside(tokenizer: Tokeniz
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 @settings(max_examples=60, deadline=None)
-def test_any_text_comes_back_in_composed_unicode_with_single_spaces(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_comes_back_in_composed_unicode_with_single_spaces(
+    tokenizer: Tokenizer, text: str
+) -> None:
     clean = tokenizer.backend.normalizer.normalize_str(text)
     assert tokenizer.decode(tokenizer.encode(text)) == clean
     assert tokenizer.decode(tokenizer.encode(" Ein\xa0 Ma\u0308nnchen \n")) == "Ein Männchen"
@@ -81,7 +91,9 @@ def test_buckets_hold_every_pair_once_and_as_many_places_as_asked() -> None:
     assert buckets(library(1), 1) == [[0]]  # a pair that is too long for a batch is one alone
 
 
-def test_every_pair_is_drawn_as_often_as_any_other_and_a_batch_depends_on_its_generator_alone() -> None:
+def test_every_pair_is_drawn_as_often_as_any_other_and_a_batch_depends_on_its_generator_alone() -> (
+    None
+):
     pairs = library(120)
     draw = drawn(pairs, 120)
     seen: Counter[int] = Counter()
@@ -92,7 +104,9 @@ def test_every_pair_is_drawn_as_often_as_any_other_and_a_batch_depends_on_its_ge
         seen.update(batch)
     mean = sum(seen.values()) / len(pairs)
     assert max(abs(seen[i] - mean) for i in range(len(pairs))) < 6 * mean**0.5
-    assert draw(torch.Generator().manual_seed(7)) == drawn(pairs, 120)(torch.Generator().manual_seed(7))
+    assert draw(torch.Generator().manual_seed(7)) == drawn(pairs, 120)(
+        torch.Generator().manual_seed(7)
+    )
     with pytest.raises(TinyspecError, match="no pairs to train on"):
         drawn([], 100)
 

@@ -25,7 +25,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def test_the_title_block_goes_and_the_text_stays() -> None:
     header = "# Title: T\n\n## Author: A\n\n## Year: 1900\n\n-------\n"
-    assert corpus.clean(header + '"Go!"\r\n\r\n## Part II \r\n\r\nhe said. \r\n') == '"Go!"\n\n## Part II\n\nhe said.'
+    assert (
+        corpus.clean(header + '"Go!"\r\n\r\n## Part II \r\n\r\nhe said. \r\n')
+        == '"Go!"\n\n## Part II\n\nhe said.'
+    )
 
 
 @given(st.text(alphabet=st.sampled_from("ab#- \t\r\n:"), max_size=60))
@@ -39,12 +42,18 @@ def test_a_rule_in_the_middle_of_a_book_is_text() -> None:
     assert corpus.clean("one\n\n-------\ntwo") == "one\n\n-------\ntwo"
 
 
-@given(st.text(max_size=40).filter(lambda t: "\r\n" not in t and not any("\ud800" <= c <= "\udfff" for c in t)))
+@given(
+    st.text(max_size=40).filter(
+        lambda t: "\r\n" not in t and not any("\ud800" <= c <= "\udfff" for c in t)
+    )
+)
 def test_any_text_can_be_encoded_and_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_tokenizer_knows_the_end_and_no_carriage_returns(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_tokenizer_knows_the_end_and_no_carriage_returns(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     assert tokenizer.eos == 0
     assert tokenizer.bos is None
     assert tokenizer.encode("a\r\nb") == tokenizer.encode("a\nb")
@@ -52,7 +61,9 @@ def test_the_tokenizer_knows_the_end_and_no_carriage_returns(tokenizer: Tokenize
     assert Tokenizer.from_folder(tmp_path).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
 
 
-def test_training_the_tokenizer_twice_gives_the_same_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_training_the_tokenizer_twice_gives_the_same_one(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     again = corpus.train_tokenizer(TEXTS, 300, tmp_path)
     assert again.backend.to_str() == tokenizer.backend.to_str()
 
@@ -70,7 +81,9 @@ def test_crops_are_consecutive_tokens_and_depend_on_the_generator_alone() -> Non
     assert (targets == inputs + 1).all()
     assert (inputs.diff() == 1).all()
     assert (draw(torch.Generator().manual_seed(3))[0] == inputs).all()
-    starts = {int(r[0]) for seed in range(300) for r in draw(torch.Generator().manual_seed(seed))[0]}
+    starts = {
+        int(r[0]) for seed in range(300) for r in draw(torch.Generator().manual_seed(seed))[0]
+    }
     assert starts == set(range(92)), "every place of the text can be drawn, its ends too"
 
 
@@ -86,7 +99,9 @@ def test_every_token_but_the_first_is_scored_once_with_enough_context(
     seen: list[int] = []
     starts = {d.tokens[0] for d in documents}
     for inputs, targets, scored in corpus.windows(documents, context, stride, batch=3):
-        for row, answer, mask in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
+        for row, answer, mask in zip(
+            inputs.tolist(), targets.tolist(), scored.tolist(), strict=True
+        ):
             for i, (token, counts) in enumerate(zip(answer, mask, strict=True)):
                 if counts:
                     seen.append(token)
@@ -99,7 +114,9 @@ def test_a_uniform_law_costs_log2_of_the_vocabulary_per_token(tokenizer: Tokeniz
     documents = [corpus.document(tokenizer, text, 0) for text in TEXTS]
     tokens = sum(len(d.tokens) - 1 for d in documents)
     size = sum(len(text.encode()) for text in TEXTS)
-    bits = corpus.bits_per_byte(lambda ids: torch.zeros(*ids.shape, 300), documents, context=8, stride=3)
+    bits = corpus.bits_per_byte(
+        lambda ids: torch.zeros(*ids.shape, 300), documents, context=8, stride=3
+    )
     assert bits == pytest.approx(tokens * math.log2(300) / size, rel=1e-6)
 
 

@@ -53,7 +53,9 @@ def test_the_floors_are_those_of_the_enumerated_law(kinds: tuple[str, ...], nois
 
 @pytest.mark.parametrize("kind", ["lex", "ord"])
 @pytest.mark.parametrize("modes", [1, 3, 5])
-def test_writing_at_once_costs_the_choice_of_the_dialect_at_every_place(kind: str, modes: int) -> None:
+def test_writing_at_once_costs_the_choice_of_the_dialect_at_every_place(
+    kind: str, modes: int
+) -> None:
     task = Dialects((kind,), modes=modes)
     for pair in task.corpus(10, seed=1):
         floors = task.floors(pair.source)
@@ -71,7 +73,9 @@ def test_fertility_makes_lengths_differ_and_the_length_tells_of_the_dialect() ->
     task = Dialects(("fert",), modes=2)
     source = (4, 5, 7, 9, 11)  # one even word, four odd ones
     assert [len(pair.target) for pair in task.renderings(source)] == [6, 9]
-    assert task.floors(source) == pytest.approx((math.log(2), math.log(2), 0))  # who is told the length knows all
+    assert task.floors(source) == pytest.approx(
+        (math.log(2), math.log(2), 0)
+    )  # who is told the length knows all
     same = (4, 5, 6, 7)  # two and two
     floors = Dialects(("fert",), modes=2, shortest=4).floors(same)
     assert floors.length == 0
@@ -79,11 +83,15 @@ def test_fertility_makes_lengths_differ_and_the_length_tells_of_the_dialect() ->
 
 
 @pytest.mark.parametrize("kinds", ALL, ids="+".join)
-def test_alignments_fertilities_and_trees_tell_how_a_sentence_was_made(kinds: tuple[str, ...]) -> None:
+def test_alignments_fertilities_and_trees_tell_how_a_sentence_was_made(
+    kinds: tuple[str, ...],
+) -> None:
     task = Dialects(kinds, modes=3)
     for pair in task.corpus(60, seed=2):
         assert len(pair.alignment) == len(pair.target) == sum(pair.fertilities)
-        assert [pair.alignment.count(at) for at in range(len(pair.source))] == list(pair.fertilities)
+        assert [pair.alignment.count(at) for at in range(len(pair.source))] == list(
+            pair.fertilities
+        )
         spans = [span for phrase in pair.tree for span in phrase]
         for (begin, end), at in zip(spans, dict.fromkeys(pair.alignment), strict=True):
             assert list(pair.target[begin:end]) == task.said(pair.source[at] - MASK - 1, pair.mode)
@@ -119,7 +127,9 @@ def test_noise_replaces_a_token_by_another_one() -> None:
     task = Dialects(noise=0.3)
     pairs = task.corpus(300, seed=8)
     wrong = sum(
-        a != b for pair in pairs for a, b in zip(pair.target, task.render(pair.source, pair.mode).target, strict=True)
+        a != b
+        for pair in pairs
+        for a, b in zip(pair.target, task.render(pair.source, pair.mode).target, strict=True)
     )
     assert abs(wrong / sum(len(pair.target) for pair in pairs) - 0.3) < 0.04
     assert all(24 <= token < task.vocab_size for pair in pairs for token in pair.target)

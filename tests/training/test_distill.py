@@ -55,10 +55,14 @@ def test_a_chat_model_asks_itself_between_the_ids_of_its_template(zoo: Zoo) -> N
     assert asked[: len(lead)] == lead and asked[len(asked) - len(closing) :] == closing
     text = wrote(model)[0]
     assert text.ids[: len(lead)].tolist() == lead
-    assert not set(range(len(lead) - 1)) & set(text.known.tolist())  # nothing is learnt of the template
+    assert not set(range(len(lead) - 1)) & set(
+        text.known.tolist()
+    )  # nothing is learnt of the template
 
 
-def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(
+    zoo: Zoo, tmp_path: Path
+) -> None:
     model = tinyspec.load(zoo.big)
     asking = Asking(texts=6, tokens=6, question=4, batch=4)
     asks = outputs.asks(model, asking)
@@ -73,9 +77,15 @@ def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(zoo: Zoo, 
     assert (tmp_path / "o" / "00000.pt").stat().st_mtime_ns == before
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(first, again, strict=True))
     more = Asking(texts=9, tokens=6, question=4, batch=4)
-    assert outputs.folder(model, more) == outputs.folder(model, asking) != outputs.folder(model, Asking(texts=9))
+    assert (
+        outputs.folder(model, more)
+        == outputs.folder(model, asking)
+        != outputs.folder(model, Asking(texts=9))
+    )
     grown = outputs.write(model, outputs.asks(model, more), more, tmp_path / "o")
-    assert len(grown) == 9 and all(torch.equal(a.ids, b.ids) for a, b in zip(first, grown, strict=False))
+    assert len(grown) == 9 and all(
+        torch.equal(a.ids, b.ids) for a, b in zip(first, grown, strict=False)
+    )
     (tmp_path / "o" / "00000.pt").write_bytes(b"broken")
     with pytest.raises(TinyspecError, match="delete it, and it is written again"):
         outputs.write(model, asks, asking, tmp_path / "o")
@@ -91,13 +101,21 @@ def test_prompts_come_from_a_file_where_one_is_given(zoo: Zoo, tmp_path: Path) -
         outputs.asks(model, Asking(), file)
 
 
-def test_prompts_do_not_depend_on_how_many_there_are(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    books = [outputs.data.Book("A", "T", "\n\n".join(["the cat sat on the mat " * 12, "the dog ran"]))] * 3
+def test_prompts_do_not_depend_on_how_many_there_are(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    books = [
+        outputs.data.Book("A", "T", "\n\n".join(["the cat sat on the mat " * 12, "the dog ran"]))
+    ] * 3
     sums = [outputs.data.Sum(f"the cat and {n}?", "") for n in range(9)]
-    monkeypatch.setattr(outputs.data, "books", lambda split, root: books if split == "train" else [])
+    monkeypatch.setattr(
+        outputs.data, "books", lambda split, root: books if split == "train" else []
+    )
     monkeypatch.setattr(outputs.data, "gsm8k", lambda split, root: sums if split == "train" else [])
     for model in (tinyspec.load(zoo.big), tinyspec.load(zoo.small)):
-        few, many = (outputs.asks(model, Asking(texts=n, tokens=4, prompt=20, batch=2)) for n in (7, 20))
+        few, many = (
+            outputs.asks(model, Asking(texts=n, tokens=4, prompt=20, batch=2)) for n in (7, 20)
+        )
         assert many[:7] == few
         assert len({tuple(ask.ids) for ask in many}) > 2
         assert all(len(ask.ids) <= 90 for ask in many)
@@ -127,17 +145,26 @@ def test_the_words_are_those_the_target_wrote_most_and_always_the_end_of_text(zo
 
 
 def test_the_compared_alpha_is_the_overlap_of_whole_laws_where_all_of_p_is_known(zoo: Zoo) -> None:
-    target, small = tinyspec.load(zoo.big, dtype="float32"), tinyspec.load(zoo.small, dtype="float32")
+    target, small = (
+        tinyspec.load(zoo.big, dtype="float32"),
+        tinyspec.load(zoo.small, dtype="float32"),
+    )
     text = wrote(target, top=target.config.vocab_size)[0]
     batch = imitation.rows([text], small.config)([0], 96, torch.device("cpu"))
     cross, alpha = imitation.compared(Blocks(small.config, dict(small.weights)), *batch)
     ids = text.ids.tolist()
     p, q = (model.logits(ids)[text.known] for model in (target, small))
-    assert float(alpha) == pytest.approx(float(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).mean()), abs=2e-3)
-    assert float(cross) == pytest.approx(float(-(p.softmax(-1) * q.log_softmax(-1)).sum(-1).mean()), abs=2e-2)
+    assert float(alpha) == pytest.approx(
+        float(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).mean()), abs=2e-3
+    )
+    assert float(cross) == pytest.approx(
+        float(-(p.softmax(-1) * q.log_softmax(-1)).sum(-1).mean()), abs=2e-2
+    )
     figures = imitation.judged(target, small, [text])
     assert figures["alpha"] == pytest.approx(float(alpha), abs=2e-3)
-    assert imitation.judged(target, target, [text]) == pytest.approx({"alpha": 1, "agreement": 1, "sayable": 1})
+    assert imitation.judged(target, target, [text]) == pytest.approx(
+        {"alpha": 1, "agreement": 1, "sayable": 1}
+    )
     assert float(distillation(p, p)) == pytest.approx(0, abs=1e-5)
 
 
@@ -172,9 +199,23 @@ def test_a_draft_begins_as_its_targets_first_layers(zoo: Zoo) -> None:
 # ---------------------------------------------------------------------- the command
 
 
-def test_a_draft_with_its_own_words_is_made_and_drafts_for_its_target(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_draft_with_its_own_words_is_made_and_drafts_for_its_target(
+    zoo: Zoo, tmp_path: Path
+) -> None:
     out = tmp_path / "draft"
-    call = ["train", "lm", "--distill", zoo.big, "--layers", "1", "--draft-vocab", "60", "--out", str(out), "--quiet"]
+    call = [
+        "train",
+        "lm",
+        "--distill",
+        zoo.big,
+        "--layers",
+        "1",
+        "--draft-vocab",
+        "60",
+        "--out",
+        str(out),
+        "--quiet",
+    ]
     result = run(*call, *SMALL)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("alpha 0.") and "agreement" in result.stdout
@@ -190,10 +231,20 @@ def test_a_draft_with_its_own_words_is_made_and_drafts_for_its_target(zoo: Zoo, 
     assert "alpha = mean of sum min(p, q)" in card and "60 of" in card
     assert not (out / ".tinyspec").exists()
     recipe = (out / "recipe.toml").read_text(encoding="utf-8")
-    assert "draft_vocab = 60" in recipe and "steps = 30" in recipe and 'teacher = "../big"' in recipe
+    assert (
+        "draft_vocab = 60" in recipe and "steps = 30" in recipe and 'teacher = "../big"' in recipe
+    )
     assert "already holds a trained model" in failed(run(*call))
     weights = dict(draft.weights)
-    again = run("train", "lm", "--recipe", str(out / "recipe.toml"), "--out", str(tmp_path / "again"), "--quiet")
+    again = run(
+        "train",
+        "lm",
+        "--recipe",
+        str(out / "recipe.toml"),
+        "--out",
+        str(tmp_path / "again"),
+        "--quiet",
+    )
     assert again.exit_code == 0, again.output
     for name, weight in tinyspec.load(tmp_path / "again").weights.items():
         assert torch.equal(weight, weights[name])
@@ -227,7 +278,18 @@ def test_an_interrupted_distillation_goes_on_to_the_same_draft(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def call(out: str) -> list[str]:
-        return ["train", "lm", "--distill", zoo.big, "--layers", "1", "--out", str(tmp_path / out), "--quiet", *SMALL]
+        return [
+            "train",
+            "lm",
+            "--distill",
+            zoo.big,
+            "--layers",
+            "1",
+            "--out",
+            str(tmp_path / out),
+            "--quiet",
+            *SMALL,
+        ]
 
     assert run(*call("whole")).exit_code == 0
     steps, compared = iter(range(100)), distill.compared
@@ -255,6 +317,8 @@ def test_what_is_wrong_is_said_in_one_line(zoo: Zoo, tmp_path: Path) -> None:
     big = [*lm, "--distill", zoo.big]
     assert "did you mean 'tokens'" in failed(run(*big, "--set", "distill.tokes=3"))
     assert "temperature is 0" in failed(run(*big, "--set", "distill.temperature=0"))
-    assert "d_model is 32, not 16" in failed(run(*big, "--draft-vocab", "9", "--set", "shape.d_model=16"))
+    assert "d_model is 32, not 16" in failed(
+        run(*big, "--draft-vocab", "9", "--set", "shape.d_model=16")
+    )
     assert "drop vocab_size" in failed(run(*big, "--set", "shape.vocab_size=16"))
     assert "section [shape]" in failed(run(*big, "--set", "shape.width=16"))

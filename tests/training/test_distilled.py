@@ -15,7 +15,9 @@ SOURCES = [[4, 5, 6, 7], [8], [9, 4, 9], [5, 5], [10, 8, 7, 6, 5]]
 
 
 def model(seed: int = 0) -> Seq2Seq:
-    config = Seq2SeqConfig(11, d_model=16, n_heads=2, d_ff=24, encoder_layers=1, decoder_layers=1, max_positions=16)
+    config = Seq2SeqConfig(
+        11, d_model=16, n_heads=2, d_ff=24, encoder_layers=1, decoder_layers=1, max_positions=16
+    )
     return Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64)
 
 
@@ -36,7 +38,9 @@ def test_sentences_written_together_are_those_written_one_by_one(beam: int) -> N
 
 
 def test_a_beam_of_one_is_greedy() -> None:
-    assert write(model(), SOURCES, Writing(beam=1)) == write(model(), SOURCES, Writing(beam=1, length_power=0.0))
+    assert write(model(), SOURCES, Writing(beam=1)) == write(
+        model(), SOURCES, Writing(beam=1, length_power=0.0)
+    )
 
 
 def test_what_is_written_is_not_written_again_and_an_interrupted_writing_goes_on(
@@ -56,7 +60,9 @@ def test_what_is_written_is_not_written_again_and_an_interrupted_writing_goes_on
     assert asked == [2, 2]
     whole = translations(teacher, SOURCES, batch=2)
     assert asked == [2, 2, 2, 1]
-    assert translations(teacher, SOURCES, batch=2) == whole == translations(teacher, SOURCES, batch=3)
+    assert (
+        translations(teacher, SOURCES, batch=2) == whole == translations(teacher, SOURCES, batch=3)
+    )
     assert not list(folder(teacher, SOURCES, Writing()).glob("*.part"))
 
 

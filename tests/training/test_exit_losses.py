@@ -18,7 +18,15 @@ from tinyspec.training.recipe import read_recipe
 __all__ = ["zoo"]
 
 CONFIG = Config(
-    vocab_size=11, d_model=16, n_layers=5, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=24, max_positions=16, tied=True
+    vocab_size=11,
+    d_model=16,
+    n_layers=5,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=8,
+    d_ff=24,
+    max_positions=16,
+    tied=True,
 )
 KINDS = [
     Exits(),
@@ -45,7 +53,9 @@ def test_linear_weights_are_proportional_to_the_depth() -> None:
 def test_sum_weights_are_those_of_layerskip() -> None:
     # e(l) = e_scale (0 + .. + l), and L - 1 + e_scale (0 + .. + L - 2) at the last of L = 4 layers
     assert Exits("sum", e_scale=0.5).e(4) == [0.0, 0.5, 1.5, 3 + 0.5 * 3]
-    assert Exits("sum", e_scale=0.0).shares(4, 0, 0.0) == [0, 0, 0, 1], "without a scale only the last layer counts"
+    assert Exits("sum", e_scale=0.0).shares(4, 0, 0.0) == [0, 0, 0, 1], (
+        "without a scale only the last layer counts"
+    )
 
 
 def test_dropout_is_zero_at_the_bottom_and_p_max_at_the_top_of_the_end() -> None:
@@ -56,7 +66,9 @@ def test_dropout_is_zero_at_the_bottom_and_p_max_at_the_top_of_the_end() -> None
     assert end == sorted(end)
     assert end[3] == pytest.approx(0.3 * (math.exp(3 * math.log(2) / 9) - 1))
     assert exits.dropped(10, 0.0) == [0.0] * 10, "from scratch it rises from none"
-    assert Exits(p_max=0.3, scratch=False).dropped(10, 0.0) == end, "a trained model gets all of it at once"
+    assert Exits(p_max=0.3, scratch=False).dropped(10, 0.0) == end, (
+        "a trained model gets all of it at once"
+    )
 
 
 def test_the_last_step_of_a_course_has_all_of_the_dropout() -> None:
@@ -67,14 +79,19 @@ def test_the_last_step_of_a_course_has_all_of_the_dropout() -> None:
 
 def test_the_rotational_curriculum_covers_every_early_layer_equally_often() -> None:
     exits = Exits("linear", curriculum="rotational", rotation=4)
-    counted = [sum(exits.counts(layer, 10, step, 0.0) for step in range(4 * 5)) for layer in range(10)]
+    counted = [
+        sum(exits.counts(layer, 10, step, 0.0) for step in range(4 * 5)) for layer in range(10)
+    ]
     assert counted == [5] * 9 + [20]
     assert [layer for layer in range(10) if exits.counts(layer, 10, 5, 0.0)] == [1, 5, 9]
 
 
 def test_the_gradual_curriculum_goes_down_from_the_top_and_ends_with_all_on() -> None:
     exits = Exits("linear", curriculum="gradual")
-    on = [[layer for layer in range(10) if exits.counts(layer, 10, step, step / 200)] for step in range(200)]
+    on = [
+        [layer for layer in range(10) if exits.counts(layer, 10, step, step / 200)]
+        for step in range(200)
+    ]
     assert on[0] == [9]
     assert on[10] == [8, 9], "one more each T / (2 L) = 10 steps"
     assert all(layers == list(range(layers[0], 10)) for layers in on)
@@ -90,9 +107,15 @@ def test_every_exit_reads_the_one_norm_and_the_one_head() -> None:
     for layers in range(1, 6):
         short = Model(
             Config(**{**vars(CONFIG), "n_layers": layers}),
-            {name: w for name, w in model.weights.items() if not name[0].isdigit() or int(name[0]) < layers},
+            {
+                name: w
+                for name, w in model.weights.items()
+                if not name[0].isdigit() or int(name[0]) < layers
+            },
         )
-        assert torch.equal(exit_logits(blocks, ids, layers), short.teach(ids)), "an exit is the model cut off above it"
+        assert torch.equal(exit_logits(blocks, ids, layers), short.teach(ids)), (
+            "an exit is the model cut off above it"
+        )
         assert torch.equal(blocks.head(states[layers - 1]), exit_logits(blocks, ids, layers))
 
 
@@ -100,7 +123,10 @@ def test_a_dropped_layer_is_the_identity_for_its_sample_alone() -> None:
     model = Model.random(CONFIG, scale=0.3)
     ids = torch.randint(11, (64, 4), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
-    plain, dropped = list(model.dense().stream(ids)), list(model.dense().stream(ids, dropped=[0, 0, 0.5, 0, 0]))
+    plain, dropped = (
+        list(model.dense().stream(ids)),
+        list(model.dense().stream(ids, dropped=[0, 0, 0.5, 0, 0])),
+    )
     assert torch.equal(plain[1], dropped[1])
     kept = (dropped[2] == plain[2]).flatten(1).all(1)
     left = (dropped[2] == plain[1]).flatten(1).all(1)
@@ -119,37 +145,58 @@ def test_the_loss_is_the_weighted_mean_of_the_exits_cross_entropies() -> None:
         for e in range(1, 6)
     ]
     wanted = sum(e * loss for e, loss in enumerate(each, 1)) / 15
-    assert float(course.loss(model.dense(), ids[:, :-1], ids[:, 1:])) == pytest.approx(float(wanted))
-    assert float(Course(Exits(), 5, 10).loss(model.dense(), ids[:, :-1], ids[:, 1:])) == pytest.approx(float(each[-1]))
+    assert float(course.loss(model.dense(), ids[:, :-1], ids[:, 1:])) == pytest.approx(
+        float(wanted)
+    )
+    assert float(
+        Course(Exits(), 5, 10).loss(model.dense(), ids[:, :-1], ids[:, 1:])
+    ) == pytest.approx(float(each[-1]))
 
 
 def test_a_recipe_trains_its_exits_and_the_card_says_what_each_is_worth(zoo: Path) -> None:
     taught = 'weights = "linear"\ncurriculum = "rotational"\nrotation = 2\np_max = 0.1\n'
-    for name, tokenizer, section in (("teller", "", ""), ("helper", 'tokenizer = "../teller"\n', taught)):
-        text = RECIPE.replace('name = "teller"\ndraft = "helper"\n', f'name = "{name}"\n{tokenizer}')
+    for name, tokenizer, section in (
+        ("teller", "", ""),
+        ("helper", 'tokenizer = "../teller"\n', taught),
+    ):
+        text = RECIPE.replace(
+            'name = "teller"\ndraft = "helper"\n', f'name = "{name}"\n{tokenizer}'
+        )
         text = text.replace("steps = 20", "steps = 60") + f"[exits]\n{section}report = [1]\n"
         (zoo / name / "recipe.toml").write_text(text)
         assert run(zoo, name)
-        last = [json.loads(line) for line in (zoo / name / "log.jsonl").read_text().splitlines()][-1]
+        last = [json.loads(line) for line in (zoo / name / "log.jsonl").read_text().splitlines()][
+            -1
+        ]
         assert {"valid_bits_per_byte", "exit_1"} <= set(last)
         card = (zoo / name / "README.md").read_text()
         assert "| after layer | 1 | 2 |" in card
         assert ("All" if not section else "rotational curriculum, R = 2") in card or not section
-        assert checkpoint.read(zoo / name).config.extra.get("exits") == ("linear" if section else None)
-    assert (zoo / "teller/tokenizer.json").read_bytes() == (zoo / "helper/tokenizer.json").read_bytes()
+        assert checkpoint.read(zoo / name).config.extra.get("exits") == (
+            "linear" if section else None
+        )
+    assert (zoo / "teller/tokenizer.json").read_bytes() == (
+        zoo / "helper/tokenizer.json"
+    ).read_bytes()
 
 
 def test_a_trained_model_is_trained_on_with_exits(zoo: Path) -> None:
     """LayerSkip's continual pretraining: from its weights, all of the dropout from the first step on."""
     assert run(zoo, "teller")
     section = '[exits]\nweights = "sum"\ncurriculum = "gradual"\np_max = 0.2\nscratch = false\n'
-    text = RECIPE.replace('name = "teller"', 'name = "helper"\nstart = "../teller"').replace("steps = 20", "steps = 1")
+    text = RECIPE.replace('name = "teller"', 'name = "helper"\nstart = "../teller"').replace(
+        "steps = 20", "steps = 1"
+    )
     (zoo / "helper/recipe.toml").write_text(text.replace("lr = 1e-2", "lr = 0.0") + section)
     assert run(zoo, "helper")
-    assert (zoo / "teller/tokenizer.json").read_bytes() == (zoo / "helper/tokenizer.json").read_bytes()
+    assert (zoo / "teller/tokenizer.json").read_bytes() == (
+        zoo / "helper/tokenizer.json"
+    ).read_bytes()
     assert "goes on from the weights of `teller`" in (zoo / "helper/README.md").read_text()
     old, new = (checkpoint.read(zoo / name).weights for name in ("teller", "helper"))
-    assert all(torch.equal(old[name], new[name]) for name in old), "a rate of 0 leaves them where they were"
+    assert all(torch.equal(old[name], new[name]) for name in old), (
+        "a rate of 0 leaves them where they were"
+    )
     (zoo / "helper/recipe.toml").write_text(text.replace("d_ff = 32", "d_ff = 16"))
     with pytest.raises(TinyspecError, match="which has another"):
         run(zoo, "helper", restart=True)
@@ -176,5 +223,9 @@ def test_the_exits_checkpoints_share_shape_budget_and_tokenizer(name: str) -> No
     models = Path(__file__).parents[2] / "models"
     recipe = read_recipe(models / name / "recipe.toml", {"vocab_size": "2048"})
     plain = read_recipe(models / "exits-plain" / "recipe.toml")
-    assert (recipe.shape, recipe.settings, recipe.batch) == (plain.shape, plain.settings, plain.batch)
+    assert (recipe.shape, recipe.settings, recipe.batch) == (
+        plain.shape,
+        plain.settings,
+        plain.batch,
+    )
     assert 2 * recipe.config().parameters() < 5e6

@@ -21,7 +21,16 @@ from tinyspec.training.train_lm import distillation
 
 __all__ = ["zoo"]  # the fixture
 
-CONFIG = Config(vocab_size=20, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32, max_positions=64)
+CONFIG = Config(
+    vocab_size=20,
+    d_model=16,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=8,
+    d_ff=32,
+    max_positions=64,
+)
 BOOKS = torch.arange(1, 200) % 20
 OWN = Own(texts=8, tokens=24, prompt=10, batch=2)
 
@@ -32,7 +41,10 @@ def teacher(seed: int = 0) -> Model:
 
 def test_the_penalty_is_the_one_of_decoding() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits, inputs = torch.randn(3, 6, 7, generator=generator), torch.randint(7, (3, 6), generator=generator)
+    logits, inputs = (
+        torch.randn(3, 6, 7, generator=generator),
+        torch.randint(7, (3, 6), generator=generator),
+    )
     strengths = torch.tensor([1.0, 1.2, 2.0])
     rows = penalised(logits, inputs, strengths).softmax(-1)
     for row, strength in enumerate(strengths.tolist()):
@@ -49,16 +61,22 @@ def test_two_models_of_one_law_part_under_a_penalty_and_the_loss_sees_it() -> No
     )
     strengths = torch.full((2,), 1.3)
     assert float(distillation(logits, logits + 4)) == pytest.approx(0, abs=1e-6)
-    assert float(distillation(*(penalised(x, inputs, strengths) for x in (logits, logits + 4)))) > 0.01
+    assert (
+        float(distillation(*(penalised(x, inputs, strengths) for x in (logits, logits + 4)))) > 0.01
+    )
 
 
 def test_texts_open_with_the_books_and_go_on_as_the_teacher_does(tmp_path: Path) -> None:
     texts, penalties = write(teacher(), BOOKS, OWN, tmp_path)
     assert texts.shape == (8, 25)
     assert penalties.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.2, 1.2, 1.2, 1.2])
-    for text, penalty in zip(texts[::4].tolist(), penalties[::4].tolist(), strict=True):  # of the greedy batches
+    for text, penalty in zip(
+        texts[::4].tolist(), penalties[::4].tolist(), strict=True
+    ):  # of the greedy batches
         assert text[:8] == [(text[0] + i) % 20 for i in range(8)]
-        made = generate(teacher(), text[:10], max_new_tokens=15, temperature=0.0, repetition_penalty=penalty)
+        made = generate(
+            teacher(), text[:10], max_new_tokens=15, temperature=0.0, repetition_penalty=penalty
+        )
         assert made.tokens == text[10:]
 
 
@@ -80,10 +98,16 @@ def test_batches_are_of_both_kinds_and_held_out_texts_are_not_among_them(tmp_pat
     drawn = [draw(generator) for _ in range(200)]
     own = [batch for batch in drawn if int(batch[0][0, 0]) >= 0]
     assert 70 < len(own) < 130
-    assert all((batch[1] == batch[0] + 1).all() and batch[2].tolist() == pytest.approx([1.2] * 4) for batch in own)
+    assert all(
+        (batch[1] == batch[0] + 1).all() and batch[2].tolist() == pytest.approx([1.2] * 4)
+        for batch in own
+    )
     said = {int(batch[0][row, 0]) for batch in own for row in range(4)}
     assert said == {int(text[0]) for text in texts} - {0, 500}
-    assert {round(float(x), 1) for batch in drawn if int(batch[0][0, 0]) < 0 for x in batch[2]} == {1.0, 1.2}
+    assert {round(float(x), 1) for batch in drawn if int(batch[0][0, 0]) < 0 for x in batch[2]} == {
+        1.0,
+        1.2,
+    }
 
 
 def test_alpha_is_that_of_the_penalised_laws() -> None:
@@ -141,8 +165,14 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
             RECIPE.replace("[shape]", 'teacher = "x"\n[shape]') + SECTION.replace("texts", "text"),
             "did you mean 'texts'",
         ),
-        (RECIPE.replace("[shape]", 'teacher = "x"\n[shape]') + SECTION + "share = 2\n", "share is 2"),
-        (RECIPE.replace("[shape]", 'teacher = "x"\n[shape]') + SECTION + "penalties = []\n", "at least one of each"),
+        (
+            RECIPE.replace("[shape]", 'teacher = "x"\n[shape]') + SECTION + "share = 2\n",
+            "share is 2",
+        ),
+        (
+            RECIPE.replace("[shape]", 'teacher = "x"\n[shape]') + SECTION + "penalties = []\n",
+            "at least one of each",
+        ),
         (RECIPE.replace("[shape]", 'teacher = "x"\n[shape]') + SECTION + "tokens = 4\n", "."),
     ):
         path.write_text(text)

@@ -21,7 +21,15 @@ from tinyspec.training.schedule import Settings, rate
 from tinyspec.training.train import train
 
 SHAPE = Config(
-    vocab_size=16, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=32, max_positions=16, eos=(0,)
+    vocab_size=16,
+    d_model=16,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=8,
+    d_ff=32,
+    max_positions=16,
+    eos=(0,),
 )
 SETTINGS = Settings(steps=12, lr=1e-2, warmup=2, ema=0.9, log_every=2, valid_every=4, pieces=2)
 
@@ -32,7 +40,9 @@ def batches(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def run(folder: Path, settings: Settings = SETTINGS, stop_at: int = 0, validate: Any = None) -> tuple[Model, Any]:
+def run(
+    folder: Path, settings: Settings = SETTINGS, stop_at: int = 0, validate: Any = None
+) -> tuple[Model, Any]:
     """Train a tiny model with dropout; `stop_at`: a Ctrl-C arrives during that batch."""
     model = Model.random(SHAPE, seed=1)
     drawn = 0
@@ -50,9 +60,15 @@ def run(folder: Path, settings: Settings = SETTINGS, stop_at: int = 0, validate:
     def figures() -> dict[str, float]:
         with torch.no_grad():
             inputs, targets = batches(torch.Generator().manual_seed(99))
-            return {"valid": float(F.cross_entropy(model.teach(inputs).flatten(0, 1), targets.flatten()))}
+            return {
+                "valid": float(
+                    F.cross_entropy(model.teach(inputs).flatten(0, 1), targets.flatten())
+                )
+            }
 
-    return model, train(model.weights, interrupted, loss, settings, folder, validate=validate or figures)
+    return model, train(
+        model.weights, interrupted, loss, settings, folder, validate=validate or figures
+    )
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
@@ -92,7 +108,9 @@ def test_interrupted_and_gone_on_is_never_interrupted_bit_for_bit(
 def test_a_log_that_ran_ahead_of_the_state_is_taken_back(tmp_path: Path) -> None:
     run(tmp_path, stop_at=5)
     with (tmp_path / "log.jsonl").open("a") as file:
-        file.write('{"step": 6, "tokens": 1, "loss": 9.0, "seconds": 1.0}\n{"step": 8, "tok')  # killed while writing
+        file.write(
+            '{"step": 6, "tokens": 1, "loss": 9.0, "seconds": 1.0}\n{"step": 8, "tok'
+        )  # killed while writing
     _, ended = run(tmp_path)
     assert ended.log == entries(tmp_path)
     assert [e["loss"] for e in ended.log if "loss" in e and e["loss"] == 9.0] == []
@@ -123,7 +141,13 @@ def test_weight_decay_spares_norms(tmp_path: Path) -> None:
     def nothing(x: Tensor) -> Tensor:
         return 0.0 * (weights["matrix"].sum() + weights["norm"].sum()) + x.sum() * 0
 
-    train(weights, lambda g: (torch.zeros(2, 1),), nothing, Settings(steps=3, weight_decay=0.5, lr=0.1), tmp_path)
+    train(
+        weights,
+        lambda g: (torch.zeros(2, 1),),
+        nothing,
+        Settings(steps=3, weight_decay=0.5, lr=0.1),
+        tmp_path,
+    )
     assert (weights["norm"] == 1).all()
     assert (weights["matrix"] < 1).all()
 
@@ -136,7 +160,9 @@ def test_pieces_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
         def loss(inputs: Tensor, targets: Tensor, model: Model = model) -> Tensor:
             return F.cross_entropy(model.teach(inputs).flatten(0, 1), targets.flatten())
 
-        train(model.weights, batches, loss, Settings(steps=2, pieces=pieces), tmp_path / str(pieces))
+        train(
+            model.weights, batches, loss, Settings(steps=2, pieces=pieces), tmp_path / str(pieces)
+        )
         results.append(model.weights)
     for name, weight in results[0].items():
         assert torch.allclose(weight, results[1][name], atol=1e-10)
@@ -144,7 +170,9 @@ def test_pieces_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
 
 def test_a_clock_budget_ends_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()  # every look at the clock takes a second
-    monkeypatch.setattr("tinyspec.training.train.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(
+        "tinyspec.training.train.time", SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    )
     settings = Settings(steps=10**9, minutes=2, lr=1e-2, warmup=1, log_every=1, valid_every=10**9)
     _, ended = run(tmp_path, settings)
     assert ended.finished
@@ -166,13 +194,21 @@ def test_schedules_warm_up_and_end_at_the_floor() -> None:
 def test_a_loss_that_is_not_finite_stops_with_advice(tmp_path: Path) -> None:
     weights = {"w": torch.ones(2)}
     with pytest.raises(TinyspecError, match="the loss is nan at step 2: lower"):
-        train(weights, lambda g: (torch.zeros(1),), lambda x: weights["w"].sum() * torch.nan, SETTINGS, tmp_path)
+        train(
+            weights,
+            lambda g: (torch.zeros(1),),
+            lambda x: weights["w"].sum() * torch.nan,
+            SETTINGS,
+            tmp_path,
+        )
     assert not (tmp_path / "state.pt").exists()
 
 
 def test_a_state_of_other_weights_is_refused(tmp_path: Path) -> None:
     run(tmp_path, stop_at=3)
-    with pytest.raises(TinyspecError, match=r"state.pt is of a training with other weights: --restart"):
+    with pytest.raises(
+        TinyspecError, match=r"state.pt is of a training with other weights: --restart"
+    ):
         train({"w": torch.ones(2)}, batches, lambda *b: torch.zeros(()), SETTINGS, tmp_path)
 
 

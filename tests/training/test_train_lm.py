@@ -60,10 +60,15 @@ def zoo(tmp_path: Path) -> Path:
             for i in range(3)
         ]
         lines = "".join(json.dumps(book) + "\n" for book in books)
-        (tmp_path / f"data/text/classics.{split}.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+        (tmp_path / f"data/text/classics.{split}.jsonl.xz").write_bytes(
+            lzma.compress(lines.encode())
+        )
     for name, text in (
         ("teller", RECIPE),
-        ("helper", RECIPE.replace("teller", "helper").replace('draft = "helper"', 'teacher = "../teller"')),
+        (
+            "helper",
+            RECIPE.replace("teller", "helper").replace('draft = "helper"', 'teacher = "../teller"'),
+        ),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.toml").write_text(text)
@@ -88,10 +93,14 @@ def test_a_pair_is_trained_and_finds_each_other(zoo: Path) -> None:
         assert "bits per UTF-8 byte" in card
         assert "<polyline" in (zoo / name / "loss.svg").read_text()
         assert not (zoo / name / ".tinyspec").exists()
-        last = [json.loads(line) for line in (zoo / name / "log.jsonl").read_text().splitlines()][-1]
+        last = [json.loads(line) for line in (zoo / name / "log.jsonl").read_text().splitlines()][
+            -1
+        ]
         assert last["valid_bits_per_byte"] < 8
     assert 0 < last["alpha"] <= 1
-    assert (zoo / "teller/tokenizer.json").read_bytes() == (zoo / "helper/tokenizer.json").read_bytes()
+    assert (zoo / "teller/tokenizer.json").read_bytes() == (
+        zoo / "helper/tokenizer.json"
+    ).read_bytes()
     with pytest.raises(TinyspecError, match="already holds a trained model; --restart"):
         run(zoo, "teller")
 
@@ -114,7 +123,10 @@ def test_an_interrupted_training_leaves_no_model_and_goes_on_to_the_same_one(
         return interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr("tinyspec.training.train_lm.corpus", SimpleNamespace(**{**vars(corpus), "crops": with_a_ctrl_c}))
+        patch.setattr(
+            "tinyspec.training.train_lm.corpus",
+            SimpleNamespace(**{**vars(corpus), "crops": with_a_ctrl_c}),
+        )
         assert not run(zoo, "teller")
     assert not (zoo / "teller/model.safetensors").exists()
     assert run(zoo, "teller")

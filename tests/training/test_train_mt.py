@@ -61,7 +61,9 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words, chance = ["the", "dog", "boy", "runs", "sees", "red"], random.Random(0)
     (tmp_path / "data/multi30k").mkdir(parents=True)
     for split, many in (("train", 60), ("val", 8)):
-        english = [" ".join(chance.choices(words, k=chance.randint(2, 5))) + "." for _ in range(many)]
+        english = [
+            " ".join(chance.choices(words, k=chance.randint(2, 5))) + "." for _ in range(many)
+        ]
         for language, texts in (("en", english), ("de", [text[::-1] for text in english])):
             content = "".join(text + "\n" for text in texts).encode()
             (tmp_path / f"data/multi30k/{split}.{language}.gz").write_bytes(gzip.compress(content))
@@ -96,12 +98,16 @@ def test_a_teacher_and_its_students_are_trained_and_find_each_other(zoo: Path) -
         log = [json.loads(line) for line in (zoo / name / "log.jsonl").read_text().splitlines()]
         assert {"missed", "valid_bleu"} <= log[-1].keys()
     assert "greedily" in card
-    assert len(list((zoo / "cache/distilled").iterdir())) == 1  # both students read the same translations
+    assert (
+        len(list((zoo / "cache/distilled").iterdir())) == 1
+    )  # both students read the same translations
     with pytest.raises(TinyspecError, match="already holds a trained model; --restart"):
         run(zoo, "teacher")
 
 
-def test_an_interrupted_training_goes_on_to_the_same_model(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_training_goes_on_to_the_same_model(
+    zoo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(zoo, "teacher")
     whole = Seq2Seq.load(zoo / "teacher").weights
     (zoo / "teacher/model.safetensors").unlink()
@@ -141,7 +147,9 @@ def _tokenizer(zoo: Path) -> Any:
     return bitext.train_joint_tokenizer(["the dog runs."] * 3, 300, zoo / "tokenizer")
 
 
-def test_the_teachers_loss_is_that_of_each_pair_alone_and_padding_counts_for_nothing(zoo: Path) -> None:
+def test_the_teachers_loss_is_that_of_each_pair_alone_and_padding_counts_for_nothing(
+    zoo: Path,
+) -> None:
     plan = read_translation_recipe(zoo / "teacher/recipe.toml")
     model = Seq2Seq.create(plan.config(20), torch.Generator().manual_seed(0), torch.float64)
     pairs = [Pair([5, 6, 7], [8]), Pair([9], [10, 11, 12])]
@@ -149,9 +157,15 @@ def test_the_teachers_loss_is_that_of_each_pair_alone_and_padding_counts_for_not
     for source, target in pairs:
         read, said = [1, *target], [*target, 2]
         causal = torch.ones(len(read), len(read), dtype=torch.bool).tril()
-        states = model.decode(model.embed(torch.tensor([read])), model.encode(torch.tensor([source])), causal)
-        total += float(F.cross_entropy(model.logits(states)[0], torch.tensor(said), reduction="sum"))
-    found = taught.forced(model, padded([pair.source for pair in pairs]), padded([pair.target for pair in pairs]))
+        states = model.decode(
+            model.embed(torch.tensor([read])), model.encode(torch.tensor([source])), causal
+        )
+        total += float(
+            F.cross_entropy(model.logits(states)[0], torch.tensor(said), reduction="sum")
+        )
+    found = taught.forced(
+        model, padded([pair.source for pair in pairs]), padded([pair.target for pair in pairs])
+    )
     assert float(found) == pytest.approx(total / 6, abs=1e-6)
 
 
@@ -191,11 +205,14 @@ def test_a_nat_is_fine_tuned_from_where_it_was(zoo: Path) -> None:
     assert run(zoo, "teacher") and run(zoo, "nat")
     text = (zoo / "nat/recipe.toml").read_text()
     (zoo / "fine").mkdir()
-    (zoo / "fine/recipe.toml").write_text(text.replace('method = "nat"', 'method = "nat"\nfinetune = "../nat"'))
+    (zoo / "fine/recipe.toml").write_text(
+        text.replace('method = "nat"', 'method = "nat"\nfinetune = "../nat"')
+    )
     plan = read_translation_recipe(zoo / "fine/recipe.toml")
     first, where = Seq2Seq.load(zoo / "nat"), torch.device("cpu")
     assert all(
-        torch.equal(w, first.weights[name]) for name, w in begin(plan, first.tokenizer, first, where).weights.items()
+        torch.equal(w, first.weights[name])
+        for name, w in begin(plan, first.tokenizer, first, where).weights.items()
     )
     assert run(zoo, "fine")
     assert Seq2Seq.load(zoo / "fine").config.extra["trained_for"] == "nat"
@@ -210,13 +227,25 @@ def test_a_nat_is_fine_tuned_from_where_it_was(zoo: Path) -> None:
 def test_from_the_command_line(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINYSPEC_DATA", str(zoo / "data"))
     out, recipe = str(zoo / "mine"), str(zoo / "teacher/recipe.toml")
-    done = CliRunner().invoke(main, ["train", "mt", "--recipe", recipe, "--out", out, "-q", "--set", "train.steps=4"])
+    done = CliRunner().invoke(
+        main, ["train", "mt", "--recipe", recipe, "--out", out, "-q", "--set", "train.steps=4"]
+    )
     assert (done.exit_code, done.stdout) == (0, f"{out}\n")
     shutil.copytree(out, zoo / "teacher", dirs_exist_ok=True)
     (zoo / "elsewhere").mkdir()
-    shutil.move(zoo / "nat/recipe.toml", zoo / "elsewhere/recipe.toml")  # the teacher stands beside the student alone
+    shutil.move(
+        zoo / "nat/recipe.toml", zoo / "elsewhere/recipe.toml"
+    )  # the teacher stands beside the student alone
     shutil.move(zoo / "elsewhere", zoo / "data/elsewhere")
-    nat = ["train", "mt", "--recipe", str(zoo / "data/elsewhere/recipe.toml"), "--out", str(zoo / "student"), "-q"]
+    nat = [
+        "train",
+        "mt",
+        "--recipe",
+        str(zoo / "data/elsewhere/recipe.toml"),
+        "--out",
+        str(zoo / "student"),
+        "-q",
+    ]
     done = CliRunner().invoke(main, [*nat, "--distill-only"])
     assert done.exit_code == 0
     assert list(Path(done.stdout.strip()).glob("*.json"))
@@ -224,6 +253,8 @@ def test_from_the_command_line(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> No
     done = CliRunner().invoke(main, [*nat, "--set", "train.steps"])
     assert done.exit_code == 2
     assert "write KEY=VALUE" in done.stderr
-    done = CliRunner().invoke(main, ["train", "mt", "--recipe", recipe, "--out", out, "--distill-only", "-q"])
+    done = CliRunner().invoke(
+        main, ["train", "mt", "--recipe", recipe, "--out", out, "--distill-only", "-q"]
+    )
     assert done.exit_code == 2
     assert "no section [distill]" in done.stderr

@@ -22,7 +22,10 @@ if not PURE or TYPE_CHECKING:
 
         COMPILED = True
     except ImportError:
-        print("tinyspec: no compiled kernels found, using the slow pure-Python ones (same results)", file=sys.stderr)
+        print(
+            "tinyspec: no compiled kernels found, using the slow pure-Python ones (same results)",
+            file=sys.stderr,
+        )
 
 try:
     if PURE and not TYPE_CHECKING:

@@ -33,6 +33,12 @@ class Engine:
         sin: Any = None,
     ) -> None: ...
     def run(
-        self, x: Any, first: int, last: int, feeds: list[tuple[Any, ...]], threads: int, mute: bool = False
+        self,
+        x: Any,
+        first: int,
+        last: int,
+        feeds: list[tuple[Any, ...]],
+        threads: int,
+        mute: bool = False,
     ) -> None: ...
     def head(self, x: Any, normed: Any, logits: Any, threads: int) -> None: ...

@@ -58,7 +58,10 @@ def warp(
     penalty: float,
 ) -> Row:
     """reference.warp."""
-    return np.array(reference.warp(logits.tolist(), history, temperature, top_k, top_p, min_p, penalty), np.float64)
+    return np.array(
+        reference.warp(logits.tolist(), history, temperature, top_k, top_p, min_p, penalty),
+        np.float64,
+    )
 
 
 def draw(
@@ -165,4 +168,6 @@ def retrieve(
     """reference_suffixes.retrieve."""
     text: Any = tokens  # arrays are sequences, of which only what is looked at is read
     places: Any = order
-    return reference_suffixes.retrieve(text, places, suffix, shortest, longest, length, matches, most)
+    return reference_suffixes.retrieve(
+        text, places, suffix, shortest, longest, length, matches, most
+    )

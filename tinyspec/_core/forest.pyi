@@ -18,8 +18,19 @@ class Forest:
     @property
     def bytes(self) -> int: ...
     def gather(
-        self, plan: Sequence[tuple[Hashable, int]], suffix: Sequence[int], longest: int, enough: int, deepest: int
+        self,
+        plan: Sequence[tuple[Hashable, int]],
+        suffix: Sequence[int],
+        longest: int,
+        enough: int,
+        deepest: int,
     ) -> Draft: ...
     def best(
-        self, trees: Iterable[Hashable], suffix: Sequence[int], factor: float, most: int, deepest: int, floor: float
+        self,
+        trees: Iterable[Hashable],
+        suffix: Sequence[int],
+        factor: float,
+        most: int,
+        deepest: int,
+        floor: float,
     ) -> Draft: ...

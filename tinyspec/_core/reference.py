@@ -75,7 +75,9 @@ def pick(row: Sequence[Number], u: Number) -> int:
     sums = [block_sum(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)]
     mass = reduce(add, sums, 0)
     if not 0 < mass < math.inf:
-        raise TinyspecError(f"cannot draw from a row whose sum is {mass}: a law must be finite and have some mass")
+        raise TinyspecError(
+            f"cannot draw from a row whose sum is {mass}: a law must be finite and have some mass"
+        )
     target = u * mass
     before: Number = 0
     start, stop = 0, len(row)
@@ -127,7 +129,9 @@ def penalise(logits: Sequence[float], history: Sequence[int], penalty: float) ->
     if penalty != 1.0:
         for token in history:
             if 0 <= token < len(scores):
-                x = float(logits[token])  # from the original, so that a repeated id is punished once
+                x = float(
+                    logits[token]
+                )  # from the original, so that a repeated id is punished once
                 scores[token] = x * penalty if x < 0 else x / penalty
     return scores
 
@@ -135,7 +139,9 @@ def penalise(logits: Sequence[float], history: Sequence[int], penalty: float) ->
 def check(scores: Sequence[float]) -> float:
     """The largest score. NaN, +inf and nothing but -inf are errors: no law can be made of them."""
     if any(x != x for x in scores):
-        raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
+        raise TinyspecError(
+            "the logits contain NaN: check the weights, or compute in a wider dtype"
+        )
     top = max(scores, default=-math.inf)
     if math.isinf(top):
         what = "contain +inf" if top > 0 else "are all -inf: no token is allowed"
@@ -166,7 +172,9 @@ def units(row: Sequence[Number]) -> list[Number]:
     return [int(x * scale) for x in row]
 
 
-def truncate(row: Sequence[Number], top_k: int | None, top_p: Number, min_p: Number) -> list[Number]:
+def truncate(
+    row: Sequence[Number], top_k: int | None, top_p: Number, min_p: Number
+) -> list[Number]:
     """Top-k, then top-p, then min-p on weights (floats are at most 1), each on what the last one left. O(V log V).
 
     top-p keeps the smallest set of highest weights whose mass reaches top_p of the whole; the token that crosses stays.
@@ -220,7 +228,9 @@ def left_over(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> 
     if q is None:
         return [0 * x if i == token else x for i, x in enumerate(row)]
     if len(row) != len(q):
-        raise TinyspecError(f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros")
+        raise TinyspecError(
+            f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros"
+        )
     return [x - y if x > y else 0 * x for x, y in zip(row, q, strict=True)]
 
 
@@ -240,7 +250,9 @@ def without(row: Sequence[Number], token: int) -> list[Number]:
     return normalise(left_over(row, None, token)) or list(row)
 
 
-def refuse(row: Sequence[Number], q: Sequence[Number] | None, token: int, last: bool) -> Sequence[Number]:
+def refuse(
+    row: Sequence[Number], q: Sequence[Number] | None, token: int, last: bool
+) -> Sequence[Number]:
     """The law in force after a refusal. The last sibling's need not be normalised: a draw does not ask for it."""
     left = left_over(row, q, token)
     mass = total(left)
@@ -253,13 +265,19 @@ def ratio(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> Numb
     A token that its own declared law cannot produce breaks the drafter's contract, and nothing later could mend it.
     """
     if not 0 <= token < len(row):
-        raise TinyspecError(f"drafted token {token} is outside of the target's vocabulary of {len(row)}")
+        raise TinyspecError(
+            f"drafted token {token} is outside of the target's vocabulary of {len(row)}"
+        )
     if q is None:
         return row[token]
     if len(row) != len(q):
-        raise TinyspecError(f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros")
+        raise TinyspecError(
+            f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros"
+        )
     if not q[token] > 0:
-        raise TinyspecError(f"drafted token {token} has probability {q[token]} under its declared law (declare None)")
+        raise TinyspecError(
+            f"drafted token {token} has probability {q[token]} under its declared law (declare None)"
+        )
     return row[token] / q[token]
 
 
@@ -280,7 +298,10 @@ def walk(
     tested node and one `draw`; reads p[ROOT] and p[node] of accepted nodes only. O(n * depth + tested * V).
     """
     path, refused = list[int](), list[int]()
-    row, siblings = p[ROOT], [node for node, parent in enumerate(parents) if parent == ROOT and not probe[node]]
+    row, siblings = (
+        p[ROOT],
+        [node for node, parent in enumerate(parents) if parent == ROOT and not probe[node]],
+    )
     untested = list(siblings)
     while untested:
         node, token = untested[0], tokens[untested[0]]
@@ -289,7 +310,11 @@ def walk(
             here = {twin for twin in siblings if tokens[twin] == token}
             row, siblings = (
                 p[node],
-                [child for child, parent in enumerate(parents) if parent in here and not probe[child]],
+                [
+                    child
+                    for child, parent in enumerate(parents)
+                    if parent in here and not probe[child]
+                ],
             )
             untested = list(siblings)
         else:

@@ -85,8 +85,12 @@ class Row(NamedTuple):
     cache: Array  # [layers, 2, shared, capacity, width]
     slot: int
     position: int
-    seen: Sequence[Sequence[int]]  # by key/value head, the slots it sees, itself included, in the order of its path
-    lead: Array | None = None  # keys and values [2, layers, shared, n, width] that stand before all others
+    seen: Sequence[
+        Sequence[int]
+    ]  # by key/value head, the slots it sees, itself included, in the order of its path
+    lead: Array | None = (
+        None  # keys and values [2, layers, shared, n, width] that stand before all others
+    )
     mute: bool = False  # leave keys and values in every layer, made from the state as it is
 
 
@@ -108,9 +112,7 @@ class Engine:
     scale: float
     cos: Array | None = None  # [positions, width]; None: positions are not turned
     sin: Array | None = None
-    rounds: bool = (
-        False  # rows, queries, weights of values: rounded to bfloat16, as a processor does that multiplies these
-    )
+    rounds: bool = False  # rows, queries, weights of values: rounded to bfloat16, as a processor does that multiplies these
 
     def multiply(self, matrix: Biased, row: Array) -> Array:
         return product(matrix[0], bfloat16(row) if self.rounds else row, matrix[1])
@@ -139,7 +141,9 @@ class Engine:
         parts = qkv.reshape(-1, self.width)
         turned, plain = parts[: -self.shared], parts[-self.shared :]
         if self.cos is not None and self.sin is not None:
-            turned = np.stack([turn(head, self.cos[row.position], self.sin[row.position]) for head in turned])
+            turned = np.stack(
+                [turn(head, self.cos[row.position], self.sin[row.position]) for head in turned]
+            )
         for kind, new in enumerate((turned[self.heads :], plain)):
             row.cache[layer, kind, :, row.slot] = bfloat16(new) if self.half else new
         mixed = []

@@ -49,7 +49,9 @@ class Forest:
 
     def __init__(self, depth: int, bound: int) -> None:
         if depth < 2 or bound < 1:
-            raise TinyspecError(f"a forest needs depth >= 2 and bound >= 1, got {depth} and {bound}")
+            raise TinyspecError(
+                f"a forest needs depth >= 2 and bound >= 1, got {depth} and {bound}"
+            )
         self.depth, self.bound = depth, bound
         self._trees: dict[Hashable, Tree] = {}
         self._texts: dict[int, Text] = {}
@@ -58,7 +60,9 @@ class Forest:
 
     def _known(self, text: int) -> Text:
         if text not in self._texts:
-            raise TinyspecError(f"text {text} is not open in this forest: open(tree) gives a number")
+            raise TinyspecError(
+                f"text {text} is not open in this forest: open(tree) gives a number"
+            )
         return self._texts[text]
 
     def open(self, tree: Hashable) -> int:
@@ -99,7 +103,9 @@ class Forest:
         if window.count == 0:
             del tree[(*before, token)]
             return
-        as_much = (at for at, other in enumerate(siblings) if tree[(*before, other)].count <= window.count)
+        as_much = (
+            at for at, other in enumerate(siblings) if tree[(*before, other)].count <= window.count
+        )
         siblings.insert(next(as_much, len(siblings)), token)
 
     def rewind(self, text: int, length: int) -> None:
@@ -130,9 +136,13 @@ class Forest:
             window.count //= 2
         for path, window in list(known.items()):
             window.after = [token for token in window.after if known[(*path, token)].count]
-        self._trees[tree] = {path: window for path, window in known.items() if window.count or not path}
+        self._trees[tree] = {
+            path: window for path, window in known.items() if window.count or not path
+        }
         for t in (t for t in self._texts.values() if t.tree == tree):
-            t.since = len(t.tokens)  # a window that crossed it would count more than what it continues
+            t.since = len(
+                t.tokens
+            )  # a window that crossed it would count more than what it continues
 
     def prune(self, tree: Hashable) -> int:
         """Halve until the tree has at most `bound` nodes; returns how often."""
@@ -163,7 +173,14 @@ class Forest:
         return 0
 
     def _expand(
-        self, draft: Draft, tree: Tree, path: tuple[int, ...], budget: int, deepest: int, by_share: bool, floor: float
+        self,
+        draft: Draft,
+        tree: Tree,
+        path: tuple[int, ...],
+        budget: int,
+        deepest: int,
+        by_share: bool,
+        floor: float,
     ) -> None:
         """Add what follows a window, best first, until the draft has `budget` nodes."""
         tokens, parents, shares, matches = draft
@@ -185,10 +202,16 @@ class Forest:
             _, _, before, rank, above, parent = heappop(heap)
             siblings = tree[before].after
             here = (*before, siblings[rank])
-            share = above * tree[here].count / sum(tree[(*before, token)].count for token in siblings)
+            share = (
+                above * tree[here].count / sum(tree[(*before, token)].count for token in siblings)
+            )
             if share < floor:
                 continue
-            same = (at for at in range(len(tokens)) if (tokens[at], parents[at]) == (siblings[rank], parent))
+            same = (
+                at
+                for at in range(len(tokens))
+                if (tokens[at], parents[at]) == (siblings[rank], parent)
+            )
             at = next(same, len(tokens))
             if at == len(tokens):
                 tokens.append(siblings[rank])
@@ -200,7 +223,12 @@ class Forest:
                 offer(here, 0, share, at)
 
     def gather(
-        self, plan: Sequence[tuple[Hashable, int]], suffix: Sequence[int], longest: int, enough: int, deepest: int
+        self,
+        plan: Sequence[tuple[Hashable, int]],
+        suffix: Sequence[int],
+        longest: int,
+        enough: int,
+        deepest: int,
     ) -> Draft:
         """A draft from several trees by frequency, in stages: the longest suffix first, shorter ones until it has enough.
 
@@ -214,13 +242,21 @@ class Forest:
         for n in range(max(matches, default=0), 0, -1):
             for (tree, budget), most in zip(known, matches, strict=True):
                 if n <= most:
-                    self._expand(draft, tree, tuple(suffix[len(suffix) - n :]), budget, deepest, False, 0.0)
+                    self._expand(
+                        draft, tree, tuple(suffix[len(suffix) - n :]), budget, deepest, False, 0.0
+                    )
             if len(draft[0]) >= enough:
                 break
         return draft
 
     def best(
-        self, trees: Iterable[Hashable], suffix: Sequence[int], factor: float, most: int, deepest: int, floor: float
+        self,
+        trees: Iterable[Hashable],
+        suffix: Sequence[int],
+        factor: float,
+        most: int,
+        deepest: int,
+        floor: float,
     ) -> Draft:
         """The draft with the greatest sum of shares, of any tree and any suffix of n tokens; of equals the first.
 
@@ -235,7 +271,9 @@ class Forest:
                 if budget <= highest:
                     break  # it could not win if all its guesses were certain
                 draft: Draft = ([], [], [], [])
-                self._expand(draft, tree, tuple(suffix[len(suffix) - n :]), budget, deepest, True, floor)
+                self._expand(
+                    draft, tree, tuple(suffix[len(suffix) - n :]), budget, deepest, True, floor
+                )
                 score = 0.0
                 for share in draft[2]:
                     score += share

@@ -51,7 +51,13 @@ def retrieve(
     >>> retrieve(text, suffix_order(text), [9, 5, 6], 1, 16, 2, 5000, 3)
     (2, [1, 2, 5], [-1, -1, 0], [2, 1, 1])
     """
-    if not (1 <= shortest <= longest and length >= 1 and longest + 1 <= DEPTH and matches >= 1 and most >= 0):
+    if not (
+        1 <= shortest <= longest
+        and length >= 1
+        and longest + 1 <= DEPTH
+        and matches >= 1
+        and most >= 0
+    ):
         raise TinyspecError(
             f"a retrieval needs 1 <= shortest <= longest < {DEPTH} and length, matches >= 1, "
             f"got {shortest}, {longest}, {length}, {matches}"
@@ -62,12 +68,16 @@ def retrieve(
 
     def read(place: int, n: int) -> list[int]:
         if not 0 <= place < len(tokens):
-            raise TinyspecError("the index names a place outside of its text: it is damaged, build it again")
+            raise TinyspecError(
+                "the index names a place outside of its text: it is damaged, build it again"
+            )
         return [int(token) for token in tokens[place : place + n]]
 
     for n in range(min(longest, len(suffix)), shortest - 1, -1):
         pattern = suffix[len(suffix) - n :]
-        low = bisect_left(order, [*pattern, 0], key=lambda place: read(place, n + 1))  # behind those that end there
+        low = bisect_left(
+            order, [*pattern, 0], key=lambda place: read(place, n + 1)
+        )  # behind those that end there
         high = bisect_right(order, pattern, key=lambda place: read(place, n))
         if low < high:
             break
@@ -81,4 +91,9 @@ def retrieve(
         weight.update(tuple(rest[:at]) for at in range(1, end + 1))
     kept = sorted(weight, key=lambda path: (-weight[path], len(path), path))[:most]
     place_of = {path: at for at, path in enumerate(kept)} | {(): -1}
-    return n, [path[-1] for path in kept], [place_of[path[:-1]] for path in kept], [weight[path] for path in kept]
+    return (
+        n,
+        [path[-1] for path in kept],
+        [place_of[path[:-1]] for path in kept],
+        [weight[path] for path in kept],
+    )

@@ -9,7 +9,9 @@ def check(parents: Sequence[int]) -> None:
     """A tree lists every parent before its children."""
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise TinyspecError(f"node {node} has parent {parent}: a tree lists every parent before its children")
+            raise TinyspecError(
+                f"node {node} has parent {parent}: a tree lists every parent before its children"
+            )
 
 
 def ancestors(parents: Sequence[int]) -> list[list[int]]:

@@ -52,7 +52,12 @@ class NgramIndex:
             line.pop()
 
     def lookup(
-        self, suffix: Sequence[int], k: int, max_n: int | None = None, min_n: int = 1, which: str = "last"
+        self,
+        suffix: Sequence[int],
+        k: int,
+        max_n: int | None = None,
+        min_n: int = 1,
+        which: str = "last",
     ) -> list[int]:
         """Up to k tokens that followed the longest n-gram, min_n <= n <= max_n, that `suffix` ends with; [] if none.
 
@@ -63,7 +68,9 @@ class NgramIndex:
             raise TinyspecError(f"which is one of {', '.join(WHICH)}, got '{which}'")
         max_n = self.max_n if max_n is None else max_n
         if not 1 <= min_n <= max_n <= self.max_n:
-            raise TinyspecError(f"an index of {self.max_n}-grams needs 1 <= min_n <= max_n, got {min_n} and {max_n}")
+            raise TinyspecError(
+                f"an index of {self.max_n}-grams needs 1 <= min_n <= max_n, got {min_n} and {max_n}"
+            )
         suffix = list(suffix)
         for n in range(min(max_n, len(suffix)), min_n - 1, -1):
             places = self._places.get(tuple(suffix[len(suffix) - n :]))
@@ -72,6 +79,8 @@ class NgramIndex:
                 if which == "frequent":
                     following = [self._texts[t][i] for t, i in places]
                     best = max(set(following), key=lambda token: (following.count(token), -token))
-                    text, start = places[max(i for i, token in enumerate(following) if token == best)]
+                    text, start = places[
+                        max(i for i, token in enumerate(following) if token == best)
+                    ]
                 return self._texts[text][start : start + max(k, 0)]
         return []

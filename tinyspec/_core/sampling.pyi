@@ -32,5 +32,10 @@ def draw(
 def residual(row: Row, q: Row) -> Row: ...
 def without(row: Row, token: int) -> Row: ...
 def walk(
-    tokens: Sequence[int], parents: Sequence[int], laws: Sequence[Any], probe: Sequence[bool], p: Any, uniforms: Row
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    laws: Sequence[Any],
+    probe: Sequence[bool],
+    p: Any,
+    uniforms: Row,
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]: ...

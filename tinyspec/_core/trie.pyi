@@ -7,5 +7,10 @@ class NgramIndex:
     def append(self, text: int, tokens: Iterable[int]) -> None: ...
     def rewind(self, text: int, length: int) -> None: ...
     def lookup(
-        self, suffix: Sequence[int], k: int, max_n: int | None = None, min_n: int = 1, which: str = "last"
+        self,
+        suffix: Sequence[int],
+        k: int,
+        max_n: int | None = None,
+        min_n: int = 1,
+        which: str = "last",
     ) -> list[int]: ...

@@ -21,7 +21,9 @@ def join(*blocks: str) -> str:
 def list_commands(*results: Mapping[str, Any]) -> str:
     """Return the commands that made these results, each once, in a block of code."""
     sittings = [sitting for result in results for sitting in result.get("sittings", [result])]
-    return "\n".join(["Reproduce with:", "", "```sh", *dict.fromkeys(s["command"] for s in sittings), "```"])
+    return "\n".join(
+        ["Reproduce with:", "", "```sh", *dict.fromkeys(s["command"] for s in sittings), "```"]
+    )
 
 
 def count_identical(result: Mapping[str, Any], arm: str | None = None) -> int:
@@ -34,7 +36,9 @@ def count_identical(result: Mapping[str, Any], arm: str | None = None) -> int:
 
 def answer_unchanged(results: Results) -> str:
     """Return whether speculation changes the text, by what was compared with what."""
-    bits, theirs, torch, seeds = (results[name] for name in ("equality", "peer", "peer-torch", "laws_seeds"))
+    bits, theirs, torch, seeds = (
+        results[name] for name in ("equality", "peer", "peer-torch", "laws_seeds")
+    )
     asked, each = bits["questions"], bits["tokens_each"]
     rows = [
         [f"greedy speculation (`{arm}`) and plain decoding", bits["dtype"], f"{count_identical(bits, arm)} of {asked}",
@@ -101,7 +105,9 @@ def answer_faster(results: Results) -> str:
 
 def describe_race(results: Results) -> list[str]:
     """Return the race by temperature, and what a round of it costs."""
-    race, target, draft = (results[name] for name in ("race", "parts-storyteller", "parts-apprentice"))
+    race, target, draft = (
+        results[name] for name in ("race", "parts-storyteller", "parts-apprentice")
+    )
     greedy = race["temperature 0.0"]
     rows = [
         [key.removeprefix("temperature "), ratio(of["ratio"], "x"), f"{of['tokens_per_call']:.2f}",

@@ -100,7 +100,12 @@ class Own:
         wait = waiting(self.model.device)
         begun = clock()
         running = start(
-            self.model, list(job.ids), draft=self.draft, max_new_tokens=job.tokens, seed=seed, **self.options
+            self.model,
+            list(job.ids),
+            draft=self.draft,
+            max_new_tokens=job.tokens,
+            seed=seed,
+            **self.options,
         )
         decoder, chance, stats = running.decoder, running.chance, Statistics()
         wait()
@@ -134,7 +139,9 @@ def kept_bytes(drafter: Any) -> int | None:
         if id(thing) in seen or isinstance(thing, (Model, torch.Tensor)):
             continue
         seen.add(id(thing))
-        size = getattr(thing, "bytes", None) if type(thing).__module__.startswith("tinyspec") else None
+        size = (
+            getattr(thing, "bytes", None) if type(thing).__module__.startswith("tinyspec") else None
+        )
         if isinstance(size, int):
             found.append(size)
         elif type(thing).__module__.startswith(("tinyspec.decoding", "tinyspec.speculative")):
@@ -144,7 +151,9 @@ def kept_bytes(drafter: Any) -> int | None:
 
 def endless(model: Model) -> Model:
     """The same model, for which no token ends a text: an answer is as long as it was asked to be."""
-    twin = copy.copy(model.pack())  # packing empties the old weights: once, and before there are two of it
+    twin = copy.copy(
+        model.pack()
+    )  # packing empties the old weights: once, and before there are two of it
     twin.config = replace(model.config, eos=())
     return twin
 
@@ -164,7 +173,9 @@ def balance(made: Made, job: Job, label: str) -> None:
     """
     tokens = len(made.ids)
     if tokens != job.tokens:
-        raise RuntimeError(f"{label} made {tokens} tokens for {job.key}, not the {job.tokens} that all arms make")
+        raise RuntimeError(
+            f"{label} made {tokens} tokens for {job.key}, not the {job.tokens} that all arms make"
+        )
     if made.accepted is None or made.silent is None:
         return
     if tokens != made.accepted + made.calls - made.silent:
@@ -189,7 +200,9 @@ def load(settings: Settings, any_method: bool = False) -> tuple[Model, list[Mode
     names = draft_names(settings, model)
     if not wanted or not names:
         return model, None
-    return model, [models.load(name, device=settings.device, dtype=settings.dtype) for name in names]
+    return model, [
+        models.load(name, device=settings.device, dtype=settings.dtype) for name in names
+    ]
 
 
 def draft_names(settings: Settings, model: Model) -> list[str]:
@@ -208,7 +221,9 @@ def own_arms(settings: Settings, model: Model, draft: Draft) -> list[Arm]:
     return [Own(spec, model, settings, draft) for spec in specs]
 
 
-def reference(model: Model, known: Mapping[str, Sequence[int]], keep: Callable[[str, list[int]], None]) -> Any:
+def reference(
+    model: Model, known: Mapping[str, Sequence[int]], keep: Callable[[str, list[int]], None]
+) -> Any:
     """Plain greedy decoding's answer to a job: from `known`, else made now and handed to `keep`."""
     plain = Own(ArmSpec(PLAIN), model, Settings())
 

@@ -63,9 +63,13 @@ class Sample(NamedTuple):
 class Book:
     """All samples of a run, with what they depend on; `path` None keeps them in memory alone."""
 
-    def __init__(self, settings: Settings, path: Path | None = None, stamp: Mapping[str, Any] | None = None):
+    def __init__(
+        self, settings: Settings, path: Path | None = None, stamp: Mapping[str, Any] | None = None
+    ):
         self.settings, self.path = settings, path
-        self.stamps: list[dict[str, Any]] = [dict(stamp or {})]  # command, commit, date, machine of every sitting
+        self.stamps: list[dict[str, Any]] = [
+            dict(stamp or {})
+        ]  # command, commit, date, machine of every sitting
         self.samples: list[Sample] = []
         self.references: dict[str, list[int]] = {}
         self.prompts: dict[
@@ -79,7 +83,9 @@ class Book:
         """Enter the samples of one turn, all or none. ValueError for one that is there already."""
         keys = [sample.key for sample in turn]
         if len(set(keys)) < len(keys) or self._keys.intersection(keys):
-            raise ValueError(f"counted twice: {sorted(k for k in keys if k in self._keys or keys.count(k) > 1)[0]}")
+            raise ValueError(
+                f"counted twice: {sorted(k for k in keys if k in self._keys or keys.count(k) > 1)[0]}"
+            )
         self._keys.update(keys)
         self.samples.extend(turn)
 
@@ -90,7 +96,12 @@ class Book:
     def expect(self, jobs: Sequence[Job]) -> None:
         """Note what is asked. TinyspecError where the file's samples answered another prompt of the same name."""
         for job in jobs:
-            asked = [len(job.ids), job.cropped, job.tokens, zlib.crc32(json.dumps(job.ids).encode())]
+            asked = [
+                len(job.ids),
+                job.cropped,
+                job.tokens,
+                zlib.crc32(json.dumps(job.ids).encode()),
+            ]
             if self.prompts.setdefault(job.key, asked) != asked:
                 raise TinyspecError(
                     f"{self.path}: {job.key} is another prompt now (other data, model or tokenizer): start anew"
@@ -131,9 +142,13 @@ class Book:
         except (OSError, ValueError) as error:
             raise TinyspecError(f"{path}: not a result file ({error})") from error
         if not isinstance(found, dict) or found.get("version") != VERSION or "samples" not in found:
-            raise TinyspecError(f"{path}: not a result file of `tinyspec bench`, or one of another version")
+            raise TinyspecError(
+                f"{path}: not a result file of `tinyspec bench`, or one of another version"
+            )
         if found["columns"] not in (list(Sample._fields), list(Sample._fields[:OLDER])):
-            raise TinyspecError(f"{path}: its samples have other columns: it is of another version; start anew")
+            raise TinyspecError(
+                f"{path}: its samples have other columns: it is of another version; start anew"
+            )
         book = cls(Settings.from_dict(found["settings"]), path)
         now = stamp(book.settings)
         if found["machine"] != now["machine"]:
@@ -141,18 +156,39 @@ class Book:
                 f"{path} was begun on another machine ({_difference(found['machine'], now['machine'])})"
             )
         book.stamps = [*found["sittings"], dict(now)]
-        book.references, book.prompts, book.skipped = found["references"], found["prompts"], found["skipped"]
+        book.references, book.prompts, book.skipped = (
+            found["references"],
+            found["prompts"],
+            found["skipped"],
+        )
         try:
             book.add([Sample(*row) for row in found["samples"]])
         except (TypeError, ValueError) as error:
             raise TinyspecError(f"{path}: damaged ({error}); start anew") from error
-        kept = {"version", "sittings", "settings", "skipped", "prompts", "references", "columns", "samples"}
-        book.rest = {name: value for name, value in found.items() if name not in kept | set(found["sittings"][-1])}
+        kept = {
+            "version",
+            "sittings",
+            "settings",
+            "skipped",
+            "prompts",
+            "references",
+            "columns",
+            "samples",
+        }
+        book.rest = {
+            name: value
+            for name, value in found.items()
+            if name not in kept | set(found["sittings"][-1])
+        }
         return book
 
 
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {a.get(name)}, now {b.get(name)}" for name in {**a, **b} if a.get(name) != b.get(name))
+    return ", ".join(
+        f"{name} {a.get(name)}, now {b.get(name)}"
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
+    )
 
 
 def dumps(result: Mapping[str, Any]) -> str:
@@ -172,13 +208,23 @@ def dumps(result: Mapping[str, Any]) -> str:
 
 
 def _pretty(value: Any, depth: int) -> str:
-    flat = isinstance(value, (list, tuple)) and not any(isinstance(entry, (list, tuple, dict)) for entry in value)
+    flat = isinstance(value, (list, tuple)) and not any(
+        isinstance(entry, (list, tuple, dict)) for entry in value
+    )
     if not isinstance(value, (list, tuple, Mapping)) or flat or not value:
         return json.dumps(value, ensure_ascii=False)
     lead = "\n" + " " * (depth + 1)
     if isinstance(value, Mapping):
         inside = [
-            f"{json.dumps(str(name), ensure_ascii=False)}: {_pretty(entry, depth + 1)}" for name, entry in value.items()
+            f"{json.dumps(str(name), ensure_ascii=False)}: {_pretty(entry, depth + 1)}"
+            for name, entry in value.items()
         ]
         return "{" + lead + f",{lead}".join(inside) + "\n" + " " * depth + "}"
-    return "[" + lead + f",{lead}".join(_pretty(entry, depth + 1) for entry in value) + "\n" + " " * depth + "]"
+    return (
+        "["
+        + lead
+        + f",{lead}".join(_pretty(entry, depth + 1) for entry in value)
+        + "\n"
+        + " " * depth
+        + "]"
+    )

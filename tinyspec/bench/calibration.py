@@ -56,14 +56,19 @@ def run(
     model = models.load(name, dtype=dtype)
     found = passages(model, texts, prompts + check, prompt_tokens, tokens, seed)
     examples, fresh = found[:prompts], found[prompts:]
-    written(model, examples[0].prompt, 1, [], {**knobs, "threshold": 1.0})  # what is wrong with the knobs is said first
+    written(
+        model, examples[0].prompt, 1, [], {**knobs, "threshold": 1.0}
+    )  # what is wrong with the knobs is said first
     full = [written(model, p.prompt, tokens, [], {"threshold": math.inf}) for p in examples]
     costs: dict[float, float] = {}
     with progress(f"{model.name}: {consistency} consistency", len(candidates), quiet) as tick:
 
         def losses(threshold: float) -> list[float]:
             ledger: list[Call] = []
-            early = [written(model, p.prompt, tokens, ledger, {**knobs, "threshold": threshold}) for p in examples]
+            early = [
+                written(model, p.prompt, tokens, ledger, {**knobs, "threshold": threshold})
+                for p in examples
+            ]
             costs[threshold] = _work(model, ledger, sum(map(len, early)))
             tick()
             return _losses(consistency, early, full, examples)
@@ -83,15 +88,25 @@ def run(
         "seed": seed,
         "work_over_full": costs.get(choice, 1.0),
         "tested": [
-            {"threshold": t.candidate, "loss": t.loss, "p": t.p, "passed": t.rejected, "work": costs[t.candidate]}
+            {
+                "threshold": t.candidate,
+                "loss": t.loss,
+                "p": t.p,
+                "passed": t.rejected,
+                "work": costs[t.candidate],
+            }
             for t in outcome.tested
         ],
     }
     if check and fresh:
         early, full = (
-            [written(model, p.prompt, tokens, [], {**knobs, "threshold": x}) for p in fresh] for x in (choice, math.inf)
+            [written(model, p.prompt, tokens, [], {**knobs, "threshold": x}) for p in fresh]
+            for x in (choice, math.inf)
         )
-        made["checked"] = {"prompts": check, "loss": sum(_losses(consistency, early, full, fresh)) / check}
+        made["checked"] = {
+            "prompts": check,
+            "loss": sum(_losses(consistency, early, full, fresh)) / check,
+        }
     return report(made)
 
 
@@ -101,7 +116,9 @@ Texts = Sequence[list[int]]
 def _losses(consistency: str, early: Texts, full: Texts, of: Sequence[Passage]) -> list[float]:
     if consistency == "textual":
         return [textual(*pair) for pair in zip(early, full, strict=True)]
-    return [risk(one, other, passage.rest) for one, other, passage in zip(early, full, of, strict=True)]
+    return [
+        risk(one, other, passage.rest) for one, other, passage in zip(early, full, of, strict=True)
+    ]
 
 
 def _work(model: Model, ledger: Sequence[Call], tokens: int) -> float:

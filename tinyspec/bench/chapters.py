@@ -42,7 +42,9 @@ def methods_of(name: str) -> list[str]:
 def analyses_of(name: str) -> list[str]:
     """Those that decode nothing, for the list of what is left out."""
     return [
-        m for m, card in techniques().items() if card.kind == "analysis" and card.build.__module__.split(".")[1] == name
+        m
+        for m, card in techniques().items()
+        if card.kind == "analysis" and card.build.__module__.split(".")[1] == name
     ]
 
 
@@ -62,7 +64,11 @@ def contestants(
     for method in methods_of(name):
         try:
             need = prepared(ArmSpec(method), model)
-            balance(Own(ArmSpec(method), model, settings, draft).run(short, 0, time.perf_counter), short, method)
+            balance(
+                Own(ArmSpec(method), model, settings, draft).run(short, 0, time.perf_counter),
+                short,
+                method,
+            )
         except Exception as error:
             kind = "" if isinstance(error, TinyspecError) else f"{type(error).__name__}: "
             cannot.append(f"{method}: {kind}{' '.join(str(error).split())}")
@@ -70,7 +76,10 @@ def contestants(
         can.append(method)
         if need.built:
             built[method] = need.built
-    cannot += [f"{method}: an analysis, it decodes nothing ({find(method).title})" for method in analyses_of(name)]
+    cannot += [
+        f"{method}: an analysis, it decodes nothing ({find(method).title})"
+        for method in analyses_of(name)
+    ]
     names = ",".join(draft_names(settings, model)) if draft is not None else None
     methods = tuple(dict.fromkeys([*settings.methods, *can]))
     return replace(settings, methods=methods, draft=names), cannot, built

@@ -48,10 +48,15 @@ def measure(rounds: int = 15, quiet: bool = False) -> dict[str, Any]:
         from transformers.generation import logits_process
         from transformers.generation.utils import _speculative_sampling
     except ImportError:
-        raise TinyspecError("bench core compares with transformers: pip install 'tinyspec[bench]'") from None
+        raise TinyspecError(
+            "bench core compares with transformers: pip install 'tinyspec[bench]'"
+        ) from None
     row = logits(VOCABULARY, 1)
     ids = torch.tensor([[1, 2, 3]])
-    heat, nucleus = logits_process.TemperatureLogitsWarper(0.8), logits_process.TopPLogitsWarper(0.9)
+    heat, nucleus = (
+        logits_process.TemperatureLogitsWarper(0.8),
+        logits_process.TopPLogitsWarper(0.9),
+    )
     warp = Warp(temperature=0.8, top_p=0.9)
 
     def theirs() -> None:
@@ -78,9 +83,14 @@ def measure(rounds: int = 15, quiet: bool = False) -> dict[str, Any]:
         "torch_top_k_first": many(top_first),
         "walk": many(lambda: walk(tree, rows, Replay(generator.random(6)))),  # type: ignore[arg-type]
         "transformers_verify": many(
-            lambda: _speculative_sampling(candidates, q_rows.log()[None].float(), 5, p_rows.log()[None].float(), False)
+            lambda: _speculative_sampling(
+                candidates, q_rows.log()[None].float(), 5, p_rows.log()[None].float(), False
+            )
         ),
-        **{f"warp_draw_v{scale}": many(drawing(warp, logits(VOCABULARY * scale, 1)[0])) for scale in (2, 4)},
+        **{
+            f"warp_draw_v{scale}": many(drawing(warp, logits(VOCABULARY * scale, 1)[0]))
+            for scale in (2, 4)
+        },
     }
     with progress("kernels", rounds * len(arms), quiet) as tick:
         samples = interleaved(arms, rounds, tick=tick)

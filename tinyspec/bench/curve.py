@@ -73,14 +73,22 @@ def weight_bytes(config: Config, itemsize: int) -> int:
     """
     tables = ("positions",) if config.tied else ("positions", "embed")
     shapes = config.shapes()
-    return itemsize * (config.parameters() - sum(shapes[n][0] * shapes[n][1] for n in tables if n in shapes))
+    return itemsize * (
+        config.parameters() - sum(shapes[n][0] * shapes[n][1] for n in tables if n in shapes)
+    )
 
 
 def operations(config: Config, k: int, cached: int) -> int:
     """Multiplications and additions of a forward over k tokens behind `cached` others: products and attention."""
-    matrices = sum(s[0] * s[1] for n, s in config.shapes().items() if len(s) == 2 and n not in ("positions", "embed"))
+    matrices = sum(
+        s[0] * s[1]
+        for n, s in config.shapes().items()
+        if len(s) == 2 and n not in ("positions", "embed")
+    )
     matrices += config.vocab_size * config.d_model if config.tied else 0
-    looks = k * cached + k * (k + 1) // 2  # each token looks at the cache, and at itself and those before it
+    looks = (
+        k * cached + k * (k + 1) // 2
+    )  # each token looks at the cache, and at itself and those before it
     return 2 * k * matrices + 4 * looks * config.n_layers * config.q_dim
 
 
@@ -103,15 +111,26 @@ def meters(model: Model, mebibytes: int = 256, side: int = 1024) -> list[Meter]:
         name = str(dtype).removeprefix("torch.")
         compiled = device.type == "cpu" and _core.compute is not None and dtype != torch.float16
         square = torch.randn(side, side).to(device, dtype)
-        made.append(Meter(f"torch, {name}", "peak", 2 * side**3, _waited(lambda s: s @ s.t(), square)))
+        made.append(
+            Meter(f"torch, {name}", "peak", 2 * side**3, _waited(lambda s: s @ s.t(), square))
+        )
         if compiled:
             made.append(Meter(f"tinyspec, {name}", "peak", 2 * side**3, _product(square, square)))
         if dtype != model.dtype:
             continue
-        weight = torch.randn(max(mebibytes * MEBIBYTE // (width * dtype.itemsize), 16), width).to(device, dtype)
+        weight = torch.randn(max(mebibytes * MEBIBYTE // (width * dtype.itemsize), 16), width).to(
+            device, dtype
+        )
         row, size = torch.randn(1, width).to(device, dtype), weight.numel() * weight.element_size()
         words = weight.view(torch.float32) if dtype != torch.float32 else weight
-        made.append(Meter(f"torch, {name}", "bandwidth", size, _waited(torch.nn.functional.linear, row, weight)))
+        made.append(
+            Meter(
+                f"torch, {name}",
+                "bandwidth",
+                size,
+                _waited(torch.nn.functional.linear, row, weight),
+            )
+        )
         made.append(Meter("torch's sum", "bandwidth", size, _waited(torch.sum, words)))
         if compiled:
             made.append(Meter(f"tinyspec, {name}", "bandwidth", size, _product(weight, row)))
@@ -154,10 +173,14 @@ def measure(
     settle(seconds) waits until the threads of whoever ran before sleep. By then everybody's do: each runs twice and the
     second is timed, as in a text, where a call comes right behind another.
     """
-    curves: dict[str, dict[str, list[float]]] = {f.label: {str(k): [] for k in ks} for f in forwards}
+    curves: dict[str, dict[str, list[float]]] = {
+        f.label: {str(k): [] for k in ks} for f in forwards
+    }
     meter_seconds: list[list[float]] = [[] for _ in meters]
     for round in range(-1, rounds):
-        order = [ks[(i + round) % len(ks)] for i in range(len(ks))]  # who goes first changes with every round
+        order = [
+            ks[(i + round) % len(ks)] for i in range(len(ks))
+        ]  # who goes first changes with every round
         quiet_moment()
         for k in order:
             for forward in forwards:
@@ -187,7 +210,9 @@ def measure(
     }
 
 
-def ceilings(raw: Mapping[str, Any], of: Callable[[Sequence[float]], float] = min) -> dict[str, dict[str, float]]:
+def ceilings(
+    raw: Mapping[str, Any], of: Callable[[Sequence[float]], float] = min
+) -> dict[str, dict[str, float]]:
     """What each meter reached at its best (or `of` its samples): {"bandwidth": {who: bytes/s}, "peak": {who: operations/s}}.
 
     A whole forward over one token reads all weights: it is a meter of bandwidth too.
@@ -217,7 +242,13 @@ def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) 
     tops = ceilings(raw)
     bandwidth, peak = highest(tops)
     usual = highest(ceilings(raw, median))
-    made: dict[str, Any] = {"cached": cached, "bandwidth": bandwidth, "peak": peak, "ceilings": tops, "curves": {}}
+    made: dict[str, Any] = {
+        "cached": cached,
+        "bandwidth": bandwidth,
+        "peak": peak,
+        "ceilings": tops,
+        "curves": {},
+    }
     for label, curve in raw["curves"].items():
         times = {int(k): seconds for k, seconds in curve.items()}
         one = median(times[min(times)])
@@ -236,7 +267,10 @@ def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) 
                     1e3 * max(read / reading, operations(config, k, cached) / summing)
                     for reading, summing in ((bandwidth, peak), usual)
                 )
-                row["over"], row["usually"] = row["milliseconds"] / row["floor"], row["milliseconds"] / often
+                row["over"], row["usually"] = (
+                    row["milliseconds"] / row["floor"],
+                    row["milliseconds"] / often,
+                )
         made["curves"][label] = {"rows": rows, "falls": falls(times)}
     return made
 
@@ -248,4 +282,8 @@ def falls(times: Mapping[int, Sequence[float]]) -> list[int]:
     [4]
     """
     ordered = sorted(times)
-    return [k for i, k in enumerate(ordered) if any(spread(times[k])[1] < spread(times[j])[0] for j in ordered[:i])]
+    return [
+        k
+        for i, k in enumerate(ordered)
+        if any(spread(times[k])[1] < spread(times[j])[0] for j in ordered[:i])
+    ]

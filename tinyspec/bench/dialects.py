@@ -70,13 +70,17 @@ class Trial:
     def __init__(self, kind: str, setup: Setup, folder: Path):
         self.setup, self.folder, self.task = setup, folder, setup.task(kind)
         held = self.task.corpus(setup.tests, seed=2 * setup.seed + 1)
-        pairs = self.task.corpus(setup.pairs, seed=2 * setup.seed + 2, without={pair.source for pair in held})
+        pairs = self.task.corpus(
+            setup.pairs, seed=2 * setup.seed + 2, without={pair.source for pair in held}
+        )
         self.tests = [pair.source for pair in held]
         self.held = padded(self.tests), padded([pair.target for pair in held])
         self.sources = [pair.source for pair in pairs]
         self.targets: list[Sequence[int]] = [pair.target for pair in pairs]
 
-    def fit(self, name: str, loss: Loss, targets: Sequence[Sequence[int]], steps: int = 0) -> Seq2Seq:
+    def fit(
+        self, name: str, loss: Loss, targets: Sequence[Sequence[int]], steps: int = 0
+    ) -> Seq2Seq:
         """A model trained on the sources and these targets; at once, where the folder holds it already."""
         s = self.setup
         config = Seq2SeqConfig(
@@ -93,7 +97,9 @@ class Trial:
 
         def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
             """As many pairs of each dialect: a model that meets one of them more often takes that one for a while."""
-            first = torch.randint(max(1, len(source) // s.modes), (max(1, s.batch // s.modes), 1), generator=generator)
+            first = torch.randint(
+                max(1, len(source) // s.modes), (max(1, s.batch // s.modes), 1), generator=generator
+            )
             rows = (s.modes * first + torch.arange(s.modes)).flatten().clamp(max=len(source) - 1)
             return source[rows], target[rows]
 
@@ -118,12 +124,19 @@ class Trial:
             made += chosen(model, part, refiner, [Seeded(at + i) for i in range(len(part))])
         return made
 
-    def judged(self, outputs: Sequence[Sequence[int]], passes: float, **more: float) -> dict[str, Any]:
+    def judged(
+        self, outputs: Sequence[Sequence[int]], passes: float, **more: float
+    ) -> dict[str, Any]:
         """An arm as plain data: a digit a sentence (1 valid + 2 of one dialect + 4 repeats a token), and what it cost."""
-        marks = (self.task.judge(source, output) for source, output in zip(self.tests, outputs, strict=True))
+        marks = (
+            self.task.judge(source, output)
+            for source, output in zip(self.tests, outputs, strict=True)
+        )
         return {
             "passes": passes,
-            "verdicts": "".join(str(valid + 2 * single + 4 * twice) for valid, single, twice in marks),
+            "verdicts": "".join(
+                str(valid + 2 * single + 4 * twice) for valid, single, twice in marks
+            ),
             **more,
         }
 
@@ -132,7 +145,11 @@ class Trial:
     def autoregressive(self) -> tuple[Seq2Seq, dict[str, Any]]:
         """Trained on the pairs as they are: the teacher."""
         model = self.fit(AR, forced, self.targets)
-        made = [text for at in range(0, len(self.tests), BATCH) for text in greedy(model, self.tests[at : at + BATCH])]
+        made = [
+            text
+            for at in range(0, len(self.tests), BATCH)
+            for text in greedy(model, self.tests[at : at + BATCH])
+        ]
         source, target = self.held
         with torch.no_grad():
             ends = int((target != 0).sum()) + len(target)
@@ -146,7 +163,9 @@ class Trial:
         if name == RAW:
             source, target = self.held
             with torch.no_grad():
-                found[name]["nats"] = float(said(model, source, target, model.encode(source))) / len(target)
+                found[name]["nats"] = float(
+                    said(model, source, target, model.encode(source))
+                ) / len(target)
             generator = torch.Generator().manual_seed(self.setup.seed)
             found[SAMPLED] = self.judged(self.ask(model, Copying(model, generator)), 1)
         return found
@@ -160,7 +179,10 @@ class Trial:
             return mask_predict.loss(model, batch, torch.Generator().manual_seed(seed))
 
         model, found = self.fit("mask-predict", loss, self.targets), {}
-        for t, count in [*((t, lengths[0]) for t in passes), *((max(passes), count) for count in lengths[1:])]:
+        for t, count in [
+            *((t, lengths[0]) for t in passes),
+            *((max(passes), count) for count in lengths[1:]),
+        ]:
             refiner = mask_predict.MaskPredict(model, t, count)
             found[f"mask-predict, T {t}, l {count}"] = self.judged(self.ask(model, refiner), t)
         return found
@@ -194,14 +216,18 @@ class Copying:
     def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
         length = beam(by_token(self.model, memory), 1)[0]
         places, slots = uniform(torch.tensor([len(source)]), torch.tensor(length))
-        return Canvas(torch.tensor([list(source)]).gather(1, places), slots, torch.zeros(slots.shape))
+        return Canvas(
+            torch.tensor([list(source)]).gather(1, places), slots, torch.zeros(slots.shape)
+        )
 
     def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
         states = parallel(self.model, canvas.tokens, canvas.mask, memory)
         law = words(self.model, self.model.logits(states)).log_softmax(dim=-1)
         tokens = law.argmax(dim=-1)
         if self.generator is not None:
-            tokens = torch.multinomial(law.exp().flatten(0, 1), 1, generator=self.generator).view_as(tokens)
+            tokens = torch.multinomial(
+                law.exp().flatten(0, 1), 1, generator=self.generator
+            ).view_as(tokens)
         return Canvas(tokens, canvas.mask, law.gather(-1, tokens[..., None])[..., 0])
 
     def finished(self, canvas: Canvas, iteration: int) -> bool:
@@ -231,10 +257,15 @@ def run(
     parts = None if out is None else out.with_name(out.name + ".parts")
     if parts is not None and parts.exists() and not resume:
         shutil.rmtree(parts)
-    with tempfile.TemporaryDirectory() as temporary, progress("dialects", 4 * len(kinds), quiet) as tick:
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        progress("dialects", 4 * len(kinds), quiet) as tick,
+    ):
         for kind in kinds:
             if kind not in done:
-                done[kind] = _kind(Trial(kind, setup, (parts or Path(temporary)) / kind), passes, lengths, tick)
+                done[kind] = _kind(
+                    Trial(kind, setup, (parts or Path(temporary)) / kind), passes, lengths, tick
+                )
                 if out is not None:
                     save(out, report({"settings": settings, "kinds": done}))
             else:
@@ -248,17 +279,24 @@ def run(
     return result
 
 
-def _kind(trial: Trial, passes: Sequence[int], lengths: Sequence[int], tick: Callable[[], None]) -> dict[str, Any]:
+def _kind(
+    trial: Trial, passes: Sequence[int], lengths: Sequence[int], tick: Callable[[], None]
+) -> dict[str, Any]:
     """The arms of one kind, and the floors of its test sentences."""
     floors = [trial.task.floors(source) for source in trial.tests]
-    mean = {name: sum(getattr(one, name) for one in floors) / len(floors) for name in ("sequence", "parallel")}
+    mean = {
+        name: sum(getattr(one, name) for one in floors) / len(floors)
+        for name in ("sequence", "parallel")
+    }
     teacher, row = trial.autoregressive()
     arms = {AR: row}
     tick()
     arms |= trial.one_pass(RAW, trial.targets)
     tick()
     taught = [
-        text for at in range(0, len(trial.sources), BATCH) for text in greedy(teacher, trial.sources[at : at + BATCH])
+        text
+        for at in range(0, len(trial.sources), BATCH)
+        for text in greedy(teacher, trial.sources[at : at + BATCH])
     ]
     arms |= trial.one_pass(KD, taught)
     tick()
@@ -277,7 +315,11 @@ def _kept(out: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
         found = json.loads(out.read_text(encoding="utf-8"))
         kept, made = dict(found["kinds"]), found["settings"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise TinyspecError(f"{out} is no result of `tinyspec bench dialects` ({type(error).__name__})") from error
+        raise TinyspecError(
+            f"{out} is no result of `tinyspec bench dialects` ({type(error).__name__})"
+        ) from error
     if made != settings:
-        raise TinyspecError(f"{out} was made with other settings: name another --out, or leave --resume")
+        raise TinyspecError(
+            f"{out} was made with other settings: name another --out, or leave --resume"
+        )
     return kept

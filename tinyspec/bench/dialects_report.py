@@ -6,7 +6,11 @@ from typing import Any
 from tinyspec.bench import figures
 from tinyspec.bench.report import Grid, number
 
-KINDS = {"lex": "words of their own", "ord": "orders of their own", "fert": "fertilities of their own"}
+KINDS = {
+    "lex": "words of their own",
+    "ord": "orders of their own",
+    "fert": "fertilities of their own",
+}
 
 
 def told(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +47,14 @@ def grids(result: Mapping[str, Any]) -> list[Grid]:
             nats = f"{row['nats']:.2f} / {floor:.2f}" if "nats" in row else "-"
             shares = [f"{100 * of[name]:.1f}" for name in ("valid", "single", "repeated")]
             rows.append([arm, *shares, number(row["passes"]), nats])
-        head = ["model", "valid %", "of one dialect %", "with a repeated word %", "decoder passes", "nats / the floor"]
+        head = [
+            "model",
+            "valid %",
+            "of one dialect %",
+            "with a repeated word %",
+            "decoder passes",
+            "nats / the floor",
+        ]
         made.append(Grid(f"{result['settings']['modes']} dialects with {named(kind)}", head, rows))
     return made
 
@@ -57,17 +68,23 @@ def picture(result: Mapping[str, Any]) -> str:
     body = [figures._text(figures.MARGIN, 32, "Right translations, of every hundred", "title")]
     top = 84.0
     for i, arm in enumerate(arms):
-        body.append(figures._text(figures.MARGIN + names - 10, top + figures.ROW * i + 12, arm, "end"))
+        body.append(
+            figures._text(figures.MARGIN + names - 10, top + figures.ROW * i + 12, arm, "end")
+        )
     for column, kind in enumerate(kinds):
         x = figures.MARGIN + names + column * wide
         body.append(figures._text(x, top - 14, named(kind), "head"))
-        body.append(f'<path class="one" d="M{x:.1f} {top - 4:.1f}V{top + figures.ROW * len(arms):.1f}"/>')
+        body.append(
+            f'<path class="one" d="M{x:.1f} {top - 4:.1f}V{top + figures.ROW * len(arms):.1f}"/>'
+        )
         for i, arm in enumerate(arms):
             if arm not in shares[kind]:
                 continue
             share, y = shares[kind][arm]["valid"], top + figures.ROW * i
             style, long = "fast" if share >= 0.9 else "slow", max(share * (wide - 60), 0.5)
-            body.append(f'<path class="{style}" d="M{x:.1f} {y + 2:.1f}h{long:.1f}v12h-{long:.1f}z"/>')
+            body.append(
+                f'<path class="{style}" d="M{x:.1f} {y + 2:.1f}h{long:.1f}v12h-{long:.1f}z"/>'
+            )
             body.append(figures._text(x + long + 5, y + 12, f"{100 * share:.1f}"))
     end, s, machine = top + figures.ROW * len(arms) + 26, result["settings"], result["machine"]
     for line in (
@@ -79,6 +96,7 @@ def picture(result: Mapping[str, Any]) -> str:
         body.append(figures._text(figures.MARGIN, end, line, "quiet"))
         end += 18
     said = "; ".join(
-        f"{kind}: " + ", ".join(f"{a} {100 * f['valid']:.1f}" for a, f in shares[kind].items()) for kind in kinds
+        f"{kind}: " + ", ".join(f"{a} {100 * f['valid']:.1f}" for a, f in shares[kind].items())
+        for kind in kinds
     )
     return figures._svg(body, end, "Right translations by dialects and model", said)

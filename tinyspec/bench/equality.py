@@ -43,7 +43,13 @@ def greedy(
     stop = Stop(max_new_tokens=tokens)
     limit = model.config.max_positions
     request = Request(
-        model.session(ledger), (), Warp(temperature=0.0), stop, references, positions=limit, ledger=ledger
+        model.session(ledger),
+        (),
+        Warp(temperature=0.0),
+        stop,
+        references,
+        positions=limit,
+        ledger=ledger,
     )
     decoder, chance, counted = find(method).make(request, **knobs), Seeded(0), Statistics()
     decoder.extend(ids)
@@ -58,12 +64,17 @@ def rehearsal(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
     >>> rehearsal([5], [1, 2, 3, 4, 5, 6, 7, 8])
     [5, 1, 2, 3, 4, 5, 6, 0, 8]
     """
-    return [*prompt[-8:], *(0 if i % CHANGED == CHANGED - 1 else token for i, token in enumerate(answer))]
+    return [
+        *prompt[-8:],
+        *(0 if i % CHANGED == CHANGED - 1 else token for i, token in enumerate(answer)),
+    ]
 
 
 def rows(model: Model, question: Any, tokens: int, methods: Sequence[str]) -> list[list[Any]]:
     """One line an arm: how many ids at the front are plain decoding's, and how many calls and guesses it took."""
-    ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)[-(model.config.max_positions - tokens) :]
+    ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)[
+        -(model.config.max_positions - tokens) :
+    ]
     plain, _ = greedy(model, ids, tokens, "autoregressive")
     check, lines = zlib.crc32(json.dumps(plain).encode()), list[list[Any]]()
     for arm in (*methods, REHEARSED):
@@ -91,9 +102,15 @@ def measure(
     """Every question of Spec-Bench (its first turn), or some spread over it. With `out`, saved after every question."""
     for method in methods:
         if find(method).drafts:
-            raise TinyspecError(f"{method} needs a draft model; this comparison takes methods without one")
+            raise TinyspecError(
+                f"{method} needs a draft model; this comparison takes methods without one"
+            )
     model, bank = models.load(name, dtype=dtype), data.spec_bench()
-    chosen = bank if questions is None else [bank[i * len(bank) // questions] for i in range(min(questions, len(bank)))]
+    chosen = (
+        bank
+        if questions is None
+        else [bank[i * len(bank) // questions] for i in range(min(questions, len(bank)))]
+    )
     done = _begun(out, name, tokens, dtype, methods) if resume and out is not None else []
     seen = {line[0] for line in done}
     head = {"model": name, "dtype": dtype, "tokens_each": tokens, "methods": list(methods)}
@@ -117,23 +134,38 @@ def _result(head: dict[str, Any], lines: list[list[Any]]) -> dict[str, Any]:
         "mismatches": sum(line[5] < tokens for line in lines),
         "passed": bool(lines) and all(line[5] == tokens for line in lines),
         "tokens_per_call": {
-            arm: round(sum(tokens for line in lines if line[4] == arm) / sum(r[6] for r in lines if r[4] == arm), 3)
+            arm: round(
+                sum(tokens for line in lines if line[4] == arm)
+                / sum(r[6] for r in lines if r[4] == arm),
+                3,
+            )
             for arm in dict.fromkeys(line[4] for line in lines)
         },
     }
     return report({**head, **figures, "columns": list(COLUMNS), "rows": lines})
 
 
-def _begun(out: str | Path, name: str, tokens: int, dtype: str, methods: Sequence[str]) -> list[list[Any]]:
+def _begun(
+    out: str | Path, name: str, tokens: int, dtype: str, methods: Sequence[str]
+) -> list[list[Any]]:
     """The lines of a file that an interrupted run left; none where there is no file."""
     if not Path(out).exists():
         return []
     try:
         found = json.loads(Path(out).read_text(encoding="utf-8"))
-        same = [found[key] for key in ("model", "dtype", "tokens_each", "methods")] == [name, dtype, tokens, [*methods]]
+        same = [found[key] for key in ("model", "dtype", "tokens_each", "methods")] == [
+            name,
+            dtype,
+            tokens,
+            [*methods],
+        ]
         lines: list[list[Any]] = found["rows"]
     except (ValueError, KeyError, TypeError) as error:
-        raise TinyspecError(f"{out}: not a result of `tinyspec bench equality` ({error})") from error
+        raise TinyspecError(
+            f"{out}: not a result of `tinyspec bench equality` ({error})"
+        ) from error
     if not same:
-        raise TinyspecError(f"{out} compares something else: give another --out, or leave --resume away")
+        raise TinyspecError(
+            f"{out} compares something else: give another --out, or leave --resume away"
+        )
     return lines

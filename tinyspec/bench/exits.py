@@ -63,7 +63,9 @@ class Sample(NamedTuple):
     heads: int
 
 
-def passages(model: Model, texts: Sequence[str], n: int, prompt: int, tokens: int, seed: int) -> list[Passage]:
+def passages(
+    model: Model, texts: Sequence[str], n: int, prompt: int, tokens: int, seed: int
+) -> list[Passage]:
     """n independent draws, each place of the texts as likely as any other."""
     if prompt + tokens > model.config.max_positions:
         raise TinyspecError(
@@ -73,7 +75,9 @@ def passages(model: Model, texts: Sequence[str], n: int, prompt: int, tokens: in
     ids = [model.tokenizer.encode(text) for text in texts]
     room = [max(len(text) - prompt - tokens + 1, 0) for text in ids]
     if not sum(room):
-        raise TinyspecError(f"no text has {prompt + tokens} tokens: give longer ones, or fewer --tokens")
+        raise TinyspecError(
+            f"no text has {prompt + tokens} tokens: give longer ones, or fewer --tokens"
+        )
     random, found = np.random.default_rng(seed), list[Passage]()
     for place in random.integers(sum(room), size=n).tolist():
         which = 0
@@ -87,7 +91,9 @@ def passages(model: Model, texts: Sequence[str], n: int, prompt: int, tokens: in
 def decoder(model: Model, tokens: int, ledger: list[Call], knobs: Mapping[str, Any]) -> Decoder:
     """CALM at temperature 0, with nothing in its text yet."""
     stop = Stop(frozenset(model.config.eos), max_new_tokens=tokens)
-    return find("calm").make(Request(model.session(ledger), warp=Warp(0.0), stop=stop, ledger=ledger), **knobs)
+    return find("calm").make(
+        Request(model.session(ledger), warp=Warp(0.0), stop=stop, ledger=ledger), **knobs
+    )
 
 
 def written(
@@ -106,7 +112,10 @@ def work(config: Config, layers: float, fills: float, heads: float) -> float:
     """Multiplications of weights, over those of the full model for one token."""
     shapes = config.shapes()
     layer = sum(math.prod(shapes[f"0.{part}.weight"]) for part in ("qkv", "out", "up", "down"))
-    head, kv = (len(config.says) or config.vocab_size) * config.d_model, 2 * config.kv_dim * config.d_model
+    head, kv = (
+        (len(config.says) or config.vocab_size) * config.d_model,
+        2 * config.kv_dim * config.d_model,
+    )
     return (layers * layer + fills * kv + heads * head) / (config.n_layers * layer + head)
 
 
@@ -150,7 +159,11 @@ def run(
         whole = [_whole(model, passage) for passage in found]
         for label, given in asked.items():
             if label not in done:
-                done[label] = [list(s) for at, p in enumerate(found) for s in _both(model, at, p, whole[at], given)]
+                done[label] = [
+                    list(s)
+                    for at, p in enumerate(found)
+                    for s in _both(model, at, p, whole[at], given)
+                ]
             made = {"settings": settings, "columns": list(Sample._fields), "samples": done}
             result = report({**made, "config": _shape(model.config)})
             if out is not None:
@@ -189,11 +202,14 @@ class Whole(NamedTuple):
 def _whole(model: Model, passage: Passage) -> Whole:
     rows = model.logits([*passage.prompt, *passage.rest])[len(passage.prompt) - 1 : -1]
     return Whole(
-        rows.argmax(-1).tolist(), written(model, passage.prompt, len(passage.rest), [], {"threshold": math.inf})
+        rows.argmax(-1).tolist(),
+        written(model, passage.prompt, len(passage.rest), [], {"threshold": math.inf}),
     )
 
 
-def _both(model: Model, at: int, passage: Passage, whole: Whole, knobs: Mapping[str, Any]) -> Iterator[Sample]:
+def _both(
+    model: Model, at: int, passage: Passage, whole: Whole, knobs: Mapping[str, Any]
+) -> Iterator[Sample]:
     """A passage forced, and free."""
     n, ledger = len(passage.rest), list[Call]()
     target = decoder(model, n, ledger, knobs).target
@@ -219,7 +235,11 @@ def _bits(row: Any, token: int) -> float:
 def counted(ledger: Sequence[Call]) -> tuple[float, int, int]:
     """Layers, fills and head products behind the prompt."""
     calls = [call for call in ledger if not call.prefill]
-    return sum(c.row_layers for c in calls), sum(c.fills for c in calls), sum(c.head_rows for c in calls)
+    return (
+        sum(c.row_layers for c in calls),
+        sum(c.fills for c in calls),
+        sum(c.head_rows for c in calls),
+    )
 
 
 def _kept(out: Path | None, settings: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -230,10 +250,15 @@ def _kept(out: Path | None, settings: Mapping[str, Any]) -> dict[str, list[Any]]
         return {}
     try:
         found = json.loads(out.read_text(encoding="utf-8"))
-        kept = {str(label): [list(Sample(*row)) for row in rows] for label, rows in found["samples"].items()}
+        kept = {
+            str(label): [list(Sample(*row)) for row in rows]
+            for label, rows in found["samples"].items()
+        }
         known = found["settings"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise TinyspecError(f"{out} is no result of `tinyspec bench exits` ({type(error).__name__})") from error
+        raise TinyspecError(
+            f"{out} is no result of `tinyspec bench exits` ({type(error).__name__})"
+        ) from error
     for key, value in settings.items():
         if known.get(key) != value:
             raise TinyspecError(
@@ -250,17 +275,23 @@ def told(result: Mapping[str, Any], config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for label, rows in result["samples"].items():
         samples = [Sample(*row) for row in rows]
-        found[label] = {way: _mean([s for s in samples if s.way == way], config) for way in ("forced", "free")}
+        found[label] = {
+            way: _mean([s for s in samples if s.way == way], config) for way in ("forced", "free")
+        }
     for one in found.values():
         mine = one["forced"]
         better = [f["forced"] for f in found.values() if f["forced"]["work"] <= mine["work"]]
-        one["front"] = all(other["agreement"] <= mine["agreement"] or other is mine for other in better)
+        one["front"] = all(
+            other["agreement"] <= mine["agreement"] or other is mine for other in better
+        )
     return found
 
 
 def _mean(samples: Sequence[Sample], config: Config) -> dict[str, float]:
     n = sum(s.tokens for s in samples)
-    layers, fills, heads = (sum(getattr(s, name) for s in samples) / n for name in ("layers", "fills", "heads"))
+    layers, fills, heads = (
+        sum(getattr(s, name) for s in samples) / n for name in ("layers", "fills", "heads")
+    )
     return {
         "layers": layers,
         "fills": fills,
@@ -286,4 +317,8 @@ def grid(result: Mapping[str, Any]) -> Grid:
         "free: work", "same text", "perplexity, full model's",
     ]  # fmt: skip
     of = result["settings"]["model"]
-    return Grid(f"Early exits of {of}: work over the full model's; * nothing is cheaper and agrees more", head, rows)
+    return Grid(
+        f"Early exits of {of}: work over the full model's; * nothing is cheaper and agrees more",
+        head,
+        rows,
+    )

@@ -17,10 +17,21 @@ def picture(result: Mapping[str, Any]) -> str:
     full, settings, machine = of[FULL]["forced"], result["settings"], result["machine"]
     wide, y = (figures.WIDTH - 2 * figures.MARGIN - 120) / 2, 70.0
     body = [
-        figures._text(figures.MARGIN, 32, f"{settings['model']}: what early exits save, and what they cost", "title")
+        figures._text(
+            figures.MARGIN,
+            32,
+            f"{settings['model']}: what early exits save, and what they cost",
+            "title",
+        )
     ]
     body += _panel(
-        "agreement with the full model", lines, lambda row: row["agreement"], 1.0, figures.MARGIN + 36, y, wide
+        "agreement with the full model",
+        lines,
+        lambda row: row["agreement"],
+        1.0,
+        figures.MARGIN + 36,
+        y,
+        wide,
     )
     body += _panel(
         "perplexity over the full model's, to 4", lines, lambda row: min(row["perplexity"] / full["perplexity"], 4.0), 4.0,
@@ -29,7 +40,9 @@ def picture(result: Mapping[str, Any]) -> str:
     end = y + 250
     for i, name in enumerate(lines):
         shown = "one exit for all tokens" if name == FIXED else name
-        body.append(f'<path class="curve s{i}"{figures._dash(i)} d="M{figures.MARGIN + 36:.1f} {end - 4:.1f}h32"/>')
+        body.append(
+            f'<path class="curve s{i}"{figures._dash(i)} d="M{figures.MARGIN + 36:.1f} {end - 4:.1f}h32"/>'
+        )
         body.append(figures._text(figures.MARGIN + 78, end, shown))
         end += 20
     for note in (
@@ -40,7 +53,8 @@ def picture(result: Mapping[str, Any]) -> str:
         body.append(figures._text(figures.MARGIN + 36, end + 4, note, "quiet"))
         end += 18
     said = "; ".join(
-        f"{name}: agreement {max(r['agreement'] for r in rows):.2f} at best" for name, rows in lines.items()
+        f"{name}: agreement {max(r['agreement'] for r in rows):.2f} at best"
+        for name, rows in lines.items()
     )
     return figures._svg(body, end + 8, "What early exits save, and what they cost", said)
 
@@ -63,7 +77,9 @@ def _panel(
         drawn.append(f'<path class="line" d="M{x:.1f} {height:.1f}h{wide:.1f}"/>')
         drawn.append(figures._text(x - 6, height + 4, f"{top * i / 5:.2g}", "end quiet"))
     for i in range(int(most / 0.25) + 1):
-        drawn.append(figures._text(x + i * 0.25 / most * wide, y + high + 18, f"{i * 0.25:g}", "mid quiet"))
+        drawn.append(
+            figures._text(x + i * 0.25 / most * wide, y + high + 18, f"{i * 0.25:g}", "mid quiet")
+        )
     drawn.append(f'<path class="one" d="M{x + wide / most:.1f} {y:.1f}v{high:.1f}"/>')
     for i, rows in enumerate(lines.values()):
         spots = [(x + row["work"] / most * wide, y + high * (1 - value(row) / top)) for row in rows]
@@ -71,6 +87,7 @@ def _panel(
             f'<path class="curve s{i}"{figures._dash(i)} d="M{" L".join(f"{a:.1f} {b:.1f}" for a, b in spots)}"/>'
         )
         drawn += [
-            f'<circle class="s{i}" cx="{a:.1f}" cy="{b:.1f}" r="3" fill="none" stroke-width="2"/>' for a, b in spots
+            f'<circle class="s{i}" cx="{a:.1f}" cy="{b:.1f}" r="3" fill="none" stroke-width="2"/>'
+            for a, b in spots
         ]
     return drawn

@@ -17,7 +17,13 @@ from tinyspec.bench.report import notes
 WIDTH, MARGIN = 960.0, 24.0
 ROW, HEAD, LETTER = 20.0, 34.0, 6.8  # a bar with its gap, a panel's title, a letter of a name
 COLUMNS = 3  # panels side by side
-MARKS = ("", "6 4", "2 3", "10 3 2 3", "1 4")  # dashes of lines that colours alone must not tell apart
+MARKS = (
+    "",
+    "6 4",
+    "2 3",
+    "10 3 2 3",
+    "1 4",
+)  # dashes of lines that colours alone must not tell apart
 STYLE = """
 text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif;font-size:12px;fill:#1f2328}
 .title{font-size:17px;font-weight:600}.head{font-weight:600;font-size:13px}.quiet{fill:#59636e}.end{text-anchor:end}
@@ -47,21 +53,36 @@ def speedups(result: Mapping[str, Any]) -> str:
     """How many times as fast as plain decoding each arm is, task by task."""
     tasks = result["figures"]["tasks"]
     arms = [arm for arm in result["figures"]["overall"] if arm != PLAIN]
-    highs = [f["speedup"]["q3"] for of in tasks.values() for arm, f in of.items() if arm in arms and f["speedup"]]
+    highs = [
+        f["speedup"]["q3"]
+        for of in tasks.values()
+        for arm, f in of.items()
+        if arm in arms and f["speedup"]
+    ]
     top = max([1.5, *highs]) * 1.08
     names = 16 + LETTER * max(map(len, arms), default=0)  # the column of names
     wide = (WIDTH - 2 * MARGIN - names) / COLUMNS
     high = HEAD + ROW * max(len(arms), 1) + 14
-    body = [_text(MARGIN, 32, f"{result['settings']['model']}: times as fast as plain decoding", "title")]
+    body = [
+        _text(
+            MARGIN, 32, f"{result['settings']['model']}: times as fast as plain decoding", "title"
+        )
+    ]
     for i, (name, of) in enumerate(tasks.items()):
         column, y = i % COLUMNS, 52 + i // COLUMNS * high
         x = MARGIN + names + column * wide
         if column == 0:
-            body += [_text(MARGIN + names - 10, y + HEAD + ROW * n + 12, arm, "end") for n, arm in enumerate(arms)]
+            body += [
+                _text(MARGIN + names - 10, y + HEAD + ROW * n + 12, arm, "end")
+                for n, arm in enumerate(arms)
+            ]
         body.append(_text(x, y + 22, name.replace("_", " "), "head"))
         body += _panel([(arm, of[arm]["speedup"]) for arm in arms], x, y + HEAD, wide - 14, top)
     end = 52 + -(-len(tasks) // COLUMNS) * high + 8
-    for line in ["The thin line spans the quartiles over prompts; peers are grey.", *notes(result)[:2]]:
+    for line in [
+        "The thin line spans the quartiles over prompts; peers are grey.",
+        *notes(result)[:2],
+    ]:
         body.append(_text(MARGIN, end, line, "quiet"))
         end += 18
     said = "; ".join(
@@ -73,7 +94,11 @@ def speedups(result: Mapping[str, Any]) -> str:
 
 
 def _panel(
-    bars: Sequence[tuple[str, Mapping[str, float] | None]], x: float, y: float, wide: float, top: float
+    bars: Sequence[tuple[str, Mapping[str, float] | None]],
+    x: float,
+    y: float,
+    wide: float,
+    top: float,
 ) -> list[str]:
     """Bars from 1 on a scale from 0 to `top`; the number stands behind the bar."""
     scale = (wide - 36) / top
@@ -98,16 +123,32 @@ def _panel(
 def curve(result: Mapping[str, Any]) -> str:
     """What a forward over k tokens takes, in milliseconds and against one token, with the machine's floor."""
     figures = result["curve_figures"]
-    rows = {label: {int(k): row for k, row in of["rows"].items()} for label, of in figures["curves"].items()}
+    rows = {
+        label: {int(k): row for k, row in of["rows"].items()}
+        for label, of in figures["curves"].items()
+    }
     own = rows.get("tinyspec", {})
     floor = {k: row["floor"] for k, row in own.items() if "floor" in row}
     wide, y = (WIDTH - 2 * MARGIN - 90) / 2, 66.0
-    body = [_text(MARGIN, 32, f"{result['settings']['model']}: the cost of a forward over k new tokens", "title")]
-    times = {label: {k: row["milliseconds"] for k, row in line.items()} for label, line in rows.items()}
-    ratios = {label: {k: row["against_one"] for k, row in line.items()} for label, line in rows.items()}
+    body = [
+        _text(
+            MARGIN,
+            32,
+            f"{result['settings']['model']}: the cost of a forward over k new tokens",
+            "title",
+        )
+    ]
+    times = {
+        label: {k: row["milliseconds"] for k, row in line.items()} for label, line in rows.items()
+    }
+    ratios = {
+        label: {k: row["against_one"] for k, row in line.items()} for label, line in rows.items()
+    }
     against = {k: ms / own[min(own)]["milliseconds"] for k, ms in floor.items()}
     body += _lines(times, floor, "milliseconds", MARGIN + 36, y, wide)
-    body += _lines(ratios, against, "time of k over the program's own time of one", MARGIN + 90 + wide, y, wide)
+    body += _lines(
+        ratios, against, "time of k over the program's own time of one", MARGIN + 90 + wide, y, wide
+    )
     end = y + 360
     for i, label in enumerate([*rows, *(["the machine's floor"] if floor else [])]):
         drawn = f'class="curve s{i % 5}"{_dash(i)}' if label in rows else 'class="floor"'
@@ -117,17 +158,28 @@ def curve(result: Mapping[str, Any]) -> str:
     for note in [f"Behind {figures['cached']} cached tokens.", *notes(result)[:2]]:
         body.append(_text(MARGIN + 36, end + 4, note, "quiet"))
         end += 18
-    said = "; ".join(f"{label} at {max(line)} tokens {line[max(line)]:.2f}" for label, line in ratios.items() if line)
+    said = "; ".join(
+        f"{label} at {max(line)} tokens {line[max(line)]:.2f}"
+        for label, line in ratios.items()
+        if line
+    )
     return _svg(body, end, "Cost curve of a forward", said)
 
 
 def _lines(
-    lines: Mapping[str, Mapping[int, float]], floor: Mapping[int, float], title: str, x: float, y: float, wide: float
+    lines: Mapping[str, Mapping[int, float]],
+    floor: Mapping[int, float],
+    title: str,
+    x: float,
+    y: float,
+    wide: float,
 ) -> list[str]:
     """One panel: a line for each program over k, and the floor dotted."""
     high, right = 290.0, max((k for line in lines.values() for k in line), default=1)
     highest = max((v for line in (*lines.values(), floor) for v in line.values()), default=1.0)
-    step = next(s for p in range(-3, 9) for s in (10.0**p, 2 * 10.0**p, 5 * 10.0**p) if highest / s <= 8)
+    step = next(
+        s for p in range(-3, 9) for s in (10.0**p, 2 * 10.0**p, 5 * 10.0**p) if highest / s <= 8
+    )
     top = step * max(1, math.ceil(highest / step))
 
     def at(k: float, value: float) -> str:
@@ -139,12 +191,18 @@ def _lines(
     drawn = [_text(x - 30, y - 10, title, "head")]
     for i in range(round(top / step) + 1):
         drawn.append(f'<path class="line" d="M{at(0, i * step)}h{wide:.1f}"/>')
-        drawn.append(_text(x - 6, y + high - i * step / top * high + 4, f"{i * step:g}", "end quiet"))
-    for k in sorted({k for line in lines.values() for k in line if k in (1, 4, 8, 12, 16, 24, 32) or k == right}):
+        drawn.append(
+            _text(x - 6, y + high - i * step / top * high + 4, f"{i * step:g}", "end quiet")
+        )
+    for k in sorted(
+        {k for line in lines.values() for k in line if k in (1, 4, 8, 12, 16, 24, 32) or k == right}
+    ):
         drawn.append(_text(x + k / right * wide, y + high + 18, str(k), "mid quiet"))
     drawn += [f'<path class="floor" d="{path(floor)}"/>'] if floor else []
     drawn += [
-        f'<path class="curve s{i % 5}"{_dash(i)} d="{path(line)}"/>' for i, line in enumerate(lines.values()) if line
+        f'<path class="curve s{i % 5}"{_dash(i)} d="{path(line)}"/>'
+        for i, line in enumerate(lines.values())
+        if line
     ]
     return drawn
 

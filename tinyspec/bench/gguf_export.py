@@ -42,7 +42,9 @@ def write(path: Path, model: Model, kind: str) -> None:
                 writer.add_tensor(name, numbers)
                 continue
             if kind == "q8_0" and numbers.shape[1] % 32:
-                raise TinyspecError(f"q8_0 works on blocks of 32, and {name} has rows of {numbers.shape[1]}")
+                raise TinyspecError(
+                    f"q8_0 works on blocks of 32, and {name} has rows of {numbers.shape[1]}"
+                )
             writer.add_tensor(name, quantize(numbers, wanted), raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -73,7 +73,11 @@ def machine() -> dict[str, Any]:
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
             break
-    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {name} " in text.replace("\n", " ")]
+    units = [
+        name
+        for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+        if f" {name} " in text.replace("\n", " ")
+    ]
     return {
         "cpu": cpu,
         "units": units,
@@ -98,8 +102,13 @@ def machines(results: dict[str, dict[str, Any]]) -> str:
     '2 cores of Z, torch 2 (b: 2 cores of Z with wide, torch 2), 2 threads, 5'
     """
     each = {name: result["machine"] for name, result in results.items()}
-    units = {name: " with " + ", ".join(m["units"]) if m["units"] else "" for name, m in each.items()}
-    places = {name: f"{m['cores']} cores of {m['cpu']}{units[name]}, torch {m['torch']}" for name, m in each.items()}
+    units = {
+        name: " with " + ", ".join(m["units"]) if m["units"] else "" for name, m in each.items()
+    }
+    places = {
+        name: f"{m['cores']} cores of {m['cpu']}{units[name]}, torch {m['torch']}"
+        for name, m in each.items()
+    }
     dates = sorted({result["date"] for result in results.values()})
     threads = {name: m["threads"] for name, m in each.items()}
     most = mode(threads.values())
@@ -120,8 +129,12 @@ def commit() -> str | None:
     """The commit of the source tree, with + where it was changed; None outside one."""
     try:
         here = Path(__file__).parent
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout
-        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True)
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True
+        )
         return head.strip()[:12] + ("+" if dirty.stdout.strip() else "")
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -134,12 +147,16 @@ def report(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {"command": command, "commit": commit(), "date": stamp, "machine": machine(), **figures}
 
 
-def save(path: str | Path, result: Mapping[str, Any], dumps: Callable[[Any], str] | None = None) -> None:
+def save(
+    path: str | Path, result: Mapping[str, Any], dumps: Callable[[Any], str] | None = None
+) -> None:
     """Write a result file, whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(dumps(result) if dumps else json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.write_text(
+        dumps(result) if dumps else json.dumps(result, indent=1) + "\n", encoding="utf-8"
+    )
     os.replace(part, path)
 
 

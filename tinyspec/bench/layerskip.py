@@ -40,24 +40,37 @@ def run(
 ) -> dict[str, Any]:
     """All figures of all models, at the exits that each has. TinyspecError for none, and texts that do not fit."""
     if not (names and exits):
-        raise TinyspecError("there is nothing to measure: name --models and --exits, such as exits-layerskip and 2-8")
+        raise TinyspecError(
+            "there is nothing to measure: name --models and --exits, such as exits-layerskip and 2-8"
+        )
     found: dict[str, Any] = {}
     loaded = {name: endless(models.load(name, dtype=dtype)) for name in names}
     for name, model in loaded.items():
         for exit in exits:
             drafting_layers(exit, model.config.n_layers, name)
         if model.config.max_positions <= tokens:
-            raise TinyspecError(f"{tokens} new tokens do not fit into the context of {name}: fewer --tokens")
+            raise TinyspecError(
+                f"{tokens} new tokens do not fit into the context of {name}: fewer --tokens"
+            )
     with progress(f"{len(loaded)} models", len(loaded) * (1 + len(exits)), quiet) as tick:
         for name, model in loaded.items():
-            texts = [prompt_ids(model, text)[-(model.config.max_positions - tokens) :] for text in openings()[:prompts]]
+            texts = [
+                prompt_ids(model, text)[-(model.config.max_positions - tokens) :]
+                for text in openings()[:prompts]
+            ]
             written = [_made(model, text, tokens, "autoregressive").new for text in texts]
             worth = _worth(model, texts, written)
             tick()
             found[name] = {"n_layers": model.config.n_layers, "exits": {}}
             for exit in exits:
-                runs = [_made(model, text, tokens, METHOD, temperature, exit=exit, gamma=gamma) for text in texts]
-                found[name]["exits"][str(exit)] = {**worth[exit - 1], **_counted(runs, model.config.n_layers)}
+                runs = [
+                    _made(model, text, tokens, METHOD, temperature, exit=exit, gamma=gamma)
+                    for text in texts
+                ]
+                found[name]["exits"][str(exit)] = {
+                    **worth[exit - 1],
+                    **_counted(runs, model.config.n_layers),
+                }
                 tick()
     settings = {
         "gamma": gamma, "temperature": temperature, "prompts": prompts, "tokens": tokens, "openings": "valid books",
@@ -73,8 +86,17 @@ class Ran(NamedTuple):
     rounds: list[tuple[float, float, int, int]]  # drafting, verification, drafted, kept
 
 
-def _made(model: Model, prompt: Sequence[int], tokens: int, method: str, temperature: float = 0.0, **knobs: Any) -> Ran:
-    running = start(model, list(prompt), method=method, max_new_tokens=tokens, temperature=temperature, **knobs)
+def _made(
+    model: Model,
+    prompt: Sequence[int],
+    tokens: int,
+    method: str,
+    temperature: float = 0.0,
+    **knobs: Any,
+) -> Ran:
+    running = start(
+        model, list(prompt), method=method, max_new_tokens=tokens, temperature=temperature, **knobs
+    )
     rounds = [
         (
             sum(call.row_layers for call in round.draft_calls),
@@ -87,7 +109,9 @@ def _made(model: Model, prompt: Sequence[int], tokens: int, method: str, tempera
     return Ran(running.decoder.new, rounds)
 
 
-def _worth(model: Model, prompts: Sequence[Sequence[int]], written: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+def _worth(
+    model: Model, prompts: Sequence[Sequence[int]], written: Sequence[Sequence[int]]
+) -> list[dict[str, float]]:
     """Agreement and overlap of every exit with the last layer, over the rows that said the written tokens."""
     wide = model.to(dtype=torch.float32)
     blocks = Blocks(wide.config, dict(wide.weights))
@@ -105,7 +129,10 @@ def _worth(model: Model, prompts: Sequence[Sequence[int]], written: Sequence[Seq
 
 def _counted(runs: Sequence[Ran], depth: int) -> dict[str, float]:
     """What the rounds of some runs add up to."""
-    made, rounds = sum(len(run.new) for run in runs), [round for run in runs for round in run.rounds]
+    made, rounds = (
+        sum(len(run.new) for run in runs),
+        [round for run in runs for round in run.rounds],
+    )
     drafting, verifying, drafted, kept = (sum(column) for column in zip(*rounds, strict=True))
     in_a_row = drafting + depth * len(rounds)
     return {

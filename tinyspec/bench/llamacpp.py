@@ -31,7 +31,9 @@ def library() -> Any:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp":
-            raise TinyspecError("the peer llama.cpp is not installed: pip install 'tinyspec[peers]'") from None
+            raise TinyspecError(
+                "the peer llama.cpp is not installed: pip install 'tinyspec[peers]'"
+            ) from None
         raise TinyspecError(
             f"llama-cpp-python is installed but does not load ({error}); pip install --force-reinstall 'tinyspec[peers]'"
         ) from None
@@ -50,7 +52,9 @@ def export(spec: ArmSpec, settings: Settings, model: Model, folder: Path) -> Pat
     if strange := next((name for name in knobs if name != "weights"), None):
         raise TinyspecError(f"{spec.name} has no knob '{strange}': {nearest(strange, ['weights'])}")
     if model.device.type != "cpu":
-        raise TinyspecError("the peer llama.cpp is measured on the CPU only: leave it out with --device cuda")
+        raise TinyspecError(
+            "the peer llama.cpp is measured on the CPU only: leave it out with --device cuda"
+        )
     gguf_export.write(folder / "model.gguf", model, str(knobs.get("weights", settings.dtype)))
     return folder / "model.gguf"
 
@@ -59,12 +63,18 @@ class Llama:
     """A model and a context of llama.cpp for `room` tokens, from a .gguf file that may go once it is loaded."""
 
     def __init__(self, spec: ArmSpec, settings: Settings, path: Path, room: int):
-        self.label, self.lib, self.warp = spec.label, library(), (settings.temperature, settings.top_p)
+        self.label, self.lib, self.warp = (
+            spec.label,
+            library(),
+            (settings.temperature, settings.top_p),
+        )
         how = self.lib.llama_model_default_params()
         how.use_mmap, how.n_gpu_layers = False, 0
         self.model = self.lib.llama_model_load_from_file(str(path).encode(), how)
         if not self.model:
-            raise TinyspecError(f"llama.cpp does not load {settings.model}: it may not know this architecture")
+            raise TinyspecError(
+                f"llama.cpp does not load {settings.model}: it may not know this architecture"
+            )
         how = self.lib.llama_context_default_params()
         how.n_ctx = room
         how.n_batch = how.n_ubatch = BATCH
@@ -137,7 +147,12 @@ class Forwards:
     """Forwards over k tokens behind `cached` others; every token's logits are asked for, as a verifier would."""
 
     def __init__(self, llama: Llama, cached: int):
-        self.llama, self.cached, self.label, self.weights = llama, cached, llama.label, llama.weights
+        self.llama, self.cached, self.label, self.weights = (
+            llama,
+            cached,
+            llama.label,
+            llama.weights,
+        )
         self.lib = llama.lib
         self.lib.llama_memory_clear(llama.memory, False)
         llama.read([7 * i % 97 for i in range(cached)])

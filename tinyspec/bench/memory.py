@@ -24,18 +24,26 @@ def peak(spec: ArmSpec, settings: Settings, model: Model, job: Job) -> dict[str,
 
     A .gguf file for llama.cpp is written here, outside the process that is measured.
     """
-    alone = replace(settings, methods=() if spec.peer else (spec.label,), peers=(spec.label,) if spec.peer else ())
+    alone = replace(
+        settings,
+        methods=() if spec.peer else (spec.label,),
+        peers=(spec.label,) if spec.peer else (),
+    )
     asked: dict[str, Any] = {"label": spec.label, "settings": alone.as_dict(), "job": job._asdict()}
     code = "from tinyspec.bench import memory; memory.hold()"
     with tempfile.TemporaryDirectory() as folder:
         if spec.name == "llama.cpp":
             asked["file"] = str(llamacpp.export(spec, settings, model, Path(folder)))
-        done = subprocess.run([sys.executable, "-c", code], input=json.dumps(asked), capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=json.dumps(asked), capture_output=True, text=True
+        )
     try:
         found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise TinyspecError(f"the memory of {spec.label} was not measured: its process ended with {last}") from None
+        raise TinyspecError(
+            f"the memory of {spec.label} was not measured: its process ended with {last}"
+        ) from None
     return found
 
 

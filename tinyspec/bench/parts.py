@@ -34,7 +34,13 @@ from tinyspec.lm.feed import Seen
 from tinyspec.lm.transformer import Model
 
 KS = (1, 2, 4, 5, 8, 12, 16, 32)
-WHOLE, LAYERS, BLIND, MATRICES, HEAD = "tinyspec", "layers", "layers that see themselves", "matrices", "head"
+WHOLE, LAYERS, BLIND, MATRICES, HEAD = (
+    "tinyspec",
+    "layers",
+    "layers that see themselves",
+    "matrices",
+    "head",
+)
 GUESSED = "guesses, one by one"
 PARTS = ("matrices", "head", "attention", "between", "around")
 """What a call is made of; they add up to it."""
@@ -59,9 +65,13 @@ def forwards(model: Model, cached: int, most: int = max(KS)) -> list[curve.Forwa
     """The whole call, and the parts that can be run by themselves. Raises TinyspecError where they were not compiled."""
     engine = model.engine
     if engine is None:
-        raise TinyspecError("bench parts takes the compiled layers apart: on a CPU, in float32 or bfloat16")
+        raise TinyspecError(
+            "bench parts takes the compiled layers apart: on a CPU, in float32 or bfloat16"
+        )
     if cached < 1 or cached + most + 1 > model.config.max_positions:
-        raise TinyspecError(f"{cached} cached tokens and {most} new ones do not fit the context of {model.name}")
+        raise TinyspecError(
+            f"{cached} cached tokens and {most} new ones do not fit the context of {model.name}"
+        )
     layers = Layers(model, engine, cached, most)
     return [
         curve.OwnForwards(model, cached),
@@ -90,10 +100,16 @@ class Layers:
     def __init__(self, model: Model, engine: Engine, cached: int, most: int):
         self.engine, self.cached, config = engine, cached, model.config
         self.session = model.session()
-        self.session.extend([7 * i % config.vocab_size for i in range(cached + most + 1)])  # so that there are slots
+        self.session.extend(
+            [7 * i % config.vocab_size for i in range(cached + most + 1)]
+        )  # so that there are slots
         noise = torch.randn(most, config.d_model, generator=torch.Generator().manual_seed(0))
         self.rows = {k: noise[:k] for k in range(1, most + 1)}
-        names = [f"{i}.{part}.weight" for i in range(config.n_layers) for part in ("qkv", "out", "up", "down")]
+        names = [
+            f"{i}.{part}.weight"
+            for i in range(config.n_layers)
+            for part in ("qkv", "out", "up", "down")
+        ]
         self.steps = [(engine.matrices[name], *config.shapes()[name]) for name in names]
         widest = max(max(out, inputs) for _, out, inputs in self.steps)
         self.given = np.ones((most, widest), np.float32)
@@ -144,9 +160,15 @@ def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) 
     rows, parts = found["curves"][WHOLE]["rows"], apart(raw)
     head = itemsize * config.vocab_size * config.d_model
     bytes_of = {"matrices": curve.weight_bytes(config, itemsize) - head, "head": head}
-    reads = {part: 1e3 * size / parts["1"][part] for part, size in bytes_of.items()} if "1" in parts else {}
+    reads = (
+        {part: 1e3 * size / parts["1"][part] for part, size in bytes_of.items()}
+        if "1" in parts
+        else {}
+    )
     return {
-        "milliseconds": {k: {**of, "floor": of["whole"] / rows[k]["usually"]} for k, of in parts.items()},
+        "milliseconds": {
+            k: {**of, "floor": of["whole"] / rows[k]["usually"]} for k, of in parts.items()
+        },
         "reads": {**reads, "fastest": curve.highest(curve.ceilings(whole, median))[0]},
     }
 
@@ -165,17 +187,26 @@ def measure(
     arms = {length: forwards(model, length, max(ks)) for length in cached}
     meters = curve.meters(model)
     samples, found = dict[str, Any](), dict[str, Any]()
-    steps = (rounds + 1) * (sum(len(each) for each in arms.values()) * len(ks) + len(arms) * len(meters))
+    steps = (rounds + 1) * (
+        sum(len(each) for each in arms.values()) * len(ks) + len(arms) * len(meters)
+    )
     with progress("calls, taken apart", steps, quiet) as tick:
         for length, each in arms.items():
             raw = curve.measure(each, meters, rounds, clock, tick, ks)
-            samples[str(length)], found[str(length)] = raw, figures(raw, model.config, model.dtype.itemsize, length)
-    return report({"model": name, "dtype": dtype, "rounds": rounds, "samples": samples, "figures": found})
+            samples[str(length)], found[str(length)] = (
+                raw,
+                figures(raw, model.config, model.dtype.itemsize, length),
+            )
+    return report(
+        {"model": name, "dtype": dtype, "rounds": rounds, "samples": samples, "figures": found}
+    )
 
 
 def grid(result: Mapping[str, Any]) -> Grid:
     """A row for each length of text and k."""
-    least = min(of["whole"] for each in result["figures"].values() for of in each["milliseconds"].values())
+    least = min(
+        of["whole"] for each in result["figures"].values() for of in each["milliseconds"].values()
+    )
     digits = 1 if least >= 3 else 2
     rows = [
         [f"{k} after {cached}", *(f"{of[part]:.{digits}f}" for part in ("whole", "floor", *PARTS))]
@@ -221,12 +252,19 @@ GUESSES = 4  # of speculative decoding in a round of the race, as the card of th
 def race(target: Mapping[str, Any], draft: Mapping[str, Any]) -> list[str]:
     """Return what a round of the race costs in plain steps of the target: a draft must bring more tokens than that."""
     (cached,), (behind,) = target["figures"], draft["figures"]
-    calls, steps = target["figures"][cached]["milliseconds"], draft["figures"][behind]["milliseconds"]
+    calls, steps = (
+        target["figures"][cached]["milliseconds"],
+        draft["figures"][behind]["milliseconds"],
+    )
     plain, judged = calls["1"]["whole"], calls[str(1 + GUESSES)]["whole"]
     step = steps[str(GUESSES)]["guesses"] / GUESSES
     rows = [
         ["plain step of the target", f"{plain:.2f}", "1.00"],
-        [f"forward pass that verifies {GUESSES} draft tokens", f"{judged:.2f}", f"{judged / plain:.2f}"],
+        [
+            f"forward pass that verifies {GUESSES} draft tokens",
+            f"{judged:.2f}",
+            f"{judged / plain:.2f}",
+        ],
         ["one draft token", f"{step:.2f}", f"{step / plain:.2f}"],
         [
             f"round of {GUESSES} draft tokens",

@@ -41,21 +41,27 @@ def transformers(name: str) -> Peer:
 def pure(name: str) -> Peer:
     """Our own model by torch's products."""
     model = models.load(name, dtype="float32")
-    unpacked = Torch(model.config, {key: weight.clone() for key, weight in model.weights.items()}, name=name)
+    unpacked = Torch(
+        model.config, {key: weight.clone() for key, weight in model.weights.items()}, name=name
+    )
     return lambda ids, tokens: decode(unpacked, ids, tokens)
 
 
 PEERS = {"transformers": transformers, "torch": pure}
 
 
-def compare(model: Model, theirs: Peer, ids: list[int], tokens: int, method: str) -> list[dict[str, Any]]:
+def compare(
+    model: Model, theirs: Peer, ids: list[int], tokens: int, method: str
+) -> list[dict[str, Any]]:
     """The mismatches over `tokens` greedy tokens: where, both tokens, and the gap of our two best logits there."""
     expected = theirs(ids, tokens)
     mismatches: list[dict[str, Any]] = []
     done = 0
     while done < tokens:
         got = decode(model, [*ids, *expected[:done]], tokens - done, method)
-        same = next((i for i, (a, b) in enumerate(zip(got, expected[done:], strict=True)) if a != b), None)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(got, expected[done:], strict=True)) if a != b), None
+        )
         if same is None:
             break
         at = done + same
@@ -86,7 +92,12 @@ def measure(
             ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)
             ids = ids[-(model.config.max_positions - tokens) :]
             for method in methods:
-                row = {"question": question.id, "category": question.category, "method": method, "prompt": len(ids)}
+                row = {
+                    "question": question.id,
+                    "category": question.category,
+                    "method": method,
+                    "prompt": len(ids),
+                }
                 rows.append({**row, "mismatches": compare(model, theirs, ids, tokens, method)})
                 tick()
     wrong = [m for row in rows for m in row["mismatches"]]

@@ -53,7 +53,9 @@ def loaded(name: str, settings: Settings, model: Model | None = None) -> Any:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError:
-        raise TinyspecError("the peer transformers is not installed: pip install 'tinyspec[peers]'") from None
+        raise TinyspecError(
+            "the peer transformers is not installed: pip install 'tinyspec[peers]'"
+        ) from None
     quiet: Any = logging
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
@@ -62,8 +64,12 @@ def loaded(name: str, settings: Settings, model: Model | None = None) -> Any:
         if path is None or not path.is_dir():
             (model or models.load(name, dtype=settings.dtype)).save(folder)
             path = Path(folder)
-        theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.dtype))
-    theirs.generation_config.eos_token_id = None  # no end: a minimum length would forbid the token and change the text
+        theirs: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, settings.dtype)
+        )
+    theirs.generation_config.eos_token_id = (
+        None  # no end: a minimum length would forbid the token and change the text
+    )
     return theirs.to(settings.device).eval()
 
 
@@ -77,7 +83,11 @@ class Transformers:
         self.assistant: Any = None
         self.options: dict[str, Any] = {"do_sample": settings.temperature > 0, "pad_token_id": 0}
         if settings.temperature > 0:
-            self.options |= {"temperature": settings.temperature, "top_p": settings.top_p or 1.0, "top_k": 0}
+            self.options |= {
+                "temperature": settings.temperature,
+                "top_p": settings.top_p or 1.0,
+                "top_k": 0,
+            }
         if "lookup" in knobs:
             self.options["prompt_lookup_num_tokens"] = int(knobs["lookup"])
             self.options["max_matching_ngram_size"] = int(knobs.get("ngram", 2))

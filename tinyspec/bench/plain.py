@@ -22,10 +22,14 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Request, find
 
-PROMPT = "Tell me, in a few paragraphs, how a lighthouse works and who looked after it in former times."
+PROMPT = (
+    "Tell me, in a few paragraphs, how a lighthouse works and who looked after it in former times."
+)
 
 
-def decode(model: Model, ids: list[int], tokens: int, method: str = "autoregressive", **knobs: Any) -> list[int]:
+def decode(
+    model: Model, ids: list[int], tokens: int, method: str = "autoregressive", **knobs: Any
+) -> list[int]:
     """New ids of a greedy decoding that ends after `tokens` tokens and nowhere else."""
     ledger: list[Any] = []
     request = Request(
@@ -49,12 +53,16 @@ def peer(path: Path, dtype: torch.dtype) -> Any:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError:
-        raise TinyspecError("this benchmark compares with transformers: pip install 'tinyspec[bench]'") from None
+        raise TinyspecError(
+            "this benchmark compares with transformers: pip install 'tinyspec[bench]'"
+        ) from None
     quiet: Any = logging
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
     theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    theirs.generation_config.eos_token_id = None  # no end: a minimum length would forbid the token and change the text
+    theirs.generation_config.eos_token_id = (
+        None  # no end: a minimum length would forbid the token and change the text
+    )
     return theirs.eval()
 
 
@@ -91,7 +99,9 @@ def peak(name: str, dtype: str, tokens: int) -> dict[str, int] | None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        print(f"warning: the memory was not measured: its process ended with {last}", file=sys.stderr)
+        print(
+            f"warning: the memory was not measured: its process ended with {last}", file=sys.stderr
+        )
         return None
     most, weights, cache = (int(n) for n in done.stdout.split()[-3:])
     return {"peak": most, "weights": weights, "cache": cache}
@@ -114,7 +124,9 @@ def high_water() -> int:
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def measure(
@@ -138,7 +150,9 @@ def measure(
             samples = interleaved(arms, rounds, tick=tick)
         figures[dtype] = {
             "samples": samples,
-            "tokens_per_second": {arm: round(tokens / median(taken), 2) for arm, taken in samples.items()},
+            "tokens_per_second": {
+                arm: round(tokens / median(taken), 2) for arm, taken in samples.items()
+            },
             "ratio": ratio(samples, "transformers", "tinyspec"),
             "same_tokens": decode(model, ids, tokens) == peer_decode(theirs, ids, tokens),
             "memory": peak(name, dtype, tokens),

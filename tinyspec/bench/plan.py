@@ -49,7 +49,9 @@ class ArmSpec:
         for pair in pairs:
             knob, equals, value = pair.partition("=")
             if not (equals and knob and value):
-                raise TinyspecError(f"'{text.strip()}': '{pair}' is not knob=value; write NAME:knob=value:knob=value")
+                raise TinyspecError(
+                    f"'{text.strip()}': '{pair}' is not knob=value; write NAME:knob=value:knob=value"
+                )
             if (knob := knob.strip().replace("-", "_")) in knobs:
                 raise TinyspecError(f"'{text.strip()}': {knob} is given twice")
             knobs[knob] = _value(value.strip())
@@ -117,19 +119,28 @@ class Settings:
     @property
     def arms(self) -> list[ArmSpec]:
         """All arms, plain decoding first."""
-        return list(dict.fromkeys([ArmSpec(PLAIN), *read_arms(self.methods), *read_arms(self.peers)]))
+        return list(
+            dict.fromkeys([ArmSpec(PLAIN), *read_arms(self.methods), *read_arms(self.peers)])
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """For the result file."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Settings":
         """Back from `as_dict`. TinyspecError for a setting that this version does not know, or lacks."""
         names = {field.name for field in fields(cls)}
         if strange := sorted(names ^ set(given)):
-            raise TinyspecError(f"the file's settings are of another version ({', '.join(strange)}): start anew")
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+            raise TinyspecError(
+                f"the file's settings are of another version ({', '.join(strange)}): start anew"
+            )
+        values: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
+        }
         return cls(**values)
 
     def enlarged(self, given: Mapping[str, Any]) -> "Settings":
@@ -146,9 +157,15 @@ class Settings:
                     f"not {_shown(value)}; leave it out, or start anew without --resume"
                 )
         if wanted.rounds < self.rounds:
-            raise TinyspecError(f"--resume: the file asks for {self.rounds} rounds; --rounds may only add to them")
+            raise TinyspecError(
+                f"--resume: the file asks for {self.rounds} rounds; --rounds may only add to them"
+            )
         return wanted
 
 
 def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
+    return (
+        ",".join(map(str, value))
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else str(value)
+    )

@@ -42,19 +42,28 @@ def measure(
     The forecast is made from one half of the openings of the valid books, and checked on the other half.
     """
     model = endless(models.load(name, dtype=dtype))
-    named = list(dict.fromkeys(drafts)) or [model.config.extra[key] for key in ("draft",) if key in model.config.extra]
+    named = list(dict.fromkeys(drafts)) or [
+        model.config.extra[key] for key in ("draft",) if key in model.config.extra
+    ]
     if not named:
-        raise TinyspecError(f"the card of {model.name} names no draft: give candidates with --drafts A,B,...")
+        raise TinyspecError(
+            f"the card of {model.name} names no draft: give candidates with --drafts A,B,..."
+        )
     small = {draft: models.load(draft, dtype=dtype) for draft in named}
     for draft in small.values():
         check_pair(model, draft)
     room = min(m.config.max_positions for m in (model, *small.values())) - tokens
     if room < 1:
-        raise TinyspecError(f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens")
+        raise TinyspecError(
+            f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
+        )
     texts = [prompt_ids(model, text)[-room:] for text in openings()]
     halves = texts[::2][:prompts], texts[1::2][:prompts]
     asked = [
-        {label: requests(model, draft, half, tokens, Warp(temperature)) for label, draft in small.items()}
+        {
+            label: requests(model, draft, half, tokens, Warp(temperature))
+            for label, draft in small.items()
+        }
         for half in halves
     ]
     with progress(f"{model.name}: {len(small)} candidates", 2 if check else 1, quiet) as tick:
@@ -63,10 +72,14 @@ def measure(
         checked = hold(advice, asked[1], clock) if check else {}
         tick()
     settings = {"prompts": prompts, "tokens": tokens, "temperature": temperature}
-    return report({"model": model.name, **settings, **_told(verify, profiles, advice), "checked": checked})
+    return report(
+        {"model": model.name, **settings, **_told(verify, profiles, advice), "checked": checked}
+    )
 
 
-def requests(model: Model, draft: Model, prompts: Sequence[Sequence[int]], tokens: int, warp: Warp) -> Asked:
+def requests(
+    model: Model, draft: Model, prompts: Sequence[Sequence[int]], tokens: int, warp: Warp
+) -> Asked:
     """Fresh requests for these prompts on the pair, each time it is called."""
 
     def make() -> Iterator[tuple[Request, Sequence[int]]]:
@@ -89,7 +102,10 @@ def requests(model: Model, draft: Model, prompts: Sequence[Sequence[int]], token
 def hold(advice: Sequence[Advice], asked: Mapping[str, Asked], clock: Clock) -> dict[str, Any]:
     """Measured tokens a second and TAR of each candidate at its best length, and plain decoding's."""
     first = next(iter(asked.values()))
-    found = {(a.draft or "plain"): measured(first if a.draft is None else asked[a.draft], a.n, clock) for a in advice}
+    found = {
+        (a.draft or "plain"): measured(first if a.draft is None else asked[a.draft], a.n, clock)
+        for a in advice
+    }
     return {name: {"rate": rate, "tar": tar} for name, (rate, tar) in found.items()}
 
 
@@ -100,7 +116,8 @@ def advise(path: Path) -> dict[str, Any]:
         numbers = found.get("profile", found)
         verify = [float(seconds) for seconds in numbers["verify"]]
         profiles = [
-            Profile(str(d["name"]), float(d["step"]), [float(x) for x in d["reach"]]) for d in numbers["drafts"]
+            Profile(str(d["name"]), float(d["step"]), [float(x) for x in d["reach"]])
+            for d in numbers["drafts"]
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TinyspecError(
@@ -110,13 +127,20 @@ def advise(path: Path) -> dict[str, Any]:
     for draft in profiles:
         fall = all(1 >= a >= b >= 0 for a, b in zip([1.0, *draft.reach], draft.reach, strict=False))
         if not (draft.step >= 0 and fall):
-            raise TinyspecError(f"{path}: {draft.name}: step is seconds, and reach are shares that fall from at most 1")
+            raise TinyspecError(
+                f"{path}: {draft.name}: step is seconds, and reach are shares that fall from at most 1"
+            )
     return {**_told(verify, profiles, recommend(verify, profiles)), "checked": {}}
 
 
-def _told(verify: Sequence[float], profiles: Sequence[Profile], advice: Sequence[Advice]) -> dict[str, Any]:
+def _told(
+    verify: Sequence[float], profiles: Sequence[Profile], advice: Sequence[Advice]
+) -> dict[str, Any]:
     drafts = [{"name": p.name, "step": p.step, "reach": list(p.reach)} for p in profiles]
-    return {"profile": {"verify": list(verify), "drafts": drafts}, "advice": [a._asdict() for a in advice]}
+    return {
+        "profile": {"verify": list(verify), "drafts": drafts},
+        "advice": [a._asdict() for a in advice],
+    }
 
 
 def grid(result: Mapping[str, Any]) -> Grid:
@@ -127,7 +151,13 @@ def grid(result: Mapping[str, Any]) -> Grid:
         name = a["draft"] or "plain"
         real = checked.get(name)
         plain = checked.get("plain")
-        lacks = "-" if a["draft"] is None else "no n helps" if a["missing"] is None else f"{a['missing']:.2f}"
+        lacks = (
+            "-"
+            if a["draft"] is None
+            else "no n helps"
+            if a["missing"] is None
+            else f"{a['missing']:.2f}"
+        )
         rows.append(
             [name, str(a["n"]), "-" if a["draft"] is None else number(1e3 * steps[name]), number(a["tar"]),
              number(a["rate"], 1), ratio(a["gain"]), lacks,

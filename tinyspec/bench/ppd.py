@@ -29,7 +29,12 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start
 from tinyspec.lm.transformer import Model
 
-PLAIN, SERIAL, THREADS, SHARED = "plain", "ppd, one thread", "ppd, two threads", "plain, two threads"
+PLAIN, SERIAL, THREADS, SHARED = (
+    "plain",
+    "ppd, one thread",
+    "ppd, two threads",
+    "plain, two threads",
+)
 ARMS: dict[str, tuple[int, dict[str, Any]]] = {
     PLAIN: (1, {"method": "autoregressive"}),
     SERIAL: (1, {"method": "ppd", "k": 1}),
@@ -112,17 +117,30 @@ def _tokens(model: Model, prompt: Sequence[int], tokens: int, **arm: Any) -> lis
     return running.result().tokens
 
 
-def _counted(model: Model, texts: Sequence[Sequence[int]], tokens: int, layer: int, k: int) -> list[list[float]]:
+def _counted(
+    model: Model, texts: Sequence[Sequence[int]], tokens: int, layer: int, k: int
+) -> list[list[float]]:
     """Layer-steps and layer evaluations of real runs, from their ledgers, a prompt each."""
     found = []
     for text in texts:
-        calls = [round.calls for round in start(model, text, method="ppd", layer=layer, k=k, max_new_tokens=tokens)]
-        found.append([sum(map(steps, calls)), sum(call.row_layers for round in calls for call in round)])
+        calls = [
+            round.calls
+            for round in start(model, text, method="ppd", layer=layer, k=k, max_new_tokens=tokens)
+        ]
+        found.append(
+            [sum(map(steps, calls)), sum(call.row_layers for round in calls for call in round)]
+        )
     return found
 
 
 def _timed(
-    model: Model, texts: Sequence[Sequence[int]], tokens: int, layer: int, rounds: int, clock: Clock, tick: Any
+    model: Model,
+    texts: Sequence[Sequence[int]],
+    tokens: int,
+    layer: int,
+    rounds: int,
+    clock: Clock,
+    tick: Any,
 ) -> tuple[list[list[Any]], bool]:
     """Seconds of every arm on every prompt, without the prompt's own pass, in turns; and whether all wrote the same."""
     samples, said, threads = list[list[Any]](), dict[int, list[int]](), torch.get_num_threads()
@@ -170,8 +188,12 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
         ranks = [rank for prompt in result["ranks"] for rank in prompt[layer - 1]]
         match[str(layer)] = {str(k): mean(rank < k for rank in ranks) for k in result["ks"]}
         if 2 * layer >= depth:
-            costs = {k: _gains(depth, layer, int(k), p, tokens) for k, p in match[str(layer)].items()}
-            clock[str(layer)], work[str(layer)] = ({k: cost[i] for k, cost in costs.items()} for i in (0, 1))
+            costs = {
+                k: _gains(depth, layer, int(k), p, tokens) for k, p in match[str(layer)].items()
+            }
+            clock[str(layer)], work[str(layer)] = (
+                {k: cost[i] for k, cost in costs.items()} for i in (0, 1)
+            )
     counted = {}
     for k, runs in result["counted"].items():
         plain = depth * tokens * len(runs)
@@ -180,10 +202,14 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
         counted[k] = {"clock": plain / ran, "work": done / plain, "theorem": list(said)}
     seconds = {(prompt, turn, arm): value for prompt, turn, arm, value in result["samples"]}
     wall = {
-        name: five([seconds[p, t, PLAIN] / value for (p, t, arm), value in seconds.items() if arm == name])
+        name: five(
+            [seconds[p, t, PLAIN] / value for (p, t, arm), value in seconds.items() if arm == name]
+        )
         for name in ARMS
     }
-    beside = [seconds[p, t, SERIAL] / value for (p, t, arm), value in seconds.items() if arm == THREADS]
+    beside = [
+        seconds[p, t, SERIAL] / value for (p, t, arm), value in seconds.items() if arm == THREADS
+    ]
     pace = median(value / tokens for (_, _, arm), value in seconds.items() if arm == PLAIN)
     return {
         "match": match, "clock": clock, "work": work, "counted": counted, "wall": wall,
@@ -204,7 +230,9 @@ def grids(result: Mapping[str, Any]) -> list[Grid]:
     for layer, match in of["match"].items():
         clock, work = of["clock"].get(layer), of["work"].get(layer)
         cells = [f"{clock[k]:.2f} for {work[k]:.2f}" if clock and work else "-" for k in ks]
-        rows.append([f"layer {layer} of {result['n_layers']}", *(number(match[k], 3) for k in ks), *cells])
+        rows.append(
+            [f"layer {layer} of {result['n_layers']}", *(number(match[k], 3) for k in ks), *cells]
+        )
     head = ["", *(f"match, k={k}" for k in ks), *(f"clock for work, k={k}" for k in ks)]
     about = (
         f"{result['model']}: tokens predicted by an early layer, and their worth on k + 1 processors "
@@ -228,14 +256,27 @@ def picture(result: Mapping[str, Any]) -> str:
     wide, y = (figures.WIDTH - 2 * figures.MARGIN - 90) / 2, 66.0
     match = {f"k = {k}": {int(layer): row[k] for layer, row in of["match"].items()} for k in ks}
     clock = {f"k = {k}": {int(layer): row[k] for layer, row in of["clock"].items()} for k in ks}
-    body = [figures._text(figures.MARGIN, 32, f"{result['model']}: the next token, guessed in the middle", "title")]
-    body += figures._lines(match, {}, "share of guesses that hold, by layer", figures.MARGIN + 36, y, wide)
+    body = [
+        figures._text(
+            figures.MARGIN, 32, f"{result['model']}: the next token, guessed in the middle", "title"
+        )
+    ]
     body += figures._lines(
-        clock, {}, "times as fast by the clock, k + 1 processors", figures.MARGIN + 90 + wide, y, wide
+        match, {}, "share of guesses that hold, by layer", figures.MARGIN + 36, y, wide
+    )
+    body += figures._lines(
+        clock,
+        {},
+        "times as fast by the clock, k + 1 processors",
+        figures.MARGIN + 90 + wide,
+        y,
+        wide,
     )
     end = y + 340
     for i, label in enumerate(match):
-        body.append(f'<path class="curve s{i % 5}"{figures._dash(i)} d="M{figures.MARGIN + 36:.1f} {end - 4:.1f}h32"/>')
+        body.append(
+            f'<path class="curve s{i % 5}"{figures._dash(i)} d="M{figures.MARGIN + 36:.1f} {end - 4:.1f}h32"/>'
+        )
         body.append(figures._text(figures.MARGIN + 78, end, label))
         end += 20
     wall, machine = of["wall"], result["machine"]

@@ -19,7 +19,9 @@ from tinyspec.race import race, warm_up
 
 def prompts() -> list[dict[str, str]]:
     """The committed prompts: [{"book", "text"}]."""
-    loaded: list[dict[str, str]] = json.loads(files("tinyspec.bench").joinpath("prompts.json").read_text("utf-8"))
+    loaded: list[dict[str, str]] = json.loads(
+        files("tinyspec.bench").joinpath("prompts.json").read_text("utf-8")
+    )
     return loaded
 
 
@@ -37,21 +39,34 @@ def measure(
     model = models.load(name)
     draft = models.load(model.config.extra["draft"]) if "draft" in model.config.extra else None
     texts = prompts()
-    figures: dict[str, Any] = {"model": name, "method": method, "knobs": knobs, "tokens": tokens, "rounds": rounds}
+    figures: dict[str, Any] = {
+        "model": name,
+        "method": method,
+        "knobs": knobs,
+        "tokens": tokens,
+        "rounds": rounds,
+    }
     figures["repetition_penalty"] = repetition_penalty
     with progress(f"{name}: {method}", len(temperatures) * len(texts) * rounds, quiet) as tick:
         for temperature in temperatures:
             rows: list[dict[str, Any]] = []
             for number, prompt in enumerate(texts):
 
-                def arm(which: str, text: str = prompt["text"], t: float = temperature, seed: int = number) -> Any:
+                def arm(
+                    which: str,
+                    text: str = prompt["text"],
+                    t: float = temperature,
+                    seed: int = number,
+                ) -> Any:
                     extra = knobs if which == method else {}
                     settings: dict[str, Any] = {
                         "max_new_tokens": tokens,
                         "temperature": t,
                         "repetition_penalty": repetition_penalty,
                     }
-                    return lambda: start(model, text, method=which, draft=draft, seed=seed, **settings, **extra)
+                    return lambda: start(
+                        model, text, method=which, draft=draft, seed=seed, **settings, **extra
+                    )
 
                 arms = [("autoregressive", arm("autoregressive")), (method, arm(method))]
                 if number == 0:

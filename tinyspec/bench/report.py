@@ -53,7 +53,13 @@ def ratio(value: float | None, unit: str = "") -> str:
 def _slow_down(value: float) -> str:
     """Return 1 / value to two digits; below 2 to three, since two would call 0.98 "1.0x slower"."""
     times = 1 / value
-    return f"{times:.2f}" if times < 1.995 else f"{times:.1f}" if times < 9.95 else f"{float(f'{times:.2g}'):.0f}"
+    return (
+        f"{times:.2f}"
+        if times < 1.995
+        else f"{times:.1f}"
+        if times < 9.95
+        else f"{float(f'{times:.2g}'):.0f}"
+    )
 
 
 def speed(five: Mapping[str, float] | None) -> str:
@@ -121,7 +127,10 @@ def grids(result: Mapping[str, Any]) -> Iterator[Grid]:
     )  # fmt: skip
     for peer, ratios in figures["against"].items():
         others = [arm for arm in arms if arm in ratios and arm != peer and ratios[arm]]
-        shown = [[arm, *(ratio(ratios[arm].get(n)) for n in names), ratio(ratios[arm]["mean"])] for arm in others]
+        shown = [
+            [arm, *(ratio(ratios[arm].get(n)) for n in names), ratio(ratios[arm]["mean"])]
+            for arm in others
+        ]
         yield Grid(f"Times as fast as {peer}", ["", *heads, "mean"], shown)
     if "curve_figures" in result:
         yield _curve(result["curve_figures"], settings)
@@ -150,8 +159,22 @@ def _of_task(result: Mapping[str, Any], task: str) -> Grid:
     rows = []
     for arm, of in result["figures"]["tasks"][task].items():
         same = "-" if of["identical"] is None else f"{of['identical']} of {of['jobs']}"
-        counts = (of["tau"], of["alpha"], of["calls_per_token"], of["draft_calls_per_token"], of["nodes_per_token"])
-        rows.append([arm, speed(of["speedup"]), *map(number, counts), same, number(of["state_per_token"], 0)])
+        counts = (
+            of["tau"],
+            of["alpha"],
+            of["calls_per_token"],
+            of["draft_calls_per_token"],
+            of["nodes_per_token"],
+        )
+        rows.append(
+            [
+                arm,
+                speed(of["speedup"]),
+                *map(number, counts),
+                same,
+                number(of["state_per_token"], 0),
+            ]
+        )
     return Grid(
         f"{SHORT.get(task, task)}: {several(rows_of(result, task), 'request')}",
         ["", "times as fast (quartiles)", "tau", "alpha", "target passes/token", "draft passes/token", "nodes/token",
@@ -168,7 +191,10 @@ def rows_of(result: Mapping[str, Any], task: str) -> int:
 def _curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
     curves = figures["curves"]
     ks = list(next(iter(curves.values()))["rows"])
-    header = ["new tokens", *(f"{label}\n{what}" for label in curves for what in ("ms", "t(k)/t(1)", "over the floor"))]
+    header = [
+        "new tokens",
+        *(f"{label}\n{what}" for label in curves for what in ("ms", "t(k)/t(1)", "over the floor")),
+    ]
     rows = [
         [
             k,
@@ -176,12 +202,19 @@ def _curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
                 text
                 for curve in curves.values()
                 for row in [curve["rows"][k]]
-                for text in (number(row["milliseconds"], 1), number(row["against_one"]), number(row.get("over")))
+                for text in (
+                    number(row["milliseconds"], 1),
+                    number(row["against_one"]),
+                    number(row.get("over")),
+                )
             ),
         ]
         for k in ks
     ]
-    tops = (f"{figures['bandwidth'] / 1e9:.1f} GB/s", f"{figures['peak'] / 1e9:.0f} billion operations/s")
+    tops = (
+        f"{figures['bandwidth'] / 1e9:.1f} GB/s",
+        f"{figures['peak'] / 1e9:.0f} billion operations/s",
+    )
     return Grid(
         f"One forward pass after {figures['cached']} cached tokens, {settings['dtype']}; the floor "
         "is the larger of "
@@ -241,7 +274,9 @@ def notes(result: Mapping[str, Any]) -> list[str]:
             lines.append(f"{label}: cost falls at {', '.join(map(str, curve['falls']))} new tokens")
     for name, text in result.get("texts", {}).items():
         if text["distinct_4grams"] < 0.8:
-            lines.append(f"{name}: only {text['distinct_4grams']:.0%} of plain text's 4-grams are distinct: it loops")
+            lines.append(
+                f"{name}: only {text['distinct_4grams']:.0%} of plain text's 4-grams are distinct: it loops"
+            )
     return lines
 
 
@@ -269,7 +304,9 @@ def show(result: Mapping[str, Any]) -> RenderableType:
 
 def page(result: Mapping[str, Any], grids: Sequence[Grid], notes: Sequence[str] = ()) -> str:
     """Return a page in Markdown: the command that made the result, its tables, and what must be known beside them."""
-    return "\n\n".join([f"`{result['command']}`", *(grid.markdown() for grid in grids), *notes]) + "\n"
+    return (
+        "\n\n".join([f"`{result['command']}`", *(grid.markdown() for grid in grids), *notes]) + "\n"
+    )
 
 
 def markdown(result: Mapping[str, Any]) -> str:

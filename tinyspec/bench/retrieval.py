@@ -108,7 +108,11 @@ class Branches(Grown):
         self.plan = [(OUTPUTS, self.nodes // 2), (1, self.nodes), (OUTPUTS, self.nodes)]
 
     def ask(self, context: Sequence[int]) -> int:
-        return len(self.forest.gather(self.plan, context[-self.branch :], self.branch, self.branch, self.branch)[0])
+        return len(
+            self.forest.gather(
+                self.plan, context[-self.branch :], self.branch, self.branch, self.branch
+            )[0]
+        )
 
 
 class Suffixes(Grown):
@@ -120,7 +124,11 @@ class Suffixes(Grown):
 
     def ask(self, context: Sequence[int]) -> int:
         alpha, most, floor = (self.knobs[name] for name in ("alpha", "most", "floor"))
-        return len(self.forest.best((1, OUTPUTS), context[-self.forest.depth :], alpha, most, most, floor)[0])
+        return len(
+            self.forest.best((1, OUTPUTS), context[-self.forest.depth :], alpha, most, most, floor)[
+                0
+            ]
+        )
 
 
 class Stored:
@@ -157,10 +165,14 @@ ARMS: dict[str, Callable[[], Index]] = {
 def resident() -> int | None:
     """Bytes of this process in memory; None where the system does not say."""
     pages = Path("/proc/self/statm")
-    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else None
+    return (
+        int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else None
+    )
 
 
-def timed(arm: str, size: int, rounds: int, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def timed(
+    arm: str, size: int, rounds: int, tick: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """One index of so many tokens: seconds of building, of every round's questions and appended tokens; bytes."""
     whole = text(size + rounds * (APPENDED + ASKED + LONGEST))
     known, ahead = whole[:size], whole[size:].tolist()
@@ -192,7 +204,9 @@ def timed(arm: str, size: int, rounds: int, tick: Callable[[], None] = lambda: N
 def figures(sample: dict[str, Any], size: int) -> dict[str, Any]:
     """What a sample says of one call, one guess and one token."""
     calls = [seconds / ASKED for seconds in sample["ask"]]
-    each = [seconds / max(n, 1) for seconds, n in zip(sample["ask"], sample["guesses"], strict=True)]
+    each = [
+        seconds / max(n, 1) for seconds, n in zip(sample["ask"], sample["guesses"], strict=True)
+    ]
     told = {
         "us_per_call": 1e6 * median(calls),
         "us_per_guess": 1e6 * median(each),
@@ -207,7 +221,10 @@ def figures(sample: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def measure(
-    sizes: Sequence[int] = SIZES, rounds: int = 5, arms: Sequence[str] = tuple(ARMS), quiet: bool = False
+    sizes: Sequence[int] = SIZES,
+    rounds: int = 5,
+    arms: Sequence[str] = tuple(ARMS),
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Every arm at every size; one index at a time is in memory."""
     samples: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
@@ -215,7 +232,10 @@ def measure(
         for size in sorted(sizes):
             for arm in arms:
                 samples[arm][str(size)] = timed(arm, size, rounds, tick)
-    table = {arm: {size: figures(one, int(size)) for size, one in taken.items()} for arm, taken in samples.items()}
+    table = {
+        arm: {size: figures(one, int(size)) for size, one in taken.items()}
+        for arm, taken in samples.items()
+    }
     largest, smallest = str(max(sizes)), str(min(sizes))
     return report(
         {
@@ -224,7 +244,8 @@ def measure(
             "samples": samples,
             "figures": table,
             "growth": {
-                arm: round(of[largest]["us_per_call"] / of[smallest]["us_per_call"], 3) for arm, of in table.items()
+                arm: round(of[largest]["us_per_call"] / of[smallest]["us_per_call"], 3)
+                for arm, of in table.items()
             },
         }
     )

@@ -27,7 +27,9 @@ from tinyspec.lm.transformer import Model
 CURVE_ROUNDS = 7
 
 
-def begin(settings: Settings, out: Path | None = None, resume: Path | None = None, **given: Any) -> Book:
+def begin(
+    settings: Settings, out: Path | None = None, resume: Path | None = None, **given: Any
+) -> Book:
     """A new book, or that of the file to resume, in which `given` may only enlarge what was settled."""
     if resume is None:
         return Book(settings, out, _stamp(settings))
@@ -65,14 +67,18 @@ def bench(
         book.rest |= {"chapter": chapter, "built": built}
     contestants = own.own_arms(book.settings, model, draft)
     room = max(curve.CACHED + max(curve.KS), *(len(job.ids) + job.tokens for job in jobs)) + 1
-    contestants += peers.arms([spec for spec in book.settings.arms if spec.peer], book.settings, model, room)
+    contestants += peers.arms(
+        [spec for spec in book.settings.arms if spec.peer], book.settings, model, room
+    )
     try:
         measure.warm_up(contestants, jobs[0], clock)
         if curves and "curve" not in book.rest:
             book.rest["curve"] = costs(model, contestants, clock, quiet)
             book.save()
         still = measure.left(book, jobs, contestants)
-        with progress(f"{model.name}: {len(contestants)} arms, {len(jobs)} prompts", still, quiet) as tick:
+        with progress(
+            f"{model.name}: {len(contestants)} arms, {len(jobs)} prompts", still, quiet
+        ) as tick:
             measure.run(book, jobs, contestants, clock, tick)
     finally:
         for arm in contestants:
@@ -114,7 +120,9 @@ def costs(model: Model, arms: Sequence[Arm], clock: Clock, quiet: bool) -> dict[
     """Raw seconds of the forwards of ours and of every peer, and of the meters of both ceilings."""
     cached = min(curve.CACHED, model.config.max_positions - max(curve.KS) - 1)
     if cached < 1:
-        raise TinyspecError(f"the context of {model.name} is too short for a cost curve: pass --no-curve")
+        raise TinyspecError(
+            f"the context of {model.name} is too short for a cost curve: pass --no-curve"
+        )
     forwards: dict[str, curve.Forwards] = {}
     for arm in arms:
         made = forwards_of(arm, cached)
@@ -134,7 +142,9 @@ def forwards_of(arm: Arm, cached: int) -> curve.Forwards | None:
     return None if make is None else make(cached)
 
 
-def peaks(book: Book, specs: Sequence[ArmSpec], model: Model, jobs: Sequence[Job], quiet: bool) -> None:
+def peaks(
+    book: Book, specs: Sequence[ArmSpec], model: Model, jobs: Sequence[Job], quiet: bool
+) -> None:
     """Measure the peak memory of each arm doing the first job.
 
     Where that fails, a warning says so and the table shows "-". --resume tries again.
@@ -161,5 +171,7 @@ def conclude(book: Book, model: Model) -> Mapping[str, Any]:
         made["texts"] = tally.texts(book.references, model.config.eos)
     if "curve" in book.rest:
         raw = book.rest["curve"]
-        made["curve_figures"] = curve.figures(raw, model.config, model.dtype.itemsize, raw["cached"])
+        made["curve_figures"] = curve.figures(
+            raw, model.config, model.dtype.itemsize, raw["cached"]
+        )
     return made

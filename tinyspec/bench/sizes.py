@@ -46,11 +46,15 @@ def run(
 ) -> dict[str, Any]:
     """All figures with their samples. TinyspecError for no drafts, a wrong vocabulary, and two drafts of one name."""
     if not drafts:
-        raise TinyspecError("name the drafts to compare: --drafts A,B,... (folders, or models by name)")
+        raise TinyspecError(
+            "name the drafts to compare: --drafts A,B,... (folders, or models by name)"
+        )
     model = models.load(name, dtype=dtype)
     small = {Path(draft).name: models.load(draft, dtype=dtype) for draft in drafts}
     if len(small) < len(drafts):
-        raise TinyspecError("two drafts have the same name: put them into folders of different names")
+        raise TinyspecError(
+            "two drafts have the same name: put them into folders of different names"
+        )
     for draft in small.values():
         check_pair(model, draft)
     settings = Settings(name, ",".join(drafts), dtype, tasks=("books",), prompts=prompts, tokens=tokens, rounds=rounds,
@@ -58,7 +62,9 @@ def run(
     book = Book(settings, None, {})
     room = min(m.config.max_positions for m in (model, *small.values())) - tokens
     if room < 1:
-        raise TinyspecError(f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens")
+        raise TinyspecError(
+            f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
+        )
     jobs = [job._replace(ids=job.ids[-room:]) for job in _jobs(book, model)]
     arms: list[Arm] = [Own(ArmSpec(PLAIN), model, settings)]
     for label, draft in small.items():
@@ -66,7 +72,10 @@ def run(
     longest, steps = max(gammas), len(small) + measure.left(book, jobs, arms)
     with progress(f"{model.name}: {len(small)} drafts", steps, quiet) as tick:
         asked = [job.ids for job in jobs[:PROFILED]]
-        rows = {label: _draft(label, draft, model, jobs, book, asked, longest, clock) for label, draft in small.items()}
+        rows = {
+            label: _draft(label, draft, model, jobs, book, asked, longest, clock)
+            for label, draft in small.items()
+        }
         measure.warm_up(arms, jobs[0], clock)
         measure.run(book, jobs, arms, clock, tick)
     made = {
@@ -85,7 +94,9 @@ def _jobs(book: Book, model: Model) -> list[Job]:
     from tinyspec.bench.arms import reference
 
     answer = reference(model, book.references, book.references.__setitem__)
-    found = tasks.jobs(model, tasks.asked(("books",), book.settings.prompts), book.settings.tokens, answer)
+    found = tasks.jobs(
+        model, tasks.asked(("books",), book.settings.prompts), book.settings.tokens, answer
+    )
     for job in found:
         answer(job)
     return found
@@ -114,7 +125,9 @@ def _draft(
         text = [*job.ids, *book.references[job.key]]
         p, q = (m.logits(text)[len(job.ids) - 1 : -1] for m in (model, draft))
         for at in range(len(p)):
-            pairs.append((warp(p[at], text[: len(job.ids) + at]), warp(q[at], text[: len(job.ids) + at])))
+            pairs.append(
+                (warp(p[at], text[: len(job.ids) + at]), warp(q[at], text[: len(job.ids) + at]))
+            )
             soft.append((Warp()(p[at], ()), Warp()(q[at], ())))
     pace = requests(endless(model), endless(draft), asked, book.settings.tokens, warp)
     plain = profile_target(pace, 1, clock)[0]
@@ -140,7 +153,10 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
             ratios = list(tally.paired(samples, PLAIN, arm).values())
             same = [s.same == s.tokens for s in own if s.same is not None]
             found[label][str(gamma)] = {
-                **{name: tally.counts(own)[name] for name in ("tau", "alpha", "draft_calls_per_token")},
+                **{
+                    name: tally.counts(own)[name]
+                    for name in ("tau", "alpha", "draft_calls_per_token")
+                },
                 "speedup": tally.five(ratios),
                 "forecast": walltime_gain(row["alpha"], gamma, row["c"]),
                 "identical": sum(same) if same else None,
@@ -170,7 +186,9 @@ def grid(result: Mapping[str, Any]) -> Grid:
         *(f"gamma {g}: tau, times as fast" for g in gammas),
     ]
     return Grid(
-        "Drafts by size: acceptance, the cost of a step, and what comes of it", [*head, "best gamma (forecast)"], rows
+        "Drafts by size: acceptance, the cost of a step, and what comes of it",
+        [*head, "best gamma (forecast)"],
+        rows,
     )
 
 
@@ -180,7 +198,10 @@ def grid(result: Mapping[str, Any]) -> Grid:
 def picture(result: Mapping[str, Any]) -> str:
     """Two panels over the weights read a token: alpha, and how many times as fast as plain decoding at the best gamma."""
     rows = sorted(result["drafts"].items(), key=lambda pair: pair[1]["weights"])
-    best = {label: max(result["figures"][label].values(), key=lambda of: of["speedup"]["median"]) for label, _ in rows}
+    best = {
+        label: max(result["figures"][label].values(), key=lambda of: of["speedup"]["median"])
+        for label, _ in rows
+    }
     wide, y = (figures.WIDTH - 2 * figures.MARGIN - 120) / 2, 70.0
     alphas = {
         "alpha, as decoded": [row["alpha"] for _, row in rows],
@@ -192,12 +213,25 @@ def picture(result: Mapping[str, Any]) -> str:
     }
     weights = [row["weights"] for _, row in rows]
     body = [
-        figures._text(figures.MARGIN, 32, f"{result['model']}: acceptance and time against the draft's size", "title")
+        figures._text(
+            figures.MARGIN,
+            32,
+            f"{result['model']}: acceptance and time against the draft's size",
+            "title",
+        )
     ]
-    body += _panel("chance that a guess is accepted", alphas, weights, 1.0, figures.MARGIN + 36, y, wide)
+    body += _panel(
+        "chance that a guess is accepted", alphas, weights, 1.0, figures.MARGIN + 36, y, wide
+    )
     top = max(1.2, *(v for line in times.values() for v in line)) * 1.1
     body += _panel(
-        "times as fast as plain decoding, best gamma", times, weights, top, figures.MARGIN + 110 + wide, y, wide
+        "times as fast as plain decoding, best gamma",
+        times,
+        weights,
+        top,
+        figures.MARGIN + 110 + wide,
+        y,
+        wide,
     )
     end = y + 350
     settings, machine = result["settings"], result["machine"]
@@ -211,7 +245,8 @@ def picture(result: Mapping[str, Any]) -> str:
         body.append(figures._text(figures.MARGIN, end, line, "quiet"))
         end += 18
     said = "; ".join(
-        f"{label}: alpha {row['alpha']:.2f}, {best[label]['speedup']['median']:.2f} times" for label, row in rows
+        f"{label}: alpha {row['alpha']:.2f}, {best[label]['speedup']['median']:.2f} times"
+        for label, row in rows
     )
     return figures._svg(body, end, "Acceptance and time against the draft's size", said)
 
@@ -241,14 +276,19 @@ def _panel(
     if top > 1:
         drawn.append(f'<path class="one" d="M{x:.1f} {at(weights[0], 1)[1]:.1f}h{wide:.1f}"/>')
     for weight in weights:
-        drawn.append(figures._text(at(weight, 0)[0], y + high + 18, f"{weight / 1e6:.2g}", "mid quiet"))
+        drawn.append(
+            figures._text(at(weight, 0)[0], y + high + 18, f"{weight / 1e6:.2g}", "mid quiet")
+        )
     for i, (name, values) in enumerate(lines.items()):
         spots = [at(*pair) for pair in zip(weights, values, strict=True)]
         path = " L".join(f"{a:.1f} {b:.1f}" for a, b in spots)
         drawn.append(f'<path class="curve s{i}"{figures._dash(i)} d="M{path}"/>')
         drawn += [
-            f'<circle class="s{i}" cx="{a:.1f}" cy="{b:.1f}" r="3" fill="none" stroke-width="2"/>' for a, b in spots
+            f'<circle class="s{i}" cx="{a:.1f}" cy="{b:.1f}" r="3" fill="none" stroke-width="2"/>'
+            for a, b in spots
         ]
-        drawn.append(f'<path class="curve s{i}"{figures._dash(i)} d="M{x:.1f} {y + high + 36 + 18 * i:.1f}h32"/>')
+        drawn.append(
+            f'<path class="curve s{i}"{figures._dash(i)} d="M{x:.1f} {y + high + 36 + 18 * i:.1f}h32"/>'
+        )
         drawn.append(figures._text(x + 42, y + high + 40 + 18 * i, name))
     return drawn

@@ -35,7 +35,9 @@ def starts(n_layers: int) -> list[Skip]:
         *({2 * layer + 1 for layer in layers[first::step]} for step in (2, 3) for first in (0, 1)),
         {sublayer for layer in layers[::2] for sublayer in (2 * layer, 2 * layer + 1)},
     ]
-    return list(dict.fromkeys([frozenset[int](), skipped("default", n_layers), *map(frozenset, regular)]))
+    return list(
+        dict.fromkeys([frozenset[int](), skipped("default", n_layers), *map(frozenset, regular)])
+    )
 
 
 def measure(
@@ -56,7 +58,9 @@ def measure(
     model = endless(models.load(name, dtype=dtype))
     n_layers, room = model.config.n_layers, model.config.max_positions - tokens
     if room < 1:
-        raise TinyspecError(f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens")
+        raise TinyspecError(
+            f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
+        )
     texts = [prompt_ids(model, text)[-room:] for text in openings()]
     asked, fresh = texts[:prompts], texts[-prompts:]
     settings = {
@@ -82,7 +86,12 @@ def measure(
                     save(out, report(result))
             tick()
         skip = search.best
-        result = {**settings, "skip": spelled(skip), "sublayers_skipped": len(skip), "evaluations": done}
+        result = {
+            **settings,
+            "skip": spelled(skip),
+            "sublayers_skipped": len(skip),
+            "evaluations": done,
+        }
         for what, chosen in (("checked", skip), ("default", skipped("default", n_layers))):
             turns = []
             for turn in range(CHECKS):
@@ -103,16 +112,33 @@ def measure(
 
 
 def _turn(
-    model: Model, prompts: Sequence[Any], tokens: int, plain: dict[str, Any], skip: Skip, number: int, clock: Clock
+    model: Model,
+    prompts: Sequence[Any],
+    tokens: int,
+    plain: dict[str, Any],
+    skip: Skip,
+    number: int,
+    clock: Clock,
 ) -> dict[str, Any]:
     """A set and plain decoding on the same prompts, one after the other, in turns: seconds a token, and their ratio."""
     ours = {**plain, "method": METHOD, "skip": spelled(skip)}
-    timed = [_timed(model, prompts, tokens, arm, clock) for arm in ((ours, plain) if number % 2 else (plain, ours))]
+    timed = [
+        _timed(model, prompts, tokens, arm, clock)
+        for arm in ((ours, plain) if number % 2 else (plain, ours))
+    ]
     (seconds, accepted), (alone, _) = timed if number % 2 else timed[::-1]
-    return {"skip": spelled(skip), "seconds": seconds, "plain": alone, "speed": alone / seconds, "accepted": accepted}
+    return {
+        "skip": spelled(skip),
+        "seconds": seconds,
+        "plain": alone,
+        "speed": alone / seconds,
+        "accepted": accepted,
+    }
 
 
-def _timed(model: Model, prompts: Sequence[Any], tokens: int, arm: dict[str, Any], clock: Clock) -> tuple[float, float]:
+def _timed(
+    model: Model, prompts: Sequence[Any], tokens: int, arm: dict[str, Any], clock: Clock
+) -> tuple[float, float]:
     """Seconds a token, without the prompt's; the share of drafted tokens that was accepted."""
     seconds, made, drafted, accepted = 0.0, 0, 0, 0
     for prompt in prompts:
@@ -133,7 +159,8 @@ def _kept(out: Path | None, settings: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         found = json.loads(out.read_text(encoding="utf-8"))
         done = [
-            {**entry, "speed": float(entry["speed"]), "best": float(entry["best"])} for entry in found["evaluations"]
+            {**entry, "speed": float(entry["speed"]), "best": float(entry["best"])}
+            for entry in found["evaluations"]
         ]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise TinyspecError(

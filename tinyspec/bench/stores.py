@@ -65,14 +65,17 @@ def store(model: Model) -> Prepared:
     if not path.exists():
         datastore.write(path, ids(), model.tokenizer.fingerprint, model.config.vocab_size)
     return Prepared(
-        {"datastore": str(path)}, f"a datastore of {len(datastore.opened(path).tokens):,} tokens, 8 bytes each: {what}"
+        {"datastore": str(path)},
+        f"a datastore of {len(datastore.opened(path).tokens):,} tokens, 8 bytes each: {what}",
     )
 
 
 def retrieval(model: Model) -> Prepared:
     """A budget that retrieves: the paper's holds all of a short context."""
     budget = max(model.config.max_positions // SHARE // CHUNK, 1) * CHUNK
-    return Prepared({"budget": budget}, f"a retrieval budget of {budget} tokens, a sixteenth of the context")
+    return Prepared(
+        {"budget": budget}, f"a retrieval budget of {budget} tokens, a sixteenth of the context"
+    )
 
 
 SHARE, CHUNK = 16, 8

@@ -18,7 +18,9 @@ def answer_sizes(results: Results) -> str:
         gamma = max(each, key=lambda gamma: float(each[gamma]))
         best[name] = gamma, each[gamma]
         accepted = [f"{draft['alpha']:.2f}", f"{draft['alpha_1']:.2f}", f"{draft['c']:.2f}"]
-        rows.append([name, f"{draft['weights'] / 1e6:.2f}M", *accepted, ratio(each[gamma], "x"), gamma])
+        rows.append(
+            [name, f"{draft['weights'] / 1e6:.2f}M", *accepted, ratio(each[gamma], "x"), gamma]
+        )
     winner = max(best, key=lambda name: best[name][1])
     heads = ["draft", "weights per token", "acceptance, greedy", "acceptance, temperature 1", "cost of a step, in plain steps",
              "best speed-up", "with draft tokens"]  # fmt: skip
@@ -39,7 +41,11 @@ def answer_exits(results: Results) -> str:
     result, layerskip = results["exits"], results["layerskip"]
     found = dict[str, Mapping[str, float]]()
     for measure in dict.fromkeys(label.rpartition(" ")[0] for label in result["figures"]):
-        rows = {label: of["forced"] for label, of in result["figures"].items() if label.rpartition(" ")[0] == measure}
+        rows = {
+            label: of["forced"]
+            for label, of in result["figures"].items()
+            if label.rpartition(" ")[0] == measure
+        }
         good = {label: of for label, of in rows.items() if measure and of["agreement"] >= SHARE}
         if good:
             label = min(good, key=lambda label: float(good[label]["work"]))
@@ -49,13 +55,19 @@ def answer_exits(results: Results) -> str:
         for label, of in found.items()
     ]
     best = min(found, key=lambda label: found[label]["work"])
-    bounds = {(name, at): of["bound"] for name, each in layerskip["models"].items() for at, of in each["exits"].items()}
+    bounds = {
+        (name, at): of["bound"]
+        for name, each in layerskip["models"].items()
+        for at, of in each["exits"].items()
+    }
     name, at = max(bounds, key=lambda key: float(bounds[key]))
     return join(
         f"Leaving by `{best}` costs {found[best]['work']:.2f} of the full model's work, and "
         f"{found[best]['agreement']:.1%} of the "
         "tokens are still the full model's.",
-        Grid("", ["", "layers per token", "work over the full model's", "agreement"], cells).table(),
+        Grid(
+            "", ["", "layers per token", "work over the full model's", "agreement"], cells
+        ).table(),
         f"{result['settings']['model']}, {result['settings']['n_layers']} layers: for each measure "
         "the least work at which at "
         f"least {SHARE:.0%} of the tokens are the full model's. `softmax` multiplies by the "
@@ -72,7 +84,9 @@ def answer_exits(results: Results) -> str:
 
 def answer_at_once(results: Results) -> str:
     """Return chapter 3: what writing all words at once, or in a few passes, costs in quality."""
-    table, passes, kinds = (results[name] for name in ("translation", "translation-iterations", "dialects"))
+    table, passes, kinds = (
+        results[name] for name in ("translation", "translation-iterations", "dialects")
+    )
     settings, figures = table["settings"], table["figures"]
     greedy, nat = figures["teacher, greedy"], figures["nat, argmax"]
     rows = [
@@ -85,7 +99,10 @@ def answer_at_once(results: Results) -> str:
         for label, of in passes["figures"].items() if label.endswith("1 length")
     ]  # fmt: skip
     arms = list(dict.fromkeys(arm for of in kinds["figures"].values() for arm in of))
-    shares = [[arm, *(f"{100 * of[arm]['valid']:.1f}" for of in kinds["figures"].values())] for arm in arms]
+    shares = [
+        [arm, *(f"{100 * of[arm]['valid']:.1f}" for of in kinds["figures"].values())]
+        for arm in arms
+    ]
     return join(
         f"In translation {greedy['bleu'] - nat['bleu']:.1f} BLEU: all words in one pass reach "
         f"{nat['bleu']:.1f} where the "

@@ -53,7 +53,9 @@ def run(
         find(METHOD).settings(dict(spec(label, init).knobs))
     model = models.load(name, dtype=dtype)
     kind = str(model.dtype).removeprefix("torch.")
-    settings = Settings(name, dtype=kind, tasks=("books",), prompts=prompts, tokens=tokens, rounds=rounds)
+    settings = Settings(
+        name, dtype=kind, tasks=("books",), prompts=prompts, tokens=tokens, rounds=rounds
+    )
     book = Book(settings)
     answer = reference(model, book.references, book.references.__setitem__)
     jobs = tasks.jobs(model, tasks.asked(settings.tasks, prompts), tokens, answer)
@@ -63,7 +65,9 @@ def run(
     for label in labels:
         arms.append(Own(spec(label, init), model, settings))
         arms[-1].label = label  # type: ignore[misc]
-    with progress(f"{model.name}: {len(labels)} sizes of blocks", measure.left(book, jobs, arms), quiet) as tick:
+    with progress(
+        f"{model.name}: {len(labels)} sizes of blocks", measure.left(book, jobs, arms), quiet
+    ) as tick:
         measure.warm_up(arms, jobs[0], clock)
         measure.run(book, jobs, arms, clock, tick)
     made = {
@@ -80,7 +84,9 @@ def run(
 
 def _traced(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> dict[str, Any]:
     """Every sweep of one request: what stood in the block, what was said in its place, how much of that is final."""
-    running = start(endless(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs))
+    running = start(
+        endless(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
+    )
     told = [sweep._asdict() for sweep in sweeps(running.decoder, running.chance)]
     return {"prompt": list(prompt), **dict(arm.knobs), "new": running.decoder.new, "trace": told}
 
@@ -123,7 +129,9 @@ def grid(result: Mapping[str, Any]) -> Grid:
         "times as fast",
         "same",
     ]
-    return Grid(f"Jacobi sweeps on {result['model']}, blocks begin as: {result['init']}", head, rows)
+    return Grid(
+        f"Jacobi sweeps on {result['model']}, blocks begin as: {result['init']}", head, rows
+    )
 
 
 # ---------------------------------------------------------------------- the picture
@@ -134,9 +142,15 @@ def picture(result: Mapping[str, Any]) -> str:
     of, y = result["figures"], 70.0
     wide = (figures.WIDTH - 2 * figures.MARGIN - 120) / 2
     taus, times = [f["tau"] for f in of.values()], [f["speedup"]["median"] for f in of.values()]
-    body = [figures._text(figures.MARGIN, 32, f"{result['model']}: Jacobi sweeps by the size of a block", "title")]
+    body = [
+        figures._text(
+            figures.MARGIN, 32, f"{result['model']}: Jacobi sweeps by the size of a block", "title"
+        )
+    ]
     body += _panel("tokens that a sweep fixes", taus, list(of), figures.MARGIN + 36, y, wide)
-    body += _panel("times as fast as plain decoding", times, list(of), figures.MARGIN + 110 + wide, y, wide)
+    body += _panel(
+        "times as fast as plain decoding", times, list(of), figures.MARGIN + 110 + wide, y, wide
+    )
     end, settings, machine = y + 310, result["settings"], result["machine"]
     for line in (
         "Across: tokens of a block; in a block of 1 nothing is guessed; all: one block (PJ). "
@@ -147,22 +161,33 @@ def picture(result: Mapping[str, Any]) -> str:
     ):
         body.append(figures._text(figures.MARGIN, end, line, "quiet"))
         end += 18
-    said = "; ".join(f"block {b}: {t:.3f} a sweep, {s:.2f} times" for b, t, s in zip(of, taus, times, strict=True))
+    said = "; ".join(
+        f"block {b}: {t:.3f} a sweep, {s:.2f} times"
+        for b, t, s in zip(of, taus, times, strict=True)
+    )
     return figures._svg(body, end, "Jacobi sweeps by the size of a block", said)
 
 
-def _panel(title: str, values: Sequence[float], labels: Sequence[str], x: float, y: float, wide: float) -> list[str]:
+def _panel(
+    title: str, values: Sequence[float], labels: Sequence[str], x: float, y: float, wide: float
+) -> list[str]:
     """One line from 0 on, a place a label."""
     high, top = 250.0, max(1.2, *values) * 1.1
-    spots = [(x + (i + 0.5) * wide / len(values), y + high * (1 - v / top)) for i, v in enumerate(values)]
+    spots = [
+        (x + (i + 0.5) * wide / len(values), y + high * (1 - v / top)) for i, v in enumerate(values)
+    ]
     drawn = [figures._text(x - 30, y - 12, title, "head")]
     for i in range(6):
         at = y + high * (1 - i / 5)
         drawn.append(f'<path class="line" d="M{x:.1f} {at:.1f}h{wide:.1f}"/>')
         drawn.append(figures._text(x - 6, at + 4, f"{top * i / 5:.2f}", "end quiet"))
     drawn.append(f'<path class="one" d="M{x:.1f} {y + high * (1 - 1 / top):.1f}h{wide:.1f}"/>')
-    drawn += [figures._text(at, y + high + 18, name, "mid quiet") for (at, _), name in zip(spots, labels, strict=True)]
+    drawn += [
+        figures._text(at, y + high + 18, name, "mid quiet")
+        for (at, _), name in zip(spots, labels, strict=True)
+    ]
     drawn.append(f'<path class="curve s0" d="M{" L".join(f"{a:.1f} {b:.1f}" for a, b in spots)}"/>')
     return drawn + [
-        f'<circle class="s0" cx="{a:.1f}" cy="{b:.1f}" r="3" fill="none" stroke-width="2"/>' for a, b in spots
+        f'<circle class="s0" cx="{a:.1f}" cy="{b:.1f}" r="3" fill="none" stroke-width="2"/>'
+        for a, b in spots
     ]

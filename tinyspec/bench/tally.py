@@ -34,7 +34,9 @@ def five(values: Sequence[float]) -> dict[str, float]:
     >>> five([1.0, 2.0, 3.0, 4.0, 9.0])
     {'min': 1.0, 'q1': 2.0, 'median': 3.0, 'q3': 4.0, 'max': 9.0}
     """
-    q1, middle, q3 = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    q1, middle, q3 = (
+        quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    )
     return {"min": min(values), "q1": q1, "median": middle, "q3": q3, "max": max(values)}
 
 
@@ -69,7 +71,11 @@ def counts(samples: Sequence[Sample]) -> dict[str, float | None]:
     tokens, calls = sum(s.tokens for s in samples), sum(s.calls for s in samples)
 
     def total(values: Sequence[float | None]) -> float | None:
-        return None if any(value is None for value in values) else sum(value for value in values if value is not None)
+        return (
+            None
+            if any(value is None for value in values)
+            else sum(value for value in values if value is not None)
+        )
 
     nodes, accepted = total([s.nodes for s in samples]), total([s.accepted for s in samples])
     layers, stopped = total([s.row_layers for s in samples]), total([s.stopped for s in samples])
@@ -101,7 +107,9 @@ def task(samples: Sequence[Sample], arm: str, base: str = PLAIN) -> dict[str, An
         "request": five(whole) if whole else None,
         "tokens_per_second": len(seconds) / sum(seconds) if sum(seconds) else None,
         "milliseconds_per_token": five([1e3 * s for s in seconds]),
-        "identical": sum(all(s.same == s.tokens for s in rounds) for rounds in jobs.values()) if same else None,
+        "identical": sum(all(s.same == s.tokens for s in rounds) for rounds in jobs.values())
+        if same
+        else None,
         "tokens_before_a_difference": sum(same) / sum(s.tokens for s in own) if same else None,
         **counts(own),
     }
@@ -115,22 +123,36 @@ def tally(samples: Sequence[Sample], arms: Sequence[str]) -> dict[str, Any]:
     for family, members in families(peers).items():
         if len(members) > 1:
             against[f"{family}, best setting"] = compare(samples, arms, members)
-    return {"tasks": tasks, "overall": {arm: overall(tasks, samples, arm) for arm in arms}, "against": against}
+    return {
+        "tasks": tasks,
+        "overall": {arm: overall(tasks, samples, arm) for arm in arms},
+        "against": against,
+    }
 
 
-def overall(tasks: Mapping[str, Mapping[str, Any]], samples: Sequence[Sample], arm: str) -> dict[str, Any]:
+def overall(
+    tasks: Mapping[str, Mapping[str, Any]], samples: Sequence[Sample], arm: str
+) -> dict[str, Any]:
     """An arm over the tasks: means of their medians, over all, Spec-Bench's six, and those that copy; the worst task."""
-    ratios = {name: arms[arm]["speedup"]["median"] for name, arms in tasks.items() if arms[arm]["speedup"]}
+    ratios = {
+        name: arms[arm]["speedup"]["median"] for name, arms in tasks.items() if arms[arm]["speedup"]
+    }
     own = [s for s in samples if s.arm == arm]
     found = {name: arms[arm]["identical"] for name, arms in tasks.items()}
     worst = min(ratios, key=lambda name: ratios[name], default=None)
-    pace = [arms[arm]["tokens_per_second"] for arms in tasks.values() if arms[arm]["tokens_per_second"]]
+    pace = [
+        arms[arm]["tokens_per_second"] for arms in tasks.values() if arms[arm]["tokens_per_second"]
+    ]
     return {
         "mean": fmean(ratios.values()) if ratios else None,
-        "spec_bench": fmean(ratios[t] for t in SPEC_BENCH) if all(t in ratios for t in SPEC_BENCH) else None,
+        "spec_bench": fmean(ratios[t] for t in SPEC_BENCH)
+        if all(t in ratios for t in SPEC_BENCH)
+        else None,
         "copying": fmean(ratios[t] for t in COPYING) if all(t in ratios for t in COPYING) else None,
         "worst": None if worst is None else [worst, ratios[worst]],
-        "request": _mean([arms[arm]["request"]["median"] for arms in tasks.values() if arms[arm]["request"]]),
+        "request": _mean(
+            [arms[arm]["request"]["median"] for arms in tasks.values() if arms[arm]["request"]]
+        ),
         "tokens_per_second": _mean(pace),
         "jobs": sum(arms[arm]["jobs"] for arms in tasks.values()),
         "identical": None if None in found.values() else sum(found.values()),
@@ -138,7 +160,9 @@ def overall(tasks: Mapping[str, Mapping[str, Any]], samples: Sequence[Sample], a
     }
 
 
-def compare(samples: Sequence[Sample], arms: Sequence[str], others: Sequence[str]) -> dict[str, dict[str, float]]:
+def compare(
+    samples: Sequence[Sample], arms: Sequence[str], others: Sequence[str]
+) -> dict[str, dict[str, float]]:
     """How many times as fast as the others each arm is, by task and on the mean. Several others are one in its best setting,
     and which is best is found for every task anew."""
     found: dict[str, dict[str, float]] = {}
@@ -166,7 +190,9 @@ def families(labels: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def texts(references: Mapping[str, Sequence[int]], eos: Sequence[int]) -> dict[str, dict[str, float]]:
+def texts(
+    references: Mapping[str, Sequence[int]], eos: Sequence[int]
+) -> dict[str, dict[str, float]]:
     """What plain greedy decoding wrote, by task: the share of distinct 4-grams (text that loops flatters every drafter), and of
     tokens behind the first end of text."""
     tasks: dict[str, list[Sequence[int]]] = {}

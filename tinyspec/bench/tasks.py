@@ -91,21 +91,35 @@ def items(task: str, n: int) -> list[Item]:
     """n prompts of a task, spread over it. TinyspecError, with the command that helps, where its data is not there."""
     if task in SPEC_BENCH:
         named = SPEC_BENCH[1:]
-        asked = [q for q in data.spec_bench() if q.category == task or (task == "mt_bench" and q.category not in named)]
+        asked = [
+            q
+            for q in data.spec_bench()
+            if q.category == task or (task == "mt_bench" and q.category not in named)
+        ]
         return [Item(task, str(q.id), q.turns) for q in spread(asked, n)]
     if task == "human_eval":
-        return [Item(task, p.id.rpartition("/")[2], (_complete(p.prompt),)) for p in spread(data.human_eval(), n)]
+        return [
+            Item(task, p.id.rpartition("/")[2], (_complete(p.prompt),))
+            for p in spread(data.human_eval(), n)
+        ]
     if task == "gsm8k":
         sums = list(enumerate(data.gsm8k("test")))
         return [Item(task, str(i), (s.question,)) for i, s in spread(sums, n)]
     if task == "edits":
-        return [Item(task, e["id"], (f"{e['instruction']}\n\n{e['text']}",)) for e in spread(edits(), n)]
-    return [Item(task, str(i), (text,), chat=False) for i, text in spread(list(enumerate(openings())), n)]
+        return [
+            Item(task, e["id"], (f"{e['instruction']}\n\n{e['text']}",)) for e in spread(edits(), n)
+        ]
+    return [
+        Item(task, str(i), (text,), chat=False)
+        for i, text in spread(list(enumerate(openings())), n)
+    ]
 
 
 def edits() -> list[dict[str, str]]:
     """The committed edit prompts: [{"id", "kind", "instruction", "text"}]. Their answers mostly copy `text`."""
-    found: list[dict[str, str]] = json.loads(files("tinyspec.bench").joinpath("edits.json").read_text("utf-8"))
+    found: list[dict[str, str]] = json.loads(
+        files("tinyspec.bench").joinpath("edits.json").read_text("utf-8")
+    )
     return found
 
 
@@ -119,7 +133,9 @@ def _complete(code: str) -> str:
     return f"Complete this Python function. Write out the whole function.\n\n```python\n{code.strip()}\n```"
 
 
-def jobs(model: Model, items: Sequence[Item], tokens: int, answer: Answer, until_eos: bool = False) -> list[Job]:
+def jobs(
+    model: Model, items: Sequence[Item], tokens: int, answer: Answer, until_eos: bool = False
+) -> list[Job]:
     """The requests of these prompts, a turn each, in order.
 
     answer  plain greedy decoding's ids for a job: it is what a second turn looks back on, and with `until_eos` it
@@ -133,7 +149,9 @@ def jobs(model: Model, items: Sequence[Item], tokens: int, answer: Answer, until
             ids = _ids(model, item, said)
             room = model.config.max_positions - tokens
             if room < 1:
-                raise TinyspecError(f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens")
+                raise TinyspecError(
+                    f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
+                )
             job = Job(item.task, item.id, turn, tuple(ids[-room:]), tokens, max(len(ids) - room, 0))
             last = turn == len(item.turns) - 1
             if until_eos or not last:

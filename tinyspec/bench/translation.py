@@ -62,7 +62,10 @@ class Sample(NamedTuple):
         return cls._make([*row[:first], list(row[first:])])
 
 
-COLUMNS = [*Sample._fields[:-1], *(f"{what}_{n}" for what in ("hits", "all") for n in range(1, ORDER + 1))]
+COLUMNS = [
+    *Sample._fields[:-1],
+    *(f"{what}_{n}" for what in ("hits", "all") for n in range(1, ORDER + 1)),
+]
 
 
 def run(
@@ -83,7 +86,9 @@ def run(
 ) -> dict[str, Any]:
     """All figures with their samples. With `out`, the file is written after every block; with `resume`, it is gone on with."""
     if experiment not in EXPERIMENTS:
-        raise TinyspecError(f"there is no experiment {experiment}: {nearest(experiment, EXPERIMENTS)}")
+        raise TinyspecError(
+            f"there is no experiment {experiment}: {nearest(experiment, EXPERIMENTS)}"
+        )
     metric()  # says at once if sacrebleu is missing
     texts, found = data.multi30k("test", data_folder)[:sentences], loaded(names)
     whole = experiment == "iterations"
@@ -94,7 +99,9 @@ def run(
     )  # fmt: skip
     settings = {
         "experiment": experiment,
-        "models": {role: [model.name, distilled.fingerprint(model)] for role, model in found.items()},
+        "models": {
+            role: [model.name, distilled.fingerprint(model)] for role, model in found.items()
+        },
         "sentences": len(texts),
         "arms": [arm.label for arm in asked],
         **{"block": block, "batch": batch, "rounds": rounds, "dtype": "float32"},
@@ -103,7 +110,12 @@ def run(
     blocks = [texts[at : at + block] for at in range(0, len(texts), block)]
 
     def result() -> dict[str, Any]:
-        made = {"settings": settings, "columns": COLUMNS, "samples": [one.row() for one in kept], "batches": batches}
+        made = {
+            "settings": settings,
+            "columns": COLUMNS,
+            "samples": [one.row() for one in kept],
+            "batches": batches,
+        }
         return report({**made, "figures": told(made)})
 
     def keep() -> None:
@@ -112,7 +124,11 @@ def run(
 
     done = {one.block for one in kept}
     timed = [arm for arm in asked if arm.many is not None]
-    turns = [turn for turn in range(rounds) if turn >= min((len(taken) for taken in batches.values()), default=0)]
+    turns = [
+        turn
+        for turn in range(rounds)
+        if turn >= min((len(taken) for taken in batches.values()), default=0)
+    ]
     steps = (len(blocks) - len(done)) * len(asked) + len(turns) * len(timed)
     with progress(f"{len(asked)} ways to translate", steps, quiet) as tick:
         for arm in asked if steps else ():
@@ -135,7 +151,11 @@ def run(
 
 
 def _block(
-    asked: Sequence[Arm], number: int, block: Sequence[tuple[str, str]], clock: Clock, tick: Callable[[], None]
+    asked: Sequence[Arm],
+    number: int,
+    block: Sequence[tuple[str, str]],
+    clock: Clock,
+    tick: Callable[[], None],
 ) -> list[Sample]:
     """Every sentence of a block by all arms in turn."""
     seconds = {arm.label: 0.0 for arm in asked}
@@ -209,7 +229,9 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _kept(out: Path | None, settings: Mapping[str, Any]) -> tuple[list[Sample], dict[str, list[float]]]:
+def _kept(
+    out: Path | None, settings: Mapping[str, Any]
+) -> tuple[list[Sample], dict[str, list[float]]]:
     """What an interrupted run has done."""
     if out is None:
         raise TinyspecError("--resume goes on with the file of --out: name it")
@@ -218,7 +240,9 @@ def _kept(out: Path | None, settings: Mapping[str, Any]) -> tuple[list[Sample], 
     try:
         found = json.loads(out.read_text(encoding="utf-8"))
         samples = [Sample.read(row) for row in found["samples"]]
-        batches = {str(label): [float(x) for x in taken] for label, taken in found["batches"].items()}
+        batches = {
+            str(label): [float(x) for x in taken] for label, taken in found["batches"].items()
+        }
         theirs = dict(found["settings"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise TinyspecError(
@@ -226,7 +250,9 @@ def _kept(out: Path | None, settings: Mapping[str, Any]) -> tuple[list[Sample], 
         ) from error
     for key, value in settings.items():
         if theirs.get(key) != value:
-            raise TinyspecError(f"{out} was made with other {key}: name another --out, or leave --resume")
+            raise TinyspecError(
+                f"{out} was made with other {key}: name another --out, or leave --resume"
+            )
     return samples, batches
 
 
@@ -245,7 +271,11 @@ def grid(result: Mapping[str, Any]) -> Grid:
         "", "BLEU", "decoder passes", "encoder", "teacher", "ms per sentence", "times as fast",
         f"ms, batch {settings['batch']}", "times as fast", "repeated tokens",
     ]  # fmt: skip
-    return Grid(f"English to German, Multi30k test_2016_flickr, {settings['sentences']} sentences", head, rows)
+    return Grid(
+        f"English to German, Multi30k test_2016_flickr, {settings['sentences']} sentences",
+        head,
+        rows,
+    )
 
 
 def notes(result: Mapping[str, Any]) -> list[str]:

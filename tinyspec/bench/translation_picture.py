@@ -11,7 +11,9 @@ from tinyspec.bench.translators import PLAIN, label_of
 
 def picture(result: Mapping[str, Any]) -> str:
     """BLEU and time, side by side."""
-    return _iterations(result) if result["settings"]["experiment"] == "iterations" else _table(result)
+    return (
+        _iterations(result) if result["settings"]["experiment"] == "iterations" else _table(result)
+    )
 
 
 def lines(result: Mapping[str, Any], figure: str) -> dict[str, dict[int, float]]:
@@ -31,7 +33,11 @@ def lines(result: Mapping[str, Any], figure: str) -> dict[str, dict[int, float]]
 def _iterations(result: Mapping[str, Any]) -> str:
     wide, y = (figures.WIDTH - 2 * figures.MARGIN - 90) / 2, 66.0
     plain = result["figures"][PLAIN]
-    body = [figures._text(figures.MARGIN, 32, "Mask-Predict by its iterations: quality and time", "title")]
+    body = [
+        figures._text(
+            figures.MARGIN, 32, "Mask-Predict by its iterations: quality and time", "title"
+        )
+    ]
     scores, times = lines(result, "bleu"), lines(result, "milliseconds")
     last = max(count for line in scores.values() for count in line)
     for at, (title, found, figure) in enumerate(
@@ -45,8 +51,17 @@ def _iterations(result: Mapping[str, Any]) -> str:
         body.append(f'<path {drawn} d="M{figures.MARGIN + 36:.1f} {end - 4:.1f}h32"/>')
         body.append(figures._text(figures.MARGIN + 78, end, label))
         end += 20
-    said = "; ".join(f"{label}: BLEU {line[max(line)]:.1f} at {max(line)} iterations" for label, line in scores.items())
-    return _ended(body, ["Across: iterations.", *notes(result)], end + 4, "Mask-Predict by its iterations", said)
+    said = "; ".join(
+        f"{label}: BLEU {line[max(line)]:.1f} at {max(line)} iterations"
+        for label, line in scores.items()
+    )
+    return _ended(
+        body,
+        ["Across: iterations.", *notes(result)],
+        end + 4,
+        "Mask-Predict by its iterations",
+        said,
+    )
 
 
 def _table(result: Mapping[str, Any]) -> str:
@@ -59,12 +74,17 @@ def _table(result: Mapping[str, Any]) -> str:
         figures._text(figures.MARGIN + names - 10, y + figures.ROW * n + 12, label, "end")
         for n, label in enumerate(found)
     ]
-    for at, (title, figure) in enumerate((("BLEU", "bleu"), ("milliseconds a sentence, batch 1", "milliseconds"))):
+    for at, (title, figure) in enumerate(
+        (("BLEU", "bleu"), ("milliseconds a sentence, batch 1", "milliseconds"))
+    ):
         x = figures.MARGIN + names + at * wide
         body.append(figures._text(x, y - 12, title, "head"))
         body += _bars([of[figure] for of in found.values()], x, y, wide - 60)
     end = y + figures.ROW * len(found) + 24
-    said = "; ".join(f"{label}: BLEU {of['bleu']:.1f}, {of['milliseconds']:.1f} ms" for label, of in found.items())
+    said = "; ".join(
+        f"{label}: BLEU {of['bleu']:.1f}, {of['milliseconds']:.1f} ms"
+        for label, of in found.items()
+    )
     return _ended(body, notes(result), end, "Ways to translate", said)
 
 

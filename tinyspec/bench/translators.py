@@ -57,7 +57,9 @@ def loaded(names: Sequence[str]) -> dict[str, Seq2Seq]:
         model = translators.load_translator(name)
         role = str(model.config.extra.get("trained_for", translators.TEACHER))
         if role in found and names:
-            raise TinyspecError(f"{name} and {found[role].name} were both trained for {role}: name one of them")
+            raise TinyspecError(
+                f"{name} and {found[role].name} were both trained for {role}: name one of them"
+            )
         found.setdefault(role, model)
     if translators.TEACHER not in found:
         raise TinyspecError(
@@ -75,7 +77,11 @@ def arms(
 ) -> list[Arm]:
     """The arms of an experiment, plain decoding by the teacher first."""
     teacher = found["teacher"]
-    made = [_plain(PLAIN, teacher, "plain", lambda part: distilled.write(teacher, part, Writing(beam=1)))]
+    made = [
+        _plain(
+            PLAIN, teacher, "plain", lambda part: distilled.write(teacher, part, Writing(beam=1))
+        )
+    ]
     if experiment == "iterations":
         if "mask_predict" not in found:
             raise TinyspecError(
@@ -86,10 +92,16 @@ def arms(
         made.append(_plain("teacher, jacobi", teacher, "jacobi", None))
         if "nat" in found:
             nat = found["nat"]
-            made += [_fertile(f"nat, {first}", nat, None, first, 1) for first in ("argmax", "average")]
-            made += [_fertile(f"nat, NPD {count}", nat, teacher, "argmax", count) for count in samples]
+            made += [
+                _fertile(f"nat, {first}", nat, None, first, 1) for first in ("argmax", "average")
+            ]
+            made += [
+                _fertile(f"nat, NPD {count}", nat, teacher, "argmax", count) for count in samples
+            ]
     if "mask_predict" in found:
-        made += [_masking(found["mask_predict"], count, wide) for wide in lengths for count in iterations]
+        made += [
+            _masking(found["mask_predict"], count, wide) for wide in lengths for count in iterations
+        ]
     return made
 
 
@@ -102,7 +114,9 @@ def label_of(iterations: int, lengths: int) -> str:
     return f"mask_predict, T {iterations}, {lengths} length{'s' if lengths > 1 else ''}"
 
 
-def _one(model: Seq2Seq, method: str, teacher: Seq2Seq | None, **knobs: Any) -> Callable[[str], Done]:
+def _one(
+    model: Seq2Seq, method: str, teacher: Seq2Seq | None, **knobs: Any
+) -> Callable[[str], Done]:
     def one(text: str) -> Done:
         made = translate(model, text, method=method, teacher=teacher, **knobs)
         assert not isinstance(made, list)
@@ -114,7 +128,9 @@ def _one(model: Seq2Seq, method: str, teacher: Seq2Seq | None, **knobs: Any) -> 
     return one
 
 
-def _plain(label: str, model: Seq2Seq, method: str, many: Callable[[Sequence[Ids]], list[Ids]] | None) -> Arm:
+def _plain(
+    label: str, model: Seq2Seq, method: str, many: Callable[[Sequence[Ids]], list[Ids]] | None
+) -> Arm:
     return Arm(label, _one(model, method, None), many)
 
 
@@ -127,7 +143,9 @@ def _beam(model: Seq2Seq, beam: int) -> Arm:
         passes = sum(call.model == model.name for call in ledger)
         return Done(model.tokenizer.decode(ids), ids, passes, len(ledger) - passes, 0)
 
-    return Arm(f"teacher, beam {beam}", one, lambda part: distilled.write(model, part, writing), beam)
+    return Arm(
+        f"teacher, beam {beam}", one, lambda part: distilled.write(model, part, writing), beam
+    )
 
 
 def _fertile(label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, samples: int) -> Arm:
@@ -139,9 +157,14 @@ def _fertile(label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, sa
             return chosen(model, sources, refiner, chances)
         canvases = refine_many(model, sources, refiner, chances)
         with torch.inference_mode():
-            totals = said(teacher, teacher.encode(sources).rows(canvases.owners), canvases.canvas).sum(dim=1)
+            totals = said(
+                teacher, teacher.encode(sources).rows(canvases.owners), canvases.canvas
+            ).sum(dim=1)
         best = [
-            max((canvases.owners == i).nonzero().flatten().tolist(), key=lambda row: float(totals[row]))
+            max(
+                (canvases.owners == i).nonzero().flatten().tolist(),
+                key=lambda row: float(totals[row]),
+            )
             for i in range(len(part))
         ]
         return [canvases.canvas.text(row) for row in best]
@@ -155,4 +178,6 @@ def _masking(model: Seq2Seq, iterations: int, lengths: int) -> Arm:
         return chosen(model, padded(part), refiner, [Seeded(0) for _ in part])
 
     knobs = {"iterations": iterations, "lengths": lengths}
-    return Arm(label_of(iterations, lengths), _one(model, "mask_predict", None, **knobs), many, lengths)
+    return Arm(
+        label_of(iterations, lengths), _one(model, "mask_predict", None, **knobs), many, lengths
+    )

@@ -44,7 +44,11 @@ def peers(result: Mapping[str, Any], page: str) -> list[str]:
         f"memory and every peer against every other: [{page}]({page}).",
     ]
     if found := list_ratios(result):
-        blocks.append(Grid("", ["", "times as fast"], [[what, report.ratio(value)] for what, value in found]).table())
+        blocks.append(
+            Grid(
+                "", ["", "times as fast"], [[what, report.ratio(value)] for what, value in found]
+            ).table()
+        )
     return blocks
 
 
@@ -75,7 +79,9 @@ def list_ratios(result: Mapping[str, Any]) -> list[tuple[str, float]]:
     found.append(("`auto` over plain decoding, smallest of the groups", min(own.values())))
     if set(COPYING) <= set(own):
         copied = mean(own, COPYING)
-        found.append(("`auto` over plain decoding, mean of what copies (summaries, RAG, edits)", copied))
+        found.append(
+            ("`auto` over plain decoding, mean of what copies (summaries, RAG, edits)", copied)
+        )
     if LOOKUP in against:
         smallest = min(against[LOOKUP]["auto"][task] for task in of)
         found.append(
@@ -101,7 +107,9 @@ def tokens_a_call(result: Mapping[str, Any], arm: str, task: str) -> float:
     """
     each = dict[str, list[float]]()
     for sample in (Sample(*row) for row in result["samples"]):
-        if sample.arm == arm and sample.task == task and sample.calls > 1:  # the first pass gave the first token
+        if (
+            sample.arm == arm and sample.task == task and sample.calls > 1
+        ):  # the first pass gave the first token
             each.setdefault(sample.job, []).append(sample.timed / (sample.calls - 1))
     return median(median(rates) for rates in each.values())
 

@@ -22,7 +22,11 @@ from tinyspec.cli import (
 from tinyspec.cli.base import Group
 
 
-@click.group("tinyspec", cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    "tinyspec",
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(tinyspec.__version__, "--version", prog_name="tinyspec")
 def main() -> None:
     """Accelerated generation for language models: race it, use it, read it.

@@ -35,8 +35,14 @@ def list_assignments(as_json: bool) -> None:
 
     found = [find(name) for name in NAMES]
     if as_json:
-        tasks = [[{"name": t.name, "title": t.title, "max_score": t.points} for t in one.tasks] for one in found]
-        told = [{"name": one.name, "title": one.title, "tasks": its} for one, its in zip(found, tasks, strict=True)]
+        tasks = [
+            [{"name": t.name, "title": t.title, "max_score": t.points} for t in one.tasks]
+            for one in found
+        ]
+        told = [
+            {"name": one.name, "title": one.title, "tasks": its}
+            for one, its in zip(found, tasks, strict=True)
+        ]
         click.echo(json.dumps(told))
         return
     for one in found:
@@ -62,7 +68,9 @@ def new(name: str, folder: Path) -> None:
     found = assignments.find(name)
     for path in assignments.new(found, folder):
         click.echo(path)
-    click.echo(f"Read the hand-out, write submission.py, and see how far it is: tinyspec grade {found.name} {folder}")
+    click.echo(
+        f"Read the hand-out, write submission.py, and see how far it is: tinyspec grade {found.name} {folder}"
+    )
 
 
 @assignment.command("bundle", cls=base.Command)
@@ -70,7 +78,9 @@ def new(name: str, folder: Path) -> None:
 @click.argument("out", type=base.OutputPath())
 @base.options(
     click.option(
-        "--seed", type=click.IntRange(0), help="Of the final run's cases; keep it to yourself.  [default: drawn]"
+        "--seed",
+        type=click.IntRange(0),
+        help="Of the final run's cases; keep it to yourself.  [default: drawn]",
     )
 )
 def bundle(name: str, out: Path, seed: int | None) -> None:
@@ -90,5 +100,9 @@ def bundle(name: str, out: Path, seed: int | None) -> None:
     found = assignments.find(name)
     seed = grading.draw_seed() if seed is None else seed
     count = bundle.write(found, out, seed)
-    click.echo(f"{out}: {count} files, {out.stat().st_size / 1e6:.1f} MB; upload it as the autograder's zip file")
-    click.echo(f"The final run has seed {seed}. Keep it to yourself; --seed {seed} writes the same file again.")
+    click.echo(
+        f"{out}: {count} files, {out.stat().st_size / 1e6:.1f} MB; upload it as the autograder's zip file"
+    )
+    click.echo(
+        f"The final run has seed {seed}. Keep it to yourself; --seed {seed} writes the same file again."
+    )

@@ -57,21 +57,44 @@ replay_option = click.option(
 def where_options(function: F) -> F:
     """--seed, --device, --dtype."""
     return options(
-        click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
+        click.option(
+            "--seed", type=int, default=0, show_default=True, help="Same seed, same text."
+        ),
         click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:0."),
-        click.option("--dtype", default=None, help="float32, bfloat16, float16, float64. [default: as stored]"),
+        click.option(
+            "--dtype",
+            default=None,
+            help="float32, bfloat16, float16, float64. [default: as stored]",
+        ),
     )(function)
 
 
 def sampling_options(function: F) -> F:
     """--max-new-tokens, --temperature and the warpers."""
     return options(
-        click.option("--max-new-tokens", "-n", type=int, default=128, show_default=True, help="Tokens to add."),
-        click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy."),
+        click.option(
+            "--max-new-tokens",
+            "-n",
+            type=int,
+            default=128,
+            show_default=True,
+            help="Tokens to add.",
+        ),
+        click.option(
+            "--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy."
+        ),
         click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-        click.option("--top-p", type=float, help="Keep the fewest tokens whose probability reaches p."),
-        click.option("--min-p", type=float, help="Drop tokens below min-p times the most probable one's probability."),
-        click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off."),
+        click.option(
+            "--top-p", type=float, help="Keep the fewest tokens whose probability reaches p."
+        ),
+        click.option(
+            "--min-p",
+            type=float,
+            help="Drop tokens below min-p times the most probable one's probability.",
+        ),
+        click.option(
+            "--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off."
+        ),
     )(function)
 
 
@@ -87,7 +110,9 @@ draft_option = click.option(
     "--draft",
     multiple=True,
     metavar="NAME[,NAME...]",
-    callback=lambda ctx, option, given: [name for word in given for name in word.split(",") if name],
+    callback=lambda ctx, option, given: [
+        name for word in given for name in word.split(",") if name
+    ],
     help="The draft model, or several. [default: the one that the model's card names]",
 )
 reference_option = click.option(
@@ -129,7 +154,9 @@ def literal(text: str) -> Any:
     return text
 
 
-def settle(ctx: click.Context, knobs: dict[str, Any], methods: Sequence[str]) -> list[dict[str, Any]]:
+def settle(
+    ctx: click.Context, knobs: dict[str, Any], methods: Sequence[str]
+) -> list[dict[str, Any]]:
     """Each method's share of the knobs. One that no method has may be a misspelt option: say what is close."""
     from tinyspec.technique import find
 
@@ -139,14 +166,19 @@ def settle(ctx: click.Context, knobs: dict[str, Any], methods: Sequence[str]) ->
         if name not in owned:
             if hint := hint_argument(name, command_line=True):
                 raise TinyspecError(f"--{name.replace('_', '-')}: {hint}")
-            options = [o[2:] for p in ctx.command.get_params(ctx) for o in p.opts if o.startswith("--")]
+            options = [
+                o[2:] for p in ctx.command.get_params(ctx) for o in p.opts if o.startswith("--")
+            ]
             close = close_names(name.replace("_", "-"), [*options, *owned])
             hint = f"; did you mean --{close[0]}?" if close else ""
             has = f"its knobs: {', '.join(sorted(owned))}" if owned else "it has none"
             raise TinyspecError(
                 f"--{name.replace('_', '-')} is no option, and no knob of {', '.join(methods)} ({has}){hint}"
             )
-    return [{k: v for k, v in knobs.items() if k in {knob.name for knob in card.knobs}} for card in cards]
+    return [
+        {k: v for k, v in knobs.items() if k in {knob.name for knob in card.knobs}}
+        for card in cards
+    ]
 
 
 def read_prompt(prompt: str | None, missing: str) -> str:
@@ -165,7 +197,9 @@ def load_all(
     import tinyspec
     from tinyspec.technique import find
 
-    cards = [find(method) for method in methods]  # a misspelt method is said before anything is loaded
+    cards = [
+        find(method) for method in methods
+    ]  # a misspelt method is said before anything is loaded
     target = tinyspec.load(model, device=device, dtype=dtype)
     if not draft and any(card.drafts or card.optional_draft for card in cards):
         named = target.config.extra.get("draft") or []

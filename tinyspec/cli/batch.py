@@ -34,7 +34,8 @@ def generate_lines(
     for first in range(0, len(lines), ROWS):
         part = lines[first : first + ROWS]
         jobs = [
-            partial(_generate_line, target, line.prompt, seed + row, options) for row, line in enumerate(part, first)
+            partial(_generate_line, target, line.prompt, seed + row, options)
+            for row, line in enumerate(part, first)
         ]
         results = run_together(jobs)
         said = {str(result) for result in results if isinstance(result, TinyspecError)}

@@ -73,12 +73,17 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
       tinyspec bench --device cuda --dtype bfloat16 --no-memory
       tinyspec bench race --rounds 5 --out results/race.json
     """
-    given = {name for name in options if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    given = {
+        name
+        for name in options
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    }
     if ctx.invoked_subcommand is not None:
         if given:
             stray = min(given, key=list(options).index)
             raise click.UsageError(
-                f"options of `bench {ctx.invoked_subcommand}` stand behind its name ({stray} before it)", ctx
+                f"options of `bench {ctx.invoked_subcommand}` stand behind its name ({stray} before it)",
+                ctx,
             )
         return
     _harness(options, given)
@@ -95,7 +100,9 @@ def _harness(options: dict[str, Any], given: set[str]) -> None:
     if options["chapter"] is not None:
         options |= {name: False for name in ("curves", "memories") if name not in given}
         options |= {"tasks": ()} if "tasks" not in given else {}
-    options["tasks"] = expand([name.strip() for part in options["tasks"] for name in part.split(",") if name.strip()])
+    options["tasks"] = expand(
+        [name.strip() for part in options["tasks"] for name in part.split(",") if name.strip()]
+    )
     for kind in ("methods", "peers"):
         options[kind] = tuple(arm.label for arm in read_arms(options[kind]))
     if options["chapter"] is not None and "methods" not in given:
@@ -103,7 +110,9 @@ def _harness(options: dict[str, Any], given: set[str]) -> None:
     names = [field.name for field in fields(Settings)]
     resume, out = options["resume"], options["out"]
     if resume is not None and options["chapter"] is not None:
-        raise click.UsageError("--resume goes on with the methods of the file: leave --chapter away")
+        raise click.UsageError(
+            "--resume goes on with the methods of the file: leave --chapter away"
+        )
     book = run.begin(
         Settings(**{name: options[name] for name in names}),
         out,
@@ -146,21 +155,44 @@ def _present(result: dict[str, Any], options: dict[str, Any], path: Path | None)
 
 @bench.command("race", cls=base.KnobCommand)
 @base.options(
-    click.option("--model", "-m", default="storyteller", show_default=True, help="Name, folder, .gguf file or hub id."),
-    click.option("--method", default="speculative_decoding", show_default=True, help="See `tinyspec methods`."),
+    click.option(
+        "--model",
+        "-m",
+        default="storyteller",
+        show_default=True,
+        help="Name, folder, .gguf file or hub id.",
+    ),
+    click.option(
+        "--method",
+        default="speculative_decoding",
+        show_default=True,
+        help="See `tinyspec methods`.",
+    ),
     base.knob_option,
     tokens(128),
     rounds(5),
     click.option(
-        "--temperature", "-t", "temperatures", type=float, multiple=True, default=(0.0, 0.8), show_default=True
+        "--temperature",
+        "-t",
+        "temperatures",
+        type=float,
+        multiple=True,
+        default=(0.0, 0.8),
+        show_default=True,
     ),
     click.option(
-        "--repetition-penalty", type=float, default=1.2, show_default=True, help="For both arms: 1 lets text loop."
+        "--repetition-penalty",
+        type=float,
+        default=1.2,
+        show_default=True,
+        help="For both arms: 1 lets text loop.",
     ),
     results,
 )
 @click.pass_context
-def race(ctx: click.Context, /, model: str, method: str, knob: tuple[str, ...], **options: Any) -> None:
+def race(
+    ctx: click.Context, /, model: str, method: str, knob: tuple[str, ...], **options: Any
+) -> None:
     """A technique against plain decoding over ten committed prompts, greedy and sampled.
 
     \b
@@ -197,7 +229,12 @@ def core(**options: Any) -> None:
     tokens(128),
     rounds(5),
     click.option(
-        "--dtype", "dtypes", multiple=True, default=("float32", "bfloat16"), show_default=True, help="May be repeated."
+        "--dtype",
+        "dtypes",
+        multiple=True,
+        default=("float32", "bfloat16"),
+        show_default=True,
+        help="May be repeated.",
     ),
     results,
 )
@@ -217,10 +254,21 @@ def plain(model: str, **options: Any) -> None:
 @bench.command("peer")
 @base.options(
     click.option("--model", "-m", default="smollm2", show_default=True, help="Name or folder."),
-    click.option("--questions", type=click.IntRange(1), default=50, show_default=True, help="Prompts of Spec-Bench."),
+    click.option(
+        "--questions",
+        type=click.IntRange(1),
+        default=50,
+        show_default=True,
+        help="Prompts of Spec-Bench.",
+    ),
     tokens(64),
     click.option(
-        "--method", "methods", multiple=True, default=("autoregressive",), show_default=True, help="May be repeated."
+        "--method",
+        "methods",
+        multiple=True,
+        default=("autoregressive",),
+        show_default=True,
+        help="May be repeated.",
     ),
     click.option(
         "--against",
@@ -248,9 +296,21 @@ def peer(model: str, **options: Any) -> None:
 @bench.command("equality")
 @base.options(
     click.option("--model", "-m", default="smollm2", show_default=True, help="Name or folder."),
-    click.option("--questions", type=click.IntRange(1), default=None, help="Prompts of Spec-Bench. [default: all]"),
+    click.option(
+        "--questions",
+        type=click.IntRange(1),
+        default=None,
+        help="Prompts of Spec-Bench. [default: all]",
+    ),
     tokens(64),
-    click.option("--method", "methods", multiple=True, default=("llma",), show_default=True, help="May be repeated."),
+    click.option(
+        "--method",
+        "methods",
+        multiple=True,
+        default=("llma",),
+        show_default=True,
+        help="May be repeated.",
+    ),
     click.option("--dtype", default="bfloat16", show_default=True, help="Type of the weights."),
     click.option("--resume", is_flag=True, help="Go on with the file of --out."),
     results,

@@ -32,7 +32,13 @@ from tinyspec.cli.measuring import results, write
     results,
 )  # fmt: skip
 def dialects(
-    kinds: str, passes: str, lengths: str, resume: bool, svg: Path | None, markdown: Path | None, **options: Any
+    kinds: str,
+    passes: str,
+    lengths: str,
+    resume: bool,
+    svg: Path | None,
+    markdown: Path | None,
+    **options: Any,
 ) -> None:
     """What writing all words at once costs where a source has several right translations, and what mends it.
 
@@ -51,7 +57,13 @@ def dialects(
     out, as_json, quiet = options.pop("out"), options.pop("as_json"), options.pop("quiet")
     named = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     result = experiment.run(
-        named, experiment.Setup(**options), _numbers("passes", passes), _numbers("lengths", lengths), resume, out, quiet
+        named,
+        experiment.Setup(**options),
+        _numbers("passes", passes),
+        _numbers("lengths", lengths),
+        resume,
+        out,
+        quiet,
     )
     tables = grids(result)
     if as_json:
@@ -70,5 +82,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
     found = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in found):
-        raise TinyspecError(f"--{option} {text}: write numbers from 1 on with commas between, such as 1,2,4")
+        raise TinyspecError(
+            f"--{option} {text}: write numbers from 1 on with commas between, such as 1,2,4"
+        )
     return list(dict.fromkeys(map(int, found)))

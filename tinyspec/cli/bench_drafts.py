@@ -40,7 +40,11 @@ def plan_draft(model: str, drafts: tuple[str, ...], numbers: Path | None, **opti
 
     out, as_json = options.pop("out"), options.pop("as_json")
     named = [name.strip() for part in drafts for name in part.split(",") if name.strip()]
-    result = planning.advise(numbers) if numbers is not None else planning.measure(model, named, **options)
+    result = (
+        planning.advise(numbers)
+        if numbers is not None
+        else planning.measure(model, named, **options)
+    )
     if out is not None:
         save(out, result)
     if as_json:
@@ -56,11 +60,28 @@ def plan_draft(model: str, drafts: tuple[str, ...], numbers: Path | None, **opti
 @base.options(
     click.option("--model", "-m", default="storyteller", show_default=True, help="Name or folder."),
     click.option(
-        "--evaluations", type=click.IntRange(1), default=100, show_default=True, help="Skip sets to be timed."
+        "--evaluations",
+        type=click.IntRange(1),
+        default=100,
+        show_default=True,
+        help="Skip sets to be timed.",
     ),
-    click.option("--prompts", type=click.IntRange(1, 20), default=2, show_default=True, help="Openings to measure on."),
+    click.option(
+        "--prompts",
+        type=click.IntRange(1, 20),
+        default=2,
+        show_default=True,
+        help="Openings to measure on.",
+    ),
     tokens(32),
-    click.option("--temperature", "-t", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
+    click.option(
+        "--temperature",
+        "-t",
+        type=click.FloatRange(0),
+        default=0.0,
+        show_default=True,
+        help="0 is greedy.",
+    ),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the search."),
     click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
     click.option("--resume", is_flag=True, help="Go on with the file of --out."),
@@ -97,7 +118,12 @@ def skip(model: str, **options: Any) -> None:
     results,
 )  # fmt: skip
 def sizes(
-    model: str, drafts: tuple[str, ...], gammas: str, svg: Path | None, markdown: Path | None, **options: Any
+    model: str,
+    drafts: tuple[str, ...],
+    gammas: str,
+    svg: Path | None,
+    markdown: Path | None,
+    **options: Any,
 ) -> None:
     """Acceptance and time against the size of the draft: alpha by paired rows, tau, time, and the forecast of both.
 
@@ -113,7 +139,9 @@ def sizes(
 
     out, as_json = options.pop("out"), options.pop("as_json")
     if not all(part.strip().isdecimal() and int(part) for part in gammas.split(",")):
-        raise TinyspecError(f"--gammas {gammas}: write numbers of drafted tokens with commas between, such as 1,2,4")
+        raise TinyspecError(
+            f"--gammas {gammas}: write numbers of drafted tokens with commas between, such as 1,2,4"
+        )
     named = [name.strip() for part in drafts for name in part.split(",") if name.strip()]
     result = experiment.run(model, named, tuple(map(int, gammas.split(","))), **options)
     if as_json:

@@ -14,7 +14,13 @@ from tinyspec.cli.measuring import numbers, results, rounds, write
 @base.options(
     click.option("--model", "-m", default="smollm2", show_default=True, help="Name or folder."),
     click.option("--dtype", default="bfloat16", show_default=True, help="float32 or bfloat16."),
-    click.option("--cached", default="256,768", show_default=True, metavar="LIST", help="Tokens behind the call."),
+    click.option(
+        "--cached",
+        default="256,768",
+        show_default=True,
+        metavar="LIST",
+        help="Tokens behind the call.",
+    ),
     rounds(15),
     click.option("--markdown", type=base.OutputPath(parents=True), help="Write the table here."),
     results,

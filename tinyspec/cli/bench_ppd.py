@@ -13,15 +13,29 @@ from tinyspec.cli.measuring import results, rounds, tokens, write
 @click.command("ppd", cls=base.Command)
 @base.options(
     click.option("--model", "-m", default="storyteller", show_default=True, help="Name or folder."),
-    click.option("--ks", default="1,3,5", show_default=True, metavar="LIST", help="Numbers of guesses."),
     click.option(
-        "--layer", type=click.IntRange(0), default=0, show_default=True, help="Of the timed runs; 0: two thirds."
+        "--ks", default="1,3,5", show_default=True, metavar="LIST", help="Numbers of guesses."
     ),
-    click.option("--prompts", type=click.IntRange(1, 60), default=6, show_default=True, help="Openings to measure on."),
+    click.option(
+        "--layer",
+        type=click.IntRange(0),
+        default=0,
+        show_default=True,
+        help="Of the timed runs; 0: two thirds.",
+    ),
+    click.option(
+        "--prompts",
+        type=click.IntRange(1, 60),
+        default=6,
+        show_default=True,
+        help="Openings to measure on.",
+    ),
     tokens(48),
     rounds(5),
     click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
-    click.option("--svg", type=base.OutputPath(parents=True), help="Draw the picture into this file."),
+    click.option(
+        "--svg", type=base.OutputPath(parents=True), help="Draw the picture into this file."
+    ),
     click.option("--markdown", type=base.OutputPath(parents=True), help="Write the tables here."),
     results,
 )
@@ -41,7 +55,9 @@ def ppd(model: str, ks: str, svg: Path | None, markdown: Path | None, **options:
 
     out, as_json = options.pop("out"), options.pop("as_json")
     if not all(part.strip().isdecimal() and int(part) for part in ks.split(",")):
-        raise TinyspecError(f"--ks {ks}: write numbers of guesses with commas between, such as 1,3,5")
+        raise TinyspecError(
+            f"--ks {ks}: write numbers of guesses with commas between, such as 1,3,5"
+        )
     result = experiment.run(model, tuple(dict.fromkeys(map(int, ks.split(",")))), **options)
     grids = experiment.grids(result)
     if as_json:

@@ -27,7 +27,9 @@ from tinyspec.cli.measuring import numbers, results, rounds, tokens, write
     click.option("--markdown", type=base.OutputPath(parents=True), help="Write the table here."),
     results,
 )  # fmt: skip
-def sweeps(model: str, blocks: str, svg: Path | None, markdown: Path | None, **options: Any) -> None:
+def sweeps(
+    model: str, blocks: str, svg: Path | None, markdown: Path | None, **options: Any
+) -> None:
     """How many tokens a Jacobi sweep fixes, and what that is worth, by the size of a block: in turns with plain decoding.
 
     \b
@@ -46,4 +48,10 @@ def sweeps(model: str, blocks: str, svg: Path | None, markdown: Path | None, **o
         click.echo(json.dumps(result))
     else:
         base.console().print(experiment.grid(result).rich(), highlight=False)
-    write({out: dumps(result), svg: experiment.picture(result), markdown: page(result, [experiment.grid(result)])})
+    write(
+        {
+            out: dumps(result),
+            svg: experiment.picture(result),
+            markdown: page(result, [experiment.grid(result)]),
+        }
+    )

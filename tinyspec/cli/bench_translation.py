@@ -76,5 +76,7 @@ def translation(
 def _numbers(option: str, text: str | None, least: int) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise TinyspecError(f"{option} {text}: write whole numbers from {least} on with commas between, such as 2,10")
+        raise TinyspecError(
+            f"{option} {text}: write whole numbers from {least} on with commas between, such as 2,10"
+        )
     return tuple(dict.fromkeys(map(int, parts)))

@@ -26,7 +26,9 @@ PAGE = re.compile(r"reading sources\.\.\. \[ *\d+%\] (\S+)")
 
 @click.command("book")
 @base.options(
-    click.option("--out", "-o", type=base.OutputPath(folder=True), help="[default: tutorials/_build]"),
+    click.option(
+        "--out", "-o", type=base.OutputPath(folder=True), help="[default: tutorials/_build]"
+    ),
     click.option("--no-open", is_flag=True, help="Build it, and open no browser."),
     click.option("--fresh", is_flag=True, help="Build every page again."),
     click.option(
@@ -38,9 +40,15 @@ PAGE = re.compile(r"reading sources\.\.\. \[ *\d+%\] (\S+)")
         metavar="[DIR]",
         help="Write the lessons as executed Jupyter notebooks instead.  [default: tutorials/_build/notebooks]",
     ),
-    click.option("--refresh", is_flag=True, help="Write into the lessons what their cells draw and print, instead."),
+    click.option(
+        "--refresh",
+        is_flag=True,
+        help="Write into the lessons what their cells draw and print, instead.",
+    ),
 )
-def book(out: Path | None, no_open: bool, fresh: bool, notebook_folder: Path | None, refresh: bool) -> None:
+def book(
+    out: Path | None, no_open: bool, fresh: bool, notebook_folder: Path | None, refresh: bool
+) -> None:
     """Execute every lesson and bind them: a book of HTML pages that needs no network.
 
     A lesson whose cell fails stops the build, with its file and line; so does a warning.
@@ -52,7 +60,9 @@ def book(out: Path | None, no_open: bool, fresh: bool, notebook_folder: Path | N
       tinyspec book --notebooks notebooks
     """
     if not (TUTORIALS / "conf.py").exists():
-        raise TinyspecError("the lessons are not in the wheel: run this in a clone of the repository")
+        raise TinyspecError(
+            "the lessons are not in the wheel: run this in a clone of the repository"
+        )
     needed = NEEDED_TO_RUN if notebook_folder else ("matplotlib",) if refresh else NEEDED
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -84,8 +94,15 @@ def show_pages(doing: str) -> Iterator[Advance]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(doing, total=None)
         count = 0
 
@@ -101,11 +118,22 @@ def show_pages(doing: str) -> Iterator[Advance]:
 
 def build_html(folder: Path, fresh: bool) -> None:
     """Let Sphinx build the book, and show its progress."""
-    command = [sys.executable, "-m", "sphinx", "--no-color", "-W", "-b", "html", *(["-E", "-a"] if fresh else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "--no-color",
+        "-W",
+        "-b",
+        "html",
+        *(["-E", "-a"] if fresh else []),
+    ]
     total = 0
     with (
         show_pages("executing") as advance,
-        subprocess.Popen([*command, str(TUTORIALS), str(folder)], stdout=subprocess.PIPE, text=True) as sphinx,
+        subprocess.Popen(
+            [*command, str(TUTORIALS), str(folder)], stdout=subprocess.PIPE, text=True
+        ) as sphinx,
     ):
         assert sphinx.stdout is not None
         for line in sphinx.stdout:

@@ -10,22 +10,50 @@ from tinyspec.errors import TinyspecError
 
 @click.command("boost", cls=base.Command)
 @base.options(
-    click.option("--model", "-m", default="storyteller", show_default=True, help="The target: name or folder."),
+    click.option(
+        "--model",
+        "-m",
+        default="storyteller",
+        show_default=True,
+        help="The target: name or folder.",
+    ),
     base.draft_option,
-    click.option("--out", required=True, type=base.OutputPath(folder=True), help="A folder for the drafts."),
+    click.option(
+        "--out", required=True, type=base.OutputPath(folder=True), help="A folder for the drafts."
+    ),
     click.option(
         "--data",
         "data_folder",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
         help="Where the texts lie. [default: TINYSPEC_DATA, else the cache]",
     ),
-    click.option("--prompts", type=click.IntRange(1), default=2000, show_default=True, help="Passages of the books."),
-    click.option("--prompt-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a passage."),
     click.option(
-        "--tokens", type=click.IntRange(1), default=4, show_default=True, help="Tokens of the target's answer."
+        "--prompts",
+        type=click.IntRange(1),
+        default=2000,
+        show_default=True,
+        help="Passages of the books.",
     ),
     click.option(
-        "--steps", type=click.IntRange(1), default=300, show_default=True, help="Training steps of each draft."
+        "--prompt-tokens",
+        type=click.IntRange(1),
+        default=32,
+        show_default=True,
+        help="Tokens of a passage.",
+    ),
+    click.option(
+        "--tokens",
+        type=click.IntRange(1),
+        default=4,
+        show_default=True,
+        help="Tokens of the target's answer.",
+    ),
+    click.option(
+        "--steps",
+        type=click.IntRange(1),
+        default=300,
+        show_default=True,
+        help="Training steps of each draft.",
     ),
     click.option("--lr", type=float, default=3e-4, show_default=True, help="Learning rate."),
     click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same drafts."),

@@ -13,7 +13,9 @@ HELP = "/reset forgets the conversation, /stats shows the last answer's figures,
 
 @click.command("chat", cls=base.KnobCommand)
 @base.options(
-    click.option("--model", "-m", default="smollm2", show_default=True, help="A model with a chat template."),
+    click.option(
+        "--model", "-m", default="smollm2", show_default=True, help="A model with a chat template."
+    ),
     click.option("--method", default="llma", show_default=True, help="See `tinyspec methods`."),
     base.draft_option,
     base.knob_option,
@@ -66,8 +68,21 @@ def chat(
 class _Conversation:
     """Messages so far, and what to answer them with. Turn i uses seed + i."""
 
-    def __init__(self, model: Any, opening: list[dict[str, str]], options: dict[str, Any], seed: int, stats: bool):
-        self.model, self.opening, self.options, self.seed, self.stats = model, opening, options, seed, stats
+    def __init__(
+        self,
+        model: Any,
+        opening: list[dict[str, str]],
+        options: dict[str, Any],
+        seed: int,
+        stats: bool,
+    ):
+        self.model, self.opening, self.options, self.seed, self.stats = (
+            model,
+            opening,
+            options,
+            seed,
+            stats,
+        )
         self.messages = list(opening)
         self.turn = 0
         self.figures = "nothing was answered yet"
@@ -76,7 +91,10 @@ class _Conversation:
         if terminal := sys.stdin.isatty():
             import readline  # noqa: F401  # input() then edits lines and remembers them
 
-            click.echo(f"{self.model.name}, {self.model.config.max_positions} tokens of context. {HELP}.", err=True)
+            click.echo(
+                f"{self.model.name}, {self.model.config.max_positions} tokens of context. {HELP}.",
+                err=True,
+            )
         while True:
             try:
                 said = input("> " if terminal else "").strip()
@@ -123,6 +141,9 @@ class _Conversation:
         layers = describe_layers(result.trace.layers_run, self.model.config.n_layers)
         self.figures = statistics(result.stats, result.finish_reason, layers)
         if result.finish_reason == "context":
-            click.echo(f"(cut: the context of {room} tokens is full; /reset forgets the conversation)", err=True)
+            click.echo(
+                f"(cut: the context of {room} tokens is full; /reset forgets the conversation)",
+                err=True,
+            )
         if self.stats:
             click.echo(self.figures, err=True)

@@ -27,7 +27,12 @@ def _debug_option() -> click.Option:
             ctx.meta[DEBUG] = True
 
     return click.Option(
-        ["--debug"], is_flag=True, expose_value=False, is_eager=True, callback=note, help="Show a traceback on errors."
+        ["--debug"],
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=note,
+        help="Show a traceback on errors.",
     )
 
 
@@ -67,7 +72,9 @@ class Command(click.Command):
         self._takes_method = [
             option.name
             for option in self.params
-            if "--method" in option.opts and option.name and not isinstance(option.type, click.Choice)
+            if "--method" in option.opts
+            and option.name
+            and not isinstance(option.type, click.Choice)
         ]
         if self._takes_method:
             plugin_option(self)
@@ -77,7 +84,9 @@ class Command(click.Command):
         rest = super().parse_args(ctx, args)
         for name in self._takes_method:
             given = ctx.params[name]
-            ctx.params[name] = our_method(given) if isinstance(given, str) else tuple(map(our_method, given or ()))
+            ctx.params[name] = (
+                our_method(given) if isinstance(given, str) else tuple(map(our_method, given or ()))
+            )
         return rest
 
 
@@ -109,7 +118,13 @@ class KnobCommand(Command):
             name, equals, value = word.partition("=")
             if name in known or not name.startswith("--"):
                 kept.append(word)
-                if name in known and not equals and not known[name].is_flag and not known[name].count and waiting:
+                if (
+                    name in known
+                    and not equals
+                    and not known[name].is_flag
+                    and not known[name].count
+                    and waiting
+                ):
                     kept.append(waiting.pop(0))
                 continue
             if not equals:
@@ -146,7 +161,9 @@ class Group(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in self.commands:
-            raise click.UsageError(f"there is no command '{args[0]}': {nearest(args[0], self.commands)}", ctx)
+            raise click.UsageError(
+                f"there is no command '{args[0]}': {nearest(args[0], self.commands)}", ctx
+            )
         return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:

@@ -59,19 +59,39 @@ def train_exits(
     found = models.find(model)
     folder = out or (found if found is not None and found.is_dir() else None)
     if folder is None:
-        raise TinyspecError(f"{model} is no folder that a classifier could stand in: name one with --out")
+        raise TinyspecError(
+            f"{model} is no folder that a classifier could stand in: name one with --out"
+        )
     if loaded.config.n_layers < 2:
         raise TinyspecError(f"{loaded.name} has one layer: there is nowhere to exit")
     if context > loaded.config.max_positions:
-        raise TinyspecError(f"--context {context}: {loaded.name} has a context of {loaded.config.max_positions} tokens")
-    if out is not None and (out / "config.json").exists() and out.resolve() != (found or out / "other").resolve():
-        raise TinyspecError(f"{out} already holds a model: name a new folder, or give --model {out}")
+        raise TinyspecError(
+            f"--context {context}: {loaded.name} has a context of {loaded.config.max_positions} tokens"
+        )
+    if (
+        out is not None
+        and (out / "config.json").exists()
+        and out.resolve() != (found or out / "other").resolve()
+    ):
+        raise TinyspecError(
+            f"{out} already holds a model: name a new folder, or give --model {out}"
+        )
     end = loaded.config.eos[0] if loaded.config.eos else 0
-    ids = corpus.pack(loaded.tokenizer, [text[:CHARACTERS] for text in passages(files, "train")], end)
+    ids = corpus.pack(
+        loaded.tokenizer, [text[:CHARACTERS] for text in passages(files, "train")], end
+    )
     if len(ids) <= context + 1:
-        raise TinyspecError(f"the texts have {len(ids)} tokens, a passage {context}: give more, or a smaller --context")
+        raise TinyspecError(
+            f"the texts have {len(ids)} tokens, a passage {context}: give more, or a smaller --context"
+        )
     settings = Settings(
-        steps, lr=lr, warmup=min(20, steps), weight_decay=0.0, seed=seed, log_every=20, valid_every=max(20, steps // 10)
+        steps,
+        lr=lr,
+        warmup=min(20, steps),
+        weight_decay=0.0,
+        seed=seed,
+        log_every=20,
+        valid_every=max(20, steps // 10),
     )
     state = folder / ".tinyspec" / "exits"
     console = None if quiet else Console(stderr=True)
@@ -92,7 +112,9 @@ def passages(files: tuple[Path, ...], split: Any) -> list[str]:
     from tinyspec import data
     from tinyspec.training import corpus
 
-    return [base.read_text(file) for file in files] or [corpus.clean(book.text) for book in data.books(split)]
+    return [base.read_text(file) for file in files] or [
+        corpus.clean(book.text) for book in data.books(split)
+    ]
 
 
 def knob_options(decay: str) -> Any:
@@ -110,7 +132,11 @@ def knob_options(decay: str) -> Any:
 passage_options = base.options(
     texts_option,
     click.option(
-        "--prompt-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens that are read."
+        "--prompt-tokens",
+        type=click.IntRange(1),
+        default=64,
+        show_default=True,
+        help="Tokens that are read.",
     ),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the passages."),
     click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
@@ -167,7 +193,9 @@ def calibrate(model: str, files: tuple[Path, ...], **options: Any) -> None:
         )
     sure = f"risk at most {options['delta']} with probability {1 - options['epsilon']:g}"
     if "checked" in result:
-        sure += f"; on {result['checked']['prompts']} fresh passages {result['checked']['loss']:.4f}"
+        sure += (
+            f"; on {result['checked']['prompts']} fresh passages {result['checked']['loss']:.4f}"
+        )
     click.echo(f"threshold: {result['threshold']}  ({sure})")
 
 
@@ -216,7 +244,9 @@ def exits(
     try:
         asked = [float(word) for word in thresholds.split(",") if word.strip()]
     except ValueError:
-        raise TinyspecError(f"--thresholds {thresholds}: write numbers from 0 to 1 with commas between") from None
+        raise TinyspecError(
+            f"--thresholds {thresholds}: write numbers from 0 to 1 with commas between"
+        ) from None
     named = [word.strip() for word in measures.split(",") if word.strip()]
     result = experiment.run(model, asked, named, passages(files, "valid"), **options)
     grid = experiment.grid(result)

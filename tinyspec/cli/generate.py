@@ -22,8 +22,16 @@ UNTRAINED_EXITS = (
 @click.command("generate", cls=base.KnobCommand)
 @click.argument("prompt", required=False)
 @base.options(
-    click.option("--model", "-m", default="storyteller", show_default=True, help="Name, folder, .gguf file or hub id."),
-    click.option("--method", default="autoregressive", show_default=True, help="See `tinyspec methods`."),
+    click.option(
+        "--model",
+        "-m",
+        default="storyteller",
+        show_default=True,
+        help="Name, folder, .gguf file or hub id.",
+    ),
+    click.option(
+        "--method", default="autoregressive", show_default=True, help="See `tinyspec methods`."
+    ),
     click.option(
         "--prompts",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -32,13 +40,22 @@ UNTRAINED_EXITS = (
     ),
     base.draft_option,
     base.knob_option,
-    click.option("--chat", is_flag=True, help="The prompt is a user's message in the model's chat template."),
+    click.option(
+        "--chat", is_flag=True, help="The prompt is a user's message in the model's chat template."
+    ),
     click.option("--stop", multiple=True, help="End before this text; may be repeated."),
     base.reference_option,
     base.sampling_options,
     base.where_options,
-    click.option("--stats", is_flag=True, help="Print calls, acceptance and time to standard error."),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object, or one a prompt, on standard output."),
+    click.option(
+        "--stats", is_flag=True, help="Print calls, acceptance and time to standard error."
+    ),
+    click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="One JSON object, or one a prompt, on standard output.",
+    ),
     base.replay_option,
 )
 @click.pass_context
@@ -81,7 +98,9 @@ def generate(
     knobs = base.given_knobs(ctx, knob)
     if prompts is not None and (prompt is not None or replay is not None):
         other = "PROMPT" if prompt is not None else "--replay"
-        raise TinyspecError(f"{other} is for one prompt, --prompts for many: leave one of them away")
+        raise TinyspecError(
+            f"{other} is for one prompt, --prompts for many: leave one of them away"
+        )
     lines = [] if prompts is None else read_prompts(prompts)
     missing = "there is no prompt: give one as an argument, or pipe it in"
     text = base.read_prompt(prompt, missing) if prompts is None else ""

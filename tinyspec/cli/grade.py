@@ -77,6 +77,8 @@ def grade(
     if as_json not in (None, Path("-")):
         as_json.write_text(json.dumps(report.as_dict(judged), indent=1) + "\n", encoding="utf-8")
     if gradescope is not None:
-        gradescope.write_text(json.dumps(report.gradescope(judged), indent=1) + "\n", encoding="utf-8")
+        gradescope.write_text(
+            json.dumps(report.gradescope(judged), indent=1) + "\n", encoding="utf-8"
+        )
     if judged.score < judged.max_score:
         raise click.exceptions.Exit(1)

@@ -76,10 +76,14 @@ def laws(
     if mutants or toys:
         _matrix("mutants" if mutants else "toys", as_json, quiet)
     elif demo:
-        _demo(find_cards(methods or ("speculative_decoding",))[0].name, model, samples, as_json, quiet)
+        _demo(
+            find_cards(methods or ("speculative_decoding",))[0].name, model, samples, as_json, quiet
+        )
     else:
         if not (methods or everything):
-            raise TinyspecError("name a technique (see `tinyspec methods`) or its file, or say --all")
+            raise TinyspecError(
+                "name a technique (see `tinyspec methods`) or its file, or say --all"
+            )
         cards = find_cards(methods, everything)
         if seeds:
             _seeds(cards, seeds, resume, out, as_json, quiet)
@@ -98,7 +102,12 @@ def find_cards(methods: Sequence[str], everything: bool = False) -> "list[Card]"
 
 
 def _prove(
-    cards: "Sequence[Card]", thorough: bool, resume: Path | None, out: Path | None, as_json: bool, quiet: bool
+    cards: "Sequence[Card]",
+    thorough: bool,
+    resume: Path | None,
+    out: Path | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     from tinyspec.laws.prove import CI, THOROUGH, State, report
 
@@ -131,13 +140,20 @@ def _prove(
 
 
 def _seeds(
-    cards: "Sequence[Card]", seeds: int, resume: Path | None, out: Path | None, as_json: bool, quiet: bool
+    cards: "Sequence[Card]",
+    seeds: int,
+    resume: Path | None,
+    out: Path | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     from tinyspec.laws.prove import FIVE_SECONDS, State, nothing_correct_is_accused
 
     state = State(resume, f"{FIVE_SECONDS.name}, by seed")
     with _bar(quiet or as_json) as show:
-        told = nothing_correct_is_accused(cards, seeds, state, lambda card, seed: show(card.name, seed, seeds))
+        told = nothing_correct_is_accused(
+            cards, seeds, state, lambda card, seed: show(card.name, seed, seeds)
+        )
     _keep(out, told)
     if as_json:
         click.echo(json.dumps(told))
@@ -178,7 +194,9 @@ def _matrix(what: str, as_json: bool, quiet: bool) -> None:
         for column in (name, "killed by", "counterexample"):
             table.add_column(column, overflow="fold")
         for line in lines:
-            table.add_row(line[name], line["killed_by"] or "survived", _short(line["counterexample"]))
+            table.add_row(
+                line[name], line["killed_by"] or "survived", _short(line["counterexample"])
+            )
         base.console().print(table, highlight=False, markup=False)
         killed = sum(line["killed_by"] is not None for line in lines)
         click.echo(f"{killed} of {len(lines)} {what} killed")
@@ -215,7 +233,9 @@ def _bar(hidden: bool) -> Iterator[Bar]:
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=hidden or not console.is_terminal) as progress:
+    with Progress(
+        console=console, transient=True, disable=hidden or not console.is_terminal
+    ) as progress:
         task = progress.add_task("", total=1)
 
         def show(words: str, done: int, of: int) -> None:
@@ -230,7 +250,9 @@ def _table(told: Sequence[dict[str, Any]]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("method", "guarantee", "law", "cases", "outcomes", "seconds"):
-        table.add_column(column, justify="right" if column in ("cases", "outcomes", "seconds") else "left")
+        table.add_column(
+            column, justify="right" if column in ("cases", "outcomes", "seconds") else "left"
+        )
     for entry in told:
         head = (entry["method"], entry["guarantee"])
         for broken in entry["broken"]:
@@ -239,11 +261,19 @@ def _table(told: Sequence[dict[str, Any]]) -> None:
         if entry["kind"] == "analysis":
             table.add_row(*head, "an analysis: it decodes nothing", "", "", "")
         for found in entry["proved"]:
-            table.add_row(*head, found["law"], str(found["cases"]), str(found["branches"]), f"{found['seconds']:.1f}")
+            table.add_row(
+                *head,
+                found["law"],
+                str(found["cases"]),
+                str(found["branches"]),
+                f"{found['seconds']:.1f}",
+            )
             head = ("", "")
     base.console().print(table, highlight=False, markup=False)
     proved = [found for entry in told for found in entry["proved"]]
-    cases, branches, seconds = (sum(found[key] for found in proved) for key in ("cases", "branches", "seconds"))
+    cases, branches, seconds = (
+        sum(found[key] for found in proved) for key in ("cases", "branches", "seconds")
+    )
     click.echo(f"{cases} cases, {branches} outcomes, {seconds:.1f} s")
 
 

@@ -20,9 +20,13 @@ TUTORIALS = Path(__file__).parents[2] / "tutorials"
 OPEN = re.compile(r"^```\{code-cell\}")
 PICTURE = re.compile(r"^!\[[^\]]*\]\((pictures/[\w.-]+\.svg)\)$")
 FRONT = re.compile(r"\*\*(You will|Needs|Time)\*\*\s+")
-TABLE = re.compile(r"(?<=<!-- lessons: `tinyspec book --refresh` writes this table -->\n).*?(?=<!-- end -->)", re.S)
+TABLE = re.compile(
+    r"(?<=<!-- lessons: `tinyspec book --refresh` writes this table -->\n).*?(?=<!-- end -->)", re.S
+)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
-TOLERANCE = 1.0  # points that a line of a picture may lie elsewhere: processors round sums differently
+TOLERANCE = (
+    1.0  # points that a line of a picture may lie elsewhere: processors round sums differently
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ def list_lessons() -> list[Path]:
 def list_pages() -> list[Path]:
     """Return all pages that have code: the lessons, and others."""
     others = [path for path in sorted(TUTORIALS.glob("*.md")) if path not in list_lessons()]
-    return [*list_lessons(), *(path for path in others if any(read_cells(path.read_text(encoding="utf-8"))))]
+    return [
+        *list_lessons(),
+        *(path for path in others if any(read_cells(path.read_text(encoding="utf-8")))),
+    ]
 
 
 def read_cells(text: str) -> Iterator[Cell]:
@@ -80,7 +87,9 @@ def read_cells(text: str) -> Iterator[Cell]:
             printed, at = "\n".join(lines[at + 1 : close]), close + 1
             after = at
         at = after
-        yield Cell(first + 1, "\n".join(lines[first:end]), tags, picture, printed, range(end + 1, after))
+        yield Cell(
+            first + 1, "\n".join(lines[first:end]), tags, picture, printed, range(end + 1, after)
+        )
 
 
 def strip_outputs(text: str) -> str:
@@ -133,7 +142,9 @@ def draw_svg() -> str:
 def is_same_picture(one: str, other: str) -> bool:
     """Return whether two SVGs show the same: equal words, and lines at most a point apart."""
     ours, theirs = (list(ElementTree.fromstring(text).iter()) for text in (one, other))
-    return len(ours) == len(theirs) and all(_is_same_element(a, b) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        _is_same_element(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _is_same_element(a: ElementTree.Element, b: ElementTree.Element) -> bool:
@@ -161,7 +172,10 @@ def read_front(text: str) -> dict[str, str]:
     words = re.sub(r"^> ?|\\$", "", quote[1], flags=re.M) if quote else ""
     cuts = [*FRONT.finditer(words)]
     ends = [*(cut.start() for cut in cuts), len(words)][1:]
-    return {cut[1]: " ".join(words[cut.end() : end].split()) for cut, end in zip(cuts, ends, strict=True)}
+    return {
+        cut[1]: " ".join(words[cut.end() : end].split())
+        for cut, end in zip(cuts, ends, strict=True)
+    }
 
 
 def make_table() -> str:
@@ -172,7 +186,9 @@ def make_table() -> str:
         title = re.findall(r"^# (.*)$", text, re.M)[0]
         front = read_front(text)
         minutes = "".join(re.findall(r"\d+", front.get("Time", ""))[:1])
-        rows.append(f"| [{title}]({path.name}) | {front.get('Needs', '').rstrip('.')} | {minutes} |")
+        rows.append(
+            f"| [{title}]({path.name}) | {front.get('Needs', '').rstrip('.')} | {minutes} |"
+        )
     return "\n" + "\n".join(rows) + "\n\n"
 
 
@@ -184,7 +200,9 @@ def refresh(path: Path) -> list[Path]:
         if cell.picture:
             file = TUTORIALS / cell.picture
             file.parent.mkdir(exist_ok=True)
-            if not file.exists() or not is_same_picture(file.read_text(encoding="utf-8"), output.picture):
+            if not file.exists() or not is_same_picture(
+                file.read_text(encoding="utf-8"), output.picture
+            ):
                 file.write_text(output.picture, encoding="utf-8")
                 changed.append(file)
         if cell.printed is not None and cell.printed != output.printed:

@@ -15,17 +15,31 @@ RAW = ("samples", "prompts", "machine", "columns")  # long, and in the file that
 
 def rounds(default: int) -> Any:
     return click.option(
-        "--rounds", type=click.IntRange(1), default=default, show_default=True, help="How often each is timed, in turn."
+        "--rounds",
+        type=click.IntRange(1),
+        default=default,
+        show_default=True,
+        help="How often each is timed, in turn.",
     )
 
 
 def tokens(default: int) -> Any:
-    return click.option("--tokens", type=click.IntRange(1), default=default, show_default=True, help="Tokens to write.")
+    return click.option(
+        "--tokens",
+        type=click.IntRange(1),
+        default=default,
+        show_default=True,
+        help="Tokens to write.",
+    )
 
 
 results = base.options(
-    click.option("--out", type=base.OutputPath(parents=True), help="Write the result with all samples here."),
-    click.option("--json", "as_json", is_flag=True, help="The result with all samples on standard output."),
+    click.option(
+        "--out", type=base.OutputPath(parents=True), help="Write the result with all samples here."
+    ),
+    click.option(
+        "--json", "as_json", is_flag=True, help="The result with all samples on standard output."
+    ),
     click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
 )
 
@@ -39,7 +53,11 @@ def numbers(option: str, text: str, what: str) -> list[int]:
     found: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
-        if not (first.isdecimal() and (not dash or last.isdecimal()) and 0 < int(first) <= int(last or first)):
+        if not (
+            first.isdecimal()
+            and (not dash or last.isdecimal())
+            and 0 < int(first) <= int(last or first)
+        ):
             raise TinyspecError(f"{option} {text}: write numbers of {what}, such as 1,2,4 or 1-16")
         found += range(int(first), int(last or first) + 1)
     return list(dict.fromkeys(found))
@@ -76,7 +94,9 @@ def summary(figures: Mapping[str, Any], depth: int = 0) -> list[str]:
     lines: list[str] = []
     for name, value in figures.items():
         lead = "  " * depth + name.replace("_", " ")
-        if name in RAW or (isinstance(value, list) and value and isinstance(value[0], (dict, list))):
+        if name in RAW or (
+            isinstance(value, list) and value and isinstance(value[0], (dict, list))
+        ):
             continue
         if isinstance(value, Mapping):
             lines += [lead, *summary(value, depth + 1)]

@@ -24,7 +24,9 @@ HEADINGS = {
 @click.command("methods", cls=base.Command)
 @click.argument("name", required=False)
 @base.plugin_option
-@click.option("--json", "as_json", is_flag=True, help="A JSON list (an object, with NAME) on standard output.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="A JSON list (an object, with NAME) on standard output."
+)
 @click.option("--markdown", is_flag=True, help="The table as it stands in the README.")
 def methods(name: str | None, as_json: bool, markdown: bool) -> None:
     """Every technique: paper, family, guarantee, knobs. With NAME, what its file says of it.
@@ -74,7 +76,9 @@ def page(cards: "Iterable[Card]") -> str:
         path = card.build.__module__.replace(".", "/")
         guarantee = "an analysis" if card.kind == "analysis" else card.guarantee.value
         guarantee += (
-            f" (exact: {card.lossy[0]} {card.lossy[1]:g})" if card.guarantee.value == "lossy" and card.lossy else ""
+            f" (exact: {card.lossy[0]} {card.lossy[1]:g})"
+            if card.guarantee.value == "lossy" and card.lossy
+            else ""
         )
         what = card.summary or card.title
         lines.append(f"|[`{card.name}`]({path}.py)|{what}|{link_papers(card.paper)}|{guarantee}|")
@@ -89,8 +93,12 @@ def link_papers(papers: str) -> str:
     """
     links = list[str]()
     for paper in papers.split("; "):
-        found = re.fullmatch(r"(?:[a-z]+: )?([^,]+?)(?: et al\.)?(?:, ICLR)? (\d{4}), arXiv (\S+)", paper)
-        links.append(f"[{found[1]} {found[2]}](https://arxiv.org/abs/{found[3]})" if found else paper)
+        found = re.fullmatch(
+            r"(?:[a-z]+: )?([^,]+?)(?: et al\.)?(?:, ICLR)? (\d{4}), arXiv (\S+)", paper
+        )
+        links.append(
+            f"[{found[1]} {found[2]}](https://arxiv.org/abs/{found[3]})" if found else paper
+        )
     return ", ".join(links)
 
 
@@ -104,7 +112,9 @@ def described(card: "Card") -> str:
     if card.several:
         lines.append("uses several draft models where there are several: --draft NAME,NAME")
     if card.kind == "refine":
-        lines.append(f"translates, with a model that was trained for it: tinyspec translate --method {card.name}")
+        lines.append(
+            f"translates, with a model that was trained for it: tinyspec translate --method {card.name}"
+        )
     if card.teacher:
         lines.append("its candidates are judged by a teacher: --teacher NAME")
     if card.copies:
@@ -116,7 +126,9 @@ def described(card: "Card") -> str:
 
 
 def _neutral(card: "Card") -> str:
-    return "" if card.lossy is None else f" at {card.lossy[0]} {card.lossy[1]}; at other values lossy"
+    return (
+        "" if card.lossy is None else f" at {card.lossy[0]} {card.lossy[1]}; at other values lossy"
+    )
 
 
 def _setting(knob: "Knob") -> str:

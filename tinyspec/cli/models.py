@@ -37,7 +37,8 @@ def list_models(as_json: bool) -> None:
     known = listing()
     if as_json:
         entries = [
-            {"name": m.name, "state": m.state, "path": m.path and str(m.path), "summary": m.summary} for m in known
+            {"name": m.name, "state": m.state, "path": m.path and str(m.path), "summary": m.summary}
+            for m in known
         ]
         click.echo(json.dumps(entries))
         return
@@ -131,11 +132,26 @@ def fetch_data(names: tuple[str, ...], quiet: bool) -> None:
 
 @data.command("datastore")
 @click.argument("out", type=base.OutputPath(parents=True))
-@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--model", "-m", default="storyteller", show_default=True, help="The model whose tokens it is made of.")
-@click.option("--field", default="text", show_default=True, help="Where the text stands in a line of a .jsonl file.")
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@click.option(
+    "--model",
+    "-m",
+    default="storyteller",
+    show_default=True,
+    help="The model whose tokens it is made of.",
+)
+@click.option(
+    "--field",
+    default="text",
+    show_default=True,
+    help="Where the text stands in a line of a .jsonl file.",
+)
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
-def build_datastore(out: Path, files: tuple[Path, ...], model: str, field: str, quiet: bool) -> None:
+def build_datastore(
+    out: Path, files: tuple[Path, ...], model: str, field: str, quiet: bool
+) -> None:
     """Index FILES into the datastore OUT, for `--method rest --datastore OUT`.
 
     A .jsonl file holds a document a line, any other is one document of plain text; both may be .gz or .xz. The datastore
@@ -148,13 +164,24 @@ def build_datastore(out: Path, files: tuple[Path, ...], model: str, field: str, 
       tinyspec generate "Once upon a time" --method rest --datastore tales.store
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     from tinyspec.decoding.datastore import build
     from tinyspec.models import load
 
     tokenizer = load(model).tokenizer
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
         tasks = {}
 

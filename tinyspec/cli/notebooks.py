@@ -18,7 +18,9 @@ from tinyspec.errors import TinyspecError
 SECONDS = 300  # that one cell may take
 IN_CELL = re.compile(r"Cell In\[\d+\], line (\d+)")
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-NEEDS_CLONE = 'raise SystemExit("open this notebook in the folder tutorials/ of a clone of tinyspec")'
+NEEDS_CLONE = (
+    'raise SystemExit("open this notebook in the folder tutorials/ of a clone of tinyspec")'
+)
 ALONE = """\
 # On Colab, or wherever this notebook does not lie in its clone: fetch what it needs.
 import importlib.util, os, subprocess, sys
@@ -41,7 +43,11 @@ subprocess.run(["git", "clone", "--quiet", "--depth", "1", "{address}", "tinyspe
 def find_address() -> str | None:
     """Return the repository's address, if the environment tells it as continuous integration does."""
     repository = os.environ.get("GITHUB_REPOSITORY")
-    return f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}" if repository else None
+    return (
+        f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}"
+        if repository
+        else None
+    )
 
 
 def make_standalone(notebook: Any) -> Any:
@@ -53,8 +59,12 @@ def make_standalone(notebook: Any) -> Any:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\]\((\w+)\.md\)", r"](\1.ipynb)", cell.source)
             if address:
-                cell.source = re.sub(r"\]\(\.\./([^)]+)\)", rf"]({address}/blob/main/\1)", cell.source)
-    first = nbformat.v4.new_code_cell(ALONE.format(fetch=FETCH.format(address=address) if address else NEEDS_CLONE))
+                cell.source = re.sub(
+                    r"\]\(\.\./([^)]+)\)", rf"]({address}/blob/main/\1)", cell.source
+                )
+    first = nbformat.v4.new_code_cell(
+        ALONE.format(fetch=FETCH.format(address=address) if address else NEEDS_CLONE)
+    )
     notebook.cells.insert(0, first)
     notebook.metadata = {
         "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
@@ -88,7 +98,9 @@ def run_notebook(notebook: Any, path: Path, on_cell: Callable[[], None] = lambda
     try:
         client.execute()
     except (CellExecutionError, CellTimeoutError) as error:
-        raise TinyspecError(f"{path}:{_find_line(notebook, path, failed, str(error))}: {_say(error)}") from error
+        raise TinyspecError(
+            f"{path}:{_find_line(notebook, path, failed, str(error))}: {_say(error)}"
+        ) from error
 
 
 def _find_line(notebook: Any, path: Path, failed: list[int], traceback: str) -> int:
@@ -104,15 +116,29 @@ def _find_line(notebook: Any, path: Path, failed: list[int], traceback: str) -> 
 def _say(error: Exception) -> str:
     """Return one line for an error of a kernel: the exception's name and message."""
     name, value = getattr(error, "ename", ""), getattr(error, "evalue", "")
-    return f"{name}: {COLOUR.sub('', value)}".strip().splitlines()[0] if name else f"a cell took more than {SECONDS} s"
+    return (
+        f"{name}: {COLOUR.sub('', value)}".strip().splitlines()[0]
+        if name
+        else f"a cell took more than {SECONDS} s"
+    )
 
 
 def prepare_kernel(folder: Path) -> None:
     """Let kernels start with this Python and without warnings that no reader can act on."""
     spec = folder / "kernels" / "python3"
     spec.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "--log-level=ERROR"]
-    kernel = {"argv": [*command, "-f", "{connection_file}"], "display_name": "Python 3", "language": "python"}
+    command = [
+        sys.executable,
+        "-Xfrozen_modules=off",
+        "-m",
+        "ipykernel_launcher",
+        "--log-level=ERROR",
+    ]
+    kernel = {
+        "argv": [*command, "-f", "{connection_file}"],
+        "display_name": "Python 3",
+        "language": "python",
+    }
     (spec / "kernel.json").write_text(json.dumps(kernel), encoding="utf-8")
     others = os.environ.get("JUPYTER_PATH")
     os.environ["JUPYTER_PATH"] = os.pathsep.join([str(folder), *([others] if others else [])])

@@ -100,5 +100,7 @@ def _prompt_of(line: str, where: str) -> str:
         raise TinyspecError(f'{where}: no "prompt" in it; write {{"prompt": "..."}}')
     if not isinstance(entry["prompt"], str):
         kind = type(entry["prompt"]).__name__
-        raise TinyspecError(f'{where}: its "prompt" is no text but of type {kind}; put it in quotes')
+        raise TinyspecError(
+            f'{where}: its "prompt" is no text but of type {kind}; put it in quotes'
+        )
     return entry["prompt"]

@@ -55,9 +55,17 @@ EDIT: dict[str, Any] = {
 }
 
 
-@click.command("race", cls=base.KnobCommand, context_settings={"default_map": STORY, "show_default": True})
+@click.command(
+    "race", cls=base.KnobCommand, context_settings={"default_map": STORY, "show_default": True}
+)
 @base.options(
-    click.option("--model", "-m", default="storyteller", show_default=True, help="Name, folder, .gguf file or hub id."),
+    click.option(
+        "--model",
+        "-m",
+        default="storyteller",
+        show_default=True,
+        help="Name, folder, .gguf file or hub id.",
+    ),
     click.option(
         "--method",
         "methods",
@@ -68,7 +76,12 @@ EDIT: dict[str, Any] = {
     ),
     base.draft_option,
     base.knob_option,
-    click.option("--prompt", "-p", show_default="the opening of a tale", help="The text to continue; - reads stdin."),
+    click.option(
+        "--prompt",
+        "-p",
+        show_default="the opening of a tale",
+        help="The text to continue; - reads stdin.",
+    ),
     click.option(
         "--chat",
         is_flag=True,
@@ -138,13 +151,19 @@ def race(
     if speed is not None and not speed > 0:
         raise TinyspecError("--speed nan is no speed: 1 is real time")
     chosen = EDIT if chat else STORY
-    given = {name for name in settings if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    given = {
+        name
+        for name in settings
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    }
     settings |= {name: value for name, value in chosen.items() if name not in given}
     text = base.read_prompt(settings.pop("prompt"), "")
     knobs = base.given_knobs(ctx, knob)
     contestants = [method for method in dict.fromkeys(methods) if method != PLAIN]
     if not contestants:
-        raise TinyspecError(f"--method {PLAIN} would race against itself: choose another (`tinyspec methods`)")
+        raise TinyspecError(
+            f"--method {PLAIN} would race against itself: choose another (`tinyspec methods`)"
+        )
     shares = base.settle(ctx, knobs, contestants)
     target, small = base.load_all(model, draft, contestants, device, dtype)
 
@@ -159,10 +178,18 @@ def race(
         more = {"references": copied, "chat": chat, **settings, **share}
         return lambda: start(target, text, method=method, draft=small, **more)
 
-    starts = [(PLAIN, starter(PLAIN, {})), *((m, starter(m, s)) for m, s in zip(contestants, shares, strict=True))]
+    starts = [
+        (PLAIN, starter(PLAIN, {})),
+        *((m, starter(m, s)) for m, s in zip(contestants, shares, strict=True)),
+    ]
     if texts and not any(find(method).copies for method in contestants):
-        raise TinyspecError(f"{', '.join(contestants)} copies from no references: leave --reference out, or take llma")
-    for _, begin in starts:  # all that can be wrong with the arguments is said before the first step
+        raise TinyspecError(
+            f"{', '.join(contestants)} copies from no references: leave --reference out, or take llma"
+        )
+    for (
+        _,
+        begin,
+    ) in starts:  # all that can be wrong with the arguments is said before the first step
         begin()
     racing.warm_up([begin for _, begin in starts])
     out = base.console()
@@ -175,7 +202,11 @@ def race(
     if svg is not None:
         _draw(svg, lanes, outcomes, title, text)
     if as_json:
-        click.echo(json.dumps(_figures(target, text, {"chat": chat, **settings}, repeats, outcomes, median)))
+        click.echo(
+            json.dumps(
+                _figures(target, text, {"chat": chat, **settings}, repeats, outcomes, median)
+            )
+        )
         return
     from rich.console import Group
 
@@ -188,7 +219,9 @@ def race(
         stage = Stage(out, text + "\n\n" if chat else text, title)
         with suppress(KeyboardInterrupt):  # whoever has seen enough still gets the report
             stage.play(lanes, speed or choose_speed(lanes))
-        room = out.height - len(out.render_lines(said, pad=False)) - 4  # title, legend, an empty line, the next prompt
+        room = (
+            out.height - len(out.render_lines(said, pad=False)) - 4
+        )  # title, legend, an empty line, the next prompt
         said = Group(stage.tell(lanes[1], room), "", said) if room > 0 else said
     out.print(title, said, sep="\n", highlight=False)
 
@@ -205,7 +238,9 @@ def _race_often(
     repeats: list[list[Lane]] = []
     shown = Live(console=out, auto_refresh=False, transient=True) if out is not None else None
     with shown or nullcontext():
-        while len(repeats) < most and (repeat or not repeats or time.monotonic() - began < ENOUGH_SECONDS):
+        while len(repeats) < most and (
+            repeat or not repeats or time.monotonic() - began < ENOUGH_SECONDS
+        ):
             if shown is not None:
                 shown.update(f"measuring race {len(repeats) + 1} of {most} ...", refresh=True)
             turn = -1 if len(repeats) % 2 else 1  # who goes first changes with every race
@@ -218,7 +253,9 @@ def _setting(sampling: dict[str, Any]) -> str:
     greedy, penalty = sampling["temperature"] == 0, sampling["repetition_penalty"]
     said = ["greedy" if greedy else f"temperature {sampling['temperature']:g}"]
     names = () if greedy else ("top_k", "top_p", "min_p")
-    said += [f"{name.replace('_', '-')} {sampling[name]}" for name in names if sampling[name] is not None]
+    said += [
+        f"{name.replace('_', '-')} {sampling[name]}" for name in names if sampling[name] is not None
+    ]
     said += [f"repetition penalty {penalty:g}"] if penalty != 1 else []
     return ", ".join([*said, *([] if greedy else [f"seed {sampling['seed']}"])])
 
@@ -227,7 +264,9 @@ def _machine(model: "Model") -> str:
     import torch
 
     where = (
-        f"{torch.get_num_threads()} threads" if model.device.type == "cpu" else torch.cuda.get_device_name(model.device)
+        f"{torch.get_num_threads()} threads"
+        if model.device.type == "cpu"
+        else torch.cuda.get_device_name(model.device)
     )
     return f"{str(model.dtype).removeprefix('torch.')} on {model.device}, {where}, torch {torch.__version__}"
 
@@ -258,7 +297,9 @@ def _figures(
     }
 
 
-def _draw(path: Path, lanes: "Sequence[Lane]", outcomes: "Sequence[Outcome]", title: str, prompt: str) -> None:
+def _draw(
+    path: Path, lanes: "Sequence[Lane]", outcomes: "Sequence[Outcome]", title: str, prompt: str
+) -> None:
     from tinyspec.display import name_lane
     from tinyspec.picture import Track, svg
 
@@ -267,10 +308,23 @@ def _draw(path: Path, lanes: "Sequence[Lane]", outcomes: "Sequence[Outcome]", ti
         verdict, note = "", ""
         if i:
             ratio = lanes[0].seconds_per_token / (lane.seconds_per_token or 1)
-            verdict = f"{ratio:.2f}x as fast" if ratio >= 1 else f"slower: {1 / (ratio or 1):.2f}x the time"
+            verdict = (
+                f"{ratio:.2f}x as fast"
+                if ratio >= 1
+                else f"slower: {1 / (ratio or 1):.2f}x the time"
+            )
             same = {True: "same text", False: "another text", None: "same distribution"}
             note = same[outcomes[i - 1].identical]
         tracks.append(
-            Track(name_lane(lane.method), lane.trace, lane.ends, lane.prefill, lane.pieces, verdict, note, prompt)
+            Track(
+                name_lane(lane.method),
+                lane.trace,
+                lane.ends,
+                lane.prefill,
+                lane.pieces,
+                verdict,
+                note,
+                prompt,
+            )
         )
     path.write_text(svg(tracks, title), encoding="utf-8")

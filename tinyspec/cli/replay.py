@@ -9,7 +9,9 @@ from tinyspec.cli import base
 
 @click.command("replay")
 @click.argument("trace", type=click.Path(path_type=Path, dir_okay=False))
-@base.options(click.option("--out", "-o", type=base.OutputPath(), help="[default: beside it, as .html]"))
+@base.options(
+    click.option("--out", "-o", type=base.OutputPath(), help="[default: beside it, as .html]")
+)
 def replay(trace: Path, out: Path | None) -> None:
     """Make the page that plays back TRACE, which --replay FILE.json or the page itself has saved.
 

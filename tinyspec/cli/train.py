@@ -30,19 +30,33 @@ train.add_command(mt)
 
 
 @train.command("lm")
-@click.option("--recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The recipe (TOML).")
 @click.option(
-    "--distill", metavar="TARGET", help="Make a draft of this model, from its own outputs; no recipe is needed."
+    "--recipe",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The recipe (TOML).",
 )
-@click.option("--out", required=True, type=base.OutputPath(folder=True), help="The folder of the checkpoint.")
 @click.option(
-    "--layers", type=click.IntRange(1), help="--distill: layers of the draft, the target's first. [default: 2]"
+    "--distill",
+    metavar="TARGET",
+    help="Make a draft of this model, from its own outputs; no recipe is needed.",
+)
+@click.option(
+    "--out", required=True, type=base.OutputPath(folder=True), help="The folder of the checkpoint."
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(1),
+    help="--distill: layers of the draft, the target's first. [default: 2]",
 )
 @click.option(
     "--draft-vocab", type=click.IntRange(0),
     help="--distill: words of the draft, the most frequent ones; embeddings stay the target's. [default: 0, all]",
 )  # fmt: skip
-@click.option("--texts", type=click.IntRange(2), help="--distill: texts that the target writes. [default: 1500]")
+@click.option(
+    "--texts",
+    type=click.IntRange(2),
+    help="--distill: texts that the target writes. [default: 1500]",
+)
 @click.option(
     "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="--distill: what the target is asked, in paragraphs. [default: from the data at hand, and itself]",
@@ -53,14 +67,24 @@ train.add_command(mt)
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Where the texts lie. [default: TINYSPEC_DATA, else the cache]",
 )
-@click.option("--minutes", type=float, help="Clock budget of the training, instead of the recipe's.")
+@click.option(
+    "--minutes", type=float, help="Clock budget of the training, instead of the recipe's."
+)
 @click.option("--seed", type=int, help="Instead of the recipe's.")
 @click.option("--device", help="cpu, cuda. [default: cuda where there is one]")
-@click.option("--compile/--no-compile", "compiled", default=None, help="torch.compile. [default: on cuda]")
 @click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set one value of the recipe: train.lr=2e-3."
+    "--compile/--no-compile", "compiled", default=None, help="torch.compile. [default: on cuda]"
 )
-@click.option("--restart", is_flag=True, help="Forget an interrupted training, or replace a finished model.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Set one value of the recipe: train.lr=2e-3.",
+)
+@click.option(
+    "--restart", is_flag=True, help="Forget an interrupted training, or replace a finished model."
+)
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 def lm(
     recipe: Path | None,
@@ -102,15 +126,24 @@ def lm(
 
     console = None if quiet else Console(stderr=True)
     if distill is not None:
-        if (out / "model.safetensors").exists() and not ((out / ".tinyspec" / "state.pt").exists() or restart):
+        if (out / "model.safetensors").exists() and not (
+            (out / ".tinyspec" / "state.pt").exists() or restart
+        ):
             raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
         recipe = _recipe(distill, out, overrides, layers, draft_vocab, texts)
     assert recipe is not None
     if distill is not None or read_recipe(recipe, overrides).distill:
         from tinyspec.training.distill import distill as make
 
-        wanted = {"shape.n_layers": layers, "distill.draft_vocab": draft_vocab, "distill.texts": texts}
-        overrides = {**{key: str(value) for key, value in wanted.items() if value is not None}, **overrides}
+        wanted = {
+            "shape.n_layers": layers,
+            "distill.draft_vocab": draft_vocab,
+            "distill.texts": texts,
+        }
+        overrides = {
+            **{key: str(value) for key, value in wanted.items() if value is not None},
+            **overrides,
+        }
         ended, final = make(
             recipe,
             out,
@@ -125,7 +158,12 @@ def lm(
         if ended.finished:
             click.echo("  ".join(f"{name} {value:.4f}" for name, value in final.items()))
     else:
-        given = {"--layers": layers, "--draft-vocab": draft_vocab, "--texts": texts, "--prompts": prompts}
+        given = {
+            "--layers": layers,
+            "--draft-vocab": draft_vocab,
+            "--texts": texts,
+            "--prompts": prompts,
+        }
         if stray := [name for name, value in given.items() if value is not None]:
             raise TinyspecError(f"{stray[0]} is for drafts: the recipe has no section [distill]")
         ended = train_lm(
@@ -145,7 +183,12 @@ def lm(
 
 
 def _recipe(
-    target: str, out: Path, overrides: dict[str, str], layers: int | None, draft_vocab: int | None, texts: int | None
+    target: str,
+    out: Path,
+    overrides: dict[str, str],
+    layers: int | None,
+    draft_vocab: int | None,
+    texts: int | None,
 ) -> Path:
     """The recipe of a draft, written where the training keeps its state."""
     import os
@@ -156,12 +199,18 @@ def _recipe(
 
     path = models.find(target)
     if path is None and target in models.FETCHABLE:
-        raise TinyspecError(f"{target} is not on this machine yet; run: tinyspec models fetch {target}")
+        raise TinyspecError(
+            f"{target} is not on this machine yet; run: tinyspec models fetch {target}"
+        )
     if path is None or not path.is_dir():
-        raise TinyspecError(f"--distill {target}: no such model as a folder on this machine (`tinyspec models list`)")
+        raise TinyspecError(
+            f"--distill {target}: no such model as a folder on this machine (`tinyspec models list`)"
+        )
     named = target if os.sep not in target else os.path.relpath(path, out)
     width = checkpoint.read_config(path).d_model
-    text = recipe_text(named, out.resolve().name, layers or 2, draft_vocab or 0, texts or 1500, width)
+    text = recipe_text(
+        named, out.resolve().name, layers or 2, draft_vocab or 0, texts or 1500, width
+    )
     text = with_values(text, overrides)
     file = out / ".tinyspec" / "recipe.toml"
     file.parent.mkdir(parents=True, exist_ok=True)

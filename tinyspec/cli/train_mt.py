@@ -53,7 +53,11 @@ def mt(
     console = None if quiet else Console(stderr=True)
     if distill_only:
         click.echo(
-            str(train_mt.distill_only(recipe, out, data_folder=data_folder, overrides=overrides, console=console))
+            str(
+                train_mt.distill_only(
+                    recipe, out, data_folder=data_folder, overrides=overrides, console=console
+                )
+            )
         )
         return
     ended = train_mt.train_mt(

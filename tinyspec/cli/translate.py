@@ -17,19 +17,48 @@ if TYPE_CHECKING:
 @click.command("translate", cls=base.KnobCommand)
 @click.argument("source", required=False)
 @base.options(
-    click.option("--model", "-m", help="Name or folder. [default: the one here that was trained for the method]"),
-    click.option("--method", default="plain", show_default=True, help="plain, nat, mask_predict, jacobi, ..."),
-    click.option("--teacher", help="The model that judges candidates. [default: the one that the model's card names]"),
+    click.option(
+        "--model",
+        "-m",
+        help="Name or folder. [default: the one here that was trained for the method]",
+    ),
+    click.option(
+        "--method", default="plain", show_default=True, help="plain, nat, mask_predict, jacobi, ..."
+    ),
+    click.option(
+        "--teacher",
+        help="The model that judges candidates. [default: the one that the model's card names]",
+    ),
     base.knob_option,
-    click.option("--max-new-tokens", "-n", type=int, help="At most, from left to right. [default: 1.5 x source + 11]"),
-    click.option("--temperature", "-t", type=float, help="Of what is drawn. [default: left to right, 0: greedy]"),
-    click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same translation."),
+    click.option(
+        "--max-new-tokens",
+        "-n",
+        type=int,
+        help="At most, from left to right. [default: 1.5 x source + 11]",
+    ),
+    click.option(
+        "--temperature",
+        "-t",
+        type=float,
+        help="Of what is drawn. [default: left to right, 0: greedy]",
+    ),
+    click.option(
+        "--seed", type=int, default=0, show_default=True, help="Same seed, same translation."
+    ),
     click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:0."),
-    click.option("--dtype", default=None, help="float32, bfloat16, float16, float64. [default: float32]"),
-    click.option("--trace", is_flag=True, help="Show what every pass made of the canvas, or added to the text."),
+    click.option(
+        "--dtype", default=None, help="float32, bfloat16, float16, float64. [default: float32]"
+    ),
+    click.option(
+        "--trace",
+        is_flag=True,
+        help="Show what every pass made of the canvas, or added to the text.",
+    ),
     base.replay_option,
     click.option("--stats", is_flag=True, help="Print passes and time to standard error."),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object a sentence on standard output."),
+    click.option(
+        "--json", "as_json", is_flag=True, help="One JSON object a sentence on standard output."
+    ),
 )
 @click.pass_context
 def translate(
@@ -65,7 +94,9 @@ def translate(
       cat sentences.txt | tinyspec translate --method mask_predict > translations.txt
     """
     knobs = base.given_knobs(ctx, knob)
-    text = base.read_prompt(source, "there is no source: give a sentence as an argument, or pipe some in")
+    text = base.read_prompt(
+        source, "there is no source: give a sentence as an argument, or pipe some in"
+    )
 
     from tinyspec.translation import AUTOREGRESSIVE, for_method, start
 
@@ -75,9 +106,16 @@ def translate(
     lines = [text] if source not in (None, "-") else text.splitlines()
     if replay is not None and len(lines) > 1:
         raise TinyspecError("--replay plays back one sentence: give one as an argument")
-    options: dict[str, Any] = {"method": method, "teacher": judge, "temperature": temperature, **knobs}
+    options: dict[str, Any] = {
+        "method": method,
+        "teacher": judge,
+        "temperature": temperature,
+        **knobs,
+    }
     for number, line in enumerate(lines):
-        running = start(translator, line, seed=seed + number, max_new_tokens=max_new_tokens, **options)
+        running = start(
+            translator, line, seed=seed + number, max_new_tokens=max_new_tokens, **options
+        )
         running.detail(replay is not None)
         n_layers = running.model.config.decoder_layers
         try:
@@ -90,7 +128,10 @@ def translate(
             from tinyspec.replay import record, record_passes, save
 
             done, given = running.result(), running.model
-            save(record_passes(given, method, done) if done.passes else record(given, method, done), replay)
+            save(
+                record_passes(given, method, done) if done.passes else record(given, method, done),
+                replay,
+            )
 
 
 def _load(name: str, device: str, dtype: str | None) -> Any:

@@ -51,16 +51,30 @@ def greedy(rows: Rows, begin: int, eos: int, limits: Sequence[int]) -> list[list
 
 
 def beam_search(
-    rows: Rows, begin: int, eos: int, limits: Sequence[int], beam: int = 4, length_power: float = 1.0
+    rows: Rows,
+    begin: int,
+    eos: int,
+    limits: Sequence[int],
+    beam: int = 4,
+    length_power: float = 1.0,
 ) -> list[list[int]]:
     """The best text by the module's rule for each row of `rows`, without the ends; a limit counts tokens before `eos`."""
     ended: list[list[tuple[float, list[int]]]] = [[] for _ in limits]
-    alive: list[tuple[int, float, list[int]]] = [(i, 0.0, []) for i in range(len(limits))]  # whose, score, text
+    alive: list[tuple[int, float, list[int]]] = [
+        (i, 0.0, []) for i in range(len(limits))
+    ]  # whose, score, text
     tokens = torch.full((len(alive),), begin)
     while alive:
         logs = rows.step(tokens).log_softmax(-1)  # [N, V]
-        scores = logs + torch.tensor([score for _, score, _ in alive], dtype=logs.dtype, device=logs.device)[:, None]
-        best = scores.topk(min(2 * beam, scores.shape[-1]), dim=-1)  # of 2 * beam at most half are an end
+        scores = (
+            logs
+            + torch.tensor([score for _, score, _ in alive], dtype=logs.dtype, device=logs.device)[
+                :, None
+            ]
+        )
+        best = scores.topk(
+            min(2 * beam, scores.shape[-1]), dim=-1
+        )  # of 2 * beam at most half are an end
         last = scores[:, eos].tolist()
         values, choices = best.values.tolist(), best.indices.tolist()
         goes_on: list[tuple[int, int, float]] = []  # row, token, score

@@ -38,11 +38,18 @@ def binomial(total: int, n: int, delta: Any) -> Any:
     Fraction(1, 32)
     """
     if isinstance(delta, Fraction):
-        return sum((math.comb(n, k) * delta**k * (1 - delta) ** (n - k) for k in range(total + 1)), Fraction(0))
+        return sum(
+            (math.comb(n, k) * delta**k * (1 - delta) ** (n - k) for k in range(total + 1)),
+            Fraction(0),
+        )
     whole = math.lgamma(n + 1)
     return math.fsum(
         math.exp(
-            whole - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(delta) + (n - k) * math.log1p(-delta)
+            whole
+            - math.lgamma(k + 1)
+            - math.lgamma(n - k + 1)
+            + k * math.log(delta)
+            + (n - k) * math.log1p(-delta)
         )
         for k in range(total + 1)
     )

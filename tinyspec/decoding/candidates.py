@@ -26,8 +26,14 @@ def candidates(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
     [[1, 2], [0, 1]]
     """
     if len(logits) and is_exact(logits[0]):
-        return [sorted(range(len(logits[row])), key=lambda t: (-logits[row][t], t))[:k] for row in rows]
-    table = logits if isinstance(logits, torch.Tensor) else torch.stack([torch.as_tensor(row) for row in logits])
+        return [
+            sorted(range(len(logits[row])), key=lambda t: (-logits[row][t], t))[:k] for row in rows
+        ]
+    table = (
+        logits
+        if isinstance(logits, torch.Tensor)
+        else torch.stack([torch.as_tensor(row) for row in logits])
+    )
     if table.device.type == "cpu":
         return [highest(numbers(table[row]), k) for row in rows]
     if len(rows) < len(table):
@@ -38,7 +44,9 @@ def candidates(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
     # equal logits: the lowest id first. `topk` promises no order among them.
     order = ids.argsort(dim=-1)
     ids, best = ids.gather(-1, order), best.gather(-1, order)
-    found: list[list[int]] = ids.gather(-1, best.argsort(dim=-1, descending=True, stable=True)).tolist()
+    found: list[list[int]] = ids.gather(
+        -1, best.argsort(dim=-1, descending=True, stable=True)
+    ).tolist()
     return found
 
 

@@ -105,7 +105,9 @@ class Seeded(_Stream):
 
     def __init__(self, seed: int) -> None:
         self._noise: dict[int, Uniforms] = {}
-        self._begin(blake2b(f"tinyspec\0{int(seed)}".encode(), digest_size=16).digest(), self, _Philox())
+        self._begin(
+            blake2b(f"tinyspec\0{int(seed)}".encode(), digest_size=16).digest(), self, _Philox()
+        )
 
     def _begin(self, key: bytes, root: "Seeded", philox: "_Philox") -> None:
         super().__init__()
@@ -147,7 +149,9 @@ class Seeded(_Stream):
         root = self._root
         noise = root._noise.get(position)
         if noise is None or len(noise) < len(row):  # a longer row continues the same noise
-            noise = self._philox.at(_derive(root._key, "race", position), 0).standard_exponential(len(row))
+            noise = self._philox.at(_derive(root._key, "race", position), 0).standard_exponential(
+                len(row)
+            )
             while len(root._noise) >= self.KEPT:
                 root._noise.pop(next(iter(root._noise)))
             root._noise[position] = noise
@@ -221,5 +225,7 @@ class Replay(_Stream):
     def race(self, row: Row, position: int) -> int:
         """The first race at a position consumes one uniform a token; later ones share that noise."""
         if position not in self._races:
-            self._races[position] = [-float(np.log1p(-float(self._next()))) for _ in range(len(row))]
+            self._races[position] = [
+                -float(np.log1p(-float(self._next()))) for _ in range(len(row))
+            ]
         return sampling.race(row, self._races[position])

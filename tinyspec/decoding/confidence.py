@@ -30,7 +30,10 @@ def gap(row: Row) -> Any:
         top = sorted(row, reverse=True)[:2]
     else:
         first = int(np.argmax(row))
-        top = [row[first], max(np.max(row[:first], initial=0.0), np.max(row[first + 1 :], initial=0.0))]
+        top = [
+            row[first],
+            max(np.max(row[:first], initial=0.0), np.max(row[first + 1 :], initial=0.0)),
+        ]
     return top[0] - top[1] if len(top) > 1 else top[0]
 
 

@@ -64,10 +64,14 @@ class Datastore(NamedTuple):
     vocabulary: int = 0
     path: Path | None = None
 
-    def search(self, text: Sequence[int], shortest: int, longest: int, length: int, matches: int, most: int) -> Found:
+    def search(
+        self, text: Sequence[int], shortest: int, longest: int, length: int, matches: int, most: int
+    ) -> Found:
         """The `most` heaviest beginnings of what followed the longest end of a text that occurs here."""
         end = text[-longest:]
-        return Found(*retrieve(self.tokens, self.order, end, shortest, longest, length, matches, most))
+        return Found(
+            *retrieve(self.tokens, self.order, end, shortest, longest, length, matches, most)
+        )
 
     def check(self, model: Any) -> None:
         """Raise TinyspecError where the ids are not this model's."""
@@ -149,24 +153,34 @@ def opened(path: str | Path) -> Datastore:
         raise TinyspecError(f"{path} is not a datastore of this version: {HOW}")
     try:
         about = json.loads(head[len(MAGIC) :].split(b"\n", 1)[0])
-        n, fingerprint, vocabulary = int(about["tokens"]), str(about["tokenizer"]), int(about["vocabulary"])
+        n, fingerprint, vocabulary = (
+            int(about["tokens"]),
+            str(about["tokenizer"]),
+            int(about["vocabulary"]),
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise TinyspecError(f"{path}: a damaged datastore ({error}); {HOW}") from error
     stat = path.stat()
     if n < 1 or stat.st_size != HEADER + 8 * n:
-        raise TinyspecError(f"{path}: a damaged datastore ({stat.st_size} bytes for {n} tokens); {HOW}")
+        raise TinyspecError(
+            f"{path}: a damaged datastore ({stat.st_size} bytes for {n} tokens); {HOW}"
+        )
     tokens, order = _mapped(path.absolute(), n, stat.st_dev, stat.st_ino)
     return Datastore(tokens, order, fingerprint, vocabulary, path)
 
 
 @lru_cache(maxsize=8)
-def _mapped(path: Path, n: int, device: int, inode: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _mapped(
+    path: Path, n: int, device: int, inode: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Both arrays of a file, mapped once for all requests: each page of a new mapping is a fault at its first look.
 
     What is written into the file is seen here, and a file put in its place is another inode: no call gets an old store.
     """
     columns = np.memmap(path, "<i4", "r", HEADER, (2, n))
-    tokens, order = (np.asarray(column) for column in columns)  # plain views: a memmap's every slice costs more
+    tokens, order = (
+        np.asarray(column) for column in columns
+    )  # plain views: a memmap's every slice costs more
     return tokens, order
 
 
@@ -174,17 +188,25 @@ def _mapped(path: Path, n: int, device: int, inode: int) -> tuple[NDArray[np.int
 
 
 def build(
-    out: str | Path, files: Sequence[str | Path], tokenizer: Tokenizer, field: str = "text", tell: Tell | None = None
+    out: str | Path,
+    files: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    field: str = "text",
+    tell: Tell | None = None,
 ) -> int:
     """Tokenize and index files: .jsonl (each line's `field` is a document) or text (a file is one), both also .gz and .xz.
 
     Returns the number of tokens.
     """
     texts = pieces([Path(file) for file in files], field, tell)
-    return write(out, _tokenized(texts, tokenizer), tokenizer.fingerprint, tokenizer.vocab_size, tell)
+    return write(
+        out, _tokenized(texts, tokenizer), tokenizer.fingerprint, tokenizer.vocab_size, tell
+    )
 
 
-def _tokenized(texts: Iterator[tuple[bool, str]], tokenizer: Tokenizer) -> Iterator[NDArray[np.int32]]:
+def _tokenized(
+    texts: Iterator[tuple[bool, str]], tokenizer: Tokenizer
+) -> Iterator[NDArray[np.int32]]:
     """The ids of each document, from pieces; many pieces are tokenized side by side."""
     rows: list[NDArray[np.int32]] = []  # of the document under way
     waiting: list[tuple[bool, str]] = []
@@ -192,7 +214,9 @@ def _tokenized(texts: Iterator[tuple[bool, str]], tokenizer: Tokenizer) -> Itera
         piece = next(texts, None)
         waiting += [] if piece is None else [piece]
         if waiting and (piece is None or len(waiting) == BATCH):
-            for (fresh, _), ids in zip(waiting, tokenizer.encode_all([text for _, text in waiting]), strict=True):
+            for (fresh, _), ids in zip(
+                waiting, tokenizer.encode_all([text for _, text in waiting]), strict=True
+            ):
                 if fresh and rows:
                     yield np.concatenate(rows)
                     rows = []
@@ -204,7 +228,9 @@ def _tokenized(texts: Iterator[tuple[bool, str]], tokenizer: Tokenizer) -> Itera
             return
 
 
-def pieces(files: Sequence[Path], field: str, tell: Tell | None = None) -> Iterator[tuple[bool, str]]:
+def pieces(
+    files: Sequence[Path], field: str, tell: Tell | None = None
+) -> Iterator[tuple[bool, str]]:
     """Documents in pieces: (whether a document begins here, text)."""
     sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
     for number, file in enumerate(files):
@@ -220,11 +246,15 @@ def _read(file: Path, field: str) -> Iterator[tuple[bool, str, int]]:
     try:
         with open(file, "rb") as raw:
             kind = kinds.get(file.suffix)
-            packed = raw if kind is None else kind(fileobj=raw) if kind is gzip.GzipFile else kind(raw)
+            packed = (
+                raw if kind is None else kind(fileobj=raw) if kind is gzip.GzipFile else kind(raw)
+            )
             lines = io.TextIOWrapper(packed, encoding="utf-8")
             if ".jsonl" in file.suffixes:
                 for number, line in enumerate(lines, 1):
-                    for begun, text in enumerate(_cut([_field(line, field, f"{file}, line {number}")])):
+                    for begun, text in enumerate(
+                        _cut([_field(line, field, f"{file}, line {number}")])
+                    ):
                         yield not begun, text, raw.tell()
             else:
                 for begun, text in enumerate(_cut(lines)):
@@ -232,16 +262,22 @@ def _read(file: Path, field: str) -> Iterator[tuple[bool, str, int]]:
     except FileNotFoundError as error:
         raise TinyspecError(f"{file}: no such file") from error
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise TinyspecError(f"{file}: not a text in UTF-8 ({error}); leave it out, or convert it") from error
+        raise TinyspecError(
+            f"{file}: not a text in UTF-8 ({error}); leave it out, or convert it"
+        ) from error
 
 
 def _field(line: str, field: str, place: str) -> str:
     try:
         text = json.loads(line)[field]
     except (ValueError, KeyError, TypeError) as error:
-        raise TinyspecError(f"{place}: no JSON object with the field '{field}'; --field names another one") from error
+        raise TinyspecError(
+            f"{place}: no JSON object with the field '{field}'; --field names another one"
+        ) from error
     if not isinstance(text, str):
-        raise TinyspecError(f"{place}: the field '{field}' holds no text; --field names another one")
+        raise TinyspecError(
+            f"{place}: the field '{field}' holds no text; --field names another one"
+        )
     return text
 
 

@@ -83,7 +83,11 @@ class Laws:
     def ranking(self, node: int) -> Any:
         """What orders the node's tokens at temperature 0, where its law is one of them: the logits, after the penalty."""
         penalty = self.warp.repetition_penalty
-        return self.unwarped(node) if penalty == 1.0 else self.warped(node, Warp(repetition_penalty=penalty))
+        return (
+            self.unwarped(node)
+            if penalty == 1.0
+            else self.warped(node, Warp(repetition_penalty=penalty))
+        )
 
 
 class Rows(Sequence[Row]):
@@ -225,7 +229,9 @@ class Decoder:
         if self.finished:
             raise ValueError(f"the text is finished ({self.finished})")
         mark = len(self.ledger)
-        tree = self.drafter.propose(self.context, self.room, self.warp, chance.split("draft", self.rounds))
+        tree = self.drafter.propose(
+            self.context, self.room, self.warp, chance.split("draft", self.rounds)
+        )
         drafted = len(self.ledger)
         scores = self.target.score(tree, self.drafter.taps)
         scored = len(self.ledger)

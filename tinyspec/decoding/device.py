@@ -21,7 +21,9 @@ class Fault(NamedTuple):
     def check(self) -> None:
         """Raises TinyspecError where the row defines no law."""
         if self.top != self.top:
-            raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
+            raise TinyspecError(
+                "the logits contain NaN: check the weights, or compute in a wider dtype"
+            )
         if abs(self.top) == float("inf"):
             what = "contain +inf" if self.top > 0 else "are all -inf: no token is allowed"
             raise TinyspecError(f"the logits {what}, so they define no law")
@@ -61,11 +63,15 @@ def warp_rows(
     tops = scores.amax(dim=1)  # propagates NaN
     if temperature == 0:
         at = torch.arange(scores.shape[1], device=scores.device)
-        first = torch.where(scores == tops[:, None], at, scores.shape[1] - 1).amin(dim=1)  # of equal values the first
+        first = torch.where(scores == tops[:, None], at, scores.shape[1] - 1).amin(
+            dim=1
+        )  # of equal values the first
         return torch.zeros_like(scores).scatter_(1, first[:, None], 1.0), tops
     rows = ((scores - tops[:, None]) / temperature).exp()
     if (top_k is not None and top_k < rows.shape[1]) or (top_p is not None and top_p < 1):
-        ordered, ids_by_weight = rows.sort(dim=1, descending=True, stable=True)  # stable: ties by lowest id
+        ordered, ids_by_weight = rows.sort(
+            dim=1, descending=True, stable=True
+        )  # stable: ties by lowest id
         if top_k is not None:
             ordered[:, top_k:] = 0
         if top_p is not None and top_p < 1:
@@ -79,7 +85,12 @@ def warp_rows(
 
 def _penalise(scores: Tensor, histories: Sequence[Sequence[int]], penalty: float) -> None:
     """The repetition penalty, in place: each row's own history."""
-    seen = [(i, token) for i, ids in enumerate(histories) for token in set(ids) if 0 <= token < scores.shape[1]]
+    seen = [
+        (i, token)
+        for i, ids in enumerate(histories)
+        for token in set(ids)
+        if 0 <= token < scores.shape[1]
+    ]
     if seen:
         at = torch.tensor(seen, device=scores.device).unbind(1)
         found = scores[at]
@@ -128,7 +139,9 @@ def race(row: Tensor, noise: Any) -> int:
 def residual(row: Tensor, q: Tensor) -> Tensor:
     """normalise(max(0, row - q)), or the row where nothing is left."""
     if len(row) != len(q):
-        raise TinyspecError(f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros")
+        raise TinyspecError(
+            f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros"
+        )
     left = (row - q.to(row)).clamp(min=0)
     mass = left.sum()
     return torch.where(mass > 0, left / mass, row)
@@ -173,7 +186,9 @@ def walk(
     """
     for token in tokens:
         if not 0 <= token < rows.shape[1]:
-            raise TinyspecError(f"drafted token {token} is outside of the target's vocabulary of {rows.shape[1]}")
+            raise TinyspecError(
+                f"drafted token {token} is outside of the target's vocabulary of {rows.shape[1]}"
+            )
     place, ends, used = _places(tokens, parents, probe)
     left, ratios, own = rows.clone(), rows.new_zeros(len(tokens)), rows.new_ones(len(tokens))
     for rank in range(1 + max((rank for rank, _ in place.values()), default=-1)):
@@ -181,7 +196,9 @@ def walk(
         columns = [nodes, [place[node][1] + 1 for node in nodes], [tokens[node] for node in nodes]]
         which, above, token_ids = torch.tensor(columns, device=rows.device)
         here = left[above]
-        q = torch.zeros_like(here).scatter_(1, token_ids[:, None], here.gather(1, token_ids[:, None]))
+        q = torch.zeros_like(here).scatter_(
+            1, token_ids[:, None], here.gather(1, token_ids[:, None])
+        )
         drawn = [i for i, node in enumerate(nodes) if laws[node] is not None]
         if drawn:
             at = torch.tensor(drawn, device=rows.device)
@@ -194,7 +211,9 @@ def walk(
     last = [uniforms[min(used[end], len(uniforms) - 1)] for end in ends]
     left = left[torch.tensor(ends, device=rows.device) + 1]
     mass, at = left.cumsum(1), torch.arange(rows.shape[1], device=rows.device)
-    over = (left > 0) & (mass > (torch.tensor(last, device=rows.device, dtype=mass.dtype) * mass[:, -1])[:, None])
+    over = (left > 0) & (
+        mass > (torch.tensor(last, device=rows.device, dtype=mass.dtype) * mass[:, -1])[:, None]
+    )
     said = torch.where(over, at, torch.where(left > 0, at, -1).amax(dim=1)[:, None]).amin(dim=1)
     passing, declared, drawn_there, highest = fetch(
         ratios, own, said, rows.new_zeros(len(rows)) if tops is None else tops
@@ -205,7 +224,9 @@ def walk(
 def _fitting(q: Tensor | None, rows: Tensor) -> Tensor:
     assert q is not None
     if len(q) != rows.shape[1]:
-        raise TinyspecError(f"the draft's law has {len(q)} tokens, the target's {rows.shape[1]}: pad it with zeros")
+        raise TinyspecError(
+            f"the draft's law has {len(q)} tokens, the target's {rows.shape[1]}: pad it with zeros"
+        )
     return q.to(rows)
 
 
@@ -220,7 +241,9 @@ def _places(
 
     Of equal siblings only the first can be accepted: refusing it leaves the token no probability.
     """
-    first: dict[tuple[int, int], int] = {}  # (behind whom, token) -> the sibling that stands for all its equals
+    first: dict[
+        tuple[int, int], int
+    ] = {}  # (behind whom, token) -> the sibling that stands for all its equals
     stands, place, ranks, begun = {-1: -1}, Place(), dict[int, int](), {-1: 0}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if not probe[node] and parent in stands:  # nothing below a probe is ever tested
@@ -230,7 +253,11 @@ def _places(
             stands[node] = first.setdefault((behind, token), node)
     for node, (rank, behind) in place.items():
         begun.setdefault(stands[node], begun[behind] + rank + 1)
-    return place, list(begun), {behind: used + ranks.get(behind, -1) + 1 for behind, used in begun.items()}
+    return (
+        place,
+        list(begun),
+        {behind: used + ranks.get(behind, -1) + 1 for behind, used in begun.items()},
+    )
 
 
 def _decide(
@@ -263,7 +290,9 @@ def _decide(
         else:
             refused.append(node)
     if used >= len(uniforms):
-        raise TinyspecError("the given uniforms are used up: a walk needs one a tested node and one for the last draw")
+        raise TinyspecError(
+            "the given uniforms are used up: a walk needs one a tested node and one for the last draw"
+        )
     token = int(said[ends.index(here)])
     if token < 0:
         raise TinyspecError("cannot draw from a row without finite mass")

@@ -13,7 +13,9 @@ T = TypeVar("T")
 def claim(asked: set[tuple[str, int]], role: str, round: int) -> None:
     """Note that a stream was asked for; TinyspecError if it was asked for before."""
     if (role, round) in asked:
-        raise TinyspecError(f"the stream {role!r} of round {round} was asked for twice, and shared noise biases a law")
+        raise TinyspecError(
+            f"the stream {role!r} of round {round} was asked for twice, and shared noise biases a law"
+        )
     asked.add((role, round))
 
 
@@ -22,7 +24,9 @@ class _Script:
 
     def __init__(self, choices: Sequence[int]) -> None:
         self.choices = choices
-        self.taken: list[tuple[int, int]] = []  # (choice, number of branches) of every decision so far
+        self.taken: list[
+            tuple[int, int]
+        ] = []  # (choice, number of branches) of every decision so far
         self.probability: Any = 1
 
     def branch(self, options: Sequence[tuple[T, Any]]) -> T:
@@ -30,7 +34,9 @@ class _Script:
         index = len(self.taken)
         choice = self.choices[index] if index < len(self.choices) else 0
         if choice >= len(options):
-            raise TinyspecError("the function decides differently when run again: it has randomness of its own")
+            raise TinyspecError(
+                "the function decides differently when run again: it has randomness of its own"
+            )
         self.taken.append((choice, len(options)))
         value, probability = options[choice]
         self.probability = self.probability * probability
@@ -98,7 +104,9 @@ class Exhaustive:
         mass = reference.total(list(row))
         if not mass > 0:
             raise TinyspecError("cannot draw from a row without mass")
-        return self._script.branch([(token, x if mass == 1 else x / mass) for token, x in enumerate(row) if x > 0])
+        return self._script.branch(
+            [(token, x if mass == 1 else x / mass) for token, x in enumerate(row) if x > 0]
+        )
 
     def order(self, row: Row, k: int) -> list[int]:
         left, drawn = list(row), list[int]()
@@ -108,7 +116,9 @@ class Exhaustive:
         return drawn
 
     def race(self, row: Row, position: int) -> int:
-        raise TinyspecError("a race shares continuous noise between rows, so its outcomes cannot be enumerated")
+        raise TinyspecError(
+            "a race shares continuous noise between rows, so its outcomes cannot be enumerated"
+        )
 
     def uniforms(self, n: int) -> None:
         """No uniforms: decisions must be asked for one by one."""

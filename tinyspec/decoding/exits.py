@@ -90,7 +90,9 @@ class ExitTarget:
         depth = session.model.config.n_layers
         for layer in rule.layers:
             if not 1 <= layer <= depth:
-                raise TinyspecError(f"exit layer {layer} is out of range: {session.model.name} has layers 1 to {depth}")
+                raise TinyspecError(
+                    f"exit layer {layer} is out of range: {session.model.name} has layers 1 to {depth}"
+                )
 
     def __len__(self) -> int:
         return len(self.session)
@@ -127,11 +129,22 @@ class ExitTarget:
         if tree.tokens and self.rule.layers:
             raise ValueError("an early exit decides token by token: it takes no drafts")
         for layer in self.rule.layers:
-            below = tuple(range(max(layer - self.rule.states + 1, 0), layer + 1)) if self.rule.states else ()
+            below = (
+                tuple(range(max(layer - self.rule.states + 1, 0), layer + 1))
+                if self.rule.states
+                else ()
+            )
             seen = self.session.advance(tree, layer, taps=below, head=self.rule.row)
             states = [rows[0] for rows in seen.hidden][::-1]
-            if self.rule.stops(Exit(layer, len(self) - self.start, seen.logits[0] if self.rule.row else None, states)):
-                self.left = [*(position for position in self.left if position < len(self) - 1), len(self) - 1]
+            if self.rule.stops(
+                Exit(
+                    layer, len(self) - self.start, seen.logits[0] if self.rule.row else None, states
+                )
+            ):
+                self.left = [
+                    *(position for position in self.left if position < len(self) - 1),
+                    len(self) - 1,
+                ]
                 scores: Scores = self.session.advance(tree, layer, taps=taps, head=True)
                 return scores
         scores = self.session.score(tree, taps)

@@ -23,9 +23,20 @@ GRID = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47)
 SLOPE, STEP = 0.1, 0.3  # prior cost of a further row, and of a draft model's step, in calls
 RATE, FALL = 0.2, 0.5  # weight of the newest figure, and of a time that is shorter
 SLOW = 0.05  # the least weight of a round in the shape of the curve
-CLIP, FIRST = 1.5, 3.0  # a time counts as at most so many times what was expected; the first of a size
-WARM, RAMP, MARGIN = 2, 3, 0.03  # plain rounds at first; growth of a round's width; gain below which nothing is drafted
-SHARE, EVERY, STALE = 0.01, 16, 64  # time for trials; rounds between them; rounds after which a size is old
+CLIP, FIRST = (
+    1.5,
+    3.0,
+)  # a time counts as at most so many times what was expected; the first of a size
+WARM, RAMP, MARGIN = (
+    2,
+    3,
+    0.03,
+)  # plain rounds at first; growth of a round's width; gain below which nothing is drafted
+SHARE, EVERY, STALE = (
+    0.01,
+    16,
+    64,
+)  # time for trials; rounds between them; rounds after which a size is old
 DRAFT, LOOKED = 0, 1  # the sources: a draft model, and what was looked up in texts
 
 
@@ -64,7 +75,9 @@ class Curve:
         self.rounds = self.plain = self.widest = 0
         self.credit = 0.0  # seconds for trials
         self.asked = -STALE  # the round in which the draft model last guessed
-        self.step: float | None = None  # seconds of the draft model for a token; None: never measured
+        self.step: float | None = (
+            None  # seconds of the draft model for a token; None: never measured
+        )
         self.accepts = [0.5] + [0.75] * (longest - 1)
         self._costs: list[float] | None = None
 
@@ -89,7 +102,9 @@ class Curve:
                     self.pace *= 1 + RATE * (seconds / expected - 1)
             self.counts[at] += 1
             old, new = self.seconds[at], seconds / self.pace
-            self.seconds[at] = new if old is None else old + max(SLOW, 1 / self.counts[at]) * (new - old)
+            self.seconds[at] = (
+                new if old is None else old + max(SLOW, 1 / self.counts[at]) * (new - old)
+            )
             self._costs = None
 
     def costs(self) -> list[float]:
@@ -119,7 +134,9 @@ class Goodput:
     def __init__(self, curve: Curve, clock: Clock):
         self.curve, self.clock = curve, clock
         self.began = self.ready = 0.0
-        self.look = self.gain = 0.0  # seconds: what a look takes, and what the latest choice is expected to save
+        self.look = self.gain = (
+            0.0  # seconds: what a look takes, and what the latest choice is expected to save
+        )
 
     def choose(self, offers: Sequence[Offer]) -> Option:
         """What to do, given what each source has to offer."""
@@ -147,7 +164,11 @@ class Goodput:
                 if due:  # of a draft model never tried nothing is expected
                     age = curve.rounds - (curve.asked if source == DRAFT else curve.last[at])
                     trials.append((Option(source, size), cost, expected if known else 1.0, age))
-        losses = [(age, cost - tokens / goodput, option) for option, cost, tokens, age in trials if age >= STALE]
+        losses = [
+            (age, cost - tokens / goodput, option)
+            for option, cost, tokens, age in trials
+            if age >= STALE
+        ]
         affordable = [trial for trial in losses if trial[1] <= self.curve.credit]
         if affordable:
             _, loss, best = max(affordable, key=lambda trial: (trial[0], -trial[1]))

@@ -38,7 +38,9 @@ class Joint:
         return all(member.cache_exact for member in self.members)
 
     def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
-        first, *_ = (member.extend(tokens, () if i else taps) for i, member in enumerate(self.members))
+        first, *_ = (
+            member.extend(tokens, () if i else taps) for i, member in enumerate(self.members)
+        )
         self.text.extend(tokens)
         return first
 
@@ -49,13 +51,17 @@ class Joint:
 
     def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
         """Every member scores the tree; entry i of the logits is made of their entries i."""
-        first, *others = (member.score(tree, () if i else taps) for i, member in enumerate(self.members))
+        first, *others = (
+            member.score(tree, () if i else taps) for i, member in enumerate(self.members)
+        )
         self._tree, rows = tree, list[Any]()
         for node in range(ROOT, len(tree.tokens)):
             parts = [scores.logits[node + 1] for scores in (first, *others)]
             sizes = {len(part) for part in parts}
             if len(sizes) > 1:
-                raise TinyspecError(f"the models of a joint target have {sorted(sizes)} tokens: use one vocabulary")
+                raise TinyspecError(
+                    f"the models of a joint target have {sorted(sizes)} tokens: use one vocabulary"
+                )
             rows.append(self.make(parts, self.text, tree.spelled(tree.path(node))))
         return first._replace(logits=_together(rows))
 

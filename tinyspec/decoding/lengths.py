@@ -59,7 +59,9 @@ def difference(lengths: Tensor, targets: Tensor, reach: int) -> Tensor:
 
 def _possible(law: Tensor) -> Tensor:
     """Without length 0, and normalised."""
-    return torch.cat((torch.full_like(law[:, :1], -torch.inf), law[:, 1:]), dim=1).log_softmax(dim=-1)
+    return torch.cat((torch.full_like(law[:, :1], -torch.inf), law[:, 1:]), dim=1).log_softmax(
+        dim=-1
+    )
 
 
 def beam(law: Tensor, width: int) -> list[list[int]]:
@@ -72,9 +74,15 @@ def beam(law: Tensor, width: int) -> list[list[int]]:
         raise TinyspecError(f"{width} lengths: a length beam holds at least one")
     order = law.sort(dim=-1, descending=True, stable=True)
     found = []
-    for values, lengths in zip(order.values[:, :width].tolist(), order.indices[:, :width].tolist(), strict=True):
-        chosen = [length for value, length in zip(values, lengths, strict=True) if value > -torch.inf]
+    for values, lengths in zip(
+        order.values[:, :width].tolist(), order.indices[:, :width].tolist(), strict=True
+    ):
+        chosen = [
+            length for value, length in zip(values, lengths, strict=True) if value > -torch.inf
+        ]
         if not chosen:
-            raise TinyspecError("the model holds no length for possible: its checkpoint is broken, train it anew")
+            raise TinyspecError(
+                "the model holds no length for possible: its checkpoint is broken, train it anew"
+            )
         found.append(chosen)
     return found

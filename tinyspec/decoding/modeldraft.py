@@ -38,7 +38,13 @@ class ModelDraft(NoDraft):
     and the target goes on alone.
     """
 
-    def __init__(self, model: Target, gamma: int, ends: frozenset[int] = frozenset(), positions: int | None = None):
+    def __init__(
+        self,
+        model: Target,
+        gamma: int,
+        ends: frozenset[int] = frozenset(),
+        positions: int | None = None,
+    ):
         self.model, self.gamma, self.ends, self.positions = model, gamma, ends, positions
         self.length = 0  # of the draft's own text
         self.left_behind = False  # the text went on beyond its context
@@ -56,7 +62,10 @@ class ModelDraft(NoDraft):
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         tokens, drawn = list[int](), list[Row | None]()
-        most = min(self.gamma if self.positions is None else min(self.gamma, self.positions - self.length), room)
+        most = min(
+            self.gamma if self.positions is None else min(self.gamma, self.positions - self.length),
+            room,
+        )
 
         def choose(laws: Laws) -> int | None:
             """Draw behind the last token; the new one, while there is another to be drawn."""

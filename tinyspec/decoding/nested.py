@@ -80,7 +80,9 @@ class Nested(NoDraft):
         inner.context[kept:] = fresh
         inner.start, inner.finished, inner.stop = len(inner.context), None, self.ends
 
-    def write(self, text: Sequence[int], n: int, warp: Warp, chance: Chance) -> tuple[list[int], list[Row | None]]:
+    def write(
+        self, text: Sequence[int], n: int, warp: Warp, chance: Chance
+    ) -> tuple[list[int], list[Row | None]]:
         """At most n tokens that go on with this text, and the law of each; fewer at an end of text or of the context."""
         tokens, laws = list[int](), list[Row | None]()
         n = n if self.positions is None else min(n, self.positions - len(text))

@@ -40,13 +40,24 @@ class Katz:
                 for n in range(min(order - 1, end) + 1):
                     counts[tuple(text[end - n : end])][token] += 1
         self.counts = {context: dict(counts[context]) for context in sorted(counts, key=len)}
-        self.share: dict[Context, Fraction] = {}  # what an unseen token's law in the shorter context is multiplied by
+        self.share: dict[
+            Context, Fraction
+        ] = {}  # what an unseen token's law in the shorter context is multiplied by
         for context, after in self.counts.items():
             if len(after) < vocabulary:
-                below = 1 - sum(self.law(token, context[1:]) for token in after) if context else vocabulary - len(after)
+                below = (
+                    1 - sum(self.law(token, context[1:]) for token in after)
+                    if context
+                    else vocabulary - len(after)
+                )
                 self.share[context] = DISCOUNT * len(after) / sum(after.values()) / below
-        ranked = {context: sorted(after, key=lambda t: (-after[t], t)) for context, after in self.counts.items()}
-        self.best = {context: self._best(context, frozenset(), ranked)[1] for context in self.counts}
+        ranked = {
+            context: sorted(after, key=lambda t: (-after[t], t))
+            for context, after in self.counts.items()
+        }
+        self.best = {
+            context: self._best(context, frozenset(), ranked)[1] for context in self.counts
+        }
 
     def law(self, token: int, context: Sequence[int]) -> Fraction:
         """The probability of a token after a context."""
@@ -55,7 +66,9 @@ class Katz:
             return Fraction(1, self.vocabulary)
         after = self.counts[seen]
         if token in after:
-            return (after[token] - (DISCOUNT if seen in self.share else 0)) / Fraction(sum(after.values()))
+            return (after[token] - (DISCOUNT if seen in self.share else 0)) / Fraction(
+                sum(after.values())
+            )
         return self.share[seen] * (self.law(token, seen[1:]) if seen else 1)
 
     def likeliest(self, context: Sequence[int]) -> int | None:
@@ -72,13 +85,19 @@ class Katz:
                 return found
         return None
 
-    def _best(self, context: Context, but: frozenset[int], ranked: dict[Context, list[int]]) -> tuple[Fraction, int]:
+    def _best(
+        self, context: Context, but: frozenset[int], ranked: dict[Context, list[int]]
+    ) -> tuple[Fraction, int]:
         """The likeliest token after a context that is none of these, with its probability; the lowest id of equals."""
         first = next((token for token in ranked[context] if token not in but), None)
         found = [] if first is None else [(self.law(first, context), first)]
         but = but.union(self.counts[context])
         if context in self.share and len(but) < self.vocabulary:
-            below = self._best(context[1:], but, ranked) if context else (Fraction(1), next(_others(but)))
+            below = (
+                self._best(context[1:], but, ranked)
+                if context
+                else (Fraction(1), next(_others(but)))
+            )
             found.append((self.share[context] * below[0], below[1]))
         return max(found, key=lambda entry: (entry[0], -entry[1]))
 
@@ -95,10 +114,17 @@ def sampled(model: Any, tokens: int, seed: int = 0) -> list[list[int]]:
     config = model.config
     start = config.bos if config.bos is not None else min(config.eos, default=0)
     streams = min(STREAMS, tokens)
-    lengths = [min((tokens + number) // streams, config.max_positions - 1) for number in range(streams)]
+    lengths = [
+        min((tokens + number) // streams, config.max_positions - 1) for number in range(streams)
+    ]
 
     def say(number: int, gate: Gate) -> list[int]:
-        session, chance, warp, text = model.session(None, gate), Seeded(seed).split("text", number), Warp(), [start]
+        session, chance, warp, text = (
+            model.session(None, gate),
+            Seeded(seed).split("text", number),
+            Warp(),
+            [start],
+        )
         session.extend(text)
         while len(text) <= lengths[number]:
             text.append(chance.draw(warp(session.score(TokenTree()).logits[0], text)))

@@ -47,7 +47,9 @@ def blank(lengths: Sequence[int], token: int, device: torch.device | None = None
     """Candidates of these lengths, every slot holding `token`, with score 0."""
     room = max(max(lengths), 1)
     mask = torch.arange(room, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
-    return Canvas(torch.full(mask.shape, token, device=device), mask, torch.zeros(mask.shape, device=device))
+    return Canvas(
+        torch.full(mask.shape, token, device=device), mask, torch.zeros(mask.shape, device=device)
+    )
 
 
 class Refiner(Protocol):
@@ -93,8 +95,13 @@ class Pass(NamedTuple):
         """Without the tensors."""
         moved = (self.before.tokens != self.after.tokens) & self.after.mask
         texts = [self.after.text(candidate) for candidate in range(len(moved))]
-        scores = [row[slots].tolist() for row, slots in zip(self.after.scores, self.after.mask, strict=True)]
-        return Written(texts, [row.nonzero().flatten().tolist() for row in moved], len(self.calls), scores)
+        scores = [
+            row[slots].tolist()
+            for row, slots in zip(self.after.scores, self.after.mask, strict=True)
+        ]
+        return Written(
+            texts, [row.nonzero().flatten().tolist() for row in moved], len(self.calls), scores
+        )
 
 
 class Refinement:
@@ -104,12 +111,24 @@ class Refinement:
     """
 
     def __init__(
-        self, model: Seq2Seq, source: Sequence[int], refiner: Refiner, chance: Chance, ledger: list[Call] | None = None
+        self,
+        model: Seq2Seq,
+        source: Sequence[int],
+        refiner: Refiner,
+        chance: Chance,
+        ledger: list[Call] | None = None,
     ):
         if not source:
             raise TinyspecError("the source is empty: give at least one token")
-        self.ledger: list[Call] = ledger if ledger is not None else model.ledger if model.ledger is not None else []
-        self.model, self.source, self.refiner, self.chance = model.counting(self.ledger), list(source), refiner, chance
+        self.ledger: list[Call] = (
+            ledger if ledger is not None else model.ledger if model.ledger is not None else []
+        )
+        self.model, self.source, self.refiner, self.chance = (
+            model.counting(self.ledger),
+            list(source),
+            refiner,
+            chance,
+        )
         self.canvas: Canvas | None = None
         self.chosen: int | None = None
 
@@ -122,7 +141,9 @@ class Refinement:
         while not refiner.finished(canvas, iteration):
             mark = len(self.ledger)
             with torch.inference_mode():
-                after = refiner.rewrite(canvas, memory, iteration, chance.split("rewrite", iteration))
+                after = refiner.rewrite(
+                    canvas, memory, iteration, chance.split("rewrite", iteration)
+                )
             before, canvas, self.canvas = canvas, after, after
             yield Pass(iteration, before, after, tuple(self.ledger[mark:]))
             iteration += 1
@@ -149,7 +170,11 @@ class Refinement:
 
 
 def refine(
-    model: Seq2Seq, source: Sequence[int], refiner: Refiner, chance: Chance, ledger: list[Call] | None = None
+    model: Seq2Seq,
+    source: Sequence[int],
+    refiner: Refiner,
+    chance: Chance,
+    ledger: list[Call] | None = None,
 ) -> Refinement:
     """Rewrite a canvas for this source: iterate the result for its passes."""
     return Refinement(model, source, refiner, chance, ledger)

@@ -37,7 +37,11 @@ class Many(NamedTuple):
 
 @torch.inference_mode()
 def refine_many(
-    model: Seq2Seq, sources: Tensor, refiner: Refiner, chances: Sequence[Chance], memory: Memory | None = None
+    model: Seq2Seq,
+    sources: Tensor,
+    refiner: Refiner,
+    chances: Sequence[Chance],
+    memory: Memory | None = None,
 ) -> Many:
     """Rewrite a canvas for each of the sources [B, S], padded at the end; nothing is chosen yet.
 
@@ -58,7 +62,9 @@ def refine_many(
     return Many(canvas._replace(extra=None), owners)
 
 
-def chosen(model: Seq2Seq, sources: Tensor, refiner: Refiner, chances: Sequence[Chance]) -> list[list[int]]:
+def chosen(
+    model: Seq2Seq, sources: Tensor, refiner: Refiner, chances: Sequence[Chance]
+) -> list[list[int]]:
     """The translations of the sources [B, S]: what `refine` chooses for each."""
     with torch.inference_mode():
         memory = model.encode(sources)
@@ -74,7 +80,9 @@ def alone(memory: Memory, source: int) -> Memory:
     """The memory of one source, without the padding that the others asked for."""
     length = int(memory.mask[source].sum())
     one = memory.rows([source])
-    heard = None if one.heard is None else tuple((k[:, :length], v[:, :length]) for k, v in one.heard)
+    heard = (
+        None if one.heard is None else tuple((k[:, :length], v[:, :length]) for k, v in one.heard)
+    )
     return Memory(one.states[:, :length], one.mask[:, :length], one.summary, heard)
 
 
@@ -82,7 +90,9 @@ def joined(canvases: Sequence[Canvas]) -> tuple[Canvas, Tensor]:
     """Canvases below one another, padded to the widest, and whose each row is."""
     room = max(canvas.tokens.shape[1] for canvas in canvases)
     parts = zip(*(canvas[:3] for canvas in canvases), strict=True)
-    tokens, mask, scores = (torch.cat([F.pad(part, (0, room - part.shape[1])) for part in of]) for of in parts)
+    tokens, mask, scores = (
+        torch.cat([F.pad(part, (0, room - part.shape[1])) for part in of]) for of in parts
+    )
     counts = torch.tensor([len(canvas.tokens) for canvas in canvases], device=tokens.device)
     return Canvas(tokens, mask, scores), torch.repeat_interleave(counts)
 
@@ -91,4 +101,6 @@ class _Silent:
     """A chance for all sources together: there is none."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise TinyspecError("this technique draws while it rewrites: its sources are refined one by one")
+        raise TinyspecError(
+            "this technique draws while it rewrites: its sources are refined one by one"
+        )

@@ -23,7 +23,11 @@ def vectors(row: Row, q: Row | None, token: int) -> tuple[Any, Any]:
     [[0.5, 0.5], [0, 1]]
     """
     if q is None:
-        q = [int(x == token) for x in range(len(row))] if is_exact(row) else np.eye(1, len(row), token)[0]
+        q = (
+            [int(x == token) for x in range(len(row))]
+            if is_exact(row)
+            else np.eye(1, len(row), token)[0]
+        )
     if is_exact(row) or is_exact(q):
         return np.array(list(row), dtype=object), np.array(list(q), dtype=object)
     if on_device(row):

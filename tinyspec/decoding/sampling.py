@@ -79,15 +79,23 @@ class Warp:
     def __post_init__(self) -> None:
         """Raise TinyspecError for settings without a meaning; `not` so that NaN is caught too."""
         if not 0 <= self.temperature < math.inf:
-            raise TinyspecError(f"temperature must be finite and at least 0 (0 is greedy), got {self.temperature}")
+            raise TinyspecError(
+                f"temperature must be finite and at least 0 (0 is greedy), got {self.temperature}"
+            )
         if self.top_k is not None and not (self.top_k >= 1 and self.top_k == int(self.top_k)):
-            raise TinyspecError(f"top_k must be a whole number of at least 1 (None keeps all), got {self.top_k}")
+            raise TinyspecError(
+                f"top_k must be a whole number of at least 1 (None keeps all), got {self.top_k}"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise TinyspecError(f"top_p must be above 0 and at most 1 (None keeps all), got {self.top_p}")
+            raise TinyspecError(
+                f"top_p must be above 0 and at most 1 (None keeps all), got {self.top_p}"
+            )
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise TinyspecError(f"min_p must be between 0 and 1 (None keeps all), got {self.min_p}")
         if not 0 < self.repetition_penalty < math.inf:
-            raise TinyspecError(f"repetition_penalty must be above 0 (1 is off), got {self.repetition_penalty}")
+            raise TinyspecError(
+                f"repetition_penalty must be above 0 (1 is off), got {self.repetition_penalty}"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -119,7 +127,9 @@ class Warp:
             return None
         return self.draw(logits, history, 0.0)
 
-    def block(self, logits: torch.Tensor, histories: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def block(
+        self, logits: torch.Tensor, histories: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The laws [n, V] of many rows on a device, a history each, and their highest logits [n]; nothing comes to the host."""
         return device.warp_rows(logits, histories, *self._knobs())
 
@@ -131,14 +141,20 @@ class Warp:
     def _exact(self, weights: Sequence[Fraction]) -> list[Fraction]:
         row = [x if type(x) is Fraction else Fraction(x) for x in weights]
         if self.repetition_penalty != 1:
-            raise TinyspecError("a repetition penalty acts on logits: rational weights have no exact one")
+            raise TinyspecError(
+                "a repetition penalty acts on logits: rational weights have no exact one"
+            )
         if not row or min(row) < 0 or max(row) == 0:
-            raise TinyspecError("rational weights must be non-negative and not all zero to define a law")
+            raise TinyspecError(
+                "rational weights must be non-negative and not all zero to define a law"
+            )
         if self.temperature == 0:
             return list(reference.one_hot(row))
         power = round(1 / self.temperature)
         if not math.isclose(power * self.temperature, 1, rel_tol=1e-9):
-            raise TinyspecError(f"rational weights are exact at temperature 0 and 1/n only, got {self.temperature}")
+            raise TinyspecError(
+                f"rational weights are exact at temperature 0 and 1/n only, got {self.temperature}"
+            )
         top_p = None if self.top_p is None else rational(self.top_p)
         min_p = Fraction(0) if self.min_p is None else rational(self.min_p)
         row = row if power == 1 else [x**power for x in row]
@@ -154,7 +170,9 @@ def _floats(logits: Any) -> NDArray[np.float32] | NDArray[np.float64]:
     """CPU logits as the kernels read them: float32 and float64 as they are, narrower dtypes as float32 (exact)."""
     if isinstance(logits, torch.Tensor):
         logits = logits.detach()
-        logits = (logits if logits.dtype in (torch.float32, torch.float64) else logits.float()).numpy()
+        logits = (
+            logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        ).numpy()
     row = np.ascontiguousarray(logits)
     return row if row.dtype in _READ else row.astype(np.float64)
 

@@ -27,13 +27,19 @@ class Stop:
 
     def __post_init__(self) -> None:
         if any(not s for s in self.strings) or any(not s for s in self.sequences):
-            raise TinyspecError("a stop string or sequence is empty: it would stop before the first token")
+            raise TinyspecError(
+                "a stop string or sequence is empty: it would stop before the first token"
+            )
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise TinyspecError(f"max_new_tokens is {self.max_new_tokens}: it must be 0 or more")
         if self.strings and self.decode is None:
-            raise TinyspecError("stop strings need a tokenizer: pass stop sequences of token ids instead")
+            raise TinyspecError(
+                "stop strings need a tokenizer: pass stop sequences of token ids instead"
+            )
 
-    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, Reason | None]:
+    def cut(
+        self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
+    ) -> tuple[int, Reason | None]:
         """How many of the `fresh` tokens to keep after the `new` ones already kept, and why the text ends there if it does.
 
         limit  the most new tokens that the context still allows in all

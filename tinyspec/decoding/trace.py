@@ -58,7 +58,9 @@ class Statistics:
         '5 tokens in 2 target calls (2.50 a call, 3 of 4 drafted tokens accepted), 0.00 s; ended by length'
         """
         pace = f", {self.emitted / self.seconds:.1f} tokens/s" if self.seconds else ""
-        drafts = f", {self.accepted} of {self.drafted} drafted tokens accepted" if self.drafted else ""
+        drafts = (
+            f", {self.accepted} of {self.drafted} drafted tokens accepted" if self.drafted else ""
+        )
         return (
             f"{self.emitted} tokens in {self.target_calls} target calls ({self.tokens_per_call:.2f} a call{drafts}){layers}, "
             f"{self.seconds:.2f} s{pace}; ended by {finish_reason}"
@@ -145,10 +147,16 @@ class Trace:
         """The target's own law is that of the logits, before the warpers."""
         laws = round.scores.logits.detach().double().cpu().softmax(dim=-1)  # [n + 1, V]
         size = laws.shape[-1]
-        for token, parent, law in zip(round.tree.tokens, round.tree.parents, round.tree.laws, strict=True):
-            entry.p.append(float(laws[parent + 1, token]) if token < size else 0.0)  # a probe may be no token
+        for token, parent, law in zip(
+            round.tree.tokens, round.tree.parents, round.tree.laws, strict=True
+        ):
+            entry.p.append(
+                float(laws[parent + 1, token]) if token < size else 0.0
+            )  # a probe may be no token
             entry.q.append(None if law is None else float(law[token]))
-        entry.said = [float(laws[row, token]) for row, token in zip(_rows(round), round.tokens, strict=True)]
+        entry.said = [
+            float(laws[row, token]) for row, token in zip(_rows(round), round.tokens, strict=True)
+        ]
 
     @property
     def origins(self) -> list[str]:
@@ -196,7 +204,9 @@ def compute_logprobs_on_device(round: Round) -> torch.Tensor:
     """Return `compute_logprobs` where the logits lie on a device, without waiting for it."""
     rows = _rows(round)
     logits = round.scores.logits[rows].double()
-    return logits[torch.arange(len(rows)), torch.tensor(round.tokens, device=logits.device)] - logits.logsumexp(dim=-1)
+    return logits[
+        torch.arange(len(rows)), torch.tensor(round.tokens, device=logits.device)
+    ] - logits.logsumexp(dim=-1)
 
 
 def distinct(tokens: Sequence[int], n: int = 4) -> float:

@@ -97,16 +97,29 @@ class TreeDraft(ModelDraft):
         for node, parent in enumerate(shape):
             below[parent].append(node)
             depth[node] = depth[parent] + 1
-        self.shape, self.below, self.gamma = shape, dict(below), max(depth.values())  # below: node -> its children
-        self.levels: list[list[int]] = [[] for _ in range(self.gamma)]  # nodes with children, by depth
+        self.shape, self.below, self.gamma = (
+            shape,
+            dict(below),
+            max(depth.values()),
+        )  # below: node -> its children
+        self.levels: list[list[int]] = [
+            [] for _ in range(self.gamma)
+        ]  # nodes with children, by depth
         for node in below:
             self.levels[depth[node]].append(node)
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         tokens, parents, rows = list[int](), list[int](), list[Row | None]()
-        inner = TokenTree([], [], [], [])  # the part that the model runs: nodes that will have children
-        at, ran = {ROOT: ROOT}, {ROOT: ROOT}  # node of the shape -> its place in the tree, and in the part that is run
-        deepest = min(room, len(self.levels), room if self.positions is None else self.positions - self.length)
+        inner = TokenTree(
+            [], [], [], []
+        )  # the part that the model runs: nodes that will have children
+        at, ran = (
+            {ROOT: ROOT},
+            {ROOT: ROOT},
+        )  # node of the shape -> its place in the tree, and in the part that is run
+        deepest = min(
+            room, len(self.levels), room if self.positions is None else self.positions - self.length
+        )
         for level in self.levels[: 0 if self.left_behind else max(deepest, 0)]:
             alive = [node for node in level if node in ran]
             if not alive:
@@ -114,7 +127,9 @@ class TreeDraft(ModelDraft):
             laws = Laws(self.model.score(inner), warp, context, inner)
             for node in alive:
                 drawn = self.children(laws, ran[node], len(self.below[node]), chance)
-                for child, (token, law) in zip(self.below[node], drawn, strict=False):  # fewer where the support ends
+                for child, (token, law) in zip(
+                    self.below[node], drawn, strict=False
+                ):  # fewer where the support ends
                     at[child] = len(tokens)
                     tokens.append(token)
                     parents.append(at[node])
@@ -124,7 +139,9 @@ class TreeDraft(ModelDraft):
                         _grow(inner, token, ran[node])
         return TokenTree(tokens, parents, rows, (False,) * len(tokens))
 
-    def children(self, laws: Laws, node: int, k: int, chance: Chance) -> list[tuple[int, Row | None]]:
+    def children(
+        self, laws: Laws, node: int, k: int, chance: Chance
+    ) -> list[tuple[int, Row | None]]:
         """At most k tokens below a node whose law is `laws[node]`, each with the law it was drawn from; in draw order."""
         if laws.warp.temperature == 0:
             return [(token, None) for token in likeliest(laws.ranking(node), k)]
@@ -152,7 +169,9 @@ def unseen(q: Row, seen: Sequence[int]) -> Row:
     each = len(q) - len(seen)
     if is_exact(q):
         return [Fraction(int(token not in seen), each) for token in range(len(q))]
-    row: Any = torch.full_like(q, 1 / each) if isinstance(q, torch.Tensor) else np.full(len(q), 1 / each)
+    row: Any = (
+        torch.full_like(q, 1 / each) if isinstance(q, torch.Tensor) else np.full(len(q), 1 / each)
+    )
     row[list(seen)] = 0
     return row
 

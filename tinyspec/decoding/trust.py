@@ -17,7 +17,13 @@ from collections.abc import Mapping, Sequence
 from tinyspec.tree import ROOT, TokenTree
 
 RATE = 0.1  # weight of the newest outcome: one hit of many must not look like a habit
-FIRST = {8: 0.7, 5: 0.5, 3: 0.3, 2: 0.15, 1: 0.05}  # least length of a match -> before anything is known
+FIRST = {
+    8: 0.7,
+    5: 0.5,
+    3: 0.3,
+    2: 0.15,
+    1: 0.05,
+}  # least length of a match -> before anything is known
 FURTHER = 0.8
 PATIENCE, EVERY = 8, 4  # looks in vain after which only every fourth round is looked at
 BUCKETS = tuple(next((n for n in FIRST if n <= match), 1) for match in range(max(FIRST) + 1))
@@ -53,19 +59,28 @@ class Trust:
         """Whether one of these first guesses behind such a match may be run."""
         return max(shares) * self.first[bucket(match)] >= self.price * sum(shares)
 
-    def watch(self, tokens: Sequence[int], parents: Sequence[int], matches: Sequence[int]) -> TokenTree:
+    def watch(
+        self, tokens: Sequence[int], parents: Sequence[int], matches: Sequence[int]
+    ) -> TokenTree:
         """Run none of these guesses, and let the text judge them all the same."""
         self.tokens, self.parents, self.matches = tokens, parents, matches
         self.vain += 1
         return NOTHING
 
-    def chances(self, parents: Sequence[int], shares: Sequence[float], matches: Sequence[int]) -> list[float]:
+    def chances(
+        self, parents: Sequence[int], shares: Sequence[float], matches: Sequence[int]
+    ) -> list[float]:
         """How likely each guess is to hold, and all above it: what is expected of it by the rule on top of this file."""
-        whole = dict[int, float]()  # of the first guesses behind each match: a draft may join trees, or leave some out
+        whole = dict[
+            int, float
+        ]()  # of the first guesses behind each match: a draft may join trees, or leave some out
         for parent, share, match in zip(parents, shares, matches, strict=True):
             if parent == ROOT:
                 whole[match] = whole.get(match, 0.0) + share
-        trusted = {match: (self.first[bucket(match)], self.further[bucket(match)]) for match in set(matches)}
+        trusted = {
+            match: (self.first[bucket(match)], self.further[bucket(match)])
+            for match in set(matches)
+        }
         depths, found = list[int](), list[float]()
         for parent, share, match in zip(parents, shares, matches, strict=True):
             first, further = trusted[match]
@@ -74,7 +89,11 @@ class Trust:
         return found
 
     def tree(
-        self, tokens: Sequence[int], parents: Sequence[int], shares: Sequence[float], matches: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        shares: Sequence[float],
+        matches: Sequence[int],
     ) -> TokenTree:
         """The guesses that are worth a row; all of them are remembered, to be judged by the text."""
         self.watch(tokens, parents, matches)
@@ -101,7 +120,11 @@ class Trust:
         longest = self.matches[0]
         at, rates = ROOT, self.first
         for token in text:
-            below = [n for n, parent in enumerate(self.parents) if parent == at and self.matches[n] == longest]
+            below = [
+                n
+                for n, parent in enumerate(self.parents)
+                if parent == at and self.matches[n] == longest
+            ]
             if not below:
                 return
             at = next((node for node in below if self.tokens[node] == token), ROOT)

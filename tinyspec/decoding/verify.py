@@ -66,7 +66,11 @@ def walk(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     if (rows := getattr(p, "on_device", None)) is not None:
         return _walk_on_device(tree, rows, chance)
     certain = getattr(p, "certain", None)
-    if certain is not None and (said := certain(ROOT)) is not None and not any(law is not None for law in tree.laws):
+    if (
+        certain is not None
+        and (said := certain(ROOT)) is not None
+        and not any(law is not None for law in tree.laws)
+    ):
         return follow(tree, certain, said)
     root = p[ROOT]
     block = None if is_exact(root) or on_device(root) else chance.uniforms(len(tree.tokens) + 1)
@@ -86,7 +90,11 @@ def follow(tree: TokenTree, certain: Callable[[int], int], said: int) -> Verdict
     """
     path, refused, here = list[int](), list[int](), {ROOT}
     while True:
-        siblings = [node for node, parent in enumerate(tree.parents) if parent in here and not tree.probe[node]]
+        siblings = [
+            node
+            for node, parent in enumerate(tree.parents)
+            if parent in here and not tree.probe[node]
+        ]
         here = {node for node in siblings if tree.tokens[node] == said}
         first = min(here, default=None)
         refused += [node for node in siblings if first is None or node < first]
@@ -100,7 +108,9 @@ def _walk_on_device(tree: TokenTree, rows: tuple[Any, Any], chance: Chance) -> V
     """The walk over rows that live on a device, with one synchronisation."""
     uniforms = chance.uniforms(len(tree.tokens) + 1)
     if uniforms is None:
-        raise TinyspecError("every outcome of a walk is enumerated on the host: use a model on the CPU")
+        raise TinyspecError(
+            "every outcome of a walk is enumerated on the host: use a model on the CPU"
+        )
     path, token, refused, used = device.walk(*_columns(tree), *rows, uniforms.tolist())
     chance.unread(len(uniforms) - used)
     return Verdict(path, token, refused)

@@ -33,7 +33,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.confidence import BIAS, WEIGHT, classified, classifier, saturation, softmax_response
+from tinyspec.decoding.confidence import (
+    BIAS,
+    WEIGHT,
+    classified,
+    classifier,
+    saturation,
+    softmax_response,
+)
 from tinyspec.decoding.decode import Decoder, NoDraft
 from tinyspec.decoding.exits import Exit, ExitTarget, Rule
 from tinyspec.decoding.verify import walk
@@ -105,16 +112,37 @@ class Confident(Rule):
     guarantee=Guarantee.LOSSY,
     lossy=("threshold", math.inf),
     knobs=(
-        Knob("threshold", 0.9, "confidence at which a token leaves; inf: never", low=0.0, high=1.0, beyond=math.inf),
-        Knob("measure", "softmax", "the confidence", choices=("softmax", "saturation", "classifier")),
-        Knob("decay", "paper", "how the threshold falls along the text", choices=("paper", "t5x", "constant")),
+        Knob(
+            "threshold",
+            0.9,
+            "confidence at which a token leaves; inf: never",
+            low=0.0,
+            high=1.0,
+            beyond=math.inf,
+        ),
+        Knob(
+            "measure", "softmax", "the confidence", choices=("softmax", "saturation", "classifier")
+        ),
+        Knob(
+            "decay",
+            "paper",
+            "how the threshold falls along the text",
+            choices=("paper", "t5x", "constant"),
+        ),
         Knob("tau", 4.0, "how fast it falls; 0: not at all", low=0.0),
         Knob("min_exit", 1, "the lowest layer where a token may leave", low=1, small=(1,)),
         Knob("interval", 1, "it is asked at every so many layers", low=1, small=(1,)),
     ),
 )
 def calm(
-    request: Request, *, threshold: float, measure: str, decay: str, tau: float, min_exit: int, interval: int
+    request: Request,
+    *,
+    threshold: float,
+    measure: str,
+    decay: str,
+    tau: float,
+    min_exit: int,
+    interval: int,
 ) -> Decoder:
     """Each token runs as many layers as it needs to be sure."""
     session: Any = request.target
@@ -125,7 +153,9 @@ def calm(
     rule = Rule()
     if threshold < math.inf:
         layers = range(min_exit, depth, interval)
-        rule = Confident(measure_of(measure, model), lambda t: decayed(decay, threshold, tau, t, limit), layers)
+        rule = Confident(
+            measure_of(measure, model), lambda t: decayed(decay, threshold, tau, t, limit), layers
+        )
     return replace(request, target=ExitTarget(session, rule, "copy")).decoder(NoDraft(), walk)
 
 
@@ -146,7 +176,9 @@ def balanced_loss(agrees: Tensor, states: Tensor, weight: Tensor, bias: Tensor) 
 
     A layer where one kind is missing counts by the other alone.
     """
-    each = F.binary_cross_entropy_with_logits(states @ weight + bias, agrees.to(states.dtype), reduction="none")
+    each = F.binary_cross_entropy_with_logits(
+        states @ weight + bias, agrees.to(states.dtype), reduction="none"
+    )
     each, agrees = each.flatten(0, -2), agrees.flatten(0, -2)  # [n, L-1]
     kinds = torch.stack([agrees, ~agrees])  # [2, n, L-1]
     counts = kinds.sum(1)
@@ -155,7 +187,11 @@ def balanced_loss(agrees: Tensor, states: Tensor, weight: Tensor, bias: Tensor) 
 
 
 def fit(
-    model: Model, crops: Callable[[torch.Generator], tuple[Tensor, ...]], settings: Settings, folder: Path, **watch: Any
+    model: Model,
+    crops: Callable[[torch.Generator], tuple[Tensor, ...]],
+    settings: Settings,
+    folder: Path,
+    **watch: Any,
 ) -> tuple[Trained, Mapping[str, Tensor]]:
     """Train the classifier of a frozen model; `crops` draws texts [B, T]. Its state lives in `folder`, as `train` keeps it."""
     frozen = model.to(dtype=torch.float32)
@@ -164,7 +200,12 @@ def fit(
     def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
         return labels(frozen, crops(generator)[0])
 
-    held = labels(frozen, torch.cat([crops(torch.Generator().manual_seed(settings.seed - i))[0] for i in range(1, 5)]))
+    held = labels(
+        frozen,
+        torch.cat(
+            [crops(torch.Generator().manual_seed(settings.seed - i))[0] for i in range(1, 5)]
+        ),
+    )
 
     def validate() -> dict[str, float]:
         with torch.no_grad():
@@ -173,5 +214,14 @@ def fit(
     def loss(agrees: Tensor, states: Tensor) -> Tensor:
         return balanced_loss(agrees, states, weights[WEIGHT], weights[BIAS])
 
-    ended = train(weights, batches, loss, settings, folder, validate=validate, title="exit classifier", **watch)
+    ended = train(
+        weights,
+        batches,
+        loss,
+        settings,
+        folder,
+        validate=validate,
+        title="exit classifier",
+        **watch,
+    )
     return ended, {name: weight.detach() for name, weight in weights.items()}

@@ -38,7 +38,9 @@ def drafting_layers(exit: int, depth: int, name: str = "the model") -> int:
     (8, 3, 4)
     """
     if exit > depth:
-        raise TinyspecError(f"exit {exit} is out of range: {name} has {depth} layers; layerskip takes 1 to {depth}")
+        raise TinyspecError(
+            f"exit {exit} is out of range: {name} has {depth} layers; layerskip takes 1 to {depth}"
+        )
     return exit or (depth + 3) // 4
 
 

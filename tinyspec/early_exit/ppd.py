@@ -52,7 +52,9 @@ class Pipeline:
         self.coming: tuple[Sequence[int], Warp] | None = None
         self.beside = ThreadPoolExecutor(1) if threads else None
 
-    def __getattr__(self, name: str) -> Any:  # text, extend, append, commit, rewind, end: the session's
+    def __getattr__(
+        self, name: str
+    ) -> Any:  # text, extend, append, commit, rewind, end: the session's
         return getattr(self.session, name)
 
     def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
@@ -72,7 +74,9 @@ class Pipeline:
         if warp.repetition_penalty != 1.0:  # the one setting that changes which tokens come first
             rows = [Warp(repetition_penalty=warp.repetition_penalty)(rows[0], text)]
         tokens = candidates(rows, [0], self.k)[0]
-        return TokenTree(tokens, (ROOT,) * len(tokens), (None,) * len(tokens), (False,) * len(tokens))
+        return TokenTree(
+            tokens, (ROOT,) * len(tokens), (None,) * len(tokens), (False,) * len(tokens)
+        )
 
     def _threaded(self, branches: TokenTree, tree: TokenTree, taps: Sequence[int]) -> Scores:
         """Main process and branches at the same time. They share the cache: each writes its own slots, and the branches read
@@ -126,7 +130,9 @@ def guessing_layer(layer: int, depth: int, name: str = "the model") -> int:
     """
     least = (depth + 1) // 2
     if layer > depth:
-        raise TinyspecError(f"layer {layer} is out of range: {name} has {depth}; ppd takes {least} to {depth}")
+        raise TinyspecError(
+            f"layer {layer} is out of range: {name} has {depth}; ppd takes {least} to {depth}"
+        )
     if 0 < layer < least:
         raise TinyspecError(
             f"layer {layer} is below half of the {depth} layers of {name}, where a branch would have to guess too: "
@@ -142,7 +148,13 @@ def guessing_layer(layer: int, depth: int, name: str = "the model") -> int:
     family="early exit",
     guarantee=Guarantee.EXACT,
     knobs=(
-        Knob("layer", 0, "behind which the next token is guessed; 0: two thirds of the depth", low=0, small=(0, 3)),
+        Knob(
+            "layer",
+            0,
+            "behind which the next token is guessed; 0: two thirds of the depth",
+            low=0,
+            small=(0, 3),
+        ),
         Knob("k", 3, "guesses that are begun with (the paper: 1, 3, 5)", low=1, small=(2, 1, 3)),
         Knob("threads", False, "run the guesses beside the newest token, in a thread of their own"),
     ),
@@ -151,6 +163,8 @@ def ppd(request: Request, *, layer: int, k: int, threads: bool) -> Decoder:
     """The target begins with its next token before the newest one is through."""
     session: Any = request.target
     model = session.model
-    pipeline: Any = Pipeline(session, guessing_layer(layer, model.config.n_layers, model.name), k, threads)
+    pipeline: Any = Pipeline(
+        session, guessing_layer(layer, model.config.n_layers, model.name), k, threads
+    )
     request.target = pipeline
     return request.decoder(Announces(pipeline), walk)

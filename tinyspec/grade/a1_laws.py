@@ -28,7 +28,9 @@ TOP_P = "top-p: the smallest set of most probable tokens that reaches top_p"
 ORDER = "the order: temperature, then top-k, then top-p of what top-k left"
 PROBABILITY = "the acceptance is a probability, from 0 to 1"
 OVER = "a token that the draft proposes too often (q > p) is accepted with probability p/q"
-UNDER = "a token that the draft proposes no more often than the target does (q <= p) is always accepted"
+UNDER = (
+    "a token that the draft proposes no more often than the target does (q <= p) is always accepted"
+)
 REST = "the residual is a distribution: V numbers from 0 on that add up to one"
 BEYOND = "the residual gives nothing to a token that the draft proposes often enough (p <= q)"
 WHOLE = "accepted and recovered together are the target: min(p, q) + (1 - alpha) residual = p"
@@ -55,7 +57,12 @@ def held_row(row: Any, size: int, law: str, case: dict[str, Any], scaled: bool =
     scaled  False: the numbers may add up to anything above 0
     """
     if not isinstance(row, (list, tuple)) or len(row) != size or not all(map(is_number, row)):
-        accuse(law, f"a list of {size} numbers (no bool, no nan)", repr(row) if contains_text(row) else row, **case)
+        accuse(
+            law,
+            f"a list of {size} numbers (no bool, no nan)",
+            repr(row) if contains_text(row) else row,
+            **case,
+        )
     if any(x < 0 for x in row):
         accuse(law, "no number below 0", list(row), **case)
     if not close(1, sum(row)) if scaled else not sum(row) > 0:
@@ -112,9 +119,13 @@ def of_warp(law: str, knobs: Sequence[Knobs]) -> Callable[[Function, Cases], Evi
 
 ONE, HALF, THIRD, ZERO = Fraction(1), Fraction(1, 2), Fraction(1, 3), Fraction(0)
 a_law = of_warp(A_LAW, [(ONE, None, None), (HALF, 2, Fraction(9, 10))])
-temperature = of_warp(TEMPERATURE, [(ONE, None, None), (HALF, None, None), (THIRD, None, None), (ZERO, None, None)])
+temperature = of_warp(
+    TEMPERATURE, [(ONE, None, None), (HALF, None, None), (THIRD, None, None), (ZERO, None, None)]
+)
 top_k = of_warp(TOP_K, [(ONE, 1, None), (ONE, 2, None), (ONE, 3, None), (ONE, 7, None)])
-top_p = of_warp(TOP_P, [(ONE, None, x) for x in (HALF, THIRD, Fraction(3, 4), Fraction(9, 10), ONE)])
+top_p = of_warp(
+    TOP_P, [(ONE, None, x) for x in (HALF, THIRD, Fraction(3, 4), Fraction(9, 10), ONE)]
+)
 order = of_warp(
     ORDER,
     [
@@ -146,7 +157,9 @@ def one_law(rng: random.Random, size: int) -> Exact:
     return tuple(Fraction(x, sum(drawn)) for x in drawn)
 
 
-def acceptances(acceptance: Function, cases: Cases, law: str) -> Iterator[tuple[dict[str, Any], Fraction, Any]]:
+def acceptances(
+    acceptance: Function, cases: Cases, law: str
+) -> Iterator[tuple[dict[str, Any], Fraction, Any]]:
     """(the case, min(p, q) of its token, the acceptance), checked to be numbers."""
     for p, q in two_laws(cases):
         for token in range(len(p)):

@@ -22,7 +22,9 @@ from tinyspec.laws.cases import shrink
 from tinyspec.laws.exact import Reference
 
 JOINT = "joint distribution: over all rounds, the text has the distribution of plain decoding"
-CACHES = "at every forward pass the cache holds what was accepted: nothing rejected, nothing read twice"
+CACHES = (
+    "at every forward pass the cache holds what was accepted: nothing rejected, nothing read twice"
+)
 READ = "tokens come from forward passes: the target reads all but the last, the draft what its tokens follow; n = 0 needs none"
 CALLS = "one forward pass of the target a round, and rounds as long as the rule allows"
 
@@ -44,7 +46,9 @@ def stops(generate: Function, cases: Cases) -> Evidence:
 
 def smallest_endings(cases: Cases) -> list[Situation]:
     """The endings, the smallest first."""
-    return sorted(endings(cases), key=lambda given: given.case.tokens + given.case.gamma + len(given.prompt))
+    return sorted(
+        endings(cases), key=lambda given: given.case.tokens + given.case.gamma + len(given.prompt)
+    )
 
 
 def smallest(given: Situation, broken: Callable[[Situation], bool]) -> Situation:
@@ -83,7 +87,10 @@ def joint(generate: Function, cases: Cases) -> Evidence:
 
 def shared(one: Text, other: Text) -> int:
     """How many tokens two texts have in common, from the first on."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 def misread(prompt: Text, outcome: Run) -> tuple[dict[str, Any], Any, Any] | None:
@@ -96,7 +103,11 @@ def misread(prompt: Text, outcome: Run) -> tuple[dict[str, Any], Any, Any] | Non
     for before, tokens in outcome.target:
         ought = after[: shared(after, text)]
         if before != ought:
-            return called("target", text, tokens, "its cache before the forward pass"), list(ought), list(before)
+            return (
+                called("target", text, tokens, "its cache before the forward pass"),
+                list(ought),
+                list(before),
+            )
         after = (*before, *tokens)
     judged, after = [(*before, *tokens) for before, tokens in outcome.target], ()
     for before, tokens in outcome.draft:
@@ -108,14 +119,22 @@ def misread(prompt: Text, outcome: Run) -> tuple[dict[str, Any], Any, Any] | Non
             return asked, "a beginning of a text that the target reads later", list(read)
         ought = after[: shared(after, judged[0])]
         if before != ought:
-            return called("draft", text, tokens, "its cache before the forward pass"), list(ought), list(before)
+            return (
+                called("draft", text, tokens, "its cache before the forward pass"),
+                list(ought),
+                list(before),
+            )
         after = read
     return None
 
 
 def called(model: str, text: Text, tokens: Text, compared: str) -> dict[str, Any]:
     """The call of a model in the words of the hand-out."""
-    return {"text in the end": list(text), "call": f"{model}.score({list(tokens)})", "compared": compared}
+    return {
+        "text in the end": list(text),
+        "call": f"{model}.score({list(tokens)})",
+        "compared": compared,
+    }
 
 
 def caches(generate: Function, cases: Cases) -> Evidence:
@@ -139,9 +158,15 @@ def unread(given: Situation, outcome: Run) -> tuple[str, Any, Any] | None:
     known by then was drafted, behind tokens that the draft has read.
     """
     text: Text = (*given.prompt, *outcome.new)
-    target, draft = ([(*before, *tokens) for before, tokens in asked] for asked in (outcome.target, outcome.draft))
+    target, draft = (
+        [(*before, *tokens) for before, tokens in asked]
+        for asked in (outcome.target, outcome.draft)
+    )
     if given.case.tokens == 0:
-        asked = [*(f"target.score({list(read)})" for read in target), *(f"draft.score({list(read)})" for read in draft)]
+        asked = [
+            *(f"target.score({list(read)})" for read in target),
+            *(f"draft.score({list(read)})" for read in draft),
+        ]
         return ("the forward passes", "none", asked) if asked else None
     if not any(shared(read, text) >= len(text) - 1 for read in target):
         longest = max(target, key=lambda read: shared(read, text), default=())
@@ -149,11 +174,17 @@ def unread(given: Situation, outcome: Run) -> tuple[str, Any, Any] | None:
     known = len(given.prompt)
     for read in target:
         if len(read) > known + given.case.gamma:
-            what = f"how many tokens after {list(read[:known])} the target reads in one forward pass"
+            what = (
+                f"how many tokens after {list(read[:known])} the target reads in one forward pass"
+            )
             return what, f"at most {given.case.gamma}", len(read) - known
         if len(read) > known and not any(shared(each, read) >= len(read) - 1 for each in draft):
             longest = max(draft, key=lambda each: shared(each, read), default=())
-            return f"what the draft has read before it drafts {read[-1]}", list(read[:-1]), list(longest)
+            return (
+                f"what the draft has read before it drafts {read[-1]}",
+                list(read[:-1]),
+                list(longest),
+            )
         known = shared(read, text) + 1
     return None
 
@@ -172,7 +203,13 @@ def calls(generate: Function, cases: Cases) -> Evidence:
             if wrong is not None:
                 compared, expected, got = wrong
                 text = [*given.prompt, *outcome.new]
-                accuse(READ, expected, got, **given.shown(), **{"text in the end": text, "compared": compared})
+                accuse(
+                    READ,
+                    expected,
+                    got,
+                    **given.shown(),
+                    **{"text in the end": text, "compared": compared},
+                )
     return evidence
 
 
@@ -183,7 +220,11 @@ def needed(given: Situation) -> Any:
         return len(new) >= given.case.tokens or (bool(new) and new[-1] == given.eos)
 
     def begin(new: Text) -> Any:
-        return 0 if ended(new) else 1 + within(new, min(given.case.gamma, given.case.tokens - len(new) - 1))
+        return (
+            0
+            if ended(new)
+            else 1 + within(new, min(given.case.gamma, given.case.tokens - len(new) - 1))
+        )
 
     def within(new: Text, left: int) -> Any:
         p, q = (given.law(name, (*given.prompt, *new)) for name in "pq")
@@ -203,7 +244,9 @@ def frugal(generate: Function, cases: Cases) -> Evidence:
     evidence = Evidence(CALLS)
     for given in situations(cases):
         evidence.cases += 1
-        got = sum(mass * len(outcome.target) for outcome, mass in every(generate, given, evidence).items())
+        got = sum(
+            mass * len(outcome.target) for outcome, mass in every(generate, given, evidence).items()
+        )
         expected = needed(given)
         if not close(expected, got):
             compared = "forward passes of the target, on average"

@@ -45,7 +45,9 @@ class Given(NamedTuple):
 
 def said(verify: Function, given: Given, chance: Exhaustive) -> Text:
     """One run of verify on rows of its own; its tokens, which must be some of the draft and one more."""
-    tokens = verify([list(row) for row in given.p], [list(row) for row in given.q], list(given.draft), chance)
+    tokens = verify(
+        [list(row) for row in given.p], [list(row) for row in given.q], list(given.draft), chance
+    )
     vocabulary, most = len(given.p[0]), len(given.p)
     fits = isinstance(tokens, (list, tuple)) and 1 <= len(tokens) <= most
     fits = fits and all(type(token) is int and 0 <= token < vocabulary for token in tokens)
@@ -60,8 +62,16 @@ def said(verify: Function, given: Given, chance: Exhaustive) -> Text:
 def rounds(cases: Cases) -> Iterator[Case]:
     """Targets and drafts, the smallest first: a law for each place, then one for each text."""
     times, seed = cases.times, cases.seed
-    for vocabulary, gamma, whole, count in ((2, 1, 2, 27), (2, 1, 3, 40), (2, 2, 3, 40), (3, 1, 3, 30), (3, 2, 3, 8)):
-        yield from stage(vocabulary, gamma, gamma + 1, whole, (gamma + 1, gamma), "length", count * times, seed)
+    for vocabulary, gamma, whole, count in (
+        (2, 1, 2, 27),
+        (2, 1, 3, 40),
+        (2, 2, 3, 40),
+        (3, 1, 3, 30),
+        (3, 2, 3, 8),
+    ):
+        yield from stage(
+            vocabulary, gamma, gamma + 1, whole, (gamma + 1, gamma), "length", count * times, seed
+        )
     yield from stage(2, 2, 3, 3, (7, 3), "text", 8 * times, seed)
     yield from stage(2, 3, 4, 3, (4, 3), "length", 6 * times, seed)
 
@@ -119,7 +129,10 @@ def kept(verify: Function, cases: Cases) -> Evidence:
     for case in rounds(cases):
         for each in drafts(case):
             law = every(partial(said, verify, each), evidence)
-            ratios = [min(Fraction(1), p[x] / q[x]) for p, q, x in zip(each.p[:-1], each.q, each.draft, strict=True)]
+            ratios = [
+                min(Fraction(1), p[x] / q[x])
+                for p, q, x in zip(each.p[:-1], each.q, each.draft, strict=True)
+            ]
             for count in range(1, case.gamma + 1):
                 expected = prod(ratios[:count], start=Fraction(1))
                 got = sum(mass for text, mass in law.items() if len(text) > count)
@@ -174,4 +187,6 @@ def named(found: Counterexample) -> Counterexample:
 
 def alike(expected: dict[Text, Any], got: dict[Text, Any]) -> bool:
     """Whether two laws are equal."""
-    return all(close(expected.get(text, Fraction(0)), got.get(text, 0)) for text in {*expected, *got})
+    return all(
+        close(expected.get(text, Fraction(0)), got.get(text, 0)) for text in {*expected, *got}
+    )

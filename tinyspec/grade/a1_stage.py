@@ -45,9 +45,12 @@ class Situation:
     def weights(self) -> dict[str, list[list[Fraction]]]:
         """The rows of both models."""
         wholes = {
-            name: [(law, max(x.denominator for x in law)) for law in getattr(self.case, name).laws] for name in "pq"
+            name: [(law, max(x.denominator for x in law)) for law in getattr(self.case, name).laws]
+            for name in "pq"
         }
-        return {name: [[x * whole for x in law] for law, whole in laws] for name, laws in wholes.items()}
+        return {
+            name: [[x * whole for x in law] for law, whole in laws] for name, laws in wholes.items()
+        }
 
     def law(self, name: str, text: Sequence[int]) -> list[Any]:
         """The warped row of a model behind a text."""
@@ -78,17 +81,25 @@ class Situation:
 
     def said_by(self, name: str) -> dict[Any, list[Fraction]]:
         """The weights of a model behind every text that matters here."""
-        rows, by, first, n = self.weights[name], getattr(self.case, name).by, len(self.prompt), self.case.tokens
+        rows, by, first, n = (
+            self.weights[name],
+            getattr(self.case, name).by,
+            len(self.prompt),
+            self.case.tokens,
+        )
         if by == "length":
             most = min(len(rows), first + n - 1)
             several = {
-                f"after {length} token{'s' * (length > 1)}": rows[length - 1] for length in range(first, most + 1)
+                f"after {length} token{'s' * (length > 1)}": rows[length - 1]
+                for length in range(first, most + 1)
             }
             return several or {"after any text": rows[-1]}
         if by == "last":
             return {f"after token {token}": row for token, row in enumerate(rows)}
         texts = [
-            (*self.prompt, *new) for count in range(n) for new in product(range(self.case.vocabulary), repeat=count)
+            (*self.prompt, *new)
+            for count in range(n)
+            for new in product(range(self.case.vocabulary), repeat=count)
         ]
         return {text: self.row(name, text) for text in texts}
 
@@ -107,25 +118,33 @@ def run(generate: Function, given: Situation, chance: Exhaustive, law: str = STO
     Other laws look at the first n tokens of a longer text: to stop too late is one mistake, and costs once.
     """
     target, draft, case = given.session("p"), given.session("q"), given.case
-    new = generate(target, draft, list(given.prompt), case.tokens, case.gamma, given.eos, given.knobs, chance)
+    new = generate(
+        target, draft, list(given.prompt), case.tokens, case.gamma, given.eos, given.knobs, chance
+    )
     if law is not STOPS and isinstance(new, (list, tuple)):
         new = new[: case.tokens]
     fits = isinstance(new, (list, tuple)) and len(new) <= case.tokens
     if not fits or not all(type(token) is int and 0 <= token < case.vocabulary for token in new):
         most = f"{case.tokens} token{'s' * (case.tokens != 1)}"
-        accuse(STOPS, f"a list of at most {most} from 0 to {case.vocabulary - 1}", new, **given.shown())
+        accuse(
+            STOPS, f"a list of at most {most} from 0 to {case.vocabulary - 1}", new, **given.shown()
+        )
     return Run(tuple(new), calls(target), calls(draft))
 
 
 def calls(session: Session) -> tuple[tuple[Text, Text], ...]:
     """What a session was asked to read."""
-    return tuple((tuple(before), tuple(tokens)) for what, before, tokens in session.trace if what == "score")
+    return tuple(
+        (tuple(before), tuple(tokens)) for what, before, tokens in session.trace if what == "score"
+    )
 
 
 def every(generate: Function, given: Situation, evidence: Evidence) -> dict[Run, Any]:
     """The outcomes and their probabilities; the branches are counted."""
     law: dict[Run, Any] = {}
-    for outcome, probability in Exhaustive.walk(lambda chance: run(generate, given, chance, evidence.law)):
+    for outcome, probability in Exhaustive.walk(
+        lambda chance: run(generate, given, chance, evidence.law)
+    ):
         law[outcome] = law.get(outcome, 0) + probability
         evidence.branches += 1
     return law
@@ -143,7 +162,10 @@ def endings(cases: Cases) -> Iterator[Situation]:
     for (n, gamma, prompt, eos), _ in product(small, range(8 * cases.times)):
         says = [rng.randrange(3) for _ in range(3)]
         others = [rng.choice((token, 1, 2)) for token in says]
-        p, q = (Model(successors(each), "last") for each in (says, rng.choice((says, others, [1, 1, 1]))))
+        p, q = (
+            Model(successors(each), "last")
+            for each in (says, rng.choice((says, others, [1, 1, 1])))
+        )
         yield Situation(Case(p, q, gamma, n), prompt, eos)
 
 

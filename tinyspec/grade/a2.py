@@ -41,7 +41,10 @@ ASSIGNMENT = Assignment(
         Task(
             "answers",
             "A2.6 A trie",
-            (GradedLaw(3, a2_trie.TREE, a2_trie.is_a_tree), GradedLaw(12, a2_trie.ANSWER, a2_trie.is_the_answer)),
+            (
+                GradedLaw(3, a2_trie.TREE, a2_trie.is_a_tree),
+                GradedLaw(12, a2_trie.ANSWER, a2_trie.is_the_answer),
+            ),
         ),
     ),
 )

@@ -58,7 +58,10 @@ def drafts(cases: Cases) -> Iterator[Case]:
     for number in range(100 * cases.times):
         p, q = (_row(random, 4 if number % 5 == 0 else 3, 8) for _ in "pq")
         larger.append((p, q, random.randint(1, min(len(q), support(q)))))
-    yield from sorted(larger, key=lambda case: (len(case[0]), case[2], sum(x.denominator for x in case[0] + case[1])))
+    yield from sorted(
+        larger,
+        key=lambda case: (len(case[0]), case[2], sum(x.denominator for x in case[0] + case[1])),
+    )
 
 
 def _row(random: Random, vocabulary: int, whole: int) -> Exact:
@@ -68,7 +71,14 @@ def _row(random: Random, vocabulary: int, whole: int) -> Exact:
     return tuple(Fraction(x, sum(weights)) for x in weights)
 
 
-def judged(law: str, function: Function, p: Exact, q: Exact | None, candidates: list[int], chance: Exhaustive) -> Any:
+def judged(
+    law: str,
+    function: Function,
+    p: Exact,
+    q: Exact | None,
+    candidates: list[int],
+    chance: Exhaustive,
+) -> Any:
     """The place and the token that the function returns; accuses what is neither."""
     case = {"p": p, "q": q, "candidates": candidates}
     try:
@@ -134,8 +144,14 @@ def has_the_law(function: Function, cases: Cases) -> Evidence:
             what: dict[Any, Any] = {}
             for candidates, outcomes in sorted(found.items()):
                 total = sum(outcomes.values())
-                what[candidates] = {place_token: pretty(x / total) for place_token, x in outcomes.items()}
-            case: dict[str, Any] = {"p": p, "q": q, "candidates": f"{k} drawn from q, without replacement"}
+                what[candidates] = {
+                    place_token: pretty(x / total) for place_token, x in outcomes.items()
+                }
+            case: dict[str, Any] = {
+                "p": p,
+                "q": q,
+                "candidates": f"{k} drawn from q, without replacement",
+            }
             case["each draw"] = what
             case["compared"] = "the distribution of the token, over all draws"
             accuse(LAW, list(p), [pretty(x) for x in got], **case)
@@ -172,7 +188,12 @@ def keeps(function: Function, cases: Cases) -> Evidence:
         expected = rule(p, q, k)
         if not at_least(expected, got):
             case = {"p": p, "q": q, "candidates": f"{k} drawn from q, without replacement"}
-            accuse(KEPT, f"one is accepted with probability {expected}", f"with probability {pretty(got)}", **case)
+            accuse(
+                KEPT,
+                f"one is accepted with probability {expected}",
+                f"with probability {pretty(got)}",
+                **case,
+            )
         seen += 1
     return Evidence(KEPT, seen)
 
@@ -200,11 +221,18 @@ def keeps_points(function: Function, cases: Cases) -> Evidence:
         ):
             law[outcome] = law.get(outcome, 0) + mass
         expected = {
-            (candidates.index(token) if token in candidates else None, token): x for token, x in enumerate(p) if x
+            (candidates.index(token) if token in candidates else None, token): x
+            for token, x in enumerate(p)
+            if x
         }
         if not all(same(expected.get(key, 0), law.get(key, 0)) for key in {*expected, *law}):
             got = {key: pretty(x) for key, x in law.items()}
-            case = {"p": p, "q": None, "candidates": list(candidates), "compared": "the distribution of (place, token)"}
+            case = {
+                "p": p,
+                "q": None,
+                "candidates": list(candidates),
+                "compared": "the distribution of (place, token)",
+            }
             accuse(POINT, expected, got, **case)
         seen += 1
     return Evidence(POINT, seen)

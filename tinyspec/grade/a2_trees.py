@@ -37,7 +37,9 @@ def items(law: str, got: Any, count: int, what: str, **case: Any) -> Sequence[An
 
 def same(expected: Any, got: Any) -> bool:
     """Exactly so between fractions, to nine digits where a float is among them."""
-    return bool(expected == got or (isinstance(expected - got, float) and abs(expected - got) <= WITHIN))
+    return bool(
+        expected == got or (isinstance(expected - got, float) and abs(expected - got) <= WITHIN)
+    )
 
 
 def path(parents: Sequence[int], node: int) -> list[int]:
@@ -58,13 +60,18 @@ def drawn(random: Random, largest: int) -> Parents:
 
 def deep(random: Random, largest: int) -> Parents:
     """A tree of up to so many nodes, where a node hangs from one of the last two before it: most of them are far down."""
-    return tuple(random.randrange(max(ROOT, node - 2), node) for node in range(random.randint(1, largest)))
+    return tuple(
+        random.randrange(max(ROOT, node - 2), node) for node in range(random.randint(1, largest))
+    )
 
 
 DEEP: tuple[Parents, ...] = (
     tuple(range(ROOT, 7)),  # a chain of 8
     (ROOT, *range(ROOT, 14)),  # two chains of 8, node by node in turn
-    (ROOT, *(node - node % 2 - 1 for node in range(1, 16))),  # a chain of 8 in which every node has a sibling
+    (
+        ROOT,
+        *(node - node % 2 - 1 for node in range(1, 16)),
+    ),  # a chain of 8 in which every node has a sibling
 )
 
 
@@ -91,7 +98,9 @@ def stands(function: Function, cases: Cases) -> Evidence:
         expected = [committed + len(path(parents, node)) - 1 for node in range(len(parents))]
         for node, position in enumerate(got):
             if type(position) is not int:
-                case["what is wrong"] = f"the position of node {node} is {words(position)}, not a whole number"
+                case["what is wrong"] = (
+                    f"the position of node {node} is {words(position)}, not a whole number"
+                )
                 accuse(STANDS, expected, list(got), **case)
         if list(got) != expected:
             accuse(STANDS, expected, list(got), **case)
@@ -124,14 +133,20 @@ def _is_bit(entry: Any) -> bool:
 
 def _difference(expected: Sequence[bool], got: Sequence[Any], committed: int, node: int) -> str:
     """The first wrong entry of a mask's row, in words."""
-    column = next(at for at, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b or not _is_bit(b))
+    column = next(
+        at for at, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b or not _is_bit(b)
+    )
     if not _is_bit(got[column]):
         return f"entry {column} is {words(got[column])}, neither True nor False"
     if column < committed:
         return f"it does not see committed token {column}"
     other = column - committed
     if expected[column]:
-        return "it does not see itself" if other == node else f"it does not see node {other}, its ancestor"
+        return (
+            "it does not see itself"
+            if other == node
+            else f"it does not see node {other}, its ancestor"
+        )
     return f"it sees node {other}, which is no ancestor of it"
 
 
@@ -139,11 +154,23 @@ def _difference(expected: Sequence[bool], got: Sequence[Any], committed: int, no
 
 
 ALIKE: tuple[tuple[list[int], list[int], Parents], ...] = (
-    ([2, 0, 1], [0, 0, 2, 2], (-1, -1, 0, 1)),  # the hand-out's: below equal siblings stand equal paths
-    ([2, 0], [1, 1, 0, 1, 0], (-1, -1, 1, 0, 0)),  # one of these paths is spelled twice, another once
+    (
+        [2, 0, 1],
+        [0, 0, 2, 2],
+        (-1, -1, 0, 1),
+    ),  # the hand-out's: below equal siblings stand equal paths
+    (
+        [2, 0],
+        [1, 1, 0, 1, 0],
+        (-1, -1, 1, 0, 0),
+    ),  # one of these paths is spelled twice, another once
     ([1], [0, 0, 1, 1, 2, 2], (-1, -1, 0, 1, 2, 3)),  # two equal chains
     ([0, 1], [2, 2, 2, 2, 2, 2], (-1, -1, 1, 0, 3, 2)),  # of one token alone
-    ([0, 2], [0, 1, 1, 0, 0], (-1, -1, 0, 1, 0)),  # equal tokens on one level, paths that all differ but one
+    (
+        [0, 2],
+        [0, 1, 1, 0, 0],
+        (-1, -1, 0, 1, 0),
+    ),  # equal tokens on one level, paths that all differ but one
 )
 """Texts, tokens and parents in which nodes with different parents spell the same path."""
 
@@ -190,7 +217,9 @@ def rows(function: Function, cases: Cases) -> Evidence:
             spelled = [*text, *(tokens[node] for node in path(parents, place - 1))]
             case["entry"] = f"{place}, the row after {spelled}"
             expected = alone(seed, spelled)
-            for said, number in zip(items(ROWS, row, 3, "probabilities", **case), expected, strict=True):
+            for said, number in zip(
+                items(ROWS, row, 3, "probabilities", **case), expected, strict=True
+            ):
                 if type(said) not in (Fraction, int, float) or not same(number, said):
                     accuse(ROWS, expected, list(row), **case)
         seen += 1
@@ -203,11 +232,22 @@ def bill(function: Function, cases: Cases) -> Evidence:
     for seed, text, tokens, parents in drafts(cases):
         session = TreeSession(text, 3, seed)
         function(session, list(tokens), list(parents))
-        paths = {tuple(tokens[node] for node in path(parents, end)) for end in range(ROOT, len(tokens))}
+        paths = {
+            tuple(tokens[node] for node in path(parents, end)) for end in range(ROOT, len(tokens))
+        }
         expected = {"forward passes": 1, "rows": len(paths)}
-        got = {"forward passes": len(session.trace), "rows": sum(len(fed) for fed, _ in session.trace)}
+        got = {
+            "forward passes": len(session.trace),
+            "rows": sum(len(fed) for fed, _ in session.trace),
+        }
         if got != expected:
             case: dict[str, Any] = {"text": text, "tokens": tokens, "parents": list(parents)}
-            accuse(BILL, expected, got, **case, paths=sorted(paths, key=lambda tokens: (len(tokens), tokens)))
+            accuse(
+                BILL,
+                expected,
+                got,
+                **case,
+                paths=sorted(paths, key=lambda tokens: (len(tokens), tokens)),
+            )
         seen += 1
     return Evidence(BILL, seen)

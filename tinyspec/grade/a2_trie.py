@@ -24,7 +24,11 @@ def answers(depth: int, operations: Sequence[Operation]) -> list[Any]:
     for what, *rest in operations:
         if what == "insert":
             (text,) = rest
-            runs = ((start, end) for start in range(len(text)) for end in range(start + 1, start + depth + 1))
+            runs = (
+                (start, end)
+                for start in range(len(text))
+                for end in range(start + 1, start + depth + 1)
+            )
             counts.update(tuple(text[start:end]) for start, end in runs if end <= len(text))
             found.append(None)
         else:
@@ -32,14 +36,22 @@ def answers(depth: int, operations: Sequence[Operation]) -> list[Any]:
     return found
 
 
-def _behind(counts: Counter[tuple[int, ...]], depth: int, context: Sequence[int], budget: int) -> tuple[Any, Any]:
+def _behind(
+    counts: Counter[tuple[int, ...]], depth: int, context: Sequence[int], budget: int
+) -> tuple[Any, Any]:
     """The heaviest paths behind the longest end of a context that has any."""
     for length in range(min(len(context), depth - 1), 0, -1):
         end = tuple(context[len(context) - length :])
-        paths = {run[length:]: count for run, count in counts.items() if run[:length] == end and len(run) > length}
+        paths = {
+            run[length:]: count
+            for run, count in counts.items()
+            if run[:length] == end and len(run) > length
+        }
         if paths:
             chosen = sorted(paths, key=lambda path: (-paths[path], path))[:budget]
-            return [path[-1] for path in chosen], [chosen.index(p[:-1]) if len(p) > 1 else ROOT for p in chosen]
+            return [path[-1] for path in chosen], [
+                chosen.index(p[:-1]) if len(p) > 1 else ROOT for p in chosen
+            ]
     return [], []
 
 
@@ -56,18 +68,26 @@ def operations(cases: Cases) -> Iterator[tuple[int, list[Operation]]]:
         run: list[Operation] = []
         for _ in range(random.randint(1, 3)):
             run += [("insert", some(longest, 1)) for _ in range(random.randint(1, 2))]
-            run += [("retrieve", some(4, 0), random.randint(0, 6)) for _ in range(random.randint(1, 2))]
+            run += [
+                ("retrieve", some(4, 0), random.randint(0, 6)) for _ in range(random.randint(1, 2))
+            ]
         yield random.randint(2, 4), run
 
 
-def shaped(law: str, got: Any, depth: int, run: Sequence[Operation]) -> Iterator[tuple[int, Any, Any]]:
+def shaped(
+    law: str, got: Any, depth: int, run: Sequence[Operation]
+) -> Iterator[tuple[int, Any, Any]]:
     """The number of every question and the tokens and parents that answer it; accuses what is no answer."""
     if not isinstance(got, (list, tuple)) or len(got) != len(run):
         accuse(law, f"a list of {len(run)} answers", words(got), depth=depth, operations=list(run))
     for number, (operation, answer) in enumerate(zip(run, got, strict=True)):
         if operation[0] == "insert":
             continue
-        lists = isinstance(answer, (list, tuple)) and len(answer) == 2 and all(isinstance(x, list) for x in answer)
+        lists = (
+            isinstance(answer, (list, tuple))
+            and len(answer) == 2
+            and all(isinstance(x, list) for x in answer)
+        )
         if not lists or len(answer[0]) != len(answer[1]):
             said = "two lists of one length: tokens, parents"
             accuse(law, said, words(answer), depth=depth, operations=list(run[: number + 1]))
@@ -88,7 +108,11 @@ def _trees(function: Function, depth: int, run: Sequence[Operation]) -> None:
             elif type(parent) is not int or not ROOT <= parent < node:
                 problem = f"a parent of node {node} that comes before it, or {ROOT}"
             elif (parent, tokens[node]) in zip(parents[:node], tokens[:node], strict=True):
-                where = "at the root" if parent == ROOT else f"below {[tokens[n] for n in path(parents, parent)]}"
+                where = (
+                    "at the root"
+                    if parent == ROOT
+                    else f"below {[tokens[n] for n in path(parents, parent)]}"
+                )
                 problem = f"one node for token {tokens[node]} {where}"
         if problem:
             got = {"tokens": tokens, "parents": parents}
@@ -100,7 +124,9 @@ def _same(function: Function, depth: int, run: Sequence[Operation]) -> None:
     expected = answers(depth, run)
     for number, tokens, parents in shaped(ANSWER, function(depth, list(run)), depth, run):
         if [tokens, parents] != list(expected[number]):
-            ours, theirs = ({"tokens": a, "parents": b} for a, b in (expected[number], (tokens, parents)))
+            ours, theirs = (
+                {"tokens": a, "parents": b} for a, b in (expected[number], (tokens, parents))
+            )
             accuse(ANSWER, ours, theirs, depth=depth, operations=list(run[: number + 1]))
 
 

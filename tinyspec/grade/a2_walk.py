@@ -62,10 +62,21 @@ def cases_of(cases: Cases) -> Iterator[Grown]:
         for parents, points in SHAPES:
             depth = max((len(path(parents, node)) for node in range(len(parents))), default=0)
             texts = [sum(vocabulary**n for n in range(length)) for length in range(depth + 2)]
-            if depth > 2 < vocabulary:  # as many rows as there are texts: more than anyone would read
+            if (
+                depth > 2 < vocabulary
+            ):  # as many rows as there are texts: more than anyone would read
                 continue
             lengths = (texts[depth + 1], max(1, texts[depth]))
-            for case in stage(vocabulary, depth, depth + 1, whole, lengths, "text", count * cases.times, cases.seed):
+            for case in stage(
+                vocabulary,
+                depth,
+                depth + 1,
+                whole,
+                lengths,
+                "text",
+                count * cases.times,
+                cases.seed,
+            ):
                 yield Grown(**vars(case), parents=parents, points=points)
 
 
@@ -99,7 +110,9 @@ def drawn(case: Grown, chance: Exhaustive) -> tuple[TokenTree, list[Any]]:
 
 def rows_of(case: Grown, tree: TokenTree) -> list[list[Fraction]]:
     """[n + 1][V] the target's rows, the root's first."""
-    return [list(case.p.law(tree.spelled(tree.path(node)))) for node in range(ROOT, len(tree.tokens))]
+    return [
+        list(case.p.law(tree.spelled(tree.path(node)))) for node in range(ROOT, len(tree.tokens))
+    ]
 
 
 class Walks(Form):
@@ -112,15 +125,27 @@ class Walks(Form):
         tree, q_rows = drawn(case, chance)
         said = tuple(tree.tokens)
         try:
-            got = self.function(list(tree.tokens), list(tree.parents), rows_of(case, tree), q_rows, chance)
+            got = self.function(
+                list(tree.tokens), list(tree.parents), rows_of(case, tree), q_rows, chance
+            )
         except Failed:
             raise
         except TinyspecError as error:  # from the chance
             return Outcome(said, (), (str(error),), MASSLESS)
-        if not isinstance(got, (list, tuple)) or len(got) != 2 or not isinstance(got[0], (list, tuple)):
-            return Outcome(said, (), (words(got),), "two things: the list of accepted nodes, and a token")
+        if (
+            not isinstance(got, (list, tuple))
+            or len(got) != 2
+            or not isinstance(got[0], (list, tuple))
+        ):
+            return Outcome(
+                said, (), (words(got),), "two things: the list of accepted nodes, and a token"
+            )
         down, token = list(got[0]), got[1]
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < case.vocabulary:
+        if (
+            isinstance(token, bool)
+            or not isinstance(token, int)
+            or not 0 <= token < case.vocabulary
+        ):
             return Outcome(said, (), (words(token),), f"a token, 0 to {case.vocabulary - 1}")
         nodes = range(len(tree.tokens))
         if not all(type(node) is int and node in nodes for node in down) or down != (
@@ -175,10 +200,18 @@ class Walks(Form):
         def accepted(chance: Exhaustive) -> int:
             tree, _ = drawn(case, chance)
             rows = rows_of(case, tree)
-            return len(walk(tree, {node: rows[node + 1] for node in range(ROOT, len(tree.tokens))}, chance).path)
+            return len(
+                walk(
+                    tree, {node: rows[node + 1] for node in range(ROOT, len(tree.tokens))}, chance
+                ).path
+            )
 
-        expected: Any = sum((count * mass for count, mass in Exhaustive.walk(accepted)), Fraction(0))
-        got: Any = sum(((len(outcome.tokens) - 1) * mass for outcome, mass in law.items()), Fraction(0))
+        expected: Any = sum(
+            (count * mass for count, mass in Exhaustive.walk(accepted)), Fraction(0)
+        )
+        got: Any = sum(
+            ((len(outcome.tokens) - 1) * mass for outcome, mass in law.items()), Fraction(0)
+        )
         if at_least(expected, got):
             return None
         said = (f"on average, accepted tokens: {pretty(x)}" for x in (expected, got))
@@ -206,7 +239,9 @@ def _every(name: str, judge: Judge, function: Function, cases: Cases) -> Evidenc
             accused = judge(walks, smallest, walks.outcomes(smallest))
             assert accused is not None
             raise Accused(accused)
-        seen += name is not JOINT or any(len(outcome.tokens) > 1 for outcome in law)  # a node was accepted
+        seen += name is not JOINT or any(
+            len(outcome.tokens) > 1 for outcome in law
+        )  # a node was accepted
         branches += len(law)
     return Evidence(name, seen, branches)
 

@@ -48,10 +48,18 @@ def is_valid(function: Function, cases: Cases) -> Evidence:
         if "risk" in case:
             n, delta, risk = case["examples"], case["delta"], case["risk"]
             yours = {k: checked(k, n, delta) for k in range(n + 1)}
-            often = {u: sum(weight(k, n, risk) for k, p in yours.items() if p <= u) for u in yours.values()}
+            often = {
+                u: sum(weight(k, n, risk) for k, p in yours.items() if p <= u)
+                for u in yours.values()
+            }
             u, mass = max(often.items(), key=lambda found: found[1] - found[0])
             happens = f"where the risk is {risk}, a p-value of {u} or less comes with probability "
-            yours_is = {"n": n, "delta": delta, "true risk": risk, "your p-values, by losses": yours}
+            yours_is = {
+                "n": n,
+                "delta": delta,
+                "true risk": risk,
+                "your p-values, by losses": yours,
+            }
             accuse(SUPER, f"{happens}{u} at most", f"{happens}{float(mass):.4f}", **yours_is)
         raise
 
@@ -69,7 +77,12 @@ def is_the_tail(function: Function, cases: Cases) -> Evidence:
             case = {"losses": losses, "n": n, "delta": delta}
             got, seen = number(TAIL, function(losses, n, delta), **case), seen + 1
             if isinstance(got, float):
-                accuse(TAIL, f"{tail(losses, n, delta)}, a Fraction", f"{got!r}, a float: it is rounded", **case)
+                accuse(
+                    TAIL,
+                    f"{tail(losses, n, delta)}, a Fraction",
+                    f"{got!r}, a float: it is rounded",
+                    **case,
+                )
             if got != tail(losses, n, delta):
                 accuse(TAIL, tail(losses, n, delta), got, **case)
     return Evidence(TAIL, seen)
@@ -80,13 +93,20 @@ def ladder(count: int) -> list[float]:
     return [round(1 - at / 10, 1) for at in range(1, count + 1)]
 
 
-def chosen(law: str, function: Function, p_values: Sequence[Fraction], epsilon: Fraction) -> int | None:
+def chosen(
+    law: str, function: Function, p_values: Sequence[Fraction], epsilon: Fraction
+) -> int | None:
     """The number of the threshold that is chosen, None for inf."""
     thresholds = ladder(len(p_values))
     got = function(thresholds, list(p_values), epsilon)
     if isinstance(got, bool) or got not in (*thresholds, math.inf):
         accuse(
-            law, "one of the thresholds, or inf", words(got), thresholds=thresholds, p_values=p_values, epsilon=epsilon
+            law,
+            "one of the thresholds, or inf",
+            words(got),
+            thresholds=thresholds,
+            p_values=p_values,
+            epsilon=epsilon,
         )
     return None if got == math.inf else thresholds.index(got)
 
@@ -101,7 +121,9 @@ def controls_its_risk(function: Function, cases: Cases) -> Evidence:
     """The probability of a wrong choice, summed over every outcome of a small calibration: no simulation."""
     wrong: list[tuple[tuple[Fraction, ...], int]] = []
 
-    def procedure(numbers: range, losses: Any, delta: Fraction, epsilon: Fraction, p_value: Any) -> Any:
+    def procedure(
+        numbers: range, losses: Any, delta: Fraction, epsilon: Fraction, p_value: Any
+    ) -> Any:
         p_values = tuple(p_value(sum(losses(at)), EXAMPLES, delta) for at in numbers)
         choice = chosen(CALIBRATED, function, p_values, epsilon)
         if choice is not None and risks[choice] > delta and choice != in_order(p_values, epsilon):
@@ -128,8 +150,12 @@ def controls_its_risk(function: Function, cases: Cases) -> Evidence:
                 "testing in order chooses": math.inf if due is None else thresholds[due],
             }
             said = "a threshold whose risk is above delta is chosen with probability "
-            accuse(CALIBRATED, f"{said}{float(EPSILON)} at most", f"{said}{float(mass):.4f}", **case)
-    sure = chosen(CALIBRATED, function, (Fraction(0),) * 3, EPSILON)  # whoever never chooses one is safe, and useless
+            accuse(
+                CALIBRATED, f"{said}{float(EPSILON)} at most", f"{said}{float(mass):.4f}", **case
+            )
+    sure = chosen(
+        CALIBRATED, function, (Fraction(0),) * 3, EPSILON
+    )  # whoever never chooses one is safe, and useless
     return Evidence(CALIBRATED, 0 if sure is None else len(CURVES), walked)
 
 
@@ -139,7 +165,9 @@ def accepts_what_passed(function: Function, cases: Cases) -> Evidence:
     drawn = list[tuple[Fraction, tuple[Fraction, ...]]]()
     for epsilon in (EPSILON, Fraction(1, 100), Fraction(1, 10), Fraction(1, 4)):
         small, great = (epsilon / 5, epsilon), (epsilon * 51 / 50, Fraction(1, 2))
-        drawn += [(epsilon, ps) for size in (1, 2, 3) for ps in product((*small, *great), repeat=size)]
+        drawn += [
+            (epsilon, ps) for size in (1, 2, 3) for ps in product((*small, *great), repeat=size)
+        ]
         for _ in range(15 * cases.times):
             drawn.append((epsilon, tuple(random.choice((*small * 3, *great)) for _ in range(6))))
     for epsilon, p_values in drawn:

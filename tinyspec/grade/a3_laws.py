@@ -59,7 +59,9 @@ def rows(cases: Cases) -> Iterator[list[Fraction]]:
     random = Random(cases.seed)
     for size in (2, 3, 4):
         for _ in range(40 * cases.times):
-            weights.append((*(random.randrange(7) for _ in range(size - 1)), random.randrange(1, 7)))
+            weights.append(
+                (*(random.randrange(7) for _ in range(size - 1)), random.randrange(1, 7))
+            )
     for row in weights:
         yield [Fraction(weight, sum(row)) for weight in row]
 
@@ -96,7 +98,11 @@ def vectors(cases: Cases) -> Iterator[tuple[list[int], list[int]]]:
 def cosine(state: Sequence[int], below: Sequence[int]) -> float | None:
     """None where a state is all zeros."""
     squares = math.fsum(x * x for x in state) * math.fsum(x * x for x in below)
-    return sum(x * y for x, y in zip(state, below, strict=True)) / math.sqrt(squares) if squares else None
+    return (
+        sum(x * y for x, y in zip(state, below, strict=True)) / math.sqrt(squares)
+        if squares
+        else None
+    )
 
 
 def is_the_cosine(function: Function, cases: Cases) -> Evidence:
@@ -128,9 +134,14 @@ def is_in_range(function: Function, cases: Cases) -> Evidence:
 # ---------------------------------------------------------------------- the exit layer
 
 
-def leaves(law: str, function: Function, confidences: Sequence[float], due: float, **case: Any) -> None:
+def leaves(
+    law: str, function: Function, confidences: Sequence[float], due: float, **case: Any
+) -> None:
     """Accuse unless the token leaves after the first layer whose confidence reaches what is due."""
-    first = next((at for at, confidence in enumerate(confidences, 1) if confidence >= due), len(confidences) + 1)
+    first = next(
+        (at for at, confidence in enumerate(confidences, 1) if confidence >= due),
+        len(confidences) + 1,
+    )
     got = function(list(confidences), **case)
     case = {"confidences": list(confidences), **case}
     if isinstance(got, bool) or not isinstance(got, int):
@@ -152,15 +163,29 @@ def leaves_at_the_first(function: Function, cases: Cases) -> Evidence:
 def threshold_decays(function: Function, cases: Cases) -> Evidence:
     """At the places of a text, with confidences a little above and below what is due."""
     random, seen = Random(cases.seed), 0
-    settings = [(0.5, 0, 10, 4.0), (0.5, 5, 10, 4.0), (0.5, 10, 10, 4.0), (0.8, 3, 4, 0.0), (0.25, 1, 4, 2.0)]
+    settings = [
+        (0.5, 0, 10, 4.0),
+        (0.5, 5, 10, 4.0),
+        (0.5, 10, 10, 4.0),
+        (0.8, 3, 4, 0.0),
+        (0.25, 1, 4, 2.0),
+    ]
     for _ in range(200 * cases.times):
         limit = random.randrange(1, 20)
         settings.append(
-            (random.randrange(9) / 8, random.randrange(limit + 1), limit, random.choice((0.0, 0.5, 1.0, 4.0, 8.0)))
+            (
+                random.randrange(9) / 8,
+                random.randrange(limit + 1),
+                limit,
+                random.choice((0.0, 0.5, 1.0, 4.0, 8.0)),
+            )
         )
     for at, (threshold, step, limit, tau) in enumerate(settings):
         due = 0.9 * threshold + 0.1 * math.exp(-tau * step / limit)
-        near = [round(due + random.choice((-0.2, -0.02, -0.01, 0.01, 0.02)), 3) for _ in range(1 + min(at // 5, 3))]
+        near = [
+            round(due + random.choice((-0.2, -0.02, -0.01, 0.01, 0.02)), 3)
+            for _ in range(1 + min(at // 5, 3))
+        ]
         near = [min(max(x, 0.0), 1.0) for x in near]
         if any(abs(x - due) < 1e-4 for x in near):
             continue  # a rounding error must not decide
@@ -179,7 +204,9 @@ def threshold_is_cut(function: Function, cases: Cases) -> Evidence:
     settings = [(threshold, step, 4.0) for threshold in (math.inf, 1.25, 3.0) for step in (0, 2)]
     settings += [(1.25, 2, 8.0), (1.05, 4, 4.0), (1.05, 2, 4.0)]
     for _ in range(20 * cases.times):
-        settings.append((random.randrange(101, 130) / 100, random.randrange(5), random.choice((1.0, 4.0, 8.0))))
+        settings.append(
+            (random.randrange(101, 130) / 100, random.randrange(5), random.choice((1.0, 4.0, 8.0)))
+        )
     for threshold, step, tau in settings:
         asked = 0.9 * threshold + 0.1 * math.exp(-tau * step / 4)
         due = math.inf if threshold == math.inf else min(asked, 1.0)
@@ -187,6 +214,15 @@ def threshold_is_cut(function: Function, cases: Cases) -> Evidence:
             for confidences in product((0.9, 0.95, 1.0), repeat=size):
                 if any(abs(asked - x) < 1e-4 for x in confidences):
                     continue  # a rounding error must not decide
-                leaves(CUT, function, confidences, due, threshold=threshold, step=step, limit=4, tau=tau)
+                leaves(
+                    CUT,
+                    function,
+                    confidences,
+                    due,
+                    threshold=threshold,
+                    step=step,
+                    limit=4,
+                    tau=tau,
+                )
                 seen += 1
     return Evidence(CUT, seen)

@@ -28,7 +28,13 @@ READ = "the word is the likeliest of the row at the exit"
 SURE = "a token leaves after the first layer whose gap reaches the threshold"
 COUNTED = "each layer is run once for every token that needs it, and for no other"
 
-THRESHOLDS: tuple[Any, ...] = (Fraction(1, 10), Fraction(1, 4), Fraction(1, 3), Fraction(0), math.inf)
+THRESHOLDS: tuple[Any, ...] = (
+    Fraction(1, 10),
+    Fraction(1, 4),
+    Fraction(1, 3),
+    Fraction(0),
+    math.inf,
+)
 
 
 class Case(NamedTuple):
@@ -43,7 +49,12 @@ class Case(NamedTuple):
     def shown(self) -> dict[str, Any]:
         """In the words of the task."""
         model = f"LayeredModel(seed={self.seed}, depth={self.depth})"
-        return {"model": model, "prompt": list(self.prompt), "n": self.n, "threshold": self.threshold}
+        return {
+            "model": model,
+            "prompt": list(self.prompt),
+            "n": self.n,
+            "threshold": self.threshold,
+        }
 
 
 class Decoded(NamedTuple):
@@ -70,7 +81,10 @@ def drawn(cases: Cases) -> list[Case]:
     ):
         for seed in range(4 * cases.times):
             prompt = tuple(random.randrange(3) for _ in range(1 + behind))
-            found += [Case((seed + 10 * cases.seed) % MODULUS, depth, prompt, n, threshold) for threshold in THRESHOLDS]
+            found += [
+                Case((seed + 10 * cases.seed) % MODULUS, depth, prompt, n, threshold)
+                for threshold in THRESHOLDS
+            ]
     return found
 
 
@@ -89,11 +103,17 @@ def decoded(function: Function, case: Case) -> Decoded:
                 read = f"layer {layer}, run at position {position}, read position {at[0]}, where nothing was stored"
                 accuse(HOLES, "no hole", read, **case.shown())
     asked = f"{case.n} tokens and {case.n} layers from 1 to {case.depth}"
-    fine = isinstance(got, (tuple, list)) and len(got) == 2 and all(isinstance(part, (tuple, list)) for part in got)
+    fine = (
+        isinstance(got, (tuple, list))
+        and len(got) == 2
+        and all(isinstance(part, (tuple, list)) for part in got)
+    )
     if not fine:
         accuse(PAIR, f"a pair of lists: {asked}", words(got), **case.shown())
     for part, low, high in zip(got, (0, 1), (model.vocabulary - 1, case.depth), strict=True):
-        whole = all(isinstance(x, int) and not isinstance(x, bool) and low <= x <= high for x in part)
+        whole = all(
+            isinstance(x, int) and not isinstance(x, bool) and low <= x <= high for x in part
+        )
         if len(part) != case.n or not whole:
             accuse(PAIR, asked, got, **case.shown())
     return Decoded(list(got[0]), list(got[1]), model.trace)
@@ -119,12 +139,16 @@ def passed(case: Case, text: Sequence[int], exits: Sequence[int], recompute: boo
     states, pairs = [[model.embed(token) for token in text]], [list[int]()]
     for layer in range(1, case.depth + 1):
         below = states[-1]
-        pairs.append([model.project(layer, position, state) for position, state in enumerate(below)])
+        pairs.append(
+            [model.project(layer, position, state) for position, state in enumerate(below)]
+        )
         for position, pair in enumerate(pairs[-1]):
             model.store(layer, position, pair)
         above = [model.run(layer, position, state) for position, state in enumerate(below)]
         runs = [recompute or layer <= left for left in exits]
-        states.append([new if ran else old for new, old, ran in zip(above, below, runs, strict=True)])
+        states.append(
+            [new if ran else old for new, old, ran in zip(above, below, runs, strict=True)]
+        )
     return Text(states, pairs)
 
 
@@ -151,7 +175,9 @@ def by_the_rule(case: Case, recompute: bool) -> tuple[list[int], list[int]]:
 
 def is_the_full_model(recompute: bool, function: Function, cases: Cases) -> Evidence:
     """At the threshold inf."""
-    return _same(NEVER, [case for case in drawn(cases) if case.threshold == math.inf], recompute, function)
+    return _same(
+        NEVER, [case for case in drawn(cases) if case.threshold == math.inf], recompute, function
+    )
 
 
 def leaves_when_sure(recompute: bool, function: Function, cases: Cases) -> Evidence:
@@ -164,14 +190,19 @@ def _same(law: str, chosen: Sequence[Case], recompute: bool, function: Function)
         got = decoded(function, case)
         tokens, layers = by_the_rule(case, recompute)
         if (got.tokens, got.layers) != (tokens, layers):
-            shown = [f"tokens {a}, read after layers {b}" for a, b in ((tokens, layers), (got.tokens, got.layers))]
+            shown = [
+                f"tokens {a}, read after layers {b}"
+                for a, b in ((tokens, layers), (got.tokens, got.layers))
+            ]
             accuse(law, shown[0], shown[1], **case.shown())
     return Evidence(law, len(chosen))
 
 
 def reads_no_hole(recompute: bool, function: Function, cases: Cases) -> Evidence:
     """`decoded` accuses. Only cases count in which a token left early."""
-    return Evidence(HOLES, sum(has_left_early(case, decoded(function, case)) for case in drawn(cases)))
+    return Evidence(
+        HOLES, sum(has_left_early(case, decoded(function, case)) for case in drawn(cases))
+    )
 
 
 def has_left_early(case: Case, got: Decoded) -> bool:
@@ -181,7 +212,10 @@ def has_left_early(case: Case, got: Decoded) -> bool:
 
 def _forced(case: Case, got: Decoded, recompute: bool) -> tuple[list[int], list[int], Text]:
     """The text that was run, where its tokens left according to the function, and what that ought to give."""
-    text, exits = [*case.prompt, *got.tokens[:-1]], [case.depth] * (len(case.prompt) - 1) + got.layers
+    text, exits = (
+        [*case.prompt, *got.tokens[:-1]],
+        [case.depth] * (len(case.prompt) - 1) + got.layers,
+    )
     return text, exits, passed(case, text, exits, recompute)
 
 
@@ -193,7 +227,10 @@ def keeps_the_prompt(recompute: bool, function: Function, cases: Cases) -> Evide
         ran = {(position, layer) for kind, layer, position, *_ in got.trace if kind == "run"}
         for position, layer in product(range(len(case.prompt) - 1), range(1, case.depth + 1)):
             if (position, layer) not in ran:
-                shown = [f"layer {layer} is {_run(times)} for position {position} of the prompt" for times in (1, 0)]
+                shown = [
+                    f"layer {layer} is {_run(times)} for position {position} of the prompt"
+                    for times in (1, 0)
+                ]
                 accuse(PROMPT, shown[0], shown[1], **case.shown())
     return Evidence(PROMPT, len(chosen))
 
@@ -219,7 +256,11 @@ def fills_what_is_missing(recompute: bool, function: Function, cases: Cases) -> 
                 if rest[0] != right.states[layer - 1][position]:
                     what = f"state below layer {layer} at position {position}: "
                     accuse(
-                        law, f"{what}{right.states[layer - 1][position]}", f"{what}{rest[0]}", **case.shown(), **said
+                        law,
+                        f"{what}{right.states[layer - 1][position]}",
+                        f"{what}{rest[0]}",
+                        **case.shown(),
+                        **said,
                     )
     return Evidence(law, seen)
 
@@ -234,7 +275,11 @@ def reads_at_the_exit(recompute: bool, function: Function, cases: Cases) -> Evid
             at = len(case.prompt) - 1 + step
             row = model.row(right.states[exits[at]][at])
             if token != likeliest(row):
-                said = {"text that was run": text[: at + 1], "left after layers": exits[: at + 1], "row": row}
+                said = {
+                    "text that was run": text[: at + 1],
+                    "left after layers": exits[: at + 1],
+                    "row": row,
+                }
                 accuse(READ, likeliest(row), token, **case.shown(), **said)
     return Evidence(READ, len(chosen))
 
@@ -246,7 +291,10 @@ def runs_what_is_needed(recompute: bool, function: Function, cases: Cases) -> Ev
         got = decoded(function, case)
         seen += has_left_early(case, got)
         text, exits, _ = _forced(case, got, recompute)
-        reach = [case.depth if recompute and at < len(text) - 1 else left for at, left in enumerate(exits)]
+        reach = [
+            case.depth if recompute and at < len(text) - 1 else left
+            for at, left in enumerate(exits)
+        ]
         ran = Counter((position, layer) for kind, layer, position, *_ in got.trace if kind == "run")
         needed = Counter((at, layer) for at, top in enumerate(reach) for layer in range(1, top + 1))
         for position, layer in sorted(ran | needed):
@@ -254,7 +302,9 @@ def runs_what_is_needed(recompute: bool, function: Function, cases: Cases) -> Ev
             if times != due:
                 said: dict[str, Any] = {"text": [*text, got.tokens[-1]], "left after layers": exits}
                 said |= {"layers run": ran.total(), "layers needed": needed.total()}
-                shown = [f"layer {layer} is {_run(x)} for position {position}" for x in (due, times)]
+                shown = [
+                    f"layer {layer} is {_run(x)} for position {position}" for x in (due, times)
+                ]
                 accuse(COUNTED, shown[0], shown[1], **case.shown(), **said)
     return Evidence(COUNTED, seen)
 

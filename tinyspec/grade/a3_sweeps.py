@@ -45,7 +45,19 @@ class Case(NamedTuple):
 def drawn(cases: Cases) -> Iterator[Case]:
     """The shortest texts first: without an end, and with one inside a block, at its end, or never said."""
     random = Random(cases.seed)
-    for n, block in ((1, 1), (2, 1), (2, 2), (3, 3), (3, 2), (4, 4), (5, 2), (5, 3), (4, 8), (7, 3), (9, 4)):
+    for n, block in (
+        (1, 1),
+        (2, 1),
+        (2, 2),
+        (3, 3),
+        (3, 2),
+        (4, 4),
+        (5, 2),
+        (5, 3),
+        (4, 8),
+        (7, 3),
+        (9, 4),
+    ):
         for round in range(4 * cases.times):
             vocabulary = 2 + round % 3
             prompt = tuple(random.randrange(vocabulary) for _ in range(1 + round % 2))
@@ -73,7 +85,9 @@ def solved(law: str, function: Function, case: Case) -> Solved:
     """One run."""
     model = case.model()
     got = function(model, list(case.prompt), case.n, case.block)
-    if not isinstance(got, (list, tuple)) or not all(isinstance(x, int) and not isinstance(x, bool) for x in got):
+    if not isinstance(got, (list, tuple)) or not all(
+        isinstance(x, int) and not isinstance(x, bool) for x in got
+    ):
         accuse(law, f"a list of at most {case.n} tokens", words(got), **case.shown())
     return Solved(list(got), model.trace)
 
@@ -94,7 +108,11 @@ def says_what_is_returned(function: Function, cases: Cases) -> Evidence:
     for case in drawn(cases):
         got = solved(SAID, function, case)
         seen += bool(got.tokens)
-        told = {((*text, *guesses[:at]), token) for text, guesses, said in got.calls for at, token in enumerate(said)}
+        told = {
+            ((*text, *guesses[:at]), token)
+            for text, guesses, said in got.calls
+            for at, token in enumerate(said)
+        }
         for at, token in enumerate(got.tokens):
             if ((*case.prompt, *got.tokens[:at]), token) not in told:
                 shown = (
@@ -116,7 +134,13 @@ def sweeps_one_block(function: Function, cases: Cases) -> Evidence:
             made = len(text) - len(case.prompt)
             final = [*case.prompt, *whole][: len(text)]
             if made < 0 or made >= case.n or list(text) != final:
-                accuse(BLOCKS, "a forward pass after a text that is final", text, **case.shown(), greedy=whole)
+                accuse(
+                    BLOCKS,
+                    "a forward pass after a text that is final",
+                    text,
+                    **case.shown(),
+                    greedy=whole,
+                )
             left = min((made // case.block + 1) * case.block, case.n) - made
             if len(guesses) != left:
                 shown = (f"guesses, after {made} new tokens: {left}", f"guesses: {len(guesses)}")
@@ -128,7 +152,8 @@ def right(case: Case, text: Sequence[int], guesses: Sequence[int], whole: Sequen
     """How many new tokens of a text and of the guesses behind it are the greedy ones."""
     new = [*text, *guesses][len(case.prompt) :]
     return next(
-        (at for at, (one, other) in enumerate(zip(new, whole, strict=False)) if one != other), min(len(new), len(whole))
+        (at for at, (one, other) in enumerate(zip(new, whole, strict=False)) if one != other),
+        min(len(new), len(whole)),
     )
 
 
@@ -140,10 +165,20 @@ def progresses(function: Function, cases: Cases) -> Evidence:
         seen += bool(got.calls)
         final = 0
         for at, (text, guesses, _) in enumerate(got.calls, 1):
-            now, end = right(case, text, guesses, whole), len(text) - len(case.prompt) + len(guesses)
+            now, end = (
+                right(case, text, guesses, whole),
+                len(text) - len(case.prompt) + len(guesses),
+            )
             if now < final:
                 shown = (f"right new tokens before forward pass {at}: {final}", f"right: {now}")
-                accuse(PROGRESS, shown[0], shown[1], **case.shown(), greedy=whole, **_shown(got.calls[:at]))
+                accuse(
+                    PROGRESS,
+                    shown[0],
+                    shown[1],
+                    **case.shown(),
+                    greedy=whole,
+                    **_shown(got.calls[:at]),
+                )
             final = min(now + 1, end)
     return Evidence(PROGRESS, seen)
 
@@ -164,7 +199,10 @@ def guesses_blindly(function: Function, cases: Cases) -> Evidence:
             if made % case.block == 0 and made not in begun:
                 begun.add(made)
                 pairs = list(zip(guesses[:-1], whole[made:], strict=False))
-                true, guessed = true + sum(one == other for one, other in pairs), guessed + len(pairs)
+                true, guessed = (
+                    true + sum(one == other for one, other in pairs),
+                    guessed + len(pairs),
+                )
                 first = first or ({**case.shown(), **_shown(got.calls)} if pairs else {})
     if true > MOST_TRUE * guessed:
         what = f"first guesses that come true, of {guessed}: "
@@ -182,7 +220,14 @@ def calls_no_more_than_needed(function: Function, cases: Cases) -> Evidence:
         most = sum(min(size, 2) if case.rule == "places" else size for size in blocks)
         if len(got.calls) > most:
             shown = (f"forward passes: at most {most}", f"forward passes: {len(got.calls)}")
-            accuse(CALLS, shown[0], shown[1], **case.shown(), **{"tokens of each block": blocks}, **_shown(got.calls))
+            accuse(
+                CALLS,
+                shown[0],
+                shown[1],
+                **case.shown(),
+                **{"tokens of each block": blocks},
+                **_shown(got.calls),
+            )
     return Evidence(CALLS, seen)
 
 

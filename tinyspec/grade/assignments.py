@@ -51,7 +51,9 @@ def new(assignment: Assignment, where: Path) -> list[Path]:
     source = folder(assignment.name)
     texts = {"submission.py": starter_of(assignment), "README.md": readme(assignment)}
     handout = {
-        path.name: path.read_bytes() for path in sorted(source.iterdir()) if path.suffix in (".md", ".svg", ".png")
+        path.name: path.read_bytes()
+        for path in sorted(source.iterdir())
+        if path.suffix in (".md", ".svg", ".png")
     }
     files = {**{name: text.encode() for name, text in texts.items()}, **handout}
     try:
@@ -60,7 +62,9 @@ def new(assignment: Assignment, where: Path) -> list[Path]:
             with (where / name).open("xb") as file:
                 file.write(data)
     except FileExistsError as error:
-        raise TinyspecError(f"{error.filename} is there already, and is left as it is: name a new folder") from None
+        raise TinyspecError(
+            f"{error.filename} is there already, and is left as it is: name a new folder"
+        ) from None
     return [where / name for name in files]
 
 
@@ -72,7 +76,8 @@ def readme(assignment: Assignment) -> str:
         for made, task in askers(reference_of(assignment), _labels(assignment)).items()
     }
     tasks = "\n".join(
-        f"| {task.title} | `{task.name}`{judged.get(task.name, '')} | {task.points} |" for task in assignment.tasks
+        f"| {task.title} | `{task.name}`{judged.get(task.name, '')} | {task.points} |"
+        for task in assignment.tasks
     )
     return f"""# {name}: {assignment.title}
 
@@ -106,5 +111,7 @@ def rubric(assignment: Assignment) -> str:
         for law in task.laws:
             needs = "".join(f" (only where law {numbers[need]} holds)" for need in law.needs)
             name = f"{task.title.split()[0]} `{task.name}`"
-            rows.append(f"| {name} | {numbers[law.sentence]} | {law.sentence}{needs} | {law.points} |")
+            rows.append(
+                f"| {name} | {numbers[law.sentence]} | {law.sentence}{needs} | {law.points} |"
+            )
     return "\n".join(rows)

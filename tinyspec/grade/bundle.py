@@ -59,7 +59,12 @@ def write(assignment: Assignment, out: Path, seed: int) -> int:
 
     The seed of the final run stands in run_autograder and nowhere else.
     """
-    words = {"name": assignment.name, "title": assignment.title, "seed": seed, "container": CONTAINER}
+    words = {
+        "name": assignment.name,
+        "title": assignment.title,
+        "seed": seed,
+        "container": CONTAINER,
+    }
     files: dict[str, tuple[bytes, int]] = {
         "setup.sh": (SETUP.encode(), 0o755),
         "run_autograder": (RUN.format(**words).encode(), 0o755),
@@ -68,7 +73,10 @@ def write(assignment: Assignment, out: Path, seed: int) -> int:
     }
     uses = {name for task in assignment.tasks for name in task.uses}
     helpers = extract_helpers(reference_of(assignment), sorted(uses))
-    files[f"tinyspec/_assignments/{assignment.name}/reference.py"] = ((helpers + "\n").encode(), 0o644)
+    files[f"tinyspec/_assignments/{assignment.name}/reference.py"] = (
+        (helpers + "\n").encode(),
+        0o644,
+    )
     package = Path(tinyspec.__file__).parent
     for path in sorted(package.rglob("*.py")):
         inner = path.relative_to(package)

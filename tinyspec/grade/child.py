@@ -39,7 +39,9 @@ from typing import Any
 HERE = Path(__file__).parent
 DECISIONS = 1000  # of one run
 EVENTS = 20_000  # that props note in one run
-LONGEST = 1000  # bits of a number that chance is asked about: what is asked often is multiplied often
+LONGEST = (
+    1000  # bits of a number that chance is asked about: what is asked often is multiplied often
+)
 SLICE = 0.3  # seconds after which the runs that are done are sent
 
 if __name__ == "__main__":  # the package without its weight
@@ -52,10 +54,14 @@ from tinyspec.grade.problems import Enough  # noqa: E402
 if __name__ == "__main__":  # what is here stays as it is, whatever the submission makes of builtins
     sys.modules["tinyspec.grade"].__path__ = []
     for _place in (globals(), vars(codec), vars(guard), vars(problems)):
-        _place.update({_name: _value for _name, _value in vars(builtins).items() if not _name.startswith("_")})
+        _place.update(
+            {_name: _value for _name, _value in vars(builtins).items() if not _name.startswith("_")}
+        )
 
 
-def scripted(script: list[int], asked: list[Any], ways: list[list[int]]) -> tuple[object, Callable[[], bool]]:
+def scripted(
+    script: list[int], asked: list[Any], ways: list[list[int]]
+) -> tuple[object, Callable[[], bool]]:
     """A chance that follows a script and notes every decision and its possible answers; and whether nobody changed it."""
 
     def decide(kind: str, value: Any, possible: list[int]) -> int:
@@ -71,7 +77,9 @@ def scripted(script: list[int], asked: list[Any], ways: list[list[int]]) -> tupl
         """True with probability min(1, ratio)."""
         if not number(ratio):
             raise TypeError(f"chance.accept needs a number, not {codec.described(ratio)}")
-        return bool(decide("accept", ratio, ([1] if ratio > 0 else []) + ([] if ratio >= 1 else [0])))
+        return bool(
+            decide("accept", ratio, ([1] if ratio > 0 else []) + ([] if ratio >= 1 else [0]))
+        )
 
     def draw(self: object, row: Any) -> int:
         """A token with the probability that the row gives it."""
@@ -96,7 +104,9 @@ def finite(x: Any) -> bool:
 
 
 def long(x: Any) -> bool:
-    return type(x) is not float and max(x.numerator.bit_length(), x.denominator.bit_length()) > LONGEST
+    return (
+        type(x) is not float and max(x.numerator.bit_length(), x.denominator.bit_length()) > LONGEST
+    )
 
 
 def noting(record: list[Any]) -> list[Any]:
@@ -143,7 +153,9 @@ class Submission:
             return problems.describe(error, self.folder)
         if problem := guard.offence():
             return {"problem": problem}
-        functions = {name: names(found) for name, found in vars(self.module).items() if callable(found)}
+        functions = {
+            name: names(found) for name, found in vars(self.module).items() if callable(found)
+        }
         return {"ok": functions, "replaced": replaced}
 
     def replace(self, name: str, helper: Any) -> bool:
@@ -157,7 +169,9 @@ class Submission:
         for module in list(sys.modules.values()):
             space = vars(module) if isinstance(module, types.ModuleType) else {}
             if str(space.get("__file__")).startswith(self.folder + os.sep):
-                for key in [key for key, value in space.items() if value is own and key != self.task]:
+                for key in [
+                    key for key, value in space.items() if value is own and key != self.task
+                ]:
                     space[key] = helper
         return True
 
@@ -171,11 +185,15 @@ class Submission:
             if len(done) == message["most"] or time.monotonic() - began > SLICE:
                 break
             taken = script + [possible[0] for possible in ways[len(script) :]]
-            for place in range(len(script), len(ways)) if script is not waiting[0] or len(done) == 1 else ():
+            for place in (
+                range(len(script), len(ways)) if script is not waiting[0] or len(done) == 1 else ()
+            ):
                 waiting += [[*taken[:place], answer] for answer in ways[place][1:]]
         return done
 
-    def run(self, message: dict[str, Any], script: list[int], ways: list[list[int]]) -> dict[str, Any]:
+    def run(
+        self, message: dict[str, Any], script: list[int], ways: list[list[int]]
+    ) -> dict[str, Any]:
         """Run a function once, by a script; `ways` takes the possible answers of each decision."""
         asked: list[Any] = []
         given: list[props.Prop] = []
@@ -192,7 +210,11 @@ class Submission:
         result: dict[str, Any] = {"script": script, "asked": asked, "value": None}
         try:
             if not callable(function):
-                what = "has no" if function is None else f"has {codec.described(function)} where it should have a"
+                what = (
+                    "has no"
+                    if function is None
+                    else f"has {codec.described(function)} where it should have a"
+                )
                 raise Enough(f"is missing: submission.py {what} function of this name")
             args, named = codec.back(message["args"], one)
             if message["chance"]:
@@ -244,7 +266,10 @@ def main() -> None:
     """Answer messages until there are none."""
     receive, send, memory, seconds = map(int, sys.argv[1:5])
     shown = sys.stdout
-    with os.fdopen(receive, "r", encoding="utf-8") as messages, os.fdopen(send, "w", encoding="utf-8") as answers:
+    with (
+        os.fdopen(receive, "r", encoding="utf-8") as messages,
+        os.fdopen(send, "w", encoding="utf-8") as answers,
+    ):
         guard.begin(memory, seconds)
         submission: Submission | None = None
         for line in messages:

@@ -52,7 +52,11 @@ def plain(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
         if kind is tuple:
             return {"t": [walk(item, depth + 1) for item in value]}
         if kind is dict:
-            return {"d": [[walk(name, depth + 1), walk(item, depth + 1)] for name, item in value.items()]}
+            return {
+                "d": [
+                    [walk(name, depth + 1), walk(item, depth + 1)] for name, item in value.items()
+                ]
+            }
         if other is not None:
             return {"p": walk(other(value), depth + 1)}
         raise NotPlain(f"{described(value)}, which is no plain data")

@@ -87,7 +87,9 @@ class Result:
     @property
     def sentence(self) -> str:
         """Return why there was nothing to judge by the first law that does not hold, where there was not."""
-        return str(self.first_broken.failed) if self.first_broken and self.first_broken.failed else ""
+        return (
+            str(self.first_broken.failed) if self.first_broken and self.first_broken.failed else ""
+        )
 
     @property
     def kept(self) -> Sequence[Evidence]:
@@ -142,16 +144,24 @@ def _judge_law(task: Task, law: GradedLaw, function: Callable[..., Any], cases: 
         return _fail_law(law, failed)
     except Exception as error:  # whatever a law makes of data that nobody thought of
         said = f"gives what its laws cannot judge: {type(error).__name__}: {error}"
-        return _fail_law(law, Failed(f"{task.name} {said[:500]}", summary="returned what cannot be judged"))
+        return _fail_law(
+            law, Failed(f"{task.name} {said[:500]}", summary="returned what cannot be judged")
+        )
     gone = getattr(function, "gone", None)
     if gone or not evidence.cases:
         said = gone or "was judged in no case: it never does what this law is about"
-        return _fail_law(law, Failed(f"{task.name} {said}", summary=gone or "never does what this law is about"))
+        return _fail_law(
+            law, Failed(f"{task.name} {said}", summary=gone or "never does what this law is about")
+        )
     return Verdict(law, evidence)
 
 
 def _fail_law(law: GradedLaw, failed: Failed) -> Verdict:
-    return Verdict(law, counterexample=Counterexample(RUNS, failed.case, "a result", failed.said), failed=failed)
+    return Verdict(
+        law,
+        counterexample=Counterexample(RUNS, failed.case, "a result", failed.said),
+        failed=failed,
+    )
 
 
 def _fail(task: Task, failed: Failed) -> Result:
@@ -180,7 +190,9 @@ def grade(
     """
     tasks = [task for task in assignment.tasks if only in (None, task.name)]
     if not tasks:
-        raise TinyspecError(f"{assignment.name} has no task {only!r}: {', '.join(t.name for t in assignment.tasks)}")
+        raise TinyspecError(
+            f"{assignment.name} has no task {only!r}: {', '.join(t.name for t in assignment.tasks)}"
+        )
     limits = limits or Limits(task=Limits().task * cases.times)
     reference = reference_of(assignment) if any(task.uses for task in tasks) else ""
     failed = _missing(folder)
@@ -199,7 +211,11 @@ def grade(
 
     for task in [] if failed else tasks:
         watch(task, len(results))
-        helpers = Helpers(extract_helpers(reference, task.uses), task.uses, task.name) if task.uses else None
+        helpers = (
+            Helpers(extract_helpers(reference, task.uses), task.uses, task.name)
+            if task.uses
+            else None
+        )
         try:
             result = judge_in_child(task, helpers)
             broken = result.first_broken

@@ -101,7 +101,11 @@ def begin(memory: int, seconds: int) -> None:
     for name in random.__all__:
         if name.islower():
             setattr(random, name, no_dice)
-    for name in ("start_new_thread", "start_new", "start_joinable_thread"):  # no audit event tells of them everywhere
+    for name in (
+        "start_new_thread",
+        "start_new",
+        "start_joinable_thread",
+    ):  # no audit event tells of them everywhere
         setattr(_thread, name, no_thread)
     sys.addaudithook(watch)
 

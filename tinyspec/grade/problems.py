@@ -35,9 +35,14 @@ def describe(error: BaseException, folder: str) -> dict[str, str]:
     if isinstance(error, SyntaxError) and error.filename:
         words = str(error.msg)[:300]
     file, line = locate(error, folder)
-    problem = f"raises {kind}{': ' if words else ''}{words}{f' ({file}, line {line})' if file else ''}"
+    problem = (
+        f"raises {kind}{': ' if words else ''}{words}{f' ({file}, line {line})' if file else ''}"
+    )
     summary = f"raised {kind}{f' at line {line}' if file else ''}"
-    return {"problem": problem, "summary": f"{summary} of {file}" if file not in ("", "submission.py") else summary}
+    return {
+        "problem": problem,
+        "summary": f"{summary} of {file}" if file not in ("", "submission.py") else summary,
+    }
 
 
 def locate(error: BaseException, folder: str) -> tuple[str, int | None]:

@@ -10,7 +10,10 @@ from typing import Any, Self
 
 from tinyspec.grade.props import Prop
 
-MOST_CALLS, MOST_TOKENS = 100, 50  # of one run, and in a cache: whoever asks for more is not going to stop
+MOST_CALLS, MOST_TOKENS = (
+    100,
+    50,
+)  # of one run, and in a cache: whoever asks for more is not going to stop
 
 
 def behind(rows: Sequence[Sequence[Fraction]], by: str, text: Sequence[int]) -> Sequence[Fraction]:
@@ -76,10 +79,14 @@ class Session(Prop):
         vocabulary = len(self._rows[0])
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-                raise ValueError(f"score was given {token!r}: a token is a whole number from 0 to {vocabulary - 1}")
+                raise ValueError(
+                    f"score was given {token!r}: a token is a whole number from 0 to {vocabulary - 1}"
+                )
         self._remember("score", list(tokens))
         if len(self._cache) + len(tokens) > MOST_TOKENS:
-            raise ValueError(f"the cache has room for {MOST_TOKENS} tokens: the function is not going to stop")
+            raise ValueError(
+                f"the cache has room for {MOST_TOKENS} tokens: the function is not going to stop"
+            )
         rows = []
         for token in tokens:
             self._cache.append(token)
@@ -88,13 +95,21 @@ class Session(Prop):
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens of the cache and forget the others. ValueError if there are fewer."""
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self._cache):
+        if (
+            isinstance(length, bool)
+            or not isinstance(length, int)
+            or not 0 <= length <= len(self._cache)
+        ):
             tokens = f"{len(self._cache)} token{'' if len(self._cache) == 1 else 's'}"
-            raise ValueError(f"rewind({length!r}): the cache holds {tokens}, and a rewind only takes tokens away")
+            raise ValueError(
+                f"rewind({length!r}): the cache holds {tokens}, and a rewind only takes tokens away"
+            )
         self._remember("rewind", length)
         del self._cache[length:]
 
     def _remember(self, what: str, given: Any) -> None:
         if len(self.trace) >= MOST_CALLS:
-            raise ValueError(f"the session was asked {MOST_CALLS} things: the function is not going to stop")
+            raise ValueError(
+                f"the session was asked {MOST_CALLS} things: the function is not going to stop"
+            )
         self.note(what, list(self._cache), given)

@@ -57,12 +57,16 @@ class TreeSession(Prop):
         """
         read = len(self.text) - 1
         if len(self.trace) >= MOST_CALLS:
-            raise ValueError(f"the model ran {MOST_CALLS} forward passes: the function is not going to stop")
+            raise ValueError(
+                f"the model ran {MOST_CALLS} forward passes: the function is not going to stop"
+            )
         for name, given in (("tokens", tokens), ("positions", positions), ("the mask", mask)):
             if not isinstance(given, (list, tuple)):
                 raise ValueError(f"{name} must be a list: got {given!r}")
         if not tokens or not len(tokens) == len(positions) == len(mask):
-            sizes = f"{len(tokens)} tokens, {len(positions)} positions and {len(mask)} rows of the mask"
+            sizes = (
+                f"{len(tokens)} tokens, {len(positions)} positions and {len(mask)} rows of the mask"
+            )
             raise ValueError(
                 f"a forward pass needs as many positions and rows of the mask as tokens, at least one: got {sizes}"
             )
@@ -76,7 +80,11 @@ class TreeSession(Prop):
         words = [*self.text[:read], *tokens]
         places = [*range(read), *positions]
         return [
-            self._row(tokens[i], positions[i], [(words[j], places[j]) for j, seen in enumerate(mask[i]) if seen])
+            self._row(
+                tokens[i],
+                positions[i],
+                [(words[j], places[j]) for j, seen in enumerate(mask[i]) if seen],
+            )
             for i in range(len(tokens))
         ]
 
@@ -93,13 +101,17 @@ class TreeSession(Prop):
         if any(type(seen) not in (bool, int) or seen not in (0, 1) for seen in row):
             raise ValueError(f"row {place} of the mask is {row!r}: its entries are True or False")
         if not any(row):
-            raise ValueError(f"row {place} of the mask shows nothing: a row attends at least to itself")
+            raise ValueError(
+                f"row {place} of the mask shows nothing: a row attends at least to itself"
+            )
 
     def _row(self, token: int, position: int, seen: Sequence[tuple[int, int]]) -> list[Fraction]:
         """What a token at a position says of the next one, of the (token, position) pairs that it sees."""
         said = [Fraction(0)] * self.vocabulary
         for other, place in seen:
-            weight = Fraction(1 + (2 * token + 3 * other + self.seed) % 5, 1 + abs(position - place))
+            weight = Fraction(
+                1 + (2 * token + 3 * other + self.seed) % 5, 1 + abs(position - place)
+            )
             for word in range(self.vocabulary):
                 said[word] += weight * (1 + ((word + 1) * (other + 2) + 3 * place + self.seed) % 7)
         whole = sum(said)

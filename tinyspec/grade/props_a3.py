@@ -45,7 +45,9 @@ class LayeredModel(Prop):
     def __init__(self, seed: int, depth: int, vocabulary: int = 3):
         super().__init__()
         self._seed, self.depth, self.vocabulary = seed, depth, vocabulary
-        self._cache: list[dict[int, int]] = [{} for _ in range(depth + 1)]  # [layer][position] -> pair; no layer 0
+        self._cache: list[dict[int, int]] = [
+            {} for _ in range(depth + 1)
+        ]  # [layer][position] -> pair; no layer 0
 
     def plain(self) -> Any:
         return {"seed": self._seed, "depth": self.depth, "vocabulary": self.vocabulary}
@@ -56,12 +58,16 @@ class LayeredModel(Prop):
 
     def embed(self, token: int) -> int:
         """The state of a token below layer 1."""
-        return (10 * whole(token, "the token", 0, self.vocabulary - 1) + 3 * self._seed + 1) % MODULUS
+        return (
+            10 * whole(token, "the token", 0, self.vocabulary - 1) + 3 * self._seed + 1
+        ) % MODULUS
 
     def project(self, layer: int, position: int, state: int) -> int:
         """The key and value, one number here, that a layer makes of the state that a token brings to it."""
         whole(layer, "the layer", 1, self.depth), whole(state, "the state", 0, MODULUS - 1)
-        return ((layer + 1) * state + whole(position, "the position", 0, MOST_CALLS) + self._seed) % MODULUS
+        return (
+            (layer + 1) * state + whole(position, "the position", 0, MOST_CALLS) + self._seed
+        ) % MODULUS
 
     def store(self, layer: int, position: int, pair: int) -> None:
         """Write a key and value into the cache of a layer; what stood there is overwritten."""
@@ -132,7 +138,12 @@ class CountedModel(Prop):
         self._rule, self._seed, self.vocabulary, self.eos = rule, seed, vocabulary, eos
 
     def plain(self) -> Any:
-        return {"rule": self._rule, "seed": self._seed, "vocabulary": self.vocabulary, "eos": self.eos}
+        return {
+            "rule": self._rule,
+            "seed": self._seed,
+            "vocabulary": self.vocabulary,
+            "eos": self.eos,
+        }
 
     @classmethod
     def make(cls, plain: Any) -> Self:
@@ -142,11 +153,15 @@ class CountedModel(Prop):
         """One call of the model: for every i the likeliest token behind text + guesses[:i]. The last guess is not read."""
         for name, tokens in (("the text", text), ("the guesses", guesses)):
             if not isinstance(tokens, (list, tuple)) or not tokens:
-                raise ValueError(f"{name} must be a list of tokens that is not empty: got {tokens!r}")
+                raise ValueError(
+                    f"{name} must be a list of tokens that is not empty: got {tokens!r}"
+                )
             for token in tokens:
                 whole(token, f"a token of {name}", 0, self.vocabulary - 1)
         if len(self.trace) >= MOST_CALLS:
-            raise ValueError(f"the model ran {MOST_CALLS} forward passes: the function is not going to stop")
+            raise ValueError(
+                f"the model ran {MOST_CALLS} forward passes: the function is not going to stop"
+            )
         said = [self._behind([*text, *guesses[:at]]) for at in range(len(guesses))]
         self.note(list(text), list(guesses), said)
         return list(said)

@@ -37,7 +37,9 @@ class Asks(NamedTuple):
     def first(self) -> int:
         """The answer that a run takes behind the end of its script."""
         return (
-            int(self.value > 0) if self.kind == "accept" else next(token for token, x in enumerate(self.value) if x > 0)
+            int(self.value > 0)
+            if self.kind == "accept"
+            else next(token for token, x in enumerate(self.value) if x > 0)
         )
 
 
@@ -158,8 +160,16 @@ class Function:
             if isinstance(error, Gone):
                 said = self.gone = self.gone or said
                 self.hung = self.hung or isinstance(error, Hung)
-                summary = f"took longer than {self.seconds or self.child.limits.call:g} s" if self.hung else said
-            case = {} if said.startswith(("is not written", "is missing")) else self._case(given, named)
+                summary = (
+                    f"took longer than {self.seconds or self.child.limits.call:g} s"
+                    if self.hung
+                    else said
+                )
+            case = (
+                {}
+                if said.startswith(("is not written", "is missing"))
+                else self._case(given, named)
+            )
             raise Failed(f"{self.__name__} {said}", case, summary) from None
 
     def _play(self, table: Table, message: dict[str, Any], chance: Any) -> Ends:
@@ -177,7 +187,11 @@ class Function:
     def _grow(self, table: Table, message: dict[str, Any], wanted: Path) -> None:
         if self.gone is not None:
             raise Gone(self.gone)
-        asked = {"script": wanted, "most": min(max(8, 2 * table.ways), BATCH), "again": not table.nodes}
+        asked = {
+            "script": wanted,
+            "most": min(max(8, 2 * table.ways), BATCH),
+            "again": not table.nodes,
+        }
         answer = self.child.ask({**message, **asked}, self.seconds)
         try:
             for run in answer["runs"]:
@@ -189,13 +203,18 @@ class Function:
 
     def _case(self, given: Any, named: dict[str, Any]) -> dict[str, Any]:
         shown = [
-            f"argument {place + 1}" if place >= len(self.names) else self.names[place] for place in range(len(given))
+            f"argument {place + 1}" if place >= len(self.names) else self.names[place]
+            for place in range(len(given))
         ]
-        return {name: _shown(value) for name, value in [*zip(shown, given, strict=True), *named.items()]}
+        return {
+            name: _shown(value) for name, value in [*zip(shown, given, strict=True), *named.items()]
+        }
 
 
 def _decides(value: Any) -> bool:
-    return not isinstance(value, (Prop, int, float, str, list, tuple, dict, Fraction)) and hasattr(value, "draw")
+    return not isinstance(value, (Prop, int, float, str, list, tuple, dict, Fraction)) and hasattr(
+        value, "draw"
+    )
 
 
 def _shown(value: Any) -> Any:

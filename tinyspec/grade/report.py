@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDEST = 600  # letters of a value
-CONTAINER = "The grader is no security boundary: run submissions that you do not trust in a container."
+CONTAINER = (
+    "The grader is no security boundary: run submissions that you do not trust in a container."
+)
 
 
 def note(report: Report, tells_seed: bool = True) -> str:
@@ -43,7 +45,11 @@ def table_entry(result: Result) -> str:
     broken = result.first_broken
     if broken is None:
         return summary(result)
-    count = f"{len(result.kept)} of {len(result.verdicts)} laws hold; " if len(result.verdicts) > 1 else ""
+    count = (
+        f"{len(result.kept)} of {len(result.verdicts)} laws hold; "
+        if len(result.verdicts) > 1
+        else ""
+    )
     return clean(count + summarize_verdict(broken))
 
 
@@ -79,7 +85,10 @@ def details(result: Result) -> list[str]:
         return [clean(result.sentence)]
     pairs = [*found.case.items(), ("yours", found.got), ("expected", found.expected)]
     width = max(len(name) for name, _ in pairs)
-    return [f"broken: {clean(found.law)}", *(f"  {clean(n):{width}}  {clean(brief(v, WIDEST))}" for n, v in pairs)]
+    return [
+        f"broken: {clean(found.law)}",
+        *(f"  {clean(n):{width}}  {clean(brief(v, WIDEST))}" for n, v in pairs),
+    ]
 
 
 def clean(text: str) -> str:
@@ -157,14 +166,20 @@ def explain(result: Result) -> list[str]:
         return []
     lines = law_lines(result) if len(result.verdicts) > 1 and not is_unjudged(result) else []
     if result.helpers:
-        lines.append(f"  judged with the reference's {' and '.join(result.helpers)} in the place of yours")
+        lines.append(
+            f"  judged with the reference's {' and '.join(result.helpers)} in the place of yours"
+        )
     return [*lines, *details(result)]
 
 
 def is_unjudged(result: Result) -> bool:
     """Return whether no law could be judged, all for the same reason: a list of them would only repeat it."""
     said = {str(verdict.failed) for verdict in result.verdicts}
-    return len(said) == 1 and result.first_broken is not None and result.first_broken.failed is not None
+    return (
+        len(said) == 1
+        and result.first_broken is not None
+        and result.first_broken.failed is not None
+    )
 
 
 def show(report: Report, console: "Console") -> None:
@@ -181,8 +196,13 @@ def show(report: Report, console: "Console") -> None:
     for result in report.results:
         points = f"{result.score} of {result.task.points}"
         style = "" if result.first_broken is None else "red"
-        table.add_row(result.task.title, result.task.name, points, Text(table_entry(result), style=style))
-    console.print(f"{assignment.name} {assignment.title}: {report.score} of {report.max_score} points", style="bold")
+        table.add_row(
+            result.task.title, result.task.name, points, Text(table_entry(result), style=style)
+        )
+    console.print(
+        f"{assignment.name} {assignment.title}: {report.score} of {report.max_score} points",
+        style="bold",
+    )
     console.print(table, highlight=False, markup=False)
     if report.problem:
         console.print(f"\n{clean(report.problem)}", style="red", highlight=False, markup=False)

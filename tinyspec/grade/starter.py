@@ -40,7 +40,13 @@ def starter(reference: str, labels: Mapping[str, str], name: str) -> str:
                 raise TinyspecError(f"line {number}: this solution stands in no function")
             if owner:
                 first = owner.split(".")[0]
-                task = first if first in labels else askers(reference, labels).get(first, "") if "." in owner else ""
+                task = (
+                    first
+                    if first in labels
+                    else askers(reference, labels).get(first, "")
+                    if "." in owner
+                    else ""
+                )
                 label = f"{labels.get(task, name)} {owner}: write me"
                 kept.append(f'{line[:depth]}raise NotImplementedError("{label}")')
         elif hidden:
@@ -85,7 +91,9 @@ def extract_helpers(reference: str, names: Iterable[str]) -> str:
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             defined[statement.name] = statement
         elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-            defined |= {alias.asname or alias.name.split(".")[0]: statement for alias in statement.names}
+            defined |= {
+                alias.asname or alias.name.split(".")[0]: statement for alias in statement.names
+            }
         elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             defined |= {target.id: statement for target in targets if isinstance(target, ast.Name)}
@@ -100,7 +108,11 @@ def extract_helpers(reference: str, names: Iterable[str]) -> str:
 
 def solution_lines(reference: str) -> list[str]:
     """Every line between markers."""
-    return [line for _, line, hidden in _marked(reference) if hidden and line.strip() not in (BEGIN, END)]
+    return [
+        line
+        for _, line, hidden in _marked(reference)
+        if hidden and line.strip() not in (BEGIN, END)
+    ]
 
 
 def leaks(secret: list[str], text: str) -> list[str]:
@@ -118,10 +130,14 @@ def _marked(reference: str) -> Iterator[tuple[int, str, bool]]:
         indent = line[: len(line) - len(line.lstrip())]
         if mark == BEGIN:
             if begun[1]:
-                raise TinyspecError(f"line {number}: a solution begins inside the one of line {begun[1]}")
+                raise TinyspecError(
+                    f"line {number}: a solution begins inside the one of line {begun[1]}"
+                )
             begun = (indent, number)
         if mark == END and (not begun[1] or indent != begun[0]):
-            where = f"that of line {begun[1]} is indented otherwise" if begun[1] else "none has begun"
+            where = (
+                f"that of line {begun[1]} is indented otherwise" if begun[1] else "none has begun"
+            )
             raise TinyspecError(f"line {number}: a solution ends, but {where}")
         yield number, line, bool(begun[1])
         if mark == END:

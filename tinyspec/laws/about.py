@@ -57,21 +57,29 @@ class About:
     def __mul__(self, other: Any) -> "About":
         value, slack = self._both(other)
         made = self.value * value
-        return About(made, abs(value) * self.slack + abs(self.value) * slack + EPS * abs(made), self.doubt)
+        return About(
+            made, abs(value) * self.slack + abs(self.value) * slack + EPS * abs(made), self.doubt
+        )
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> "About":
         value, slack = self._both(other)
         made = self.value / value
-        return About(made, (self.slack + abs(made) * slack) / abs(value) + EPS * abs(made), self.doubt)
+        return About(
+            made, (self.slack + abs(made) * slack) / abs(value) + EPS * abs(made), self.doubt
+        )
 
     def __gt__(self, other: Any) -> bool:
         value, slack = self._both(other)
-        self.doubt.near |= (self.slack > 0 or slack > 0) and abs(self.value - value) <= self.slack + slack
+        self.doubt.near |= (self.slack > 0 or slack > 0) and abs(
+            self.value - value
+        ) <= self.slack + slack
         return self.value > value
 
     def __lt__(self, other: Any) -> bool:
         value, slack = self._both(other)
-        self.doubt.near |= (self.slack > 0 or slack > 0) and abs(self.value - value) <= self.slack + slack
+        self.doubt.near |= (self.slack > 0 or slack > 0) and abs(
+            self.value - value
+        ) <= self.slack + slack
         return self.value < value

@@ -32,7 +32,12 @@ class Counterexample:
     def __str__(self) -> str:
         shown = [f"  {name} = {show(value)}" for name, value in self.case.items()]
         return "\n".join(
-            [f"broken: {self.law}", *shown, f"expected {show(self.expected)}", f"got      {show(self.got)}"]
+            [
+                f"broken: {self.law}",
+                *shown,
+                f"expected {show(self.expected)}",
+                f"got      {show(self.got)}",
+            ]
         )
 
 
@@ -84,7 +89,9 @@ class CheckResult:
 
     def __str__(self) -> str:
         lines = [str(found) for found in self.evidence]
-        return "\n".join(lines if self.counterexample is None else [*lines, str(self.counterexample)])
+        return "\n".join(
+            lines if self.counterexample is None else [*lines, str(self.counterexample)]
+        )
 
     def __repr__(self) -> str:
         broken = [] if self.counterexample is None else [f"broken: {self.counterexample.law}"]

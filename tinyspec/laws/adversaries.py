@@ -44,12 +44,18 @@ class Guess(NoDraft):
 
 def greedy_equality(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
     """The technique with its own drafter on every kind of draft model, then its verifier under four strange drafters."""
-    base = Stage(card, seed=seed + 50, prompt=(0, 1, 2), vocabulary=V, deep=True, warp=Warp(0.0), largest=4)
+    base = Stage(
+        card, seed=seed + 50, prompt=(0, 1, 2), vocabulary=V, deep=True, warp=Warp(0.0), largest=4
+    )
     for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
         stage = replace(base, draft=draft)
         yield GREEDY, f"{draft} draft", lambda stage=stage: equal(stage)  # type: ignore[misc]
     for strange in ("right", "wrong", "end of text", "random"):
-        yield GREEDY, f"its verifier, guesses always {strange}", lambda strange=strange: equal(base, strange)  # type: ignore[misc]
+        yield (
+            GREEDY,
+            f"its verifier, guesses always {strange}",
+            lambda strange=strange: equal(base, strange),  # type: ignore[misc]
+        )
 
 
 def equal(stage: Stage, strange: str | None = None) -> Evidence:

@@ -21,7 +21,10 @@ CORPORA = [
     ([[1, 2], [1, 3], [2]], [[7, 8], [9, 7], [8, 8]]),
     ([[1, 2, 1], [3], [2, 4, 3]], [[5, 6], [7, 7, 6], [6]]),
 ]
-TWICE = ([[1, 2, 1], [2], [3, 4], [4, 5, 6], [5, 3]] * 5, [[7, 8, 7], [8], [9, 10], [10, 11, 12], [11, 9]] * 5)
+TWICE = (
+    [[1, 2, 1], [2], [3, 4], [4, 5, 6], [5, 3]] * 5,
+    [[7, 8, 7], [8], [9, 10], [10, 11, 12], [11, 9]] * 5,
+)
 
 
 def loops(source: Any, target: Any, rounds: int, placed: int) -> list[float]:
@@ -50,23 +53,37 @@ def loops(source: Any, target: Any, rounds: int, placed: int) -> list[float]:
         told.append(likelihood)
         said = {(s, t): n / sum(words[s, u] for u in beside[s]) for (s, t), n in words.items()}
         if second:
-            seen = {(j, *r): n / sum(places[k, *r] for k in range(r[1] + 1)) for (j, *r), n in places.items()}
+            seen = {
+                (j, *r): n / sum(places[k, *r] for k in range(r[1] + 1))
+                for (j, *r), n in places.items()
+            }
     return told
 
 
 def rounds_of_em(align: Align) -> Evidence:
     """The likelihood after each round, against plain loops on tiny corpora; and that none falls, on a random one."""
     seen = 0
-    for (source, target), (rounds, placed) in ((c, r) for c in CORPORA for r in ((3, 0), (0, 3), (2, 2))):
+    for (source, target), (rounds, placed) in (
+        (c, r) for c in CORPORA for r in ((3, 0), (0, 3), (2, 2))
+    ):
         want = loops(source, target, rounds, placed)
         got, seen = align(source, target, rounds=rounds, placed=placed).likelihood, seen + 1
         if len(want) != len(got) or any(abs(a - b) > 1e-9 for a, b in zip(want, got, strict=True)):
             accuse(EM, want, got, source=source, target=target, model_1=rounds, model_2=placed)
     random = np.random.default_rng(0)
-    sides = [[random.integers(0, 9, random.integers(1, 7)).tolist() for _ in range(150)] for _ in range(2)]
+    sides = [
+        [random.integers(0, 9, random.integers(1, 7)).tolist() for _ in range(150)]
+        for _ in range(2)
+    ]
     for before, after in pairwise(align(*sides).likelihood):
         if after < before - 1e-9:
-            accuse(EM, f"at least {before}", after, corpus="150 random pairs", asked="the likelihood of the next round")
+            accuse(
+                EM,
+                f"at least {before}",
+                after,
+                corpus="150 random pairs",
+                asked="the likelihood of the next round",
+            )
     return Evidence(EM, seen + 1)
 
 
@@ -75,7 +92,10 @@ def known_alignments(align: Align) -> Evidence:
     for kinds, modes in ((("lex",), 4), (("ord", "fert"), 3)):
         pairs = Dialects(kinds, modes).corpus(800, seed=1)
         links = align([p.source for p in pairs], [p.target for p in pairs]).links
-        right = sum(sum(map(int.__eq__, link.tolist(), p.alignment)) for link, p in zip(links, pairs, strict=True))
+        right = sum(
+            sum(map(int.__eq__, link.tolist(), p.alignment))
+            for link, p in zip(links, pairs, strict=True)
+        )
         share = right / sum(len(p.target) for p in pairs)
         if share <= 0.95:
             accuse(KNOWN, "more than 0.95", round(share, 3), task="+".join(kinds), dialects=modes)

@@ -57,7 +57,9 @@ class Block(NamedTuple):
         """What a verifier keeps of a draft on average, as the paper says it."""
         totals = [Fraction(0)] * 3
 
-        def along(text: Text, drafted: Fraction, said: Fraction, weight: Fraction, by_token: Fraction) -> None:
+        def along(
+            text: Text, drafted: Fraction, said: Fraction, weight: Fraction, by_token: Fraction
+        ) -> None:
             if text:
                 for i, share in enumerate((by_token, weight, min(Fraction(1), said / drafted))):
                     totals[i] += drafted * share
@@ -65,7 +67,10 @@ class Block(NamedTuple):
                 return
             for token, (a, b) in enumerate(zip(self.target(text), self.draft(text), strict=True)):
                 if b:
-                    clipped, alone = min(Fraction(1), weight * a / b), by_token * min(Fraction(1), a / b)
+                    clipped, alone = (
+                        min(Fraction(1), weight * a / b),
+                        by_token * min(Fraction(1), a / b),
+                    )
                     along((*text, token), drafted * b, said * a, clipped, alone)
 
         along((), *[Fraction(1)] * 4)
@@ -73,8 +78,18 @@ class Block(NamedTuple):
 
     def words(self) -> dict[str, Any]:
         """For a counterexample."""
-        turned = {"rows": "p one place on behind each 0, q one place on behind each token"} if self.bent else {}
-        return {"p": self.p, "q": self.q, **turned, "gamma": self.gamma, **({"k": self.k} if self.k > 1 else {})}
+        turned = (
+            {"rows": "p one place on behind each 0, q one place on behind each token"}
+            if self.bent
+            else {}
+        )
+        return {
+            "p": self.p,
+            "q": self.q,
+            **turned,
+            "gamma": self.gamma,
+            **({"k": self.k} if self.k > 1 else {}),
+        }
 
 
 def blocks(vocabularies: Sequence[int], largest: int, gamma: int) -> Iterator[Block]:
@@ -120,7 +135,9 @@ def played(verifier: Verifier, case: Block) -> Played:
     """Drafts drawn, judged, and counted."""
     kept, branches = Fraction(0), 0
     emitted, beyond = defaultdict[Text, Fraction](Fraction), defaultdict[Text, Fraction](Fraction)
-    for (accepted, text), probability in Exhaustive.walk(lambda chance: _round(verifier, case, chance)):
+    for (accepted, text), probability in Exhaustive.walk(
+        lambda chance: _round(verifier, case, chance)
+    ):
         branches += 1
         kept += probability * accepted
         for n in range(len(text) + 1):
@@ -150,7 +167,9 @@ def lawful(name: str, case: Block, round: Played) -> None:
     """A round that goes beyond a text goes on with p: necessary and enough, since later rounds start afresh."""
     for text, mass in sorted(round.beyond.items(), key=lambda entry: (len(entry[0]), entry[0])):
         if mass:
-            law = tuple(round.emitted.get((*text, y), Fraction(0)) / mass for y in range(len(case.p)))
+            law = tuple(
+                round.emitted.get((*text, y), Fraction(0)) / mass for y in range(len(case.p))
+            )
             if law != case.target(text):
                 accuse(name, case.target(text), law, **case.words(), text=text)
 

@@ -38,10 +38,24 @@ BATCH = "a batch row is the row alone"
 CLOSE = 1e-9
 V, LAYERS = 7, 3
 LLAMA = Config(
-    vocab_size=V, d_model=16, n_layers=LAYERS, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, max_positions=96, tied=True
+    vocab_size=V,
+    d_model=16,
+    n_layers=LAYERS,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=4,
+    d_ff=24,
+    max_positions=96,
+    tied=True,
 )
 GPT2 = replace(
-    LLAMA, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4, family="gpt2"
+    LLAMA,
+    norm="layer",
+    positions="learned",
+    activation="gelu_new",
+    gated=False,
+    n_kv_heads=4,
+    family="gpt2",
 )
 FAMILIES = {"rotations": LLAMA, "learned positions": GPT2}
 PROMPTS = [(1,), (1, 2), (3, 1, 4, 1, 5)]
@@ -133,7 +147,12 @@ def cache_is_a_fresh_forward(parts: Parts) -> Evidence:
             session.score(tree)
             session.commit(path, after)
             text = [*prompt, *tree.spelled(path), *(() if after is None else (after,))]
-            case = {"model": family, "prompt": prompt, "tokens": list(tree.tokens), "parents": tree.parents}
+            case = {
+                "model": family,
+                "prompt": prompt,
+                "tokens": list(tree.tokens),
+                "parents": tree.parents,
+            }
             _judge(CACHE, session, text, {**case, "kept": path, "next": after})
     long = [1 + at % 5 for at in range(80)]  # more slots than a cache begins with
     for family, _, model in models(parts):
@@ -142,7 +161,12 @@ def cache_is_a_fresh_forward(parts: Parts) -> Evidence:
         for token in long[60:]:
             session.score(TokenTree())
             session.commit((), token)
-        _judge(CACHE, session, long, {"model": family, "text": f"{len(long)} tokens, the last 20 one by one"})
+        _judge(
+            CACHE,
+            session,
+            long,
+            {"model": family, "text": f"{len(long)} tokens, the last 20 one by one"},
+        )
     return Evidence(CACHE, seen)
 
 
@@ -175,7 +199,9 @@ def an_exit_is_the_truncated_model(parts: Parts) -> Evidence:
     """A view that leaves after E layers says what the model cut down to E layers says; a token that left early and was
     run further after all leaves the keys and values of a full pass."""
     seen = 0
-    for prompt, (family, judge, model), layers in product(PROMPTS, models(parts), range(1, LAYERS + 1)):
+    for prompt, (family, judge, model), layers in product(
+        PROMPTS, models(parts), range(1, LAYERS + 1)
+    ):
         case = {"model": family, "prompt": prompt, "exit after layer": layers}
         session, plan, seen = parts.session(model), Plan(last=layers), seen + 1
         session.extend(prompt)
@@ -215,10 +241,14 @@ def greedy_equality(parts: Parts) -> Evidence:
     for prompt, (family, judge, model) in product(PROMPTS[:2], models(parts)):
         expected = greedy(judge, prompt, wanted)
         drafters: dict[str, Any] = {
-            f"2 tokens, {right} of them right{', as the second sibling' if wide else ''}": Wrong(judge, right, wide)
+            f"2 tokens, {right} of them right{', as the second sibling' if wide else ''}": Wrong(
+                judge, right, wide
+            )
             for right, wide in product(range(3), (False, True))
         }
-        drafters["another model's 2 tokens"] = parts.drafter(weights(family, seed=1).session(), 2, frozenset())
+        drafters["another model's 2 tokens"] = parts.drafter(
+            weights(family, seed=1).session(), 2, frozenset()
+        )
         for draft, drafter in drafters.items():
             seen, stop = seen + 1, Stop(max_new_tokens=wanted)
             warp = parts.warp(temperature=0.0)
@@ -254,7 +284,15 @@ def a_batch_row_is_the_row_alone(parts: Parts) -> Evidence:
             expected, got = dense(judge, text).logits[-1], together[row][at]
             if differ(got, expected):
                 batch = [prompts[other] for other in rows]
-                accuse(BATCH, expected, got, model=family, batch=batch, row=prompts[rows[row]], text=text)
+                accuse(
+                    BATCH,
+                    expected,
+                    got,
+                    model=family,
+                    batch=batch,
+                    row=prompts[rows[row]],
+                    text=text,
+                )
     return Evidence(BATCH, seen)
 
 

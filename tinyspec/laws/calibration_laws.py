@@ -16,7 +16,9 @@ from typing import Any
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
 
-CALIBRATED = "calibrated risk <= delta with probability 1 - epsilon (Learn then Test, arXiv 2110.01052)"
+CALIBRATED = (
+    "calibrated risk <= delta with probability 1 - epsilon (Learn then Test, arXiv 2110.01052)"
+)
 SEQUENCE = "the candidates in front of the first that fails are accepted (fixed-sequence testing)"
 SUPER = "where the risk is delta or more, a p-value is at most u with probability at most u (arXiv 2110.01052)"
 
@@ -43,13 +45,23 @@ def tail(losses: int, n: int, delta: Fraction) -> Fraction:
     return sum((weight(k, n, delta) for k in range(losses + 1)), Fraction(0))
 
 
-def chosen(procedure: Callable[..., Any], counts: Sequence[int], n: int, delta: Fraction, p_value: Any) -> Any:
+def chosen(
+    procedure: Callable[..., Any], counts: Sequence[int], n: int, delta: Fraction, p_value: Any
+) -> Any:
     """Which candidate, by number, a procedure chooses where they had so many losses."""
-    found = procedure(range(len(counts)), lambda at: [1] * counts[at] + [0] * (n - counts[at]), delta, EPSILON, p_value)
+    found = procedure(
+        range(len(counts)),
+        lambda at: [1] * counts[at] + [0] * (n - counts[at]),
+        delta,
+        EPSILON,
+        p_value,
+    )
     return found.choice
 
 
-def violation(procedure: Callable[..., Any], risks: Sequence[Fraction], p_value: Any = tail) -> tuple[Fraction, int]:
+def violation(
+    procedure: Callable[..., Any], risks: Sequence[Fraction], p_value: Any = tail
+) -> tuple[Fraction, int]:
     """The probability that the risk of the chosen candidate is above delta; how many outcomes were walked."""
     mass, walked = Fraction(0), 0
     for counts in product(range(EXAMPLES + 1), repeat=len(risks)):
@@ -69,8 +81,19 @@ def controls_its_risk(procedure: Callable[..., Any]) -> Evidence:
         mass, walked = violation(procedure, risks)
         branches += walked
         if mass > EPSILON:
-            case = {"risks": risks, "delta": HALF, "epsilon": EPSILON, "examples": EXAMPLES, "curve": name}
-            accuse(CALIBRATED, f"a wrong choice with at most {EPSILON}", f"with {float(mass):.4f}", **case)
+            case = {
+                "risks": risks,
+                "delta": HALF,
+                "epsilon": EPSILON,
+                "examples": EXAMPLES,
+                "curve": name,
+            }
+            accuse(
+                CALIBRATED,
+                f"a wrong choice with at most {EPSILON}",
+                f"with {float(mass):.4f}",
+                **case,
+            )
     return Evidence(CALIBRATED, len(CURVES), branches, perf_counter() - began)
 
 
@@ -83,7 +106,15 @@ def accepts_what_passed(procedure: Callable[..., Any]) -> Evidence:
         expected = front - 1 if front else None
         got, seen = chosen(procedure, counts, EXAMPLES, HALF, tail), seen + 1
         if got != expected:
-            accuse(SEQUENCE, expected, got, losses=counts, examples=EXAMPLES, delta=HALF, epsilon=EPSILON)
+            accuse(
+                SEQUENCE,
+                expected,
+                got,
+                losses=counts,
+                examples=EXAMPLES,
+                delta=HALF,
+                epsilon=EPSILON,
+            )
     return Evidence(SEQUENCE, seen, 0, perf_counter() - began)
 
 
@@ -96,7 +127,14 @@ def is_a_p_value(p_value: Callable[..., Any]) -> Evidence:
             for u, _ in values:
                 mass, seen = sum((w for p, w in values if p <= u), Fraction(0)), seen + 1
                 if mass > u and float(mass) > float(u) + 1e-12:
-                    accuse(SUPER, f"at most {float(u):.4f}", float(mass), examples=n, delta=delta, risk=risk)
+                    accuse(
+                        SUPER,
+                        f"at most {float(u):.4f}",
+                        float(mass),
+                        examples=n,
+                        delta=delta,
+                        risk=risk,
+                    )
     return Evidence(SUPER, seen, 0, perf_counter() - began)
 
 

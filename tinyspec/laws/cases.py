@@ -29,7 +29,9 @@ class Model:
             place = place * len(self.laws[0]) + token + 1
         return self.laws[place % len(self.laws)]
 
-    def joint(self, tokens: int, start: tuple[int, ...] = (), mass: Any = Fraction(1)) -> dict[tuple[int, ...], Any]:
+    def joint(
+        self, tokens: int, start: tuple[int, ...] = (), mass: Any = Fraction(1)
+    ) -> dict[tuple[int, ...], Any]:
         """The law of the text of so many tokens that begins with `start`, times `mass`."""
         texts = {start: mass}
         for _ in range(tokens - len(start)):
@@ -45,7 +47,11 @@ class Model:
         """The laws after contexts of up to `depth` tokens, as a reader would write them down."""
         if self.by == "length":
             return [list(self.laws[min(length, len(self.laws) - 1)]) for length in range(depth + 1)]
-        texts = [text for length in range(depth + 1) for text in product(range(len(self.laws[0])), repeat=length)]
+        texts = [
+            text
+            for length in range(depth + 1)
+            for text in product(range(len(self.laws[0])), repeat=length)
+        ]
         return {text: list(self.law(text)) for text in texts}
 
 
@@ -74,7 +80,14 @@ def pool(vocabulary: int, whole: int) -> list[Exact]:
 
 
 def stage(
-    vocabulary: int, gamma: int, tokens: int, whole: int, lengths: tuple[int, int], by: str, count: int, seed: int
+    vocabulary: int,
+    gamma: int,
+    tokens: int,
+    whole: int,
+    lengths: tuple[int, int],
+    by: str,
+    count: int,
+    seed: int,
 ) -> list[Case]:
     """Cases of one kind by size: all there are, or `count` of them. `lengths` counts the laws of p and of q."""
     laws = pool(vocabulary, whole)
@@ -84,7 +97,9 @@ def stage(
     else:
         rng = random.Random(f"{seed} {vocabulary} {gamma} {tokens} {whole} {by}")
         chosen = [tuple(rng.choice(laws) for _ in range(n)) for _ in range(count)]
-    cases = [Case(Model(c[: lengths[0]], by), Model(c[lengths[0] :], by), gamma, tokens) for c in chosen]
+    cases = [
+        Case(Model(c[: lengths[0]], by), Model(c[lengths[0] :], by), gamma, tokens) for c in chosen
+    ]
     return sorted(cases, key=lambda case: case.size)
 
 
@@ -100,7 +115,9 @@ def of_a_round(seed: int) -> Iterator[Case]:
         (4, 1, 5, 10, 0),
     ):
         tokens = gamma + 1
-        yield from stage(vocabulary, gamma, tokens, whole, (gamma + 1, gamma), "length", places, seed)
+        yield from stage(
+            vocabulary, gamma, tokens, whole, (gamma + 1, gamma), "length", places, seed
+        )
         if texts:
             lengths = (_texts(vocabulary, gamma), _texts(vocabulary, gamma - 1))
             yield from stage(vocabulary, gamma, tokens, whole, lengths, "text", texts, seed)
@@ -124,7 +141,12 @@ def of_rounds(seed: int) -> Iterator[Case]:
 
 def of_a_draft(seed: int) -> Iterator[Case]:
     """For a drafter: only q matters."""
-    for vocabulary, gamma, whole, count in ((2, 1, 4, 9), (2, 2, 3, 25), (3, 1, 4, 30), (3, 2, 3, 30)):
+    for vocabulary, gamma, whole, count in (
+        (2, 1, 4, 9),
+        (2, 2, 3, 25),
+        (3, 1, 4, 30),
+        (3, 2, 3, 30),
+    ):
         for case in stage(vocabulary, gamma, gamma, whole, (0, gamma), "length", count, seed):
             yield replace(case, p=case.q)
 
@@ -145,7 +167,11 @@ def shrink(case: Case, broken: Callable[[Case], bool]) -> Case:
                 for smaller in pool(case.vocabulary, max(x.denominator for x in law) - 1):
                     laws = (*model.laws[:place], smaller, *model.laws[place + 1 :])
                     smaller_model = replace(model, laws=laws)
-                    other = replace(case, p=smaller_model) if name == "p" else replace(case, q=smaller_model)
+                    other = (
+                        replace(case, p=smaller_model)
+                        if name == "p"
+                        else replace(case, q=smaller_model)
+                    )
                     if broken(other):
                         case, simpler = other, True
                         break

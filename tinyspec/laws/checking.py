@@ -21,7 +21,9 @@ from tinyspec.laws.forms_text import Drafting, Generation, OwnDrafting
 from tinyspec.laws.uniform import NotEnumerable
 
 GIVE_UP = 25  # cases that raise before anything is said of the law: then the function does not fit its form
-CORNERS = 60  # cases, of those in which p forbids a token, that are tried with a uniform of exactly 0
+CORNERS = (
+    60  # cases, of those in which p forbids a token, that are tried with a uniform of exactly 0
+)
 AGAIN = 12  # runs of an accused case that must agree, so that a function with noise of its own is told so instead
 
 
@@ -60,7 +62,9 @@ def check(
         if last_parameter(verifier) == "chance":
             for kind in trees:
                 if kind not in KINDS:
-                    raise TinyspecError(f"no trees of the kind {kind!r}: there are {', '.join(KINDS)}")
+                    raise TinyspecError(
+                        f"no trees of the kind {kind!r}: there are {', '.join(KINDS)}"
+                    )
                 house = House(verifier, tolerance)
                 house.kind, house.about = kind, KINDS[kind]
                 forms.append(house)
@@ -71,11 +75,17 @@ def check(
     if generate is not None:
         forms.append(Generation(generate, tolerance))
     if not forms:
-        raise TinyspecError("nothing to check: give a verifier, a drafter or a decoding function (generate=)")
+        raise TinyspecError(
+            "nothing to check: give a verifier, a drafter or a decoding function (generate=)"
+        )
     evidence, counterexample = list[Evidence](), None
     for form in forms:
         try:
-            evidence.append(_Search(form, seconds / (len(trees) if isinstance(form, House) else 1)).run(seed, corners))
+            evidence.append(
+                _Search(form, seconds / (len(trees) if isinstance(form, House) else 1)).run(
+                    seed, corners
+                )
+            )
         except Accused as accused:
             counterexample = accused.counterexample
             break
@@ -115,10 +125,18 @@ class _OutOfTime(BaseException):
 class _Search:
     """One function on its cases, smallest first."""
 
-    def __init__(self, form: Form, seconds: float, most: int | None = None, through: tuple[type[Exception], ...] = ()):
+    def __init__(
+        self,
+        form: Form,
+        seconds: float,
+        most: int | None = None,
+        through: tuple[type[Exception], ...] = (),
+    ):
         self.form, self.seconds, self.most = form, seconds, most
         self.through: tuple[type[Exception], ...] = (NotEnumerable, Misfit, *through)
-        self.numbers = NUMBERS  # those that the function was not seen to fail with while later ones worked
+        self.numbers = (
+            NUMBERS  # those that the function was not seen to fail with while later ones worked
+        )
         self.worked = ""  # the numbers it computed with last
         self.crash: tuple[Any, dict[str, Exception]] | None = None
         self.branches = self.made = 0
@@ -140,7 +158,11 @@ class _Search:
                 cases += 1
                 if self.form.judge(case, law) is not None:
                     self.accuse(case)
-                if case.vocabulary == 2 and case.tokens <= 3 and any(0 in row for row in case.p.laws):
+                if (
+                    case.vocabulary == 2
+                    and case.tokens <= 3
+                    and any(0 in row for row in case.p.laws)
+                ):
                     small.append(case)
             if self.crash is None and corners:
                 for case in small[:CORNERS]:
@@ -153,7 +175,9 @@ class _Search:
             raise TinyspecError(f"no verdict: the smallest case took more than {self.seconds:g} s")
         notes.extend([self.form.rare] if self.form.rare else [])
         exact = self.worked == "fractions" and not self.form.worst
-        notes.insert(0, "exactly" if exact else f"in floating point, to {max(self.form.worst, 1e-16):.0e}")
+        notes.insert(
+            0, "exactly" if exact else f"in floating point, to {max(self.form.worst, 1e-16):.0e}"
+        )
         notes = [self.form.about, *notes] if self.form.about else notes
         return Evidence(self.form.law, cases, self.branches, time.perf_counter() - began, notes)
 
@@ -164,9 +188,15 @@ class _Search:
         said = dict[str, list[str]]()
         for numbers, error in errors.items():
             said.setdefault(f"{type(error).__name__}: {error}", []).append(numbers)
-        how = "; ".join(f"{text} (on rows of {', '.join(numbers)})" for text, numbers in said.items())
-        shown = "; ".join(f"{name} = {show(value)}" for name, value in self.form.shown(case).items())
-        raise TinyspecError(f"no verdict: the {self.form.what} failed at {shown}: {how}") from list(errors.values())[-1]
+        how = "; ".join(
+            f"{text} (on rows of {', '.join(numbers)})" for text, numbers in said.items()
+        )
+        shown = "; ".join(
+            f"{name} = {show(value)}" for name, value in self.form.shown(case).items()
+        )
+        raise TinyspecError(f"no verdict: the {self.form.what} failed at {shown}: {how}") from list(
+            errors.values()
+        )[-1]
 
     def law(self, case: Any, zero: int | None = None) -> Law | None:
         """The probability of every outcome, in Fractions if it can be; None where the function raises."""
@@ -199,9 +229,7 @@ class _Search:
             except Exception as error:
                 if chance.probability > NEGLIGIBLE:
                     raise
-                self.form.rare = (
-                    f"a run of probability {float(chance.probability):.0e} ends in {type(error).__name__}: {error}"
-                )
+                self.form.rare = f"a run of probability {float(chance.probability):.0e} ends in {type(error).__name__}: {error}"
                 return None
             finally:
                 self.made = max(self.made, dice.made)
@@ -224,7 +252,9 @@ class _Search:
             return law is not None and self.form.judge(other, law) is not None
 
         crash, found = self.crash, case
-        self.until += self.seconds  # there is something to say: shrinking and running again may take as long once more
+        self.until += (
+            self.seconds
+        )  # there is something to say: shrinking and running again may take as long once more
         try:
             found = shrink(case, broken) if isinstance(case, Case) else case
         except _OutOfTime:

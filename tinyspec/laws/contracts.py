@@ -19,7 +19,16 @@ from tinyspec.laws.stage import Stage, adversary
 from tinyspec.laws.tables import TableModel
 from tinyspec.technique import Card, Request
 
-__all__ = ["EXAMINED", "LAWS", "PRESENCE", "TRUTHFUL", "contracts", "looked_at", "of_technique", "offences"]
+__all__ = [
+    "EXAMINED",
+    "LAWS",
+    "PRESENCE",
+    "TRUTHFUL",
+    "contracts",
+    "looked_at",
+    "of_technique",
+    "offences",
+]
 
 EXPECTED = {
     TRUTHFUL: "tokens drawn from the declared distribution",
@@ -38,7 +47,9 @@ class _Typed(TableModel):
 
     def head(self, state: Any) -> Any:
         if state not in self._heads:
-            weights = torch.tensor([float(x) for x in self.network.weights(state)], dtype=torch.float64)
+            weights = torch.tensor(
+                [float(x) for x in self.network.weights(state)], dtype=torch.float64
+            )
             self._heads[state] = weights.log().to(self.dtype)
         return self._heads[state]
 
@@ -64,10 +75,15 @@ class Setting(NamedTuple):
     def shown(self) -> dict[str, Any]:
         """For an accusation."""
         case: dict[str, Any] = (
-            {"tables": f"TableModel(seed, 3), seeds from {3 * self.rows} on"} if isinstance(self.rows, int) else {}
+            {"tables": f"TableModel(seed, 3), seeds from {3 * self.rows} on"}
+            if isinstance(self.rows, int)
+            else {}
         )
         if not isinstance(self.rows, int):
-            case = {name: [Fraction(x, sum(row)) for x in row] for name, row in zip("pq", self.rows, strict=True)}
+            case = {
+                name: [Fraction(x, sum(row)) for x in row]
+                for name, row in zip("pq", self.rows, strict=True)
+            }
         if self.warp != Warp():
             case["warp"] = self.warp
         if self.dtype is not None:
@@ -113,9 +129,13 @@ def contracts(make: Make, drafts: int = 1, laws: Sequence[str] = LAWS) -> list[E
         target, models = setting.model(0), [setting.model(1 + i) for i in range(drafts)]
 
         def factory(
-            setting: Setting = setting, target: TableModel = target, models: list[TableModel] = models
+            setting: Setting = setting,
+            target: TableModel = target,
+            models: list[TableModel] = models,
         ) -> Decoder:
-            return make(Request(target.session(), [model.session() for model in models], setting.warp))
+            return make(
+                Request(target.session(), [model.session() for model in models], setting.warp)
+            )
 
         for found in judged(factory, (0,), setting.rounds, laws, setting.shown()):
             evidence[found.law] += found
@@ -154,7 +174,10 @@ def of_technique(card: Card) -> list[Evidence]:
         settings = Stage(card).settings
         texts = [[0, 1, 1, 0, 0, 1, 0]] if card.copies else []  # ids that every table here knows
         return contracts(
-            lambda request: card.make(replace(request, references=texts, choose=adversary), **settings), card.hosted
+            lambda request: card.make(
+                replace(request, references=texts, choose=adversary), **settings
+            ),
+            card.hosted,
         )
     evidence = {law: Evidence(law) for law in LAWS}
     for warp, rounds in ((Warp(top_k=2), 2), (Warp(temperature=0.7), 1), (Warp(top_p=0.6), 1)):

@@ -20,7 +20,12 @@ Windows = Counter[tuple[int, ...]]
 
 def windows(*texts: Sequence[int]) -> Windows:
     """How often each window of up to DEPTH tokens occurs."""
-    spans = [(text, end, n) for text in texts for end in range(1, len(text) + 1) for n in range(1, min(DEPTH, end) + 1)]
+    spans = [
+        (text, end, n)
+        for text in texts
+        for end in range(1, len(text) + 1)
+        for n in range(1, min(DEPTH, end) + 1)
+    ]
     return Counter(tuple(text[end - n : end]) for text, end, n in spans)
 
 
@@ -43,18 +48,24 @@ def told(forest: Any, tree: int, ids: Sequence[int]) -> dict[tuple[int, ...], fl
 
 def hold(forest: Any, tree: int, counts: Windows, **case: Any) -> None:
     """Accuse a tree that tells anything else than these counts."""
-    ids = sorted({window[0] for window in counts} | {token for text in case["texts"] for token in text})
+    ids = sorted(
+        {window[0] for window in counts} | {token for text in case["texts"] for token in text}
+    )
     got = told(forest, tree, ids)
     expected = dict[tuple[int, ...], float]()
     for window in sorted((window for window in counts if len(window) > 1), key=len):
         siblings = sum(count for other, count in counts.items() if other[:-1] == window[:-1])
         expected[window] = expected.get(window[:-1], 1.0) * counts[window] / siblings
-    if {window: round(share, 9) for window, share in got.items()} != {w: round(s, 9) for w, s in expected.items()}:
+    if {window: round(share, 9) for window, share in got.items()} != {
+        w: round(s, 9) for w, s in expected.items()
+    }:
         accuse(COUNT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
     for first in ids:
         order = [counts[window] for window in got if window[0] == first]
         if order != sorted(order, reverse=True):
-            accuse(COUNT, "the most frequent window first", [w for w in got if w[0] == first], **case)
+            accuse(
+                COUNT, "the most frequent window first", [w for w in got if w[0] == first], **case
+            )
 
 
 def forest_is_a_count(parts: Parts) -> Evidence:
@@ -68,10 +79,22 @@ def forest_is_a_count(parts: Parts) -> Evidence:
             own, other = forest.open(0), forest.open(1)
             forest.append(own, text)
             forest.append(other, text[::-1])
-            hold(forest, 0, windows(text), **case, done="text 1 was appended, in another tree it stands backward")
+            hold(
+                forest,
+                0,
+                windows(text),
+                **case,
+                done="text 1 was appended, in another tree it stands backward",
+            )
             forest.append(own, text)
             forest.rewind(own, len(text))
-            hold(forest, 0, windows(text), **case, done="appended twice, and taken back to its first length")
+            hold(
+                forest,
+                0,
+                windows(text),
+                **case,
+                done="appended twice, and taken back to its first length",
+            )
             forest.drop(1)
             hold(forest, 1, Counter(), **case, done="the other tree was dropped: it is looked at")
             forest.close(own)
@@ -82,7 +105,13 @@ def forest_is_a_count(parts: Parts) -> Evidence:
             hold(forest, 0, windows(text), **case, done="said twice, and halved")
             forest.append(more, text)
             both = windows(text) + windows(text)
-            hold(forest, 0, both, **case, done="said twice, halved, and the second text goes on with it again")
+            hold(
+                forest,
+                0,
+                both,
+                **case,
+                done="said twice, halved, and the second text goes on with it again",
+            )
             forest.halve(0)
             forest.halve(0)
             hold(forest, 0, halved(halved(both)), **case, done="as before, and halved twice")

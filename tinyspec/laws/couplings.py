@@ -24,7 +24,9 @@ from tinyspec.technique import Request
 
 INVARIANT = "on one seed the text is one, whoever drafts (arXiv 2408.07978)"
 AGREE = "a guess is kept where both races on the noise of its position have one winner (arXiv 2408.07978)"
-FORMULA = "P(same) = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV) (arXiv 2408.07978)"
+FORMULA = (
+    "P(same) = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV) (arXiv 2408.07978)"
+)
 
 Build = Callable[..., Decoder]
 
@@ -37,7 +39,9 @@ def invariant(build: Build, seeds: int = 12, tokens: int = 8) -> Evidence:
     begun, seen = perf_counter(), 0
     for seed, gamma, q in product(range(seeds), (1, 3), DRAFTS):
         drafts = [] if q is None else [model(q).session()]
-        decoder = build(Request(model(P).session(), drafts, Warp(), Stop(max_new_tokens=tokens)), gamma=gamma)
+        decoder = build(
+            Request(model(P).session(), drafts, Warp(), Stop(max_new_tokens=tokens)), gamma=gamma
+        )
         decoder.extend((0,))
         chance, races, text = Seeded(seed), Seeded(seed), [0]
         while not decoder.finished:
@@ -47,7 +51,13 @@ def invariant(build: Build, seeds: int = 12, tokens: int = 8) -> Evidence:
         seen += 1
         if decoder.context != text:
             accuse(
-                INVARIANT, text, decoder.context, p=said(P), q=None if q is None else said(q), gamma=gamma, seed=seed
+                INVARIANT,
+                text,
+                decoder.context,
+                p=said(P),
+                q=None if q is None else said(q),
+                gamma=gamma,
+                seed=seed,
             )
     return Evidence(INVARIANT, seen, seen, perf_counter() - begun)
 
@@ -93,7 +103,10 @@ def _area(p: Exact, q: Exact, grid: int = 90) -> float:
     """The share of the triangle where argmin E / p is argmin E / q, by the middles of a grid's cells."""
     at = (np.arange(grid) + 0.5) / grid
     x, y = (side.ravel() for side in np.meshgrid(at, at))
-    x, y = np.where(x + y > 1, 1 - x, x), np.where(x + y > 1, 1 - y, y)  # the square's other half folded over
+    x, y = (
+        np.where(x + y > 1, 1 - x, x),
+        np.where(x + y > 1, 1 - y, y),
+    )  # the square's other half folded over
     noise = np.stack([x, y, 1 - x - y])
     winners = [np.stack([e / float(w) if w else e + np.inf for e, w in zip(noise, row, strict=True)]).argmin(axis=0)
                for row in (p, q)]  # fmt: skip

@@ -32,14 +32,18 @@ Leaves = Callable[[int, Array, Array], NDArray[np.bool_]]
 """(layers done, the states after them [n, d], the states before the last [n, d]) -> [n] which tokens leave here."""
 
 
-def dense(model: Model, text: Sequence[int], plan: Plan | None = None, leaves: Leaves | None = None) -> Pass:
+def dense(
+    model: Model, text: Sequence[int], plan: Plan | None = None, leaves: Leaves | None = None
+) -> Pass:
     """One causal pass of the model over a text. `plan` may stop early or skip sublayers; what is visible is everything.
 
     A token that leaves keeps its state from there on: keys and values of the layers above are made from it.
     """
     c, w, plan = model.config, _weights(model), plan or Plan()
     if plan.visible is not None:
-        raise ValueError("the dense pass sees everything: it cannot judge a plan that hides positions")
+        raise ValueError(
+            "the dense pass sees everything: it cannot judge a plan that hides positions"
+        )
     n, last = len(text), c.n_layers if plan.last is None else plan.last
     x = w["embed"][list(text)]
     if c.positions == "learned":
@@ -50,8 +54,12 @@ def dense(model: Model, text: Sequence[int], plan: Plan | None = None, leaves: L
     for layer in range(last):
         entered = x
         if 2 * layer not in plan.skip:
-            fused = _linear(w, f"{layer}.qkv", _norm(model, w, f"{layer}.norm1", x)).reshape(n, -1, c.head_dim)
-            q, k, v = np.split(fused, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1)  # each [n, heads, hd]
+            fused = _linear(w, f"{layer}.qkv", _norm(model, w, f"{layer}.norm1", x)).reshape(
+                n, -1, c.head_dim
+            )
+            q, k, v = np.split(
+                fused, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1
+            )  # each [n, heads, hd]
             if c.positions == "rope":
                 q, k = _turn(model, q), _turn(model, k)
             keys[layer], values[layer] = k, v
@@ -79,7 +87,9 @@ _read: WeakKeyDictionary[Model, dict[str, Array]] = WeakKeyDictionary()
 def _weights(model: Model) -> dict[str, Array]:
     """The weights in float64, converted once for as long as the model lives."""
     if model not in _read:
-        _read[model] = {name: weight.detach().double().cpu().numpy() for name, weight in model.weights.items()}
+        _read[model] = {
+            name: weight.detach().double().cpu().numpy() for name, weight in model.weights.items()
+        }
     return _read[model]
 
 
@@ -92,7 +102,11 @@ def _norm(model: Model, w: dict[str, Array], name: str, x: Array) -> Array:
     layered = model.config.norm == "layer"
     if layered:
         x = x - x.mean(axis=1, keepdims=True)
-    y: Array = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + model.config.norm_eps) * w[f"{name}.weight"]
+    y: Array = (
+        x
+        / np.sqrt((x * x).mean(axis=1, keepdims=True) + model.config.norm_eps)
+        * w[f"{name}.weight"]
+    )
     return y + w[f"{name}.bias"] if layered else y
 
 

@@ -66,7 +66,10 @@ def replayed(
     def judge(drawn: tuple[str, Walk]) -> None:
         kind, case = drawn
         laws = [None if law is None else KINDS[kind](law) for law in case.laws]
-        tree, given = TokenTree(case.tokens, case.parents, laws, case.probe), Given(case.uniforms.tolist())
+        tree, given = (
+            TokenTree(case.tokens, case.parents, laws, case.probe),
+            Given(case.uniforms.tolist()),
+        )
 
         def ours() -> Any:
             stream = chance(case.uniforms.tolist())
@@ -74,8 +77,15 @@ def replayed(
 
         def theirs() -> Any:
             lists = {node: row.tolist() for node, row in case.p.items()}
-            columns = case.tokens, case.parents, [None if law is None else _numbers(law) for law in laws], case.probe
-            said = reference.walk(*columns, lists, given.accept, lambda row: reference.pick(row, given.next()))
+            columns = (
+                case.tokens,
+                case.parents,
+                [None if law is None else _numbers(law) for law in laws],
+                case.probe,
+            )
+            said = reference.walk(
+                *columns, lists, given.accept, lambda row: reference.pick(row, given.next())
+            )
             return (*said, len(given.rest))
 
         expected, got = outcome(theirs, {}), outcome(ours, {})
@@ -118,10 +128,15 @@ def decided(chance: Callable[..., Any] = Replay, examples: int = 120) -> Evidenc
             elif kind == "draw":
                 expected, got, used = reference.pick(what.tolist(), rest[0]), stream.draw(what), 1
             else:
-                expected, got = reference.order(what.tolist(), rest[:times]), stream.order(what, times)
+                expected, got = (
+                    reference.order(what.tolist(), rest[:times]),
+                    stream.order(what, times),
+                )
                 used = len(expected)
             if (expected, len(rest) - used) != (got, stream.left):
-                accuse("twin", expected, got, kernel=kind, of=what, uniforms=rest, unread=stream.left)
+                accuse(
+                    "twin", expected, got, kernel=kind, of=what, uniforms=rest, unread=stream.left
+                )
             rest = rest[used:]
 
     return search(questions(), judge, "twin", examples)
@@ -147,7 +162,9 @@ def kernels(where: str = "cpu") -> dict[str, Kernel]:
 
         return run
 
-    def walk(tokens: Any, parents: Any, laws: Any, probe: Any, p: Mapping[int, Any], uniforms: Any) -> Any:
+    def walk(
+        tokens: Any, parents: Any, laws: Any, probe: Any, p: Mapping[int, Any], uniforms: Any
+    ) -> Any:
         rows = torch.stack([there(p[node]) for node in range(-1, len(tokens))])
         far = [None if law is None else there(law) for law in laws]
         return device.walk(tokens, parents, far, probe, rows, None, uniforms.tolist())
@@ -174,7 +191,11 @@ def on_device(name: str, kernel: Kernel, examples: int = 120, large: int = 2) ->
         nonlocal off
         expected, got = outcome(TWINS[name].define, case), outcome(kernel, case)
         refused = isinstance(expected, str) or isinstance(got, str)
-        agreed = isinstance(expected, str) and isinstance(got, str) if refused else AGREE[name](case, expected, got)
+        agreed = (
+            isinstance(expected, str) and isinstance(got, str)
+            if refused
+            else AGREE[name](case, expected, got)
+        )
         if agreed is None:
             off += 1
         elif not agreed:
@@ -201,7 +222,11 @@ def _drawn(case: Case, expected: Any, got: Any) -> bool | None:
     """Picks and orders: tokens of positive probability, the twin's unless a cumulative sum lies at the uniform."""
     row, last = case["row"], case.get("u", case.get("uniforms"))
     tokens = got if isinstance(got, list) else [got]
-    if expected == got or len(set(tokens)) < len(tokens) or not all(0 <= t < len(row) and row[t] > 0 for t in tokens):
+    if (
+        expected == got
+        or len(set(tokens)) < len(tokens)
+        or not all(0 <= t < len(row) and row[t] > 0 for t in tokens)
+    ):
         return bool(expected == got)
     twin = reference.order if isinstance(got, list) else reference.pick
     return None if _doubtful(twin, len(row), lambda doubt: (doubt.row(row), last)) else False
@@ -225,7 +250,11 @@ def _walked(case: Case, expected: Any, got: Any) -> bool | None:
 def _rows(case: Case, expected: Any, got: Any) -> bool:
     """Residuals: the same support, and shares within a few n * eps."""
     slack = 4 * (len(expected) + 4) * EPS
-    return bool((((expected > TINY) == (got > TINY)) & (abs(expected - got) <= slack * expected + TINY)).all())
+    return bool(
+        (
+            ((expected > TINY) == (got > TINY)) & (abs(expected - got) <= slack * expected + TINY)
+        ).all()
+    )
 
 
 def _warped(case: Case, expected: Any, got: Any) -> bool | None:
@@ -238,15 +267,32 @@ def _warped(case: Case, expected: Any, got: Any) -> bool | None:
 
 
 def _firm(
-    scores: list[float], history: Any, temperature: float, top_k: Any, top_p: Any, min_p: Any, penalty: float
+    scores: list[float],
+    history: Any,
+    temperature: float,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    penalty: float,
 ) -> bool:
     """Whether top-p and min-p could move a little, and a power of e round otherwise, without changing who is kept."""
     n = len(scores)
-    loose = 8 * n * (EPS + 2.0 ** (n.bit_length() - 62))  # the twin counts a nucleus in units of 2^-(62 - bits of n)
+    loose = (
+        8 * n * (EPS + 2.0 ** (n.bit_length() - 62))
+    )  # the twin counts a nucleus in units of 2^-(62 - bits of n)
     kept = {
-        tuple(x > 0 for x in reference.warp(scores, history, temperature, top_k, share, floor, penalty))
-        for share in (top_p, *(min(1.0, top_p * (1 + sign * loose)) for sign in (-1, 1) if top_p is not None))
-        for floor in (min_p, *(min(1.0, min_p * (1 + sign * loose)) for sign in (-1, 1) if min_p is not None))
+        tuple(
+            x > 0
+            for x in reference.warp(scores, history, temperature, top_k, share, floor, penalty)
+        )
+        for share in (
+            top_p,
+            *(min(1.0, top_p * (1 + sign * loose)) for sign in (-1, 1) if top_p is not None),
+        )
+        for floor in (
+            min_p,
+            *(min(1.0, min_p * (1 + sign * loose)) for sign in (-1, 1) if min_p is not None),
+        )
     }
     if len(kept) > 1 or temperature == 0:
         return temperature == 0

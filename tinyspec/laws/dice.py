@@ -44,7 +44,9 @@ class Dice:
     length  how many uniforms it has where it is indexed or has its length taken
     """
 
-    def __init__(self, chance: Exhaustive, zero: int | None = None, length: int | None = None) -> None:
+    def __init__(
+        self, chance: Exhaustive, zero: int | None = None, length: int | None = None
+    ) -> None:
         self._begin(_Shared(chance, zero), object(), length)
 
     def _begin(self, shared: _Shared, key: Any, length: int | None = None) -> None:
@@ -67,7 +69,9 @@ class Dice:
     def _next(self) -> Uniform:
         if self._at == len(self._stream):
             shared = self._shared
-            if shared.made > 12 and shared.chance.probability < NEGLIGIBLE:  # (asked late: it takes time)
+            if (
+                shared.made > 12 and shared.chance.probability < NEGLIGIBLE
+            ):  # (asked late: it takes time)
                 raise Negligible
             if shared.made == MOST:
                 raise RuntimeError(f"it drew {MOST} random numbers and was not done")
@@ -105,7 +109,9 @@ class Dice:
         """Uniforms in [low, high)."""
         return _shaped(lambda: low + (high - low) * self._next(), size)
 
-    def choice(self, a: Any, size: Shape = None, replace: bool = True, p: Any = None, **kwargs: Any) -> Any:
+    def choice(
+        self, a: Any, size: Shape = None, replace: bool = True, p: Any = None, **kwargs: Any
+    ) -> Any:
         """One of range(a) or of a sequence, with the probabilities p; raises ValueError for those that numpy refuses."""
         n = a if isinstance(a, (int, np.integer)) else len(a)
         row = [Fraction(1, int(n))] * int(n) if p is None else _law(p, int(n))
@@ -128,12 +134,18 @@ class Dice:
                 drawn[self._pick(row)] += 1
             return drawn
 
-        return counts() if size is None else np.array([counts() for _ in range(math.prod(np.atleast_1d(size)))])
+        return (
+            counts()
+            if size is None
+            else np.array([counts() for _ in range(math.prod(np.atleast_1d(size)))])
+        )
 
     def integers(self, low: int, high: int | None = None, size: Shape = None, **kwargs: Any) -> Any:
         """Integers in [low, high), or in [0, low)."""
         start, stop = (0, low) if high is None else (low, high)
-        return _shaped(lambda: start + self._pick([Fraction(1, stop - start)] * (stop - start)), size)
+        return _shaped(
+            lambda: start + self._pick([Fraction(1, stop - start)] * (stop - start)), size
+        )
 
     def binomial(self, n: int, p: Any, size: Shape = None) -> Any:
         """How many of n uniforms lie below p."""
@@ -221,7 +233,17 @@ def _shaped(one: Callable[[], Any], size: Shape) -> Any:
 
 
 _NUMPY = {
-    name: name for name in ("random", "random_sample", "sample", "ranf", "rand", "uniform", "choice", "multinomial")
+    name: name
+    for name in (
+        "random",
+        "random_sample",
+        "sample",
+        "ranf",
+        "rand",
+        "uniform",
+        "choice",
+        "multinomial",
+    )
 } | {
     "binomial": "binomial",
     "randint": "integers",
@@ -235,7 +257,10 @@ _PYTHON = {name: name for name in ("random", "choice", "choices", "seed")}
 @contextmanager
 def everywhere(dice: Dice) -> Iterator[None]:
     """While it lasts, the global generators of numpy and of the module random are these dice; no global state moves."""
-    numpys, pythons = {n: getattr(np.random, n) for n in _NUMPY}, {n: getattr(random, n) for n in _PYTHON}
+    numpys, pythons = (
+        {n: getattr(np.random, n) for n in _NUMPY},
+        {n: getattr(random, n) for n in _PYTHON},
+    )
 
     def between(a: Any = 0, b: Any = 1) -> Any:
         return dice.uniform(a, b)

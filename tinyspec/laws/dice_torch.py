@@ -16,7 +16,15 @@ from tinyspec.laws.uniform import NotEnumerable
 
 ASKED = ("lt", "le", "gt", "ge")
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-MOVED = {"rsub": "rsub", "add": "add", "radd": "add", "sub": "sub", "mul": "mul", "rmul": "mul", "div": "truediv"}
+MOVED = {
+    "rsub": "rsub",
+    "add": "add",
+    "radd": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "rmul": "mul",
+    "div": "truediv",
+}
 
 
 class Uniforms:
@@ -110,7 +118,11 @@ class Uniforms:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """torch asks here when a tensor meets uniforms: `ratio > torch.rand(1)`, torch.searchsorted(cdf, u)."""
         name = function.__name__.strip("_")
@@ -118,7 +130,9 @@ class Uniforms:
             right = (kwargs or {}).get("right") or (kwargs or {}).get("side") == "right"
             side: Any = "right" if right else "left"
             found = [int(np.searchsorted(_host(args[0]), u, side)) for u in args[1].array.flat]
-            return torch.tensor(found).reshape(args[1].shape)  # one by one: numpy compares neighbouring keys
+            return torch.tensor(found).reshape(
+                args[1].shape
+            )  # one by one: numpy compares neighbouring keys
         if name == "log":
             return args[0].log()
         if name in ASKED:
@@ -130,7 +144,9 @@ class Uniforms:
                 return a._move(MOVED[name], b)
             if name != "div":
                 return b._move("rsub" if name == "sub" else MOVED[name], a)
-        raise NotEnumerable(f"torch.{name} of random numbers cannot be enumerated: compare torch.rand with a ratio")
+        raise NotEnumerable(
+            f"torch.{name} of random numbers cannot be enumerated: compare torch.rand with a ratio"
+        )
 
 
 NUMPY = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
@@ -147,27 +163,37 @@ def torch_everywhere(dice: Dice) -> Iterator[None]:
     """While it lasts, torch draws from these dice; no state of torch's generators moves."""
 
     def rand(*size: Any, **kwargs: Any) -> Uniforms:
-        shape = kwargs.get("size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        shape = kwargs.get(
+            "size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        )
         return Uniforms(dice.random(tuple(shape)))
 
     def rand_like(tensor: torch.Tensor, **kwargs: Any) -> Uniforms:
         return Uniforms(dice.random(tuple(tensor.shape)))
 
-    def multinomial(input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any) -> torch.Tensor:
+    def multinomial(
+        input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
         rows = input.detach().double().reshape(-1, input.shape[-1])
         drawn = []
         for row in rows.tolist():
             if not all(0 <= x < float("inf") for x in row) or not sum(row) > 0:
-                raise RuntimeError("probability tensor contains either inf, nan or element < 0, or its sum is 0")
+                raise RuntimeError(
+                    "probability tensor contains either inf, nan or element < 0, or its sum is 0"
+                )
             mass = sum(row)
-            drawn.append(dice.choice(len(row), num_samples, replacement, [x / mass for x in row]).tolist())
+            drawn.append(
+                dice.choice(len(row), num_samples, replacement, [x / mass for x in row]).tolist()
+            )
         return torch.tensor(drawn).reshape(*input.shape[:-1], num_samples)
 
     def seed(seed: Any = None) -> None:
         dice.seed(seed)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotEnumerable("continuous noise cannot be enumerated: draw with torch.multinomial, compare torch.rand")
+        raise NotEnumerable(
+            "continuous noise cannot be enumerated: draw with torch.multinomial, compare torch.rand"
+        )
 
     functions: dict[str, Any] = {"rand": rand, "rand_like": rand_like, "multinomial": multinomial}
     functions |= {"manual_seed": seed, "randn": refuse, "randn_like": refuse}

@@ -111,19 +111,27 @@ class _Walk:
     def tensor(self, thing: torch.Tensor) -> None:
         self.said.append(f"tensor {thing.dtype} {tuple(thing.shape)} {thing.device}")
         flat = thing.detach().cpu()
-        exact = flat if flat.dtype in (torch.float64, torch.int64, torch.bool) else flat.to(torch.float64)
+        exact = (
+            flat
+            if flat.dtype in (torch.float64, torch.int64, torch.bool)
+            else flat.to(torch.float64)
+        )
         self.said.append(_bytes(exact.numpy()))
 
     def table(self, thing: TableModel) -> None:
         """What it remembers is a function of what it is."""
-        self.said.append(f"table {thing.seed} {thing.vocabulary} {thing.zeros} {thing.floats} {thing.config}")
+        self.said.append(
+            f"table {thing.seed} {thing.vocabulary} {thing.zeros} {thing.floats} {thing.config}"
+        )
         self.see(thing.rows)
 
     # ------------------------------------------------------------------ code
 
     def function(self, thing: types.FunctionType) -> None:
         """The code, what it was given, what it encloses, and the data that it finds by name."""
-        self.said.append(f"code {thing.__module__} {thing.__qualname__} {thing.__code__.co_firstlineno}")
+        self.said.append(
+            f"code {thing.__module__} {thing.__qualname__} {thing.__code__.co_firstlineno}"
+        )
         for part in (thing.__defaults__, thing.__kwdefaults__, thing.__dict__ or None):
             self.see(part)
         for cell in thing.__closure__ or ():
@@ -184,7 +192,11 @@ class _Walk:
         if form[0]:
             self.reduced(thing)
             return
-        for container, look in ((dict, _Walk.dict), ((list, tuple), _Walk.list), ((set, frozenset), _Walk.set)):
+        for container, look in (
+            (dict, _Walk.dict),
+            ((list, tuple), _Walk.list),
+            ((set, frozenset), _Walk.set),
+        ):
             if isinstance(thing, container):
                 look(self, thing)
         if isinstance(thing, (int, str, float, bytes)):
@@ -211,10 +223,14 @@ class _Walk:
             ) from error
         self._alive.append(state)
         for place, part in enumerate(state if isinstance(state, tuple) else (state,)):
-            if place == 0 and not isinstance(part, (type, str)):  # a function that would rebuild it: no state
+            if place == 0 and not isinstance(
+                part, (type, str)
+            ):  # a function that would rebuild it: no state
                 self.said.append(f"made by {part.__qualname__}")
             else:
-                self.see(list(part) if place > 2 and part is not None else part)  # there pickle iterates over items
+                self.see(
+                    list(part) if place > 2 and part is not None else part
+                )  # there pickle iterates over items
 
     def cache(self, thing: Any) -> None:
         """What a cache holds cannot be seen; that it was used can."""
@@ -223,7 +239,9 @@ class _Walk:
 
     def opaque(self, thing: Any) -> None:
         what = type(thing).__qualname__
-        raise TinyspecError(f"the digest cannot see into a {what}, so branches cannot be merged: keep a list instead")
+        raise TinyspecError(
+            f"the digest cannot see into a {what}, so branches cannot be merged: keep a list instead"
+        )
 
     def local(self, thing: threading.local) -> None:
         self.see(type(thing))
@@ -282,4 +300,14 @@ _LOOKS: dict[type, Callable[[_Walk, Any], None]] = {
     TableModel: _Walk.table, threading.local: _Walk.local, types.GeneratorType: _Walk.opaque, types.CoroutineType: _Walk.opaque,
     types.AsyncGeneratorType: _Walk.opaque, type(lru_cache(len)): _Walk.cache, Enum: _Walk.enum, np.generic: _Walk.array,
 }  # fmt: skip
-_BASES = (Enum, torch.Tensor, np.ndarray, np.generic, type, types.ModuleType, weakref.ref, threading.local, TableModel)
+_BASES = (
+    Enum,
+    torch.Tensor,
+    np.ndarray,
+    np.generic,
+    type,
+    types.ModuleType,
+    weakref.ref,
+    threading.local,
+    TableModel,
+)

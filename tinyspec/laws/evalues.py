@@ -23,7 +23,9 @@ STRENGTHS = (10, 100, 1000, 10000)
 MARTINGALE = "the wealth is a martingale under the null (Ville)"
 
 
-def wealth(outcomes: Sequence[Any], null: Mapping[Any, Any], strengths: Sequence[int] = STRENGTHS) -> Any:
+def wealth(
+    outcomes: Sequence[Any], null: Mapping[Any, Any], strengths: Sequence[int] = STRENGTHS
+) -> Any:
     """The e-value of outcomes in order, in the numbers of `null`: what the formulas say, for any number type.
 
     >>> half = Fraction(1, 2)
@@ -84,7 +86,9 @@ class EValue:
         return self.highest >= -math.log(alpha)
 
 
-def martingale(bet: Callable[[Sequence[int], Mapping[int, Fraction]], Fraction], length: int = 4) -> Evidence:
+def martingale(
+    bet: Callable[[Sequence[int], Mapping[int, Fraction]], Fraction], length: int = 4
+) -> Evidence:
     """bet(outcomes, null) is the wealth after these outcomes: it starts at 1, is never negative, and under the null its
     mean after one more outcome is what it is. Every sequence of up to `length` outcomes, exactly: no simulation."""
     began, cases = perf_counter(), 0

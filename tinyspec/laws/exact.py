@@ -64,14 +64,18 @@ def law(
     """
     noise = _global_noise()
     joint = Law()
-    waiting: dict[Any, tuple[list[Choice], Any]] = {b"": ([], 1)}  # state -> (choices that lead there, probability)
+    waiting: dict[Any, tuple[list[Choice], Any]] = {
+        b"": ([], 1)
+    }  # state -> (choices that lead there, probability)
     done = 0
     first: tuple[list[Choice], Text, Any] | None = None
     while waiting:
         ahead: dict[Any, tuple[list[Choice], Any]] = {}
         for choices, probability in waiting.values():
             joint.states += 1
-            for (decoder, before), after, taken in _walk(partial(_play, factory, prompt, done), choices):
+            for (decoder, before), after, taken in _walk(
+                partial(_play, factory, prompt, done), choices
+            ):
                 joint.branches += 1
                 first = first or (taken, tuple(decoder.context), after)
                 mass = probability * (after / before)
@@ -79,22 +83,36 @@ def law(
                     text = tuple(decoder.new[:tokens])
                     joint[text] = joint.get(text, 0) + mass
                     continue
-                key = digest(decoder, (decoder.ledger, *outside(decoder))) if merge else joint.branches
+                key = (
+                    digest(decoder, (decoder.ledger, *outside(decoder)))
+                    if merge
+                    else joint.branches
+                )
                 known = ahead.get(key)
                 ahead[key] = (taken, mass) if known is None else (known[0], known[1] + mass)
         waiting, done = ahead, done + 1
     if first is not None:  # the first branch again, now that all others have been walked
         (decoder, _), after, _ = next(iter(_walk(partial(_play, factory, prompt, 0), first[0])))
         if (tuple(decoder.context), after) != first[1:]:
-            accuse(REPEATS, first[1:], (tuple(decoder.context), after), choices_so_far=[at for at, _ in first[0]])
+            accuse(
+                REPEATS,
+                first[1:],
+                (tuple(decoder.context), after),
+                choices_so_far=[at for at, _ in first[0]],
+            )
     if _global_noise() != noise:
         accuse(
-            QUIET, "random, numpy.random and torch as they were", "a global random state was used", prompt=tuple(prompt)
+            QUIET,
+            "random, numpy.random and torch as they were",
+            "a global random state was used",
+            prompt=tuple(prompt),
         )
     return joint
 
 
-def _play(factory: Callable[[], Decoder], prompt: Sequence[int], done: int, chance: Exhaustive) -> tuple[Decoder, Any]:
+def _play(
+    factory: Callable[[], Decoder], prompt: Sequence[int], done: int, chance: Exhaustive
+) -> tuple[Decoder, Any]:
     """A decoder after its prompt, `done` rounds and one more; and how probable the former were."""
     decoder = factory()
     if not decoder.context:
@@ -119,11 +137,18 @@ class _Path(_Script):
         then = self.fixed[at][1] if at < len(self.fixed) else len(options)
         if then != len(options) or (at < len(self.choices) and self.choices[at] >= len(options)):
             before = [choice for choice, _ in self.taken]
-            accuse(REPEATS, f"{then} ways to go on", f"{len(options)} ways to go on", choices_so_far=before)
+            accuse(
+                REPEATS,
+                f"{then} ways to go on",
+                f"{len(options)} ways to go on",
+                choices_so_far=before,
+            )
         return super().branch(options)
 
 
-def _walk(function: Callable[[Exhaustive], Any], fixed: list[Choice]) -> Iterator[tuple[Any, Any, list[Choice]]]:
+def _walk(
+    function: Callable[[Exhaustive], Any], fixed: list[Choice]
+) -> Iterator[tuple[Any, Any, list[Choice]]]:
     """`Exhaustive.walk` below a fixed beginning; also tells the choices of each outcome."""
     choices = [choice for choice, _ in fixed]
     while True:
@@ -131,7 +156,12 @@ def _walk(function: Callable[[Exhaustive], Any], fixed: list[Choice]) -> Iterato
         outcome = function(Exhaustive(script))
         trail = script.taken
         if len(trail) < len(fixed):
-            accuse(REPEATS, f"{len(fixed)} choices", f"{len(trail)} choices", choices_so_far=[at for at, _ in fixed])
+            accuse(
+                REPEATS,
+                f"{len(fixed)} choices",
+                f"{len(trail)} choices",
+                choices_so_far=[at for at, _ in fixed],
+            )
         yield outcome, script.probability, list(trail)
         while len(trail) > len(fixed) and trail[-1][0] + 1 == trail[-1][1]:
             trail.pop()
@@ -171,7 +201,9 @@ class Reference:
     def law(self, tokens: int = 3, prompt: Sequence[int] = (0,)) -> Law:
         """The joint law of the first `tokens` new tokens."""
         joint, prompt = Law(), tuple(prompt)
-        wanted = tokens if self.stop.max_new_tokens is None else min(tokens, self.stop.max_new_tokens)
+        wanted = (
+            tokens if self.stop.max_new_tokens is None else min(tokens, self.stop.max_new_tokens)
+        )
         wanted = wanted if self.limit is None else min(wanted, self.limit - len(prompt))
         open_texts: list[tuple[Text, Any]] = [((), 1)]
         for text, probability in open_texts:  # grows while it is walked
@@ -191,7 +223,11 @@ class Reference:
 def warped(row: Any, context: Sequence[int], warp: Warp) -> list[Any]:
     """The law after the warpers, as design and manual define them: weights of Fractions exactly, logits in floats."""
     if isinstance(row, (list, tuple)):
-        power = 1 if warp.temperature == 0 else round(1 / Fraction(str(warp.temperature)).limit_denominator(9))
+        power = (
+            1
+            if warp.temperature == 0
+            else round(1 / Fraction(str(warp.temperature)).limit_denominator(9))
+        )
         weights: list[Any] = [Fraction(x) ** power for x in row]
         number: Callable[[Any], Any] = lambda x: Fraction(str(x))  # noqa: E731
     else:
@@ -223,7 +259,11 @@ def warped(row: Any, context: Sequence[int], warp: Warp) -> list[Any]:
 
 
 def compare(
-    expected: dict[Text, Any], got: dict[Text, Any], within: float = 0.0, law: str = JOINT, **case: Any
+    expected: dict[Text, Any],
+    got: dict[Text, Any],
+    within: float = 0.0,
+    law: str = JOINT,
+    **case: Any,
 ) -> None:
     """Raise Accused unless two laws agree: exactly, or each probability `within` so much. Says the first text that differs."""
     for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):

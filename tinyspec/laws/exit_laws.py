@@ -158,21 +158,38 @@ def each_measure(build: Build) -> Evidence:
     """The same on transformers alone, for all three measures."""
     began, branches = perf_counter(), 0
     for setting in ON_NETWORKS:
-        branches += _hold(build, with_classifier(3), on_network, setting, Warp(top_k=2), WITHIN, MEASURES).branches
+        branches += _hold(
+            build, with_classifier(3), on_network, setting, Warp(top_k=2), WITHIN, MEASURES
+        ).branches
     return Evidence(MEASURES, len(ON_NETWORKS), branches, perf_counter() - began)
 
 
-def _hold(build: Build, model: Any, rows: Any, setting: Setting, warp: Warp, within: float, name: str) -> Law:
+def _hold(
+    build: Build, model: Any, rows: Any, setting: Setting, warp: Warp, within: float, name: str
+) -> Law:
     stop = Stop(max_new_tokens=setting.tokens)
 
     def make() -> Decoder:
         ledger: list[Any] = []
-        return build(Request(model.session(ledger), warp=warp, stop=stop, ledger=ledger), **setting.knobs)
+        return build(
+            Request(model.session(ledger), warp=warp, stop=stop, ledger=ledger), **setting.knobs
+        )
 
     first = len(PROMPT) - 1  # the last of the prompt decides the first new token
-    expected = Reference(lambda text: rows(model, text, first, setting), warp, stop).law(setting.tokens, PROMPT)
+    expected = Reference(lambda text: rows(model, text, first, setting), warp, stop).law(
+        setting.tokens, PROMPT
+    )
     got = law(make, setting.tokens, PROMPT, outside=lambda decoder: (model,))
-    compare(dict(expected), dict(got), within, name, model=repr(model), warp=warp, prompt=PROMPT, **setting.knobs)
+    compare(
+        dict(expected),
+        dict(got),
+        within,
+        name,
+        model=repr(model),
+        warp=warp,
+        prompt=PROMPT,
+        **setting.knobs,
+    )
     return got
 
 
@@ -195,7 +212,14 @@ def of_parts(parts: Parts) -> Build:
 
         rule = Confident(measure_of(knobs["measure"], session.model), due, layers)
         target = parts.exits(session, rule, "copy")
-        return parts.decoder(target, NoDraft(), parts.walk, warp=request.warp, stop=request.stop, ledger=request.ledger)
+        return parts.decoder(
+            target,
+            NoDraft(),
+            parts.walk,
+            warp=request.warp,
+            stop=request.stop,
+            ledger=request.ledger,
+        )
 
     return build
 

@@ -31,7 +31,16 @@ SECTIONS = [
     Exits("linear", curriculum="gradual"), Exits("sum", curriculum="gradual", p_max=0.2),
     Exits("linear", curriculum="rotational", rotation=2, p_max=0.1), Exits("none", p_max=0.3, scratch=False),
 ]  # fmt: skip
-SMALL = Config(vocab_size=7, d_model=8, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12, max_positions=8)
+SMALL = Config(
+    vocab_size=7,
+    d_model=8,
+    n_layers=3,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=4,
+    d_ff=12,
+    max_positions=8,
+)
 
 
 def _counted(exits: Exits, layers: int, step: int, steps: int) -> list[int]:
@@ -50,17 +59,25 @@ def due(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
     if exits.weights == "linear":
         e = [exits.e_scale * (layer + 1) for layer in range(last)] + [float(layers)]
     elif exits.weights == "sum":
-        e = [exits.e_scale * sum(range(layer + 1)) for layer in range(last)] + [last + exits.e_scale * sum(range(last))]
+        e = [exits.e_scale * sum(range(layer + 1)) for layer in range(last)] + [
+            last + exits.e_scale * sum(range(last))
+        ]
     else:
         e = [0.0] * last + [1.0]
     counted = _counted(exits, layers, step, steps)
-    return [e[layer] / sum(e[k] for k in counted) if layer in counted else 0.0 for layer in range(layers)]
+    return [
+        e[layer] / sum(e[k] for k in counted) if layer in counted else 0.0
+        for layer in range(layers)
+    ]
 
 
 def chances(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
     """How likely each layer is left out for a sample at a step, as published."""
     rise = math.exp(step * math.log(2) / (steps - 1)) - 1 if exits.scratch else 1.0
-    return [rise * (math.exp(layer * math.log(2) / (layers - 1)) - 1) * exits.p_max for layer in range(layers)]
+    return [
+        rise * (math.exp(layer * math.log(2) / (layers - 1)) - 1) * exits.p_max
+        for layer in range(layers)
+    ]
 
 
 def _steps(make: Make) -> Iterator[tuple[dict[str, Any], Course, Exits, tuple[int, int, int]]]:
@@ -98,7 +115,9 @@ def dropout(make: Make) -> Evidence:
 
 def loss_of(make: Make, exits: Exits, model: Model, step: int) -> float:
     """The loss of one batch at a step of ten."""
-    ids = torch.randint(model.config.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(
+        model.config.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step)
+    )
     course = make(exits, model.config.n_layers, 10)
     course.begin(step, step / 10)
     return float(course.loss(model.dense(), ids[:, :-1], ids[:, 1:]))
@@ -117,7 +136,10 @@ def one_head(make: Make) -> Evidence:
     cut = [_cut(model, layers) for layers in range(1, 4)]
     for exits, step in product([exits for exits in SECTIONS if not exits.p_max], range(4)):
         ids = torch.randint(SMALL.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step))
-        each = [float(F.cross_entropy(m.teach(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())) for m in cut]
+        each = [
+            float(F.cross_entropy(m.teach(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()))
+            for m in cut
+        ]
         expected = sum(e * loss for e, loss in zip(due(exits, 3, step, 10), each, strict=True))
         got, seen = loss_of(make, exits, model, step), seen + 1
         if abs(got - expected) > 1e-6:
@@ -128,8 +150,12 @@ def one_head(make: Make) -> Evidence:
 def told(parts: Parts) -> Any:
     """What can be seen without a law: weights, chances and losses."""
     model = Model.random(SMALL, seed=1, dtype=torch.float64, scale=0.5)
-    figures = [(list(course.shares), list(course.dropped)) for _, course, _, _ in _steps(parts.course)]
-    return figures, [loss_of(parts.course, exits, model, 1) for exits in SECTIONS if not exits.p_max]
+    figures = [
+        (list(course.shares), list(course.dropped)) for _, course, _, _ in _steps(parts.course)
+    ]
+    return figures, [
+        loss_of(parts.course, exits, model, 1) for exits in SECTIONS if not exits.p_max
+    ]
 
 
 LAWS: dict[str, Callable[[Parts], Evidence]] = {

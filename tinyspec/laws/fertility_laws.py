@@ -38,7 +38,9 @@ def student(seed: int, fertilities: int = 3, positions: int = 24) -> Seq2Seq:
         "encoder_layers": 1,
         "decoder_layers": 1,
     }
-    config = Seq2SeqConfig(**shape, max_positions=positions, positional=True, fertilities=fertilities)
+    config = Seq2SeqConfig(
+        **shape, max_positions=positions, positional=True, fertilities=fertilities
+    )
     return loud(Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64))
 
 
@@ -58,7 +60,9 @@ def loud(model: Seq2Seq) -> Seq2Seq:
 # ---------------------------------------------------------------------- the rule, by itself
 
 
-def fertility_law(model: Seq2Seq, source: Sequence[int], temperature: float = 1.0) -> list[list[float]]:
+def fertility_law(
+    model: Seq2Seq, source: Sequence[int], temperature: float = 1.0
+) -> list[list[float]]:
     """p_F of every source word."""
     logits = model.fertility_logits(model.encode(torch.tensor([list(source)])))[0]
     return [[float(p) for p in row] for row in (logits / temperature).softmax(dim=-1)]
@@ -103,7 +107,12 @@ def judged(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> float:
 
 
 def expected(
-    model: Seq2Seq, judge: Seq2Seq | None, source: Sequence[int], samples: int, fertility: str, temperature: float
+    model: Seq2Seq,
+    judge: Seq2Seq | None,
+    source: Sequence[int],
+    samples: int,
+    fertility: str,
+    temperature: float,
 ) -> dict[tuple[int, ...], float]:
     """Every translation with its probability."""
     law, drawn = fertility_law(model, source), fertility_law(model, source, temperature)
@@ -151,7 +160,9 @@ CASES: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
 ]
 
 
-def decoded(build: Build, request: RefineRequest, source: Sequence[int], chance: Any, **knobs: Any) -> tuple[int, ...]:
+def decoded(
+    build: Build, request: RefineRequest, source: Sequence[int], chance: Any, **knobs: Any
+) -> tuple[int, ...]:
     """One translation."""
     run = refine(request.model, source, build(request, **knobs), chance, request.ledger)
     for _ in run:
@@ -164,7 +175,12 @@ def runs() -> Iterator[tuple[Seq2Seq, Seq2Seq, tuple[int, ...], dict[str, Any]]]
     for seed, (source, fertilities, knobs) in product(range(2), CASES):
         positions = 5 if seed == 1 else 24
         model = student(seed, fertilities, positions)
-        yield model, teacher(seed, positions), source, {"fertility": "argmax", "temperature": 1.0, **knobs}
+        yield (
+            model,
+            teacher(seed, positions),
+            source,
+            {"fertility": "argmax", "temperature": 1.0, **knobs},
+        )
 
 
 def noisy_parallel(build: Build) -> Evidence:
@@ -196,7 +212,9 @@ def nested(build: Build) -> Evidence:
         told, scores = list[Any](), list[float]()
         for samples in (1, 2, 3, 5, 8):
             request = RefineRequest(model, judge)
-            run = refine(request.model, source, build(request, samples=samples), Seeded(seed), request.ledger)
+            run = refine(
+                request.model, source, build(request, samples=samples), Seeded(seed), request.ledger
+            )
             for _ in run:
                 pass
             assert run.canvas is not None
@@ -205,10 +223,23 @@ def nested(build: Build) -> Evidence:
             seen += 1
         for fewer, more in pairwise(told):
             if more[: len(fewer)] != fewer:
-                accuse(NESTED, fewer, more[: len(fewer)], source=source, fewer=len(fewer), more=len(more))
+                accuse(
+                    NESTED,
+                    fewer,
+                    more[: len(fewer)],
+                    source=source,
+                    fewer=len(fewer),
+                    more=len(more),
+                )
         for low, high in pairwise(scores):
             if high < low - WITHIN:
-                accuse(NESTED, f"at least {low}", high, source=source, asked="the teacher's score of the choice")
+                accuse(
+                    NESTED,
+                    f"at least {low}",
+                    high,
+                    source=source,
+                    asked="the teacher's score of the choice",
+                )
     return Evidence(NESTED, seen)
 
 
@@ -220,9 +251,13 @@ def fertilities_are_learnt(loss: Callable[..., Tensor]) -> Evidence:
         model = student(seed)
         bias = [weight.requires_grad_() for weight in model.parameters()][-1]
         with torch.enable_grad():
-            (slope,) = torch.autograd.grad(loss(model, (source, target, fertilities)), bias, allow_unused=True)
+            (slope,) = torch.autograd.grad(
+                loss(model, (source, target, fertilities)), bias, allow_unused=True
+            )
         law = model.fertility_logits(model.encode(source)).softmax(dim=-1).detach()
-        want = [round(float(law[source > 0][:, f].sum() - n) / 5, 9) for f, n in enumerate((2, 1, 2))]
+        want = [
+            round(float(law[source > 0][:, f].sum() - n) / 5, 9) for f, n in enumerate((2, 1, 2))
+        ]
         got = [0.0, 0.0, 0.0] if slope is None else [round(float(x), 9) for x in slope]
         if max(abs(a - b) for a, b in zip(want, got, strict=True)) > 1e-8:
             accuse(SUPERVISED, want, got, source=source.tolist(), fertilities=fertilities.tolist())
@@ -245,17 +280,23 @@ def gradient_of_the_expectation(surrogate: Callable[..., Tensor]) -> Evidence:
             got = torch.zeros_like(want)
             for f in product(range(count), repeat=2):
                 cost = costs[f].reshape(1) + (logits - logits.detach()).sum()
-                (slope,) = torch.autograd.grad(surrogate(logits, mask, torch.tensor([[*f, 1]]), cost), logits)
+                (slope,) = torch.autograd.grad(
+                    surrogate(logits, mask, torch.tensor([[*f, 1]]), cost), logits
+                )
                 got = got + law[0, f[0]].detach() * law[1, f[1]].detach() * slope
         if float((want - got).abs().max()) > 1e-12:
-            accuse(EXPECTED, want.flatten().tolist(), got.flatten().tolist(), words=2, classes=count)
+            accuse(
+                EXPECTED, want.flatten().tolist(), got.flatten().tolist(), words=2, classes=count
+            )
     return Evidence(EXPECTED, 3, 3 * count**2)
 
 
 def builder(parts: Parts) -> Build:
     """The refiner of these parts, as the technique makes it."""
 
-    def build(request: RefineRequest, samples: int, fertility: str = "argmax", temperature: float = 1.0) -> Refiner:
+    def build(
+        request: RefineRequest, samples: int, fertility: str = "argmax", temperature: float = 1.0
+    ) -> Refiner:
         teacher = request.teacher if samples > 1 else None
         return parts.fertile(request.model, teacher, fertility, samples, temperature)
 

@@ -69,7 +69,9 @@ def ids(result: Any, what: str) -> Text:
             tokens = tokens[0]  # a batch of one
         return tuple(int(x) for x in tokens)
     except (TypeError, ValueError):
-        raise Misfit(f"a {what} returns a list of token ids; this one returned {result!r}") from None
+        raise Misfit(
+            f"a {what} returns a list of token ids; this one returned {result!r}"
+        ) from None
 
 
 def pretty(x: Any) -> Any:
@@ -99,7 +101,10 @@ def needed(function: Callable[..., Any]) -> int:
     parameters = parameters_of(function).values()
     if not parameters or any(x.kind is x.VAR_POSITIONAL for x in parameters):
         return 99
-    return sum(x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD) for x in parameters)
+    return sum(
+        x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+        for x in parameters
+    )
 
 
 def takes(function: Callable[..., Any], given: int) -> str | None:
@@ -141,7 +146,11 @@ class Form:
         with np.errstate(all="ignore"), everywhere(dice), torch_everywhere(dice):
             if keyword is None:
                 return self.function(*given)
-            return self.function(*given, **{keyword: generator}) if keyword else self.function(*given, generator)
+            return (
+                self.function(*given, **{keyword: generator})
+                if keyword
+                else self.function(*given, generator)
+            )
 
     def same(self, expected: Any, got: Any) -> bool:
         """Equal: as fractions, or as floats up to the tolerance and what was not followed."""
@@ -168,8 +177,12 @@ class Form:
                     continue
                 shown = self.shown(case) | ({"draft": list(draft)} if draft else {})
                 which = ORDINALS[number] if number < len(ORDINALS) else f"{number + 1}th"
-                shown["uniforms"] = f"the {which} one drawn is exactly 0.0, which a generator may return"
-                return Counterexample("impossible token", shown, f"no token {token}: p forbids it", list(tokens))
+                shown["uniforms"] = (
+                    f"the {which} one drawn is exactly 0.0, which a generator may return"
+                )
+                return Counterexample(
+                    "impossible token", shown, f"no token {token}: p forbids it", list(tokens)
+                )
         return None
 
     def compare(self, case: Case, law: Law) -> Counterexample | None:
@@ -182,7 +195,10 @@ class Form:
                     texts = case.p.joint(count, outcome.tokens, mass)
                 for text, x in texts.items():
                     got[text] = got.get(text, 0) + x
-            if all(self.same(expected.get(text, Fraction(0)), got.get(text, 0)) for text in {*expected, *got}):
+            if all(
+                self.same(expected.get(text, Fraction(0)), got.get(text, 0))
+                for text in {*expected, *got}
+            ):
                 continue
             return Counterexample(self.law, *self.report(case, law, count, expected, got))
         return None
@@ -212,13 +228,21 @@ class Form:
             tokens = range(case.vocabulary)
             return (
                 shown,
-                *([pretty(texts.get((token,), Fraction(0))) for token in tokens] for texts in (expected, got)),
+                *(
+                    [pretty(texts.get((token,), Fraction(0))) for token in tokens]
+                    for texts in (expected, got)
+                ),
             )  # type: ignore[return-value]
-        shown["compared"] = f"the distribution of the first {count} tokens (where a round gives fewer, p goes on)"
+        shown["compared"] = (
+            f"the distribution of the first {count} tokens (where a round gives fewer, p goes on)"
+        )
         every = sorted({*expected, *got})
         return (
             shown,
-            *({text: pretty(texts.get(text, Fraction(0))) for text in every} for texts in (expected, got)),
+            *(
+                {text: pretty(texts.get(text, Fraction(0))) for text in every}
+                for texts in (expected, got)
+            ),
         )  # type: ignore[return-value]
 
 
@@ -242,9 +266,13 @@ class Rounds(Form):
     def judge(self, case: Case, law: Law) -> Counterexample | None:
         for outcome, mass in law.items():
             n = len(outcome.tokens)
-            fits = 1 <= n <= case.tokens and all(0 <= token < case.vocabulary for token in outcome.tokens)
+            fits = 1 <= n <= case.tokens and all(
+                0 <= token < case.vocabulary for token in outcome.tokens
+            )
             if (outcome.problem or not fits) and not self.too_rare(outcome, mass):
-                expected = outcome.problem or f"1 to {case.tokens} token ids below {case.vocabulary}"
+                expected = (
+                    outcome.problem or f"1 to {case.tokens} token ids below {case.vocabulary}"
+                )
                 shown = self.shown(case) | {"draft": list(outcome.draft)}
                 return Counterexample("tokens of a round", shown, expected, list(outcome.tokens))
         return self.compare(case, law)

@@ -27,17 +27,29 @@ class House(Rounds):
 
     def play(self, case: Case, numbers: str, dice: Dice, chance: Exhaustive) -> Outcome:
         tree = self.tree(case, numbers, chance.split("draft", 0))
-        verdict: Verdict = self.function(tree, Given(tree, case, numbers), chance.split("verify", 0))
+        verdict: Verdict = self.function(
+            tree, Given(tree, case, numbers), chance.split("verify", 0)
+        )
         if not hasattr(verdict, "path"):
-            raise Misfit(f"verify(tree, p, chance) returns a Verdict; this one returned {verdict!r}")
+            raise Misfit(
+                f"verify(tree, p, chance) returns a Verdict; this one returned {verdict!r}"
+            )
         path, problem, text = tuple(verdict.path), "", tuple[int, ...]()
         for node in path:  # siblings may be equal: a child of either goes on
-            if not 0 <= node < len(tree.tokens) or tree.spelled(tree.path(tree.parents[node])) != text:
+            if (
+                not 0 <= node < len(tree.tokens)
+                or tree.spelled(tree.path(tree.parents[node])) != text
+            ):
                 problem = f"a path down the tree with parents {list(tree.parents)}, not the nodes {list(path)}"
                 break
             text = (*text, tree.tokens[node])
         tokens = () if problem else tree.spelled(path)
-        return Outcome(tuple(tree.tokens), (*tokens, *(() if verdict.next is None else (verdict.next,))), (), problem)
+        return Outcome(
+            tuple(tree.tokens),
+            (*tokens, *(() if verdict.next is None else (verdict.next,))),
+            (),
+            problem,
+        )
 
     def tree(self, case: Case, numbers: str, chance: Exhaustive) -> TokenTree:
         """A draft of this kind; two siblings at the root, each with a child where gamma is 2."""
@@ -61,7 +73,9 @@ class House(Rounds):
             tokens.append(chance.draw(law))
             parents.append(node)
             kept.append(law)
-        return TokenTree(tokens, parents, [plain(law, numbers) for law in kept], (False,) * len(tokens))
+        return TokenTree(
+            tokens, parents, [plain(law, numbers) for law in kept], (False,) * len(tokens)
+        )
 
 
 KINDS = {

@@ -41,10 +41,14 @@ class Generation(Form):
 
     def judge(self, case: Case, law: Law) -> Counterexample | None:
         for outcome, mass in law.items():
-            fits = len(outcome.tokens) >= case.tokens and all(0 <= t < case.vocabulary for t in outcome.tokens)
+            fits = len(outcome.tokens) >= case.tokens and all(
+                0 <= t < case.vocabulary for t in outcome.tokens
+            )
             if not fits and not self.too_rare(outcome, mass):
                 expected = f"{case.tokens} token ids below {case.vocabulary}"
-                return Counterexample("tokens asked for", self.shown(case), expected, list(outcome.tokens))
+                return Counterexample(
+                    "tokens asked for", self.shown(case), expected, list(outcome.tokens)
+                )
         return self.compare(case, law)
 
     def report(self, *given: Any) -> Any:
@@ -75,8 +79,13 @@ class Drafting(Form):
         try:
             tokens, laws = result
         except (TypeError, ValueError):
-            raise Misfit(f"a drafter returns (tokens, distributions); this one returned {result!r}") from None
-        kept = tuple(None if law is None else tuple(getattr(law, "tolist", lambda law=law: law)()) for law in laws)
+            raise Misfit(
+                f"a drafter returns (tokens, distributions); this one returned {result!r}"
+            ) from None
+        kept = tuple(
+            None if law is None else tuple(getattr(law, "tolist", lambda law=law: law)())
+            for law in laws
+        )
         if len(tokens) != len(kept):
             raise Misfit(
                 f"a drafter returns one distribution (or None) a token; this one returned {len(kept)} for {len(tokens)}"
@@ -94,17 +103,30 @@ class Drafting(Form):
                 if len(outcome.tokens) > place and outcome.laws[place] is not None:
                     if not 0 <= outcome.tokens[place] < len(outcome.laws[place]):
                         declared = [pretty(x) for x in outcome.laws[place]]
-                        shown = self.shown(case) | {"drafted before": list(before), "declared": declared}
+                        shown = self.shown(case) | {
+                            "drafted before": list(before),
+                            "declared": declared,
+                        }
                         expected = f"a token below {len(declared)}"
                         return Counterexample(self.law, shown, expected, outcome.tokens[place])
-                    masses = kept.setdefault((before, outcome.laws[place]), [0] * len(outcome.laws[place]))
+                    masses = kept.setdefault(
+                        (before, outcome.laws[place]), [0] * len(outcome.laws[place])
+                    )
                     masses[outcome.tokens[place]] += mass
             for (before, declared), masses in kept.items():
                 whole = sum(masses)
-                if all(self.same(x * whole, mass) for x, mass in zip(declared, masses, strict=True)):
+                if all(
+                    self.same(x * whole, mass) for x, mass in zip(declared, masses, strict=True)
+                ):
                     continue
-                part = all(mass <= reached[before] * x + 1e-9 for x, mass in zip(declared, masses, strict=True))
-                shown = self.shown(case) | {"drafted before": list(before), "declared": [pretty(x) for x in declared]}
+                part = all(
+                    mass <= reached[before] * x + 1e-9
+                    for x, mass in zip(declared, masses, strict=True)
+                )
+                shown = self.shown(case) | {
+                    "drafted before": list(before),
+                    "declared": [pretty(x) for x in declared],
+                }
                 expected = f"tokens drawn from the declared distribution{', kept whatever they are' if part else ''}"
                 got = [pretty(mass / whole) for mass in masses]
                 return Counterexample("presence" if part else self.law, shown, expected, got)

@@ -27,7 +27,12 @@ def pairs(largest: int) -> list[tuple[Floats, Floats]]:
     return [(_float(p), _float(q)) for p, q in small.pairs((2, 3), largest)]
 
 
-ROWS = [_float(row) for vocabulary in (1, 2, 3) for whole in (1, 2, 3) for row in small.rows(vocabulary, whole)]
+ROWS = [
+    _float(row)
+    for vocabulary in (1, 2, 3)
+    for whole in (1, 2, 3)
+    for row in small.rows(vocabulary, whole)
+]
 
 
 def edges(*rows: Floats) -> list[float]:
@@ -69,12 +74,21 @@ SETTINGS: list[Case] = [
     {"history": [1], "penalty": 2.0, "temperature": 0.0},
     {"temperature": 0.5, "top_k": 2, "top_p": 0.9},
 ]
-NEUTRAL: Case = {"history": [], "temperature": 1.0, "top_k": None, "top_p": None, "min_p": None, "penalty": 1.0}
+NEUTRAL: Case = {
+    "history": [],
+    "temperature": 1.0,
+    "top_k": None,
+    "top_p": None,
+    "min_p": None,
+    "penalty": 1.0,
+}
 
 
 def warps() -> Iterator[Case]:
     for size in (1, 2, 3):
-        for logits in product((0.0, 1.0, -np.inf) if size > 2 else (0.0, 1.0, -1.0, -np.inf, np.nan), repeat=size):
+        for logits in product(
+            (0.0, 1.0, -np.inf) if size > 2 else (0.0, 1.0, -1.0, -np.inf, np.nan), repeat=size
+        ):
             for setting in SETTINGS:
                 yield {"logits": np.array(logits), **NEUTRAL, **setting}
 
@@ -98,13 +112,22 @@ def withouts() -> Iterator[Case]:
 
 def walks() -> Iterator[Case]:
     """One guess, drawn from q or a point mass; then two, side by side and in a chain. Rows are the same everywhere."""
-    for parents, largest, size in (([ROOT], 5, 2), ([ROOT], 4, 3), ([ROOT, ROOT], 3, 2), ([ROOT, 0], 3, 2)):
+    for parents, largest, size in (
+        ([ROOT], 5, 2),
+        ([ROOT], 4, 3),
+        ([ROOT, ROOT], 3, 2),
+        ([ROOT, 0], 3, 2),
+    ):
         for p, q in (pair for pair in pairs(largest) if len(pair[0]) == size):
             for law in (q, None):
                 may = range(len(p)) if law is None else np.flatnonzero(q).tolist()
                 for tokens in product(may, repeat=len(parents)):
                     ratio = float(p[tokens[0]] / (1 if law is None else q[tokens[0]]))
-                    tests = [0.0, *([float(np.nextafter(ratio, 0)), ratio] if 0 < ratio < 1 else []), LAST]
+                    tests = [
+                        0.0,
+                        *([float(np.nextafter(ratio, 0)), ratio] if 0 < ratio < 1 else []),
+                        LAST,
+                    ]
                     for uniforms in product(*[tests] * len(parents), (0.0, 0.5, LAST)):
                         yield {
                             "tokens": list(tokens),
@@ -144,7 +167,14 @@ def retrievals() -> Iterator[Case]:
             order = fallback.suffix_order(case["tokens"])
             for suffix, few in product(([0], [1, 0], [0, 0]), ({}, {"most": 1}, {"matches": 1})):
                 yield {**case, "order": order, "suffix": suffix, **knobs, **few}
-    for wrong in ({"shortest": 0}, {"longest": 32}, {"shortest": 4}, {"length": 0}, {"matches": 0}, {"most": -1}):
+    for wrong in (
+        {"shortest": 0},
+        {"longest": 32},
+        {"shortest": 4},
+        {"length": 0},
+        {"matches": 0},
+        {"most": -1},
+    ):
         yield {**case, "order": case["tokens"] * 0, "suffix": [0], **knobs, **wrong}
 
 

@@ -44,12 +44,18 @@ def g_test(counts: Mapping[Any, int], law: Mapping[Any, float]) -> GTest:
     expected = np.array([math.fsum(law[c] for c in group) for group in groups]) * texts
     statistic = float(_g(observed, expected))
     freedom = len(groups) - 1
-    return GTest(statistic, freedom, float(extra("scipy.stats").chi2.sf(statistic, freedom)) if freedom else 1.0)
+    return GTest(
+        statistic,
+        freedom,
+        float(extra("scipy.stats").chi2.sf(statistic, freedom)) if freedom else 1.0,
+    )
 
 
 def _g(observed: Any, expected: Any) -> Any:
     """[.., cells] -> [..]"""
-    return 2 * np.where(observed > 0, observed * np.log(np.maximum(observed, 1) / expected), 0.0).sum(axis=-1)
+    return 2 * np.where(
+        observed > 0, observed * np.log(np.maximum(observed, 1) / expected), 0.0
+    ).sum(axis=-1)
 
 
 def power(law: Mapping[Any, float], share: float, to: Any, texts: int, alpha: float) -> float:
@@ -65,7 +71,13 @@ def power(law: Mapping[Any, float], share: float, to: Any, texts: int, alpha: fl
 
 
 def simulated_power(
-    law: Mapping[Any, float], share: float, to: Any, texts: int, alpha: float, seed: int = 0, runs: int = 2000
+    law: Mapping[Any, float],
+    share: float,
+    to: Any,
+    texts: int,
+    alpha: float,
+    seed: int = 0,
+    runs: int = 2000,
 ) -> float:
     """The same without the noncentral approximation: how often the test rejects simulated counts of the faulty law."""
     null, faulty = _faulty(law, share, to, texts)
@@ -74,14 +86,18 @@ def simulated_power(
     return float((_g(counts, null * texts) >= critical).mean())
 
 
-def detectable(law: Mapping[Any, float], to: Any, texts: int, alpha: float, wanted: float = 0.9) -> float | None:
+def detectable(
+    law: Mapping[Any, float], to: Any, texts: int, alpha: float, wanted: float = 0.9
+) -> float | None:
     """The smallest share that is found with probability `wanted`; None where not even a fault in every text is."""
     low, high = 0.0, 1.0
     if power(law, high, to, texts, alpha) < wanted:
         return None
     while high - low > 1e-6:
         middle = (low + high) / 2
-        low, high = (low, middle) if power(law, middle, to, texts, alpha) >= wanted else (middle, high)
+        low, high = (
+            (low, middle) if power(law, middle, to, texts, alpha) >= wanted else (middle, high)
+        )
     return high
 
 

@@ -33,7 +33,10 @@ class Hashes:
     def weights(self, state: Any) -> Sequence[Any]:
         """Weights of the next token: 0 (or 1, without zeros) to 4, not all zero."""
         low = 0 if self.zeros else 1
-        row = [low + (hash((state, 13, token)) >> 9) % (HEAVIEST + 1 - low) for token in range(self.vocabulary)]
+        row = [
+            low + (hash((state, 13, token)) >> 9) % (HEAVIEST + 1 - low)
+            for token in range(self.vocabulary)
+        ]
         return row if any(row) else [1, *row[1:]]
 
 

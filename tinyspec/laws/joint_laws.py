@@ -20,7 +20,13 @@ STORIES: tuple[tuple[Act, ...], ...] = (
     (("score", (FORK,)), ("commit", ((0, 2), 1)), ("score", (CHAIN,))),
     (("score", (CHAIN,)), ("commit", ((0,), None)), ("score", (FORK,))),
     (("append", ((1, 2),)), ("score", (FORK,))),
-    (("score", (FORK,)), ("commit", ((1,), 0)), ("rewind", (2,)), ("extend", ((0, 1),)), ("score", (FORK,))),
+    (
+        ("score", (FORK,)),
+        ("commit", ((1,), 0)),
+        ("rewind", (2,)),
+        ("extend", ((0, 1),)),
+        ("score", (FORK,)),
+    ),
     (("score", (CHAIN,)), ("end", ()), ("extend", ((2, 2),)), ("score", (CHAIN,))),
 )
 """What a target goes through after its prompt."""
@@ -30,10 +36,15 @@ def penalised(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> 
     """The first member's weights, lowered by the second's, and halved for the tokens that the text or the path holds."""
     first, second = rows
     whole = (*text, *path)
-    return [a * (2 - b) / (2 if x in whole else 1) for x, (a, b) in enumerate(zip(first, second, strict=True))]
+    return [
+        a * (2 - b) / (2 if x in whole else 1)
+        for x, (a, b) in enumerate(zip(first, second, strict=True))
+    ]
 
 
-def played(joint: Callable[..., Any], story: Sequence[Act], models: Sequence[TableModel]) -> Iterator[tuple[Any, ...]]:
+def played(
+    joint: Callable[..., Any], story: Sequence[Act], models: Sequence[TableModel]
+) -> Iterator[tuple[Any, ...]]:
     """The text, a path below it, and the joint row there: for every row that is scored."""
     target = joint([model.session() for model in models], penalised)
     text, tree = [0, 1], TokenTree()
@@ -61,7 +72,15 @@ def rows_are_the_members(parts: Parts) -> Evidence:
             rows = [model.row((*text, *path)) for model in models]
             expected, seen = penalised(rows, text, path), seen + 1
             if [Fraction(x) for x in got] != expected:
-                accuse(ROWS, expected, list(got), text=text, path=path, rows=rows, story=[act for act, _ in story])
+                accuse(
+                    ROWS,
+                    expected,
+                    list(got),
+                    text=text,
+                    path=path,
+                    rows=rows,
+                    story=[act for act, _ in story],
+                )
     return Evidence(ROWS, seen)
 
 

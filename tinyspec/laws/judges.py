@@ -60,7 +60,10 @@ def of_sessions(
     """A law of sessions, on a model of each family and dtype."""
 
     def check(parts: Parts) -> Evidence:
-        models = [Through(weights(family).to(dtype=dtype), parts) for family, dtype in product(families, dtypes)]
+        models = [
+            Through(weights(family).to(dtype=dtype), parts)
+            for family, dtype in product(families, dtypes)
+        ]
         first, *rest = (law(parts, lambda model=model: parts.session(model)) for model in models)  # type: ignore[misc]
         return sum(rest, start=first)
 
@@ -79,14 +82,18 @@ def _rows(parts: Parts, begin: passes.Begin) -> Evidence:
 def _slots(parts: Parts, begin: passes.Begin) -> Evidence:
     def make(request: Request) -> Decoder:
         drafter = Wrong(weights("rotations"), 1, wide=True)
-        return parts.decoder(request.target, drafter, parts.walk, warp=request.warp, stop=request.stop)
+        return parts.decoder(
+            request.target, drafter, parts.walk, warp=request.warp, stop=request.stop
+        )
 
     return passes.cache_after_every_round(make, begin, texts=2, tokens=8)
 
 
 def _draw_order(parts: Parts) -> Evidence:
     def draft(q: Exact, k: int, chance: Chance) -> tuple[Any, Any]:
-        drafter = parts.siblings(TableModel(vocabulary=len(q), rows=lambda text: q).session(), k, False)
+        drafter = parts.siblings(
+            TableModel(vocabulary=len(q), rows=lambda text: q).session(), k, False
+        )
         drafter.extend((0,), None)  # type: ignore[arg-type]
         tree = drafter.propose([0], k, Warp(), chance)
         return tree.tokens, tree.laws
@@ -114,7 +121,9 @@ def _contract(law: str) -> Law:
             drafter = parts.trees(request.drafts[0], (ROOT, ROOT), True)
             return parts.decoder(request.target, drafter, parts.walk, warp=request.warp)
 
-        first, *rest = (contracts.contracts(make, laws=(law,))[0] for make in (chain, siblings, tree, again))
+        first, *rest = (
+            contracts.contracts(make, laws=(law,))[0] for make in (chain, siblings, tree, again)
+        )
         return sum(rest, start=first)
 
     return check
@@ -125,7 +134,9 @@ def _coupled(parts: Parts) -> Callable[..., Decoder]:
 
     def build(request: Request, gamma: int) -> Decoder:
         drafter = parts.racing(request.drafts[0], gamma) if request.drafts else NoDraft()
-        return parts.decoder(request.target, drafter, parts.match, warp=request.warp, stop=request.stop)
+        return parts.decoder(
+            request.target, drafter, parts.match, warp=request.warp, stop=request.stop
+        )
 
     return build
 
@@ -133,7 +144,9 @@ def _coupled(parts: Parts) -> Callable[..., Decoder]:
 def _twins(parts: Parts) -> Evidence:
     from tinyspec.laws.twins import twin  # needs Hypothesis
 
-    known = sorted(parts.kernels.items(), key=lambda entry: entry[1] is KERNELS[entry[0]])  # what was replaced first
+    known = sorted(
+        parts.kernels.items(), key=lambda entry: entry[1] is KERNELS[entry[0]]
+    )  # what was replaced first
     first, *rest = (twin(name, kernel, examples=60, large=0) for name, kernel in known)
     return sum(rest, start=first)
 
@@ -162,7 +175,9 @@ def judges() -> dict[str, Law]:
         **{law: _contract(law) for law in contracts.LAWS},
         theorems.ACCEPTANCE: lambda parts: theorems.acceptance(parts.walk),
         theorems.TOKENS: lambda parts: theorems.tokens_of_a_round(parts.walk, gamma=2),
-        theorems.REJECTION: lambda parts: theorems.recursive_rejection(parts.walk, largest=6, most=2),
+        theorems.REJECTION: lambda parts: theorems.recursive_rejection(
+            parts.walk, largest=6, most=2
+        ),
         theorems.TRANSPORT: lambda parts: theorems.several_drafts(parts.walk, largest=5, most=2),
         theorems.MATCHING: lambda parts: theorems.several_drafts(parts.walk, largest=5, most=2),
         theorems.KSEQ: lambda parts: theorems.kseq(parts.walk, largest=5, most=2),
@@ -178,7 +193,9 @@ def judges() -> dict[str, Law]:
         "twin": _twins,
         pathwise.RACE: lambda parts: pathwise.race_law(parts.replay, grid=10),
         passes.NODES: of_sessions(nodes),
-        passes.SIBLINGS: of_sessions(lambda parts, begin: passes.sibling_order(begin, parts.walk, cases=10)),
+        passes.SIBLINGS: of_sessions(
+            lambda parts, begin: passes.sibling_order(begin, parts.walk, cases=10)
+        ),
         passes.ROWS: of_sessions(_rows, dtypes=(torch.float32, torch.bfloat16)),
         passes.SLOTS: of_sessions(_slots),
     }

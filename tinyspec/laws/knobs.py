@@ -34,7 +34,11 @@ def ladder(card: Card) -> list[Any]:
         return [neutral, *(steps if neutral > high else steps[::-1])]
     far = low if abs(float(neutral) - low) >= abs(high - float(neutral)) else high
     steps = [neutral + (far - neutral) * i / STEPS for i in range(STEPS + 1)]
-    return list(dict.fromkeys(knob.check(round(step) if isinstance(knob.default, int) else step) for step in steps))
+    return list(
+        dict.fromkeys(
+            knob.check(round(step) if isinstance(knob.default, int) else step) for step in steps
+        )
+    )
 
 
 def cost(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
@@ -51,7 +55,11 @@ def cost(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
         return sum(call.row_layers for call in round.calls), len(round.tokens)
 
     for (layers, committed), probability in Exhaustive.walk(play):
-        work, tokens, outcomes = work + probability * layers, tokens + probability * committed, outcomes + 1
+        work, tokens, outcomes = (
+            work + probability * layers,
+            tokens + probability * committed,
+            outcomes + 1,
+        )
     return work / tokens, outcomes
 
 
@@ -67,7 +75,14 @@ def monotone(stage: Stage, values: Sequence[Any]) -> Evidence:
             now, outcomes = cost(here, name, value)
             branches += outcomes
             if before is not None and now > before + 1e-9:
-                accuse(COST, f"at most {float(before):.6g}", float(now), **here.words(), prefix=prefix, **{name: value})
+                accuse(
+                    COST,
+                    f"at most {float(before):.6g}",
+                    float(now),
+                    **here.words(),
+                    prefix=prefix,
+                    **{name: value},
+                )
             before = now
     return Evidence(COST, len(PREFIXES) * len(values), branches, perf_counter() - begun)
 

@@ -30,7 +30,9 @@ Table = tuple[tuple[int, ...], ...]
 
 def model(table: Table) -> TableModel:
     """A table model whose rows are these weights, by the last token."""
-    return TableModel(vocabulary=len(table[0]), rows=lambda context: table[context[-1] % len(table)])
+    return TableModel(
+        vocabulary=len(table[0]), rows=lambda context: table[context[-1] % len(table)]
+    )
 
 
 def said(table: Table) -> Any:
@@ -95,7 +97,9 @@ class Case:
         if isinstance(self.warp, Halving):
             warp = self.warp
             return Reference(lambda text: warp(normal(self.p[0]), text)).law(n)
-        return Reference(lambda text: normal(self.p[text[-1] % len(self.p)]), self.warp or Warp()).law(n)
+        return Reference(
+            lambda text: normal(self.p[text[-1] % len(self.p)]), self.warp or Warp()
+        ).law(n)
 
     def shown(self) -> dict[str, Any]:
         """For a counterexample."""
@@ -115,7 +119,14 @@ SMALL: list[tuple[Table, Table]] = [
     (((1, 1, 0),), ((0, 1, 1),)),
     (((0, 1, 2),), ((2, 1, 1),)),
 ]
-WARPS = ({"temperature": 0.0}, {"temperature": 0.5}, {"top_k": 1}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.7})
+WARPS = (
+    {"temperature": 0.0},
+    {"temperature": 0.5},
+    {"top_k": 1},
+    {"top_k": 2},
+    {"top_p": 0.5},
+    {"min_p": 0.7},
+)
 WIDE: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
 WIDER: Table = ((2, 1, 1), (1, 1, 2), (1, 3, 1))
 
@@ -167,7 +178,13 @@ def joint_law(parts: Parts) -> Evidence:
                 got[text[:n]] = got.get(text[:n], 0) + x
             expected = case.expected(n)
             if any(_unlike(got.get(text, 0), expected.get(text, 0)) for text in (*got, *expected)):
-                accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **case.shown(), tokens=n)
+                accuse(
+                    JOINT,
+                    dict(sorted(expected.items())),
+                    dict(sorted(got.items())),
+                    **case.shown(),
+                    tokens=n,
+                )
     return Evidence(JOINT, seen, branches)
 
 
@@ -192,7 +209,9 @@ def chance_ledger(parts: Parts) -> Evidence:
         reads, _ = next(iter(Exhaustive.walk(request)))
         twice = [uniform for at, uniform in enumerate(reads) if uniform in reads[:at]]
         if twice:
-            accuse(name, "every uniform used once", f"{twice[0]} again", **case.shown(), uniforms=reads)
+            accuse(
+                name, "every uniform used once", f"{twice[0]} again", **case.shown(), uniforms=reads
+            )
     return Evidence(name, 4)
 
 

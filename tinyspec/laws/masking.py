@@ -21,7 +21,9 @@ from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import RefineRequest
 
 RULE = "every pass of Mask-Predict rewrites what the paper says (Ghazvininejad et al. 2019)"
-CHOICE = "of the likeliest lengths the best mean log-probability is chosen (Ghazvininejad et al. 2019)"
+CHOICE = (
+    "of the likeliest lengths the best mean log-probability is chosen (Ghazvininejad et al. 2019)"
+)
 HIDDEN = "1 to N tokens are hidden, each number and each choice equally likely (Ghazvininejad et al. 2019)"
 
 MASK, FIRST, LENGTHS = 3, 4, 8  # ids below FIRST are special; the LENGTH token tells 1 to 7
@@ -38,10 +40,19 @@ def fillers() -> Iterator[Seq2Seq]:
     """Random conditional masked language models of 16 words in float64, loud, so that words differ; one of few positions."""
     for seed, positions in ((1, 16), (2, 16), (3, 16), (4, 5)):
         config = Seq2SeqConfig(
-            20, 8, 2, 8, encoder_layers=1, decoder_layers=1, max_positions=positions, lengths=LENGTHS
+            20,
+            8,
+            2,
+            8,
+            encoder_layers=1,
+            decoder_layers=1,
+            max_positions=positions,
+            lengths=LENGTHS,
         )
         made = Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64)
-        loud = {name: w if w.ndim < 2 or name == "embed" else 6 * w for name, w in made.weights.items()}
+        loud = {
+            name: w if w.ndim < 2 or name == "embed" else 6 * w for name, w in made.weights.items()
+        }
         yield Seq2Seq(config, loud, name="filler")
 
 
@@ -51,15 +62,21 @@ def fillers() -> Iterator[Seq2Seq]:
 def likeliest(model: Seq2Seq, source: Sequence[int], count: int) -> list[int]:
     """The lengths to try, the likeliest first."""
     row = model.length_logits(model.encode(torch.tensor([list(source)])))[0].tolist()
-    return sorted(range(1, min(len(row), model.config.max_positions + 1)), key=lambda n: (-row[n], n))[:count]
+    return sorted(
+        range(1, min(len(row), model.config.max_positions + 1)), key=lambda n: (-row[n], n)
+    )[:count]
 
 
-def rewritten(model: Seq2Seq, source: Sequence[int], n: int, passes: int) -> list[tuple[list[int], list[float]]]:
+def rewritten(
+    model: Seq2Seq, source: Sequence[int], n: int, passes: int
+) -> list[tuple[list[int], list[float]]]:
     """Words and kept log-probabilities of a translation of n words, after each pass."""
     memory = model.encode(torch.tensor([list(source)]))
     words, kept, found = [MASK] * n, [0.0] * n, []
     for t in range(passes):
-        again = sorted(range(n), key=lambda i: (kept[i], i))[: max(1, math.floor(n * (passes - t) / passes))]
+        again = sorted(range(n), key=lambda i: (kept[i], i))[
+            : max(1, math.floor(n * (passes - t) / passes))
+        ]
         read = [MASK if i in again else word for i, word in enumerate(words)]
         rows = model.logits(model.decode(model.embed(torch.tensor([read])), memory))[0].tolist()
         for i in again:
@@ -80,8 +97,17 @@ def follows_the_rule(build: Build) -> Evidence:
         run = begun(build, model, source, passes, lengths)
         after = [step.after for step in run]
         for row, n in enumerate(likeliest(model, source, lengths)):
-            expected, got = rewritten(model, source, n, passes), [_told(canvas, row) for canvas in after]
-            shown = {"source": source, "length": n, "beside it": lengths - 1, "T": passes, "model": model}
+            expected, got = (
+                rewritten(model, source, n, passes),
+                [_told(canvas, row) for canvas in after],
+            )
+            shown = {
+                "source": source,
+                "length": n,
+                "beside it": lengths - 1,
+                "T": passes,
+                "model": model,
+            }
             if [words for words, _ in got] != [words for words, _ in expected]:
                 accuse(RULE, [words for words, _ in expected], [words for words, _ in got], **shown)
             for (_, kept), (_, scores) in zip(expected, got, strict=True):
@@ -91,10 +117,18 @@ def follows_the_rule(build: Build) -> Evidence:
     return Evidence(RULE, seen)
 
 
-def begun(build: Build, model: Seq2Seq, source: Sequence[int], passes: int, lengths: int) -> Refinement:
+def begun(
+    build: Build, model: Seq2Seq, source: Sequence[int], passes: int, lengths: int
+) -> Refinement:
     """A translation under way."""
     request = RefineRequest(model, ledger=[])
-    return refine(request.model, source, build(request, iterations=passes, lengths=lengths), Seeded(0), request.ledger)
+    return refine(
+        request.model,
+        source,
+        build(request, iterations=passes, lengths=lengths),
+        Seeded(0),
+        request.ledger,
+    )
 
 
 def _told(canvas: Canvas, row: int) -> tuple[list[int], list[float]]:
@@ -121,7 +155,13 @@ def chooses(build: Build) -> Evidence:
         if run.tokens != best[0]:
             accuse(CHOICE, best[0], run.tokens, **shown)
         if (calls := _passes(run.ledger)) != (1, passes):
-            accuse(CHOICE, (1, passes), calls, **shown, counted="passes of the encoder and of the decoder")
+            accuse(
+                CHOICE,
+                (1, passes),
+                calls,
+                **shown,
+                counted="passes of the encoder and of the decoder",
+            )
         seen += 1
     return Evidence(CHOICE, seen)
 
@@ -143,18 +183,30 @@ def hides(hide: Hide) -> Evidence:
             for count in range(1, n + 1)
             for chosen in combinations(range(n), count)
         }
-        named = {"".join("x" if hidden else "." for hidden in key): 2 * rows * p for key, p in law.items()}
-        got = {"".join("x" if hidden else "." for hidden in key): count for key, count in found.items()}
+        named = {
+            "".join("x" if hidden else "." for hidden in key): 2 * rows * p
+            for key, p in law.items()
+        }
+        got = {
+            "".join("x" if hidden else "." for hidden in key): count for key, count in found.items()
+        }
         far = sum((got.get(key, 0) - want) ** 2 / want for key, want in named.items())
         if set(got) - set(named) or far > len(named) + 6 * math.sqrt(2 * len(named)):
-            accuse(HIDDEN, {key: round(want) for key, want in named.items()}, dict(sorted(got.items())), tokens=n)
+            accuse(
+                HIDDEN,
+                {key: round(want) for key, want in named.items()},
+                dict(sorted(got.items())),
+                tokens=n,
+            )
         if n == 4 and bool((first == second).all()):
             accuse(HIDDEN, "masks drawn anew for every batch", "the same masks twice", tokens=n)
     return Evidence(HIDDEN, 8 * rows)
 
 
 def _built(parts: Parts) -> Build:
-    return lambda request, iterations, lengths: parts.mask_predict(request.model, iterations, lengths)
+    return lambda request, iterations, lengths: parts.mask_predict(
+        request.model, iterations, lengths
+    )
 
 
 LAWS = {

@@ -21,7 +21,9 @@ def needle_model(name: str = "needle") -> Model:
         vocab_size=10, d_model=16, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=4, d_ff=2, max_positions=256,
         positions="learned", tied=False,
     )  # fmt: skip
-    weights = {key: torch.zeros(shape, dtype=torch.float64) for key, shape in config.shapes().items()}
+    weights = {
+        key: torch.zeros(shape, dtype=torch.float64) for key, shape in config.shapes().items()
+    }
     for key, weight in weights.items():
         if "norm" in key:
             weight.fill_(1.0)

@@ -44,7 +44,9 @@ def three_levels(parts: Parts) -> Evidence:
         branches += got.branches
         if got != expected:
             told = dict(zip(("p", "middle", "small"), map(said, tables), strict=True))
-            accuse(LEVELS, dict(sorted(expected.items())), dict(sorted(got.items())), **told, gamma=2)
+            accuse(
+                LEVELS, dict(sorted(expected.items())), dict(sorted(got.items())), **told, gamma=2
+            )
     return Evidence(LEVELS, len(CASES), branches)
 
 

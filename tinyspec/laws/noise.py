@@ -30,7 +30,9 @@ class Noise:
     def __init__(self, branches: Exhaustive) -> None:
         self._begin(branches, (), {}, [])
 
-    def _begin(self, branches: Exhaustive, stream: Name, spans: dict[Name, Span], reads: list[Name]) -> None:
+    def _begin(
+        self, branches: Exhaustive, stream: Name, spans: dict[Name, Span], reads: list[Name]
+    ) -> None:
         self._branches, self._stream, self._spans, self.reads = branches, stream, spans, reads
         self._index = 0
 
@@ -74,7 +76,9 @@ class Noise:
         return drawn
 
     def race(self, row: Row, position: int) -> int:
-        raise TinyspecError("a race shares continuous noise between rows, so its outcomes cannot be enumerated")
+        raise TinyspecError(
+            "a race shares continuous noise between rows, so its outcomes cannot be enumerated"
+        )
 
     def uniforms(self, n: int) -> None:
         """None: decisions must be asked for one by one."""

@@ -22,7 +22,9 @@ from tinyspec.tree import Row, TokenTree
 
 TRUTHFUL, PRESENCE, EXAMINED = "truthful drafter", "presence", "examined tokens"
 LAWS = (TRUTHFUL, PRESENCE, EXAMINED)
-ROUNDING = 1e-12  # float64 rows; the draws of a row and the row itself are the same numbers in any dtype
+ROUNDING = (
+    1e-12  # float64 rows; the draws of a row and the row itself are the same numbers in any dtype
+)
 
 
 class Offence(NamedTuple):
@@ -153,11 +155,21 @@ def offences(
         context, before, declared = given
         mass = sum(group.values())
         got = [group.get(token, 0 * mass) / mass for token in range(len(declared))]
-        if any(not _same(a, b) for a, b in zip(declared, got, strict=True)) or max(group) >= len(declared):
+        if any(not _same(a, b) for a, b in zip(declared, got, strict=True)) or max(group) >= len(
+            declared
+        ):
             name = next(law for law in (EXAMINED, TRUTHFUL, PRESENCE) if law in names[given])
-            found.append(Offence(name, context, tuple(token for token, _ in before), list(declared), got))
-    return sorted(found, key=lambda offence: (len(offence.context), len(offence.before), offence.context)), runs
+            found.append(
+                Offence(name, context, tuple(token for token, _ in before), list(declared), got)
+            )
+    return sorted(
+        found, key=lambda offence: (len(offence.context), len(offence.before), offence.context)
+    ), runs
 
 
 def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) if isinstance(a, Fraction) and isinstance(b, Fraction) else abs(a - b) <= ROUNDING
+    return (
+        bool(a == b)
+        if isinstance(a, Fraction) and isinstance(b, Fraction)
+        else abs(a - b) <= ROUNDING
+    )

@@ -33,7 +33,9 @@ Begin = Callable[[], Session]
 def random_tree(rng: random.Random, nodes: int, names: Sequence[int]) -> TokenTree:
     """A tree of so many nodes spelled with few names, so that siblings are often equal."""
     parents = [rng.randrange(ROOT, i) for i in range(nodes)]
-    return TokenTree([rng.choice(names) for _ in parents], parents, (None,) * nodes, (False,) * nodes)
+    return TokenTree(
+        [rng.choice(names) for _ in parents], parents, (None,) * nodes, (False,) * nodes
+    )
 
 
 def reordered(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, list[int]]:
@@ -45,10 +47,14 @@ def reordered(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, list[int]
         waiting += [i for i, parent in enumerate(tree.parents) if parent == order[-1]]
     new = {old: i for i, old in enumerate(order)} | {ROOT: ROOT}
     moved = [new[tree.parents[old]] for old in order]
-    return TokenTree(tree.spelled(order), moved, [tree.laws[i] for i in order], [tree.probe[i] for i in order]), order
+    return TokenTree(
+        tree.spelled(order), moved, [tree.laws[i] for i in order], [tree.probe[i] for i in order]
+    ), order
 
 
-def node_logits(begin: Begin, *, cases: int = 3, rounds: int = 3, nodes: int = 6, tolerance: float = 1e-10) -> Evidence:
+def node_logits(
+    begin: Begin, *, cases: int = 3, rounds: int = 3, nodes: int = 6, tolerance: float = 1e-10
+) -> Evidence:
     """Every row of a scored tree, over several rounds of score and commit, against the path alone.
 
     tolerance  of the greatest magnitude in the row
@@ -67,7 +73,10 @@ def node_logits(begin: Begin, *, cases: int = 3, rounds: int = 3, nodes: int = 6
                 expected = dense(session.model, [*text, *tree.spelled(tree.path(node))]).logits[-1]
                 _agree(NODES, expected, scores.logits[node + 1], tolerance, text, tree, node=node)
                 looked += 1
-            session.commit(tree.path(rng.randrange(ROOT, size)), rng.choice([*names, None]) if size else names[0])
+            session.commit(
+                tree.path(rng.randrange(ROOT, size)),
+                rng.choice([*names, None]) if size else names[0],
+            )
             if session.text == text:
                 session.append(names[:1])
     return Evidence(NODES, looked, 0, perf_counter() - began)
@@ -114,7 +123,10 @@ def sibling_order(
         names = _names(rng, plain)
         text = [rng.choice(names) for _ in range(prompt_length)]
         plain.extend(text)
-        names = [*names, int(dense(plain.model, text).logits[-1].argmax())]  # something that greedy decoding takes
+        names = [
+            *names,
+            int(dense(plain.model, text).logits[-1].argmax()),
+        ]  # something that greedy decoding takes
         tree = random_tree(rng, size, names)
         other, old = reordered(rng, tree)
         turned = begin()
@@ -122,14 +134,30 @@ def sibling_order(
         rows, moved = plain.score(tree).logits, turned.score(other).logits
         for node in range(ROOT, size):
             expected = rows[ROOT + 1] if node == ROOT else rows[old[node] + 1]
-            _agree(SIBLINGS, _array(expected), moved[node + 1], tolerance, text, other, node=node, was=tree.tokens)
+            _agree(
+                SIBLINGS,
+                _array(expected),
+                moved[node + 1],
+                tolerance,
+                text,
+                other,
+                node=node,
+                was=tree.tokens,
+            )
         spelled = _greedily(plain, text, tree)
         for shape, logits in ((tree, rows), (other, moved)):
             sharp = {node: _one_hot(logits[node + 1]) for node in range(ROOT, size)}
             verdict = verifier(shape, sharp, Seeded(case))
             said = (*shape.spelled(verdict.path), verdict.next)
             if said != spelled:
-                accuse(SIBLINGS, spelled, said, text=text, tokens=tuple(shape.tokens), parents=tuple(shape.parents))
+                accuse(
+                    SIBLINGS,
+                    spelled,
+                    said,
+                    text=text,
+                    tokens=tuple(shape.tokens),
+                    parents=tuple(shape.parents),
+                )
     return Evidence(SIBLINGS, cases, 0, perf_counter() - began)
 
 
@@ -163,13 +191,25 @@ def committed_slots(session: Session, tolerance: float = 1e-10, run: bool = True
         for layer in np.flatnonzero(cache.present[slot]):
             if not lawful and layer >= (node.reach + 1) // 2:
                 break  # copied up
-            for name, expected, held in (("key", fresh.keys, cache.keys), ("value", fresh.values, cache.values)):
+            for name, expected, held in (
+                ("key", fresh.keys, cache.keys),
+                ("value", fresh.values, cache.values),
+            ):
                 want = expected[layer]
                 if want is not None:
                     got = _array(held[layer][:, slot])
-                    if not np.abs(got - want[slot]).max() <= tolerance * max(1.0, float(np.abs(want).max())):
+                    if not np.abs(got - want[slot]).max() <= tolerance * max(
+                        1.0, float(np.abs(want).max())
+                    ):
                         where = {"slot": slot, "layer": int(layer)}
-                        accuse(SLOTS, want[slot].ravel()[:4], got.ravel()[:4], text=text, of=name, **where)
+                        accuse(
+                            SLOTS,
+                            want[slot].ravel()[:4],
+                            got.ravel()[:4],
+                            text=text,
+                            of=name,
+                            **where,
+                        )
             compared += 1
     return compared
 
@@ -208,7 +248,9 @@ def cache_after_every_round(
                 if len(other):
                     compared += committed_slots(other, tolerance, run=False)
         decoder.end()
-    return Evidence(SLOTS, rounds, compared, perf_counter() - began, [f"{compared} (slot, layer) compared"])
+    return Evidence(
+        SLOTS, rounds, compared, perf_counter() - began, [f"{compared} (slot, layer) compared"]
+    )
 
 
 def _names(rng: random.Random, session: Session) -> list[int]:
@@ -227,11 +269,22 @@ def _array(tensor: Any) -> Array:
 
 
 def _agree(
-    law: str, expected: Array, got: Any, tolerance: float, text: Sequence[int], tree: TokenTree, **case: Any
+    law: str,
+    expected: Array,
+    got: Any,
+    tolerance: float,
+    text: Sequence[int],
+    tree: TokenTree,
+    **case: Any,
 ) -> None:
     """Accuse unless the two rows agree; shows the logit that is furthest off."""
     off = np.abs(_array(got) - expected)
     worst = int(np.nan_to_num(off, nan=np.inf).argmax())
     if not off[worst] <= tolerance * max(1.0, float(np.abs(expected).max())):
-        where = {"text": tuple(text), "tokens": tuple(tree.tokens), "parents": tuple(tree.parents), **case}
+        where = {
+            "text": tuple(text),
+            "tokens": tuple(tree.tokens),
+            "parents": tuple(tree.parents),
+            **case,
+        }
         accuse(law, float(expected[worst]), float(_array(got)[worst]), **where, logit_of=worst)

@@ -27,7 +27,13 @@ def coupled(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evid
     """Every kind of draft, then the race itself."""
     for warp in WARPS:
         stage = Stage(
-            card, seed=seed, prompt=(0, 1), warp=warp, floats=True, stop=Stop(max_new_tokens=TOKENS), deep=card.hidden
+            card,
+            seed=seed,
+            prompt=(0, 1),
+            warp=warp,
+            floats=True,
+            stop=Stop(max_new_tokens=TOKENS),
+            deep=card.hidden,
         )
         for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
             here = replace(stage, draft=draft)
@@ -48,7 +54,15 @@ def same_tokens(stage: Stage, seeds: int = SEEDS) -> Evidence:
             text = (*text, races.race(reference.next(text), len(text)))
         expected, got = text[len(stage.prompt) :], tuple(decoder.new)
         if got != expected:
-            accuse(PATHS, expected, got, **stage.words(), prompt=stage.prompt, draft=stage.draft, seed=seed)
+            accuse(
+                PATHS,
+                expected,
+                got,
+                **stage.words(),
+                prompt=stage.prompt,
+                draft=stage.draft,
+                seed=seed,
+            )
     return Evidence(PATHS, seeds, seeds, perf_counter() - begun)
 
 
@@ -66,7 +80,11 @@ def race_law(chance: Callable[[list[float]], Chance], grid: int = 40) -> Evidenc
             for _ in range(50):
                 middle = (low + high) / 2
                 # token 1 wins while its own noise is small
-                low, high = (middle, high) if chance([u0, middle]).race([p, 1 - p], 0) == 1 else (low, middle)
+                low, high = (
+                    (middle, high)
+                    if chance([u0, middle]).race([p, 1 - p], 0) == 1
+                    else (low, middle)
+                )
             expected, seen = 1 - (1 - u0) ** ((1 - p) / p), seen + 1
             if not math.isclose(low, expected, abs_tol=1e-9):
                 accuse(RACE, expected, low, p=[p, 1 - p], u0=u0)

@@ -43,7 +43,9 @@ def guessed(model: TableModel, text: tuple[int, ...], layer: int, k: int) -> lis
     return sorted(range(model.vocabulary), key=lambda token: (-row[token], token))[:k]
 
 
-def due(model: TableModel, prompt: tuple[int, ...], new: list[int], layer: int, k: int) -> list[Told]:
+def due(
+    model: TableModel, prompt: tuple[int, ...], new: list[int], layer: int, k: int
+) -> list[Told]:
     """What each round of this text has to cost."""
     depth, found = model.config.n_layers, list[Told]()
     for at in range(len(new)):
@@ -59,13 +61,21 @@ def _runs(build: Build) -> Iterator[tuple[dict[str, Any], list[Told], list[tuple
     for (depth, layer, k), seed, temperature in product(SHAPES, range(3), (1.0, 0.0)):
         model, ledger = TableModel(seed, V, depth, zeros=False), list[Call]()
         warp, stop = Warp(temperature), Stop(max_new_tokens=TOKENS)
-        decoder = build(Request(model.session(ledger), warp=warp, stop=stop, ledger=ledger), layer=layer, k=k)
+        decoder = build(
+            Request(model.session(ledger), warp=warp, stop=stop, ledger=ledger), layer=layer, k=k
+        )
         decoder.extend(PROMPT)
         calls = []
         while not decoder.finished:
             round = decoder.step(Seeded(seed).split("round", decoder.rounds))
             calls.append((*round.draft_calls, *round.calls))
-        case = {"model": model, "layers": depth, "guessing layer": layer, "k": k, "text": [*PROMPT, *decoder.new]}
+        case = {
+            "model": model,
+            "layers": depth,
+            "guessing layer": layer,
+            "k": k,
+            "text": [*PROMPT, *decoder.new],
+        }
         yield case, due(model, PROMPT, decoder.new, layer, k), calls
 
 
@@ -77,7 +87,13 @@ def clock(build: Build) -> Evidence:
             seen += 1
             if steps(round) != told.steps:
                 begun = {"round": at, "its token was guessed": told.begun}
-                accuse(CLOCK, f"{told.steps} layer-steps", f"{steps(round)} layer-steps", **case, **begun)
+                accuse(
+                    CLOCK,
+                    f"{told.steps} layer-steps",
+                    f"{steps(round)} layer-steps",
+                    **case,
+                    **begun,
+                )
     return Evidence(CLOCK, seen)
 
 
@@ -88,7 +104,9 @@ def work(build: Build) -> Evidence:
         for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
             seen, ran = seen + 1, sum(call.row_layers for call in round)
             if ran != told.work:
-                accuse(WORK, f"{told.work} layers of a row", f"{ran} layers of a row", **case, round=at)
+                accuse(
+                    WORK, f"{told.work} layers of a row", f"{ran} layers of a row", **case, round=at
+                )
     return Evidence(WORK, seen)
 
 
@@ -98,14 +116,20 @@ def built(parts: Parts) -> Build:
     def build(request: Request, layer: int, k: int) -> Decoder:
         pipeline: Any = parts.pipeline(request.target, layer, k)
         told = Announces(pipeline)
-        return parts.decoder(pipeline, told, parts.walk, warp=request.warp, stop=request.stop, ledger=request.ledger)
+        return parts.decoder(
+            pipeline, told, parts.walk, warp=request.warp, stop=request.stop, ledger=request.ledger
+        )
 
     return build
 
 
 def ran(parts: Parts) -> Any:
     """What can be seen without a law: rows and layers of every call."""
-    return [[(call.rows, call.row_layers) for call in round] for _, _, calls in _runs(built(parts)) for round in calls]
+    return [
+        [(call.rows, call.row_layers) for call in round]
+        for _, _, calls in _runs(built(parts))
+        for round in calls
+    ]
 
 
 LAWS: dict[str, Callable[[Parts], Evidence]] = {

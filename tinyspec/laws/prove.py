@@ -101,11 +101,22 @@ def questions(card: Card, profile: Profile) -> list[tuple[str, Case]]:
     for seed in profile.seeds:
         chosen = cases(card, seed)
         if profile.sample is not None and len(chosen) > profile.sample:
-            places = sorted(random.Random(f"{card.name} {seed}").sample(range(len(chosen)), profile.sample))
+            places = sorted(
+                random.Random(f"{card.name} {seed}").sample(range(len(chosen)), profile.sample)
+            )
             chosen = [chosen[place] for place in places]
         asked += [(f"{seed}: {case.law}: {case.title}", case) for case in chosen]
-    if profile.sample is None and card.kind == "decoder" and card.guarantee in (Guarantee.EXACT, Guarantee.LOSSY):
-        asked.append((CONTRACTS, Case(CONTRACTS, "truthful, presence, examined tokens", lambda: _contracts(card))))
+    if (
+        profile.sample is None
+        and card.kind == "decoder"
+        and card.guarantee in (Guarantee.EXACT, Guarantee.LOSSY)
+    ):
+        asked.append(
+            (
+                CONTRACTS,
+                Case(CONTRACTS, "truthful, presence, examined tokens", lambda: _contracts(card)),
+            )
+        )
     return asked
 
 
@@ -136,13 +147,17 @@ class State:
             profile, code = data["profile"], data["code"]
             self.done, self.accused = data["done"], data["accused"]
         except (ValueError, KeyError, TypeError) as error:
-            raise TinyspecError(f"{path} is not a file that --resume wrote: choose another name") from error
+            raise TinyspecError(
+                f"{path} is not a file that --resume wrote: choose another name"
+            ) from error
         if profile != self.profile:
             raise TinyspecError(
                 f"{path} was begun under the profile '{profile}', not '{self.profile}': choose another name"
             )
         if code != fingerprint():
-            raise TinyspecError(f"{path} was begun with other code, which proves nothing of this: choose another name")
+            raise TinyspecError(
+                f"{path} was begun with other code, which proves nothing of this: choose another name"
+            )
 
     def known(self, method: str, key: str) -> Evidence | None:
         """What a case found when it was run before."""
@@ -166,7 +181,12 @@ class State:
         """Replace the file by a new one, so that no half of it is ever seen."""
         if self.path is None:
             return
-        whole = {"profile": self.profile, "code": fingerprint(), "done": self.done, "accused": self.accused}
+        whole = {
+            "profile": self.profile,
+            "code": fingerprint(),
+            "done": self.done,
+            "accused": self.accused,
+        }
         text = json.dumps(whole, indent=1)
         beside = self.path.with_name(self.path.name + ".new")
         beside.write_text(text + "\n", encoding="utf-8")
@@ -179,9 +199,17 @@ def fingerprint() -> str:
     """Of the code that is judged and that judges, as it was when this process began: everything below the command line,
     and the files of plugins."""
     package, above = Path(__file__).parent.parent, ("cli", "bench")
-    files = [file for file in sorted(package.rglob("*.py*")) if file.relative_to(package).parts[0] not in above]
+    files = [
+        file
+        for file in sorted(package.rglob("*.py*"))
+        if file.relative_to(package).parts[0] not in above
+    ]
     modules = {card.build.__module__ for card in techniques().values()}
-    outside = [getattr(sys.modules.get(name), "__file__", None) for name in modules if not name.startswith("tinyspec.")]
+    outside = [
+        getattr(sys.modules.get(name), "__file__", None)
+        for name in modules
+        if not name.startswith("tinyspec.")
+    ]
     files += [Path(file) for file in sorted(filter(None, outside))]
     sources = [file.read_bytes() for file in files if file.suffix in (".py", ".pyx", ".pxd")]
     return blake2b(b"\0".join(sources), digest_size=8).hexdigest()
@@ -222,7 +250,9 @@ def report(
         state.write()
     proved = [asdict(evidence) for evidence in found.values() if evidence.law not in broken]
     first = next(iter(broken.values()), None)
-    accused_of = None if first is None else {key: value for key, value in first.items() if key != "title"}
+    accused_of = (
+        None if first is None else {key: value for key, value in first.items() if key != "title"}
+    )
     told = {"method": card.name, "guarantee": card.guarantee.value, "kind": card.kind}
     return {**told, "accused": accused_of, "proved": proved, "broken": list(broken.values())}
 
@@ -235,7 +265,10 @@ def _crash(card: Card, law: str, error: BaseException) -> Counterexample:
 
 
 def nothing_correct_is_accused(
-    cards: Sequence[Card], seeds: int, state: State, watch: Callable[[Card, int], None] | None = None
+    cards: Sequence[Card],
+    seeds: int,
+    state: State,
+    watch: Callable[[Card, int], None] | None = None,
 ) -> dict[str, Any]:
     """The five-second profile on so many seeds of each technique: whoever is accused here is accused wrongly, or has a defect.
 
@@ -250,12 +283,20 @@ def nothing_correct_is_accused(
             known = state.known(card.name, str(seed))
             if known is None:
                 try:
-                    known = sum(prove(card, Profile("five-second", (seed,), FIVE_SECONDS.sample)), Evidence("all"))
+                    known = sum(
+                        prove(card, Profile("five-second", (seed,), FIVE_SECONDS.sample)),
+                        Evidence("all"),
+                    )
                 except Accused as accused:
                     state.blame(card.name, seed, accused)
                     known = Evidence("all")
                 state.enter(card.name, str(seed), known)
             total = total + known
         state.write()
-        told[card.name] = {"seeds": seeds, "cases": total.cases, "branches": total.branches, "seconds": total.seconds}
+        told[card.name] = {
+            "seeds": seeds,
+            "cases": total.cases,
+            "branches": total.branches,
+            "seconds": total.seconds,
+        }
     return {"profile": FIVE_SECONDS.name, "methods": told, "accused": state.accused}

@@ -52,7 +52,10 @@ def reach(owner: Any) -> tuple[Names, list[Place]]:
     """
     key = owner.__code__ if isinstance(owner, types.FunctionType) else owner
     if key not in _known:
-        own = (owner, *_cells(owner))  # by identity: cells are equal where their contents are, and arrays have no truth
+        own = (
+            owner,
+            *_cells(owner),
+        )  # by identity: cells are equal where their contents are, and arrays have no truth
         places = [place for place in _places(owner) if all(place.of is not mine for mine in own)]
         quick = [place for place in places if place.still and hasattr(place.of, "get")]
         rest = [place for place in places if not (place.still and hasattr(place.of, "get"))]
@@ -81,13 +84,17 @@ def _places(owner: Any) -> Iterator[Place]:
             if (id(place), name) in told:
                 continue
             told.add((id(place), name))
-            inner = getattr(value, "__func__", getattr(value, "fget", getattr(value, "__wrapped__", value)))
+            inner = getattr(
+                value, "__func__", getattr(value, "fget", getattr(value, "__wrapped__", value))
+            )
             followed = isinstance(inner, (types.FunctionType, type))
             if followed and id(inner) not in met and not trusted(inner):
                 met.add(id(inner))
                 waiting.append(inner)
             if type(value).__name__ != "_tuplegetter":
-                remembers = hasattr(value, "cache_info")  # a cache is not looked into: its counters tell
+                remembers = hasattr(
+                    value, "cache_info"
+                )  # a cache is not looked into: its counters tell
                 given = tuple(value.values()) if name == "__kwdefaults__" and value else value
                 yield Place(place, name, value, not remembers and (followed or _still(given)))
 
@@ -114,7 +121,9 @@ def _names_of(owner: Any) -> Iterator[tuple[Any, str, Any]]:
     for kind in owner.__mro__:
         if not trusted(kind):
             for name, value in vars(kind).items():
-                if isinstance(value, types.FunctionType) or not name.startswith(("__", "_abc_", "_field")):
+                if isinstance(value, types.FunctionType) or not name.startswith(
+                    ("__", "_abc_", "_field")
+                ):
                     yield vars(kind), name, value
 
 

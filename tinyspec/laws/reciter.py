@@ -24,11 +24,17 @@ class Reciter(TableModel):
 
 
 def recited(
-    build: Callable[..., Decoder], poem: list[int], wanted: int, references: Sequence[Any], **knobs: Any
+    build: Callable[..., Decoder],
+    poem: list[int],
+    wanted: int,
+    references: Sequence[Any],
+    **knobs: Any,
 ) -> Decoder:
     """The decoder after it has made `wanted` tokens of a text whose first two are the prompt."""
     stop, warp = Stop(max_new_tokens=wanted), Warp(temperature=0.0)
-    decoder = build(Request(Reciter(poem).session(), (), warp, stop, references=references), **knobs)
+    decoder = build(
+        Request(Reciter(poem).session(), (), warp, stop, references=references), **knobs
+    )
     decoder.extend(poem[:2])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))

@@ -37,7 +37,9 @@ Build = Callable[[RefineRequest], Refiner]
 @cache
 def reader(seed: int, positional: bool = True, positions: int = POSITIONS) -> Seq2Seq:
     """A random encoder-decoder of nine tokens with strong opinions, a LENGTH token and a fertility head."""
-    config = Seq2SeqConfig(9, 8, 2, 12, 1, 2, positions, positional=positional, lengths=9, fertilities=4)
+    config = Seq2SeqConfig(
+        9, 8, 2, 12, 1, 2, positions, positional=positional, lengths=9, fertilities=4
+    )
     made = Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64)
     loud = {name: 2 * w if w.ndim == 2 else w for name, w in made.weights.items()}
     return Seq2Seq(config, loud, name="reader" if positional else "teacher")
@@ -52,11 +54,17 @@ class Scene:
     teacher: bool = False
     model: int = 0
     seed: int = 0
-    knobs: dict[str, Any] = field(default_factory=dict)  # what `build` was made with, for a counterexample
+    knobs: dict[str, Any] = field(
+        default_factory=dict
+    )  # what `build` was made with, for a counterexample
 
     def begin(self) -> tuple[RefineRequest, Refiner]:
         """A request and its refiner."""
-        judge = reader(self.model + 1, positional=False, positions=4 * POSITIONS) if self.teacher else None
+        judge = (
+            reader(self.model + 1, positional=False, positions=4 * POSITIONS)
+            if self.teacher
+            else None
+        )
         request = RefineRequest(reader(self.model), judge)
         return request, self.build(request)
 
@@ -75,7 +83,12 @@ class Scene:
 
     def words(self) -> dict[str, Any]:
         """For a counterexample."""
-        return {"source": tuple(self.source), "seed": self.seed, "model": f"reader {self.model}", **self.knobs}
+        return {
+            "source": tuple(self.source),
+            "seed": self.seed,
+            "model": f"reader {self.model}",
+            **self.knobs,
+        }
 
 
 def passes_of_a_rewriting(scene: Scene) -> None:
@@ -89,7 +102,13 @@ def passes_of_a_rewriting(scene: Scene) -> None:
     for step in passes:
         own = [call.rows for call in step.calls if call.model == name]
         if own != [step.after.tokens.numel()]:
-            accuse(PASSES, [step.after.tokens.numel()], own, **scene.words(), rows_of_pass=step.iteration)
+            accuse(
+                PASSES,
+                [step.after.tokens.numel()],
+                own,
+                **scene.words(),
+                rows_of_pass=step.iteration,
+            )
     judged = sorted(model for model in named if not model.startswith(name))
     allowed = ["teacher", "teacher/encoder"] if scene.teacher else []
     if judged not in ([], allowed):
@@ -110,7 +129,14 @@ def a_candidate_alone(scene: Scene) -> None:
             chance = Seeded(scene.seed).split("rewrite", step.iteration)
             with torch.inference_mode():
                 got = fresh.rewrite(own, memory, step.iteration, chance)
-            _compare(ALONE, told(got, 0), told(step.after, row), scene, candidate=row, iteration=step.iteration)
+            _compare(
+                ALONE,
+                told(got, 0),
+                told(step.after, row),
+                scene,
+                candidate=row,
+                iteration=step.iteration,
+            )
 
 
 def alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
@@ -137,7 +163,14 @@ def padding_decides_nothing(scene: Scene) -> None:
         with torch.inference_mode():
             got = fresh.rewrite(scribbled(step.before), memory, step.iteration, chance)
         for row in range(len(got.tokens)):
-            _compare(PADDING, told(got, row), told(step.after, row), scene, candidate=row, iteration=step.iteration)
+            _compare(
+                PADDING,
+                told(got, row),
+                told(step.after, row),
+                scene,
+                candidate=row,
+                iteration=step.iteration,
+            )
     assert running.canvas is not None
     with torch.inference_mode():
         chosen = scene.begin()[1].choose(scribbled(running.canvas), scene.source, memory)
@@ -171,22 +204,43 @@ def a_canvas_in_order(scene: Scene) -> None:
     running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.ledger)
     kept: Canvas | None = None
     for step in scene.steps(running):
-        if kept is not None and any(not torch.equal(a, b) for a, b in zip(kept[:3], step.before[:3], strict=True)):
-            accuse(CANVAS, kept.tokens, step.before.tokens, **scene.words(), canvas=f"behind pass {step.iteration - 1}")
+        if kept is not None and any(
+            not torch.equal(a, b) for a, b in zip(kept[:3], step.before[:3], strict=True)
+        ):
+            accuse(
+                CANVAS,
+                kept.tokens,
+                step.before.tokens,
+                **scene.words(),
+                canvas=f"behind pass {step.iteration - 1}",
+            )
         kept = Canvas(*(part.clone() for part in step.after[:3]))
         mask, tokens = step.after.mask, step.after.tokens
         if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
             accuse(CANVAS, "slots, then padding", mask, **scene.words())
         if mask.shape[1] > request.model.config.max_positions:
-            accuse(CANVAS, f"at most {request.model.config.max_positions} slots", mask.shape[1], **scene.words())
-        strange = tokens[mask][(tokens[mask] < 0) | (tokens[mask] >= request.model.config.vocab_size)]
+            accuse(
+                CANVAS,
+                f"at most {request.model.config.max_positions} slots",
+                mask.shape[1],
+                **scene.words(),
+            )
+        strange = tokens[mask][
+            (tokens[mask] < 0) | (tokens[mask] >= request.model.config.vocab_size)
+        ]
         if len(strange):
             accuse(CANVAS, "tokens of the vocabulary", strange, **scene.words())
         if not bool(torch.isfinite(step.after.scores[mask]).all()):
             accuse(CANVAS, "finite scores", step.after.scores, **scene.words())
     count = 0 if kept is None else len(kept.tokens)
     if running.chosen not in range(count):
-        accuse(CANVAS, f"one of {count} candidates", running.chosen, **scene.words(), asked="which candidate is chosen")
+        accuse(
+            CANVAS,
+            f"one of {count} candidates",
+            running.chosen,
+            **scene.words(),
+            asked="which candidate is chosen",
+        )
     if not running.tokens:
         accuse(CANVAS, "a translation", running.tokens, **scene.words())
 

@@ -27,7 +27,13 @@ TABLES: list[tuple[Table, Table]] = [*(pair for pair in SMALL if len(pair[0]) ==
 
 
 def request(
-    parts: Parts, p: Table, q: Table, gamma: int, most: int | None, seed: int = 0, eos: Sequence[int] = ()
+    parts: Parts,
+    p: Table,
+    q: Table,
+    gamma: int,
+    most: int | None,
+    seed: int = 0,
+    eos: Sequence[int] = (),
 ) -> tuple[Decoder, Any]:
     """A chain drafted from q for the target p, begun, and its chance."""
     drafter = parts.drafter(model(q).session(), gamma, frozenset()) if gamma else Always(())
@@ -59,7 +65,11 @@ def trace_identities(parts: Parts) -> Evidence:
             stats.count(one)
         own = sum(one.verdict.next is not None for one in rounds)
         accepted = sum(len(one.verdict.path) for one in rounds)
-        n, calls, drafted = len(decoder.new), len(rounds), sum(len(one.tree.tokens) for one in rounds)
+        n, calls, drafted = (
+            len(decoder.new),
+            len(rounds),
+            sum(len(one.tree.tokens) for one in rounds),
+        )
         expected = {
             "emitted": accepted + own,
             "accepted": accepted,
@@ -70,8 +80,17 @@ def trace_identities(parts: Parts) -> Evidence:
         }
         got = {figure: value for figure, value in stats.as_dict().items() if figure in expected}
         if got != expected or accepted + own != n:
-            case = {"p": said(p), "q": said(q), "gamma": gamma, "max_new_tokens": most, "eos": eos, "seed": seed}
-            accuse(name, expected, got, **case, new=decoder.new, rounds=[one.tokens for one in rounds])
+            case = {
+                "p": said(p),
+                "q": said(q),
+                "gamma": gamma,
+                "max_new_tokens": most,
+                "eos": eos,
+                "seed": seed,
+            }
+            accuse(
+                name, expected, got, **case, new=decoder.new, rounds=[one.tokens for one in rounds]
+            )
     return Evidence(name, seen)
 
 
@@ -82,11 +101,24 @@ def origins_name_what_happened(parts: Parts) -> Evidence:
         decoder, chance = request(parts, p, q, gamma, most, seed)
         for one in finished(decoder, chance):
             seen, path = seen + 1, one.verdict.path
-            last = "plain" if not one.tree.tokens else "bonus" if len(path) == len(one.tree.tokens) else "recovered"
+            last = (
+                "plain"
+                if not one.tree.tokens
+                else "bonus"
+                if len(path) == len(one.tree.tokens)
+                else "recovered"
+            )
             expected = ("accepted",) * len(path) + ((last,) if one.verdict.next is not None else ())
             got = parts.origins(one)
             if got != expected:
-                accuse(name, expected, got, draft=one.tree.tokens, accepted=one.tree.spelled(path), emitted=one.tokens)
+                accuse(
+                    name,
+                    expected,
+                    got,
+                    draft=one.tree.tokens,
+                    accepted=one.tree.spelled(path),
+                    emitted=one.tokens,
+                )
     return Evidence(name, seen)
 
 
@@ -99,10 +131,20 @@ def round_laws_are_the_targets(parts: Parts) -> Evidence:
         text = [0]
         for one in finished(decoder, chance):
             seen += 1
-            expected = [normal(p[token % len(p)]) for token in (*text, *one.tokens)[len(text) - 1 : -1]]
+            expected = [
+                normal(p[token % len(p)]) for token in (*text, *one.tokens)[len(text) - 1 : -1]
+            ]
             text += one.tokens
             if [list(row) for row in one.laws] != expected:
-                accuse(name, expected, list(one.laws), p=said(p), q=said(q), gamma=gamma, tokens=one.tokens)
+                accuse(
+                    name,
+                    expected,
+                    list(one.laws),
+                    p=said(p),
+                    q=said(q),
+                    gamma=gamma,
+                    tokens=one.tokens,
+                )
     return Evidence(name, seen)
 
 
@@ -117,8 +159,12 @@ def logprobs_are_the_targets(parts: Parts) -> Evidence:
         decoder.extend((1,))
         got = [x for one in finished(decoder, parts.seeded(seed)) for x in parts.logprobs(one)]
         rows, seen = dense(target, [1, *decoder.new]).logits, seen + 1
-        expected = [rows[at, token] - np.log(np.exp(rows[at]).sum()) for at, token in enumerate(decoder.new)]
-        if len(got) != len(expected) or any(abs(a - b) > CLOSE for a, b in zip(got, expected, strict=True)):
+        expected = [
+            rows[at, token] - np.log(np.exp(rows[at]).sum()) for at, token in enumerate(decoder.new)
+        ]
+        if len(got) != len(expected) or any(
+            abs(a - b) > CLOSE for a, b in zip(got, expected, strict=True)
+        ):
             accuse(name, expected, got, model=family, temperature=0.5, new=decoder.new, seed=seed)
     return Evidence(name, seen)
 
@@ -153,7 +199,14 @@ def global_randomness_is_untouched(parts: Parts) -> Evidence:
         finished(decoder, chance)
         moved = [library for library, state in _globals().items() if state != before[library]]
         if moved:
-            accuse(name, "no generator moved", f"moved: {', '.join(moved)}", p=said(WIDE), q=said(WIDER), gamma=gamma)
+            accuse(
+                name,
+                "no generator moved",
+                f"moved: {', '.join(moved)}",
+                p=said(WIDE),
+                q=said(WIDER),
+                gamma=gamma,
+            )
     return Evidence(name, seen)
 
 
@@ -175,7 +228,11 @@ def a_request_leaves_no_trace(parts: Parts) -> Evidence:
         new: list[int] = []
         for prompt in (first, (4, 5)):
             decoder = parts.decoder(
-                session, Always((2, 2)), parts.walk, warp=Warp(temperature=0.0), stop=Stop(max_new_tokens=3)
+                session,
+                Always((2, 2)),
+                parts.walk,
+                warp=Warp(temperature=0.0),
+                stop=Stop(max_new_tokens=3),
             )
             decoder.extend(prompt)
             for at in range(3):

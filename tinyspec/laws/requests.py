@@ -46,7 +46,9 @@ LETTERS = "abcdefgh"
 def stages(card: Card, seeds: Sequence[int] = range(4), tokens: int = 8) -> Iterator[Stage]:
     """Small models under a technique, with drafts that are always right and drafts that are not; ends of text too."""
     warp = Warp(0.0) if card.guarantee is Guarantee.GREEDY else Warp()
-    base = Stage(card, deep=card.hidden, vocabulary=4 if card.hidden else 3, warp=warp, prompt=(0, 1))
+    base = Stage(
+        card, deep=card.hidden, vocabulary=4 if card.hidden else 3, warp=warp, prompt=(0, 1)
+    )
     for seed, draft, eos in product(seeds, ("another", "right"), ((), (2,))):
         stop = Stop(eos=frozenset(eos), max_new_tokens=tokens + seed)
         yield replace(base, seed=seed, draft=draft, stop=stop)
@@ -69,7 +71,9 @@ def finished(decoder: Decoder, seed: int = 0) -> list[Round]:
 
 def said(rounds: Sequence[Round]) -> list[Any]:
     """What can be seen of rounds: drafts, verdicts, tokens."""
-    return [(tuple(one.tree.tokens), one.verdict.path, one.verdict.next, one.tokens) for one in rounds]
+    return [
+        (tuple(one.tree.tokens), one.verdict.path, one.verdict.next, one.tokens) for one in rounds
+    ]
 
 
 def decodes(card: Card) -> bool:
@@ -92,7 +96,9 @@ def trace_identities(
         decoder, verdicts = begun(stage), list[Verdict]()
         verifier = decoder.verifier
 
-        def listening(tree: Any, p: Any, chance: Any, verifier: Any = verifier, verdicts: Any = verdicts) -> Verdict:
+        def listening(
+            tree: Any, p: Any, chance: Any, verifier: Any = verifier, verdicts: Any = verdicts
+        ) -> Verdict:
             verdicts.append(verifier(tree, p, chance))
             return verdicts[-1]  # type: ignore[no-any-return]
 
@@ -106,25 +112,63 @@ def trace_identities(
             seen += 1
             allowed = len(verdict.path) + (verdict.next is not None)
             last = number + 1 == len(rounds)
-            _equal(TRACE, allowed - one.truncated, len(one.tokens), **case, round=number, of="tokens of a round")
+            _equal(
+                TRACE,
+                allowed - one.truncated,
+                len(one.tokens),
+                **case,
+                round=number,
+                of="tokens of a round",
+            )
             if one.truncated and not last:
-                accuse(TRACE, "nothing is cut off before the last round", one.truncated, **case, round=number)
+                accuse(
+                    TRACE,
+                    "nothing is cut off before the last round",
+                    one.truncated,
+                    **case,
+                    round=number,
+                )
             kinds = list(origins(one))
-            expected = {"accepted": len(one.verdict.path), "other": int(one.verdict.next is not None)}
-            told = {"accepted": kinds.count("accepted"), "other": sum(kind != "accepted" for kind in kinds)}
+            expected = {
+                "accepted": len(one.verdict.path),
+                "other": int(one.verdict.next is not None),
+            }
+            told = {
+                "accepted": kinds.count("accepted"),
+                "other": sum(kind != "accepted" for kind in kinds),
+            }
             _equal(TRACE, expected, told, **case, round=number, of="origins")
         accepted, own = (
-            sum(counts) for counts in zip(*((len(v.path), v.next is not None) for v in verdicts), strict=True)
+            sum(counts)
+            for counts in zip(*((len(v.path), v.next is not None) for v in verdicts), strict=True)
         )
         cut = sum(one.truncated for one in rounds)
         _equal(TRACE, accepted + own - cut, len(decoder.new), **case, of="tokens in all")
         _equal(TRACE, len(decoder.new), stats.emitted, **case, of="emitted")
         _equal(TRACE, len(rounds), stats.target_calls, **case, of="target calls")
         kept = sum(len(one.verdict.path) for one in rounds)
-        _equal(TRACE, (kept, True), (stats.accepted, stats.acceptance <= 1), **case, of="accepted, at most all")
+        _equal(
+            TRACE,
+            (kept, True),
+            (stats.accepted, stats.acceptance <= 1),
+            **case,
+            of="accepted, at most all",
+        )
         if not isclose(stats.tokens_per_call * stats.target_calls, len(decoder.new), rel_tol=1e-12):
-            accuse(TRACE, len(decoder.new), stats.tokens_per_call * stats.target_calls, **case, of="tau * calls")
-        _equal(TRACE, decoder.new, [token for one in log.rounds for token in one.emitted], **case, of="trace")
+            accuse(
+                TRACE,
+                len(decoder.new),
+                stats.tokens_per_call * stats.target_calls,
+                **case,
+                of="tau * calls",
+            )
+        _equal(
+            TRACE,
+            decoder.new,
+            [token for one in log.rounds for token in one.emitted],
+            **case,
+            of="trace",
+        )
         _equal(TRACE, log, Trace.from_json(log.to_json()), **case, of="trace as JSON")
     return Evidence(TRACE, seen, seconds=perf_counter() - started)
 
@@ -154,7 +198,13 @@ def same_seed_same_output(card: Card) -> Evidence:
         for number, prompt in enumerate(((1,), (1, 0, 1))):
             finished(begun(stage, prompt), number)
         _draw_globally()
-        _equal(SEED, alone, said(finished(begun(stage), 5)), **stage.words(), before="two other requests")
+        _equal(
+            SEED,
+            alone,
+            said(finished(begun(stage), 5)),
+            **stage.words(),
+            before="two other requests",
+        )
     return Evidence(SEED, seen, seconds=perf_counter() - started)
 
 
@@ -163,7 +213,10 @@ def two_requests_are_the_two_alone(card: Card) -> Evidence:
     started, seen = perf_counter(), 0
     for stage in stages(card) if decodes(card) else ():
         prompts = (stage.prompt, (1, 0, 1))
-        alone, seen = [said(finished(begun(stage, prompt), at)) for at, prompt in enumerate(prompts)], seen + 1
+        alone, seen = (
+            [said(finished(begun(stage, prompt), at)) for at, prompt in enumerate(prompts)],
+            seen + 1,
+        )
         both = [begun(stage, prompt) for prompt in prompts]
         chances, rounds = [Seeded(at) for at in range(2)], [list[Round](), list[Round]()]
         while not all(decoder.finished for decoder in both):
@@ -186,7 +239,9 @@ def global_randomness_is_untouched(card: Card) -> Evidence:
     return Evidence(GLOBAL, seen, seconds=perf_counter() - started)
 
 
-def a_batch_row_is_the_row_alone(card: Card, together: Callable[..., list[Any]] = run_together) -> Evidence:
+def a_batch_row_is_the_row_alone(
+    card: Card, together: Callable[..., list[Any]] = run_together
+) -> Evidence:
     """Ragged requests whose forwards run as one say what each says alone. Their logits differ by rounding only in float64;
     where the compiled transformer computes (float32 and bfloat16 on a CPU), by no bit."""
     started, seen = perf_counter(), 0
@@ -212,13 +267,19 @@ def a_batch_row_is_the_row_alone(card: Card, together: Callable[..., list[Any]] 
             return finished(decoder, number)
 
         alone = [row(number, None) for number in range(len(prompts))]
-        batch = together([lambda gate, number=number: row(number, gate) for number in range(len(prompts))])
+        batch = together(
+            [lambda gate, number=number: row(number, gate) for number in range(len(prompts))]
+        )
         for number, (one, other) in enumerate(zip(alone, batch, strict=True)):
             seen += 1
             case = {**stage.words(), "prompts": prompts, "row": number, "dtype": str(dtype)}
             _equal(ROWS, said(one), said(other), **case)
             for at, (mine, its) in enumerate(zip(one, other, strict=True)):
-                gap = float(abs(torch.as_tensor(mine.scores.logits) - torch.as_tensor(its.scores.logits)).max())
+                gap = float(
+                    abs(
+                        torch.as_tensor(mine.scores.logits) - torch.as_tensor(its.scores.logits)
+                    ).max()
+                )
                 if gap > (CLOSE if dtype == torch.float64 else 0):
                     accuse(ROWS, "the same logits", f"{gap} apart", **case, round=at)
     return Evidence(ROWS, seen, seconds=perf_counter() - started)
@@ -231,7 +292,9 @@ def stop(card: Card, tokens: int = 6) -> Evidence:
     """With a stop, the text is what it is without, up to the first place where a stop is complete: end tokens (none, one,
     several), sequences and strings, wherever in a block they fall."""
     started, seen = perf_counter(), 0
-    base = Stage(card, deep=card.hidden, vocabulary=4 if card.hidden else 3, warp=Warp(0.0), prompt=(0, 1))
+    base = Stage(
+        card, deep=card.hidden, vocabulary=4 if card.hidden else 3, warp=Warp(0.0), prompt=(0, 1)
+    )
     for seed, draft in product(range(4), ("another", "right")) if decodes(card) else ():
         stage = replace(base, seed=seed, draft=draft, stop=Stop(max_new_tokens=tokens))
         free = begun(stage)

@@ -43,7 +43,10 @@ WARPS: list[dict[str, Any]] = [
     {"top_k": 2, "top_p": 0.55},
 ]
 
-PENALTIES: list[dict[str, Any]] = [{"repetition_penalty": 2.0}, {"repetition_penalty": 0.5, "temperature": 0.7}]
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 2.0},
+    {"repetition_penalty": 0.5, "temperature": 0.7},
+]
 
 
 def normal(weights: Sequence[int]) -> list[Fraction]:
@@ -93,7 +96,10 @@ def residual_is_a_law(parts: Parts) -> Evidence:
     name, cases = "residual is a law", 0
     half = [0.5, 0.5]
     close = [[1.0, 0.0], half, [np.nextafter(0.5, 0), np.nextafter(0.5, 1)], [0.25, 0.75]]
-    for p, q in [*((a, b) for a in close for b in close), *((normal(a), normal(b)) for a, b in PAIRS)]:
+    for p, q in [
+        *((a, b) for a in close for b in close),
+        *((normal(a), normal(b)) for a, b in PAIRS),
+    ]:
         cases += 1
         arrays = [np.array(row, np.float64) for row in (p, q)]
         got = np.asarray(parts.residual(*arrays), np.float64)
@@ -119,7 +125,9 @@ def support(parts: Parts) -> Evidence:
         token = parts.replay([u]).draw(normal(row))
         if row[token] == 0:
             accuse(name, "a token that p allows", token, p=normal(row), uniform=u)
-    for noise, row in product(product([0.0, -0.0, 5e-324, math.inf, 1.0], repeat=2), ((0, 1), (1, 0))):
+    for noise, row in product(
+        product([0.0, -0.0, 5e-324, math.inf, 1.0], repeat=2), ((0, 1), (1, 0))
+    ):
         cases += 1
         token = parts.race(np.array(row, np.float64), np.array(noise))
         if not 0 <= token < 2 or row[token] == 0:
@@ -146,7 +154,14 @@ def vocabulary(parts: Parts) -> Evidence:
             verdict = parts.walk(tree, {ROOT: half, 0: half}, parts.replay([0.75, 0.5, 0.5]))  # type: ignore[arg-type]
         except TinyspecError:
             continue
-        accuse(name, "an error that names the token or the two sizes", verdict, p=half, q=q, draft=[token])
+        accuse(
+            name,
+            "an error that names the token or the two sizes",
+            verdict,
+            p=half,
+            q=q,
+            draft=[token],
+        )
     return Evidence(name, cases)
 
 
@@ -163,10 +178,14 @@ def lookup_is_a_search(parts: Parts) -> Evidence:
             expected: list[int] = []
             for n in (1, 2, 3):
                 ends = [at for at in range(n, len(text)) if text[at - n : at] == text[-n:]]
-                expected = list(text[ends[-1] : ends[-1] + 2]) if ends and n < len(text) else expected
+                expected = (
+                    list(text[ends[-1] : ends[-1] + 2]) if ends and n < len(text) else expected
+                )
             got = list(index.lookup(text, 2, 3, 1, "last"))
             if got != expected:
-                accuse(name, expected, got, text=text, suffix="the last 3, then 2, then 1 tokens", k=2)
+                accuse(
+                    name, expected, got, text=text, suffix="the last 3, then 2, then 1 tokens", k=2
+                )
     return Evidence(name, cases)
 
 

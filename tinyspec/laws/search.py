@@ -19,7 +19,9 @@ except ImportError as missing:
 __all__ = ["search", "st"]
 
 
-def search(cases: st.SearchStrategy[Any], judge: Callable[[Any], None], law: str, examples: int) -> Evidence:
+def search(
+    cases: st.SearchStrategy[Any], judge: Callable[[Any], None], law: str, examples: int
+) -> Evidence:
     """Judge as many drawn cases; if one is accused, raise the accusation of the smallest one that is.
 
     The cases are the same in every run and on every machine. Exceptions that are no accusations pass as they are.

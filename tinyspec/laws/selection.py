@@ -31,7 +31,9 @@ def drafts(largest: int) -> Iterator[Block]:
         yield Block(p, q, False, 1, 3)
         yield Block(p, q, True, 2, 2)
     p, q = (tuple(Fraction(x, 6) for x in row) for row in ((3, 2, 1), (1, 2, 3)))
-    yield Block(p, q, True, 2, 2)  # three tokens: behind a draft that parted, a residual of more than one
+    yield Block(
+        p, q, True, 2, 2
+    )  # three tokens: behind a draft that parted, a residual of more than one
 
 
 def selected(verifier: Verifier, largest: int = 5) -> Evidence:
@@ -62,7 +64,9 @@ def _taken(verifier: Verifier, p: Exact, q: Exact, k: int) -> tuple[float, int]:
 
     def play(chance: Exhaustive) -> bool:
         tokens = [chance.draw(law) for _ in range(k)]
-        return bool(verifier(TokenTree(tokens, (ROOT,) * k, (law,) * k, (False,) * k), rows, chance).path)
+        return bool(
+            verifier(TokenTree(tokens, (ROOT,) * k, (law,) * k, (False,) * k), rows, chance).path
+        )
 
     outcomes = list(Exhaustive.walk(play))
     return float(sum(probability for passed, probability in outcomes if passed)), len(outcomes)

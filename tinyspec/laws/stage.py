@@ -98,14 +98,27 @@ class Stage:
     @cached_property
     def _who(self) -> tuple[Any, ...]:
         """All that the technique's own target is made of, beside the model."""
-        made_of = self.seed, self.vocabulary, self.floats, self.deep, self.draft, self.warp, self.stop, self.positions
+        made_of = (
+            self.seed,
+            self.vocabulary,
+            self.floats,
+            self.deep,
+            self.draft,
+            self.warp,
+            self.stop,
+            self.positions,
+        )
         return self.card.build, repr(self.settings), *made_of
 
     @property
     def settings(self) -> dict[str, Any]:
         """Every knob: as given, else neutral, else small."""
         neutral = {} if self.card.lossy is None else dict([self.card.lossy])
-        return {knob.name: small(knob, self.largest) for knob in self.card.knobs} | neutral | self.knobs
+        return (
+            {knob.name: small(knob, self.largest) for knob in self.card.knobs}
+            | neutral
+            | self.knobs
+        )
 
     def made(self) -> Decoder:
         """A new decoder, with nothing behind it."""
@@ -135,10 +148,14 @@ class Stage:
 
     def law(self, tokens: int, rounds: int | None = None) -> Law:
         """The exact law of what comes after the prompt."""
-        models = () if self.card.persistent else (self.target, *self.drafts)  # an online draft's weights are state
+        models = (
+            () if self.card.persistent else (self.target, *self.drafts)
+        )  # an online draft's weights are state
         return law(self.decoder, tokens, self.prompt, rounds=rounds, outside=lambda decoder: models)
 
-    def judge(self, expected: Law, got: Law, prompt: Text, within: float, name: str = JOINT) -> None:
+    def judge(
+        self, expected: Law, got: Law, prompt: Text, within: float, name: str = JOINT
+    ) -> None:
         """Raise Accused unless the laws agree; tells the shortest text that differs, and p and q along it."""
         for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):
             ours, theirs = got.get(text, 0), expected.get(text, 0)
@@ -156,7 +173,11 @@ class Stage:
 
     def words(self) -> dict[str, Any]:
         """The case in words."""
-        told: dict[str, Any] = {"method": self.card.name, "knobs": self.settings, "warp": told_warp(self.warp)}
+        told: dict[str, Any] = {
+            "method": self.card.name,
+            "knobs": self.settings,
+            "warp": told_warp(self.warp),
+        }
         if self.card.copies:
             told["references"] = self.references
         if self.stop != Stop():
@@ -168,10 +189,19 @@ class Stage:
             return self.target
         seed, v = 2 * self.seed + 2 + 1000 * number, self.vocabulary
         if self.draft == "another":
-            return network(seed, v) if self.deep else TableModel(seed, v, floats=self.floats, name="draft")
-        wrong, target = self.draft == "wrong", (self if self.deep else replace(self, floats=False)).target
+            return (
+                network(seed, v)
+                if self.deep
+                else TableModel(seed, v, floats=self.floats, name="draft")
+            )
+        wrong, target = (
+            self.draft == "wrong",
+            (self if self.deep else replace(self, floats=False)).target,
+        )
 
-        def rows(context: Text) -> list[int]:  # holds no stage: a draft is state where its technique may train it
+        def rows(
+            context: Text,
+        ) -> list[int]:  # holds no stage: a draft is state where its technique may train it
             held = _least(_conditional(target, context)) if wrong else v - 1
             return [int(token == held) for token in range(v)]
 
@@ -185,7 +215,9 @@ _own: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 @lru_cache(maxsize=4096)
 def _conditional(model: Any, context: Text) -> Any:
     """A model's row by a pass of its own."""
-    return model.row(context) if isinstance(model, TableModel) else model.logits(context)[-1].numpy()
+    return (
+        model.row(context) if isinstance(model, TableModel) else model.logits(context)[-1].numpy()
+    )
 
 
 def _least(row: Sequence[Any]) -> int:
@@ -214,7 +246,9 @@ def told_warp(warp: Warp) -> str:
     ('temperature 0.5, top_k 2', 'temperature 1')
     """
     plain = Warp()
-    told = [f"{name} {value}" for name, value in vars(warp).items() if value != getattr(plain, name)]
+    told = [
+        f"{name} {value}" for name, value in vars(warp).items() if value != getattr(plain, name)
+    ]
     return ", ".join(told) or "temperature 1"
 
 

@@ -58,7 +58,9 @@ class Cells:
     greedy  the cell of the likeliest token at each step
     """
 
-    def __init__(self, model: Model, prompt: Sequence[int], tokens: int, width: int, temperature: float):
+    def __init__(
+        self, model: Model, prompt: Sequence[int], tokens: int, width: int, temperature: float
+    ):
         self.law: dict[Cell, float] = {}
         self.inner: set[Cell] = set()  # what cells begin with
         self.greedy: Cell = ()
@@ -139,7 +141,9 @@ def sample(
                 break
     except KeyboardInterrupt:
         pass
-    whole = running.seen == samples  # the G-test is valid only for a number that was chosen beforehand
+    whole = (
+        running.seen == samples
+    )  # the G-test is valid only for a number that was chosen beforehand
     test = g_test(running.counts, cells.law) if whole else None
     return {
         "texts": running.seen,
@@ -194,7 +198,9 @@ def demo(
     apart. Raises TinyspecError at temperature 0, where there is nothing to sample: compare the tokens.
     """
     if temperature <= 0:
-        raise TinyspecError("the demo samples: choose a temperature above 0 (greedy texts are compared token by token)")
+        raise TinyspecError(
+            "the demo samples: choose a temperature above 0 (greedy texts are compared token by token)"
+        )
     if samples is not None and samples < 1:
         raise TinyspecError(f"samples is {samples}: it must be 1 or more")
     began = perf_counter()
@@ -203,8 +209,13 @@ def demo(
     cells = Cells(model, ids, tokens, width, temperature)
     options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": temperature}
     texts = [ids] if find(method).copies else []  # what it may copy: the prompt itself
-    begun = generation.start(model, ids, method=method, draft=small, references=texts, **options, **knobs)
-    real, stop = begun.decoder, begun.decoder.stop  # `begun` is kept: a request that nobody holds is closed
+    begun = generation.start(
+        model, ids, method=method, draft=small, references=texts, **options, **knobs
+    )
+    real, stop = (
+        begun.decoder,
+        begun.decoder.stop,
+    )  # `begun` is kept: a request that nobody holds is closed
     broken = Request(model.session(), warp=Warp(temperature), stop=stop).decoder(
         SoftGreedy(model.session(), tokens, stop.eos), walk
     )  # the model drafts for itself: every draft passes
@@ -255,7 +266,9 @@ def report(result: Mapping[str, Any]) -> str:
         f"{result['texts']} texts against {len(result['law'])} cells of the model's own law, level {result['alpha']}",
     ]
     if g is not None:
-        lines.append(f"G-test   G = {_shown(g['statistic'])}, {g['freedom']} degrees of freedom, p = {g['p']:.3g}")
+        lines.append(
+            f"G-test   G = {_shown(g['statistic'])}, {g['freedom']} degrees of freedom, p = {g['p']:.3g}"
+        )
     if result["power"] is not None:
         lines.append(
             f"power    the greedy text in place of {result['power']['share']:.1%} of the draws, a total variation of "
@@ -265,12 +278,18 @@ def report(result: Mapping[str, Any]) -> str:
     elif g is not None:
         lines.append("power    none: with so few texts nothing would be found")
     lines.append(f"e-value  10^{_shown(e['log10'])} now; valid at any time: p = {e['p']:.3g}")
-    after = f"refuted after {control['e']['after']} texts" if control["e"]["refuted"] else "NOT refuted"
-    lines.append(f"control  greedy draft judged by its soft law: {after}, G-test p = {control['g']['p']:.3g}")
+    after = (
+        f"refuted after {control['e']['after']} texts" if control["e"]["refuted"] else "NOT refuted"
+    )
+    lines.append(
+        f"control  greedy draft judged by its soft law: {after}, G-test p = {control['g']['p']:.3g}"
+    )
     if not result["control_failed"]:
         lines.append("void: the control passed, so these tests see nothing here; take more texts")
     elif result["refuted"]:
         lines.append("refuted: the texts do not have the model's law")
     else:
-        lines.append("nothing found: no proof (`tinyspec laws` proves), only what the power above says")
+        lines.append(
+            "nothing found: no proof (`tinyspec laws` proves), only what the power above says"
+        )
     return "\n".join(lines)

@@ -31,7 +31,9 @@ STOPS: list[dict[str, Any]] = [
 ]
 
 
-def ended(poem: Sequence[int], rule: dict[str, Any], most: int, limit: int | None) -> tuple[list[int], str]:
+def ended(
+    poem: Sequence[int], rule: dict[str, Any], most: int, limit: int | None
+) -> tuple[list[int], str]:
     """Token by token, by the definition: where this text ends, and why. The text completes a stop before it runs out."""
     new: list[int] = []
     while True:
@@ -51,7 +53,9 @@ def ended(poem: Sequence[int], rule: dict[str, Any], most: int, limit: int | Non
 class Reciting(NoDraft):
     """Proposes the next tokens of the text to come, and others after them. `deaf`: however little room there is."""
 
-    def __init__(self, poem: Sequence[int], gamma: int, then: Sequence[int] = (), deaf: bool = False):
+    def __init__(
+        self, poem: Sequence[int], gamma: int, then: Sequence[int] = (), deaf: bool = False
+    ):
         self.poem, self.gamma, self.then, self.deaf = poem, gamma, then, deaf
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
@@ -60,7 +64,9 @@ class Reciting(NoDraft):
         return TokenTree.chain(chain if self.deaf else chain[:room])
 
 
-def endings() -> Iterator[tuple[tuple[int, ...], dict[str, Any], int, int | None, int, tuple[int, ...]]]:
+def endings() -> Iterator[
+    tuple[tuple[int, ...], dict[str, Any], int, int | None, int, tuple[int, ...]]
+]:
     """(the text to come, stop rule, most new tokens, context left, right guesses, guesses after them), small first."""
     for most in range(5):
         yield (0,) * 4, {}, most, None, 4, DEAF
@@ -72,15 +78,24 @@ def endings() -> Iterator[tuple[tuple[int, ...], dict[str, Any], int, int | None
         yield (0, 2, 0, 0), {"eos": {1}}, 4, limit, 2, ()
 
 
-def recite(parts: Parts, poem: Any, rule: Any, most: int, limit: int | None, gamma: int, then: Any) -> Decoder:
+def recite(
+    parts: Parts, poem: Any, rule: Any, most: int, limit: int | None, gamma: int, then: Any
+) -> Decoder:
     target = TableModel(
-        vocabulary=3, rows=lambda text: [int(x == (*poem, 0)[min(len(text) - 1, len(poem))]) for x in range(3)]
+        vocabulary=3,
+        rows=lambda text: [int(x == (*poem, 0)[min(len(text) - 1, len(poem))]) for x in range(3)],
     )
     ends = {"eos": frozenset(rule.get("eos", ())), **{k: v for k, v in rule.items() if k != "eos"}}
-    stop: Stop = parts.stop(**ends, max_new_tokens=most, decode=lambda ids: "".join(LETTERS[x] for x in ids))
+    stop: Stop = parts.stop(
+        **ends, max_new_tokens=most, decode=lambda ids: "".join(LETTERS[x] for x in ids)
+    )
     positions = None if limit is None else 1 + limit
     decoder = parts.decoder(
-        target.session(), Reciting(poem, gamma, then, then is DEAF), parts.walk, stop=stop, positions=positions
+        target.session(),
+        Reciting(poem, gamma, then, then is DEAF),
+        parts.walk,
+        stop=stop,
+        positions=positions,
     )
     decoder.extend((0,))
     return decoder
@@ -133,7 +148,15 @@ def committed_text(parts: Parts) -> Evidence:
             made += decoder.step(parts.seeded(decoder.rounds)).tokens
             text = list(decoder.target.text)  # type: ignore[attr-defined]
             if not text == made == decoder.context:
-                accuse(name, made, text, text_to_come=poem, stop=rule, max_new_tokens=most, guesses=gamma)
+                accuse(
+                    name,
+                    made,
+                    text,
+                    text_to_come=poem,
+                    stop=rule,
+                    max_new_tokens=most,
+                    guesses=gamma,
+                )
     return Evidence(name, seen)
 
 

@@ -39,7 +39,9 @@ def exact_rows(size: int, most: int = 4) -> st.SearchStrategy[list[Fraction]]:
     return weights(size, most).map(lambda w: [Fraction(x, sum(w)) for x in w])
 
 
-def exact_pairs(size: int, most: int = 4) -> st.SearchStrategy[tuple[list[Fraction], list[Fraction]]]:
+def exact_pairs(
+    size: int, most: int = 4
+) -> st.SearchStrategy[tuple[list[Fraction], list[Fraction]]]:
     """A target's law p and a draft's law q, in Fractions: equal, overlapping or disjoint."""
     return st.tuples(exact_rows(size, most), exact_rows(size, most))
 
@@ -96,8 +98,16 @@ def pairs(draw: st.DrawFn, size: int) -> tuple[Floats, Floats]:
 def uniforms(edges: Sequence[float] = ()) -> st.SearchStrategy[float]:
     """0 <= u < 1, often on one of the edges that decide, or on the float before or behind it, or a little farther off."""
     marks = st.sampled_from([0.0, 0.5, LAST, *(edge for edge in edges if 0 <= edge < 1)])
-    beside = [u for edge in edges for u in (np.nextafter(edge, 0), np.nextafter(edge, 1), edge - 2**-36, edge + 2**-36)]
-    return st.one_of(marks, st.sampled_from([float(u) for u in (2**-53, *beside) if 0 <= u < 1]), st.floats(0, LAST))
+    beside = [
+        u
+        for edge in edges
+        for u in (np.nextafter(edge, 0), np.nextafter(edge, 1), edge - 2**-36, edge + 2**-36)
+    ]
+    return st.one_of(
+        marks,
+        st.sampled_from([float(u) for u in (2**-53, *beside) if 0 <= u < 1]),
+        st.floats(0, LAST),
+    )
 
 
 def borders(row: Floats) -> list[float]:
@@ -108,7 +118,10 @@ def borders(row: Floats) -> list[float]:
 
 
 def ratios(
-    tokens: Sequence[int], parents: Sequence[int], laws: Sequence[Floats | None], p: dict[int, Floats]
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    laws: Sequence[Floats | None],
+    p: dict[int, Floats],
 ) -> list[float]:
     """Every node's acceptance ratio where it is the first sibling that is tested, as far as it is below 1."""
     found = []
@@ -162,7 +175,9 @@ def walks(draw: st.DrawFn, size: int, most: int = 6) -> Walk:
 # --- warps ----------------------------------------------------------------------------------------------------------
 
 SCORES = st.one_of(
-    st.integers(-4, 4).map(float), st.floats(-50, 50, width=32), st.sampled_from([-np.inf, -0.0, 1e30, -1e30])
+    st.integers(-4, 4).map(float),
+    st.floats(-50, 50, width=32),
+    st.sampled_from([-np.inf, -0.0, 1e30, -1e30]),
 )
 
 
@@ -191,7 +206,9 @@ class Knobs(NamedTuple):
 @st.composite
 def knobs(draw: st.DrawFn, size: int) -> Knobs:
     """Settings of a warp: some turned, the others neutral (all at once, one would hide what the others do)."""
-    turned = draw(st.sets(st.sampled_from(["temperature", "penalty", "top_k", "top_p", "min_p"]), max_size=4))
+    turned = draw(
+        st.sets(st.sampled_from(["temperature", "penalty", "top_k", "top_p", "min_p"]), max_size=4)
+    )
     drawn: dict[str, Any] = {"temperature": 1.0, "penalty": 1.0}
     for name in sorted(turned):
         drawn[name] = draw(_USUAL[name] | _EXTREME[name])

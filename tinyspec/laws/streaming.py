@@ -39,7 +39,9 @@ def split(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
     return [list(ids[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
 
 
-def streaming(tokenizer: Tokenizer, stream: Callable[[], Detokeniser] | None = None, examples: int = 200) -> Evidence:
+def streaming(
+    tokenizer: Tokenizer, stream: Callable[[], Detokeniser] | None = None, examples: int = 200
+) -> Evidence:
     """Law: the pieces, joined, are the decoding of all ids; nothing shown is taken back; no half character is shown.
 
     A flushed stream begins a new text.
@@ -67,7 +69,9 @@ def streaming(tokenizer: Tokenizer, stream: Callable[[], Detokeniser] | None = N
     return search(cases(), judge, STREAM, examples)
 
 
-def stop_strings(tokenizer: Tokenizer, stop: Callable[..., Stop] = Stop, examples: int = 200) -> Evidence:
+def stop_strings(
+    tokenizer: Tokenizer, stop: Callable[..., Stop] = Stop, examples: int = 200
+) -> Evidence:
     """Law: a text ends with the token that completes a stop string, wherever the string lies in tokens and blocks; what is
     kept is the text before it; what is withheld while it grows is all that may become one."""
 
@@ -85,8 +89,12 @@ def stop_strings(tokenizer: Tokenizer, stop: Callable[..., Stop] = Stop, example
         blocks, strings = drawn
         ids = [token for block in blocks for token in block]
         texts = [tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
-        ends = next((n for n, text in enumerate(texts) if any(s in text for s in strings)), len(ids))
-        before = min([at for s in strings if (at := texts[ends].find(s)) >= 0], default=len(texts[ends]))
+        ends = next(
+            (n for n, text in enumerate(texts) if any(s in text for s in strings)), len(ids)
+        )
+        before = min(
+            [at for s in strings if (at := texts[ends].find(s)) >= 0], default=len(texts[ends])
+        )
         rule = stop(strings=tuple(strings), decode=tokenizer.decode)
         case = {"blocks": blocks, "text": texts[-1], "stop": strings}
         new: list[int] = []
@@ -98,11 +106,23 @@ def stop_strings(tokenizer: Tokenizer, stop: Callable[..., Stop] = Stop, example
                 grown = rule.trim(shown + pieces.push(block[:kept]))
                 shown, safe = grown, len(grown) - (0 if reason else rule.withheld(grown))
                 if not texts[ends][:before].startswith(grown[:safe]):
-                    accuse(STRINGS, f"a beginning of {texts[ends][:before]!r}", repr(grown[:safe]), **case, of="shown")
+                    accuse(
+                        STRINGS,
+                        f"a beginning of {texts[ends][:before]!r}",
+                        repr(grown[:safe]),
+                        **case,
+                        of="shown",
+                    )
         expected: Any = (ids[:ends], "stop" if any(s in texts[ends] for s in strings) else None)
         if (new, reason) != expected:
             accuse(STRINGS, expected, (new, reason), **case, of="tokens")
         if rule.trim(tokenizer.decode(new)) != texts[ends][:before]:
-            accuse(STRINGS, repr(texts[ends][:before]), repr(rule.trim(tokenizer.decode(new))), **case, of="text")
+            accuse(
+                STRINGS,
+                repr(texts[ends][:before]),
+                repr(rule.trim(tokenizer.decode(new))),
+                **case,
+                of="text",
+            )
 
     return search(cases(), judge, STRINGS, examples)

@@ -30,12 +30,23 @@ from tinyspec.technique import Card, Guarantee, Knob
 FLOATS = 1e-12
 ROUND = "the laws of a round"
 
-SINGLE = [Warp(), *(Warp(t) for t in (0.0, 0.5, 1 / 3)), Warp(top_k=2), Warp(top_p=0.7), Warp(min_p=0.4)]
+SINGLE = [
+    Warp(),
+    *(Warp(t) for t in (0.0, 0.5, 1 / 3)),
+    Warp(top_k=2),
+    Warp(top_p=0.7),
+    Warp(min_p=0.4),
+]
 PAIRS = [
     *(Warp(t, k, p, m) for t in (0.5, 1 / 3, 0.0) for k, p, m in ((2, None, None), (None, 0.7, None), (None, None, 0.4))),
     Warp(top_k=2, top_p=0.6), Warp(top_k=2, min_p=0.5), Warp(top_p=0.8, min_p=0.3),
 ]  # fmt: skip
-IRRATIONAL = [Warp(0.7), Warp(1.3, top_p=0.8), Warp(repetition_penalty=1.3), Warp(0.7, 2, repetition_penalty=0.8)]
+IRRATIONAL = [
+    Warp(0.7),
+    Warp(1.3, top_p=0.8),
+    Warp(repetition_penalty=1.3),
+    Warp(0.7, 2, repetition_penalty=0.8),
+]
 DEEP = [Warp(top_k=2), Warp(0.7, top_p=0.6)]
 HIDDEN = [*DEEP, Warp(0.0), Warp(min_p=0.5), Warp(2.0, top_k=2, repetition_penalty=1.2)]
 
@@ -67,7 +78,11 @@ def cases(card: Card, seed: int = 0) -> list[Case]:
     """Everything that a technique is held to, the smallest first. Another seed: other tables, prompts and references."""
     if card.kind == "analysis":
         return []
-    own = [Case("its own oracle", card.name, lambda: ORACLES[card.name](card))] if card.name in ORACLES else []
+    own = (
+        [Case("its own oracle", card.name, lambda: ORACLES[card.name](card))]
+        if card.name in ORACLES
+        else []
+    )
     if card.kind == "refine" or card.guarantee is Guarantee.APPROX:
         own = own or _traps(card.name)
         if not own:
@@ -114,22 +129,32 @@ def _rewriting(card: Card, seed: int) -> Iterator[Case]:
 
 def _exact(card: Card, seed: int) -> Iterator[Case]:
     """The joint law is the reference's: under every warper, stop, draft and past."""
-    base = Stage(card, seed=seed, prompt=_prompt(seed), deep=card.hidden, vocabulary=4 if card.hidden else 3)
+    base = Stage(
+        card, seed=seed, prompt=_prompt(seed), deep=card.hidden, vocabulary=4 if card.hidden else 3
+    )
     if card.hidden:
         for number, warp in enumerate(HIDDEN):
-            yield _joint(replace(base, warp=warp, seed=seed + 100 * number), 2 + (number == 0), told_warp(warp))
+            yield _joint(
+                replace(base, warp=warp, seed=seed + 100 * number),
+                2 + (number == 0),
+                told_warp(warp),
+            )
         base = replace(base, warp=DEEP[0])
     else:
         tiny = replace(base, vocabulary=2)
         yield _joint(tiny, 1, "V = 2, one token")
         yield _joint(tiny, 2, "V = 2, two tokens")
-        for number, warp in enumerate([*SINGLE, *PAIRS, *SINGLE]):  # the single ones on two pairs of tables
+        for number, warp in enumerate(
+            [*SINGLE, *PAIRS, *SINGLE]
+        ):  # the single ones on two pairs of tables
             stage = replace(base, warp=warp, seed=seed + 100 * number, stop=Stop(max_new_tokens=3))
             again = number >= len(SINGLE) + len(PAIRS)
             yield _joint(stage, 3, told_warp(warp) + (", again" if again else ""))
         yield _joint(replace(base, seed=seed + 7), 2, "no end in sight")
         for number, warp in enumerate(IRRATIONAL):
-            stage = replace(base, warp=warp, floats=True, seed=seed + 100 * number, stop=Stop(max_new_tokens=3))
+            stage = replace(
+                base, warp=warp, floats=True, seed=seed + 100 * number, stop=Stop(max_new_tokens=3)
+            )
             yield _joint(stage, 3, f"{told_warp(warp)}, in floats")
         four = replace(base, largest=3, seed=seed + 8, stop=Stop(max_new_tokens=4))
         yield _joint(four, 4, "four tokens, whole numbers to 3")
@@ -144,17 +169,30 @@ def _exact(card: Card, seed: int) -> Iterator[Case]:
             yield _joint(replace(base, draft=draft, seed=seed + 20 + number), 2, f"{draft} draft")
     ends = Stop(eos=frozenset({base.vocabulary - 1}), max_new_tokens=3)
     for draft in ("another", "stubborn"):
-        yield _joint(replace(base, stop=ends, draft=draft, seed=seed + 30), 3, f"end of text, {draft} draft")
+        yield _joint(
+            replace(base, stop=ends, draft=draft, seed=seed + 30), 3, f"end of text, {draft} draft"
+        )
     stops = Stop(sequences=((0, 1), (1, 1, 0)), max_new_tokens=3)
     yield _joint(replace(base, stop=stops, seed=seed + 31), 3, "stop sequences")
-    yield _joint(replace(base, positions=len(base.prompt) + 2, seed=seed + 32), 3, "the context's limit")
+    yield _joint(
+        replace(base, positions=len(base.prompt) + 2, seed=seed + 32), 3, "the context's limit"
+    )
     yield _joint(replace(base, before=after_a_request, seed=seed + 33), 2, "after another request")
-    yield _joint(replace(base, before=taken_back, seed=seed + 34), 2, "taken back and corrected", correction=(1,))
+    yield _joint(
+        replace(base, before=taken_back, seed=seed + 34),
+        2,
+        "taken back and corrected",
+        correction=(1,),
+    )
     yield Case(ROUND, "as drafts of another level", lambda: rounds(replace(base, seed=seed + 35)))
 
 
 def _prompt(seed: int) -> tuple[int, ...]:
-    return (0, 1) if seed == 0 else tuple(random.Random(seed).randrange(2) for _ in range(1 + seed % 3))
+    return (
+        (0, 1)
+        if seed == 0
+        else tuple(random.Random(seed).randrange(2) for _ in range(1 + seed % 3))
+    )
 
 
 def _joint(stage: Stage, tokens: int, title: str, correction: tuple[int, ...] = ()) -> Case:
@@ -175,7 +213,10 @@ def _within(stage: Stage) -> float:
 
 
 def _float_knobs(stage: Stage) -> bool:
-    return any(isinstance(value, float) and math.isfinite(value) and value % 1 for value in stage.settings.values())
+    return any(
+        isinstance(value, float) and math.isfinite(value) and value % 1
+        for value in stage.settings.values()
+    )
 
 
 def _single(stage: Stage, title: str) -> Case:
@@ -227,19 +268,31 @@ def _by_paths(card: Card, seed: int) -> Iterator[Case]:
 
 def _knobs(card: Card, seed: int) -> Iterator[Case]:
     """Each choice and each further small value of a knob once; and a lossy knob costs less the further it is turned."""
-    base = Stage(card, seed=seed + 40, prompt=_prompt(seed), deep=card.hidden, vocabulary=4 if card.hidden else 3)
-    warp = Warp(0.0) if card.guarantee is Guarantee.GREEDY else DEEP[0] if card.hidden else Warp(0.5)
+    base = Stage(
+        card,
+        seed=seed + 40,
+        prompt=_prompt(seed),
+        deep=card.hidden,
+        vocabulary=4 if card.hidden else 3,
+    )
+    warp = (
+        Warp(0.0) if card.guarantee is Guarantee.GREEDY else DEEP[0] if card.hidden else Warp(0.5)
+    )
     for knob in card.knobs:
         for value in _others(knob):
             stage = replace(base, knobs={knob.name: value}, warp=warp, stop=Stop(max_new_tokens=3))
             if not card.coupled and not (card.lossy and card.lossy[0] == knob.name):
                 yield _joint(stage, 3, f"{knob.name} {value}")
     if card.lossy is not None:
-        yield Case("cost falls as the knob is turned", card.lossy[0], lambda: monotone(base, ladder(card)))
+        yield Case(
+            "cost falls as the knob is turned", card.lossy[0], lambda: monotone(base, ladder(card))
+        )
 
 
 def _others(knob: Knob) -> list[Any]:
-    return [value for value in (knob.choices or knob.small[1:]) if value != knob.default or knob.small]
+    return [
+        value for value in (knob.choices or knob.small[1:]) if value != knob.default or knob.small
+    ]
 
 
 __all__ = ["ORACLES", "Case", "Reference", "cases", "oracle", "rounds"]

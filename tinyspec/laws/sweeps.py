@@ -51,7 +51,9 @@ def _next(model: TableModel, text: Text) -> int:
     return greedy(model.row(text))
 
 
-def plain(model: TableModel, text: Sequence[int], n: int, ends: frozenset[int] = frozenset()) -> list[int]:
+def plain(
+    model: TableModel, text: Sequence[int], n: int, ends: frozenset[int] = frozenset()
+) -> list[int]:
     """Greedy decoding."""
     made: list[int] = []
     while len(made) < n and not (made and made[-1] in ends):
@@ -62,7 +64,8 @@ def plain(model: TableModel, text: Sequence[int], n: int, ends: frozenset[int] =
 def counting(vocabulary: int = 16) -> TableModel:
     """Says the number behind its last token: a wrong token in front makes a wrong token, so nothing is guessed ahead."""
     return TableModel(
-        vocabulary=vocabulary, rows=lambda text: [int(x == (text[-1] + 1) % vocabulary) for x in range(vocabulary)]
+        vocabulary=vocabulary,
+        rows=lambda text: [int(x == (text[-1] + 1) % vocabulary) for x in range(vocabulary)],
     )
 
 
@@ -79,7 +82,8 @@ def jealous(vocabulary: int = 2) -> TableModel:
 def places(vocabulary: int = 16) -> TableModel:
     """Says the number of its place, whatever stands before: one sweep knows all."""
     return TableModel(
-        vocabulary=vocabulary, rows=lambda text: [int(x == len(text) % vocabulary) for x in range(vocabulary)]
+        vocabulary=vocabulary,
+        rows=lambda text: [int(x == len(text) % vocabulary) for x in range(vocabulary)],
     )
 
 
@@ -92,7 +96,9 @@ def begun(
 ) -> Decoder:  # fmt: skip
     """A decoder behind its prompt, whose blocks all begin with these tokens."""
     ledger = [] if ledger is None else ledger
-    request = Request(model.session(ledger), warp=Warp(0.0), stop=Stop(ends, max_new_tokens=wanted), ledger=ledger)
+    request = Request(
+        model.session(ledger), warp=Warp(0.0), stop=Stop(ends, max_new_tokens=wanted), ledger=ledger
+    )
     decoder = build(request, form=form, block=block, prefix=prefix)
     drafter: Any = decoder.drafter
     drafter.start = lambda n, text, chance: list(start[:n])
@@ -126,20 +132,33 @@ def sweeps_by_hand(build: Build, wanted: int = 5, most: int = 60) -> Evidence:
         size = {"pj": wanted}.get(form, min(block, prefix) if form == "hgj" else block)
         starts = list(product(range(model.vocabulary), repeat=max(size, 1)))
         for start in starts[:: -(-len(starts) // most)]:
-            decoder, got = begun(build, model, start, form, block, prefix, wanted), list[tuple[Text, Text]]()
+            decoder, got = (
+                begun(build, model, start, form, block, prefix, wanted),
+                list[tuple[Text, Text]](),
+            )
             while not decoder.finished:
                 round = decoder.step(Seeded(decoder.rounds))
                 got.append((tuple(round.tree.tokens), round.tokens))
             expected, seen = by_hand(model, start, form, block, prefix, wanted), seen + 1
             if got != expected:
-                case = {"model": model, "form": form, "block": block, "prefix": prefix, "start": start}
+                case = {
+                    "model": model,
+                    "form": form,
+                    "block": block,
+                    "prefix": prefix,
+                    "start": start,
+                }
                 accuse(SWEEPS, expected, got, **case, prompt=PROMPT)
     return Evidence(SWEEPS, seen)
 
 
 def fixes_one_at_least(build: Build, wanted: int = 4) -> Evidence:
     """Every start: greedy text, a token a sweep at least; on the worst targets just one, on the best all in two sweeps."""
-    every = [(model, start) for model in tables() for start in product(range(model.vocabulary), repeat=wanted)]
+    every = [
+        (model, start)
+        for model in tables()
+        for start in product(range(model.vocabulary), repeat=wanted)
+    ]
     worst = [(counting(), (1,) * 8), (jealous(), (0,) * 8), (jealous(), (0, 1, 1, 1, 0, 1, 1, 1))]
     best = [(places(), (0,) * 8)]
     for model, start in (*every, *worst, *best):
@@ -167,10 +186,14 @@ def costs_what_is_left(build: Build, wanted: int = 6) -> Evidence:
         while not decoder.finished:
             decoder.step(Seeded(decoder.rounds))
         got = [call.rows for call in ledger if not call.prefill]
-        expected = [1 + len(guess) for guess, _ in by_hand(model, start, form, block, prefix, wanted)]
+        expected = [
+            1 + len(guess) for guess, _ in by_hand(model, start, form, block, prefix, wanted)
+        ]
         seen += 1
         if got != expected:
-            accuse(COST, expected, got, model=model, form=form, block=block, prefix=prefix, start=start)
+            accuse(
+                COST, expected, got, model=model, form=form, block=block, prefix=prefix, start=start
+            )
     return Evidence(COST, seen)
 
 
@@ -179,7 +202,9 @@ def costs_what_is_left(build: Build, wanted: int = 6) -> Evidence:
 
 def only_fixed_point(model: TableModel, n: int) -> list[Text]:
     """Every text of n tokens that a sweep leaves as it is."""
-    return [y for y in product(range(model.vocabulary), repeat=n) if tuple(say(model, PROMPT, y)) == y]
+    return [
+        y for y in product(range(model.vocabulary), repeat=n) if tuple(say(model, PROMPT, y)) == y
+    ]
 
 
 def ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
@@ -191,9 +216,18 @@ def ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
         if only_fixed_point(model, n) != [tuple(whole)]:
             accuse(PUBLISHED, [tuple(whole)], only_fixed_point(model, n), model=model)
         for (block, prefix), start in product(
-            ((1, None), (2, None), (n, None), (2, 2), (3, 1), (2, 0)), product(range(model.vocabulary), repeat=n)
+            ((1, None), (2, None), (n, None), (2, 2), (3, 1), (2, 0)),
+            product(range(model.vocabulary), repeat=n),
         ):
-            found = solve(says, PROMPT, n, block, lambda size, text, start=start: list(start[:size]), ends, prefix)
+            found = solve(
+                says,
+                PROMPT,
+                n,
+                block,
+                lambda size, text, start=start: list(start[:size]),
+                ends,
+                prefix,
+            )
             case: dict[str, Any] = {
                 "model": model,
                 "block": block,
@@ -209,7 +243,12 @@ def ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
                 right = plain(model, (*PROMPT, *whole[:begin]), size)
                 for sweep, state in enumerate(states):
                     if state[:sweep] != right[:sweep]:
-                        accuse(PUBLISHED, f"{right[:sweep]} first", f"{state} after {sweep} sweeps", **case)
+                        accuse(
+                            PUBLISHED,
+                            f"{right[:sweep]} first",
+                            f"{state} after {sweep} sweeps",
+                            **case,
+                        )
                 if len(states) > size + 2:
                     accuse(PUBLISHED, f"at most {size + 1} sweeps", f"{len(states) - 1}", **case)
                 begin += size

@@ -51,7 +51,13 @@ class TableModel:
         eos: Sequence[int] = (),
         positions: int = 64,
     ):
-        self.seed, self.vocabulary, self.zeros, self.rows, self.floats = seed, vocabulary, zeros, rows, floats
+        self.seed, self.vocabulary, self.zeros, self.rows, self.floats = (
+            seed,
+            vocabulary,
+            zeros,
+            rows,
+            floats,
+        )
         self.name = name
         self.network = Hashes(seed, vocabulary, zeros) if rows is None else Given(rows)
         self.config = Config(
@@ -99,7 +105,9 @@ class TableModel:
                 continue
             keys = [network.keys(layer, state, position) for position, state in enumerate(states)]
             states = [
-                network.attend(layer, state, [keys[at] for at in range(row + 1) if seen(plan, layer, row, at)])
+                network.attend(
+                    layer, state, [keys[at] for at in range(row + 1) if seen(plan, layer, row, at)]
+                )
                 for row, state in enumerate(states)
             ]
         return states

@@ -25,7 +25,9 @@ Work: TypeAlias = tuple[Sequence[TableNode], int, Plan]
 class TableSession(TableText):
     """One text on a table model, under one plan. The same promises as `lm.session.Session`."""
 
-    def __init__(self, model: "TableModel", *, plan: Plan | None = None, ledger: list[Call] | None = None):
+    def __init__(
+        self, model: "TableModel", *, plan: Plan | None = None, ledger: list[Call] | None = None
+    ):
         super().__init__(model, plan or FULL)
         self.ledger: list[Call] = [] if ledger is None else ledger
         self.prefixed: Any = None  # what probes alone see
@@ -62,7 +64,12 @@ class TableSession(TableText):
         last: TableNode | None = None
         for node in self.committed:
             copy = TableNode(node.token, last, self._layers)
-            copy.plan, copy.row_at, copy.filled, copy.exact = node.plan, node.row_at, node.filled, node.exact
+            copy.plan, copy.row_at, copy.filled, copy.exact = (
+                node.plan,
+                node.row_at,
+                node.filled,
+                node.exact,
+            )
             copy.states, copy.keys = list(node.states), list(node.keys)
             if last is not None:
                 last.children = {}
@@ -78,17 +85,25 @@ class TableSession(TableText):
         scores, self.scored = self.grow(tree, taps, self.plan)
         return scores
 
-    def advance(self, tree: TokenTree, layer: int, taps: Sequence[int] = (), head: bool = False) -> Scores:
+    def advance(
+        self, tree: TokenTree, layer: int, taps: Sequence[int] = (), head: bool = False
+    ) -> Scores:
         """Run a tree up to the end of `layer` layers; with `head`, the rows an exit there would give."""
         if not 0 <= layer <= self._layers:
-            raise TinyspecError(f"layer {layer} is out of range: {self.model.name} has {self._layers}")
+            raise TinyspecError(
+                f"layer {layer} is out of range: {self.model.name} has {self._layers}"
+            )
         scores, self.scored = self.grow(tree, taps, self.plan, stop=2 * layer, head=head)
         return scores
 
     def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
         """Give committed tokens that left early the keys they lack: from the state at their exit, or by running on."""
-        chosen = [self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))]
-        todo = [node for node in chosen if node.reach > 0 and self._lacks(node, self.plan, self._end)]
+        chosen = [
+            self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))
+        ]
+        todo = [
+            node for node in chosen if node.reach > 0 and self._lacks(node, self.plan, self._end)
+        ]
         if how == "recompute":
             self._pass([(todo, self._end, self.plan)])
             return
@@ -98,7 +113,9 @@ class TableSession(TableText):
             node.part(self.plan, self._layers)
             for layer in range((node.reach + 1) // 2, self._end // 2):
                 if 2 * layer not in self.plan.skip:
-                    node.keys[layer] = self.model.network.keys(layer, node.states[-1], node.position)
+                    node.keys[layer] = self.model.network.keys(
+                        layer, node.states[-1], node.position
+                    )
                     fills += 1
             node.filled = True
         if todo:
@@ -140,7 +157,10 @@ class TableSession(TableText):
         if plan != self.plan:  # another plan is another pass
             self._pass(behind)
             behind = []
-        self._pass([*behind, (above[:-1], stop, plan), (list(dict.fromkeys(rows)), stop, plan)], rows if head else ())
+        self._pass(
+            [*behind, (above[:-1], stop, plan), (list(dict.fromkeys(rows)), stop, plan)],
+            rows if head else (),
+        )
         logits = [self.model.head(node.states[stop]) for node in rows] if head else []
         return Scores(logits, self._hidden(rows, taps, stop), [stop // 2] * len(rows)), nodes  # type: ignore[arg-type]
 
@@ -155,17 +175,28 @@ class TableSession(TableText):
             if not (0 <= 2 * tap <= stop or tap == self._layers):
                 raise ValueError(f"tap {tap} is not among the {stop // 2} layers that are run")
 
-    def _hidden(self, nodes: Sequence[TableNode], taps: Sequence[int], stop: int) -> list[list[Any]]:
-        return [[node.states[stop if tap == self._layers else 2 * tap] for node in nodes] for tap in taps]
+    def _hidden(
+        self, nodes: Sequence[TableNode], taps: Sequence[int], stop: int
+    ) -> list[list[Any]]:
+        return [
+            [node.states[stop if tap == self._layers else 2 * tap] for node in nodes]
+            for tap in taps
+        ]
 
     def _lacks(self, node: TableNode, plan: Plan, stop: int) -> bool:
         return node.plan != plan or node.reach < stop or not node.states
 
     def _behind(self, stop: int) -> list[TableNode]:
         """Committed tokens before the newest that are not at `stop` yet: appended, or left early and not filled."""
-        return [node for node in self.committed[:-1] if not node.filled and self._lacks(node, self.plan, stop)]
+        return [
+            node
+            for node in self.committed[:-1]
+            if not node.filled and self._lacks(node, self.plan, stop)
+        ]
 
-    def _pass(self, work: Sequence[Work], heads: Iterable[TableNode] = (), prefill: bool = False) -> None:
+    def _pass(
+        self, work: Sequence[Work], heads: Iterable[TableNode] = (), prefill: bool = False
+    ) -> None:
         """One forward over those of these nodes (parents before children) that lack something, and its ledger entry."""
         read = {
             node
@@ -180,7 +211,9 @@ class TableSession(TableText):
                     rows, sublayers = rows + 1, sublayers + self._run_one(node, plan, stop)
                     node.row_at = stop if node in read else node.row_at
         if rows:
-            self.ledger.append(Call(self.model.name, rows, sublayers / 2, len(read), prefill=prefill))
+            self.ledger.append(
+                Call(self.model.name, rows, sublayers / 2, len(read), prefill=prefill)
+            )
 
     def _run_one(self, node: TableNode, plan: Plan, stop: int) -> int:
         """Run a token from where it is to `stop` under `plan`; returns the sublayers it took."""
@@ -192,7 +225,9 @@ class TableSession(TableText):
         if not node.states:
             node.states = [network.embed(node.token)]
         begun, above = node.reach, node.parent
-        node.exact = (node.exact or begun == 0) and (above is None or (above.exact and not above.filled))
+        node.exact = (node.exact or begun == 0) and (
+            above is None or (above.exact and not above.filled)
+        )
         path = self._looked_at(node)
         for sublayer in range(begun, stop):
             layer, state = sublayer // 2, node.states[-1]
@@ -202,10 +237,16 @@ class TableSession(TableText):
                 state = network.feed_forward(layer, state)
             else:
                 node.keys[layer] = network.keys(layer, state, node.position)
-                keys = [at.keys[layer] for at in path if seen(plan, layer, node.position, at.position)]
+                keys = [
+                    at.keys[layer] for at in path if seen(plan, layer, node.position, at.position)
+                ]
                 if None in keys:
-                    raise RuntimeError(f"a token before position {node.position} has no keys in layer {layer}: run it")
-                state = network.attend(layer, state, keys if self.prefixed is None else [*self._prefix(node), *keys])
+                    raise RuntimeError(
+                        f"a token before position {node.position} has no keys in layer {layer}: run it"
+                    )
+                state = network.attend(
+                    layer, state, keys if self.prefixed is None else [*self._prefix(node), *keys]
+                )
             node.states.append(state)
         return sum(sublayer not in plan.skip for sublayer in range(begun, stop))
 
@@ -216,7 +257,9 @@ class TableSession(TableText):
         """What stands above a token, itself last: the committed text, then its guessed ancestors."""
         guesses: list[TableNode] = []
         at: TableNode | None = node
-        while at is not None and not (at.position < len(self.committed) and self.committed[at.position] is at):
+        while at is not None and not (
+            at.position < len(self.committed) and self.committed[at.position] is at
+        ):
             guesses.append(at)
             at = at.parent
         return [*self.committed[: 0 if at is None else at.position + 1], *reversed(guesses)]

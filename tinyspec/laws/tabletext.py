@@ -100,7 +100,9 @@ class TableText:
         tip, nodes = self._newest(), [self.scored[i] for i in path]
         for node in nodes:
             if node.probe or node.parent is not tip:
-                raise ValueError(f"{list(path)} is not a path of guesses from the newest token down the last tree")
+                raise ValueError(
+                    f"{list(path)} is not a path of guesses from the newest token down the last tree"
+                )
             tip = node
         if next is not None:
             self._admit((next,), len(nodes))
@@ -133,9 +135,13 @@ class TableText:
     def _admit(self, tokens: Sequence[int], more: int = 0) -> None:
         for token in tokens:
             if not 0 <= token < self.model.vocabulary:
-                raise TinyspecError(f"token id {token} is outside the vocabulary of {self.model.vocabulary}")
+                raise TinyspecError(
+                    f"token id {token} is outside the vocabulary of {self.model.vocabulary}"
+                )
         if len(self) + more + len(tokens) > self.model.config.max_positions:
-            raise TinyspecError(f"the text does not fit into the context of {self.model.config.max_positions}")
+            raise TinyspecError(
+                f"the text does not fit into the context of {self.model.config.max_positions}"
+            )
 
     def _adopt_path(self, nodes: list[TableNode]) -> None:
         """Make nodes committed. Other guesses go, and so does what a view computed above them."""
@@ -155,9 +161,13 @@ class TableText:
             if parent.probe and not probe:
                 raise ValueError("a probe cannot be the parent of a guess")
             if not 0 <= token < self.model.vocabulary + (self.adopted if probe else 0):
-                raise TinyspecError(f"token id {token} is outside the vocabulary of {self.model.vocabulary}")
+                raise TinyspecError(
+                    f"token id {token} is outside the vocabulary of {self.model.vocabulary}"
+                )
             if parent.position + 1 >= self.model.config.max_positions:
-                raise TinyspecError(f"the draft reaches beyond the context of {self.model.config.max_positions}")
+                raise TinyspecError(
+                    f"the draft reaches beyond the context of {self.model.config.max_positions}"
+                )
             found = None if probe else parent.children.get(token)
             planted.append(found or TableNode(token, parent, self._layers, probe))
         return planted

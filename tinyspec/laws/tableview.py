@@ -62,7 +62,9 @@ class TableView:
 
     def _tip(self) -> TableNode:
         if not self.session.committed:
-            raise TinyspecError("there is no text yet: extend the view's session with a prompt first")
+            raise TinyspecError(
+                "there is no text yet: extend the view's session with a prompt first"
+            )
         return self._trunk[-1] if self._trunk else self.session.committed[-1]
 
     def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:

@@ -25,7 +25,9 @@ Draft = Callable[[Exact, int, Exhaustive], tuple[Sequence[int], Sequence[Exact |
 """(q, k, chance) -> the tokens of k siblings, in the order in which they will stand, and the law declared for each."""
 
 ACCEPTANCE = "acceptance = 1 - TV(p, q) (Leviathan et al. 2023, theorem 3.5)"
-TOKENS = "tokens of a round = (1 - alpha^(gamma+1)) / (1 - alpha) (Leviathan et al. 2023, equation 1)"
+TOKENS = (
+    "tokens of a round = (1 - alpha^(gamma+1)) / (1 - alpha) (Leviathan et al. 2023, equation 1)"
+)
 PREDICTION = "predicted tokens = the mean over accept and refuse patterns (Leviathan et al. 2023, equation 1)"
 PLANNER = "planned gamma has the greatest gain, and gains where alpha > c (Leviathan et al. 2023, corollary 3.9)"
 LENIENCE = "lenience l: P(x) <= p(x) / l (Leviathan et al. 2023, appendix A.5)"
@@ -48,12 +50,16 @@ class Given(dict[int, Sequence[Fraction]]):
         return list(self.soft[node])
 
 
-def with_replacement(q: Exact, k: int, chance: Exhaustive) -> tuple[Sequence[int], Sequence[Exact | None]]:
+def with_replacement(
+    q: Exact, k: int, chance: Exhaustive
+) -> tuple[Sequence[int], Sequence[Exact | None]]:
     """k i.i.d. siblings."""
     return [chance.draw(q) for _ in range(k)], [q] * k
 
 
-def without_replacement(q: Exact, k: int, chance: Exhaustive) -> tuple[Sequence[int], Sequence[Exact | None]]:
+def without_replacement(
+    q: Exact, k: int, chance: Exhaustive
+) -> tuple[Sequence[int], Sequence[Exact | None]]:
     """k siblings, each from what its earlier siblings left of q; fewer where q is used up."""
     tokens: list[int] = []
     laws: list[Exact] = []
@@ -65,13 +71,17 @@ def without_replacement(q: Exact, k: int, chance: Exhaustive) -> tuple[Sequence[
     return tokens, laws
 
 
-def siblings(verifier: Verifier, draft: Draft, p: Exact, q: Exact, k: int) -> tuple[Fraction, dict[int, Fraction], int]:
+def siblings(
+    verifier: Verifier, draft: Draft, p: Exact, q: Exact, k: int
+) -> tuple[Fraction, dict[int, Fraction], int]:
     """One position with k siblings: (probability that one is accepted, law of the first token, branches walked)."""
 
     def play(chance: Exhaustive) -> tuple[bool, int | None]:
         tokens, laws = draft(q, k, chance.split("draft", 0))
         n = len(tokens)
-        tree = TokenTree(tokens, (ROOT,) * n, [None if law is None else list(law) for law in laws], (False,) * n)
+        tree = TokenTree(
+            tokens, (ROOT,) * n, [None if law is None else list(law) for law in laws], (False,) * n
+        )
         verdict = verifier(tree, Given(dict.fromkeys(range(ROOT, n), p)), chance.split("verify", 0))
         return bool(verdict.path), tokens[verdict.path[0]] if verdict.path else verdict.next
 
@@ -103,7 +113,9 @@ def tokens_of_a_round(verifier: Verifier, gamma: int = 3, largest: int = 5) -> E
         def count(chance: Exhaustive, p: Exact = p, q: Exact = q, length: int = length) -> int:
             stream = chance.split("draft", 0)
             tree = TokenTree.chain([stream.draw(q) for _ in range(length)], [list(q)] * length)
-            verdict = verifier(tree, Given(dict.fromkeys(range(ROOT, length), p)), chance.split("verify", 0))
+            verdict = verifier(
+                tree, Given(dict.fromkeys(range(ROOT, length), p)), chance.split("verify", 0)
+            )
             return len(verdict.path) + (verdict.next is not None)
 
         outcomes = list(Exhaustive.walk(count))
@@ -116,7 +128,9 @@ def tokens_of_a_round(verifier: Verifier, gamma: int = 3, largest: int = 5) -> E
     return Evidence(TOKENS, cases, branches, perf_counter() - began)
 
 
-def predicted_tokens(predict: Callable[[Any, int], Any], gamma: int = 6, whole: int = 6) -> Evidence:
+def predicted_tokens(
+    predict: Callable[[Any, int], Any], gamma: int = 6, whole: int = 6
+) -> Evidence:
     """A formula for the tokens of a round, against every pattern of accepted and refused tokens."""
     began, cases, branches = perf_counter(), 0, 0
     for length, part in product(range(gamma + 1), range(whole + 1)):
@@ -150,12 +164,18 @@ def planner(plan: Callable[[float, float], int], longest: int = 64) -> Evidence:
             tokens = 1 + alpha * tokens  # the first token passes, and a shorter round follows
             gains.append(tokens / (1 + gamma * cost))
         best, cases = max(gains), cases + 1
-        assert best >= (1 + alpha) / (1 + cost) if alpha > cost else best == 1  # the corollary, of the oracle itself
+        assert (
+            best >= (1 + alpha) / (1 + cost) if alpha > cost else best == 1
+        )  # the corollary, of the oracle itself
         gamma = plan(float(alpha), float(cost))
         got = gains[gamma] if 0 <= gamma <= longest else Fraction(0)
         if got < best * (1 - Fraction(1, 10**12)):
             accuse(
-                PLANNER, {"gamma": gains.index(best), "gain": best}, {"gamma": gamma, "gain": got}, alpha=alpha, c=cost
+                PLANNER,
+                {"gamma": gains.index(best), "gain": best},
+                {"gamma": gamma, "gain": got},
+                alpha=alpha,
+                c=cost,
             )
     return Evidence(PLANNER, cases, 0, perf_counter() - began)
 
@@ -172,12 +192,18 @@ def lenience_cap(lenient: Callable[[Any], Verifier], largest: int = 5) -> Eviden
     At temperature 0 every committed token x has p(x) >= l max p, and a drafted one that has is accepted.
     """
     began, cases, branches = perf_counter(), 0, 0
-    for (p, q), lenience in product(pairs(largest=largest), (Fraction(1), Fraction(1, 2), Fraction(1, 3))):
+    for (p, q), lenience in product(
+        pairs(largest=largest), (Fraction(1), Fraction(1, 2), Fraction(1, 3))
+    ):
         behind = tuple(reversed(p))
         verifier = lenient(lenience)
 
         def play(
-            chance: Exhaustive, p: Exact = p, q: Exact = q, behind: Exact = behind, verifier: Verifier = verifier
+            chance: Exhaustive,
+            p: Exact = p,
+            q: Exact = q,
+            behind: Exact = behind,
+            verifier: Verifier = verifier,
         ) -> tuple[bool, tuple[int, ...]]:
             stream = chance.split("draft", 0)
             tree = TokenTree.chain([stream.draw(q), stream.draw(q)], [list(q)] * 2)
@@ -193,10 +219,21 @@ def lenience_cap(lenient: Callable[[Any], Verifier], largest: int = 5) -> Eviden
             for n in range(1, len(said) + 1):
                 law[said[:n]] = law.get(said[:n], Fraction(0)) + probability
         cases += 1
-        caps = {said: p[said[0]] / lenience * (behind[said[1]] / lenience if len(said) == 2 else 1) for said in law}
+        caps = {
+            said: p[said[0]] / lenience * (behind[said[1]] / lenience if len(said) == 2 else 1)
+            for said in law
+        }
         over = min((said for said in law if law[said] > caps[said]), default=None, key=len)
         if over is not None:
-            accuse(LENIENCE, f"P{over} <= {caps[over]}", law[over], p=p, p_behind=behind, q=q, lenience=lenience)
+            accuse(
+                LENIENCE,
+                f"P{over} <= {caps[over]}",
+                law[over],
+                p=p,
+                p_behind=behind,
+                q=q,
+                lenience=lenience,
+            )
         expected = sum(min(b, a / lenience) for a, b in zip(p, q, strict=True))
         if passed != expected:
             accuse(LENIENCE, f"acceptance {expected}", passed, p=p, q=q, lenience=lenience)
@@ -209,9 +246,15 @@ def _lenient_greedy(verifier: Verifier, lenience: Fraction, p: Exact, q: Exact) 
     for token in (x for x, mass in enumerate(q) if mass):
         tree = TokenTree.chain([token], [list(q)])
         rows = dict.fromkeys((ROOT, 0), sharp)
-        for verdict, _ in Exhaustive.walk(lambda c: verifier(tree, Given(rows, dict.fromkeys((ROOT, 0), p)), c)):  # noqa: B023
+        for verdict, _ in Exhaustive.walk(
+            lambda c: verifier(tree, Given(rows, dict.fromkeys((ROOT, 0), p)), c)  # noqa: B023
+        ):
             said = token if verdict.path else verdict.next
-            if bool(verdict.path) != (p[token] >= lenience * max(p)) or said is None or p[said] < lenience * max(p):
+            if (
+                bool(verdict.path) != (p[token] >= lenience * max(p))
+                or said is None
+                or p[said] < lenience * max(p)
+            ):
                 want = f"a token with p >= {lenience * max(p)}; a drafted one is kept"
                 accuse(LENIENCE, want, verdict, p=p, draft=token, lenience=lenience, temperature=0)
 
@@ -239,7 +282,9 @@ def _all_refused(p: Exact, q: Exact | None, k: int, replace: bool) -> Fraction:
     if replace:
         return (1 - overlap(p, q)) * _all_refused(left, q, k - 1, replace)
     refused = [(x, b - a) for x, (a, b) in enumerate(zip(p, q, strict=True)) if b > a]
-    return sum((mass * _all_refused(left, but(q, x), k - 1, replace) for x, mass in refused), Fraction(0))
+    return sum(
+        (mass * _all_refused(left, but(q, x), k - 1, replace) for x, mass in refused), Fraction(0)
+    )
 
 
 def several_drafts(verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
@@ -251,7 +296,9 @@ def several_drafts(verifier: Verifier, largest: int = 5, most: int = 3) -> Evide
     """
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), k, replace in product(pairs(largest=largest), range(1, most + 1), (True, False)):
-        got, _, walked = siblings(verifier, with_replacement if replace else without_replacement, p, q, k)
+        got, _, walked = siblings(
+            verifier, with_replacement if replace else without_replacement, p, q, k
+        )
         cases, branches = cases + 1, branches + walked
         best = optimum(p, drafts(q, k, replace))
         if got > best:

@@ -18,7 +18,15 @@ from tinyspec.speculative.verification.spectr import k_seq
 from tinyspec.technique import techniques
 
 LLAMA = Config(
-    vocab_size=11, d_model=16, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, max_positions=64, tied=True
+    vocab_size=11,
+    d_model=16,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=4,
+    d_ff=24,
+    max_positions=64,
+    tied=True,
 )
 GPT2 = replace(
     LLAMA, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4, qkv_bias=True,
@@ -42,13 +50,20 @@ def theory() -> dict[str, Callable[[], Evidence]]:
         "Gumbel coupling": lambda: couplings.formula(agreement),
         "draw order": lambda: theorems.draw_order(theorems.without_replacement, walk),
     }
-    for config in (LLAMA, GPT2):  # weights so large that every layer, position and token changes the logits
+    for config in (
+        LLAMA,
+        GPT2,
+    ):  # weights so large that every layer, position and token changes the logits
         target, draft = (Model.random(config, seed, torch.float64, scale=0.4) for seed in (0, 1))
         on = f"on a random {config.family}"
         laws[f"node logits {on}"] = partial(passes.node_logits, target.session)
         laws[f"siblings {on}"] = partial(passes.sibling_order, target.session, walk)
         for card in (card for card in techniques().values() if card.kind == "decoder"):
-            texts = [[token for _ in range(2) for token in range(config.vocab_size)]] if card.copies else []
+            texts = (
+                [[token for _ in range(2) for token in range(config.vocab_size)]]
+                if card.copies
+                else []
+            )
             laws[f"committed slots of {card.name} {on}"] = partial(
                 passes.cache_after_every_round,
                 card.make,

@@ -60,13 +60,23 @@ def listens(parts: Parts) -> Evidence:
         session.rewind(2)
         session.score(TREE)
         session.commit((0, 2), 6)
-        seen += _same(model, source, (*TEXT[:2], 4, 7, 6), session.score(TokenTree()).logits[0], "a committed path")
+        seen += _same(
+            model,
+            source,
+            (*TEXT[:2], 4, 7, 6),
+            session.score(TokenTree()).logits[0],
+            "a committed path",
+        )
         session.rewind(3)
-        seen += _same(model, source, (*TEXT[:2], 4), session.score(TokenTree()).logits[0], "taken back")
+        seen += _same(
+            model, source, (*TEXT[:2], 4), session.score(TokenTree()).logits[0], "taken back"
+        )
     return Evidence(LISTENS, seen, 0, perf_counter() - begun)
 
 
-def _same(model: Seq2Seq, source: Sequence[int], text: tuple[int, ...], row: torch.Tensor, where: str) -> int:
+def _same(
+    model: Seq2Seq, source: Sequence[int], text: tuple[int, ...], row: torch.Tensor, where: str
+) -> int:
     expected = dense(model, source, text)[-1]
     if not torch.allclose(row, expected, rtol=0, atol=WITHIN):
         accuse(LISTENS, expected, row, source=tuple(source), text=text, after=where)
@@ -98,7 +108,9 @@ class Scripted:
         self.log.append(("choose", tuple(source), int(canvas.tokens[0, 0])))
         return 1
 
-    def _note(self, what: str, chance: Chance, number: Any, memory: Memory, canvas: Canvas | None = None) -> None:
+    def _note(
+        self, what: str, chance: Chance, number: Any, memory: Memory, canvas: Canvas | None = None
+    ) -> None:
         uniforms = chance.uniforms(1)
         drawn = None if uniforms is None else round(float(uniforms[0]), 6)
         where = None if canvas is None else int(canvas.tokens[0, 0])
@@ -113,19 +125,29 @@ def in_order(parts: Parts) -> Evidence:
             model, ledger, root = reader(seed), list[Call](), Seeded(seed)
             refiner = Scripted(model.counting(ledger), passes)
             running = parts.refine(model, source, refiner, Seeded(seed), ledger)
-            events = [(step.iteration, int(step.before.tokens[0, 0]), len(step.calls)) for step in running]
+            events = [
+                (step.iteration, int(step.before.tokens[0, 0]), len(step.calls)) for step in running
+            ]
             state = float(model.encode(torch.tensor([list(source)])).states.sum())
             keys = [("start", 0), *(("rewrite", number) for number in range(passes))]
             drawn = [round(float(root.split(*key).uniforms(1)[0]), 6) for key in keys]
             mask = model.config.mask
             expected = [
                 ("start", tuple(source), None, state, drawn[0]),
-                *(("rewrite", number, mask + number, state, drawn[1 + number]) for number in range(passes)),
+                *(
+                    ("rewrite", number, mask + number, state, drawn[1 + number])
+                    for number in range(passes)
+                ),
                 ("choose", tuple(source), mask + passes),
             ]
             told = {"source": tuple(source), "passes wanted": passes, "seed": seed}
             _compare(expected, refiner.log, told, "what the refiner is asked")
-            _compare([(n, mask + n, 1) for n in range(passes)], events, told, "what is told of the passes")
+            _compare(
+                [(n, mask + n, 1) for n in range(passes)],
+                events,
+                told,
+                "what is told of the passes",
+            )
             _compare([mask + passes] * 2, running.tokens, told, "the text that is kept")
             _compare(1, running.chosen, told, "the candidate that is kept")
             names = [call.model for call in ledger]
@@ -154,10 +176,20 @@ def judges(parts: Parts) -> Evidence:
             got = parts.judge(teacher, source, canvas).tolist()
             for row, text in enumerate(texts):
                 laws = dense(teacher, source, (teacher.config.bos, *text)).log_softmax(dim=-1)
-                expected = [float(law[token]) for law, token in zip(laws, (*text, teacher.config.eos), strict=True)]
+                expected = [
+                    float(law[token])
+                    for law, token in zip(laws, (*text, teacher.config.eos), strict=True)
+                ]
                 expected += [0.0] * (len(canvas.tokens[0]) - len(text))
                 if any(abs(a - b) > WITHIN for a, b in zip(expected, got[row], strict=True)):
-                    accuse(JUDGED, expected, got[row], source=tuple(source), candidate=text, beside=texts)
+                    accuse(
+                        JUDGED,
+                        expected,
+                        got[row],
+                        source=tuple(source),
+                        candidate=text,
+                        beside=texts,
+                    )
                 seen += 1
     return Evidence(JUDGED, seen, 0, perf_counter() - begun)
 

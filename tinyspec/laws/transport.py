@@ -29,7 +29,9 @@ def drafts(q: Sequence[Fraction], k: int, replace: bool) -> dict[frozenset[int],
     """
     law: dict[frozenset[int], Fraction] = {}
 
-    def grow(drawn: frozenset[int], row: Sequence[Fraction] | None, left: int, mass: Fraction) -> None:
+    def grow(
+        drawn: frozenset[int], row: Sequence[Fraction] | None, left: int, mass: Fraction
+    ) -> None:
         if not left or row is None:
             law[drawn] = law.get(drawn, Fraction(0)) + mass
             return
@@ -64,9 +66,13 @@ def by_linear_program(p: Sequence[Fraction], drawn: Drafts) -> float:
     routes = [(i, y) for i, s in enumerate(sets) for y in sorted(s)]
     limits = numpy.zeros((len(sets) + len(p), len(routes)))
     for column, (i, y) in enumerate(routes):
-        limits[i, column] = limits[len(sets) + y, column] = 1  # what leaves a set, what arrives at a token
+        limits[i, column] = limits[len(sets) + y, column] = (
+            1  # what leaves a set, what arrives at a token
+        )
     bounds = [float(drawn[s]) for s in sets] + [float(x) for x in p]
-    found = optimise.linprog(-numpy.ones(len(routes)), A_ub=limits, b_ub=bounds, bounds=(0, None), method="highs")
+    found = optimise.linprog(
+        -numpy.ones(len(routes)), A_ub=limits, b_ub=bounds, bounds=(0, None), method="highs"
+    )
     if not found.success:
         raise RuntimeError(f"the linear program was not solved: {found.message}")
     return float(-found.fun)

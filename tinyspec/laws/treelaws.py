@@ -46,8 +46,12 @@ def joint_law(
         pairs = tables(drafts, 3 if setting in wide else 2)
         for (p, qs), warp in ((pair, warp) for pair in pairs for warp in warps):
 
-            def make(p: Table = p, qs: list[Table] = qs, warp: Warp = warp, s: dict[str, Any] = setting) -> Decoder:
-                return build(Request(model(p).session(), [model(q).session() for q in qs], warp), **s)
+            def make(
+                p: Table = p, qs: list[Table] = qs, warp: Warp = warp, s: dict[str, Any] = setting
+            ) -> Decoder:
+                return build(
+                    Request(model(p).session(), [model(q).session() for q in qs], warp), **s
+                )
 
             got, walked = joint(make, tokens)
             expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)]), warp).law(tokens)  # type: ignore[misc]
@@ -73,7 +77,8 @@ def own_children(build: Build, setting: Callable[[str], dict[str, Any]]) -> Evid
         del ledger[:]
         tree = decoder.drafter.propose([0], 9, request.warp, Seeded(0))
         expected, got = (
-            {"nodes": n, "calls": c} for n, c in ((nodes, shape.count("x") + 1), (len(tree.tokens), len(ledger)))
+            {"nodes": n, "calls": c}
+            for n, c in ((nodes, shape.count("x") + 1), (len(tree.tokens), len(ledger)))
         )
         if got != expected:
             accuse(NODES, expected, got, **setting(shape))

@@ -64,8 +64,15 @@ def apart(expected: Any, got: Any) -> tuple[Any, Any]:
     """Both for the eyes; long rows that begin alike, from the first number that differs."""
     long = all(isinstance(value, np.ndarray) and value.size > 16 for value in (expected, got))
     if long and expected.shape == got.shape and expected.dtype == got.dtype:
-        at = next(i for i in range(expected.size) if expected[i : i + 1].tobytes() != got[i : i + 1].tobytes())
-        return tuple(f"{x.size} numbers, from [{at}] on {x[at : at + 6].tolist()} ..." for x in (expected, got))  # type: ignore[return-value]
+        at = next(
+            i
+            for i in range(expected.size)
+            if expected[i : i + 1].tobytes() != got[i : i + 1].tobytes()
+        )
+        return tuple(
+            f"{x.size} numbers, from [{at}] on {x[at : at + 6].tolist()} ..."
+            for x in (expected, got)
+        )  # type: ignore[return-value]
     return brief(expected), brief(got)
 
 
@@ -73,7 +80,9 @@ def same(name: str, kernel: Kernel, define: Kernel, case: Case) -> None:
     """Accuse the kernel if it does not give what its twin gives."""
     expected, got = outcome(define, case), outcome(kernel, case)
     if bits(expected) != bits(got):
-        accuse("twin", *apart(expected, got), kernel=name, **{key: brief(x) for key, x in case.items()})
+        accuse(
+            "twin", *apart(expected, got), kernel=name, **{key: brief(x) for key, x in case.items()}
+        )
 
 
 def twin(name: str, kernel: Kernel, examples: int = 120, large: int = 3) -> Evidence:
@@ -87,7 +96,9 @@ def twin(name: str, kernel: Kernel, examples: int = 120, large: int = 3) -> Evid
     return judged(name, partial(same, name, kernel, TWINS[name].define), "twin", examples, large)
 
 
-def judged(name: str, judge: Callable[[Case], None], law: str, examples: int, large: int) -> Evidence:
+def judged(
+    name: str, judge: Callable[[Case], None], law: str, examples: int, large: int
+) -> Evidence:
     """Judge a kernel on what its twin is tried on, smallest first."""
     known, began = TWINS[name], time.perf_counter()
     grid = 0
@@ -123,8 +134,12 @@ def orders(draw: st.DrawFn, size: int) -> Case:
 def races(draw: st.DrawFn, size: int) -> Case:
     row = draw(strategies.rows(size)) * draw(st.sampled_from([1.0, 1.0, 1.0, 0.0]))
     noise = np.random.default_rng(draw(st.integers(0, 999))).exponential(size=size)
-    for _ in range(draw(st.integers(0, 3))):  # what a generator can return and a division may stumble over
-        noise[draw(st.integers(0, size - 1))] = draw(st.sampled_from([0.0, -0.0, 5e-324, 0.5, np.inf]))
+    for _ in range(
+        draw(st.integers(0, 3))
+    ):  # what a generator can return and a division may stumble over
+        noise[draw(st.integers(0, size - 1))] = draw(
+            st.sampled_from([0.0, -0.0, 5e-324, 0.5, np.inf])
+        )
     return {"row": row, "noise": noise}
 
 
@@ -132,7 +147,11 @@ def races(draw: st.DrawFn, size: int) -> Case:
 def warps(draw: st.DrawFn, size: int) -> Case:
     scores = draw(strategies.logits(size))
     if draw(st.integers(0, 19)) == 19:
-        scores = draw(st.sampled_from([scores[:0], scores * np.float32(np.nan), np.full_like(scores, -np.inf)]))
+        scores = draw(
+            st.sampled_from(
+                [scores[:0], scores * np.float32(np.nan), np.full_like(scores, -np.inf)]
+            )
+        )
     elif draw(st.integers(0, 19)) == 19:
         scores[draw(st.integers(0, size - 1))] = draw(st.sampled_from([np.nan, np.inf]))
     return {"logits": scores, **draw(strategies.knobs(size))._asdict()}
@@ -160,7 +179,9 @@ def walks(draw: st.DrawFn, size: int) -> Case:
     case = draw(strategies.walks(size))
     broken = draw(st.integers(0, 29))
     if broken == 29 and case.tokens:
-        case.tokens[draw(st.integers(0, len(case.tokens) - 1))] = draw(st.sampled_from([-1, size, size - 1]))
+        case.tokens[draw(st.integers(0, len(case.tokens) - 1))] = draw(
+            st.sampled_from([-1, size, size - 1])
+        )
     if broken == 28:
         case = case._replace(uniforms=case.uniforms[:-1])
     return case._asdict()
@@ -195,12 +216,21 @@ def retrievals(draw: st.DrawFn, size: int) -> Case:
     tokens = draw(texts(size))["tokens"]
     order = fallback.suffix_order(tokens)
     end = draw(st.integers(0, len(tokens)))
-    suffix = [9] * draw(st.integers(0, 2)) + tokens[max(0, end - draw(st.integers(1, 9))) : end].tolist()
+    suffix = [9] * draw(st.integers(0, 2)) + tokens[
+        max(0, end - draw(st.integers(1, 9))) : end
+    ].tolist()
     if len(order) and draw(st.integers(0, 29)) == 29:  # damaged
         order[:] = draw(st.sampled_from([-1, len(order)]))
-    knobs = {"shortest": st.integers(1, 3), "longest": st.sampled_from([3, 16, 31, 32]), "length": st.integers(1, 31)}
+    knobs = {
+        "shortest": st.integers(1, 3),
+        "longest": st.sampled_from([3, 16, 31, 32]),
+        "length": st.integers(1, 31),
+    }
     drawn = {name: draw(values) for name, values in knobs.items()}
-    limits = {"matches": draw(st.sampled_from([5000, 1, 3])), "most": draw(st.sampled_from([64, 1, 5, 0]))}
+    limits = {
+        "matches": draw(st.sampled_from([5000, 1, 3])),
+        "most": draw(st.sampled_from([64, 1, 5, 0])),
+    }
     return {"tokens": tokens, "order": order, "suffix": suffix, **drawn, **limits}
 
 

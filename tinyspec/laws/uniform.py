@@ -15,7 +15,9 @@ import numpy as np
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
 
-TINY = 1e-12  # where floats split an interval off that is smaller than this, they mean the same point
+TINY = (
+    1e-12  # where floats split an interval off that is smaller than this, they mean the same point
+)
 
 
 class NotEnumerable(TinyspecError):
@@ -147,7 +149,9 @@ class Uniform:
         if scale is NotImplemented or shift is NotImplemented:
             return NotImplemented
         if isinstance(scale, Uniform) or isinstance(shift, Uniform):
-            raise NotEnumerable("two uniforms are added or multiplied: their outcomes cannot be listed")
+            raise NotEnumerable(
+                "two uniforms are added or multiplied: their outcomes cannot be listed"
+            )
         if scale == 0:
             return shift
         forward, inverse = self._forward, self._inverse

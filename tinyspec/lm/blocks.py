@@ -42,7 +42,9 @@ class Blocks:
         self.config, self.weights = config, weights
         self.embed = weights["embed"]
         parts = [
-            f"{part}.{kind}" for part in ("norm1", "qkv", "out", "norm2", "up", "down") for kind in ("weight", "bias")
+            f"{part}.{kind}"
+            for part in ("norm1", "qkv", "out", "norm2", "up", "down")
+            for kind in ("weight", "bias")
         ]
         self.layers = [
             Block(*(weights.get(f"{i}.{part}") for part in parts))  # type: ignore[arg-type]
@@ -58,7 +60,9 @@ class Blocks:
             return F.rms_norm(x, (x.shape[-1],), gain, self.config.norm_eps)
         return F.layer_norm(x, (x.shape[-1],), gain, bias, self.config.norm_eps)
 
-    def _qkv(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(
+        self, block: Block, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [..., H, hd], keys and values [..., KV, hd], rotated to their positions."""
         c = self.config
         fused = linear(self._norm(x, block.norm1, block.norm1_bias), block.qkv, block.qkv_bias)
@@ -94,18 +98,26 @@ class Blocks:
             x = self._through(block, x, cos, sin, dropout)
         return self.final(x)
 
-    def stream(self, ids: Tensor, dropout: float = 0.0, dropped: Sequence[float] = ()) -> Iterator[Tensor]:
+    def stream(
+        self, ids: Tensor, dropout: float = 0.0, dropped: Sequence[float] = ()
+    ) -> Iterator[Tensor]:
         """The state after each layer in that pass, as `head` takes it: [B, T, d], L times.
 
         dropped  chance that a layer is left out for a sample (layer dropout); the sample then passes it unchanged
         """
         x, cos, sin = self._embedded(ids, dropout)
         for block, chance in zip(self.layers, dropped or [0.0] * len(self.layers), strict=True):
-            kept = (torch.rand(len(x), device=x.device) >= chance).nonzero().flatten() if chance else None
+            kept = (
+                (torch.rand(len(x), device=x.device) >= chance).nonzero().flatten()
+                if chance
+                else None
+            )
             if kept is None or len(kept) == len(x):
                 x = self._through(block, x, cos, sin, dropout)
             elif len(kept):  # the others are not computed at all
-                x = x.index_copy(0, kept, self._through(block, x[kept], cos, sin, dropout).to(x.dtype))
+                x = x.index_copy(
+                    0, kept, self._through(block, x[kept], cos, sin, dropout).to(x.dtype)
+                )
             yield x
 
     def _embedded(self, ids: Tensor, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,26 +140,41 @@ class Blocks:
     def enter(self, feed: Feed) -> Tensor:
         """The state each row starts from, [n, d]: its embedding, or what it had when it was left."""
         ids = (
-            feed.tokens if feed.given is None else [0 if g else t for t, g in zip(feed.tokens, feed.given, strict=True)]
+            feed.tokens
+            if feed.given is None
+            else [0 if g else t for t, g in zip(feed.tokens, feed.given, strict=True)]
         )
         x = F.embedding(torch.tensor(ids, device=self.device), self.embed)
         if feed.given is not None and feed.entering is not None:
             x[torch.tensor(feed.given, device=self.device)] = feed.entering.to(x.dtype)
         if self.config.positions == "learned":
             fresh = torch.tensor([s == 0 for s in feed.starts], device=self.device)[:, None]
-            x = x + fresh * self.weights["positions"][torch.tensor(feed.positions, device=self.device)]
+            x = (
+                x
+                + fresh
+                * self.weights["positions"][torch.tensor(feed.positions, device=self.device)]
+            )
         return x
 
     def run(self, feed: Feed) -> tuple[Tensor, Tensor, Tensor] | None:
         """A whole pass in one go: not here."""
         return None
 
-    def span(self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int) -> Tensor:
+    def span(
+        self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int
+    ) -> Tensor:
         """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""
-        places = [feed.places(rows) if rows else slice(0) for feed, rows in zip(feeds, active, strict=True)]
+        places = [
+            feed.places(rows) if rows else slice(0)
+            for feed, rows in zip(feeds, active, strict=True)
+        ]
         turn = self.cos, self.sin
         if self.config.positions == "rope":
-            where = [feed.positions[row] for feed, rows in zip(feeds, active, strict=True) for row in rows]
+            where = [
+                feed.positions[row]
+                for feed, rows in zip(feeds, active, strict=True)
+                for row in rows
+            ]
             turn = self.cos[where], self.sin[where]
         copied = [feed.copying for feed, rows in zip(feeds, active, strict=True) for _ in rows]
         for sublayer in range(first, last):
@@ -155,7 +182,11 @@ class Blocks:
             if sublayer % 2:
                 x = x + self._mlp(block, x)
                 continue
-            mixed = linear(self._mix(block, sublayer // 2, feeds, active, places, x, turn), block.out, block.out_bias)
+            mixed = linear(
+                self._mix(block, sublayer // 2, feeds, active, places, x, turn),
+                block.out,
+                block.out_bias,
+            )
             if any(copied):  # these rows only leave keys and values behind
                 mixed = mixed.masked_fill(torch.tensor(copied, device=self.device)[:, None], 0)
             x = x + mixed
@@ -184,7 +215,10 @@ class Blocks:
             if feed.copying:
                 outs.append(q[mine].flatten(1))
                 continue
-            keys, values = feed.cache.keys[layer][:, : feed.high], feed.cache.values[layer][:, : feed.high]
+            keys, values = (
+                feed.cache.keys[layer][:, : feed.high],
+                feed.cache.values[layer][:, : feed.high],
+            )
             mask = feed.looks(layer, rows, self.config.n_heads // self.config.n_kv_heads)
             if feed.prefix is not None:  # only probes look at it; it stands before everything
                 keys = torch.cat((feed.prefix[0][layer].to(keys.dtype), keys), dim=1)
@@ -199,7 +233,9 @@ class Blocks:
     def head(self, x: Tensor) -> Tensor:
         """Logits [n, V] of rows x [n, d] before the final norm: float32, float64 for a float64 model."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return spread(linear(self.final(x), self.vocabulary).to(wide), self.says, self.config.vocab_size)
+        return spread(
+            linear(self.final(x), self.vocabulary).to(wide), self.says, self.config.vocab_size
+        )
 
 
 def _gelu_new(x: Tensor) -> Tensor:

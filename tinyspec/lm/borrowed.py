@@ -35,7 +35,9 @@ def borrows(config: Config) -> bool:
 def check(embed: Tensor) -> int:
     """A check sum of an embedding [V, d]: of some rows, over all of it, whatever they are stored in."""
     rows = torch.linspace(0, len(embed) - 1, min(ROWS, len(embed))).long()
-    return zlib.crc32(embed.detach()[rows].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+    return zlib.crc32(
+        embed.detach()[rows].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
+    )
 
 
 def rows(lender: Mapping[str, Tensor], says: tuple[int, ...]) -> dict[str, Tensor]:
@@ -48,8 +50,16 @@ def lender(config: Config, folder: Path, find: Callable[[str], Path | None] | No
     """The folder of the checkpoint that lends: beside the draft's own, or where `find` says."""
     name = config.extra[FROM]
     if not isinstance(name, str) or not name:
-        raise TinyspecError(f"{folder / 'config.json'}: {FROM} is {name!r}, expected the name of a model")
-    found = folder / name if (folder / name / "config.json").is_file() else find(name) if find is not None else None
+        raise TinyspecError(
+            f"{folder / 'config.json'}: {FROM} is {name!r}, expected the name of a model"
+        )
+    found = (
+        folder / name
+        if (folder / name / "config.json").is_file()
+        else find(name)
+        if find is not None
+        else None
+    )
     if found is None or not (found / "config.json").is_file():
         raise TinyspecError(
             f"{folder.name} takes its embeddings from {name}, which is not on this machine as a folder: "
@@ -76,7 +86,12 @@ def lend(
         raise TinyspecError(f"{file}: {SAYS} is missing: the ids that the draft may say")
     ids = tensors[SAYS]()
     says = tuple(ids.tolist()) if ids.ndim == 1 and not ids.is_floating_point() else ()
-    if not says or any(a >= b for a, b in pairwise(says)) or says[0] < 0 or says[-1] >= config.vocab_size:
+    if (
+        not says
+        or any(a >= b for a, b in pairwise(says))
+        or says[0] < 0
+        or says[-1] >= config.vocab_size
+    ):
         raise TinyspecError(f"{file}: {SAYS} must be rising ids from 0 to {config.vocab_size - 1}")
     named = naming.layout(theirs)
     embed = _tensor(lent, named["embed"].names[0], lender)
@@ -106,7 +121,9 @@ def marked(config: Config, weights: Mapping[str, Tensor]) -> Config:
     if not borrows(config):
         return config
     if not config.says or config.tied:
-        raise TinyspecError(f"a draft with {FROM} says which ids its head has rows for (Config.says, tied=False)")
+        raise TinyspecError(
+            f"a draft with {FROM} says which ids its head has rows for (Config.says, tied=False)"
+        )
     return replace(config, extra={**config.extra, CHECK: check(weights["embed"])})
 
 

@@ -19,10 +19,14 @@ from tinyspec.lm.host import copied, words, zeros
 class Cache:
     """K/V of one session: store [L, 2, KV, capacity, hd], grown by doubling; present [capacity, L]."""
 
-    def __init__(self, config: Config, dtype: torch.dtype, device: torch.device, capacity: int = 64):
+    def __init__(
+        self, config: Config, dtype: torch.dtype, device: torch.device, capacity: int = 64
+    ):
         self.config = config
         self.present: NDArray[np.bool_] = np.zeros((capacity, config.n_layers), dtype=np.bool_)
-        self._hold(zeros((config.n_layers, 2, config.n_kv_heads, capacity, config.head_dim), dtype, device))
+        self._hold(
+            zeros((config.n_layers, 2, config.n_kv_heads, capacity, config.head_dim), dtype, device)
+        )
 
     def _hold(self, store: Tensor) -> None:
         self.store, self.address, self.words = store, store.data_ptr(), words(store)

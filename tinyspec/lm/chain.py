@@ -35,7 +35,11 @@ def seated(session: "Session", tree: TokenTree) -> list[Node] | None:
             break
         rows.append(node := below)
     stop, done = 2 * c.n_layers, 0
-    while not late and done < len(rows) and not rows[done].lacks(session.plan, stop, c.n_layers, (), True):
+    while (
+        not late
+        and done < len(rows)
+        and not rows[done].lacks(session.plan, stop, c.n_layers, (), True)
+    ):
         done += 1
     if any(node.slot != node.position for node in (*late, *rows)):
         return None
@@ -43,7 +47,10 @@ def seated(session: "Session", tree: TokenTree) -> list[Node] | None:
         return None  # begun, and to be gone on with from there
     fresh, high = tokens[len(rows) - 1 :], len(committed) + n
     if fresh and (
-        not only or rows[-1].children or high > c.max_positions or not 0 <= min(fresh) <= max(fresh) < c.vocab_size
+        not only
+        or rows[-1].children
+        or high > c.max_positions
+        or not 0 <= min(fresh) <= max(fresh) < c.vocab_size
     ):
         return None  # slots that others hold, or something to complain of
     if len(late) + n >= SLAB:
@@ -74,13 +81,20 @@ def draw(session: "Session", most: int, choose: Choose) -> bool:
     """
     tip, c = session._newest(), session.model.config
     session._advance_ready()
-    if session._ready < len(session) - 1:  # behind a draft that was kept whole, its last guess is missing too
+    if (
+        session._ready < len(session) - 1
+    ):  # behind a draft that was kept whole, its last guess is missing too
         session.score(TokenTree())
     stop, begun = 2 * c.n_layers, tip.reach or tip.states or tip.filled
     if begun and tip.lacks(session.plan, stop, c.n_layers, (), True):
         return False
     first = len(session) - (not begun)  # slot of the first row that is run
-    usual = session.alone and session.plan.whole and not (session._extras or tip.children) and tip.slot == tip.position
+    usual = (
+        session.alone
+        and session.plan.whole
+        and not (session._extras or tip.children)
+        and tip.slot == tip.position
+    )
     if (
         not usual
         or session.model.engine is None

@@ -72,21 +72,30 @@ def read(
     if path.is_file() and path.suffix in {pattern[1:] for pattern in _PICKLES}:
         raise TinyspecError(f"{path}: {_CONVERT}")
     if path.is_file():
-        raise TinyspecError(f"{path}: not a .gguf file; a safetensors checkpoint is named by its folder")
+        raise TinyspecError(
+            f"{path}: not a .gguf file; a safetensors checkpoint is named by its folder"
+        )
     if not path.is_dir():
-        raise TinyspecError(f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file")
+        raise TinyspecError(
+            f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file"
+        )
     return read_folder(path, path.resolve().name, dtype, find)
 
 
 def read_folder(
-    folder: Path, name: str, dtype: torch.dtype | None = None, find: Callable[[str], Path | None] | None = None
+    folder: Path,
+    name: str,
+    dtype: torch.dtype | None = None,
+    find: Callable[[str], Path | None] | None = None,
 ) -> Parts:
     """Read config.json, the safetensors (one file, or shards with their index) and the tokenizer of a folder."""
     config = read_config(folder)
     tokenizer, source = None, folder
     if borrowed.borrows(config):
         lender = source = borrowed.lender(config, folder, find)
-    if any((source / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if any(
+        (source / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
         tokenizer = Tokenizer.from_folder(source)
     config = _with_tokens(config, folder, tokenizer)
     tensors, file = _tensors(folder)
@@ -123,12 +132,16 @@ def _with_tokens(config: Config, folder: Path, tokenizer: Tokenizer | None) -> C
         eos = token_ids(values.get("eos_token_id"), str(file), "eos_token_id") or eos
     add_bos = False
     if tokenizer is not None:
-        known = [i for i in (tokenizer.bos, tokenizer.eos) if i is not None and i < config.vocab_size]
+        known = [
+            i for i in (tokenizer.bos, tokenizer.eos) if i is not None and i < config.vocab_size
+        ]
         bos = tokenizer.bos if bos is None and tokenizer.bos in known else bos
         eos = (tokenizer.eos,) if not eos and tokenizer.eos in known else eos
         said = tokenizer.config.get("add_bos_token")
         add_bos = said if isinstance(said, bool) else tokenizer.backend.encode("").ids[:1] == [bos]
-    return replace(config, bos=bos, eos=eos, add_bos=add_bos and bos is not None and bos < config.vocab_size)
+    return replace(
+        config, bos=bos, eos=eos, add_bos=add_bos and bos is not None and bos < config.vocab_size
+    )
 
 
 def _tensors(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], Path]:
@@ -141,11 +154,15 @@ def _tensors(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], Path]:
         held: dict[str, str] = {}
         for shard in sorted(set(where.values())):
             if not (folder / shard).is_file():
-                raise TinyspecError(f"{folder / shard}: missing, but {_INDEX} names it; fetch it again")
+                raise TinyspecError(
+                    f"{folder / shard}: missing, but {_INDEX} names it; fetch it again"
+                )
             held |= dict.fromkeys(_names(folder / shard), shard)
         for name, shard in where.items():
             if held.get(name) != shard:
-                raise TinyspecError(f"{folder / shard}: tensor {name!r} is missing, but {_INDEX} places it there")
+                raise TinyspecError(
+                    f"{folder / shard}: tensor {name!r} is missing, but {_INDEX} places it there"
+                )
         return {name: partial(_get, name, folder / shard) for name, shard in held.items()}, index
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
     raise TinyspecError(
@@ -161,11 +178,17 @@ def _index(file: Path) -> dict[str, str]:
     if not isinstance(where, dict) or not where:
         raise TinyspecError(f"{file}: weight_map is missing, expected the shard of each tensor")
     for name, shard in where.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        if (
+            not isinstance(shard, str)
+            or Path(shard).name != shard
+            or not shard.endswith(".safetensors")
+        ):
             raise TinyspecError(
                 f"{file}: weight_map places {name!r} in {shard!r}, expected a .safetensors file beside it"
             )
-    unlisted = sorted({path.name for path in file.parent.glob("model-*-of-*.safetensors")} - set(where.values()))
+    unlisted = sorted(
+        {path.name for path in file.parent.glob("model-*-of-*.safetensors")} - set(where.values())
+    )
     if unlisted:
         raise TinyspecError(
             f"{file}: weight_map does not name {', '.join(unlisted)}; fetch the index or the shard again"
@@ -180,7 +203,9 @@ def _names(file: Path) -> list[str]:
             return list(handle.keys())
     except (safetensors.SafetensorError, OSError, ValueError, MemoryError) as error:
         size = file.stat().st_size
-        raise TinyspecError(f"{file}: truncated or damaged ({error}; {size} bytes); fetch or save it again") from error
+        raise TinyspecError(
+            f"{file}: truncated or damaged ({error}; {size} bytes); fetch or save it again"
+        ) from error
 
 
 def _get(name: str, file: Path) -> Tensor:
@@ -203,7 +228,10 @@ def read_extras(folder: Path) -> dict[str, Tensor]:
 def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
     """Put these beside the weights of a checkpoint; others that stand there stay. The file is replaced whole."""
     folder = Path(folder)
-    kept = {**read_extras(folder), **{name: t.detach().float().cpu().contiguous() for name, t in extras.items()}}
+    kept = {
+        **read_extras(folder),
+        **{name: t.detach().float().cpu().contiguous() for name, t in extras.items()},
+    }
     part = folder / f".{_EXTRAS}.part"
     try:
         safetensors.torch.save_file(kept, part, metadata={"format": "pt"})
@@ -213,7 +241,12 @@ def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
         raise TinyspecError(f"{folder / _EXTRAS}: cannot be written ({error})") from error
 
 
-def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokenizer: Tokenizer | None = None) -> None:
+def write(
+    folder: str | Path,
+    config: Config,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+) -> None:
     """Write a folder that `read` and transformers load; the stored bytes of each weight are those given.
 
     Atomic: a new folder appears whole or not at all; in an existing one, each file is replaced whole.
@@ -227,8 +260,12 @@ def write(folder: str | Path, config: Config, weights: dict[str, Tensor], tokeni
     with whole(target) as work:
         safetensors.torch.save_file(theirs, work / "model.safetensors", metadata={"format": "pt"})
         for name, content in (("config.json", values), ("generation_config.json", generation)):
-            (work / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            (work / name).write_text(
+                json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
         if tokenizer is not None and not borrowed.borrows(config):
             Tokenizer(
-                tokenizer.backend, {**tokenizer.config, "add_bos_token": config.add_bos}, tokenizer.chat_template
+                tokenizer.backend,
+                {**tokenizer.config, "add_bos_token": config.add_bos},
+                tokenizer.chat_template,
             ).save(work)

@@ -35,8 +35,12 @@ class Config:
     eos: tuple[int, ...] = ()
     add_bos: bool = False  # generate() puts bos before a text prompt; encode() never does
     family: Literal["gpt2", "llama", "qwen2"] = "llama"
-    says: tuple[int, ...] = ()  # ids that the head has rows for, in their order; none: all, the others have logit -inf
-    extra: dict[str, Any] = field(default_factory=dict)  # config.json's "tinyspec" section: draft, licence, recipe
+    says: tuple[
+        int, ...
+    ] = ()  # ids that the head has rows for, in their order; none: all, the others have logit -inf
+    extra: dict[str, Any] = field(
+        default_factory=dict
+    )  # config.json's "tinyspec" section: draft, licence, recipe
 
     @property
     def kv_dim(self) -> int:

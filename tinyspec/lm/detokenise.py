@@ -50,9 +50,13 @@ class WindowStream:
     not UTF-8 turns to U+FFFD as a whole) and after a half character. A push costs a few tokens, not the whole text.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], token: Callable[[int], str | None]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], token: Callable[[int], str | None]
+    ) -> None:
         self._decode, self._token = decode, token
-        self._shown: list[int] = []  # tokens whose text is out; they decode to something, unless nothing is out yet
+        self._shown: list[
+            int
+        ] = []  # tokens whose text is out; they decode to something, unless nothing is out yet
         self._held: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:

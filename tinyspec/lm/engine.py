@@ -35,7 +35,11 @@ SPARE = 1 << 24  # bytes that may be held twice while weights are packed
 def packable(config: Config, weights: Mapping[str, Tensor]) -> bool:
     """Whether the compiled path can run these weights: on a CPU, float32 or bfloat16, not being trained."""
     first = weights["embed"]
-    if _core.compute is None or first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
+    if (
+        _core.compute is None
+        or first.device.type != "cpu"
+        or first.dtype not in (torch.float32, torch.bfloat16)
+    ):
         return False
     dtypes = {w.dtype for w in weights.values()}
     if len(dtypes) > 1 or any(w.requires_grad or w.device.type != "cpu" for w in weights.values()):
@@ -89,7 +93,11 @@ class Opened(Mapping[str, Tensor]):
         self._packed, self._plain, self._shapes = packed, plain, config.shapes()
 
     def __getitem__(self, name: str) -> Tensor:
-        return unpack(self._packed[name], self._shapes[name][0]) if name in self._packed else self._plain[name]
+        return (
+            unpack(self._packed[name], self._shapes[name][0])
+            if name in self._packed
+            else self._plain[name]
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -107,7 +115,9 @@ class Engine:
         packed: dict[str, Tensor] = {}
         plain: dict[str, Tensor] = {}
         shapes = config.shapes()
-        matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name != "positions"]
+        matrices = [
+            name for name, shape in shapes.items() if len(shape) == 2 and name != "positions"
+        ]
         sizes = [-(-shapes[name][0] // BLOCK) * BLOCK * shapes[name][1] for name in matrices]
         room = dict(zip(matrices, rooms(sizes, weights["embed"].dtype), strict=True))
         moved = 0
@@ -133,7 +143,10 @@ class Engine:
             tuple(
                 part
                 for norm, *names in (("norm1", "qkv", "out"), ("norm2", "up", "down"))
-                for part in (*_gain(plain, f"{i}.{norm}"), *(ours[f"{i}.{name}.weight"] for name in names))
+                for part in (
+                    *_gain(plain, f"{i}.{norm}"),
+                    *(ours[f"{i}.{name}.weight"] for name in names),
+                )
             )
             for i in range(config.n_layers)
         ]
@@ -161,8 +174,14 @@ class Engine:
         assert _core.compute is not None
         out, inputs = self.config.shapes()[name]
         bias = plain.get(name.removesuffix("weight") + "bias")
-        bits = packed[name].view(torch.uint16) if packed[name].dtype == torch.bfloat16 else packed[name]
-        return _core.compute.Packed(bits.numpy(), out, inputs, None if bias is None else bias.float().numpy())
+        bits = (
+            packed[name].view(torch.uint16)
+            if packed[name].dtype == torch.bfloat16
+            else packed[name]
+        )
+        return _core.compute.Packed(
+            bits.numpy(), out, inputs, None if bias is None else bias.float().numpy()
+        )
 
     def run(self, feed: Feed) -> tuple[Tensor, Tensor, Tensor] | None:
         """A whole pass in as few steps as may be: states behind the last layer [n, d], taps [taps, n, d], logits [heads, V].
@@ -177,14 +196,23 @@ class Engine:
         self.layers(x, feed.cache, feed.slots, feed.positions, feed.paths(0, range(n)))
         states = torch.from_numpy(x)
         hidden = torch.stack([self.final(states)] * len(feed.taps)) if feed.taps else _NOTHING
-        return states, hidden, torch.from_numpy(self.logits(x if len(feed.heads) == n else x[feed.heads]))
+        return (
+            states,
+            hidden,
+            torch.from_numpy(self.logits(x if len(feed.heads) == n else x[feed.heads])),
+        )
 
-    def chain(self, cache: Cache, token: int, slot: int, most: int, choose: Choose) -> list[tuple[int, Tensor, Tensor]]:
+    def chain(
+        self, cache: Cache, token: int, slot: int, most: int, choose: Choose
+    ) -> list[tuple[int, Tensor, Tensor]]:
         """Rows one behind the other, up to `most`, from `token` in `slot` on, where slots are positions; each chooses the next.
 
         The tokens that were run, each with its logits [V] and the state [d] behind the last layer.
         """
-        x, ran = np.empty((most, 1, self.config.d_model), np.float32), list[tuple[int, Tensor, Tensor]]()
+        x, ran = (
+            np.empty((most, 1, self.config.d_model), np.float32),
+            list[tuple[int, Tensor, Tensor]](),
+        )
         for row, at in zip(x, range(slot, slot + most), strict=True):
             self._lookup.rows([token], row)
             if self._positions is not None:
@@ -198,7 +226,12 @@ class Engine:
         return ran
 
     def layers(
-        self, x: Any, cache: Cache, slots: list[int], positions: list[int], paths: tuple[int, list[Seen]]
+        self,
+        x: Any,
+        cache: Cache,
+        slots: list[int],
+        positions: list[int],
+        paths: tuple[int, list[Seen]],
     ) -> None:
         """All layers over rows x [n, d] of one text, in place; `paths` says what each row sees, as `Feed.paths` does."""
         session = cache.address, cache.capacity, slots, positions, paths, None
@@ -218,7 +251,14 @@ class Engine:
             x = x + fresh * self._positions[torch.tensor(feed.positions)].float()
         return x
 
-    def span(self, feeds: Sequence[Feed], active: Sequence[Sequence[int]], x: Tensor, first: int, last: int) -> Tensor:
+    def span(
+        self,
+        feeds: Sequence[Feed],
+        active: Sequence[Sequence[int]],
+        x: Tensor,
+        first: int,
+        last: int,
+    ) -> Tensor:
         """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""
         x = x.clone()  # who took a snapshot holds the old states
         if len(feeds) == 1:
@@ -241,9 +281,18 @@ class Engine:
                 x[spans[copying]] = own
         return x
 
-    def _run(self, x: Tensor, group: list[tuple[Feed, Sequence[int]]], first: int, last: int, copying: bool) -> None:
+    def _run(
+        self,
+        x: Tensor,
+        group: list[tuple[Feed, Sequence[int]]],
+        first: int,
+        last: int,
+        copying: bool,
+    ) -> None:
         numbers = x.numpy()
-        layered = any(feed.plan.visible is not None for feed, _ in group)  # what is seen may change with the layer
+        layered = any(
+            feed.plan.visible is not None for feed, _ in group
+        )  # what is seen may change with the layer
         marks = [first, *range(first // 2 * 2 + 2, last, 2), last] if layered else [first, last]
         for begin, end in pairwise(marks):
             sessions = [self._session(feed, chosen, begin // 2) for feed, chosen in group]

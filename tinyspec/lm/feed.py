@@ -85,7 +85,9 @@ class Feed:
     copying: bool = False
     prefill: bool = False
     ledger: list[Call] | None = None
-    kept: dict[int, Tensor] = field(default_factory=dict)  # written by forward: sublayer -> states [n, d]
+    kept: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # written by forward: sublayer -> states [n, d]
     _lists: dict[Heads, list[list[Seen]]] = field(default_factory=dict)
     _stacked: Tensor | None = None
 
@@ -100,12 +102,16 @@ class Feed:
             or self.copying
         ):
             return False
-        return self.prefix is None and not any(self.starts) and all(at == end for at in self.snapshot)
+        return (
+            self.prefix is None and not any(self.starts) and all(at == end for at in self.snapshot)
+        )
 
     def events(self) -> set[int]:
         """The sublayers where the rows that are computed may change, or a state is wanted."""
         turns = {self.stop, *self.starts, *self.plan.skip, *(s + 1 for s in self.plan.skip)}
-        return turns.union(self.snapshot, (2 * tap for tap in self.taps), range(self.stop) if self.copying else ())
+        return turns.union(
+            self.snapshot, (2 * tap for tap in self.taps), range(self.stop) if self.copying else ()
+        )
 
     def active(self, sublayer: int) -> Sequence[int]:
         """The rows that are computed in this sublayer."""
@@ -125,7 +131,11 @@ class Feed:
 
     def looks(self, layer: int, rows: Sequence[int], groups: int) -> Tensor | None:
         """The mask `ops.attend` takes for these rows in this layer; where no layer differs it is made once."""
-        if self.plan.visible is not None or self.prefix is not None or len(rows) != len(self.tokens):
+        if (
+            self.plan.visible is not None
+            or self.prefix is not None
+            or len(rows) != len(self.tokens)
+        ):
             return self.sees(layer, rows)
         if self._stacked is None and (mask := self.sees(layer, rows)) is not None:
             self._stacked = stacked(mask, groups, self.cache.store.dtype)

@@ -72,7 +72,11 @@ class Gate:
             batches.setdefault(id(self._waiting[number][0]), []).append(number)
         try:
             for numbers in batches.values():
-                scores = iter(self._waiting[numbers[0]][0].forward([f for n in numbers for f in self._waiting[n][1]]))
+                scores = iter(
+                    self._waiting[numbers[0]][0].forward(
+                        [f for n in numbers for f in self._waiting[n][1]]
+                    )
+                )
                 for number in numbers:
                     self._done[number] = [next(scores) for _ in self._waiting[number][1]]
         except BaseException as error:
@@ -93,7 +97,12 @@ class _Worker:
     def __enter__(self) -> None:
         self.gate._me.number = self.number
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.gate._me.number = None
         if error is not None:
             self.gate.shut(error)
@@ -115,7 +124,9 @@ def run_together(jobs: Sequence[Callable[[Gate], T]]) -> list[T]:
         except BaseException:  # the gate keeps the first; it is raised in the caller's thread
             return
 
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(jobs))]
+    threads = [
+        threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(jobs))
+    ]
     try:
         for thread in threads:
             thread.start()

@@ -53,7 +53,9 @@ def read(
             advance(done, whole)
         return found
 
-    theirs: dict[str, Callable[[], Tensor]] = {name: partial(dequantised, tensor) for name, tensor in read_here.items()}
+    theirs: dict[str, Callable[[], Tensor]] = {
+        name: partial(dequantised, tensor) for name, tensor in read_here.items()
+    }
     if config.family == "llama":
         _unpermute_all(config, theirs)
     weights = naming.to_ours(config, theirs, str(path), gguf=True)
@@ -64,7 +66,9 @@ def read(
     except Exception as error:  # tokens that are not text, ids out of range: the library and Python raise as they like
         raise TinyspecError(f"{path}: its tokenizer metadata is damaged ({error})") from error
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise TinyspecError(f"{path}: {tokenizer.vocab_size} tokens, but an embedding of {config.vocab_size} rows")
+        raise TinyspecError(
+            f"{path}: {tokenizer.vocab_size} tokens, but an embedding of {config.vocab_size} rows"
+        )
     return config, weights, tokenizer
 
 
@@ -82,7 +86,9 @@ def _open(path: Path) -> Any:
             self.data = np.asarray(self.data)  # type: ignore[assignment]
             found = super()._get(offset, dtype, count, override_order)
             if len(found) != int(count):
-                raise ValueError(f"{int(count)} values at byte {offset} lie beyond the end of the file")
+                raise ValueError(
+                    f"{int(count)} values at byte {offset} lie beyond the end of the file"
+                )
             return found
 
     return Reader(path)
@@ -96,14 +102,18 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
     """
     family = metadata.get("general.architecture")
     if family not in _KNOWN:
-        raise TinyspecError(f"{source}: unknown general.architecture {family!r}; known: {', '.join(_KNOWN)}")
+        raise TinyspecError(
+            f"{source}: unknown general.architecture {family!r}; known: {', '.join(_KNOWN)}"
+        )
     f = Fields(source, metadata)
     if "token_embd.weight" not in tensors:
         raise TinyspecError(f"{source}: missing token_embd.weight; the file holds no whole model")
     d, heads = f.whole(f"{family}.embedding_length"), f.whole(f"{family}.attention.head_count")
     values: dict[str, Any] = {
         "model_type": family,
-        "vocab_size": int(tensors["token_embd.weight"].shape[-1]),  # gguf counts dimensions from the inside
+        "vocab_size": int(
+            tensors["token_embd.weight"].shape[-1]
+        ),  # gguf counts dimensions from the inside
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
@@ -112,7 +122,13 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
     context = f.whole(f"{family}.context_length")
     if family == "gpt2":
         eps = f.number("gpt2.attention.layer_norm_epsilon", 1e-5)
-        values |= {"n_embd": d, "n_head": heads, "n_layer": layers, "n_inner": ff, "n_positions": context}
+        values |= {
+            "n_embd": d,
+            "n_head": heads,
+            "n_layer": layers,
+            "n_inner": ff,
+            "n_positions": context,
+        }
         return _with_bos(from_hf(values | {"layer_norm_epsilon": _round(eps)}, source), metadata)
     f.only(f"{family}.expert_count", 0, None)
     head_dim = f.whole(f"{family}.attention.key_length", d // heads)
@@ -133,7 +149,10 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
     }
     f.only(kind := f"{family}.rope.scaling.type", "none", "linear")
     if metadata.get(kind) == "linear":
-        values["rope_scaling"] = {"rope_type": "linear", "factor": f.number(f"{family}.rope.scaling.factor")}
+        values["rope_scaling"] = {
+            "rope_type": "linear",
+            "factor": f.number(f"{family}.rope.scaling.factor"),
+        }
     if _ROPE_FACTORS in tensors:
         factors = _dequantised(tensors[_ROPE_FACTORS], Path(source))
         values["rope_scaling"] = _llama3(from_hf(values, source), factors, source)
@@ -170,7 +189,9 @@ def _llama3(config: Config, factors: Tensor, source: str) -> dict[str, Any]:
         "original_max_position_embeddings": 8192,
     }
     guess = frequencies(replace(config, rope_scaling=scaling))
-    if factors.shape != guess.shape or not torch.allclose(frequencies(config) / factors, guess, rtol=1e-5):
+    if factors.shape != guess.shape or not torch.allclose(
+        frequencies(config) / factors, guess, rtol=1e-5
+    ):
         raise TinyspecError(
             f"{source}: {_ROPE_FACTORS} is not the llama3 scaling known here; take the safetensors folder"
         )
@@ -187,7 +208,9 @@ def _dequantised(tensor: Any, path: Path) -> Tensor:
             f"{path}: {tensor.name} is {tensor.tensor_type.name}, which gguf cannot dequantise"
         ) from None
     except Exception as error:  # blocks that do not fill a row
-        raise TinyspecError(f"{path}: {tensor.name!r} is damaged ({error}); fetch the file again") from error
+        raise TinyspecError(
+            f"{path}: {tensor.name!r} is damaged ({error}); fetch the file again"
+        ) from error
     return torch.from_numpy(values.astype("<f4", copy=True))
 
 
@@ -200,7 +223,9 @@ def _unpermute_all(config: Config, theirs: dict[str, Callable[[], Tensor]]) -> N
 
 def _unpermuted(get: Callable[[], Tensor], heads: int, head_dim: int) -> Tensor:
     rows = get()
-    return unpermute(rows, heads) if len(rows) == heads * head_dim else rows  # its shape is refused by name later
+    return (
+        unpermute(rows, heads) if len(rows) == heads * head_dim else rows
+    )  # its shape is refused by name later
 
 
 def unpermute(rows: Tensor, heads: int) -> Tensor:

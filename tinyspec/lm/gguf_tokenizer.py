@@ -30,10 +30,14 @@ def rebuild(metadata: dict[str, Any], source: str) -> Tokenizer | None:
         return None
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list) or not tokens:
-        raise TinyspecError(f"{source}: tokenizer.ggml.tokens is missing; take the safetensors folder")
+        raise TinyspecError(
+            f"{source}: tokenizer.ggml.tokens is missing; take the safetensors folder"
+        )
     types = types or [1] * len(tokens)
     if len(types) != len(tokens):
-        raise TinyspecError(f"{source}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+        raise TinyspecError(
+            f"{source}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
     if kind == "gpt2":
         backend = _byte_level(metadata, tokens, types, source)
     elif kind == "llama":
@@ -41,8 +45,12 @@ def rebuild(metadata: dict[str, Any], source: str) -> Tokenizer | None:
     else:
         raise TinyspecError(f"{source}: tokenizer.ggml.model is {kind!r}; known: gpt2, llama")
     named = list(zip(tokens, types, strict=True))
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in named if k == _CONTROL])
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in named if k == _USER])
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t, k in named if k == _CONTROL]
+    )
+    backend.add_tokens(
+        [AddedToken(t, special=False, normalized=False) for t, k in named if k == _USER]
+    )
     config: dict[str, Any] = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         id = metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -53,13 +61,17 @@ def rebuild(metadata: dict[str, Any], source: str) -> Tokenizer | None:
     return Tokenizer(backend, config, template if isinstance(template, str) else None)
 
 
-def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], source: str) -> Backend:
+def _byte_level(
+    metadata: dict[str, Any], tokens: list[str], types: list[int], source: str
+) -> Backend:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
     vocab = {token: id for id, token in enumerate(tokens)}
     try:
         backend = Backend(models.BPE(vocab, merges))
     except Exception as error:  # the library's own: a merge of, or into, a token that is not there
-        raise TinyspecError(f"{source}: tokenizer.ggml.merges do not fit the tokens ({error})") from error
+        raise TinyspecError(
+            f"{source}: tokenizer.ggml.merges do not fit the tokens ({error})"
+        ) from error
     ordinary = [token for token, kind in zip(tokens, types, strict=True) if kind == 1]
     backend.pre_tokenizer = _splitting(metadata.get("tokenizer.ggml.pre"), ordinary, source)
     backend.decoder = decoders.ByteLevel()
@@ -69,10 +81,14 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], s
 def _splitting(name: str | None, ordinary: list[str], source: str) -> pre_tokenizers.PreTokenizer:
     if name in _REGEX:
         split = pre_tokenizers.Split(Regex(_REGEX[name]), "isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        return pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     if name not in _GPT2 + _DIGITS + _SILENT:
         known = ", ".join([*_GPT2[:1], *_DIGITS, *_REGEX, "default"])
-        raise TinyspecError(f"{source}: tokenizer.ggml.pre is {name!r}; known: {known}; take the safetensors folder")
+        raise TinyspecError(
+            f"{source}: tokenizer.ggml.pre is {name!r}; known: {known}; take the safetensors folder"
+        )
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     alone = not any(len(token) > 1 and any(c in "0123456789" for c in token) for token in ordinary)
     if name in _DIGITS or (name in _SILENT and alone):
@@ -84,19 +100,29 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], source: str) -> 
     """SentencePiece's BPE joins the pair whose union has the best score: so its merges, in the order of scores."""
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise TinyspecError(f"{source}: tokenizer.ggml.scores is missing or of another length than the tokens")
+        raise TinyspecError(
+            f"{source}: tokenizer.ggml.scores is missing or of another length than the tokens"
+        )
     vocab = {token: id for id, token in enumerate(tokens)}
     ranked = []
     for token, score in zip(tokens, scores, strict=True):
-        pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
+        pairs = [
+            (token[:i], token[i:])
+            for i in range(1, len(token))
+            if token[:i] in vocab and token[i:] in vocab
+        ]
         ranked += [(-score, vocab[left], vocab[right], (left, right)) for left, right in pairs]
     merges = [pair for *_, pair in sorted(ranked)]
     unk = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    backend = Backend(models.BPE(vocab, merges, unk_token=tokens[unk], fuse_unk=True, byte_fallback=True))
+    backend = Backend(
+        models.BPE(vocab, merges, unk_token=tokens[unk], fuse_unk=True, byte_fallback=True)
+    )
     spaces: list[Any] = [normalizers.Replace(" ", "▁")]
     strip: list[Any] = []
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
         spaces, strip = [normalizers.Prepend("▁"), *spaces], [decoders.Strip(" ", 1, 0)]
     backend.normalizer = normalizers.Sequence(spaces)
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return backend

@@ -33,14 +33,19 @@ class Listening(Blocks):
 
     def enter(self, feed: Feed) -> Tensor:
         """The state each row starts from, [n, d]: embeddings are scaled by sqrt(d) here."""
-        x = self.embed[torch.tensor(_looked_up(feed), device=self.device)] * self.config.d_model**0.5
+        x = (
+            self.embed[torch.tensor(_looked_up(feed), device=self.device)]
+            * self.config.d_model**0.5
+        )
         if feed.given is not None and feed.entering is not None:
             x[torch.tensor(feed.given, device=self.device)] = feed.entering.to(x.dtype)
         fresh = torch.tensor([s == 0 for s in feed.starts], device=self.device)[:, None]
         places = self.weights["positions"][torch.tensor(feed.positions, device=self.device)]
         return torch.addcmul(x, fresh.to(x.dtype), places)
 
-    def span(self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int) -> Tensor:
+    def span(
+        self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int
+    ) -> Tensor:
         """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""
         copied = [feed.copying for feed, rows in zip(feeds, active, strict=True) for _ in rows]
         for sublayer in range(first, last):
@@ -60,7 +65,11 @@ class Listening(Blocks):
 
 def _looked_up(feed: Feed) -> list[int]:
     """The tokens whose embeddings are wanted; rows that bring a state of their own take any."""
-    return feed.tokens if feed.given is None else [0 if g else t for t, g in zip(feed.tokens, feed.given, strict=True)]
+    return (
+        feed.tokens
+        if feed.given is None
+        else [0 if g else t for t, g in zip(feed.tokens, feed.given, strict=True)]
+    )
 
 
 class Heard(Engine):
@@ -72,7 +81,9 @@ class Heard(Engine):
 
     def __init__(self, host: Seq2Seq):
         super().__init__(host.decoder.config, dict(host.decoder.weights))
-        self.cross = Engine(replace(self.config, vocab_size=2, d_ff=2, max_positions=1), _crossing(host))
+        self.cross = Engine(
+            replace(self.config, vocab_size=2, d_ff=2, max_positions=1), _crossing(host)
+        )
         self.source = torch.empty(0)
 
     def listening(self, memory: Memory) -> "Heard":
@@ -94,12 +105,25 @@ class Heard(Engine):
         fresh = torch.tensor([start == 0 for start in feed.starts])[:, None]
         return x + fresh * self._positions[torch.tensor(feed.positions)].float()
 
-    def _run(self, x: Tensor, group: list[tuple[Feed, Sequence[int]]], first: int, last: int, copying: bool) -> None:
+    def _run(
+        self,
+        x: Tensor,
+        group: list[tuple[Feed, Sequence[int]]],
+        first: int,
+        last: int,
+        copying: bool,
+    ) -> None:
         n, slots = len(x), self.source.shape[3] - 1
         sight = 1, [(slots, ())] * n
         sources = [(self.source.data_ptr(), slots + 1, [slots] * n, [0] * n, sight, None)]
-        marks = [first, *(mark for mark in range(first // 2 * 2 + 1, last, 2) if mark > first), last]
-        for begin, end in pairwise(marks):  # each ends behind an attention sublayer, or where the pass does
+        marks = [
+            first,
+            *(mark for mark in range(first // 2 * 2 + 1, last, 2) if mark > first),
+            last,
+        ]
+        for begin, end in pairwise(
+            marks
+        ):  # each ends behind an attention sublayer, or where the pass does
             super()._run(x, group, begin, end, copying)
             if end % 2 and not copying:  # rows that are copied up only leave keys and values behind
                 self.cross._compiled.run(x.numpy(), end - 1, end, sources, torch.get_num_threads())
@@ -109,7 +133,10 @@ def _crossing(host: Seq2Seq) -> dict[str, Tensor]:
     """The weights of the second stack, whose MLPs and head are never run."""
     d, weights = (
         host.config.d_model,
-        {"embed": torch.zeros(2, host.config.d_model), "norm.weight": torch.ones(host.config.d_model)},
+        {
+            "embed": torch.zeros(2, host.config.d_model),
+            "norm.weight": torch.ones(host.config.d_model),
+        },
     )
     weights |= {"positions": torch.zeros(1, d), "norm.bias": torch.zeros(d)}
     for i in range(host.config.decoder_layers):
@@ -144,7 +171,9 @@ class Given(Model):
         with torch.inference_mode():
             memory = host.encode(torch.tensor([self.source], device=host.device))
         self._listening = Listening(host, memory)
-        super().__init__(self._listening.config, self._listening.weights, host._tokenizer, host.name)
+        super().__init__(
+            self._listening.config, self._listening.weights, host._tokenizer, host.name
+        )
         packed = _packed(host)
         self._path = self._listening if packed is None else packed.listening(memory)
 
@@ -157,14 +186,18 @@ class Given(Model):
         return self._listening
 
     def save(self, folder: str | Path) -> None:
-        raise TinyspecError(f"{self.name} that has read a source cannot be saved: save the encoder-decoder")
+        raise TinyspecError(
+            f"{self.name} that has read a source cannot be saved: save the encoder-decoder"
+        )
 
 
 def _packed(host: Seq2Seq) -> Heard | None:
     """The compiled path of these weights, made once and made anew when they were written to; None: there is none for them."""
     if host.dtype != torch.float32 or not packable(host.decoder.config, host.weights):
         return None
-    if any(w.is_inference() for w in host.weights.values()):  # nobody counts how often they were written to
+    if any(
+        w.is_inference() for w in host.weights.values()
+    ):  # nobody counts how often they were written to
         return None
     state = tuple(w._version for w in host.weights.values())
     if host.compiled.get("state") != state:

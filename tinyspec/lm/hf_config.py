@@ -11,7 +11,11 @@ from typing import Any
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 
-_ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
 SEQ2SEQ = "tinyspec-seq2seq"  # the model_type of our encoder-decoders (seq2seq_file.py)
 _LAYERS = 10_000  # each is a dozen names to look for, so a damaged number must not be counted up to
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -29,7 +33,11 @@ class Fields:
 
     def refuse(self, key: str, want: str) -> TinyspecError:
         shown = repr(self.values.get(key))
-        got = f"is {shown if len(shown) < 80 else shown[:76] + '...'}" if key in self.values else "is missing"
+        got = (
+            f"is {shown if len(shown) < 80 else shown[:76] + '...'}"
+            if key in self.values
+            else "is missing"
+        )
         return TinyspecError(f"{self.source}: {key} {got}, expected {want}")
 
     def whole(self, key: str, default: int | None = None, most: int = 2**31) -> int:
@@ -42,7 +50,11 @@ class Fields:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < float("inf")
+        ):
             raise self.refuse(key, "a positive number")
         return value if isinstance(value, int) else float(value)
 
@@ -55,7 +67,9 @@ class Fields:
     def only(self, key: str, *allowed: Any) -> None:
         """The first allowed value is the default; any other changes what is computed, and we do not compute that."""
         if self.values.get(key, allowed[0]) not in allowed:
-            raise self.refuse(key, " or ".join(map(repr, allowed)) + "; tinyspec computes nothing else here")
+            raise self.refuse(
+                key, " or ".join(map(repr, allowed)) + "; tinyspec computes nothing else here"
+            )
 
 
 def token_ids(value: Any, source: str, key: str) -> tuple[int, ...]:
@@ -70,7 +84,9 @@ def from_hf(values: dict[str, Any], source: str = "config.json") -> Config:
     """Read config.json's content. Token ids are its own; `checkpoint.read` lets generation_config.json win."""
     f = Fields(source, values)
     if "quantization_config" in values:
-        raise f.refuse("quantization_config", "none: take the unquantised checkpoint, or a .gguf file")
+        raise f.refuse(
+            "quantization_config", "none: take the unquantised checkpoint, or a .gguf file"
+        )
     build = _FAMILIES.get(str(family := _family(values)))
     if family == SEQ2SEQ:
         raise TinyspecError(
@@ -130,13 +146,23 @@ def _gpt2(f: Fields, rest: dict[str, Any]) -> Config:
 
 def _llama(f: Fields, rest: dict[str, Any]) -> Config:
     bias = f.flag("attention_bias", False)
-    return _rotary(f, 2048, qkv_bias=bias, out_bias=bias, mlp_bias=f.flag("mlp_bias", False), family="llama", **rest)
+    return _rotary(
+        f,
+        2048,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=f.flag("mlp_bias", False),
+        family="llama",
+        **rest,
+    )
 
 
 def _qwen2(f: Fields, rest: dict[str, Any]) -> Config:
     f.only("use_sliding_window", False)
     if any(kind != "full_attention" for kind in f.values.get("layer_types") or ()):
-        raise f.refuse("layer_types", "'full_attention' in every layer; tinyspec computes nothing else here")
+        raise f.refuse(
+            "layer_types", "'full_attention' in every layer; tinyspec computes nothing else here"
+        )
     return _rotary(f, 32768, qkv_bias=True, family="qwen2", **rest)
 
 
@@ -147,10 +173,14 @@ def _rotary(f: Fields, context: int, **rest: Any) -> Config:
     if heads % kv_heads:
         raise f.refuse("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
     if f.values.get("head_dim") is None and d % heads:
-        raise f.refuse("num_attention_heads", f"a divisor of hidden_size {d}, or an explicit head_dim")
+        raise f.refuse(
+            "num_attention_heads", f"a divisor of hidden_size {d}, or an explicit head_dim"
+        )
     head_dim = f.whole("head_dim", d // heads)
     if head_dim % 2:
-        raise f.refuse("head_dim", f"an even number, since rotary positions turn pairs; it is {head_dim}")
+        raise f.refuse(
+            "head_dim", f"an even number, since rotary positions turn pairs; it is {head_dim}"
+        )
     theta, scaling = rope(f)
     return Config(
         vocab_size=f.whole("vocab_size"),
@@ -187,7 +217,11 @@ def rope(f: Fields) -> tuple[float, dict[str, Any] | None]:
     return theta, {"rope_type": kind, **{key: g.number(key) for key in _ROPE_KEYS[kind]}}
 
 
-_FAMILIES: dict[str, Callable[[Fields, dict[str, Any]], Config]] = {"gpt2": _gpt2, "llama": _llama, "qwen2": _qwen2}
+_FAMILIES: dict[str, Callable[[Fields, dict[str, Any]], Config]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "qwen2": _qwen2,
+}
 
 
 def to_hf(config: Config, dtype: str) -> dict[str, Any]:
@@ -231,10 +265,18 @@ def to_hf(config: Config, dtype: str) -> dict[str, Any]:
     if config.extra:
         values["tinyspec"] = config.extra
     back = from_hf(values)
-    kept = {"add_bos"} | ({"says"} if "embeddings_from" in config.extra else set())  # what other files hold
-    lost = [f.name for f in dataclass_fields(Config) if f.name not in kept and _get(back, f) != _get(config, f)]
+    kept = {"add_bos"} | (
+        {"says"} if "embeddings_from" in config.extra else set()
+    )  # what other files hold
+    lost = [
+        f.name
+        for f in dataclass_fields(Config)
+        if f.name not in kept and _get(back, f) != _get(config, f)
+    ]
     if lost:
-        raise TinyspecError(f"a {config.family} checkpoint cannot express this Config's {', '.join(lost)}")
+        raise TinyspecError(
+            f"a {config.family} checkpoint cannot express this Config's {', '.join(lost)}"
+        )
     return values
 
 

@@ -51,5 +51,8 @@ def words(store: Tensor) -> NDArray[Any] | None:
 
 def give_back() -> None:
     """Let the system have what was freed. glibc keeps pieces of a few megabytes; elsewhere there is nothing to do."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    if (
+        sys.platform == "linux"
+        and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None
+    ):
         trim(0)

@@ -26,19 +26,33 @@ def snapshot(repo: str, progress: bool = True) -> Path:
     try:
         return Path(snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except errors.HFValidationError as error:
-        raise TinyspecError(f"{repo}: not a hub id (expected org/name), and no such path here") from error
+        raise TinyspecError(
+            f"{repo}: not a hub id (expected org/name), and no such path here"
+        ) from error
     except errors.GatedRepoError as error:
-        raise TinyspecError(f"{repo}: gated; accept its terms on the hub, then run `hf auth login`") from error
+        raise TinyspecError(
+            f"{repo}: gated; accept its terms on the hub, then run `hf auth login`"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise TinyspecError(
             f"{repo}: no such model on the hub, and no such path here; for a private one run `hf auth login`"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no connection to {constants.ENDPOINT}"
-        raise TinyspecError(f"{repo}: {why}, and it is not in the cache {constants.HF_HUB_CACHE}") from error
-    except Exception as error:  # a status, a timeout, a full disk: each with the class of the transport in use
+        why = (
+            "HF_HUB_OFFLINE is set"
+            if constants.HF_HUB_OFFLINE
+            else f"no connection to {constants.ENDPOINT}"
+        )
+        raise TinyspecError(
+            f"{repo}: {why}, and it is not in the cache {constants.HF_HUB_CACHE}"
+        ) from error
+    except (
+        Exception
+    ) as error:  # a status, a timeout, a full disk: each with the class of the transport in use
         line = " ".join(str(error).split()) or type(error).__name__
-        raise TinyspecError(f"{repo}: the download stopped ({line}); run it again, it goes on where it was") from error
+        raise TinyspecError(
+            f"{repo}: the download stopped ({line}); run it again, it goes on where it was"
+        ) from error
     finally:
         if not silent:
             utils.enable_progress_bars()

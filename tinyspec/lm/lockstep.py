@@ -30,11 +30,16 @@ class Lockstep:
         """Append tokens [N]; returns the logits of the next ones [N, V]."""
         model, at = self.model, self.length
         if at == self.room:
-            raise TinyspecError(f"there was room for {self.room} tokens, and they have been written")
+            raise TinyspecError(
+                f"there was room for {self.room} tokens, and they have been written"
+            )
         heard = self.memory.heard or model.hear(self.memory).heard
         assert heard is not None
         tokens = tokens.to(model.device)
-        x = F.embedding(tokens[:, None], model.embedding) * math.sqrt(model.config.d_model) + model.positions[at]
+        x = (
+            F.embedding(tokens[:, None], model.embedding) * math.sqrt(model.config.d_model)
+            + model.positions[at]
+        )
         decoder = model.decoder
         for i, block in enumerate(decoder.layers):
             q, self.cache[0, i, :, at : at + 1], self.cache[1, i, :, at : at + 1] = decoder._qkv(

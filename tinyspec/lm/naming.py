@@ -64,7 +64,9 @@ _GGUF = {
 }
 _GGUF_GPT2 = {**_GGUF, "qkv": "attn_qkv", "up": "ffn_up"}
 
-PART = 1 << 18  # numbers that are looked at together: what `isfinite` makes on the way would be the peak of all memory
+PART = (
+    1 << 18
+)  # numbers that are looked at together: what `isfinite` makes on the way would be the peak of all memory
 
 # Buffers that older versions of transformers saved, and which a config determines.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
@@ -101,28 +103,43 @@ def to_ours(
     config.json says, not a float, or not finite.
     """
     have = {name: name for name in theirs}
-    if config.family == "gpt2" and not gguf:  # GPT2Model saves without the prefix that GPT2LMHeadModel adds
-        have = {n if n.startswith(("transformer.", "lm_head.")) else f"transformer.{n}": n for n in theirs}
+    if (
+        config.family == "gpt2" and not gguf
+    ):  # GPT2Model saves without the prefix that GPT2LMHeadModel adds
+        have = {
+            n if n.startswith(("transformer.", "lm_head.")) else f"transformer.{n}": n
+            for n in theirs
+        }
     sources = layout(config, gguf)
     wanted = [name for source in sources.values() for name in source.names]
     if missing := [name for name in wanted if name not in have]:
-        hint = "; set tie_word_embeddings to true if the head is the embedding" if missing == ["lm_head.weight"] else ""
+        hint = (
+            "; set tie_word_embeddings to true if the head is the embedding"
+            if missing == ["lm_head.weight"]
+            else ""
+        )
         raise TinyspecError(f"{file}: missing {_some(missing)}, which config.json asks for{hint}")
     head = layout_head(config, gguf)
     left = [n for n in have if n not in set(wanted) and n != head and not _HARMLESS.fullmatch(n)]
     if left:
-        raise TinyspecError(f"{file}: {_some(left)} not in the architecture that config.json describes")
+        raise TinyspecError(
+            f"{file}: {_some(left)} not in the architecture that config.json describes"
+        )
     shapes, ours = config.shapes(), {}
     for name, source in sources.items():
         parts = []
         for their_name, rows in zip(source.names, source.rows, strict=True):
             tensor = theirs[have[their_name]]()
             shape = (rows, *shapes[name][1:])
-            _check(tensor, shape[::-1] if source.transposed else shape, f"{file}: {have[their_name]}")
+            _check(
+                tensor, shape[::-1] if source.transposed else shape, f"{file}: {have[their_name]}"
+            )
             parts.append(tensor.t() if source.transposed else tensor)
         fused = torch.cat(parts) if len(parts) > 1 else parts[0]
         ours[name] = (fused if dtype is None else fused.to(dtype)).contiguous()
-    if head in have and not torch.equal(theirs[have[head]]().to(ours["embed"].dtype), ours["embed"]):
+    if head in have and not torch.equal(
+        theirs[have[head]]().to(ours["embed"].dtype), ours["embed"]
+    ):
         raise TinyspecError(
             f"{file}: {head} differs from the embedding, but config.json ties them; set tie_word_embeddings to false"
         )
@@ -144,19 +161,29 @@ def to_theirs(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor
     for ours, source in layout(config).items():
         tensor = weights[ours].detach().cpu()
         for name, part in zip(source.names, torch.split(tensor, list(source.rows)), strict=True):
-            theirs[name] = (part.t() if source.transposed else part).clone(memory_format=torch.contiguous_format)
+            theirs[name] = (part.t() if source.transposed else part).clone(
+                memory_format=torch.contiguous_format
+            )
     return theirs
 
 
 def _check(tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
     if tuple(tensor.shape) != shape:
-        raise TinyspecError(f"{what} has shape {list(tensor.shape)}, config.json makes it {list(shape)}; one is wrong")
+        raise TinyspecError(
+            f"{what} has shape {list(tensor.shape)}, config.json makes it {list(shape)}; one is wrong"
+        )
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise TinyspecError(f"{what} is {str(tensor.dtype)[6:]}, expected float32, bfloat16, float16 or float64")
+        raise TinyspecError(
+            f"{what} is {str(tensor.dtype)[6:]}, expected float32, bfloat16, float16 or float64"
+        )
     if not all(torch.isfinite(part).all() for part in torch.split(tensor.reshape(-1), PART)):
-        raise TinyspecError(f"{what} holds NaN or infinity; the file is damaged or its training diverged")
+        raise TinyspecError(
+            f"{what} holds NaN or infinity; the file is damaged or its training diverged"
+        )
 
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(n if n.isprintable() else repr(n) for n in sorted(names)[:5]) + more  # a file may hold any name
+    return (
+        ", ".join(n if n.isprintable() else repr(n) for n in sorted(names)[:5]) + more
+    )  # a file may hold any name

@@ -45,15 +45,25 @@ class Node:
 
     def agrees(self, plan: Plan, n_layers: int) -> int:
         """How many of the sublayers it has done hold under this plan."""
-        return self.reach if plan == self.plan else min(self.reach, self.plan.differs(plan, n_layers))
+        return (
+            self.reach if plan == self.plan else min(self.reach, self.plan.differs(plan, n_layers))
+        )
 
     def lacks(self, plan: Plan, stop: int, n_layers: int, taps: Iterable[int], head: bool) -> bool:
         """Whether it must be run to show these taps, and the head's row, at `stop` under `plan`."""
-        if self.plan != plan or self.reach < stop or (head and (self.row is None or self.row_at != stop)):
+        if (
+            self.plan != plan
+            or self.reach < stop
+            or (head and (self.row is None or self.row_at != stop))
+        ):
             return True
-        return any(tap not in self.shown or (tap == n_layers and self.row_at != stop) for tap in taps)
+        return any(
+            tap not in self.shown or (tap == n_layers and self.row_at != stop) for tap in taps
+        )
 
-    def entry(self, plan: Plan, stop: int, n_layers: int, taps: Iterable[int] = ()) -> tuple[int, Tensor | None]:
+    def entry(
+        self, plan: Plan, stop: int, n_layers: int, taps: Iterable[int] = ()
+    ) -> tuple[int, Tensor | None]:
         """The last sublayer it can enter at on the way to `stop` under `plan`, with the state (None: the embedding).
 
         A tap that was not asked for before lies on the way, so it is entered below it.

@@ -50,7 +50,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     n, heads, width = q.shape
     shared = k.shape[0]
     groups = heads // shared
-    rows = q.view(n, shared, groups, width).permute(1, 2, 0, 3).reshape(1, shared, groups * n, width)
+    rows = (
+        q.view(n, shared, groups, width).permute(1, 2, 0, 3).reshape(1, shared, groups * n, width)
+    )
     if mask is not None and mask.dtype == torch.bool:
         mask = stacked(mask, groups, q.dtype)
     out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask)

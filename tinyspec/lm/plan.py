@@ -18,7 +18,9 @@ class Visible:
     since: int
 
     @classmethod
-    def everywhere(cls, positions: Sequence[int], since: int, n_layers: int, n_kv_heads: int) -> "Visible":
+    def everywhere(
+        cls, positions: Sequence[int], since: int, n_layers: int, n_kv_heads: int
+    ) -> "Visible":
         """The same positions in every layer and head (a StreamingLLM window with its sinks, say)."""
         return cls((((frozenset(positions),) * n_kv_heads),) * n_layers, since)
 
@@ -70,9 +72,15 @@ class Plan:
         if self is other:
             return 2 * n_layers
         ends = {self.sublayers(n_layers), other.sublayers(n_layers)}
-        firsts = [2 * n_layers, *(min(ends) for _ in range(len(ends) - 1)), *(self.skip ^ other.skip)]
+        firsts = [
+            2 * n_layers,
+            *(min(ends) for _ in range(len(ends) - 1)),
+            *(self.skip ^ other.skip),
+        ]
         if self.visible != other.visible:
-            firsts.extend(2 * layer for layer in range(n_layers) if self._sees(layer) != other._sees(layer))
+            firsts.extend(
+                2 * layer for layer in range(n_layers) if self._sees(layer) != other._sees(layer)
+            )
         return min(firsts)
 
     def _sees(self, layer: int) -> tuple[Heads, int] | None:

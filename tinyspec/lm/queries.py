@@ -23,14 +23,20 @@ def queries(model: Model, states: Tensor, position: int) -> Tensor:
     c, weights = model.config, model.weights
     made: list[Tensor] = []
     for layer, state in enumerate(states):
-        gain, bias = (_as(state, weights.get(f"{layer}.norm1.{kind}")) for kind in ("weight", "bias"))
+        gain, bias = (
+            _as(state, weights.get(f"{layer}.norm1.{kind}")) for kind in ("weight", "bias")
+        )
         if c.norm == "rms":
             x = F.rms_norm(state, (c.d_model,), gain, c.norm_eps)
         else:
             x = F.layer_norm(state, (c.d_model,), gain, bias, c.norm_eps)
         qkv, more = (_as(state, weights.get(f"{layer}.qkv.{kind}")) for kind in ("weight", "bias"))
         assert qkv is not None
-        made.append(linear(x[None], qkv[: c.q_dim].contiguous(), None if more is None else more[: c.q_dim])[0])
+        made.append(
+            linear(x[None], qkv[: c.q_dim].contiguous(), None if more is None else more[: c.q_dim])[
+                0
+            ]
+        )
     turned = torch.stack(made).view(len(made), c.n_heads, c.head_dim)
     if c.positions == "rope":
         cos, sin = rotations(c, states.dtype, states.device)
@@ -49,7 +55,9 @@ def mean_keys(cache: Cache, layer: int, chunk: int, chunks: int) -> Tensor:
 def chosen(scores: Tensor, keep: int) -> list[list[int]]:
     """For every head the `keep` chunks with the highest scores [KV, chunks], the first chunk always among them; of equals
     the earlier one."""
-    order: Sequence[Sequence[int]] = scores[:, 1:].argsort(dim=-1, descending=True, stable=True).tolist()
+    order: Sequence[Sequence[int]] = (
+        scores[:, 1:].argsort(dim=-1, descending=True, stable=True).tolist()
+    )
     return [sorted([0, *(chunk + 1 for chunk in row[: keep - 1])]) for row in order]
 
 

@@ -48,10 +48,14 @@ def rotations(config: Config, dtype: torch.dtype, device: torch.device) -> tuple
     """
     n = config.max_positions if config.positions == "rope" else 0
     precise = torch.float64 if dtype == torch.float64 else torch.float32
-    angles = torch.outer(torch.arange(n, dtype=precise), frequencies(config).to(precise))  # [n, hd / 2]
+    angles = torch.outer(
+        torch.arange(n, dtype=precise), frequencies(config).to(precise)
+    )  # [n, hd / 2]
     cos, sin = angles.cos(), angles.sin()
     signed = torch.cat((-sin, sin), dim=-1)
-    return torch.cat((cos, cos), dim=-1)[:, None].to(device, dtype), signed[:, None].to(device, dtype)
+    return torch.cat((cos, cos), dim=-1)[:, None].to(device, dtype), signed[:, None].to(
+        device, dtype
+    )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ class Runner:
         self.model, self.plan, self.ledger, self.gate = model, plan, ledger, gate
         self.cache = Cache(model.config, model.dtype, model.device)
         self.probes: Tensor | None = None  # [m, d] adopted embeddings, ids V..V+m-1
-        self.prefix: tuple[Tensor, Tensor] | None = None  # K and V [L, KV, P, hd] that probes alone see
+        self.prefix: tuple[Tensor, Tensor] | None = (
+            None  # K and V [L, KV, P, hd] that probes alone see
+        )
 
     def run(
         self,
@@ -77,14 +79,20 @@ class Runner:
             ledger=self.ledger,
         )
         scores = self.gate([feed])[0]
-        rows = iter(scores.logits) if len(scores.logits) > 1 else iter([scores.logits[0]] if len(scores.logits) else [])
+        rows = (
+            iter(scores.logits)
+            if len(scores.logits) > 1
+            else iter([scores.logits[0]] if len(scores.logits) else [])
+        )
         for i, (node, start) in enumerate(zip(nodes, starts, strict=True)):
             self._mark(node, plan, start, stop)
             if copying:
                 node.filled = True
                 continue
             above = node.parent
-            node.exact = (node.exact or start == 0) and (above is None or (above.exact and not above.filled))
+            node.exact = (node.exact or start == 0) and (
+                above is None or (above.exact and not above.filled)
+            )
             if node.plan != plan:  # what was shown below the parting still holds
                 node.shown = {tap: state for tap, state in node.shown.items() if 2 * tap <= start}
             node.arrive(plan, start, stop, {at: kept[i] for at, kept in feed.kept.items()})
@@ -127,7 +135,13 @@ class Runner:
         for node, row, state in zip(nodes, rows, feed.kept[stop], strict=True):
             above = node.parent
             node.exact = above is None or (above.exact and not above.filled)
-            node.plan, node.reach, node.row, node.row_at, node.states = self.plan, stop, row, stop, {stop: state}
+            node.plan, node.reach, node.row, node.row_at, node.states = (
+                self.plan,
+                stop,
+                row,
+                stop,
+                {stop: state},
+            )
         return scores
 
     def _embedding(self, node: Node, vocabulary: int) -> Tensor | None:
@@ -143,7 +157,9 @@ class Runner:
         if node.plan != plan or node.filled:
             present[:, first:] = False
         if plan.skip:
-            present[:, [layer for layer in range(first, (stop + 1) // 2) if 2 * layer not in plan.skip]] = True
+            present[
+                :, [layer for layer in range(first, (stop + 1) // 2) if 2 * layer not in plan.skip]
+            ] = True
         else:
             present[:, first : (stop + 1) // 2] = True
 
@@ -159,7 +175,9 @@ class Runner:
         """Every attention read has its keys: no position is silently missing in a layer that will be read."""
         own = {node.slot for node in nodes}
         low = min(own)
-        if self.cache.present[:low].all() and all(s < low or s in own for _, more in paths for s in more):
+        if self.cache.present[:low].all() and all(
+            s < low or s in own for _, more in paths for s in more
+        ):
             prefixes = [prefix for prefix, _ in paths if prefix > low]
             if not prefixes or own.issuperset(range(low, max(prefixes))):
                 return  # the usual case, for next to nothing
@@ -167,12 +185,18 @@ class Runner:
         seen[: max(prefix for prefix, _ in paths)] = True
         seen[[slot for _, more in paths for slot in more]] = True
         seen[[node.slot for node in nodes]] = False  # they bring their own
-        read = [layer for layer in range((min(starts) + 1) // 2, (stop + 1) // 2) if 2 * layer not in plan.skip]
+        read = [
+            layer
+            for layer in range((min(starts) + 1) // 2, (stop + 1) // 2)
+            if 2 * layer not in plan.skip
+        ]
         slots = np.flatnonzero(seen)
         missing = np.argwhere(~self.cache.present[np.ix_(slots, np.array(read, dtype=int))])
         if len(missing):
             slot, column = int(slots[missing[0][0]]), int(missing[0][1])
-            raise RuntimeError(f"slot {slot} has no keys in layer {read[column]}: fill() it or run it first")
+            raise RuntimeError(
+                f"slot {slot} has no keys in layer {read[column]}: fill() it or run it first"
+            )
 
 
 def visibility(nodes: Sequence[Node]) -> tuple[int, list[Seen]]:

@@ -80,8 +80,14 @@ class Seq2Seq:
         self.decoder = self._blocks("decoder", config.decoder_layers)
 
     def _blocks(self, part: str, layers: int) -> Blocks:
-        own = {name.removeprefix(f"{part}."): w for name, w in self.weights.items() if name.startswith(f"{part}.")}
-        return Blocks(self.config.stack(layers), {"embed": self.embedding, "positions": self.positions, **own})
+        own = {
+            name.removeprefix(f"{part}."): w
+            for name, w in self.weights.items()
+            if name.startswith(f"{part}.")
+        }
+        return Blocks(
+            self.config.stack(layers), {"embed": self.embedding, "positions": self.positions, **own}
+        )
 
     @classmethod
     def create(
@@ -95,16 +101,22 @@ class Seq2Seq:
         weights: dict[str, Tensor] = {}
         for name, shape in config.shapes().items():
             if len(shape) == 1:
-                weights[name] = (torch.ones if "norm" in name and name.endswith("weight") else torch.zeros)(
-                    shape, dtype=dtype
-                )
+                weights[name] = (
+                    torch.ones if "norm" in name and name.endswith("weight") else torch.zeros
+                )(shape, dtype=dtype)
                 continue
             std = math.sqrt(2 / (shape[0] + shape[1]))
             if name in ("embed", "lengths"):
                 std = config.d_model**-0.5
             elif name.endswith(("out.weight", "down.weight")):
-                std /= math.sqrt(3 * config.decoder_layers if name.startswith("decoder") else 2 * config.encoder_layers)
-            weights[name] = (torch.randn(shape, generator=generator, dtype=torch.float64) * std).to(dtype)
+                std /= math.sqrt(
+                    3 * config.decoder_layers
+                    if name.startswith("decoder")
+                    else 2 * config.encoder_layers
+                )
+            weights[name] = (torch.randn(shape, generator=generator, dtype=torch.float64) * std).to(
+                dtype
+            )
         return cls(config, weights, tokenizer)
 
     @classmethod
@@ -118,7 +130,9 @@ class Seq2Seq:
         """Write config.json, model.safetensors in `dtype` and tokenizer.json, which `load` reads."""
         from tinyspec.lm import seq2seq_file
 
-        stored = {name: w.detach().to("cpu", dtype).contiguous() for name, w in self.weights.items()}
+        stored = {
+            name: w.detach().to("cpu", dtype).contiguous() for name, w in self.weights.items()
+        }
         seq2seq_file.write(folder, self.config, stored, self._tokenizer)
 
     def __repr__(self) -> str:
@@ -135,7 +149,9 @@ class Seq2Seq:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise TinyspecError(f"{self.name} has no tokenizer.json: pass token ids, or put the file into its folder")
+            raise TinyspecError(
+                f"{self.name} has no tokenizer.json: pass token ids, or put the file into its folder"
+            )
         return self._tokenizer
 
     def parameters(self) -> list[Tensor]:
@@ -172,7 +188,9 @@ class Seq2Seq:
         x = _drop(x, dropout)
         for block in self.encoder.layers:
             q, k, v = self.encoder._qkv(block, x, self.encoder.cos, self.encoder.sin)
-            x = x + _drop(linear(attend_dense(q, k, v, seen[:, None]), block.out, block.out_bias), dropout)
+            x = x + _drop(
+                linear(attend_dense(q, k, v, seen[:, None]), block.out, block.out_bias), dropout
+            )
             x = x + _drop(self.encoder._mlp(block, x), dropout)
         x = self.encoder.final(x)
         self._enter("/encoder", x, self.config.encoder_layers)
@@ -229,15 +247,21 @@ class Seq2Seq:
     def length_logits(self, memory: Memory) -> Tensor:
         """What the LENGTH token says of the target's length: [B, lengths], class 0 impossible."""
         if memory.summary is None:
-            raise TinyspecError(f"{self.name} was made without a LENGTH token: it cannot tell a length")
+            raise TinyspecError(
+                f"{self.name} was made without a LENGTH token: it cannot tell a length"
+            )
         logits = linear(memory.summary, self.weights["lengths"])
         return torch.cat((torch.full_like(logits[:, :1], -torch.inf), logits[:, 1:]), dim=-1)
 
     def fertility_logits(self, memory: Memory) -> Tensor:
         """How many target tokens each source token gives: [B, S, fertilities]."""
         if not self.config.fertilities:
-            raise TinyspecError(f"{self.name} was made without a fertility head: it cannot tell fertilities")
-        return linear(memory.states, self.weights["fertility.weight"], self.weights["fertility.bias"])
+            raise TinyspecError(
+                f"{self.name} was made without a fertility head: it cannot tell fertilities"
+            )
+        return linear(
+            memory.states, self.weights["fertility.weight"], self.weights["fertility.bias"]
+        )
 
     def given(self, source: Sequence[int]) -> "Given":
         """The decoder as a model of its own, all of whose texts are translations of this source. Texts begin with bos."""
@@ -251,9 +275,13 @@ class Seq2Seq:
         return x.view(*x.shape[:-1], self.config.n_heads, -1)
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
-        return self.decoder._norm(x, self.weights[f"{name}.norm.weight"], self.weights[f"{name}.norm.bias"])
+        return self.decoder._norm(
+            x, self.weights[f"{name}.norm.weight"], self.weights[f"{name}.norm.bias"]
+        )
 
-    def cross(self, layer: int, x: Tensor, heard: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    def cross(
+        self, layer: int, x: Tensor, heard: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> Tensor:
         """What rows x [B, T, d] take from the source, whose keys and values [B or 1, S, H, hd] were made before."""
         name = f"decoder.{layer}.cross"
         q = self._heads(linear(self._normed(name, x), self.weights[f"{name}.q.weight"]))
@@ -262,7 +290,9 @@ class Seq2Seq:
     def _by_position(self, layer: int, x: Tensor, mask: Tensor | None) -> Tensor:
         """NAT's positional attention: queries and keys from the positions alone, values from the states x [B, T, d]."""
         name = f"decoder.{layer}.positional"
-        q, k = linear(self.positions[: x.shape[1]], self.weights[f"{name}.qk.weight"]).chunk(2, dim=-1)
+        q, k = linear(self.positions[: x.shape[1]], self.weights[f"{name}.qk.weight"]).chunk(
+            2, dim=-1
+        )
         v = self._heads(linear(self._normed(name, x), self.weights[f"{name}.v.weight"]))
         mixed = attend_dense(self._heads(q)[None].expand_as(v), self._heads(k)[None], v, mask)
         return linear(mixed, self.weights[f"{name}.out.weight"])
@@ -270,7 +300,9 @@ class Seq2Seq:
     def _enter(self, part: str, x: Tensor, layers: int) -> None:
         if self.ledger is not None:
             rows = x.shape[:-1].numel()
-            self.ledger.append(Call(self.name + part, rows, float(rows * layers), 0, prefill=part == "/encoder"))
+            self.ledger.append(
+                Call(self.name + part, rows, float(rows * layers), 0, prefill=part == "/encoder")
+            )
 
 
 def sinusoids(positions: int, width: int) -> Tensor:

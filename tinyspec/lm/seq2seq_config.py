@@ -58,7 +58,9 @@ class Seq2SeqConfig:
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, d)}
         for part, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):
             own = self.stack(layers).shapes()
-            shapes |= {f"{part}.{name}": own[name] for name in own if name not in ("embed", "positions")}
+            shapes |= {
+                f"{part}.{name}": own[name] for name in own if name not in ("embed", "positions")
+            }
         for i in range(self.decoder_layers):
             for kind in ("cross", "positional") if self.positional else ("cross",):
                 name = f"decoder.{i}.{kind}"
@@ -70,7 +72,10 @@ class Seq2SeqConfig:
         if self.lengths:
             shapes["lengths"] = (self.lengths, d)
         if self.fertilities:
-            shapes["fertility.weight"], shapes["fertility.bias"] = (self.fertilities, d), (self.fertilities,)
+            shapes["fertility.weight"], shapes["fertility.bias"] = (
+                (self.fertilities, d),
+                (self.fertilities,),
+            )
         return shapes
 
     def parameters(self) -> int:

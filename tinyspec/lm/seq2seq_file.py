@@ -21,7 +21,10 @@ from tinyspec.lm.naming import _check, _some
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.lm.tokenizer import Tokenizer
 
-_MOST = {"encoder_layers": 1000, "decoder_layers": 1000}  # a damaged number must not be counted up to
+_MOST = {
+    "encoder_layers": 1000,
+    "decoder_layers": 1000,
+}  # a damaged number must not be counted up to
 _MAY_BE_ZERO = ("pad", "bos", "eos", "mask", "lengths", "fertilities")
 
 
@@ -81,7 +84,9 @@ def _weights(config: Seq2SeqConfig, folder: Path, dtype: torch.dtype | None) -> 
     if missing := [name for name in shapes if name not in tensors]:
         raise TinyspecError(f"{file}: missing {_some(missing)}, which config.json asks for")
     if left := [name for name in tensors if name not in shapes]:
-        raise TinyspecError(f"{file}: {_some(left)} not in the architecture that config.json describes")
+        raise TinyspecError(
+            f"{file}: {_some(left)} not in the architecture that config.json describes"
+        )
     weights = {}
     for name, shape in shapes.items():
         tensor = tensors[name]()
@@ -90,7 +95,12 @@ def _weights(config: Seq2SeqConfig, folder: Path, dtype: torch.dtype | None) -> 
     return weights
 
 
-def write(folder: str | Path, config: Seq2SeqConfig, weights: dict[str, Tensor], tokenizer: Tokenizer | None) -> None:
+def write(
+    folder: str | Path,
+    config: Seq2SeqConfig,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer | None,
+) -> None:
     """Write a folder that `read` reads. Atomic: a new folder appears whole or not at all."""
     values = asdict(config)
     extra = values.pop("extra")

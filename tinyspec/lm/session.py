@@ -34,11 +34,18 @@ class Session(Text):
     """
 
     def __init__(
-        self, model: Model, *, plan: Plan | None = None, ledger: list[Call] | None = None, gate: Gate | None = None
+        self,
+        model: Model,
+        *,
+        plan: Plan | None = None,
+        ledger: list[Call] | None = None,
+        gate: Gate | None = None,
     ):
         self.plan = plan or Plan()
         self.alone = gate is None
-        self.runner = Runner(model, self.plan, [] if ledger is None else ledger, gate or model.forward)
+        self.runner = Runner(
+            model, self.plan, [] if ledger is None else ledger, gate or model.forward
+        )
         super().__init__(model, self.runner.cache)
         self._ready = 0  # committed tokens before this one are done for good; the newest never is: views rerun it
 
@@ -60,7 +67,9 @@ class Session(Text):
         first = max(len(self) - 1, 0)
         self.append(tokens)
         shown = self.committed[first:-1]
-        late = [node for node in shown if node.lacks(self.plan, self._end, n_layers, taps, head=False)]
+        late = [
+            node for node in shown if node.lacks(self.plan, self._end, n_layers, taps, head=False)
+        ]
         todo = [*(node for node in self._behind(self._end) if node.position < first), *late]
         for at in range(0, len(todo), SLAB):
             self.runner.run(todo[at : at + SLAB], self._end, taps=taps, prefill=True)
@@ -80,7 +89,10 @@ class Session(Text):
     def fork(self) -> "Session":
         """Another text with the same prefix; what is uncommitted stays here."""
         twin = Session(
-            self.model, plan=self.plan, ledger=self.runner.ledger, gate=None if self.alone else self.runner.gate
+            self.model,
+            plan=self.plan,
+            ledger=self.runner.ledger,
+            gate=None if self.alone else self.runner.gate,
         )
         twin.runner.cache = twin.cache = self.cache.clone()
         last: Node | None = None
@@ -102,13 +114,17 @@ class Session(Text):
             scores, self.scored = lengthened(self, rows), rows[1:]
         return scores
 
-    def advance(self, tree: TokenTree, layer: int, taps: Sequence[int] = (), head: bool = False) -> Scores:
+    def advance(
+        self, tree: TokenTree, layer: int, taps: Sequence[int] = (), head: bool = False
+    ) -> Scores:
         """Run a tree up to the end of `layer` layers and leave it there; a later `score` continues.
 
         With `head`, the logits an exit at this layer would give.
         """
         if not 0 <= layer <= self.model.config.n_layers:
-            raise TinyspecError(f"layer {layer} is out of range: {self.model.name} has {self.model.config.n_layers}")
+            raise TinyspecError(
+                f"layer {layer} is out of range: {self.model.name} has {self.model.config.n_layers}"
+            )
         scores, self.scored = self.grow(tree, taps, self.plan, stop=2 * layer, head=head)
         return scores
 
@@ -119,14 +135,20 @@ class Session(Text):
         recompute  the layers are run after all; this is also what the next `score` does to whatever is left (postpone)
         """
         n_layers = self.model.config.n_layers
-        chosen = [self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))]
+        chosen = [
+            self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))
+        ]
         todo = [
-            node for node in chosen if node.reach > 0 and node.lacks(self.plan, self._end, n_layers, (), head=False)
+            node
+            for node in chosen
+            if node.reach > 0 and node.lacks(self.plan, self._end, n_layers, (), head=False)
         ]
         if how == "copy":
             todo = [node for node in todo if not node.filled]
             if any(node.agrees(self.plan, n_layers) not in node.states for node in todo):
-                raise ValueError("the exit states of these tokens are gone: only 'recompute' can fill them")
+                raise ValueError(
+                    "the exit states of these tokens are gone: only 'recompute' can fill them"
+                )
         if todo:
             self.runner.run(todo, self._end, copying=how == "copy")
             self._advance_ready()
@@ -138,7 +160,9 @@ class Session(Text):
             raise ValueError(f"probe embeddings are [m, {c.d_model}], got {tuple(rows.shape)}")
         shape = (c.n_layers, c.n_kv_heads, c.head_dim)
         if prefix is not None and any((*part.shape[:2], part.shape[3]) != shape for part in prefix):
-            raise ValueError(f"a probe prefix is [{c.n_layers}, {c.n_kv_heads}, P, {c.head_dim}] twice")
+            raise ValueError(
+                f"a probe prefix is [{c.n_layers}, {c.n_kv_heads}, P, {c.head_dim}] twice"
+            )
         self.runner.probes, self.runner.prefix = rows, prefix
         self.adopted = 0 if rows is None else len(rows)
 
@@ -173,14 +197,20 @@ class Session(Text):
         """What these nodes show: [taps, n, d]."""
         if not (nodes and taps):
             return torch.empty(
-                len(taps), len(nodes), self.model.config.d_model, dtype=self.model.stream, device=self.model.device
+                len(taps),
+                len(nodes),
+                self.model.config.d_model,
+                dtype=self.model.stream,
+                device=self.model.device,
             )
         return torch.stack([torch.stack([node.shown[tap] for node in nodes]) for tap in taps])
 
     def _behind(self, stop: int) -> list[Node]:
         """Committed tokens before the newest that are not at `stop` yet: appended, or left early and not filled."""
         n_layers, late = self.model.config.n_layers, self.committed[self._ready : -1]
-        return [n for n in late if not n.filled and n.lacks(self.plan, stop, n_layers, (), head=False)]
+        return [
+            n for n in late if not n.filled and n.lacks(self.plan, stop, n_layers, (), head=False)
+        ]
 
     def _advance_ready(self) -> None:
         n_layers = self.model.config.n_layers
@@ -220,7 +250,9 @@ class Session(Text):
         above = [self._newest(), *trunk]
         nodes = self._plant(above, tree)
         rows = [above.pop(), *nodes]
-        todo = [n for n in dict.fromkeys(rows) if n.lacks(plan, stop, n_layers, taps, head)]  # equal paths are one row
+        todo = [
+            n for n in dict.fromkeys(rows) if n.lacks(plan, stop, n_layers, taps, head)
+        ]  # equal paths are one row
         above = [n for n in above if n.lacks(plan, stop, n_layers, (), head=False)]
         behind = self._behind(min(stop, self._end))
         while behind and (plan != self.plan or len(behind) > SLAB):
@@ -228,7 +260,9 @@ class Session(Text):
             behind = behind[SLAB:]
         fresh = None
         if todo or above or behind:
-            fresh = self.runner.run([*behind, *above, *todo], stop, heads=todo if head else (), taps=taps, plan=plan)
+            fresh = self.runner.run(
+                [*behind, *above, *todo], stop, heads=todo if head else (), taps=taps, plan=plan
+            )
         if not head:
             logits = self._no_logits()
         elif fresh is not None and todo == rows:

@@ -51,7 +51,11 @@ class Step:
         x = F.embedding(tokens, blocks.embed)
         if c.positions == "learned":
             x = x + blocks.weights["positions"][positions]
-        turn = (blocks.cos[positions], blocks.sin[positions]) if c.positions == "rope" else (blocks.cos, blocks.sin)
+        turn = (
+            (blocks.cos[positions], blocks.sin[positions])
+            if c.positions == "rope"
+            else (blocks.cos, blocks.sin)
+        )
         mask = stacked(self.looks, c.n_heads // c.n_kv_heads, x.dtype)
         states = [x]
         for layer, block in enumerate(blocks.layers):
@@ -111,7 +115,9 @@ class Static:
         step.given.copy_(torch.tensor(columns), non_blocking=True)
         step.looks.copy_(torch.from_numpy(looks), non_blocking=True)
         if self.captures and step.run == step.compute:
-            kept = cache.store[:, :, :, feed.slots].clone()  # the trial runs write the same, but may round otherwise
+            kept = cache.store[
+                :, :, :, feed.slots
+            ].clone()  # the trial runs write the same, but may round otherwise
             step.capture(self._memory)
             cache.store[:, :, :, feed.slots] = kept
         step.run()  # the next run overwrites what it leaves, so what is handed out is copied
@@ -129,7 +135,11 @@ class Static:
             slots *= 2
         free = self._free.setdefault(slots, [])
         shape = (*cache.store.shape[:3], slots + 1, cache.store.shape[4])
-        store = free.pop().zero_() if free else torch.zeros(shape, dtype=cache.store.dtype, device=cache.store.device)
+        store = (
+            free.pop().zero_()
+            if free
+            else torch.zeros(shape, dtype=cache.store.dtype, device=cache.store.device)
+        )
         self._known.add(store.data_ptr())
         cache.settle(store, slots)
         weakref.finalize(cache, free.append, store)

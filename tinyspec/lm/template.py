@@ -42,18 +42,29 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes <, >, & and ' for HTML; a prompt is not HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
-def render(template: str, messages: Sequence[Message], add_generation_prompt: bool, tokens: Mapping[str, str]) -> str:
+def render(
+    template: str,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tokens: Mapping[str, str],
+) -> str:
     """Messages as the checkpoint's one text. `tokens` are the template's variables (`bos_token`, `eos_token`, ...).
 
     Raises TinyspecError for a message without text, and for whatever the template itself refuses.
     """
     plain = []
     for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise TinyspecError(f'chat message {i}: expected {{"role": text, "content": text}}, got {message!r}')
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(k), str) for k in ("role", "content")
+        ):
+            raise TinyspecError(
+                f'chat message {i}: expected {{"role": text, "content": text}}, got {message!r}'
+            )
         plain.append({str(k): v for k, v in message.items()})
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]

@@ -51,7 +51,9 @@ class Text:
             if node.probe:
                 raise ValueError("a probe cannot be committed")
             if node.parent is not tip:
-                raise ValueError(f"{list(path)} is not a path from the newest token down the last scored tree")
+                raise ValueError(
+                    f"{list(path)} is not a path from the newest token down the last scored tree"
+                )
             tip = node
         if next is not None:
             self._admit((next,), len(nodes))
@@ -147,7 +149,9 @@ class Text:
             node = None if probe else parent.children.get(token)
             if node is None:
                 if parent.position + 1 >= self.model.config.max_positions:
-                    raise TinyspecError(f"the draft reaches beyond the context of {self.model.config.max_positions}")
+                    raise TinyspecError(
+                        f"the draft reaches beyond the context of {self.model.config.max_positions}"
+                    )
                 node = Node(token, parent, probe=probe)
                 self._extras += [node] if probe else []
             planted.append(node)

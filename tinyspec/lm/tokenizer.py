@@ -20,9 +20,15 @@ def _byte_alphabet() -> dict[str, int]:
     >>> _byte_alphabet()["Ġ"], _byte_alphabet()["A"]
     (32, 65)
     """
-    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printing = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printing]
-    return {chr(byte): byte for byte in printing} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printing} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTE_OF = _byte_alphabet()
@@ -32,12 +38,17 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` with its tokenizer_config.json and chat template. `encode` adds no special token."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None, chat_template: str | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        config: dict[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> None:
         backend.no_truncation()  # a tokenizer.json may carry the truncation and padding of its training run
         backend.no_padding()
         self.backend = backend
-        self.config = {key: value for key, value in (config or {}).items() if key != "chat_template"}
+        self.config = {
+            key: value for key, value in (config or {}).items() if key != "chat_template"
+        }
         self.chat_template = chat_template
 
     @classmethod
@@ -53,7 +64,9 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for a file it cannot parse
-            raise TinyspecError(f"{file}: not a tokenizer ({error}); fetch or save it again") from error
+            raise TinyspecError(
+                f"{file}: not a tokenizer ({error}); fetch or save it again"
+            ) from error
         config: dict[str, Any] = {}
         if (path_config := folder / "tokenizer_config.json").is_file():
             try:
@@ -61,10 +74,16 @@ class Tokenizer:
             except ValueError as error:
                 raise TinyspecError(f"{path_config}: not valid JSON ({error})") from error
             if not isinstance(config, dict):
-                raise TinyspecError(f"{path_config}: expected a JSON object, got {type(config).__name__}")
+                raise TinyspecError(
+                    f"{path_config}: expected a JSON object, got {type(config).__name__}"
+                )
         template = config.get("chat_template")
         if isinstance(template, list):  # several named templates: the default one is the chat
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            named = {
+                entry.get("name"): entry.get("template")
+                for entry in template
+                if isinstance(entry, dict)
+            }
             template = named.get("default")
         if (path_template := folder / "chat_template.jinja").is_file():
             template = path_template.read_text(encoding="utf-8")
@@ -76,7 +95,9 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8"
+        )
         if self.chat_template is not None:
             (folder / "chat_template.jinja").write_text(self.chat_template, "utf-8")
 
@@ -85,19 +106,30 @@ class Tokenizer:
 
         A special token spelled out in a text is text, unless `special`: nobody ends a turn by writing `<|im_end|>`.
         """
-        self.backend.encode_special_tokens = not special  # the library's name: encode them as ordinary text
+        self.backend.encode_special_tokens = (
+            not special
+        )  # the library's name: encode them as ordinary text
         try:
             return list(self.backend.encode(text, add_special_tokens=False).ids)
         except (TypeError, UnicodeError) as error:
-            raise TinyspecError(f"this text cannot be encoded ({error}); pass a str without lone surrogates") from error
-        except Exception as error:  # bare Exception: a text with characters the vocabulary lacks, and no unk token
-            raise TinyspecError(f"this text cannot be encoded with this vocabulary: {error}") from error
+            raise TinyspecError(
+                f"this text cannot be encoded ({error}); pass a str without lone surrogates"
+            ) from error
+        except (
+            Exception
+        ) as error:  # bare Exception: a text with characters the vocabulary lacks, and no unk token
+            raise TinyspecError(
+                f"this text cannot be encoded with this vocabulary: {error}"
+            ) from error
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, on all cores."""
         self.backend.encode_special_tokens = True
         try:
-            return [list(one.ids) for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [
+                list(one.ids)
+                for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            ]
         except Exception:  # one of them cannot be encoded: say which error it is
             return [self.encode(text) for text in texts]
 
@@ -106,7 +138,9 @@ class Tokenizer:
         try:
             return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
         except (OverflowError, TypeError) as error:
-            raise TinyspecError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}") from error
+            raise TinyspecError(
+                f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}"
+            ) from error
 
     def stream(self, skip_special: bool = True) -> Detokeniser:
         """An incremental `decode`: the pieces, joined, equal the decoding of all ids; never half a character."""
@@ -148,7 +182,9 @@ class Tokenizer:
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """Ids of a conversation, by the checkpoint's template; special tokens in the result are parsed."""
         if self.chat_template is None:
-            raise TinyspecError("this model has no chat template; give it a plain text prompt, or use a chat model")
+            raise TinyspecError(
+                "this model has no chat template; give it a plain text prompt, or use a chat model"
+            )
         text = render(self.chat_template, messages, add_generation_prompt, self._named_tokens())
         return self.encode(text, special=True)
 
@@ -175,7 +211,9 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of control tokens, which `decode` leaves out unless asked."""
-        return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(
+            id for id, token in self.backend.get_added_tokens_decoder().items() if token.special
+        )
 
     @property
     def bos(self) -> int | None:
@@ -190,7 +228,10 @@ class Tokenizer:
     def _named_tokens(self) -> dict[str, str]:
         """`bos_token`, `eos_token`, ... as text; an entry is a text or a serialised AddedToken."""
         named = {key: value for key, value in self.config.items() if key.endswith("_token")}
-        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+        texts = {
+            key: value.get("content") if isinstance(value, dict) else value
+            for key, value in named.items()
+        }
         return {key: text for key, text in texts.items() if isinstance(text, str)}
 
     def _id(self, name: str) -> int | None:

@@ -49,7 +49,9 @@ class Model:
         extras: Mapping[str, Tensor] | None = None,
     ):
         self.config, self._tokenizer, self.name = config, tokenizer, name
-        self.extras = dict(extras or {})  # trained on the frozen model, and stored beside its weights
+        self.extras = dict(
+            extras or {}
+        )  # trained on the frozen model, and stored beside its weights
         self._path: Blocks | Engine = Blocks(config, dict(weights))
         self.dtype, self.device = self._path.embed.dtype, self._path.embed.device
         self._static: Static | None = None  # steps of fixed shape, on a CUDA device
@@ -74,7 +76,9 @@ class Model:
         """Turn to the compiled path where there is one for these weights; done at the first forward, or before by `load`."""
         if isinstance(self.__dict__.get("_path"), Engine):
             return self
-        me = threading.get_ident()  # threads of a batch may come here together: the first packs, the others wait
+        me = (
+            threading.get_ident()
+        )  # threads of a batch may come here together: the first packs, the others wait
         if self.__dict__.setdefault("_packing", me) != me:
             while "_packing" in self.__dict__:
                 time.sleep(0.001)
@@ -94,7 +98,9 @@ class Model:
         return self
 
     @classmethod
-    def random(cls, config: Config, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.02) -> "Model":
+    def random(
+        cls, config: Config, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.02
+    ) -> "Model":
         """Fresh weights as GPT-2 draws them: N(0, scale), what enters the residual stream scaled by 1/sqrt(2 L)."""
         generator = torch.Generator().manual_seed(seed)
         weights: dict[str, Tensor] = {}
@@ -106,7 +112,9 @@ class Model:
             else:
                 residual = name.endswith(("out.weight", "down.weight"))
                 std = scale / math.sqrt(2 * config.n_layers) if residual else scale
-                weights[name] = (torch.randn(shape, generator=generator, dtype=torch.float64) * std).to(dtype)
+                weights[name] = (
+                    torch.randn(shape, generator=generator, dtype=torch.float64) * std
+                ).to(dtype)
         return cls(config, weights)
 
     def __repr__(self) -> str:
@@ -119,15 +127,21 @@ class Model:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise TinyspecError(f"{self.name} has no tokenizer.json: pass token ids, or put the file into its folder")
+            raise TinyspecError(
+                f"{self.name} has no tokenizer.json: pass token ids, or put the file into its folder"
+            )
         return self._tokenizer
 
     def parameters(self) -> list[Tensor]:
         return list(self.weights.values())
 
-    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "Model":
+    def to(
+        self, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> "Model":
         """The same model elsewhere or in another precision."""
-        moved = {name: w.detach().to(device=device, dtype=dtype) for name, w in self.weights.items()}
+        moved = {
+            name: w.detach().to(device=device, dtype=dtype) for name, w in self.weights.items()
+        }
         return Model(self.config, moved, self._tokenizer, self.name, self.extras)
 
     def save(self, folder: str | Path) -> None:
@@ -143,7 +157,9 @@ class Model:
 
     def session(self, ledger: "list[Call] | None" = None, gate: "Gate | None" = None) -> "Session":
         """A new text to extend; `gate` stands in front of `forward` (a batch waits there for company)."""
-        from tinyspec.lm.session import Session  # the session stands on the model; this is its front door
+        from tinyspec.lm.session import (
+            Session,
+        )  # the session stands on the model; this is its front door
 
         return Session(self, ledger=ledger, gate=gate.through(self) if gate else None)
 
@@ -163,7 +179,11 @@ class Model:
 
     def dense(self) -> Blocks:
         """The blocks in torch, whichever path inference takes: dense text with gradients, any exit."""
-        return self._path if isinstance(self._path, Blocks) else Blocks(self.config, dict(self.weights))
+        return (
+            self._path
+            if isinstance(self._path, Blocks)
+            else Blocks(self.config, dict(self.weights))
+        )
 
     # ------------------------------------------------------------------ inference
 
@@ -212,10 +232,14 @@ class Model:
             counts = [len(rows) for rows in active]
             if not any(counts) or first == last:
                 continue
-            works = [work + count * (last - first) for work, count in zip(works, counts, strict=True)]
+            works = [
+                work + count * (last - first) for work, count in zip(works, counts, strict=True)
+            ]
             chosen = None
             if counts != sizes:
-                flat = [start + row for start, rows in zip(offsets, active, strict=True) for row in rows]
+                flat = [
+                    start + row for start, rows in zip(offsets, active, strict=True) for row in rows
+                ]
                 chosen = torch.tensor(flat, device=self.device)
             h = x if chosen is None else x[chosen]
             h = path.span(feeds, active, h, first, last)
@@ -232,7 +256,9 @@ class Model:
             feed.ledger.append(Call(self.name, n, ran, len(feed.heads), 0, feed.prefill))
         return Scores(logits, hidden, [feed.stop // 2] * n)
 
-    def _leave(self, feeds: Sequence[Feed], x: Tensor, taps: list[dict[int, Tensor]], works: list[int]) -> list[Scores]:
+    def _leave(
+        self, feeds: Sequence[Feed], x: Tensor, taps: list[dict[int, Tensor]], works: list[int]
+    ) -> list[Scores]:
         """Head, taps and ledger entries: one product with the vocabulary matrix for all feeds."""
         offset, wanted = 0, list[int]()
         for feed, seen in zip(feeds, taps, strict=True):
@@ -240,14 +266,20 @@ class Model:
                 seen[self.config.n_layers] = self._path.final(x[offset : offset + len(feed.tokens)])
             wanted += [offset + row for row in feed.heads]
             offset += len(feed.tokens)
-        rows = x if len(wanted) == offset else x[torch.tensor(wanted, dtype=torch.long, device=self.device)]
+        rows = (
+            x
+            if len(wanted) == offset
+            else x[torch.tensor(wanted, dtype=torch.long, device=self.device)]
+        )
         logits = self._path.head(rows)
         scores, at = list[Scores](), 0
         for feed, seen, work in zip(feeds, taps, works, strict=True):
             hidden = torch.stack([seen[t] for t in feed.taps]) if feed.taps else _NOTHING
             if feed.ledger is not None:
                 fills, ran = (work, 0.0) if feed.copying else (0, work / 2)
-                feed.ledger.append(Call(self.name, len(feed.tokens), ran, len(feed.heads), fills, feed.prefill))
+                feed.ledger.append(
+                    Call(self.name, len(feed.tokens), ran, len(feed.heads), fills, feed.prefill)
+                )
             own = logits if len(feeds) == 1 else logits[at : at + len(feed.heads)]
             scores.append(Scores(own, hidden, [feed.stop // 2] * len(feed.tokens)))
             at += len(feed.heads)

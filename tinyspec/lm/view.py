@@ -61,7 +61,9 @@ class View:
             if not 0 <= token < self.session.model.config.vocab_size:
                 raise TinyspecError(f"token id {token} is outside the vocabulary")
             if not self.session.committed:
-                raise TinyspecError("there is no text yet: extend the view's session with a prompt first")
+                raise TinyspecError(
+                    "there is no text yet: extend the view's session with a prompt first"
+                )
             tip = self._trunk[-1] if self._trunk else self.session.committed[-1]
             if tip.position + 1 >= limit:
                 raise TinyspecError(f"the draft reaches beyond the context of {limit}")
@@ -84,7 +86,9 @@ class View:
         """Grow the trunk by a path of the last tree, then `next`."""
         self._follow()
         nodes = [self._nodes[i] for i in path]
-        for tip, node in pairwise((self._trunk[-1] if self._trunk else self.session.committed[-1], *nodes)):
+        for tip, node in pairwise(
+            (self._trunk[-1] if self._trunk else self.session.committed[-1], *nodes)
+        ):
             if node.probe or node.parent is not tip:
                 raise ValueError(f"{list(path)} is not a path of guesses down the view's last tree")
         self._trunk += nodes

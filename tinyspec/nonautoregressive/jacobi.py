@@ -138,7 +138,12 @@ class Jacobi(NoDraft):
     """
 
     def __init__(
-        self, size: int | None, parallel: int | None = None, init: str = "pad", vocabulary: int = 1, pad: int = 0
+        self,
+        size: int | None,
+        parallel: int | None = None,
+        init: str = "pad",
+        vocabulary: int = 1,
+        pad: int = 0,
     ):
         self.size, self.parallel = size, parallel
         self.init, self.vocabulary, self.pad = init, vocabulary, pad
@@ -226,9 +231,19 @@ def sweeps(decoder: Decoder, chance: Chance) -> Iterator[Sweep]:
 def jacobi(request: Request, *, form: str, block: int, prefix: int, init: str) -> Decoder:
     """Sweep over each block until it stands."""
     if form == "pj" and request.stop.max_new_tokens is None and request.positions is None:
-        raise TinyspecError("form pj solves for all tokens at once: say how many (max_new_tokens), or take form pgj")
+        raise TinyspecError(
+            "form pj solves for all tokens at once: say how many (max_new_tokens), or take form pgj"
+        )
     target: Any = request.target
     config = target.model.config
-    pad = getattr(target.model, "pad", next(iter(config.eos), 0))  # a language model has none: its end of text
-    drafter = Jacobi(None if form == "pj" else block, prefix if form == "hgj" else None, init, config.vocab_size, pad)
+    pad = getattr(
+        target.model, "pad", next(iter(config.eos), 0)
+    )  # a language model has none: its end of text
+    drafter = Jacobi(
+        None if form == "pj" else block,
+        prefix if form == "hgj" else None,
+        init,
+        config.vocab_size,
+        pad,
+    )
     return request.decoder(drafter, walk)

@@ -52,7 +52,11 @@ def hide(slots: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def loss(
-    model: Seq2Seq, batch: Batch, generator: torch.Generator, dropout: float = 0.0, smoothing: float = 0.1
+    model: Seq2Seq,
+    batch: Batch,
+    generator: torch.Generator,
+    dropout: float = 0.0,
+    smoothing: float = 0.1,
 ) -> Tensor:
     """-sum over hidden t of log p(y_t | what is not hidden, x), and -log p(N | x), per hidden token."""
     source, target = batch
@@ -67,8 +71,12 @@ def loss(
     memory = model.encode(source, dropout)
     read = model.embed(target.masked_fill(hidden, config.mask))
     states = model.decode(read, memory, None, dropout, slots)
-    tokens = F.cross_entropy(model.logits(states[hidden]), target[hidden], reduction="sum", label_smoothing=smoothing)
-    return (tokens + F.cross_entropy(model.length_logits(memory), lengths, reduction="sum")) / hidden.sum()
+    tokens = F.cross_entropy(
+        model.logits(states[hidden]), target[hidden], reduction="sum", label_smoothing=smoothing
+    )
+    return (
+        tokens + F.cross_entropy(model.length_logits(memory), lengths, reduction="sum")
+    ) / hidden.sum()
 
 
 # ---------------------------------------------------------------------- decoding (section 3)
@@ -113,9 +121,14 @@ class MaskPredict:
 
     def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
         """Mask what is least sure, predict it; everything else keeps its word and the probability it had."""
-        again = least(canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations))
+        again = least(
+            canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
+        )
         words, scores = predict(
-            self.model, canvas.tokens.masked_fill(again, self.model.config.mask), canvas.mask, memory
+            self.model,
+            canvas.tokens.masked_fill(again, self.model.config.mask),
+            canvas.mask,
+            memory,
         )
         tokens = torch.where(again, words, canvas.tokens)
         return Canvas(tokens, canvas.mask, torch.where(again, scores, canvas.scores), again)

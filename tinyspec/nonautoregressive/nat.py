@@ -47,7 +47,9 @@ def copied(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
     return source.gather(1, places), slots
 
 
-def parallel(model: Seq2Seq, read: Tensor, slots: Tensor, memory: Memory, dropout: float = 0.0) -> Tensor:
+def parallel(
+    model: Seq2Seq, read: Tensor, slots: Tensor, memory: Memory, dropout: float = 0.0
+) -> Tensor:
     """One pass over all places: states [B, T, d]. A place attends to all others: its own copy is in its residual stream."""
     others = ~torch.eye(read.shape[1], dtype=torch.bool, device=read.device)
     return model.decode(model.embed(read), memory, others, dropout, slots)
@@ -56,7 +58,9 @@ def parallel(model: Seq2Seq, read: Tensor, slots: Tensor, memory: Memory, dropou
 def words(model: Seq2Seq, logits: Tensor) -> Tensor:
     """The logits [..., V] with special tokens impossible."""
     c = model.config
-    return logits.index_fill(-1, torch.tensor([c.pad, c.bos, c.eos, c.mask], device=logits.device), -torch.inf)
+    return logits.index_fill(
+        -1, torch.tensor([c.pad, c.bos, c.eos, c.mask], device=logits.device), -torch.inf
+    )
 
 
 def average(law: Tensor) -> Tensor:
@@ -95,21 +99,32 @@ def loss(
     return _supervised(model, given, model.encode(given.source, dropout), dropout, smoothing)
 
 
-def _supervised(model: Seq2Seq, batch: Batch, memory: Memory, dropout: float, smoothing: float) -> Tensor:
+def _supervised(
+    model: Seq2Seq, batch: Batch, memory: Memory, dropout: float, smoothing: float
+) -> Tensor:
     source, target, fertilities = batch
     read, slots = copied(source, fertilities)
     there = target != model.config.pad
     if not torch.equal(there.sum(dim=1), fertilities.sum(dim=1)):
-        raise TinyspecError("fertilities do not add up to the targets' lengths: align the same sentences anew")
+        raise TinyspecError(
+            "fertilities do not add up to the targets' lengths: align the same sentences anew"
+        )
     said = target[:, : slots.shape[1]][slots]
     logits = model.logits(parallel(model, read, slots, memory, dropout)[slots])
     tokens = F.cross_entropy(logits, said, reduction="sum", label_smoothing=smoothing)
-    counts = F.cross_entropy(model.fertility_logits(memory)[memory.mask], fertilities[memory.mask], reduction="sum")
+    counts = F.cross_entropy(
+        model.fertility_logits(memory)[memory.mask], fertilities[memory.mask], reduction="sum"
+    )
     return (tokens + counts) / len(said)
 
 
 def reverse_kl(
-    model: Seq2Seq, teacher: Seq2Seq, source: Tensor, fertilities: Tensor, memory: Memory, heard: Memory
+    model: Seq2Seq,
+    teacher: Seq2Seq,
+    source: Tensor,
+    fertilities: Tensor,
+    memory: Memory,
+    heard: Memory,
 ) -> Tensor:
     """L_RKL(f) = sum_t sum_v p(v|x, f) log(p(v|x, f) / p_teacher(v|y_<t, x)), y being what the student writes given f: [B].
 
@@ -120,9 +135,15 @@ def reverse_kl(
     law = logits.log_softmax(dim=-1)  # [B, T, V]
     with torch.no_grad():
         written = words(model, logits).argmax(dim=-1).masked_fill(~slots, teacher.config.pad)
-        before = torch.cat((torch.full_like(written[:, :1], teacher.config.bos), written[:, :-1]), dim=1)
-        causal = torch.ones(read.shape[1], read.shape[1], dtype=torch.bool, device=read.device).tril()
-        expected = teacher.logits(teacher.decode(teacher.embed(before), heard, causal)).log_softmax(dim=-1)
+        before = torch.cat(
+            (torch.full_like(written[:, :1], teacher.config.bos), written[:, :-1]), dim=1
+        )
+        causal = torch.ones(
+            read.shape[1], read.shape[1], dtype=torch.bool, device=read.device
+        ).tril()
+        expected = teacher.logits(teacher.decode(teacher.embed(before), heard, causal)).log_softmax(
+            dim=-1
+        )
     return (law.exp() * (law - expected)).sum(dim=-1).masked_fill(~slots, 0).sum(dim=-1)
 
 
@@ -162,7 +183,10 @@ def finetune(
     latent = reinforce(logits, memory.mask, sampled, costs[0] - costs[1])
     rest = reverse_kl(model, teacher, source, given.fertilities, memory, heard).sum()
     supervised = _supervised(model, given, memory, dropout, smoothing)
-    return share * (latent + rest) / (given.target != model.config.pad).sum() + (1 - share) * supervised
+    return (
+        share * (latent + rest) / (given.target != model.config.pad).sum()
+        + (1 - share) * supervised
+    )
 
 
 # ---------------------------------------------------------------------- decoding (section 3.2)
@@ -182,7 +206,14 @@ def written(model: Seq2Seq, source: Tensor, fertility: str = "argmax") -> list[l
 class FertileParallel:
     """One pass for s fertility sequences; the teacher chooses."""
 
-    def __init__(self, model: Seq2Seq, teacher: Seq2Seq | None, fertility: str, samples: int, temperature: float):
+    def __init__(
+        self,
+        model: Seq2Seq,
+        teacher: Seq2Seq | None,
+        fertility: str,
+        samples: int,
+        temperature: float,
+    ):
         self.model, self.teacher = model, teacher
         self.first, self.samples, self.temperature = fertility, samples, temperature
 
@@ -208,7 +239,9 @@ class FertileParallel:
         row = torch.tensor([list(source)], device=logits.device)
         proposed = self.proposals(logits, chance)
         rows = row.expand(len(proposed), -1)
-        chosen = sane(self.model, rows, proposed, logits.softmax(dim=-1)[None].expand(len(rows), -1, -1))
+        chosen = sane(
+            self.model, rows, proposed, logits.softmax(dim=-1)[None].expand(len(rows), -1, -1)
+        )
         read, slots = copied(rows, chosen)
         return Canvas(read, slots, logits.new_zeros(read.shape), chosen)
 
@@ -216,7 +249,12 @@ class FertileParallel:
         """Every slot's likeliest word."""
         logits = self.model.logits(parallel(self.model, canvas.tokens, canvas.mask, memory))
         scores, tokens = words(self.model, logits).log_softmax(dim=-1).max(dim=-1)
-        return Canvas(tokens.masked_fill(~canvas.mask, self.model.config.pad), canvas.mask, scores, canvas.extra)
+        return Canvas(
+            tokens.masked_fill(~canvas.mask, self.model.config.pad),
+            canvas.mask,
+            scores,
+            canvas.extra,
+        )
 
     def finished(self, canvas: Canvas, iteration: int) -> bool:
         return iteration == 1
@@ -250,7 +288,9 @@ class FertileParallel:
         Knob("temperature", 1.0, "of the law that fertilities are sampled from", low=1e-3),
     ),
 )
-def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: float) -> FertileParallel:
+def nat(
+    request: RefineRequest, *, samples: int, fertility: str, temperature: float
+) -> FertileParallel:
     """Noisy parallel decoding; with one sample, one translation from one fertility sequence."""
     model, teacher = request.model, request.teacher
     if not (model.config.fertilities and model.config.positional):
@@ -261,7 +301,9 @@ def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: fl
     if samples == 1:
         return FertileParallel(model, None, fertility, 1, temperature)
     if teacher is None:
-        raise TinyspecError(f"{samples} samples need a teacher to choose among them: give one, or set samples to 1")
+        raise TinyspecError(
+            f"{samples} samples need a teacher to choose among them: give one, or set samples to 1"
+        )
     check_teacher(model, teacher)
     if teacher.config.max_positions < model.config.max_positions:
         raise TinyspecError(

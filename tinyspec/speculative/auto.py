@@ -39,7 +39,17 @@ from weakref import WeakKeyDictionary
 from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, NoDraft, Round
 from tinyspec.decoding.drafts import Looked, merged, replaced
-from tinyspec.decoding.goodput import DRAFT, LOOKED, MARGIN, PLAIN, STALE, Curve, Goodput, Offer, Option
+from tinyspec.decoding.goodput import (
+    DRAFT,
+    LOOKED,
+    MARGIN,
+    PLAIN,
+    STALE,
+    Curve,
+    Goodput,
+    Offer,
+    Option,
+)
 from tinyspec.decoding.modeldraft import ModelDraft
 from tinyspec.decoding.remembered import OUTPUTS, memory
 from tinyspec.decoding.sampling import Warp
@@ -185,7 +195,10 @@ class Planned(NoDraft):
         if self.pick is None:
             self.option = self.policy.choose(offers)
         else:
-            ways = [PLAIN, *(Option(source, n + 1) for source, chances in offers for n in range(len(chances)))]
+            ways = [
+                PLAIN,
+                *(Option(source, n + 1) for source, chances in offers for n in range(len(chances))),
+            ]
             self.option = ways[self.pick(len(ways), chance)]
         source, size = self.option
         if source == DRAFT and size and self.draft is not None:
@@ -207,7 +220,9 @@ class Planned(NoDraft):
         offers = []
         if not self.texts.rests(room):
             self.policy.begin()
-            chances = self.texts.offer(context, room, self.policy.look <= MARGIN * self.policy.curve.costs()[0])
+            chances = self.texts.offer(
+                context, room, self.policy.look <= MARGIN * self.policy.curve.costs()[0]
+            )
             self.policy.looked()
             if chances:
                 offers.append(Offer(LOOKED, chances))
@@ -261,7 +276,9 @@ def kept(request: Request, longest: int) -> Curve:
     knobs=(
         Knob("k", 16, "most guesses looked up in a round", low=1),
         Knob("gamma", 4, "most tokens a draft model proposes in a round", low=1, small=(1, 2)),
-        Knob("remember", True, "whether outputs are kept for later requests", choices=(True, False)),
+        Knob(
+            "remember", True, "whether outputs are kept for later requests", choices=(True, False)
+        ),
     ),
 )
 def auto(request: Request, *, k: int, gamma: int, remember: bool) -> Decoder:

@@ -49,15 +49,21 @@ def align(source: Sentences, target: Sentences, *, rounds: int = 5, placed: int 
     """
     pairs = _Links(source, target)
     said, seen = np.ones(len(pairs.words)), None
-    said /= np.bincount(pairs.speaker)[pairs.speaker]  # uniform over what each source word was ever seen beside
+    said /= np.bincount(pairs.speaker)[
+        pairs.speaker
+    ]  # uniform over what each source word was ever seen beside
     likelihood = []
     for number in range(rounds + placed + 1):
         if number == rounds and placed:
             pairs.place()
-            seen = 1 / np.bincount(pairs.looks)[pairs.looks]  # [places] uniform: model 2 begins as model 1
+            seen = (
+                1 / np.bincount(pairs.looks)[pairs.looks]
+            )  # [places] uniform: model 2 begins as model 1
         share = said[pairs.entry]
         share = share / pairs.choices if seen is None else share * seen[pairs.spot]
-        mass = np.add.reduceat(share, pairs.starts)  # [target words] the model's probability of each
+        mass = np.add.reduceat(
+            share, pairs.starts
+        )  # [target words] the model's probability of each
         likelihood.append(float(np.log(mass).sum()))
         if number == rounds + placed:
             break
@@ -71,7 +77,9 @@ def align(source: Sentences, target: Sentences, *, rounds: int = 5, placed: int 
     slots, first = np.unique(pairs.slot[hits], return_index=True)
     place = hits[first] - pairs.starts[slots] - 1
     links = np.split(place, np.cumsum(pairs.target_lengths)[:-1])
-    spoken = {(int(s), int(t)): float(p) for (s, t), p in zip(pairs.words, said, strict=True) if s >= 0}
+    spoken = {
+        (int(s), int(t)): float(p) for (s, t), p in zip(pairs.words, said, strict=True) if s >= 0
+    }
     return Aligned(links, likelihood, spoken)
 
 
@@ -86,7 +94,9 @@ def fertilities(links: Sequence[int] | Ints, words: int, most: int | None = None
     counts = np.bincount(np.asarray(links, np.int64), minlength=words)
     if most is not None:
         if counts.sum() > most * words:
-            raise TinyspecError(f"{counts.sum()} target words from {words} source words: more than {most} for each")
+            raise TinyspecError(
+                f"{counts.sum()} target words from {words} source words: more than {most} for each"
+            )
         while counts.max() > most:
             full = int(counts.argmax())
             near = min(np.flatnonzero(counts < most), key=lambda word: abs(word - full))
@@ -110,7 +120,9 @@ class _Links:
 
     def __init__(self, source: Sentences, target: Sentences):
         if len(source) != len(target) or not source:
-            raise TinyspecError(f"{len(source)} source and {len(target)} target sentences: they must be pairs")
+            raise TinyspecError(
+                f"{len(source)} source and {len(target)} target sentences: they must be pairs"
+            )
         lengths = np.array([len(sentence) + 1 for sentence in source])
         self.target_lengths = np.array([len(sentence) for sentence in target])
         for number in np.flatnonzero((lengths == 1) | (self.target_lengths == 0))[:1]:
@@ -122,7 +134,9 @@ class _Links:
         self.starts = np.cumsum(self.counts) - self.counts
         self.slot = np.repeat(np.arange(len(heard)), self.counts)  # [N]
         self.choices = lengths[pair][self.slot]
-        offset = np.arange(len(self.slot)) - self.starts[self.slot]  # place in the source, NULL is 0
+        offset = (
+            np.arange(len(self.slot)) - self.starts[self.slot]
+        )  # place in the source, NULL is 0
         words = spoken[(np.cumsum(lengths) - lengths)[pair][self.slot] + offset]
         wide = int(heard.max()) + 1
         codes, self.entry = np.unique((words + 1) * wide + heard[self.slot], return_inverse=True)
@@ -135,6 +149,8 @@ class _Links:
         longest = int(max(self._lengths.max(), self.target_lengths.max())) + 1
         before = np.cumsum(self.target_lengths) - self.target_lengths
         i = np.arange(len(self._pair)) - before[self._pair]
-        where = (self._lengths[self._pair] * longest + self.target_lengths[self._pair]) * longest + i
+        where = (
+            self._lengths[self._pair] * longest + self.target_lengths[self._pair]
+        ) * longest + i
         codes, self.spot = np.unique(where[self.slot] * longest + self._offset, return_inverse=True)
         self.looks = np.unique(codes // longest, return_inverse=True)[1]

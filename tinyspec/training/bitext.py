@@ -49,14 +49,22 @@ def train_joint_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | P
     folder.mkdir(parents=True, exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
     names = dict(zip(("pad_token", "bos_token", "eos_token", "mask_token"), SPECIAL, strict=True))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     return Tokenizer.from_folder(folder)
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[Pair]:
     """The sentences and their translations as ids."""
-    sources, targets = (tokenizer.encode_all(side) for side in zip(*texts, strict=True)) if texts else ([], [])
+    sources, targets = (
+        (tokenizer.encode_all(side) for side in zip(*texts, strict=True)) if texts else ([], [])
+    )
     return [Pair(source, target) for source, target in zip(sources, targets, strict=True)]
 
 
@@ -95,7 +103,9 @@ def buckets(pairs: Sequence[Pair], tokens: int) -> list[list[int]]:
     return groups
 
 
-def drawn(pairs: Sequence[Pair], tokens: int, pool: int = 8) -> Callable[[torch.Generator], list[int]]:
+def drawn(
+    pairs: Sequence[Pair], tokens: int, pool: int = 8
+) -> Callable[[torch.Generator], list[int]]:
     """Random training batches as numbers of pairs, of like lengths, filling about `tokens` places on either side.
 
     A batch is drawn from a pool of `pool` batches' pairs of like lengths, so that it is a new one every time, while a
@@ -104,8 +114,13 @@ def drawn(pairs: Sequence[Pair], tokens: int, pool: int = 8) -> Callable[[torch.
     if not pairs:
         raise TinyspecError("no pairs to train on: all of them are empty or too long for the model")
     pools = buckets(pairs, tokens * pool)
-    sizes = [max(1, min(len(group), tokens // max(len(side) for i in group for side in pairs[i]))) for group in pools]
-    weights = torch.tensor([len(group) / size for group, size in zip(pools, sizes, strict=True)], dtype=torch.float64)
+    sizes = [
+        max(1, min(len(group), tokens // max(len(side) for i in group for side in pairs[i])))
+        for group in pools
+    ]
+    weights = torch.tensor(
+        [len(group) / size for group, size in zip(pools, sizes, strict=True)], dtype=torch.float64
+    )
 
     def draw(generator: torch.Generator) -> list[int]:
         at = int(torch.multinomial(weights, 1, generator=generator))

@@ -27,7 +27,8 @@ class Counts(NamedTuple):
 
     def __add__(self, other: "Counts") -> "Counts":  # type: ignore[override]
         hits, all = (
-            tuple(x + y for x, y in zip(a, b, strict=True)) for a, b in ((self.hits, other.hits), (self.all, other.all))
+            tuple(x + y for x, y in zip(a, b, strict=True))
+            for a, b in ((self.hits, other.hits), (self.all, other.all))
         )
         return Counts(hits, all, self.wanted + other.wanted)
 
@@ -35,8 +36,12 @@ class Counts(NamedTuple):
     def bleu(self) -> Bleu:
         """The score of all that was counted, by sacrebleu's settings."""
         judge = metric()
-        score = judge.compute_bleu(list(self.hits), list(self.all), self.all[0], self.wanted, smooth_method="exp").score
-        judge.corpus_score(["a"], [["a"]])  # the signature knows the number of references only after a score
+        score = judge.compute_bleu(
+            list(self.hits), list(self.all), self.all[0], self.wanted, smooth_method="exp"
+        ).score
+        judge.corpus_score(
+            ["a"], [["a"]]
+        )  # the signature knows the number of references only after a score
         return Bleu(round(float(score), 4), str(judge.get_signature()))
 
 
@@ -45,14 +50,18 @@ def metric() -> Any:
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ImportError:
-        raise TinyspecError("translations are scored by sacrebleu: pip install 'tinyspec[translation]'") from None
+        raise TinyspecError(
+            "translations are scored by sacrebleu: pip install 'tinyspec[translation]'"
+        ) from None
     return BLEU()
 
 
 def counts(found: Sequence[str], wanted: Sequence[str]) -> Counts:
     """What sacrebleu counts in translations against one reference each: case kept, its own tokenisation (13a)."""
     if len(found) != len(wanted):
-        raise TinyspecError(f"{len(found)} translations of {len(wanted)} sentences cannot be scored")
+        raise TinyspecError(
+            f"{len(found)} translations of {len(wanted)} sentences cannot be scored"
+        )
     if not found:
         return Counts((0,) * ORDER, (0,) * ORDER, 0)
     made = metric().corpus_score(list(found), [list(wanted)])

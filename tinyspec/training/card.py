@@ -11,7 +11,9 @@ from tinyspec.training.recipe import Recipe
 from tinyspec.training.train import Trained
 
 
-def sample(model: Model, prompt: str, seed: int, temperature: float = 0.8, tokens: int = 120) -> str:
+def sample(
+    model: Model, prompt: str, seed: int, temperature: float = 0.8, tokens: int = 120
+) -> str:
     """A continuation of `prompt`, drawn plainly: the whole text is run anew for every token. Stops at end of text."""
     generator = torch.Generator().manual_seed(seed)
     ids = start = model.tokenizer.encode(prompt)
@@ -54,8 +56,12 @@ def curve(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, tit
         y = low + (high - low) * i / 4
         x0, sy = at(0, y).split(",")
         x1 = at(x_high, y).split(",")[0]
-        parts.append(f'<line x1="{x0}" y1="{sy}" x2="{x1}" y2="{sy}" stroke="{ink}" stroke-width="0.6" opacity="0.4"/>')
-        parts.append(f'<text x="{left - 8}" y="{float(sy) + 4:.1f}" text-anchor="end">{y:.2f}</text>')
+        parts.append(
+            f'<line x1="{x0}" y1="{sy}" x2="{x1}" y2="{sy}" stroke="{ink}" stroke-width="0.6" opacity="0.4"/>'
+        )
+        parts.append(
+            f'<text x="{left - 8}" y="{float(sy) + 4:.1f}" text-anchor="end">{y:.2f}</text>'
+        )
         x = x_high * i / 4
         parts.append(
             f'<text x="{at(x, low).split(",")[0]}" y="{height - bottom + 18}" text-anchor="middle">{_short(x)}</text>'
@@ -95,19 +101,31 @@ def write_card(
 ) -> None:
     """Write README.md and loss.svg into `out`. `final`: figures over all valid books, by name."""
     mixed = recipe.exits is not None and recipe.exits.taught
-    per_byte = 1.0 if recipe.teacher else 1 / (math.log(2) * bytes_per_token)  # nats a token to bits a byte
+    per_byte = (
+        1.0 if recipe.teacher else 1 / (math.log(2) * bytes_per_token)
+    )  # nats a token to bits a byte
     figure = "alpha" if recipe.teacher else "valid_bits_per_byte"
     series = {
-        "training loss" if recipe.teacher else "training, all exits" if mixed else "training, bits/byte": [
+        "training loss"
+        if recipe.teacher
+        else "training, all exits"
+        if mixed
+        else "training, bits/byte": [
             (e["tokens"], e["loss"] * per_byte) for e in ended.log if "loss" in e
         ],
         "alpha, valid" if recipe.teacher else "valid, bits/byte": [
             (e["tokens"], e[figure]) for e in ended.log if figure in e
         ],
     }
-    svg = curve({name: line for name, line in series.items() if line}, "tokens seen", f"training of {recipe.name}")
+    svg = curve(
+        {name: line for name, line in series.items() if line},
+        "tokens seen",
+        f"training of {recipe.name}",
+    )
     (out / "loss.svg").write_text(svg, encoding="utf-8")
-    (out / "README.md").write_text(_text(model, recipe, ended, final, bytes_per_token, device), encoding="utf-8")
+    (out / "README.md").write_text(
+        _text(model, recipe, ended, final, bytes_per_token, device), encoding="utf-8"
+    )
 
 
 def machine(device: torch.device) -> str:
@@ -138,13 +156,19 @@ def _text(
         quality += f", and {final['alpha_own']:.3f} on texts that it wrote, under repetition penalties of {strengths}"
     else:
         what = "A small language model that has read 107 public-domain books, for young readers most of them."
-    shape = (
-        f"LLaMA architecture, {c.n_layers} layers of {c.d_model}, {c.n_heads} query and {c.n_kv_heads} key heads of "
-    )
+    shape = f"LLaMA architecture, {c.n_layers} layers of {c.d_model}, {c.n_heads} query and {c.n_kv_heads} key heads of "
     shape += f"{c.head_dim}, MLP of {c.d_ff}, vocabulary {c.vocab_size} (byte-level BPE), context {c.max_positions}"
-    pair = f"- **draft**: `{recipe.draft}`\n" if recipe.draft else f"- **draft of**: `{teacher}`\n" if teacher else ""
+    pair = (
+        f"- **draft**: `{recipe.draft}`\n"
+        if recipe.draft
+        else f"- **draft of**: `{teacher}`\n"
+        if teacher
+        else ""
+    )
     if gamma := recipe.extra.get("gamma"):
-        pair = pair.removesuffix("\n") + f"; asked for {gamma} tokens a round unless told otherwise\n"
+        pair = (
+            pair.removesuffix("\n") + f"; asked for {gamma} tokens a round unless told otherwise\n"
+        )
     if recipe.start:
         what += f" It goes on from the weights of `{Path(recipe.start).name}`."
     if recipe.exits is not None:

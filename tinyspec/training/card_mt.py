@@ -36,7 +36,11 @@ def write_card(
         "training loss": [(e["tokens"], e["loss"]) for e in ended.log if "loss" in e],
         "valid loss": [(e["tokens"], e["valid_loss"]) for e in ended.log if "valid_loss" in e],
     }
-    svg = curve({name: line for name, line in series.items() if line}, "tokens seen", f"training of {recipe.name}")
+    svg = curve(
+        {name: line for name, line in series.items() if line},
+        "tokens seen",
+        f"training of {recipe.name}",
+    )
     (out / "loss.svg").write_text(svg, encoding="utf-8")
     shown = held[:SHOWN]
     made = translate(model, [model.tokenizer.encode(english) for english, _ in shown])
@@ -60,7 +64,9 @@ def write_card(
         how = "greedily" if recipe.distill.beam == 1 else f"with a beam of {recipe.distill.beam}"
         targets = f"what `{Path(recipe.teacher).name}` says to the same sentences, {how}"
     if recipe.finetune:
-        targets += f"; it is `{Path(recipe.finetune).name}`, fine-tuned by its teacher's word-level laws"
+        targets += (
+            f"; it is `{Path(recipe.finetune).name}`, fine-tuned by its teacher's word-level laws"
+        )
     lent = f"; its {', '.join(recipe.inherit)} began as the teacher's" if recipe.inherit else ""
     text = f"""# {recipe.name}
 

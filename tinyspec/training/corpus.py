@@ -70,7 +70,9 @@ def pack(tokenizer: Tokenizer, texts: Iterable[str], end: int) -> Tensor:
     return torch.tensor(ids)
 
 
-def crops(tokens: Tensor, batch: int, context: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
+def crops(
+    tokens: Tensor, batch: int, context: int
+) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
     """Random training batches of a token row: (inputs, targets), each [batch, context], on the row's device.
 
     The whole corpus is one tensor where the model is, so a batch is one gather and no loader is needed.
@@ -80,7 +82,9 @@ def crops(tokens: Tensor, batch: int, context: int) -> Callable[[torch.Generator
     span = torch.arange(context + 1, device=tokens.device)
 
     def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(tokens) - context, (batch, 1), generator=generator, device=generator.device)
+        starts = torch.randint(
+            len(tokens) - context, (batch, 1), generator=generator, device=generator.device
+        )
         rows = tokens[starts.to(tokens.device) + span]
         return rows[:, :-1], rows[:, 1:]
 
@@ -108,13 +112,17 @@ class Windows(NamedTuple):
     scored: Tensor
 
 
-def windows(documents: Sequence[Document], context: int, stride: int, batch: int = 16) -> Iterator[Windows]:
+def windows(
+    documents: Sequence[Document], context: int, stride: int, batch: int = 16
+) -> Iterator[Windows]:
     """Slide over each document so that every token but the first is scored once.
 
     The first window of a document scores all it holds, each later one only its last `stride` targets, which have at
     least context - stride tokens before them. Short windows are filled up on the right: a causal model cannot see it.
     """
-    rows: list[tuple[list[int], int]] = []  # tokens of a window, and how many of its targets were scored before
+    rows: list[
+        tuple[list[int], int]
+    ] = []  # tokens of a window, and how many of its targets were scored before
     for tokens, _ in documents:
         start = 0
         while True:
@@ -146,7 +154,9 @@ def bits_per_byte(
     nats = torch.zeros((), dtype=torch.float64, device=device)
     for inputs, targets, scored in windows(documents, context, stride, batch):
         logits = teach(inputs.to(device)).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="none")
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.to(device).flatten(), reduction="none"
+        )
         nats += losses[scored.to(device).flatten()].sum(dtype=torch.float64)
     return float(nats) / math.log(2) / sum(d.bytes for d in documents)
 

@@ -108,7 +108,11 @@ class Dialects:
     @property
     def tokens(self) -> int:
         """Distinct target tokens."""
-        return self.words * (self.modes if "lex" in self.kinds else 1) * (2 if "fert" in self.kinds else 1)
+        return (
+            self.words
+            * (self.modes if "lex" in self.kinds else 1)
+            * (2 if "fert" in self.kinds else 1)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -122,7 +126,12 @@ class Dialects:
     def said(self, word: int, mode: int) -> list[int]:
         """The target tokens that say a word (0 to words - 1) in a dialect."""
         parts = 2 if "fert" in self.kinds else 1
-        first = MASK + 1 + self.words + ((mode if "lex" in self.kinds else 0) * self.words + word) * parts
+        first = (
+            MASK
+            + 1
+            + self.words
+            + ((mode if "lex" in self.kinds else 0) * self.words + word) * parts
+        )
         return [first, first + 1] if parts == 2 and word % self.modes == mode else [first]
 
     def render(self, source: Sequence[int], mode: int) -> Pair:
@@ -133,7 +142,12 @@ class Dialects:
         """
         n = len(source)
         order = [(i + mode) % n for i in range(n)] if "ord" in self.kinds else list(range(n))
-        target, alignment, tree, phrase = list[int](), list[int](), list[tuple[Span, ...]](), list[Span]()
+        target, alignment, tree, phrase = (
+            list[int](),
+            list[int](),
+            list[tuple[Span, ...]](),
+            list[Span](),
+        )
         fertilities = [0] * n
         for place, at in enumerate(order):
             word = source[at] - MASK - 1
@@ -145,13 +159,17 @@ class Dialects:
             if word % 2 == 0 or place == n - 1:
                 tree.append(tuple(phrase))
                 phrase = []
-        return Pair(tuple(source), tuple(target), mode, tuple(alignment), tuple(fertilities), tuple(tree))
+        return Pair(
+            tuple(source), tuple(target), mode, tuple(alignment), tuple(fertilities), tuple(tree)
+        )
 
     def renderings(self, source: Sequence[int]) -> list[Pair]:
         """All right translations, by dialect; in a few sources of `fert` two dialects say the same."""
         return [self.render(source, mode) for mode in range(self.modes)]
 
-    def corpus(self, count: int, seed: int = 0, without: Collection[tuple[int, ...]] = ()) -> list[Pair]:
+    def corpus(
+        self, count: int, seed: int = 0, without: Collection[tuple[int, ...]] = ()
+    ) -> list[Pair]:
         """So many pairs with the dialects in turn, equally often; sources of `without` are held out."""
         random = np.random.default_rng(seed)
         first, held = MASK + 1 + self.words, set(without)
@@ -164,7 +182,9 @@ class Dialects:
             pair = self.render(source, len(pairs) % self.modes)
             if self.noise:
                 target = list(pair.target)
-                for i in np.flatnonzero(random.random(len(target)) < self.noise):  # any token but the right one
+                for i in np.flatnonzero(
+                    random.random(len(target)) < self.noise
+                ):  # any token but the right one
                     other = int(random.integers(self.tokens - 1))
                     target[i] = first + other + (first + other >= target[i])
                 pair = pair._replace(target=tuple(target))
@@ -183,7 +203,9 @@ class Dialects:
         for group in groups.values():
             share = len(group) / self.modes
             sequence += share * self._together(group)
-            parallel += share * sum(self._together([(target[i],) for target in group]) for i in range(len(group[0])))
+            parallel += share * sum(
+                self._together([(target[i],) for target in group]) for i in range(len(group[0]))
+            )
         return Floors(length, sequence, parallel)
 
     def _together(self, group: Sequence[tuple[int, ...]]) -> float:
@@ -197,10 +219,16 @@ class Dialects:
             longer = Counter[tuple[int, ...]]()
             for shared, texts in counted.items():
                 for token in set(column):
-                    longer[tuple(s + (token == c) for s, c in zip(shared, column, strict=True))] += texts
+                    longer[
+                        tuple(s + (token == c) for s, c in zip(shared, column, strict=True))
+                    ] += texts
                 if self.noise:
                     longer[shared] += texts * (self.tokens - len(set(column)))
-            counted = longer if self.noise else Counter({s: n for s, n in longer.items() if max(s) == i + 1})
+            counted = (
+                longer
+                if self.noise
+                else Counter({s: n for s, n in longer.items() if max(s) == i + 1})
+            )
         n, total = len(group[0]), 0.0
         for shared, texts in counted.items():
             p = sum(right**s * wrong ** (n - s) for s in shared) / len(group)
@@ -213,9 +241,13 @@ class Dialects:
         single = any(set(output) <= set(target) for target in right)
         return tuple(output) in right, single, len(set(output)) < len(output)
 
-    def quality(self, sources: Iterable[Sequence[int]], outputs: Iterable[Sequence[int]]) -> Quality:
+    def quality(
+        self, sources: Iterable[Sequence[int]], outputs: Iterable[Sequence[int]]
+    ) -> Quality:
         """How good outputs are, each for the source in its place."""
-        judged = [self.judge(source, output) for source, output in zip(sources, outputs, strict=True)]
+        judged = [
+            self.judge(source, output) for source, output in zip(sources, outputs, strict=True)
+        ]
         if not judged:
             raise TinyspecError("there are no outputs to judge: give at least one source")
         return Quality(*(sum(one) / len(judged) for one in zip(*judged, strict=True)))

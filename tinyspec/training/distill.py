@@ -41,7 +41,9 @@ HELD = 20  # every so many texts, one is held out
 JUDGED = 24  # held-out texts on which the figures at the end are exact
 
 
-def recipe_text(target: str, name: str, layers: int, draft_vocab: int, texts: int, width: int) -> str:
+def recipe_text(
+    target: str, name: str, layers: int, draft_vocab: int, texts: int, width: int
+) -> str:
     """The recipe of a draft. `width` is the target's: Muon is cheap where matrices are small."""
     small = width <= 256
     return f"""# A draft of {Path(target).name}, distilled from its own outputs.
@@ -87,7 +89,10 @@ def with_values(text: str, overrides: Mapping[str, str]) -> str:
             text += f"\n{head}"
         start = text.index(head) + len(head)
         ends = text.find("\n[", start)
-        before, part, after = text[:start], *((text[start:], "") if ends < 0 else (text[start:ends], text[ends:]))
+        before, part, after = (
+            text[:start],
+            *((text[start:], "") if ends < 0 else (text[start:ends], text[ends:])),
+        )
         line = f"{name} = {value}"
         found = re.subn(rf"(?m)^{re.escape(name)} = .*$", line.replace("\\", r"\\"), part)
         text = before + (found[0] if found[1] else f"{line}\n{part}") + after
@@ -112,7 +117,10 @@ def distill(
     Raises TinyspecError for an unusable recipe, a target that is not there, and a folder that holds the finished draft.
     """
     path, out = Path(recipe), Path(out)
-    changed = {**(overrides or {}), **({} if minutes is None else {"train.minutes": str(float(minutes))})}
+    changed = {
+        **(overrides or {}),
+        **({} if minutes is None else {"train.minutes": str(float(minutes))}),
+    }
     plan = read_recipe(path, changed)
     words, asking = settings(plan, path)
     state = out / ".tinyspec"
@@ -156,14 +164,28 @@ def distill(
         parts = [check([i], plan.context, where) for i in range(len(held))]
         known = sum(float(part[3].sum()) for part in parts)
         with autocast(where):
-            alpha = sum(float(compared(blocks, *part)[1]) * float(part[3].sum()) for part in parts) / known
+            alpha = (
+                sum(float(compared(blocks, *part)[1]) * float(part[3].sum()) for part in parts)
+                / known
+            )
         return {"refused": 1 - alpha, "alpha": alpha}
 
     def batches(generator: torch.Generator) -> Batch:
-        chosen = torch.randint(len(seen), (plan.batch,), generator=generator, device=generator.device)
+        chosen = torch.randint(
+            len(seen), (plan.batch,), generator=generator, device=generator.device
+        )
         return row(chosen.tolist(), plan.context, where)
 
-    ended = train(learnt, batches, loss, plan.settings, state, validate=validate, console=console, title=plan.name)
+    ended = train(
+        learnt,
+        batches,
+        loss,
+        plan.settings,
+        state,
+        validate=validate,
+        console=console,
+        title=plan.name,
+    )
     if not ended.finished:
         say(f"stopped at step {ended.step:,}; the same command goes on from there")
         return ended, {}
@@ -172,7 +194,8 @@ def distill(
     stored.save(out)
     final = judged(target, models.load(out, device=where), held[:JUDGED])
     say(
-        "  ".join(f"{name} {value:.4f}" for name, value in final.items()) + f" over {len(held[:JUDGED])} held-out texts"
+        "  ".join(f"{name} {value:.4f}" for name, value in final.items())
+        + f" over {len(held[:JUDGED])} held-out texts"
     )
     shutil.copyfile(state / "log.jsonl", out / "log.jsonl")
     if path.resolve() != (out / "recipe.toml").resolve():
@@ -189,11 +212,17 @@ def settings(plan: Recipe, path: Path) -> tuple[int, Asking]:
     known = {field.name for field in fields(Asking)}
     for name in given:
         if name not in known:
-            raise TinyspecError(f"{path}: [distill] {name} is not known; {nearest(name, {*known, 'draft_vocab'})}")
+            raise TinyspecError(
+                f"{path}: [distill] {name} is not known; {nearest(name, {*known, 'draft_vocab'})}"
+            )
     if not plan.teacher:
-        raise TinyspecError(f"{path}: a draft is distilled from a target: teacher = NAME is missing")
+        raise TinyspecError(
+            f"{path}: a draft is distilled from a target: teacher = NAME is missing"
+        )
     if not isinstance(words, int) or words < 0:
-        raise TinyspecError(f"{path}: [distill] draft_vocab is {words!r}: a number of tokens, or 0 for all of them")
+        raise TinyspecError(
+            f"{path}: [distill] draft_vocab is {words!r}: a number of tokens, or 0 for all of them"
+        )
     return words, Asking(**given)
 
 
@@ -208,7 +237,11 @@ def shape(plan: Recipe, target: Model, words: int, source: str | Path, out: Path
     path = models.find(source)
     bare = isinstance(source, str) and os.sep not in source
     named = source if bare or path is None else os.path.relpath(path, out)
-    extra: dict[str, Any] = {"recipe": "recipe.toml", "draft_of": str(named) if bare else target.name, **plan.extra}
+    extra: dict[str, Any] = {
+        "recipe": "recipe.toml",
+        "draft_of": str(named) if bare else target.name,
+        **plan.extra,
+    }
     if licence := theirs.extra.get("licence"):
         extra["licence"] = licence
     try:
@@ -257,10 +290,20 @@ def write_card(
         "training loss": [(e["tokens"], e["loss"]) for e in ended.log if "loss" in e],
         "alpha, held out": [(e["tokens"], e["alpha"]) for e in ended.log if "alpha" in e],
     }
-    svg = curve({name: line for name, line in series.items() if line}, "tokens seen", f"training of {plan.name}")
+    svg = curve(
+        {name: line for name, line in series.items() if line},
+        "tokens seen",
+        f"training of {plan.name}",
+    )
     (out / "loss.svg").write_text(svg, encoding="utf-8")
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    own = sum(w.numel() for name, w in model.weights.items() if not (c.says and name in ("embed", "head")))
+    machine = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    own = sum(
+        w.numel() for name, w in model.weights.items() if not (c.says and name in ("embed", "head"))
+    )
     lent = (
         f"; embeddings, head rows and tokenizer are `{c.extra[borrowed.FROM]}`'s, which must be on the machine"
         if c.says

@@ -42,16 +42,22 @@ class Writing:
 
     def __post_init__(self) -> None:
         if not isinstance(self.beam, int) or self.beam < 1:
-            raise TinyspecError(f"beam is {self.beam}: it must be a whole number from 1 (greedy) on")
+            raise TinyspecError(
+                f"beam is {self.beam}: it must be a whole number from 1 (greedy) on"
+            )
         if not self.factor >= 0 or not self.more >= 0:
-            raise TinyspecError(f"at most {self.factor} * source + {self.more} tokens: neither may be negative")
+            raise TinyspecError(
+                f"at most {self.factor} * source + {self.more} tokens: neither may be negative"
+            )
 
     def limit(self, model: Seq2Seq, source: Sequence[int]) -> int:
         """Tokens of a translation, at most, before its end."""
         return min(int(self.factor * len(source)) + self.more, model.config.max_positions - 1)
 
 
-def write(model: Seq2Seq, sources: Sequence[Sequence[int]], writing: Writing = Writing()) -> list[list[int]]:
+def write(
+    model: Seq2Seq, sources: Sequence[Sequence[int]], writing: Writing = Writing()
+) -> list[list[int]]:
     """Translations of these sources, computed together: ids without the ends."""
     if not all(sources):
         raise TinyspecError("a source is empty: give at least one token")
@@ -92,7 +98,9 @@ def translations(
     """All translations, in the order of `sources`: those that are in the folder, and the others, written now."""
     where = where or folder(model, sources, writing)
     where.mkdir(parents=True, exist_ok=True)
-    order = sorted(range(len(sources)), key=lambda i: (len(sources[i]), i))  # of like lengths: less padding
+    order = sorted(
+        range(len(sources)), key=lambda i: (len(sources[i]), i)
+    )  # of like lengths: less padding
     found: dict[int, list[int]] = {}
     bar = counted(console)
     with bar:
@@ -113,8 +121,12 @@ def translations(
 def _read(path: Path, rows: int) -> list[list[int]]:
     try:
         texts: list[list[int]] = json.loads(path.read_text(encoding="utf-8"))
-        if len(texts) != rows or not all(isinstance(token, int) for text in texts for token in text):
+        if len(texts) != rows or not all(
+            isinstance(token, int) for text in texts for token in text
+        ):
             raise ValueError(f"{len(texts)} texts instead of {rows}")
         return texts
     except (OSError, ValueError, TypeError) as error:
-        raise TinyspecError(f"{path}: damaged ({error}); delete it, and it is written again") from error
+        raise TinyspecError(
+            f"{path}: damaged ({error}); delete it, and it is written again"
+        ) from error

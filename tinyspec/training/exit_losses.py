@@ -42,11 +42,16 @@ class Exits:
     curriculum: Curriculum = "none"  # none: all exits count at each step
     rotation: int = 4  # R of the rotational curriculum
     p_max: float = 0.0  # layer dropout of the last layer at the end
-    scratch: bool = True  # dropout rises in the course of the training; false: a trained model is continued
+    scratch: bool = (
+        True  # dropout rises in the course of the training; false: a trained model is continued
+    )
     report: tuple[int, ...] = ()  # exits whose bits per byte are logged: after so many layers
 
     def __post_init__(self) -> None:
-        for value, kinds in ((self.weights, get_args(Weights)), (self.curriculum, get_args(Curriculum))):
+        for value, kinds in (
+            (self.weights, get_args(Weights)),
+            (self.curriculum, get_args(Curriculum)),
+        ):
             if value not in kinds:
                 raise TinyspecError(f"[exits] {value!r} is not known; {nearest(str(value), kinds)}")
         if not (0 <= self.p_max < 1 and self.e_scale >= 0 and self.rotation >= 1):
@@ -72,7 +77,10 @@ class Exits:
             turn = f", R = {self.rotation}" if self.curriculum == "rotational" else ""
             parts.append(f"{self.curriculum} curriculum{turn}")
         if self.p_max:
-            parts.append(f"layers dropped out, up to {self.p_max:g} at the top" + " and at the end" * self.scratch)
+            parts.append(
+                f"layers dropped out, up to {self.p_max:g} at the top"
+                + " and at the end" * self.scratch
+            )
         sentence = "; ".join(part for part in parts if part)
         return sentence[0].upper() + sentence[1:] + "."
 
@@ -97,13 +105,21 @@ class Exits:
 
     def shares(self, n_layers: int, step: int, done: float) -> list[float]:
         """e(t, l) of all layers: they sum to 1."""
-        counted = [e if self.counts(layer, n_layers, step, done) else 0.0 for layer, e in enumerate(self.e(n_layers))]
-        return [e / sum(counted) for e in counted] if sum(counted) else [0.0] * (n_layers - 1) + [1.0]
+        counted = [
+            e if self.counts(layer, n_layers, step, done) else 0.0
+            for layer, e in enumerate(self.e(n_layers))
+        ]
+        return (
+            [e / sum(counted) for e in counted] if sum(counted) else [0.0] * (n_layers - 1) + [1.0]
+        )
 
     def dropped(self, n_layers: int, done: float) -> list[float]:
         """p(t, l) of all layers, `done` being t / (T-1)."""
         rise = 2**done - 1 if self.scratch else 1.0
-        return [rise * (2 ** (layer / max(n_layers - 1, 1)) - 1) * self.p_max for layer in range(n_layers)]
+        return [
+            rise * (2 ** (layer / max(n_layers - 1, 1)) - 1) * self.p_max
+            for layer in range(n_layers)
+        ]
 
 
 class Course:
@@ -116,7 +132,9 @@ class Course:
     def begin(self, step: int, progress: float) -> None:
         """Turn to a step, `progress` being the share of the training before it: t / T, or more by the clock."""
         self.shares = self.exits.shares(self.n_layers, step, progress)
-        done = min(1.0, progress * self.steps / max(self.steps - 1, 1))  # t / (T-1): the last step has 1
+        done = min(
+            1.0, progress * self.steps / max(self.steps - 1, 1)
+        )  # t / (T-1): the last step has 1
         self.dropped = self.exits.dropped(self.n_layers, done)
 
     def loss(self, blocks: Blocks, inputs: Tensor, targets: Tensor, dropout: float = 0.0) -> Tensor:
@@ -124,7 +142,9 @@ class Course:
         total = torch.zeros((), device=inputs.device)
         for share, x in zip(self.shares, blocks.stream(inputs, dropout, self.dropped), strict=True):
             if share:
-                total = total + share * F.cross_entropy(blocks.head(x).flatten(0, 1), targets.flatten())
+                total = total + share * F.cross_entropy(
+                    blocks.head(x).flatten(0, 1), targets.flatten()
+                )
         return total
 
 

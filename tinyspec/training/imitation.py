@@ -17,13 +17,19 @@ def frequent(texts: Sequence[Output], words: int, config: Config) -> tuple[int, 
     counts = torch.zeros(config.vocab_size, dtype=torch.float64)
     for text in texts:
         counts += torch.bincount(text.ids.long()[text.known + 1], minlength=config.vocab_size)
-        counts.index_put_((text.top.long().flatten(),), text.law.double().flatten(), accumulate=True)
+        counts.index_put_(
+            (text.top.long().flatten(),), text.law.double().flatten(), accumulate=True
+        )
     counts[list(config.eos)] = torch.inf
-    order = torch.sort(counts, descending=True, stable=True).indices[: min(words, config.vocab_size)]
+    order = torch.sort(counts, descending=True, stable=True).indices[
+        : min(words, config.vocab_size)
+    ]
     return tuple(sorted(order.tolist()))
 
 
-def rows(texts: Sequence[Output], config: Config) -> Callable[[Sequence[int], int, torch.device], Batch]:
+def rows(
+    texts: Sequence[Output], config: Config
+) -> Callable[[Sequence[int], int, torch.device], Batch]:
     """What a step is made of: (inputs [B, T], top [B, T, k], law [B, T, k], known [B, T]) of some of the texts.
 
     top are places in the head's rows; where the head has none, the probability is 0. A text is cut on the left.
@@ -37,7 +43,10 @@ def rows(texts: Sequence[Output], config: Config) -> Callable[[Sequence[int], in
         width = min(max(len(texts[i].ids) for i in chosen) - 1, context)
         k = max(texts[i].top.shape[1] for i in chosen)
         inputs = torch.zeros(len(chosen), width, dtype=torch.long)
-        top, law = torch.zeros(len(chosen), width, k, dtype=torch.long), torch.zeros(len(chosen), width, k)
+        top, law = (
+            torch.zeros(len(chosen), width, k, dtype=torch.long),
+            torch.zeros(len(chosen), width, k),
+        )
         known = torch.zeros(len(chosen), width)
         for at, i in enumerate(chosen):
             text = texts[i]
@@ -55,7 +64,9 @@ def rows(texts: Sequence[Output], config: Config) -> Callable[[Sequence[int], in
     return draw
 
 
-def compared(blocks: Blocks, inputs: Tensor, top: Tensor, law: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+def compared(
+    blocks: Blocks, inputs: Tensor, top: Tensor, law: Tensor, known: Tensor
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy and alpha against the known part of the target's laws, each a mean over the places where it is known."""
     there = known.bool()
     logits = torch.nn.functional.linear(blocks.states(inputs)[there], blocks.vocabulary).float()

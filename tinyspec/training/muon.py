@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic whose iteration drives singular values towards 1
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # of the quintic whose iteration drives singular values towards 1
 
 
 def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
@@ -31,7 +35,13 @@ def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """For matrices [out, in] only; embeddings, gains and biases belong to AdamW."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95):
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+    ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -48,7 +58,9 @@ class Muon(torch.optim.Optimizer):
                         state["momentum"] = torch.zeros_like(w)
                     state["momentum"].lerp_(w.grad, 1 - group["momentum"])
                 ahead = [
-                    w.grad.lerp(self.state[w]["momentum"], group["momentum"]) for w in weights if w.grad is not None
+                    w.grad.lerp(self.state[w]["momentum"], group["momentum"])
+                    for w in weights
+                    if w.grad is not None
                 ]
                 scale = 0.2 * max(shape) ** 0.5 * group["lr"]
                 for w, update in zip(weights, orthogonal(torch.stack(ahead)), strict=True):

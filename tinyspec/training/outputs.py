@@ -58,7 +58,9 @@ class Asking:
     def __post_init__(self) -> None:
         for name in ("texts", "tokens", "prompt", "question", "top", "batch"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise TinyspecError(f"[distill] {name} is {getattr(self, name)}: it must be a whole number from 1 on")
+                raise TinyspecError(
+                    f"[distill] {name} is {getattr(self, name)}: it must be a whole number from 1 on"
+                )
         if not self.temperature > 0:
             raise TinyspecError(
                 f"[distill] temperature is {self.temperature}: outputs are drawn, so it must be above 0"
@@ -93,13 +95,19 @@ class Ask(NamedTuple):
 Kind = Callable[[random.Random], str]
 
 
-def asks(model: Model, asking: Asking, file: Path | None = None, data_folder: str | Path | None = None) -> list[Ask]:
+def asks(
+    model: Model, asking: Asking, file: Path | None = None, data_folder: str | Path | None = None
+) -> list[Ask]:
     """As many prompts as texts are wanted; prompt i depends on (asking.seed, i) and the data, not on how many there are."""
     chat = model.has_tokenizer and model.tokenizer.has_chat
     if file is not None:
-        own = [part.strip() for part in file.read_text(encoding="utf-8").split("\n\n") if part.strip()]
+        own = [
+            part.strip() for part in file.read_text(encoding="utf-8").split("\n\n") if part.strip()
+        ]
         if not own:
-            raise TinyspecError(f"{file}: no prompts in it; they are paragraphs, split at blank lines")
+            raise TinyspecError(
+                f"{file}: no prompts in it; they are paragraphs, split at blank lines"
+            )
         kinds: list[Kind] = [lambda chance: chance.choice(own)]
     else:
         kinds = list(_questions(data_folder)) if chat else _openings(data_folder)
@@ -131,9 +139,18 @@ def _questions(root: str | Path | None) -> Iterator[Kind]:
         captions = [german for _, german in data.multi30k("train", root)]
         yield lambda chance: f"Translate German to English: {chance.choice(captions)}"
     with suppress(TinyspecError):
-        parts = [part for book in data.books("train", root) for part in corpus.clean(book.text).split("\n\n")]
+        parts = [
+            part
+            for book in data.books("train", root)
+            for part in corpus.clean(book.text).split("\n\n")
+        ]
         parts = [part for part in parts if 200 < len(part) < 500]
-        lead = ("Summarize:", "Explain in simple words:", "Continue this story:", "What happens here?")
+        lead = (
+            "Summarize:",
+            "Explain in simple words:",
+            "Continue this story:",
+            "What happens here?",
+        )
         yield lambda chance: f"{chance.choice(lead)} {chance.choice(parts)}"
 
 
@@ -153,7 +170,9 @@ def _openings(root: str | Path | None) -> list[Kind]:
 
 def _frame(model: Model) -> tuple[list[int], list[int]]:
     """What stands before a user's question in the chat template, and what stands behind it."""
-    one, two = (model.tokenizer.chat([{"role": "user", "content": word}]) for word in ("What", "Please"))
+    one, two = (
+        model.tokenizer.chat([{"role": "user", "content": word}]) for word in ("What", "Please")
+    )
 
     def common(a: Sequence[int], b: Sequence[int]) -> list[int]:
         return [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))]
@@ -177,8 +196,12 @@ def _start(model: Model) -> list[int]:
 def folder(model: Model, asking: Asking, prompts: Path | None = None) -> Path:
     """Where the outputs of this target, asked so, are kept."""
     said = "" if prompts is None else prompts.read_text(encoding="utf-8")
-    asked = {name: value for name, value in asdict(asking).items() if name != "texts"}  # more texts go on with these
-    key = json.dumps([borrowed.check(model.weights["embed"]), model.config.n_layers, asked, said], sort_keys=True)
+    asked = {
+        name: value for name, value in asdict(asking).items() if name != "texts"
+    }  # more texts go on with these
+    key = json.dumps(
+        [borrowed.check(model.weights["embed"]), model.config.n_layers, asked, said], sort_keys=True
+    )
     return models.cache().parent / "outputs" / f"{model.name}-{zlib.crc32(key.encode()):08x}"
 
 
@@ -211,7 +234,9 @@ def read(path: Path) -> list[Output]:
     try:
         return [Output(*parts) for parts in torch.load(path, weights_only=True)]
     except Exception as error:
-        raise TinyspecError(f"{path}: damaged ({type(error).__name__}); delete it, and it is written again") from error
+        raise TinyspecError(
+            f"{path}: damaged ({type(error).__name__}); delete it, and it is written again"
+        ) from error
 
 
 def batch(model: Model, asks: Sequence[Ask], asking: Asking, first: int) -> list[Output]:
@@ -238,7 +263,10 @@ def _one(model: Model, ask: Ask, asking: Asking, number: int, gate: Gate) -> Out
             law = (
                 (logits / asking.temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
             )  # multinomial is ten times slower
-            u = torch.rand((1,), generator=generator, dtype=torch.float64, device=model.device) * law[-1]
+            u = (
+                torch.rand((1,), generator=generator, dtype=torch.float64, device=model.device)
+                * law[-1]
+            )
             token = min(int(torch.searchsorted(law, u, right=True)), len(law) - 1)
             known.append(len(ids) - 1)
             tops.append(best.indices.int().cpu())
@@ -250,8 +278,15 @@ def _one(model: Model, ask: Ask, asking: Asking, number: int, gate: Gate) -> Out
 
     if ask.closing is not None:
         draw(asking.question)
-        closing = ask.closing[1:] if ids[-1] == ask.closing[0] else ask.closing  # it may have ended its question itself
+        closing = (
+            ask.closing[1:] if ids[-1] == ask.closing[0] else ask.closing
+        )  # it may have ended its question itself
         ids += closing
         session.extend(closing)
     draw(asking.tokens)
-    return Output(torch.tensor(ids, dtype=torch.int32), torch.tensor(known), torch.stack(tops), torch.stack(laws))
+    return Output(
+        torch.tensor(ids, dtype=torch.int32),
+        torch.tensor(known),
+        torch.stack(tops),
+        torch.stack(laws),
+    )

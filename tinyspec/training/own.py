@@ -52,12 +52,19 @@ class Own:
                 f"[own]: prompt is {self.prompt}, tokens {self.tokens}: an opening has 8 tokens or more and is shorter than "
                 "its text; texts and batch are at least 1"
             )
-        if not self.temperatures or not self.penalties or min(self.temperatures) < 0 or min(self.penalties) <= 0:
+        if (
+            not self.temperatures
+            or not self.penalties
+            or min(self.temperatures) < 0
+            or min(self.penalties) <= 0
+        ):
             raise TinyspecError(
                 "[own]: temperatures are 0 or more, penalties above 0, and there is at least one of each"
             )
         if not 0 <= self.share <= 1:
-            raise TinyspecError(f"[own] share is {self.share}: it is between 0 (books alone) and 1 (own texts alone)")
+            raise TinyspecError(
+                f"[own] share is {self.share}: it is between 0 (books alone) and 1 (own texts alone)"
+            )
 
     def setting(self, batch: int) -> tuple[float, float]:
         """Temperature and penalty of all texts of a batch."""
@@ -87,13 +94,17 @@ def write(
             penalties += [own.setting(number)[1]] * len(part)
             bar.advance(task)
     if not penalties:
-        raise TinyspecError(f"[own]: no text of {teacher.name} reached {own.tokens} tokens: lower tokens")
+        raise TinyspecError(
+            f"[own]: no text of {teacher.name} reached {own.tokens} tokens: lower tokens"
+        )
     return torch.cat(texts).to(books.device), torch.tensor(penalties, device=books.device)
 
 
 def _batch(teacher: Model, books: Tensor, own: Own, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(own.seed * 1_000_003 + number)
-    length = int(torch.randint(8, own.prompt + 1, (), generator=generator))  # one for all: they stay together
+    length = int(
+        torch.randint(8, own.prompt + 1, (), generator=generator)
+    )  # one for all: they stay together
     starts = torch.randint(max(len(books) - length, 1), (own.batch,), generator=generator).tolist()
     prompts = [books[start : start + length].tolist() for start in starts]
     temperature, penalty = own.setting(number)
@@ -124,7 +135,9 @@ def penalised(logits: Tensor, inputs: Tensor, penalty: Tensor) -> Tensor:
     rows, length, vocabulary = logits.shape
     place = torch.arange(length, device=inputs.device)
     first = torch.full((rows, vocabulary), length, device=inputs.device)
-    first = first.scatter_reduce(1, inputs, place.expand(rows, length), "amin")  # where a token was read first
+    first = first.scatter_reduce(
+        1, inputs, place.expand(rows, length), "amin"
+    )  # where a token was read first
     strength = penalty.to(logits)[:, None, None]
     heavier = torch.where(logits > 0, logits / strength, logits * strength)
     return torch.where(first[:, None] <= place[:, None], heavier, logits)
@@ -161,6 +174,9 @@ class Written:
         total, (texts, penalties) = 0.0, self.held
         for at in range(0, len(texts), 8):
             inputs, penalty = texts[at : at + 8, :-1], penalties[at : at + 8]
-            p, q = (penalised(model(inputs).float(), inputs, penalty).softmax(-1) for model in (target, draft))
+            p, q = (
+                penalised(model(inputs).float(), inputs, penalty).softmax(-1)
+                for model in (target, draft)
+            )
             total += float(torch.minimum(p, q).sum(-1).mean(1).sum())
         return total / len(texts)

@@ -28,8 +28,12 @@ class Recipe:
     context: int = 512  # tokens per crop
     dropout: float = 0.0
     teacher: str = ""  # a folder beside the recipe's own; its tokenizer is the student's
-    tokenizer: str = ""  # a folder beside the recipe's own, whose tokenizer is taken over; none: one is trained
-    start: str = ""  # a folder beside the recipe's own: its weights are trained on, with its tokenizer
+    tokenizer: str = (
+        ""  # a folder beside the recipe's own, whose tokenizer is taken over; none: one is trained
+    )
+    start: str = (
+        ""  # a folder beside the recipe's own: its weights are trained on, with its tokenizer
+    )
     inherit: bool = False  # start from the teacher's embeddings, first layers and final norm
     draft: str = ""  # named on the card: the draft of this model
     valid_characters: int = 40_000  # of each valid book, while training; the end is measured on all
@@ -37,7 +41,9 @@ class Recipe:
     extra: Mapping[str, Any] = field(default_factory=dict)
     exits: Exits | None = None
     own: Own | None = None
-    distill: Mapping[str, Any] = field(default_factory=dict)  # section [distill]: from the teacher's own outputs
+    distill: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # section [distill]: from the teacher's own outputs
 
     def config(self) -> Config:
         extra: dict[str, Any] = {"licence": "MIT", "recipe": "recipe.toml", **self.extra}
@@ -100,11 +106,19 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) ->
     try:
         values["prompts"] = tuple(values.get("prompts", Recipe.prompts))
         if "exits" in values:
-            values["exits"] = Exits(**{**values["exits"], "report": tuple(values["exits"].get("report", ()))})
+            values["exits"] = Exits(
+                **{**values["exits"], "report": tuple(values["exits"].get("report", ()))}
+            )
         if "own" in values:
             if not values.get("teacher"):
-                raise TinyspecError(f"{path}: [own] is what a teacher writes: teacher = NAME is missing")
-            lists = {key: tuple(values["own"][key]) for key in ("temperatures", "penalties") if key in values["own"]}
+                raise TinyspecError(
+                    f"{path}: [own] is what a teacher writes: teacher = NAME is missing"
+                )
+            lists = {
+                key: tuple(values["own"][key])
+                for key in ("temperatures", "penalties")
+                if key in values["own"]
+            }
             values["own"] = Own(**{**values["own"], **lists})
         return Recipe(shape=shape, settings=Settings(**settings), **values)
     except TypeError as error:

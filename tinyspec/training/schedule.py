@@ -11,7 +11,9 @@ class Settings:
 
     steps: int
     lr: float = 1e-3
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside, AdamW for the rest
+    optimizer: Literal["adamw", "muon"] = (
+        "adamw"  # muon: for the matrices inside, AdamW for the rest
+    )
     warmup: int = 100  # steps
     schedule: Literal["cosine", "wsd"] = "cosine"
     decay: float = 0.2  # wsd: the last share of the training, in which the rate falls

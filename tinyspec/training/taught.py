@@ -42,7 +42,9 @@ class Taught(NamedTuple):
     figures: Callable[[Seq2Seq], dict[str, float]] = lambda model: {}
 
 
-def teacher(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None) -> Taught:
+def teacher(
+    plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None
+) -> Taught:
     """The autoregressive teacher: every token from those before it, with smoothed labels."""
 
     def batch(numbers: Sequence[int]) -> Batch:
@@ -66,7 +68,9 @@ def teacher(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair]
     return Taught(seen, batch, loss, translate, figures)
 
 
-def forced(model: Seq2Seq, source: Tensor, target: Tensor, dropout: float = 0.0, smoothing: float = 0.0) -> Tensor:
+def forced(
+    model: Seq2Seq, source: Tensor, target: Tensor, dropout: float = 0.0, smoothing: float = 0.0
+) -> Tensor:
     """Mean cross-entropy of the targets [B, T] and their ends, each token given those before it: a scalar.
 
     No logits are computed at padding, which nobody sees: it stands at the end, and the mask is causal.
@@ -79,7 +83,9 @@ def forced(model: Seq2Seq, source: Tensor, target: Tensor, dropout: float = 0.0,
     causal = torch.ones(room, room, dtype=torch.bool, device=target.device).tril()
     states = model.decode(model.embed(read), model.encode(source, dropout), causal, dropout)
     there = said != c.pad
-    return F.cross_entropy(model.logits(states[there]).float(), said[there], label_smoothing=smoothing)
+    return F.cross_entropy(
+        model.logits(states[there]).float(), said[there], label_smoothing=smoothing
+    )
 
 
 def both(pairs: Sequence[Pair], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -88,7 +94,9 @@ def both(pairs: Sequence[Pair], numbers: Sequence[int]) -> tuple[Tensor, Tensor]
 
 
 def together(
-    sources: Sequence[Sequence[int]], translate: Callable[[list[Sequence[int]]], list[list[int]]], batch: int = 128
+    sources: Sequence[Sequence[int]],
+    translate: Callable[[list[Sequence[int]]], list[list[int]]],
+    batch: int = 128,
 ) -> list[list[int]]:
     """Translations in the order of the sources, which are asked for in batches of like lengths."""
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
@@ -99,15 +107,20 @@ def together(
     return [found[i] for i in range(len(sources))]
 
 
-def nat(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None) -> Taught:
+def nat(
+    plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None
+) -> Taught:
     """NAT: the fertilities are an aligner's; asked as it writes in one pass, from each word's likeliest fertility."""
     most = int(plan.shape.get("fertilities", 0)) - 1
     if most < 1:
-        raise TinyspecError(f"recipe {plan.name}: a NAT tells fertilities: [shape] fertilities is missing")
+        raise TinyspecError(
+            f"recipe {plan.name}: a NAT tells fertilities: [shape] fertilities is missing"
+        )
     seen = [pair for pair in seen if len(pair.target) <= most * len(pair.source)]
     links = aligner.align([pair.source for pair in seen], [pair.target for pair in seen]).links
     counts = [
-        aligner.fertilities(link, len(pair.source), most).tolist() for link, pair in zip(links, seen, strict=True)
+        aligner.fertilities(link, len(pair.source), most).tolist()
+        for link, pair in zip(links, seen, strict=True)
     ]
 
     def batch(numbers: Sequence[int]) -> Batch:
@@ -118,7 +131,9 @@ def nat(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], ju
 
     def fine(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
         assert judge is not None
-        return fertile.finetune(model, judge, fertile.Batch(*batch), generator, plan.dropout, plan.smoothing)
+        return fertile.finetune(
+            model, judge, fertile.Batch(*batch), generator, plan.dropout, plan.smoothing
+        )
 
     def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
         return together(sources, lambda part: fertile.written(model, padded(part).to(model.device)))
@@ -126,7 +141,9 @@ def nat(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], ju
     return Taught(seen, batch, fine if plan.finetune else loss, translate)
 
 
-def mask_predict(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None) -> Taught:
+def mask_predict(
+    plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None
+) -> Taught:
     """Mask-Predict: asked with few iterations and lengths while it learns, to be quick."""
 
     def batch(numbers: Sequence[int]) -> Batch:
@@ -145,7 +162,9 @@ def mask_predict(plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[
     return Taught(seen, batch, loss, translate)
 
 
-METHODS: dict[str, Callable[[TranslationRecipe, Sequence[Pair], Sequence[Pair], Seq2Seq | None], Taught]] = {
+METHODS: dict[
+    str, Callable[[TranslationRecipe, Sequence[Pair], Sequence[Pair], Seq2Seq | None], Taught]
+] = {
     "teacher": teacher,
     "nat": nat,
     "mask_predict": mask_predict,

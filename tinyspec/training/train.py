@@ -96,14 +96,20 @@ def train(
             if run.step % settings.log_every == 0 or run.progress >= 1:
                 mean = float(torch.stack(recent).mean())  # waits for the device
                 if not math.isfinite(mean):
-                    raise TinyspecError(f"the loss is {mean} at step {run.step}: lower [train] lr, or raise warmup")
+                    raise TinyspecError(
+                        f"the loss is {mean} at step {run.step}: lower [train] lr, or raise warmup"
+                    )
                 now = time.monotonic()
                 pace = round((run.tokens - since) / (now - mark))
                 recent, since, mark, run.seconds = [], run.tokens, now, now - started
                 run.write(loss=mean, lr=run.lr, tokens_per_second=pace)
                 done = round(run.progress * settings.steps)  # by the clock, if that is further
                 shown.update(task, completed=done, note=f"loss {mean:.3f}  {pace:,} tokens/s")
-            if validate and run.checked < run.step and (run.step % settings.valid_every == 0 or run.progress >= 1):
+            if (
+                validate
+                and run.checked < run.step
+                and (run.step % settings.valid_every == 0 or run.progress >= 1)
+            ):
                 with run.averaged():
                     run.check(validate())
                 if console is not None:
@@ -131,7 +137,9 @@ def _backward(loss: Loss, batch: Batch, pieces: int) -> Tensor:
 
 
 def _line(entry: Mapping[str, Any]) -> str:
-    return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in entry.items())
+    return "  ".join(
+        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in entry.items()
+    )
 
 
 class _Run:
@@ -143,7 +151,11 @@ class _Run:
         self.weights, self.settings, self.folder = weights, settings, folder
         self.tensors = [w.requires_grad_() for w in weights.values()]
         self.device = self.tensors[0].device
-        inner = [w for name, w in weights.items() if w.ndim == 2 and "." in name and settings.optimizer == "muon"]
+        inner = [
+            w
+            for name, w in weights.items()
+            if w.ndim == 2 and "." in name and settings.optimizer == "muon"
+        ]
         outer = [w for w in self.tensors if all(w is not other for other in inner)]
         groups = [
             {"params": [w for w in outer if w.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -177,7 +189,9 @@ class _Run:
             optimizer.step()
             optimizer.zero_grad()
         if self.average:
-            keep = min(self.settings.ema, (1 + self.step) / (10 + self.step))  # the first steps are soon forgotten
+            keep = min(
+                self.settings.ema, (1 + self.step) / (10 + self.step)
+            )  # the first steps are soon forgotten
             torch._foreach_lerp_(self.average, [w.detach() for w in self.tensors], 1 - keep)
         self.step += 1
         self.tokens += tokens
@@ -209,14 +223,18 @@ class _Run:
 
     def write(self, **figures: float) -> None:
         """Append a line to the log."""
-        self.log.append({"step": self.step, "tokens": self.tokens, **figures, "seconds": round(self.seconds, 2)})
+        self.log.append(
+            {"step": self.step, "tokens": self.tokens, **figures, "seconds": round(self.seconds, 2)}
+        )
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.log[-1]) + "\n")
 
     def save(self) -> None:
         """Write the state beside its place, then move it there: a reader sees the old one or the new one."""
         if not all(bool(w.isfinite().all()) for w in self.weights.values()):
-            raise TinyspecError(f"weights are no longer finite at step {self.step}: lower [train] lr, or raise warmup")
+            raise TinyspecError(
+                f"weights are no longer finite at step {self.step}: lower [train] lr, or raise warmup"
+            )
         state = {
             "names": list(self.weights),
             "weights": [w.detach() for w in self.tensors],
@@ -235,8 +253,14 @@ class _Run:
             return
         state = torch.load(path, map_location=self.device, weights_only=True)
         same = [w.shape for w in state["weights"]] == [w.shape for w in self.tensors]
-        if state["names"] != list(self.weights) or not same or bool(state["average"]) != bool(self.average):
-            raise TinyspecError(f"{path} is of a training with other weights: --restart begins anew")
+        if (
+            state["names"] != list(self.weights)
+            or not same
+            or bool(state["average"]) != bool(self.average)
+        ):
+            raise TinyspecError(
+                f"{path} is of a training with other weights: --restart begins anew"
+            )
         self._put(state["weights"])
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)

@@ -79,7 +79,9 @@ def train_lm(
     plan = read_recipe(path, overrides)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise TinyspecError("device cuda: torch finds no CUDA device here; --device cpu trains on the processor")
+        raise TinyspecError(
+            "device cuda: torch finds no CUDA device here; --device cpu trains on the processor"
+        )
     state = out / ".tinyspec"
     if restart:
         shutil.rmtree(state, ignore_errors=True)
@@ -107,10 +109,14 @@ def train_lm(
         tokenizer = corpus.train_tokenizer(texts, plan.vocab_size, state)
     config = plan.config()
     tokens = corpus.pack(tokenizer, texts, END).to(where)
-    say(f"{len(texts)} books, {len(tokens):,} tokens; {plan.name}: {config.parameters():,} weights on {where}")
+    say(
+        f"{len(texts)} books, {len(tokens):,} tokens; {plan.name}: {config.parameters():,} weights on {where}"
+    )
 
     if parent is not None and parent.config.shapes() != config.shapes():
-        raise TinyspecError(f"{path}: start goes on from {plan.start}, which has another [shape]: write the same here")
+        raise TinyspecError(
+            f"{path}: start goes on from {plan.start}, which has another [shape]: write the same here"
+        )
     parent = teacher if plan.inherit else parent
     model = _fresh(config, plan.settings.seed, parent).to(where)
     exits = plan.exits or Exits()
@@ -124,7 +130,9 @@ def train_lm(
     excerpt = [corpus.document(tokenizer, text, END, plan.valid_characters) for text in held_out]
     whole = [corpus.document(tokenizer, text, END) for text in held_out]
 
-    def figures(judged: Model, documents: list[corpus.Document], shown: Sequence[int]) -> dict[str, float]:
+    def figures(
+        judged: Model, documents: list[corpus.Document], shown: Sequence[int]
+    ) -> dict[str, float]:
         size = plan.context, plan.context // 2, where
         bits = corpus.bits_per_byte(judged.teach, documents, *size)
         if teacher is not None:
@@ -132,9 +140,16 @@ def train_lm(
             if written is None:
                 return {"refused": 1 - alpha, "alpha": alpha, "valid_bits_per_byte": bits}
             own = written.alpha(teacher.teach, judged.teach)
-            return {"refused": 1 - (alpha + own) / 2, "alpha": alpha, "alpha_own": own, "valid_bits_per_byte": bits}
+            return {
+                "refused": 1 - (alpha + own) / 2,
+                "alpha": alpha,
+                "alpha_own": own,
+                "valid_bits_per_byte": bits,
+            }
         early = {
-            f"exit_{layers}": corpus.bits_per_byte(partial(exit_logits, judged.dense(), layers=layers), excerpt, *size)
+            f"exit_{layers}": corpus.bits_per_byte(
+                partial(exit_logits, judged.dense(), layers=layers), excerpt, *size
+            )
             for layers in shown
         }
         return {"valid_bits_per_byte": bits, **early}
@@ -167,7 +182,9 @@ def train_lm(
         return ended
     stored = Model(config, model.to("cpu", torch.bfloat16).weights, tokenizer, plan.name)
     every = range(1, config.n_layers + 1) if plan.exits is not None else ()
-    final = figures(stored.to(where, torch.float32), whole, every)  # the weights as they are stored, in float32
+    final = figures(
+        stored.to(where, torch.float32), whole, every
+    )  # the weights as they are stored, in float32
     say(
         "  ".join(f"{name} {value:.4f}" for name, value in final.items())
         + " over all valid books (exits: their beginnings)"
@@ -187,7 +204,9 @@ def _fresh(config: Config, seed: int, parent: Model | None) -> Model:
     model = Model.random(config, seed)
     inherited = {} if parent is None else parent.weights
     weights = {
-        name: inherited[name].detach().cpu().clone() if name in inherited and inherited[name].shape == w.shape else w
+        name: inherited[name].detach().cpu().clone()
+        if name in inherited and inherited[name].shape == w.shape
+        else w
         for name, w in model.weights.items()
     }
     return Model(config, weights)
@@ -197,13 +216,20 @@ def _autocast(device: torch.device) -> torch.autocast:
     """bfloat16 where the device multiplies it. A processor that emulates it takes ten times as long as in float32."""
     fast = device.type != "cpu"
     if not fast:
-        able: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # absent before torch 2.12: then float32
+        able: dict[str, Any] = getattr(
+            torch.cpu, "get_capabilities", dict
+        )()  # absent before torch 2.12: then float32
         fast = any(able.get(name) for name in ("avx512_bf16", "amx_bf16"))
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
 
 
 def _loss(
-    model: Model, teacher: Model | None, course: Course | None, dropout: float, device: torch.device, compiled: bool
+    model: Model,
+    teacher: Model | None,
+    course: Course | None,
+    dropout: float,
+    device: torch.device,
+    compiled: bool,
 ) -> Loss:
     """Cross-entropy, of exits too where there is a course, or distillation where there is a teacher.
 
@@ -220,7 +246,10 @@ def _loss(
             law = teacher.teach(inputs)
         said = model.teach(inputs, dropout)
         if penalty is not None:
-            law, said = penalised(law.float(), inputs, penalty), penalised(said.float(), inputs, penalty)
+            law, said = (
+                penalised(law.float(), inputs, penalty),
+                penalised(said.float(), inputs, penalty),
+            )
         return distillation(law, said)
 
     def course_loss(inputs: Tensor, targets: Tensor) -> Tensor:

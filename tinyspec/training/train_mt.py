@@ -49,7 +49,10 @@ def train_mt(
     Raises TinyspecError for missing data, an unusable recipe, and a folder that already holds the finished model.
     """
     path, out = Path(recipe), Path(out)
-    changed = {**(overrides or {}), **({} if minutes is None else {"train.minutes": str(float(minutes))})}
+    changed = {
+        **(overrides or {}),
+        **({} if minutes is None else {"train.minutes": str(float(minutes))}),
+    }
     plan = read_translation_recipe(path, changed)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     state = out / ".tinyspec"
@@ -60,23 +63,32 @@ def train_mt(
     metric()  # says at once if sacrebleu is missing
     say = (console or Console(quiet=True)).print
 
-    texts, held = data.multi30k("train", data_folder), data.multi30k("valid", data_folder)[: plan.judged]
+    texts, held = (
+        data.multi30k("train", data_folder),
+        data.multi30k("valid", data_folder)[: plan.judged],
+    )
     teacher = load_model(plan, plan.teacher, path.parent, out)
     if teacher is not None:
         tokenizer = teacher.tokenizer
     elif (state / "tokenizer.json").exists():
         tokenizer = Tokenizer.from_folder(state)
     else:
-        tokenizer = bitext.train_joint_tokenizer((side for pair in texts for side in pair), plan.vocab_size, state)
+        tokenizer = bitext.train_joint_tokenizer(
+            (side for pair in texts for side in pair), plan.vocab_size, state
+        )
     pairs, valid = bitext.encode(tokenizer, texts), bitext.encode(tokenizer, held)
     if teacher is not None and plan.distill is not None:
-        written = distilled.translations(teacher, [pair.source for pair in pairs], plan.distill, console=console)
+        written = distilled.translations(
+            teacher, [pair.source for pair in pairs], plan.distill, console=console
+        )
         pairs = [Pair(pair.source, target) for pair, target in zip(pairs, written, strict=True)]
     seen = bitext.usable(pairs, plan.longest)
     parent = load_model(plan, plan.finetune, path.parent, out)
     model = begin(plan, tokenizer, parent or teacher, where)
     taught = METHODS[plan.method](plan, seen, valid, teacher)
-    say(f"{len(taught.pairs):,} pairs; {plan.name}: {model.config.parameters():,} weights on {where}")
+    say(
+        f"{len(taught.pairs):,} pairs; {plan.name}: {model.config.parameters():,} weights on {where}"
+    )
 
     def judged(one: Seq2Seq) -> float:
         made = taught.translate(one, [pair.source for pair in valid])
@@ -97,7 +109,14 @@ def train_mt(
         return tuple(part.to(where) for part in taught.batch(draw(generator)))
 
     ended = train(
-        model.weights, batches, loss, plan.settings, state, validate=validate, console=console, title=plan.name
+        model.weights,
+        batches,
+        loss,
+        plan.settings,
+        state,
+        validate=validate,
+        console=console,
+        title=plan.name,
     )
     if not ended.finished:
         say(f"stopped at step {ended.step:,}; the same command goes on from there")
@@ -138,21 +157,31 @@ def load_model(plan: TranslationRecipe, name: str, *beside: Path) -> Seq2Seq | N
     if not name:
         return None
     known = models.find(name)
-    here = [Path(os.path.normpath(at / name)) for at in beside]  # the student's folder may not be there yet
+    here = [
+        Path(os.path.normpath(at / name)) for at in beside
+    ]  # the student's folder may not be there yet
     for folder in (*here, *([known] if known else [])):
         if (folder / "model.safetensors").is_file():
             return Seq2Seq.load(folder)
-    raise TinyspecError(f"recipe {plan.name}: the model {name} is not there: train it first (train mt)")
+    raise TinyspecError(
+        f"recipe {plan.name}: the model {name} is not there: train it first (train mt)"
+    )
 
 
-def begin(plan: TranslationRecipe, tokenizer: Tokenizer, parent: Seq2Seq | None, where: torch.device) -> Seq2Seq:
+def begin(
+    plan: TranslationRecipe, tokenizer: Tokenizer, parent: Seq2Seq | None, where: torch.device
+) -> Seq2Seq:
     """Random weights, but for those that the recipe has a parent lend: same name, same shape. Fine-tuning begins with all."""
     config = plan.config(tokenizer.vocab_size)
-    fresh = Seq2Seq.create(config, torch.Generator().manual_seed(plan.settings.seed), tokenizer=tokenizer)
+    fresh = Seq2Seq.create(
+        config, torch.Generator().manual_seed(plan.settings.seed), tokenizer=tokenizer
+    )
     lent = {} if parent is None else parent.weights
     weights = {
         name: lent[name].float().clone()
-        if (plan.finetune or name.startswith(plan.inherit)) and name in lent and lent[name].shape == w.shape
+        if (plan.finetune or name.startswith(plan.inherit))
+        and name in lent
+        and lent[name].shape == w.shape
         else w
         for name, w in fresh.weights.items()
     }

@@ -68,7 +68,9 @@ class Mutant:
     def host(self) -> str:
         """The part that is replaced."""
         fields = PARTS.__dataclass_fields__
-        return ", ".join(name for name in fields if getattr(self.parts, name) is not getattr(PARTS, name))
+        return ", ".join(
+            name for name in fields if getattr(self.parts, name) is not getattr(PARTS, name)
+        )
 
 
 @dataclass(frozen=True)
@@ -118,14 +120,32 @@ def judge(mutant: Mutant) -> dict[str, Any]:
         found = accused.counterexample
         if found.law == mutant.law:
             return {**line, "killed_by": found.law, "counterexample": found.as_dict()}
-        return {**line, "killed_by": None, "counterexample": None, "survived": f"accused by another law: {found.law}"}
+        return {
+            **line,
+            "killed_by": None,
+            "counterexample": None,
+            "survived": f"accused by another law: {found.law}",
+        }
     except Exception as crash:  # a crash is not a verdict
-        return {**line, "killed_by": None, "counterexample": None, "survived": f"{type(crash).__name__}: {crash}"}
-    return {**line, "killed_by": None, "counterexample": None, "survived": f"{evidence.cases} cases found nothing"}
+        return {
+            **line,
+            "killed_by": None,
+            "counterexample": None,
+            "survived": f"{type(crash).__name__}: {crash}",
+        }
+    return {
+        **line,
+        "killed_by": None,
+        "counterexample": None,
+        "survived": f"{evidence.cases} cases found nothing",
+    }
 
 
 def matrix() -> list[dict[str, Any]]:
     """Every mutant judged by the law meant for it: mutant, bug, met (where), host, law, killed_by, counterexample."""
-    for library in ("hypothesis", "scipy"):  # said once here: to a mutant it would look like a crash
+    for library in (
+        "hypothesis",
+        "scipy",
+    ):  # said once here: to a mutant it would look like a crash
         extra(library)
     return [judge(mutant) for mutant in mutants()]

@@ -45,12 +45,16 @@ def words_alone(source: Any, target: Any, rounds: int = 5, placed: int = 5) -> A
 
 def from_the_end(*sides: Any, **rounds: Any) -> Aligned:
     found = align(*sides, **rounds)
-    return found._replace(links=[link[::-1] for link in found.links])  # right: in the target's order
+    return found._replace(
+        links=[link[::-1] for link in found.links]
+    )  # right: in the target's order
 
 
 def with_null(*sides: Any, **rounds: Any) -> Aligned:
     found = align(*sides, **rounds)
-    return found._replace(links=[link + 1 for link in found.links])  # right: NULL is no place of the source
+    return found._replace(
+        links=[link + 1 for link in found.links]
+    )  # right: NULL is no place of the source
 
 
 def found(parts: Parts) -> Any:

@@ -85,7 +85,9 @@ class StaysPut(Cache):
     """After a commit the kept path stays where it was, and its slots are given to others."""
 
     def move(self, old: Sequence[int], first: int) -> None:
-        self.present[first : first + len(old)] = self.present[list(old)]  # right: and keys and values with it
+        self.present[first : first + len(old)] = self.present[
+            list(old)
+        ]  # right: and keys and values with it
 
 
 class ForgetsOnGrowth(Cache):
@@ -108,7 +110,9 @@ def holding(kind: type[Cache]) -> Callable[[Model], Session]:
 
 def one_layer_later(session: Any, plan: Plan) -> View:
     last = session.model.config.n_layers if plan.last is None else plan.last
-    return View(session, replace(plan, last=min(last + 1, session.model.config.n_layers)))  # right: plan
+    return View(
+        session, replace(plan, last=min(last + 1, session.model.config.n_layers))
+    )  # right: plan
 
 
 # ------------------------------------------------------------------ passes
@@ -116,7 +120,9 @@ def one_layer_later(session: Any, plan: Plan) -> View:
 
 def flat_positions(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
     for feed in feeds:
-        feed.positions = [feed.positions[0] + i for i in range(len(feed.positions))]  # right: a node's depth
+        feed.positions = [
+            feed.positions[0] + i for i in range(len(feed.positions))
+        ]  # right: a node's depth
     return forward(feeds)
 
 
@@ -128,7 +134,9 @@ def one_position_late(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
 
 def siblings_seen(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
     for feed in feeds:
-        feed.seen = [(slot + 1, ()) for slot in feed.slots]  # right: the text, the row's ancestors, itself
+        feed.seen = [
+            (slot + 1, ()) for slot in feed.slots
+        ]  # right: the text, the row's ancestors, itself
     return forward(feeds)
 
 
@@ -152,7 +160,9 @@ def several_rows_elsewhere(forward: Forward, feeds: Sequence[Feed]) -> list[Scor
         rows, one = one.hidden[-1], one._replace(hidden=one.hidden[:-1])
         if len(feed.heads) > 1:
             head = model.weights["embed"].to(rows.dtype)
-            one = one._replace(logits=rows[feed.heads] @ head.T)  # right: one order for any number of rows
+            one = one._replace(
+                logits=rows[feed.heads] @ head.T
+            )  # right: one order for any number of rows
         made.append(one)
     return made
 
@@ -161,7 +171,9 @@ def padding_seen(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
     """The rows of a batch are padded to one length, and the padding is looked at."""
     longest = max(feed.high for feed in feeds)
     for feed in feeds:
-        feed.seen = [(longest, ()) if text == feed.high else (text, path) for text, path in feed.seen]
+        feed.seen = [
+            (longest, ()) if text == feed.high else (text, path) for text, path in feed.seen
+        ]
         feed.high = longest  # right: each feed its own
     return forward(feeds)
 
@@ -172,7 +184,9 @@ def rows_swapped(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
     order = sorted(range(len(feeds)), key=lambda i: feeds[i].high)
     if len({len(feed.heads) for feed in feeds}) > 1:
         return scores
-    return [one._replace(logits=scores[i].logits) for one, i in zip(scores, order, strict=True)]  # right: scores
+    return [
+        one._replace(logits=scores[i].logits) for one, i in zip(scores, order, strict=True)
+    ]  # right: scores
 
 
 def _session(name: str, bug: str, begin: Callable[[Model], Session], law: str) -> Mutant:

@@ -14,7 +14,9 @@ class Lasting(Forest):
     """A rewind cuts the text and leaves what it counted."""
 
     def rewind(self, text: int, length: int) -> None:
-        del self._known(text).tokens[length:]  # right: and every window that ended there counts one less
+        del self._known(text).tokens[
+            length:
+        ]  # right: and every window that ended there counts one less
 
 
 class Mixing(Forest):
@@ -54,7 +56,9 @@ class Unordered(Forest):
         known = list(tree[before].after)
         super()._recount(tree, before, token, by)
         order = {sibling: at for at, sibling in enumerate(known)}
-        tree[before].after.sort(key=lambda sibling: order.get(sibling, len(known)))  # right: by their counts
+        tree[before].after.sort(
+            key=lambda sibling: order.get(sibling, len(known))
+        )  # right: by their counts
 
 
 class Stitching(Forest):
@@ -67,7 +71,10 @@ class Stitching(Forest):
 
     def close(self, text: int) -> None:
         known = self._known(text)
-        self.last: dict[Hashable, list[int]] = {**getattr(self, "last", {}), known.tree: known.tokens}
+        self.last: dict[Hashable, list[int]] = {
+            **getattr(self, "last", {}),
+            known.tree: known.tokens,
+        }
         super().close(text)
 
 

@@ -39,7 +39,9 @@ class Chain(ModelDraft):
             laws, node = Laws(self.model.score(tree), warp, context, tree), len(tree.tokens) - 1
             row = self.law(laws, node, warp)
             token = self.drawn(row, chance)
-            tree = TokenTree.chain((*tree.tokens, token), (*tree.laws, self.declared(laws, node, row)))
+            tree = TokenTree.chain(
+                (*tree.tokens, token), (*tree.laws, self.declared(laws, node, row))
+            )
         return tree
 
 
@@ -55,7 +57,9 @@ class FilteredDrawRawLaw(Chain):
 
 class Rounded(Chain):
     def declared(self, laws: Laws, node: int, row: Any) -> Any:
-        coarse = [Fraction(round(8 * x) or 1, 8) for x in row]  # a narrow dtype: three bits  # right: row
+        coarse = [
+            Fraction(round(8 * x) or 1, 8) for x in row
+        ]  # a narrow dtype: three bits  # right: row
         return [x / sum(coarse) for x in coarse]
 
 
@@ -78,7 +82,9 @@ class Stubborn(ModelDraft):
         again, self.refused = self.refused, None
         if again is None or room < 1:
             return super().propose(context, room, warp, chance)
-        return TokenTree.chain([again[0]], [again[1]])  # right: [None], for the verifier has looked at it
+        return TokenTree.chain(
+            [again[0]], [again[1]]
+        )  # right: [None], for the verifier has looked at it
 
     def observe(self, round: Round) -> None:
         super().observe(round)
@@ -91,7 +97,9 @@ class Unconditional(Siblings):
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
         tree = super().propose(context, room, warp, chance)
-        return tree._replace(laws=[tree.laws[0]] * len(tree.laws))  # right: q without the earlier siblings
+        return tree._replace(
+            laws=[tree.laws[0]] * len(tree.laws)
+        )  # right: q without the earlier siblings
 
 
 class Sorted(Siblings):
@@ -100,7 +108,9 @@ class Sorted(Siblings):
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
         tree = super().propose(context, room, warp, chance)
         order = sorted(range(len(tree.tokens)), key=lambda i: -tree.laws[0][tree.tokens[i]])  # type: ignore[index]
-        return tree._replace(tokens=tree.spelled(order), laws=[tree.laws[i] for i in order])  # right: in draw order
+        return tree._replace(
+            tokens=tree.spelled(order), laws=[tree.laws[i] for i in order]
+        )  # right: in draw order
 
 
 class Behind(ModelDraft):
@@ -146,7 +156,13 @@ MUTANTS = [
     _chain("refused guess proposed again", "slip", Stubborn, EXAMINED, see.chains),
     _siblings("without replacement, each declared as the first", "slip", Unconditional, JOINT),
     _siblings("siblings sorted after the draw", "slip", Sorted, theorems.ORDER),
-    Mutant("index stores 16 bits", "B35", "lookup is a search", replace(PARTS, index=SixteenBits), see.rows),
+    Mutant(
+        "index stores 16 bits",
+        "B35",
+        "lookup is a search",
+        replace(PARTS, index=SixteenBits),
+        see.rows,
+    ),
 ]
 EQUIVALENT = [
     Equivalent(

@@ -18,7 +18,9 @@ class NotNormalised(Course):
     def begin(self, step: int, progress: float) -> None:
         super().begin(step, progress)
         e, n = self.exits.e(self.n_layers), self.n_layers
-        counted = [x if self.exits.counts(layer, n, step, progress) else 0.0 for layer, x in enumerate(e)]
+        counted = [
+            x if self.exits.counts(layer, n, step, progress) else 0.0 for layer, x in enumerate(e)
+        ]
         self.shares = [x / sum(e) for x in counted]  # right: / sum(counted)
 
 
@@ -27,7 +29,10 @@ class LastRotatesToo(Course):
 
     def begin(self, step: int, progress: float) -> None:
         super().begin(step, progress)
-        if self.exits.curriculum == "rotational" and (self.n_layers - 1 - step) % self.exits.rotation:
+        if (
+            self.exits.curriculum == "rotational"
+            and (self.n_layers - 1 - step) % self.exits.rotation
+        ):
             self.shares[-1] = 0.0  # right: it always counts
             self.shares = [share / (sum(self.shares) or 1.0) for share in self.shares]
 
@@ -47,7 +52,9 @@ class FromTheBottom(Course):
         super().begin(step, progress)
         if self.exits.curriculum == "gradual":
             n, e = self.n_layers, self.exits.e(self.n_layers)
-            on = [layer == n - 1 or progress >= layer / (2 * n) for layer in range(n)]  # right: (n - 1 - layer)
+            on = [
+                layer == n - 1 or progress >= layer / (2 * n) for layer in range(n)
+            ]  # right: (n - 1 - layer)
             counted = [x * count for x, count in zip(e, on, strict=True)]
             self.shares = [x / sum(counted) for x in counted]
 
@@ -64,7 +71,9 @@ class Uniform(Course):
 
     def begin(self, step: int, progress: float) -> None:
         super().begin(step, progress)
-        self.dropped = [sum(self.dropped) / self.n_layers] * self.n_layers  # right: rising with depth
+        self.dropped = [
+            sum(self.dropped) / self.n_layers
+        ] * self.n_layers  # right: rising with depth
 
 
 class AlmostAllOfIt(Course):
@@ -81,7 +90,9 @@ class WithoutTheNorm(Course):
     def loss(self, blocks: Blocks, inputs: Tensor, targets: Tensor, dropout: float = 0.0) -> Tensor:
         total = torch.zeros(())
         for layer, (share, x) in enumerate(zip(self.shares, blocks.stream(inputs), strict=True)):
-            logits = blocks.head(x) if layer == self.n_layers - 1 else x @ blocks.vocabulary.T  # right: blocks.head(x)
+            logits = (
+                blocks.head(x) if layer == self.n_layers - 1 else x @ blocks.vocabulary.T
+            )  # right: blocks.head(x)
             total = total + share * F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return total
 
@@ -90,9 +101,14 @@ class OneLayerLate(Course):
     """An exit is judged by what enters its layer."""
 
     def loss(self, blocks: Blocks, inputs: Tensor, targets: Tensor, dropout: float = 0.0) -> Tensor:
-        states = [F.embedding(inputs, blocks.embed), *blocks.stream(inputs)]  # right: without the embedding
+        states = [
+            F.embedding(inputs, blocks.embed),
+            *blocks.stream(inputs),
+        ]  # right: without the embedding
         each = [F.cross_entropy(blocks.head(x).flatten(0, 1), targets.flatten()) for x in states]
-        return torch.stack([share * loss for share, loss in zip(self.shares, each, strict=False)]).sum()
+        return torch.stack(
+            [share * loss for share, loss in zip(self.shares, each, strict=False)]
+        ).sum()
 
 
 class AllExitsRead(Course):
@@ -101,7 +117,9 @@ class AllExitsRead(Course):
     def loss(self, blocks: Blocks, inputs: Tensor, targets: Tensor, dropout: float = 0.0) -> Tensor:
         states = blocks.stream(inputs, dropout, self.dropped)
         each = [F.cross_entropy(blocks.head(x).flatten(0, 1), targets.flatten()) for x in states]
-        return torch.stack([share * loss for share, loss in zip(self.shares, each, strict=True)]).sum()
+        return torch.stack(
+            [share * loss for share, loss in zip(self.shares, each, strict=True)]
+        ).sum()
 
 
 def _mutant(name: str, law: str, course: Any) -> Mutant:

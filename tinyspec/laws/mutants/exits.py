@@ -98,7 +98,9 @@ def decoded(parts: Parts) -> Any:
     """Texts, laws and layers on some tables, for every setting."""
     told = []
     for model, setting, seed in product(tables(), ON_TABLES, range(4)):
-        decoder = of_parts(parts)(Request(model.session(), stop=Stop(max_new_tokens=3)), **setting.knobs)
+        decoder = of_parts(parts)(
+            Request(model.session(), stop=Stop(max_new_tokens=3)), **setting.knobs
+        )
         decoder.extend(PROMPT)
         chance = Seeded(seed)
         while not decoder.finished:
@@ -125,7 +127,11 @@ def procedure(
     """
 
     def calibrate(
-        candidates: Any, losses: Callable[[Any], Sequence[Any]], delta: Any, epsilon: Any, p_value: PValue
+        candidates: Any,
+        losses: Callable[[Any], Sequence[Any]],
+        delta: Any,
+        epsilon: Any,
+        p_value: PValue,
     ) -> Calibrated:
         every = list[Tested]()
         for candidate in candidates:
@@ -153,7 +159,9 @@ def backwards(tests: list[Tested]) -> list[Tested]:
 
 
 def both_sides(total: Any, n: int, delta: Any) -> float:
-    return math.exp(-2 * n * (float(delta) - total / n) ** 2)  # right: 1 where the mean is above delta
+    return math.exp(
+        -2 * n * (float(delta) - total / n) ** 2
+    )  # right: 1 where the mean is above delta
 
 
 def squared(total: Any, n: int, delta: Any) -> float:

@@ -11,11 +11,27 @@ from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.copies import uniform
 from tinyspec.decoding.refine import Canvas, refine
 from tinyspec.decoding.rescore import judge
-from tinyspec.laws.fertility_laws import EXPECTED, NESTED, RULE, SUPERVISED, builder, student, teacher
+from tinyspec.laws.fertility_laws import (
+    EXPECTED,
+    NESTED,
+    RULE,
+    SUPERVISED,
+    builder,
+    student,
+    teacher,
+)
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.parts import PARTS, Parts
 from tinyspec.lm.seq2seq import Memory, Seq2Seq
-from tinyspec.nonautoregressive.nat import FertileParallel, copied, loss, parallel, reinforce, sane, words
+from tinyspec.nonautoregressive.nat import (
+    FertileParallel,
+    copied,
+    loss,
+    parallel,
+    reinforce,
+    sane,
+    words,
+)
 from tinyspec.technique import RefineRequest
 
 # ---------------------------------------------------------------------- proposals
@@ -45,13 +61,17 @@ class OneDraw(FertileParallel):
 
 class OneLaw(FertileParallel):
     def proposals(self, logits: Tensor, chance: Chance) -> Tensor:
-        made = super().proposals(logits[-1:].expand_as(logits), chance)  # right: each word its own law
+        made = super().proposals(
+            logits[-1:].expand_as(logits), chance
+        )  # right: each word its own law
         return torch.cat((super().proposals(logits, Seeded(0))[:2], made[2:]))
 
 
 class NewestFirst(FertileParallel):
     def proposals(self, logits: Tensor, chance: Chance) -> Tensor:
-        return super().proposals(logits, chance).flip(0)  # right: the named ones first, so that more contain the fewer
+        return (
+            super().proposals(logits, chance).flip(0)
+        )  # right: the named ones first, so that more contain the fewer
 
 
 class SharedStream(FertileParallel):
@@ -84,13 +104,16 @@ def never_none(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def evenly(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
-    places, slots = uniform(torch.full_like(fertilities[:, 0], source.shape[1]), fertilities.sum(dim=1))
+    places, slots = uniform(
+        torch.full_like(fertilities[:, 0], source.shape[1]), fertilities.sum(dim=1)
+    )
     return source.gather(1, places), slots  # right: each word by its own fertility
 
 
 def in_turn(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
     texts = [
-        [int(word) for n in range(int(f.max())) for word in x[f > n]] for x, f in zip(source, fertilities, strict=True)
+        [int(word) for n in range(int(f.max())) for word in x[f > n]]
+        for x, f in zip(source, fertilities, strict=True)
     ]  # right: a word's copies stand together
     _, slots = copied(source, fertilities)
     return torch.tensor([text + [0] * (slots.shape[1] - len(text)) for text in texts]), slots
@@ -101,7 +124,9 @@ class Strict(FertileParallel):
         room = min(2 * len(source) + 4, self.model.config.max_positions - 1)
         logits, row = self.model.fertility_logits(memory)[0], torch.tensor([list(source)])
         proposed = self.proposals(logits, chance)
-        proposed = proposed.masked_fill(proposed.cumsum(dim=1) >= room, 0)  # right: cut what is more than the room
+        proposed = proposed.masked_fill(
+            proposed.cumsum(dim=1) >= room, 0
+        )  # right: cut what is more than the room
         law = logits.softmax(dim=-1)[None].expand(len(proposed), -1, -1)
         kept = sane(self.model, row.expand_as(proposed), proposed, law)
         read, slots = copied(row.expand_as(proposed), kept)
@@ -113,7 +138,9 @@ class FirstWord(FertileParallel):
         logits, row = self.model.fertility_logits(memory)[0], torch.tensor([list(source)])
         proposed = self.proposals(logits, chance)
         law = logits.softmax(dim=-1)[None].expand(len(proposed), -1, -1).clone()
-        law[:, 1:, 0] = 1.0  # right: none at all becomes one token of the word that most probably gives one
+        law[:, 1:, 0] = (
+            1.0  # right: none at all becomes one token of the word that most probably gives one
+        )
         law[:, 0, 0] = 0.0
         kept = sane(self.model, row.expand_as(proposed), proposed, law)
         read, slots = copied(row.expand_as(proposed), kept)
@@ -151,11 +178,15 @@ def only_before(self: FertileParallel, canvas: Canvas, memory: Memory) -> Tensor
 
 def padding_too(self: FertileParallel, canvas: Canvas, memory: Memory) -> Tensor:
     everywhere = torch.ones_like(canvas.mask)  # right: canvas.mask
-    return words(self.model, self.model.logits(parallel(self.model, canvas.tokens, everywhere, memory)))
+    return words(
+        self.model, self.model.logits(parallel(self.model, canvas.tokens, everywhere, memory))
+    )
 
 
 def special_too(self: FertileParallel, canvas: Canvas, memory: Memory) -> Tensor:
-    return self.model.logits(parallel(self.model, canvas.tokens, canvas.mask, memory))  # right: words alone
+    return self.model.logits(
+        parallel(self.model, canvas.tokens, canvas.mask, memory)
+    )  # right: words alone
 
 
 def _choosing(choice: Callable[[Tensor, Canvas], Tensor]) -> type[FertileParallel]:
@@ -192,7 +223,9 @@ def unlearnt(model: Seq2Seq, batch: Any) -> Tensor:
 
 def padding_learnt(model: Seq2Seq, batch: Any) -> Tensor:
     source, _, counts = batch
-    logits = model.fertility_logits(model.encode(source))[source == model.config.pad]  # right: words alone
+    logits = model.fertility_logits(model.encode(source))[
+        source == model.config.pad
+    ]  # right: words alone
     extra: Tensor = logits.log_softmax(dim=-1)[:, 0].sum() / counts.sum()
     return loss(model, batch) - extra
 
@@ -230,7 +263,14 @@ def written(parts: Parts) -> Any:
             refiner = builder(parts)(request, samples=5, temperature=temperature)
             run = refine(request.model, (4, 7, 5), refiner, Seeded(seed), request.ledger)
             made.append(
-                ([(step.before.text(row), step.after.text(row)) for step in run for row in range(5)], run.chosen)
+                (
+                    [
+                        (step.before.text(row), step.after.text(row))
+                        for step in run
+                        for row in range(5)
+                    ],
+                    run.chosen,
+                )
             )
     return made
 
@@ -238,7 +278,9 @@ def written(parts: Parts) -> Any:
 def learnt(parts: Parts) -> Any:
     """The loss of a batch."""
     source, target = torch.tensor([[4, 6, 5], [7, 5, 0]]), torch.tensor([[5, 5, 6], [4, 4, 0]])
-    return float(parts.fertile_loss(student(0), (source, target, torch.tensor([[2, 0, 1], [0, 2, 0]]))))
+    return float(
+        parts.fertile_loss(student(0), (source, target, torch.tensor([[2, 0, 1], [0, 2, 0]])))
+    )
 
 
 def paid(parts: Parts) -> Any:
@@ -246,7 +288,9 @@ def paid(parts: Parts) -> Any:
     logits = torch.arange(9.0).sin().reshape(1, 3, 3).requires_grad_()
     cost = logits.sum().reshape(1) + 2
     with torch.enable_grad():
-        scalar = parts.reinforce(logits, torch.tensor([[True, True, False]]), torch.tensor([[2, 1, 1]]), cost)
+        scalar = parts.reinforce(
+            logits, torch.tensor([[True, True, False]]), torch.tensor([[2, 1, 1]]), cost
+        )
         return torch.autograd.grad(scalar, logits)[0].tolist()
 
 

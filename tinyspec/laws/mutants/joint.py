@@ -23,7 +23,9 @@ class DraftMissesTheNext(Joint):
     def commit(self, path: Sequence[int], next: int | None) -> None:
         super().commit(path, next)
         if next is not None:
-            self.members[1].rewind(len(self.text) - 1)  # right: the recovered token is the small model's text too
+            self.members[1].rewind(
+                len(self.text) - 1
+            )  # right: the recovered token is the small model's text too
 
 
 class FirstIsTold(Joint):
@@ -39,7 +41,9 @@ class RowBehind(Joint):
         ups = (-1, *tree.parents)
         return first._replace(
             logits=[  # type: ignore[arg-type]
-                self.make([row, second.logits[up + 1]], self.text, tree.spelled(tree.path(node - 1)))  # right: node
+                self.make(
+                    [row, second.logits[up + 1]], self.text, tree.spelled(tree.path(node - 1))
+                )  # right: node
                 for node, (row, up) in enumerate(zip(first.logits, ups, strict=True))
             ]
         )
@@ -47,12 +51,16 @@ class RowBehind(Joint):
 
 class Swapped(Joint):
     def __init__(self, members: Sequence[Any], make: Any):
-        super().__init__(members, lambda rows, text, path: make(rows[::-1], text, path))  # right: in their order
+        super().__init__(
+            members, lambda rows, text, path: make(rows[::-1], text, path)
+        )  # right: in their order
 
 
 class PathForgotten(Joint):
     def __init__(self, members: Sequence[Any], make: Any):
-        super().__init__(members, lambda rows, text, path: make(rows, text, ()))  # right: the node's own path
+        super().__init__(
+            members, lambda rows, text, path: make(rows, text, ())
+        )  # right: the node's own path
 
 
 class TextKept(Joint):

@@ -51,7 +51,9 @@ class GlobalGenerator(Seeded):
     """Asks Python's global generator for its seed."""
 
     def split(self, role: str, round: int) -> Seeded:
-        return Seeded(random.getrandbits(30)).split(role, round)  # right: super().split(role, round)
+        return Seeded(random.getrandbits(30)).split(
+            role, round
+        )  # right: super().split(role, round)
 
 
 # ------------------------------------------------------------------ the loop
@@ -63,7 +65,9 @@ class TrustsDraftedEnd(Decoder):
     def step(self, chance: Any) -> Round:
         round = super().step(chance)
         if any(token in self.stop.eos for token in round.tree.tokens):
-            self.finished = "eos"  # right: where the stop rule finds an end among the committed tokens
+            self.finished = (
+                "eos"  # right: where the stop rule finds an end among the committed tokens
+            )
         return round
 
 
@@ -98,7 +102,9 @@ class LawsOneLate(Decoder):
 class OnlyTheLastToken(Stop):
     """Looks for a stop at the end of a block."""
 
-    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, Reason | None]:
+    def cut(
+        self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
+    ) -> tuple[int, Reason | None]:
         kept, reason = super().cut([*new, *fresh[:-1]], fresh[-1:], limit)
         return len(fresh) - 1 + kept, reason  # right: at every token of the block
 
@@ -106,7 +112,9 @@ class OnlyTheLastToken(Stop):
 class OnlyTheBlock(Stop):
     """Forgets what stood before the block, so that a stop which began there is missed."""
 
-    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, Reason | None]:
+    def cut(
+        self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
+    ) -> tuple[int, Reason | None]:
         most = None if self.max_new_tokens is None else self.max_new_tokens - len(new)
         left = None if limit is None else limit - len(new)
         alone = Stop(self.eos, self.strings, self.sequences, most, self.decode)
@@ -116,7 +124,9 @@ class OnlyTheBlock(Stop):
 class CapFirst(Stop):
     """The budget is looked at before the block."""
 
-    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, Reason | None]:
+    def cut(
+        self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
+    ) -> tuple[int, Reason | None]:
         room = self.left(len(new), limit)
         if room is not None and len(fresh) >= room[0]:
             return room  # right: unless something in these tokens ended the text before
@@ -126,8 +136,12 @@ class CapFirst(Stop):
 class Overshoots(Stop):
     """The budget is looked at after the block."""
 
-    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, Reason | None]:
-        kept, reason = Stop(self.eos, self.strings, self.sequences, None, self.decode).cut(new, fresh)
+    def cut(
+        self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
+    ) -> tuple[int, Reason | None]:
+        kept, reason = Stop(self.eos, self.strings, self.sequences, None, self.decode).cut(
+            new, fresh
+        )
         room = self.left(len(new) + kept, limit)
         if reason is None and room is not None and room[0] <= 0:
             return kept, room[1]  # right: not more than there was room for
@@ -137,7 +151,9 @@ class Overshoots(Stop):
 class DropsTheEnd(Stop):
     """An end token is not kept."""
 
-    def cut(self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None) -> tuple[int, Reason | None]:
+    def cut(
+        self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
+    ) -> tuple[int, Reason | None]:
         kept, reason = super().cut(new, fresh, limit)
         return (kept - 1, reason) if reason == "eos" else (kept, reason)  # right: kept
 
@@ -147,7 +163,9 @@ def with_eos(change: Any) -> Any:
     return lambda **rule: Stop(**{**rule, "eos": change(rule["eos"])})
 
 
-def _noise(name: str, bug: str, decoder: Any, law: str = JOINT, witness: Any = see.chains) -> Mutant:
+def _noise(
+    name: str, bug: str, decoder: Any, law: str = JOINT, witness: Any = see.chains
+) -> Mutant:
     return Mutant(name, bug, law, replace(PARTS, decoder=decoder), witness)
 
 
@@ -161,10 +179,20 @@ def _stop(name: str, bug: str, stop: Any) -> Mutant:
 
 MUTANTS = [
     _noise("reseeded in the loop", "B32", streams(lambda role, round: (role, 0))),
-    _noise("draft noise kept over rounds", "S1", streams(lambda role, round: (role, 0 if role == "draft" else round))),
-    _noise("draft and verifier share a stream", "B32", streams(lambda role, round: ("noise", round))),
     _noise(
-        "noise comes round again", "S1", streams(lambda role, round: (role, round % 4)), "chance ledger", see.uniforms
+        "draft noise kept over rounds",
+        "S1",
+        streams(lambda role, round: (role, 0 if role == "draft" else round)),
+    ),
+    _noise(
+        "draft and verifier share a stream", "B32", streams(lambda role, round: ("noise", round))
+    ),
+    _noise(
+        "noise comes round again",
+        "S1",
+        streams(lambda role, round: (role, round % 4)),
+        "chance ledger",
+        see.uniforms,
     ),
     Mutant(
         "stream shared by requests",
@@ -183,7 +211,9 @@ MUTANTS = [
     _loop("drafted end of text trusted", "B27", TrustsDraftedEnd),
     _loop("cut after the commit", "B26", CutsAfterTheCommit, "committed text"),
     _loop("draft one too deep", "B30", RoomForOneMore, "room"),
-    _loop("laws of a round one late", "B16", LawsOneLate, "round laws are the targets", see.figures),
+    _loop(
+        "laws of a round one late", "B16", LawsOneLate, "round laws are the targets", see.figures
+    ),
     _stop("end of text ignored", "S11", with_eos(lambda eos: frozenset())),
     _stop("only one end token known", "B28", with_eos(lambda eos: frozenset(sorted(eos)[:1]))),
     _stop("stop looked for at the last token only", "B26", OnlyTheLastToken),

@@ -18,16 +18,25 @@ from tinyspec.lm.seq2seq import Memory
 from tinyspec.nonautoregressive.mask_predict import MaskPredict, hide, least, masked, predict
 
 
-def _counting(count: Callable[[Tensor, int, int], Tensor], choose: Callable[..., Tensor] = least) -> type[MaskPredict]:
+def _counting(
+    count: Callable[[Tensor, int, int], Tensor], choose: Callable[..., Tensor] = least
+) -> type[MaskPredict]:
     """The rule with another number of masks, or other places for them."""
 
     class Wrong(MaskPredict):
         def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
-            again = choose(canvas.scores, canvas.mask, count(canvas.mask.sum(dim=1), iteration, self.iterations))
+            again = choose(
+                canvas.scores,
+                canvas.mask,
+                count(canvas.mask.sum(dim=1), iteration, self.iterations),
+            )
             read = canvas.tokens.masked_fill(again, self.model.config.mask)
             words, scores = predict(self.model, read, canvas.mask, memory)
             return Canvas(
-                torch.where(again, words, canvas.tokens), canvas.mask, torch.where(again, scores, canvas.scores), again
+                torch.where(again, words, canvas.tokens),
+                canvas.mask,
+                torch.where(again, scores, canvas.scores),
+                again,
             )
 
     return Wrong
@@ -50,7 +59,11 @@ def maybe_none(n: Tensor, t: int, passes: int) -> Tensor:
 
 
 def of_the_last(n: Tensor, t: int, passes: int) -> Tensor:
-    return masked(n, t, passes) if t < 2 else (masked(n, t - 1, passes) * (passes - t) // passes).clamp(min=1)  # of N
+    return (
+        masked(n, t, passes)
+        if t < 2
+        else (masked(n, t - 1, passes) * (passes - t) // passes).clamp(min=1)
+    )  # of N
 
 
 def of_the_longest(n: Tensor, t: int, passes: int) -> Tensor:
@@ -72,30 +85,48 @@ def leftmost(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
 
 class SeesTheOld(MaskPredict):
     def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
-        again = least(canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations))
+        again = least(
+            canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
+        )
         words, scores = predict(
             self.model, canvas.tokens, canvas.mask, memory
         )  # right: masks where it is written again
-        return Canvas(torch.where(again, words, canvas.tokens), canvas.mask, torch.where(again, scores, canvas.scores))
+        return Canvas(
+            torch.where(again, words, canvas.tokens),
+            canvas.mask,
+            torch.where(again, scores, canvas.scores),
+        )
 
 
 class SeesThePadding(MaskPredict):
     def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
-        again = least(canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations))
+        again = least(
+            canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
+        )
         read = canvas.tokens.masked_fill(again, self.model.config.mask)
-        words, scores = predict(self.model, read, torch.ones_like(canvas.mask), memory)  # right: canvas.mask
-        return Canvas(torch.where(again, words, canvas.tokens), canvas.mask, torch.where(again, scores, canvas.scores))
+        words, scores = predict(
+            self.model, read, torch.ones_like(canvas.mask), memory
+        )  # right: canvas.mask
+        return Canvas(
+            torch.where(again, words, canvas.tokens),
+            canvas.mask,
+            torch.where(again, scores, canvas.scores),
+        )
 
 
 class KeepsTheFirst(MaskPredict):
     def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
         after = super().rewrite(canvas, memory, iteration, chance)
-        return after._replace(scores=canvas.scores) if iteration else after  # right: new words, new probabilities
+        return (
+            after._replace(scores=canvas.scores) if iteration else after
+        )  # right: new words, new probabilities
 
 
 class BySum(MaskPredict):
     def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
-        return int(canvas.scores.masked_fill(~canvas.mask, 0).sum(dim=1).argmax())  # right: the mean
+        return int(
+            canvas.scores.masked_fill(~canvas.mask, 0).sum(dim=1).argmax()
+        )  # right: the mean
 
 
 class ByWidth(MaskPredict):
@@ -110,15 +141,21 @@ class TheLikeliest(MaskPredict):
 
 class OneShorter(MaskPredict):
     def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
-        lengths = beam(by_token(self.model, memory)[:, 1 : self.model.config.max_positions + 1], self.width)[0]
-        return blank([max(n, 1) for n in lengths], self.model.config.mask)  # right: class 0 stays where it was
+        lengths = beam(
+            by_token(self.model, memory)[:, 1 : self.model.config.max_positions + 1], self.width
+        )[0]
+        return blank(
+            [max(n, 1) for n in lengths], self.model.config.mask
+        )  # right: class 0 stays where it was
 
 
 class Around(MaskPredict):
     def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
         first = beam(by_token(self.model, memory), 1)[0][0]  # right: the l likeliest
         longest = self.model.config.max_positions
-        return blank([min(max(first + i, 1), longest) for i in range(self.width)], self.model.config.mask)
+        return blank(
+            [min(max(first + i, 1), longest) for i in range(self.width)], self.model.config.mask
+        )
 
 
 def with_padding(slots: Tensor, generator: Generator) -> Tensor:
@@ -127,7 +164,9 @@ def with_padding(slots: Tensor, generator: Generator) -> Tensor:
 
 def each_by_itself(slots: Tensor, generator: Generator) -> Tensor:
     share = torch.rand(len(slots), 1, generator=generator)
-    return (torch.rand(slots.shape, generator=generator) < share) & slots  # right: a number, then so many
+    return (
+        torch.rand(slots.shape, generator=generator) < share
+    ) & slots  # right: a number, then so many
 
 
 def a_run(slots: Tensor, generator: Generator) -> Tensor:
@@ -138,17 +177,23 @@ def a_run(slots: Tensor, generator: Generator) -> Tensor:
 def rewrites(parts: Parts) -> Any:
     """Words and scores of all candidates after every pass, the lengths, the choice."""
     made = []
-    build: Any = lambda request, iterations, lengths: parts.mask_predict(request.model, iterations, lengths)  # noqa: E731
+    build: Any = lambda request, iterations, lengths: parts.mask_predict(  # noqa: E731
+        request.model, iterations, lengths
+    )
     for model, source, passes in product(fillers(), SOURCES, (3, 9)):
         run = begun(build, model, source, passes, 3)
         after = [step.after for step in run]
-        made.append(([(canvas.tokens.tolist(), canvas.scores.tolist()) for canvas in after], run.chosen))
+        made.append(
+            ([(canvas.tokens.tolist(), canvas.scores.tolist()) for canvas in after], run.chosen)
+        )
     return made
 
 
 def masks(parts: Parts) -> Any:
     """The masks of a batch."""
-    return parts.hide(torch.arange(6) < torch.tensor([[2], [4], [6]]), Generator().manual_seed(1)).tolist()
+    return parts.hide(
+        torch.arange(6) < torch.tensor([[2], [4], [6]]), Generator().manual_seed(1)
+    ).tolist()
 
 
 def _rule(name: str, kind: type[MaskPredict]) -> Mutant:

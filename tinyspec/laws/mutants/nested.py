@@ -30,7 +30,9 @@ class SmallestLaw(Nested):
         tokens, laws = super().write(*args)
         del draft.propose
         first = proposed[0] if proposed else None
-        return tokens, [first if first and first[x] else law for x, law in zip(tokens, laws, strict=True)]
+        return tokens, [
+            first if first and first[x] else law for x, law in zip(tokens, laws, strict=True)
+        ]
 
 
 class DrawsAgain(Nested):
@@ -45,7 +47,9 @@ class DrawsAgain(Nested):
         for node, (x, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
             row: Any = p[node - 1]
             if not chance.accept(row[x] / q[x]):  # type: ignore[index]
-                return Verdict(tuple(range(node)), chance.draw(row), (node,))  # right: residual(row, q)
+                return Verdict(
+                    tuple(range(node)), chance.draw(row), (node,)
+                )  # right: residual(row, q)
         return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1]))
 
 
@@ -77,7 +81,9 @@ class AlwaysAccepted(Nested):
 
     @staticmethod
     def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-        return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1]))  # right: walk
+        return Verdict(
+            tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1])
+        )  # right: walk
 
 
 class Deaf(Nested):

@@ -18,7 +18,9 @@ class TooFar(Pipeline):
 
     def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
         if self.coming is not None and self.layer < self.depth:
-            branches = self.guesses(self.session.advance(ALONE, self.layer, head=True), *self.coming)
+            branches = self.guesses(
+                self.session.advance(ALONE, self.layer, head=True), *self.coming
+            )
             self.session.advance(branches, self.layer)  # right: self.depth - self.layer
         self.coming = None
         return super().score(tree, taps)
@@ -77,7 +79,9 @@ class OneByOne(Pipeline):
     def guesses(self, scores: Scores, text: Sequence[int], warp: Warp) -> TokenTree:
         tree = super().guesses(scores, text, warp)
         for token in tree.tokens:
-            self.session.advance(TokenTree((token,), (-1,), (None,), (False,)), self.depth - self.layer)
+            self.session.advance(
+                TokenTree((token,), (-1,), (None,), (False,)), self.depth - self.layer
+            )
         return tree
 
 

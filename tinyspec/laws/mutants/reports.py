@@ -15,7 +15,9 @@ from tinyspec.laws.parts import PARTS, Parts
 class WithoutBonus(Statistics):
     def count(self, round: Round) -> None:
         super().count(round)
-        self.emitted -= round.verdict.next is not None  # right: the token of the round's own counts as well
+        self.emitted -= (
+            round.verdict.next is not None
+        )  # right: the token of the round's own counts as well
 
 
 @dataclass
@@ -51,7 +53,9 @@ class OfTheRounds(Statistics):
 
     @property
     def acceptance(self) -> float:
-        return self.kept / self.target_calls if self.target_calls else 0.0  # right: accepted / drafted
+        return (
+            self.kept / self.target_calls if self.target_calls else 0.0
+        )  # right: accepted / drafted
 
 
 def always_a_bonus(round: Round) -> tuple[str, ...]:
@@ -62,7 +66,9 @@ def of_the_draft(round: Round) -> list[float]:
     """The draft's own probabilities where a guess was accepted; 0.0 for the token behind them."""
     accepted = [(round.tree.tokens[node], round.tree.laws[node]) for node in round.verdict.path]
     said = [math.log(q[x]) for x, q in accepted if q is not None]
-    return said + [0.0] * (len(round.tokens) - len(said))  # right: log p of each, from the target's rows
+    return said + [0.0] * (
+        len(round.tokens) - len(said)
+    )  # right: log p of each, from the target's rows
 
 
 def of_the_warped(round: Round) -> list[float]:
@@ -84,9 +90,22 @@ MUTANTS = [
     _statistics("tokens behind a stop counted", "B41", CountsTheCut),
     _statistics("0 / 0 for no tokens", "B31", NothingOverNothing),
     _statistics("acceptance of rounds, not of guesses", "B1", OfTheRounds),
-    _figure("recovered called a bonus", "B41", "origins name what happened", replace(PARTS, origins=always_a_bonus)),
-    _figure("log-probabilities of the draft", "B42", "logprobs are the targets", replace(PARTS, logprobs=of_the_draft)),
     _figure(
-        "log-probabilities of the warped law", "B42", "logprobs are the targets", replace(PARTS, logprobs=of_the_warped)
+        "recovered called a bonus",
+        "B41",
+        "origins name what happened",
+        replace(PARTS, origins=always_a_bonus),
+    ),
+    _figure(
+        "log-probabilities of the draft",
+        "B42",
+        "logprobs are the targets",
+        replace(PARTS, logprobs=of_the_draft),
+    ),
+    _figure(
+        "log-probabilities of the warped law",
+        "B42",
+        "logprobs are the targets",
+        replace(PARTS, logprobs=of_the_warped),
     ),
 ]

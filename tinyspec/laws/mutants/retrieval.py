@@ -20,9 +20,13 @@ def sixteen_bits(tokens: Any, order: Any, suffix: Any, *knobs: int) -> Any:
     return whole(narrow, suffix_order(narrow), [token & 0xFFFF for token in suffix], *knobs)
 
 
-def shortest_first(tokens: Any, order: Any, suffix: Any, shortest: int, longest: int, *knobs: int) -> Any:
+def shortest_first(
+    tokens: Any, order: Any, suffix: Any, shortest: int, longest: int, *knobs: int
+) -> Any:
     found = whole(tokens, order, suffix, shortest, longest, *knobs)
-    return found and whole(tokens, order, suffix, shortest, shortest, *knobs)  # right: from the longest down
+    return found and whole(
+        tokens, order, suffix, shortest, shortest, *knobs
+    )  # right: from the longest down
 
 
 def across_documents(tokens: Any, order: Any, suffix: Any, *knobs: int) -> Any:
@@ -54,10 +58,16 @@ def weighed_at_the_end(tokens: Any, order: Any, suffix: Any, *knobs: int) -> Any
 def the_first_matches(tokens: Any, order: Any, suffix: Any, *knobs: int) -> Any:
     found, matches = whole(tokens, order, suffix, *knobs), knobs[-2]
     m, end = found[0], list(suffix)[len(suffix) - found[0] :]
-    ends = [p for p in order if m and tokens[p : p + m].tolist() == end and (tokens[p + m : p + m + 1] >= 0).any()]
+    ends = [
+        p
+        for p in order
+        if m and tokens[p : p + m].tolist() == end and (tokens[p + m : p + m + 1] >= 0).any()
+    ]
     if len(ends) <= matches:
         return found
-    few = np.concatenate([[*tokens[p : p + m + knobs[2]], -1] for p in ends[:matches]])  # right: evenly spaced ones
+    few = np.concatenate(
+        [[*tokens[p : p + m + knobs[2]], -1] for p in ends[:matches]]
+    )  # right: evenly spaced ones
     few = few.astype(np.int32)
     return whole(few, suffix_order(few), suffix, *knobs)
 
@@ -71,16 +81,25 @@ def late_places_first(tokens: Any, tell: Any = None) -> Any:
     """Equal stretches in the reverse order of the text."""
     spelled = lambda place: tokens[place : place + DEPTH].tolist()  # noqa: E731
     groups = groupby(suffix_order(tokens).tolist(), key=spelled)
-    return np.array([place for _, group in groups for place in reversed(list(group))], np.int32)  # right: in order
+    return np.array(
+        [place for _, group in groups for place in reversed(list(group))], np.int32
+    )  # right: in order
 
 
 def seen(parts: Parts) -> Any:
     """The order of a text that repeats, and what followed in it."""
     text = np.array(
-        [7, 1, 2, 4, -1, 7, 1, 2, 5, -1, 7, 1, 3, 9, -1, 7, 1, -1, 5, 1, 0, 65543, 1, 8, 3] + [6] * 70, np.int32
+        [7, 1, 2, 4, -1, 7, 1, 2, 5, -1, 7, 1, 3, 9, -1, 7, 1, -1, 5, 1, 0, 65543, 1, 8, 3]
+        + [6] * 70,
+        np.int32,
     )
     order, find = suffix_order(text), parts.kernels["retrieve"]
-    asked = (([7, 1], 1, 4, 3, 9, 3), ([7, 1], 1, 4, 3, 1, 9), ([1], 1, 4, 3, 2, 9), ([3], 1, 4, 3, 9, 2))
+    asked = (
+        ([7, 1], 1, 4, 3, 9, 3),
+        ([7, 1], 1, 4, 3, 1, 9),
+        ([1], 1, 4, 3, 2, 9),
+        ([3], 1, 4, 3, 9, 2),
+    )
     return parts.kernels["suffix_order"](text).tolist(), [find(text, order, *one) for one in asked]
 
 

@@ -89,7 +89,9 @@ def outcomes(parts: Parts) -> Any:
     texts = []
     for p, q, fallback, distance, rule in settings():
         request = Request(model(p).session(), [model(q).session()], Warp(0.0))
-        decoder = policed(parts.rollback)(request, fallback=fallback, rollback=distance, rule=rule, gamma=CAP)
+        decoder = policed(parts.rollback)(
+            request, fallback=fallback, rollback=distance, rule=rule, gamma=CAP
+        )
         decoder.extend((0,))
         texts.append([decoder.step(Seeded(0)).tokens for _ in range(3)])
     return texts

@@ -18,14 +18,20 @@ from tinyspec.laws.parts import PARTS, Parts
 
 def _scaled(row: Any) -> Any:
     mass = sum(row)
-    return np.array([x / mass for x in row]) if isinstance(row, np.ndarray) else [x / mass for x in row]
+    return (
+        np.array([x / mass for x in row])
+        if isinstance(row, np.ndarray)
+        else [x / mass for x in row]
+    )
 
 
 class ColdIsOff(Warp):
     """Temperature 0 turns the temperature off."""
 
     def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
-        return Warp(self.temperature or 1.0, self.top_k, self.top_p, self.min_p)(logits, history)  # right: one-hot
+        return Warp(self.temperature or 1.0, self.top_k, self.top_p, self.min_p)(
+            logits, history
+        )  # right: one-hot
 
 
 class ColdDivides(Warp):
@@ -61,7 +67,9 @@ class NucleusWithoutCrossing(Warp):
         best = sorted((x for x in range(len(row)) if row[x] > 0), key=lambda x: (-row[x], x))
         if len(best) == 1:
             return row
-        kept = [0 * x if token == best[-1] else x for token, x in enumerate(row)]  # right: the crossing token stays
+        kept = [
+            0 * x if token == best[-1] else x for token, x in enumerate(row)
+        ]  # right: the crossing token stays
         return _scaled(np.array(kept) if isinstance(row, np.ndarray) else kept)
 
 
@@ -82,7 +90,9 @@ class NotANumberPasses(Warp):
 
     def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
         if isinstance(logits, np.ndarray):
-            logits = np.nan_to_num(logits, nan=-np.inf, posinf=np.inf, neginf=-np.inf)  # right: an error
+            logits = np.nan_to_num(
+                logits, nan=-np.inf, posinf=np.inf, neginf=-np.inf
+            )  # right: an error
         return super().__call__(logits, history)
 
 
@@ -94,7 +104,9 @@ class PenaltyPerOccurrence(Warp):
             return super().__call__(logits, history)
         scores = np.array(logits, np.float64)
         for token in history:  # right: for token in set(history)
-            scores[token] *= self.repetition_penalty if scores[token] < 0 else 1 / self.repetition_penalty
+            scores[token] *= (
+                self.repetition_penalty if scores[token] < 0 else 1 / self.repetition_penalty
+            )
         return Warp(self.temperature, self.top_k, self.top_p, self.min_p)(scores)
 
 
@@ -116,7 +128,9 @@ class Inclusive(Replay):
 
 class LeftEdge(Replay):
     def draw(self, row: Any) -> int:
-        return int(np.searchsorted(np.cumsum(np.array(row, np.float64)), self._next()))  # right: side="right"
+        return int(
+            np.searchsorted(np.cumsum(np.array(row, np.float64)), self._next())
+        )  # right: side="right"
 
 
 class UniformRace(Replay):
@@ -135,7 +149,9 @@ def running_sum(row: Any, u: float) -> int:
     sums = np.cumsum(row)
     if not 0 < sums[-1] < np.inf:
         return int(_core.pick(row, u))
-    return int(np.searchsorted(sums, u * sums[-1], side="right"))  # right: not beyond the last token
+    return int(
+        np.searchsorted(sums, u * sums[-1], side="right")
+    )  # right: not beyond the last token
 
 
 def fastest(row: Any, noise: Any) -> int:
@@ -152,7 +168,9 @@ def _other(name: str, bug: str, law: str, parts: Parts) -> Mutant:
 
 
 def _kernel(name: str, bug: str, which: str, kernel: Any) -> Mutant:
-    return Mutant(name, bug, "twin", replace(PARTS, kernels={**PARTS.kernels, which: kernel}), see.kernels)
+    return Mutant(
+        name, bug, "twin", replace(PARTS, kernels={**PARTS.kernels, which: kernel}), see.kernels
+    )
 
 
 MUTANTS = [
@@ -163,8 +181,18 @@ MUTANTS = [
     _warp("top-p before top-k", "slip", NucleusFirst),
     _warp("NaN passes", "B10", NotANumberPasses),
     _warp("penalty once an occurrence", "slip", PenaltyPerOccurrence),
-    _other("residual divides by nothing", "B9, S7", "residual is a law", replace(PARTS, residual=divides_by_nothing)),
-    _other("epsilon in the residual's sum", "S10", "residual is a law", replace(PARTS, residual=epsilon_in_the_sum)),
+    _other(
+        "residual divides by nothing",
+        "B9, S7",
+        "residual is a law",
+        replace(PARTS, residual=divides_by_nothing),
+    ),
+    _other(
+        "epsilon in the residual's sum",
+        "S10",
+        "residual is a law",
+        replace(PARTS, residual=epsilon_in_the_sum),
+    ),
     _other("u <= ratio", "B12", "support", replace(PARTS, replay=Inclusive)),
     _other("draw at the left edge", "B12", "support", replace(PARTS, replay=LeftEdge)),
     _other("race on uniform noise", "slip", pathwise.RACE, replace(PARTS, replay=UniformRace)),

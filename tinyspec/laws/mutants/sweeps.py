@@ -21,7 +21,9 @@ class OneLate(Jacobi):
 
     def observe(self, round: Round) -> None:
         said = self.said(round)
-        self.block = [*said, *self.block[len(said) :]][len(round.tokens) - 1 : -1]  # right: [len(round.tokens) :]
+        self.block = [*said, *self.block[len(said) :]][
+            len(round.tokens) - 1 : -1
+        ]  # right: [len(round.tokens) :]
 
 
 class Stubborn(Jacobi):
@@ -63,7 +65,13 @@ def _until(done: Any) -> Any:
     """`solve` in one block, with another rule when to stop: (guess, said, how often) -> bool."""
 
     def solved(
-        says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any = (), prefix: Any = None
+        says: Any,
+        prompt: Any,
+        length: int,
+        block: int,
+        start: Any,
+        ends: Any = (),
+        prefix: Any = None,
     ) -> Solved:
         made, blocks = list[int](), list[list[list[int]]]()
         while len(made) < length:
@@ -81,7 +89,9 @@ def _until(done: Any) -> Any:
     return solved
 
 
-def no_end(says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any = (), prefix: Any = None) -> Solved:
+def no_end(
+    says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any = (), prefix: Any = None
+) -> Solved:
     return solve(says, prompt, length, block, start, frozenset(), prefix)  # right: ends
 
 
@@ -89,16 +99,23 @@ def whole_blocks(
     says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any = (), prefix: Any = None
 ) -> Solved:
     found = solve(says, prompt, length, block, start, ends, prefix)
-    return Solved([token for states in found.blocks for token in states[-1]], found.blocks)  # right: up to the end
+    return Solved(
+        [token for states in found.blocks for token in states[-1]], found.blocks
+    )  # right: up to the end
 
 
 def own_token(
     says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any = (), prefix: Any = None
 ) -> Solved:
     def shifted(text: Any, guess: Any) -> Any:
-        return [says([*text, guess[0]], guess[1:] + guess[-1:])[0], *says(text, guess)[1:]]  # right: says(text, guess)
+        return [
+            says([*text, guess[0]], guess[1:] + guess[-1:])[0],
+            *says(text, guess)[1:],
+        ]  # right: says(text, guess)
 
-    found: Solved = _until(lambda guess, said, n: n > length)(shifted, prompt, length, block, start, ends, prefix)
+    found: Solved = _until(lambda guess, said, n: n > length)(
+        shifted, prompt, length, block, start, ends, prefix
+    )
     return found
 
 
@@ -123,8 +140,12 @@ def solved(parts: Parts) -> Any:
     for model in (*tables(2), counting()):
         says = lambda text, block, model=model: say(model, text, block)  # noqa: E731
         for block in (2, 4):
-            made.append(parts.solve(says, (0, 1), 4, block, lambda n, text: [0] * n, frozenset({1}), None))
-            made.append(parts.solve(says, (0, 1), 4, block, lambda n, text: [1] * n, frozenset(), None))
+            made.append(
+                parts.solve(says, (0, 1), 4, block, lambda n, text: [0] * n, frozenset({1}), None)
+            )
+            made.append(
+                parts.solve(says, (0, 1), 4, block, lambda n, text: [1] * n, frozenset(), None)
+            )
     return made
 
 
@@ -142,9 +163,15 @@ MUTANTS = [
     _mutant("a sweep replaces one place", "slip", HalfOfIt),
     _mutant("a block reads a guess that answers for another block", "B30", OneBeyond),
     _mutant("a hybrid's prefix counts the prompt", "slip", CountsThePrompt),
-    _early("iteration stops when the first place stands", "slip", _until(lambda guess, said, n: guess[0] == said[0])),
     _early(
-        "iteration stops after half as many sweeps as tokens", "slip", _until(lambda g, said, n: 2 * n >= len(said))
+        "iteration stops when the first place stands",
+        "slip",
+        _until(lambda guess, said, n: guess[0] == said[0]),
+    ),
+    _early(
+        "iteration stops after half as many sweeps as tokens",
+        "slip",
+        _until(lambda g, said, n: 2 * n >= len(said)),
     ),
     _early("iteration goes on behind the end of the text", "B26", no_end),
     _early("a block is kept whole behind the end of the text", "B26", whole_blocks),

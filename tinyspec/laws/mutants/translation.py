@@ -35,21 +35,30 @@ class CountsRows(Listening):
     """A row's position is its number in the pass."""
 
     def enter(self, feed: Feed) -> Tensor:
-        return super().enter(replace(feed, positions=list(range(len(feed.positions)))))  # right: feed.positions
+        return super().enter(
+            replace(feed, positions=list(range(len(feed.positions))))
+        )  # right: feed.positions
 
 
 class PlacedAgain(Listening):
     """Rows that were run part of the way get their position once more."""
 
     def enter(self, feed: Feed) -> Tensor:
-        return super().enter(replace(feed, starts=[0] * len(feed.starts)))  # right: only rows that begin
+        return super().enter(
+            replace(feed, starts=[0] * len(feed.starts))
+        )  # right: only rows that begin
 
 
 class Deaf(Listening):
     """Only the first layer hears the source."""
 
-    def span(self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int) -> Tensor:
-        heard, self.heard = self.heard, (self.heard[0], *((k, torch.zeros_like(v)) for k, v in self.heard[1:]))
+    def span(
+        self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int
+    ) -> Tensor:
+        heard, self.heard = (
+            self.heard,
+            (self.heard[0], *((k, torch.zeros_like(v)) for k, v in self.heard[1:])),
+        )
         try:
             return super().span(feeds, active, x, first, last)
         finally:
@@ -59,7 +68,9 @@ class Deaf(Listening):
 class OneLayerAhead(Listening):
     """Every layer hears with the keys and values of the next."""
 
-    def span(self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int) -> Tensor:
+    def span(
+        self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int
+    ) -> Tensor:
         heard, self.heard = self.heard, (*self.heard[1:], self.heard[0])
         try:
             return super().span(feeds, active, x, first, last)
@@ -128,7 +139,9 @@ class ReadsAgain(Refinement):
         rewrite = self.refiner.rewrite
 
         def reading(canvas: Canvas, memory: Any, iteration: int, chance: Any) -> Canvas:
-            memory = self.model.encode(torch.tensor([self.source]))  # right: the memory that is there
+            memory = self.model.encode(
+                torch.tensor([self.source])
+            )  # right: the memory that is there
             return rewrite(canvas, memory, iteration, chance)
 
         self.refiner.rewrite = reading  # type: ignore[method-assign]
@@ -149,7 +162,13 @@ def kept(parts: Parts) -> Any:
     ledger = list[Any]()
     refiner = Scripted(reader(0).counting(ledger), 2)
     running = parts.refine(reader(0), (6, 5, 4), refiner, Seeded(0), ledger)
-    return len(list(running)), refiner.log, running.tokens, running.chosen, [call.model for call in ledger]
+    return (
+        len(list(running)),
+        refiner.log,
+        running.tokens,
+        running.chosen,
+        [call.model for call in ledger],
+    )
 
 
 # ---------------------------------------------------------------------- the judgement
@@ -190,18 +209,70 @@ def verdict(parts: Parts) -> Any:
 
 
 MUTANTS = [
-    Mutant("a decoder's embeddings are not scaled", "slip", LISTENS, replace(PARTS, given=hearing(Unscaled)), rows),
-    Mutant("positions count a pass's rows", "slip", LISTENS, replace(PARTS, given=hearing(CountsRows)), rows),
-    Mutant("a half-run row is placed again", "slip", LISTENS, replace(PARTS, given=hearing(PlacedAgain)), rows),
-    Mutant("only the first layer hears the source", "slip", LISTENS, replace(PARTS, given=hearing(Deaf)), rows),
-    Mutant("a layer hears as the next one", "slip", LISTENS, replace(PARTS, given=hearing(OneLayerAhead)), rows),
+    Mutant(
+        "a decoder's embeddings are not scaled",
+        "slip",
+        LISTENS,
+        replace(PARTS, given=hearing(Unscaled)),
+        rows,
+    ),
+    Mutant(
+        "positions count a pass's rows",
+        "slip",
+        LISTENS,
+        replace(PARTS, given=hearing(CountsRows)),
+        rows,
+    ),
+    Mutant(
+        "a half-run row is placed again",
+        "slip",
+        LISTENS,
+        replace(PARTS, given=hearing(PlacedAgain)),
+        rows,
+    ),
+    Mutant(
+        "only the first layer hears the source",
+        "slip",
+        LISTENS,
+        replace(PARTS, given=hearing(Deaf)),
+        rows,
+    ),
+    Mutant(
+        "a layer hears as the next one",
+        "slip",
+        LISTENS,
+        replace(PARTS, given=hearing(OneLayerAhead)),
+        rows,
+    ),
     Mutant("one rewriting too many", "slip", LOOP, replace(PARTS, refine=OneMore), kept),
     Mutant("the first candidate is kept", "slip", LOOP, replace(PARTS, refine=KeepsTheFirst), kept),
-    Mutant("every pass rewrites the first canvas", "slip", LOOP, replace(PARTS, refine=FromTheStart), kept),
-    Mutant("the source is encoded in every pass", "slip", LOOP, replace(PARTS, refine=ReadsAgain), kept),
+    Mutant(
+        "every pass rewrites the first canvas",
+        "slip",
+        LOOP,
+        replace(PARTS, refine=FromTheStart),
+        kept,
+    ),
+    Mutant(
+        "the source is encoded in every pass", "slip", LOOP, replace(PARTS, refine=ReadsAgain), kept
+    ),
     Mutant("every rewriting draws the same", "S1", LOOP, replace(PARTS, refine=OneNoise), kept),
-    Mutant("a teacher does not judge the end", "slip", JUDGED, replace(PARTS, judge=without_the_end), verdict),
+    Mutant(
+        "a teacher does not judge the end",
+        "slip",
+        JUDGED,
+        replace(PARTS, judge=without_the_end),
+        verdict,
+    ),
     Mutant("a teacher judges padding", "slip", JUDGED, replace(PARTS, judge=padding_too), verdict),
-    Mutant("a teacher sees what it judges", "slip", JUDGED, replace(PARTS, judge=both_ways), verdict),
-    Mutant("a teacher judges a token by its own row", "slip", JUDGED, replace(PARTS, judge=no_beginning), verdict),
+    Mutant(
+        "a teacher sees what it judges", "slip", JUDGED, replace(PARTS, judge=both_ways), verdict
+    ),
+    Mutant(
+        "a teacher judges a token by its own row",
+        "slip",
+        JUDGED,
+        replace(PARTS, judge=no_beginning),
+        verdict,
+    ),
 ]

@@ -31,14 +31,19 @@ class Reranked(TreeDraft):
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         tree = super().propose(context, room, warp, chance)
         reach: dict[int, Any] = {ROOT: 1}
-        for node, (token, up, q) in enumerate(zip(tree.tokens, tree.parents, tree.laws, strict=True)):
+        for node, (token, up, q) in enumerate(
+            zip(tree.tokens, tree.parents, tree.laws, strict=True)
+        ):
             reach[node] = reach[up] * (1 if q is None else q[token])
         at = {ROOT: ROOT}
         for node, up in enumerate(tree.parents):
             if reach[node] * 3 > 1 and up in at:  # right: decided before the draw, or law None
                 at[node] = len(at) - 1
         kept = [node for node in at if node != ROOT]
-        parents, laws = [at[tree.parents[node]] for node in kept], [tree.laws[node] for node in kept]
+        parents, laws = (
+            [at[tree.parents[node]] for node in kept],
+            [tree.laws[node] for node in kept],
+        )
         return TokenTree(tree.spelled(kept), parents, laws, (False,) * len(kept))
 
 
@@ -46,7 +51,9 @@ class Unequal(TreeDraft):
     """Drawn with replacement; a token that stands there already is left out."""
 
     def children(self, laws: Laws, node: int, k: int, chance: Chance) -> list[tuple[int, Any]]:
-        return list(dict(super().children(laws, node, k, chance)).items())  # right: equal siblings stay
+        return list(
+            dict(super().children(laws, node, k, chance)).items()
+        )  # right: equal siblings stay
 
 
 class WithoutAcross(TreeDraft):
@@ -56,7 +63,9 @@ class WithoutAcross(TreeDraft):
         if node == ROOT:
             return super().children(laws, node, k, chance)
         q = laws[node]
-        left = [0 * x if token == laws.tree.tokens[node] else x for token, x in enumerate(q)]  # right: q
+        left = [
+            0 * x if token == laws.tree.tokens[node] else x for token, x in enumerate(q)
+        ]  # right: q
         return [(chance.draw(left if sum(left) > 0 else q), q) for _ in range(k)]
 
 
@@ -69,7 +78,9 @@ def _entry(name: str, bug: str, trees: Any, law: str) -> Mutant:
 
 
 MUTANTS = [
-    _entry("child drawn behind the newest token, declared behind its parent", "slip", Cousin, JOINT),
+    _entry(
+        "child drawn behind the newest token, declared behind its parent", "slip", Cousin, JOINT
+    ),
     _entry("unlikely paths cut, laws kept", "slip", Reranked, PRESENCE),
     _entry("equal guesses of one parent merged", "slip", Unequal, PRESENCE),
     _entry("parent's token avoided, its law declared", "slip", WithoutAcross, TRUTHFUL),

@@ -60,14 +60,19 @@ def of_block(
         laws: Any = tree.laws
         for place in range(1, n + 1):
             weights.append(
-                weigh(weights[-1], p[place - 2][tree.tokens[place - 1]] / laws[place - 1][tree.tokens[place - 1]])
+                weigh(
+                    weights[-1],
+                    p[place - 2][tree.tokens[place - 1]] / laws[place - 1][tree.tokens[place - 1]],
+                )
             )
             mass = 0 if place == n else sum(left(p[place - 1], laws[place], weights[place]))
             passed.append(chance.accept(passes(mass, weights[place], place == n)))
         at = end(passed)
         row = p[at - 1]
         rest = row if at == n else left(row, laws[at], scale(weights[at]))
-        return Verdict(tuple(range(at)), chance.draw(rest if sum(rest) else row), tuple(range(at, n)))
+        return Verdict(
+            tuple(range(at)), chance.draw(rest if sum(rest) else row), tuple(range(at, n))
+        )
 
     return verifier
 
@@ -131,7 +136,10 @@ def of_drafts(
             q: Any = tree.laws[drafts[0]]
             tokens, k = tree.spelled(drafts), count(len(drafts), widest)
             rho = factor(row, q, k)
-            took = next((i for i, x in enumerate(tokens) if q[x] and chance.accept(row[x] / (rho * q[x]))), None)
+            took = next(
+                (i for i, x in enumerate(tokens) if q[x] and chance.accept(row[x] / (rho * q[x]))),
+                None,
+            )
             if took is None:
                 left = rest(row, q, rho, k, tokens)
                 return Verdict(tuple(path), chance.draw(left if sum(left) else row), tuple(drafts))
@@ -207,7 +215,10 @@ def blocks_judged(parts: Parts) -> list[Played]:
 
 def drafts_judged(parts: Parts) -> list[Played]:
     """Everything that comes of two drafts."""
-    return [played(parts.k_seq, case._replace(k=2, gamma=2 if len(case.p) == 2 else 1)) for case in BLOCKS]
+    return [
+        played(parts.k_seq, case._replace(k=2, gamma=2 if len(case.p) == 2 else 1))
+        for case in BLOCKS
+    ]
 
 
 def races_run(parts: Parts) -> list[Any]:
@@ -233,32 +244,72 @@ def _drafts(name: str, law: str, verifier: Verifier) -> Mutant:
 MUTANTS = [
     _block("a block ends at the first place that fails", EMITTED, of_block(end=first_failure)),
     _block("a block's residual without its weight", EMITTED, of_block(scale=lambda weight: 1)),
-    _block("a block's ratio not clipped on the way", EMITTED, of_block(weigh=lambda weight, ratio: weight * ratio)),
-    _block("a block's place passes with its weight", EMITTED, of_block(passes=lambda left, weight, last: weight)),
-    _block("a block keeps as many places as pass", EMITTED, of_block(end=lambda passed: sum(passed) - 1)),
+    _block(
+        "a block's ratio not clipped on the way",
+        EMITTED,
+        of_block(weigh=lambda weight, ratio: weight * ratio),
+    ),
+    _block(
+        "a block's place passes with its weight",
+        EMITTED,
+        of_block(passes=lambda left, weight, last: weight),
+    ),
+    _block(
+        "a block keeps as many places as pass",
+        EMITTED,
+        of_block(end=lambda passed: sum(passed) - 1),
+    ),
     _block("a block judged token by token", BLOCK, walk),
     _drafts("K-SEQ divides by k", FACTOR, of_drafts(factor=lambda p, q, k: k)),
     _drafts("K-SEQ is recursive rejection", FACTOR, walk),
-    _drafts("K-SEQ's factor rounded down", SELECTED, of_drafts(factor=lambda p, q, k: bracket(p, q, k)[0])),
+    _drafts(
+        "K-SEQ's factor rounded down",
+        SELECTED,
+        of_drafts(factor=lambda p, q, k: bracket(p, q, k)[0]),
+    ),
     _drafts("K-SEQ's residual without its share", SELECTED, of_drafts(rest=without_its_share)),
     _drafts(
-        "K-SEQ's residual that of one draft", SELECTED, of_drafts(rest=lambda row, q, rho, k, refused: residual(row, q))
+        "K-SEQ's residual that of one draft",
+        SELECTED,
+        of_drafts(rest=lambda row, q, rho, k, refused: residual(row, q)),
     ),
     _drafts(
         "K-SEQ's residual of the last draft alone",
         SELECTED,
         of_drafts(rest=lambda row, q, rho, k, refused: without(row, refused[-1])),
     ),
-    _drafts("K-SEQ for all drafts where some have parted", SELECTED, of_drafts(count=lambda alive, k: k)),
+    _drafts(
+        "K-SEQ for all drafts where some have parted", SELECTED, of_drafts(count=lambda alive, k: k)
+    ),
     _drafts(
         "K-SEQ lets drafts that have parted go on",
         SELECTED,
         of_drafts(alive=lambda tokens, token: list(range(len(tokens)))),
     ),
-    Mutant("a coupled draft with noise of its own", "slip", AGREE, replace(PARTS, racing=OwnNoise), races_run),
-    Mutant("a coupled draft one position late", "slip", AGREE, replace(PARTS, racing=OneLate), races_run),
-    Mutant("a coupled target that draws", "slip", INVARIANT, replace(PARTS, match=drawn), races_run),
-    Mutant("noise counted in the round", "S1", INVARIANT, replace(PARTS, match=counted_in_the_round), races_run),
+    Mutant(
+        "a coupled draft with noise of its own",
+        "slip",
+        AGREE,
+        replace(PARTS, racing=OwnNoise),
+        races_run,
+    ),
+    Mutant(
+        "a coupled draft one position late",
+        "slip",
+        AGREE,
+        replace(PARTS, racing=OneLate),
+        races_run,
+    ),
+    Mutant(
+        "a coupled target that draws", "slip", INVARIANT, replace(PARTS, match=drawn), races_run
+    ),
+    Mutant(
+        "noise counted in the round",
+        "S1",
+        INVARIANT,
+        replace(PARTS, match=counted_in_the_round),
+        races_run,
+    ),
 ]
 EQUIVALENT = [
     Equivalent(

@@ -24,7 +24,11 @@ from tinyspec.tree import ROOT, TokenTree
 def drawn_from(tree: TokenTree, node: int, vocabulary: int) -> Any:
     """The law a guess was drawn from; of none that was declared, the point mass."""
     declared = tree.laws[node]
-    return [Fraction(int(x == tree.tokens[node])) for x in range(vocabulary)] if declared is None else declared
+    return (
+        [Fraction(int(x == tree.tokens[node])) for x in range(vocabulary)]
+        if declared is None
+        else declared
+    )
 
 
 def right_ratio(row: Any, q: Any, x: int, at: int) -> Any:
@@ -60,7 +64,9 @@ def judge(
             if chance.accept(ratio(row, q, x, at)):
                 path, at, row = (*path, node), node, p[node]
                 here = {
-                    twin for twin, up in enumerate(tree.parents) if up == tree.parents[node] and tree.tokens[twin] == x
+                    twin
+                    for twin, up in enumerate(tree.parents)
+                    if up == tree.parents[node] and tree.tokens[twin] == x
                 }
                 untested = [child for child, parent in enumerate(tree.parents) if parent in here]
                 if not untested:
@@ -97,7 +103,9 @@ def of_p_itself(p: Any, at: int, node: int, row: Any, q: Any) -> Any:
 
 
 def of_the_row_before(p: Any, at: int, node: int, row: Any, q: Any) -> Any:
-    return residual(p[max(at - 1, ROOT)], q)  # right: row, that is p[at] where nothing was refused before
+    return residual(
+        p[max(at - 1, ROOT)], q
+    )  # right: row, that is p[at] where nothing was refused before
 
 
 def absolute(p: Any, at: int, node: int, row: Any, q: Any) -> Any:
@@ -105,17 +113,29 @@ def absolute(p: Any, at: int, node: int, row: Any, q: Any) -> Any:
     return [w / sum(weights) for w in weights]
 
 
-def _entry(name: str, bug: str, verifier: Verifier, law: str = JOINT, witness: Any = see.chains) -> Mutant:
+def _entry(
+    name: str, bug: str, verifier: Verifier, law: str = JOINT, witness: Any = see.chains
+) -> Mutant:
     return Mutant(name, bug, law, replace(PARTS, walk=verifier), witness)
 
 
 MUTANTS = [
     # the ratio
     _entry("everything is accepted", "slip", judge(ratio=lambda row, q, x, at: 1)),
-    _entry("p and q swapped", "slip", judge(ratio=lambda row, q, x, at: q[x] / row[x] if row[x] else 1)),
+    _entry(
+        "p and q swapped", "slip", judge(ratio=lambda row, q, x, at: q[x] / row[x] if row[x] else 1)
+    ),
     _entry("root of the ratio", "slip", judge(ratio=lambda row, q, x, at: (row[x] / q[x]) ** 0.5)),
-    _entry("ratio times 1.05", "slip", judge(ratio=lambda row, q, x, at: row[x] / q[x] * Fraction(21, 20))),
-    _entry("first guess not verified", "B15", judge(ratio=lambda row, q, x, at: 1 if at == ROOT else row[x] / q[x])),
+    _entry(
+        "ratio times 1.05",
+        "slip",
+        judge(ratio=lambda row, q, x, at: row[x] / q[x] * Fraction(21, 20)),
+    ),
+    _entry(
+        "first guess not verified",
+        "B15",
+        judge(ratio=lambda row, q, x, at: 1 if at == ROOT else row[x] / q[x]),
+    ),
     # the residual
     _entry("residual is p", "slip", judge(rest=lambda p, at, node, row, q: p[at])),
     _entry("residual is |p - q|", "slip", judge(rest=absolute)),
@@ -125,16 +145,28 @@ MUTANTS = [
     _entry("row behind the refused guess", "B16", judge(rest=lambda p, at, node, row, q: p[node])),
     # siblings
     _entry(
-        "a sample of the target for each sibling", "B8", judge(lambda row, q, x, at: row[x], lambda p, at, *_: p[at])
+        "a sample of the target for each sibling",
+        "B8",
+        judge(lambda row, q, x, at: row[x], lambda p, at, *_: p[at]),
     ),
     _entry("refusal of a sibling forgotten", "slip", judge(rest=of_p_itself), JOINT, see.siblings),
     _entry(
-        "residual not normalised between siblings", "slip", judge(rest=not_normalised), theorems.REJECTION, see.siblings
+        "residual not normalised between siblings",
+        "slip",
+        judge(rest=not_normalised),
+        theorems.REJECTION,
+        see.siblings,
     ),
-    _entry("every sibling accepted", "slip", judge(ratio=lambda row, q, x, at: 1), theorems.TRANSPORT),
+    _entry(
+        "every sibling accepted", "slip", judge(ratio=lambda row, q, x, at: 1), theorems.TRANSPORT
+    ),
     # the last token
     _entry("no bonus token", "slip", judge(last=lambda p, tree, at: None), theorems.TOKENS),
-    _entry("bonus from the draft's law", "slip", judge(last=lambda p, tree, at: drawn_from(tree, at, len(p[at])))),
+    _entry(
+        "bonus from the draft's law",
+        "slip",
+        judge(last=lambda p, tree, at: drawn_from(tree, at, len(p[at]))),
+    ),
     _entry("bonus from the row at the root", "slip", judge(last=lambda p, tree, at: p[ROOT])),
 ]
 EQUIVALENT = [

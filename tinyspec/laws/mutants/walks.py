@@ -52,7 +52,9 @@ def only_the_first(tree: TokenTree, p: Any, chance: Any) -> Verdict:
     first = [i for i, up in enumerate(tree.parents) if up not in tree.parents[:i]]
     if len(first) == len(tree.tokens) or max(tree.depths()) > 1:
         return walk(tree, p, chance)
-    return walk(TokenTree.chain(tree.tokens[:1], tree.laws[:1]), p, chance)  # right: all of them, in order
+    return walk(
+        TokenTree.chain(tree.tokens[:1], tree.laws[:1]), p, chance
+    )  # right: all of them, in order
 
 
 def lazily(tree: TokenTree, p: Any, chance: Any) -> Verdict:
@@ -87,7 +89,10 @@ def merged_duplicates(tree: TokenTree, p: Any, chance: Any) -> Verdict:
     if max(tree.depths(), default=1) > 1 or len(keep) == len(tree.tokens):
         return walk(tree, p, chance)
     small = TokenTree(
-        [tree.tokens[i] for i in keep], [ROOT] * len(keep), [tree.laws[i] for i in keep], [False] * len(keep)
+        [tree.tokens[i] for i in keep],
+        [ROOT] * len(keep),
+        [tree.laws[i] for i in keep],
+        [False] * len(keep),
     )
     verdict = walk(small, p, chance)  # right: each draw is a proposal of its own
     return verdict._replace(path=tuple(keep[node] for node in verdict.path))
@@ -129,7 +134,9 @@ def unwarped_until_the_end(tree: TokenTree, p: Any, chance: Any) -> Verdict:
 
 def of_the_text_alone(laws: Laws, node: int) -> Any:
     """A node's law, warped with the committed text as its history."""
-    return laws.warp(laws.scores.logits[node + 1], laws.context)  # right: and the guesses on the node's path
+    return laws.warp(
+        laws.scores.logits[node + 1], laws.context
+    )  # right: and the guesses on the node's path
 
 
 def soft(laws: Laws, node: int) -> Any:
@@ -146,7 +153,9 @@ def trusting(tree: TokenTree, p: Any, chance: Any) -> Verdict:
     for node, (x, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
         row = p[node - 1]
         if not chance.accept(row[x] / (q[x] if q else 1)):  # right: 0 <= x < V is looked at first
-            rest = [max(a - b, 0) for a, b in zip(row, q or [0] * len(row), strict=False)]  # right: sizes are compared
+            rest = [
+                max(a - b, 0) for a, b in zip(row, q or [0] * len(row), strict=False)
+            ]  # right: sizes are compared
             return Verdict(path, chance.draw(rest if sum(rest) else row))
         path = (*path, node)
     return Verdict(path, chance.draw(p[len(path) - 1]))
@@ -161,7 +170,9 @@ class _Twice(Siblings):
     def propose(self, context: Any, room: int, warp: Warp, chance: Any) -> TokenTree:
         drawn = super().propose(context, room, warp, chance).tokens
         tokens = [x for x in drawn for _ in range(2)]
-        return TokenTree(tokens, (ROOT,) * len(tokens), (None,) * len(tokens), (False,) * len(tokens))
+        return TokenTree(
+            tokens, (ROOT,) * len(tokens), (None,) * len(tokens), (False,) * len(tokens)
+        )
 
 
 class _Scaled(OneUniform):
@@ -174,7 +185,9 @@ class _Scaled(OneUniform):
         return int(self.chance.draw([2 * x for x in row]))
 
 
-def _entry(name: str, bug: str, verifier: Verifier, law: str = JOINT, witness: Any = see.chains) -> Mutant:
+def _entry(
+    name: str, bug: str, verifier: Verifier, law: str = JOINT, witness: Any = see.chains
+) -> Mutant:
     return Mutant(name, bug, law, replace(PARTS, walk=verifier), witness)
 
 
@@ -189,7 +202,13 @@ MUTANTS = [
     _entry("draft warped, target not", "B6", reading(lambda laws, node: laws.warped(node, Warp()))),
     _entry("warped only at the last token", "B7", unwarped_until_the_end),
     _entry("penalty forgets the guesses", "B7", reading(of_the_text_alone), JOINT, see.penalised),
-    _entry("temperature 0 judged by the soft law", "B14, S5", reading(soft), "greedy equality", see.greedy_texts),
+    _entry(
+        "temperature 0 judged by the soft law",
+        "B14, S5",
+        reading(soft),
+        "greedy equality",
+        see.greedy_texts,
+    ),
     _entry("placeholder -1 accepted", "B37, B35", trusting, "vocabulary", see.drafted_outside),
 ]
 EQUIVALENT = [

@@ -13,7 +13,19 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.sampling import Warp
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.cache_laws import FAMILIES, Through, trees, weights
-from tinyspec.laws.loop_laws import BOTH, FEW, FORK, ONE, SMALL, TWO, WIDE, WIDER, Case, Halving, model
+from tinyspec.laws.loop_laws import (
+    BOTH,
+    FEW,
+    FORK,
+    ONE,
+    SMALL,
+    TWO,
+    WIDE,
+    WIDER,
+    Case,
+    Halving,
+    model,
+)
 from tinyspec.laws.noise import Noise
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.report_laws import finished, request
@@ -48,12 +60,18 @@ def outcomes(parts: Parts, cases: Sequence[Case], tokens: int = 2) -> Any:
 def chains(parts: Parts) -> Any:
     """Outcomes of a chain of two over two tokens, and of one over three, and under a warper."""
     warped = Case(((1, 2),), ((2, 1),), ONE, 2, Warp(top_k=1))
-    return outcomes(parts, [Case(*SMALL[4], TWO, 2), Case(*SMALL[7], TWO, 2), Case(*SMALL[9], ONE, 2), warped])
+    return outcomes(
+        parts, [Case(*SMALL[4], TWO, 2), Case(*SMALL[7], TWO, 2), Case(*SMALL[9], ONE, 2), warped]
+    )
 
 
 def siblings(parts: Parts) -> Any:
     """Outcomes of two siblings, drawn independently and without replacement."""
-    return outcomes(parts, [Case(p, q, draft, 2) for p, q in (*SMALL[8:], (WIDE, WIDER)) for draft in (BOTH, FEW)], 1)
+    return outcomes(
+        parts,
+        [Case(p, q, draft, 2) for p, q in (*SMALL[8:], (WIDE, WIDER)) for draft in (BOTH, FEW)],
+        1,
+    )
 
 
 def penalised(parts: Parts) -> Any:
@@ -64,7 +82,9 @@ def penalised(parts: Parts) -> Any:
 def trees_drafted(parts: Parts) -> Any:
     """The first trees of some drafters: tokens and declared laws."""
     made: list[Any] = []
-    for draft, (p, q), seed in product((TWO, BOTH, FEW, FORK), (*SMALL[2:6], (WIDE, WIDER)), range(4)):
+    for draft, (p, q), seed in product(
+        (TWO, BOTH, FEW, FORK), (*SMALL[2:6], (WIDE, WIDER)), range(4)
+    ):
         decoder = Case(p, q, draft, 6, Warp(top_k=2, temperature=0.5)).decoder(parts)
         decoder.extend((0,))
         tree = decoder.step(parts.seeded(seed)).tree
@@ -110,7 +130,9 @@ def figures(parts: Parts) -> Any:
 def rows(parts: Parts) -> Any:
     """What the functions of one row give, at the edges too."""
     made: list[Any] = []
-    for logits, history in product(([0.0, 1.0, 1.0], [2.0, -1.0, 0.5], [math.nan, 0.0, 1.0]), ((), (0, 0))):
+    for logits, history in product(
+        ([0.0, 1.0, 1.0], [2.0, -1.0, 0.5], [math.nan, 0.0, 1.0]), ((), (0, 0))
+    ):
         for knobs in KNOBS:
             try:
                 made.append(parts.warp(**knobs)(np.array(logits), history).tolist())
@@ -118,7 +140,11 @@ def rows(parts: Parts) -> Any:
                 made.append("refused")
     for p, q in product(([1.0, 0.0], [0.5, 0.5]), repeat=2):
         made.append(parts.residual(np.array(p), np.array(q)).tolist())
-    made += [parts.replay([0.0]).accept(0), parts.replay([0.0]).draw([0, 1]), parts.replay([0.5]).draw([0.5, 0.5])]
+    made += [
+        parts.replay([0.0]).accept(0),
+        parts.replay([0.0]).draw([0, 1]),
+        parts.replay([0.5]).draw([0.5, 0.5]),
+    ]
     made.append(parts.race(np.array([0.0, 1.0]), np.array([0.0, 1.0])))
     made.append([parts.replay([u, 0.5]).race([0.8, 0.2], 0) for u in (0.5, 0.95)])
     index = parts.index(2)
@@ -152,7 +178,9 @@ def states(parts: Parts) -> Any:
     def note(what: Any) -> None:
         made.append(np.asarray(what).round(8).tolist())
 
-    for family, tree, node in ((f, t, n) for f in FAMILIES for t in trees()[3:5] for n in {ROOT, 0, len(t.tokens) - 1}):
+    for family, tree, node in (
+        (f, t, n) for f in FAMILIES for t in trees()[3:5] for n in {ROOT, 0, len(t.tokens) - 1}
+    ):
         if node >= len(tree.tokens):
             continue
         model = Through(weights(family), parts)
@@ -232,7 +260,10 @@ def greedy_texts(parts: Parts) -> Any:
     """Six tokens at temperature 0 on tables."""
     made = []
     for (p, q), seed in product((*SMALL[2:6], (WIDE, WIDER)), range(3)):
-        decoder, chance = Case(p, q, TWO, 6, parts.warp(temperature=0.0)).decoder(parts), parts.seeded(seed)
+        decoder, chance = (
+            Case(p, q, TWO, 6, parts.warp(temperature=0.0)).decoder(parts),
+            parts.seeded(seed),
+        )
         decoder.extend((0,))
         while len(decoder.new) < 6:
             decoder.step(chance)

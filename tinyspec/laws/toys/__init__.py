@@ -51,7 +51,10 @@ def card(name: str) -> Callable[[], Any]:
 
 
 def _files() -> dict[str, Any]:
-    return {file.name: importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)}
+    return {
+        file.name: importlib.import_module(f"{__name__}.{file.name}")
+        for file in pkgutil.iter_modules(__path__)
+    }
 
 
 def traps() -> list[tuple[str, Trap]]:
@@ -74,10 +77,25 @@ def judge(technique: str, toy: Toy) -> dict[str, Any]:
         found = accused.counterexample
         if found.law == toy.law:
             return {**line, "killed_by": found.law, "counterexample": found.as_dict()}
-        return {**line, "killed_by": None, "counterexample": None, "survived": f"accused by another law: {found.law}"}
+        return {
+            **line,
+            "killed_by": None,
+            "counterexample": None,
+            "survived": f"accused by another law: {found.law}",
+        }
     except Exception as crash:  # a crash is not a verdict
-        return {**line, "killed_by": None, "counterexample": None, "survived": f"{type(crash).__name__}: {crash}"}
-    return {**line, "killed_by": None, "counterexample": None, "survived": f"{evidence.cases} cases found nothing"}
+        return {
+            **line,
+            "killed_by": None,
+            "counterexample": None,
+            "survived": f"{type(crash).__name__}: {crash}",
+        }
+    return {
+        **line,
+        "killed_by": None,
+        "counterexample": None,
+        "survived": f"{evidence.cases} cases found nothing",
+    }
 
 
 def matrix() -> list[dict[str, Any]]:

@@ -47,7 +47,9 @@ class Ticking(TableSession):
         return super().score(tree, taps)
 
 
-def took(build: Build, poem: list[int], references: Sequence[Sequence[int]], seconds: Seconds) -> tuple[float, Any]:
+def took(
+    build: Build, poem: list[int], references: Sequence[Sequence[int]], seconds: Seconds
+) -> tuple[float, Any]:
     """How long a text of the target took, and the decoder after it. The first two tokens are the prompt."""
     watch = Watch()
     target = Ticking(Reciter(poem), watch, seconds)
@@ -74,7 +76,12 @@ def heeds_the_cost(build: Build) -> Evidence:
         time, _ = took(build, POEM, [POEM], lambda rows, slope=slope: 1 + slope * (rows - 1))  # type: ignore[misc]
         if time > 1.05 * plain:
             accuse(
-                DEAR, f"at most {1.05 * plain:.1f}", round(time, 1), seconds_a_row=slope, plain=plain, reference=POEM
+                DEAR,
+                f"at most {1.05 * plain:.1f}",
+                round(time, 1),
+                seconds_a_row=slope,
+                plain=plain,
+                reference=POEM,
             )
     return Evidence(DEAR, 3)
 
@@ -96,7 +103,11 @@ def stops_when_copies_fail(build: Build) -> Evidence:
         most = 1.25 * (len(POEM) - begin)
         if whole - good > most:
             accuse(
-                STOPS, f"at most {most:.1f}", round(whole - good, 1), plain=len(POEM) - begin, copies_hold_until=begin
+                STOPS,
+                f"at most {most:.1f}",
+                round(whole - good, 1),
+                plain=len(POEM) - begin,
+                copies_hold_until=begin,
             )
     return Evidence(STOPS, 2)
 

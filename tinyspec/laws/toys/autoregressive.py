@@ -24,13 +24,22 @@ def runs_each_token_once(build: Callable[..., Decoder]) -> Evidence:
     for prompt, n in product(((1,), (1, 2, 3)), (1, 4)):
         ledger, seen = list[Call](), seen + 1
         target = weights("rotations").session(ledger)
-        decoder = build(Request(target, (), Warp(temperature=0.0), Stop(max_new_tokens=n), ledger=ledger))
+        decoder = build(
+            Request(target, (), Warp(temperature=0.0), Stop(max_new_tokens=n), ledger=ledger)
+        )
         decoder.extend(prompt)
         while not decoder.finished:
             decoder.step(Seeded(decoder.rounds))
         rows = sum(call.rows for call in ledger)
         if rows != len(prompt) + n - 1:
-            accuse(ROWS, len(prompt) + n - 1, rows, prompt=prompt, new_tokens=n, counted="rows that were run")
+            accuse(
+                ROWS,
+                len(prompt) + n - 1,
+                rows,
+                prompt=prompt,
+                new_tokens=n,
+                counted="rows that were run",
+            )
     return Evidence(ROWS, seen)
 
 
@@ -49,7 +58,9 @@ class Rereading(Decoder):
 
 def without_cache(request: Request) -> Decoder:
     """The first program one writes."""
-    return Rereading(request.target, NoDraft(), walk, warp=request.warp, stop=request.stop, ledger=request.ledger)
+    return Rereading(
+        request.target, NoDraft(), walk, warp=request.warp, stop=request.stop, ledger=request.ledger
+    )
 
 
 TRAPS = [Trap(ROWS, runs_each_token_once, card("autoregressive"))]

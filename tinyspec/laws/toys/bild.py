@@ -28,7 +28,9 @@ DISTANCES = (0.0, 0.5, 1.5, 3.0)
 WANTED, CAP = 8, 4
 
 
-def turns(large: Table, little: Table, fallback: float, rollback: float, rule: str) -> Iterator[list[int]]:
+def turns(
+    large: Table, little: Table, fallback: float, rollback: float, rule: str
+) -> Iterator[list[int]]:
     """Algorithm 1 at temperature 0, in its own words: the text after each call of the large model."""
     least = exp(-rollback)
     best = [row.index(max(row)) for row in large]
@@ -49,7 +51,9 @@ def turns(large: Table, little: Table, fallback: float, rollback: float, rule: s
 def settings() -> Iterator[tuple[Table, Table, float, float, str]]:
     """Large, small, fallback, rollback, rule."""
     tables = [(p, q) for p, q in SMALL if len(p) > 1] + [(LARGE, LITTLE), (LITTLE, LARGE)]
-    for (p, q), rollback, fallback, rule in product(tables, DISTANCES, (0.0, 0.6), ("paper", "safe")):
+    for (p, q), rollback, fallback, rule in product(
+        tables, DISTANCES, (0.0, 0.6), ("paper", "safe")
+    ):
         yield _whole(p), _whole(q), fallback, rollback, rule
 
 
@@ -71,7 +75,13 @@ def follows_the_algorithm(build: Build) -> Evidence:
             decoder.step(Seeded(decoder.rounds))
             seen += 1
             if decoder.context != expected:
-                case = {"large": said(p), "small": said(q), "fallback": fallback, "rollback": rollback, "rule": rule}
+                case = {
+                    "large": said(p),
+                    "small": said(q),
+                    "fallback": fallback,
+                    "rollback": rollback,
+                    "rule": rule,
+                }
                 accuse(ALGORITHM, expected, decoder.context, **case, calls=decoder.rounds)
             if len(expected) > WANTED:
                 break
@@ -118,12 +128,16 @@ def _with(request: Request, fallback: float, gamma: int, verifier: Verifier) -> 
     return request.decoder(Little(fallback, request.drafts[0], gamma, frozenset(), None), verifier)
 
 
-def ratio_test(request: Request, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
+def ratio_test(
+    request: Request, fallback: float, rollback: float, rule: str, gamma: int
+) -> Decoder:
     """Speculative decoding with a confidence stop."""
     return _with(request, fallback, gamma, walk)
 
 
-def keeps_the_unsure(request: Request, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
+def keeps_the_unsure(
+    request: Request, fallback: float, rollback: float, rule: str, gamma: int
+) -> Decoder:
     """The token that the small model was unsure of is proposed, and then the large model is called."""
 
     class Unsure(Little):
@@ -137,7 +151,9 @@ def keeps_the_unsure(request: Request, fallback: float, rollback: float, rule: s
     return request.decoder(drafter, big(rollback, rule))
 
 
-def worst_first(request: Request, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
+def worst_first(
+    request: Request, fallback: float, rollback: float, rule: str, gamma: int
+) -> Decoder:
     """Rolls back to the token that is furthest off, not to the first that is too far."""
 
     def verify(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
@@ -150,7 +166,9 @@ def worst_first(request: Request, fallback: float, rollback: float, rule: str, g
     return _with(request, fallback, gamma, verify)
 
 
-def as_released(request: Request, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
+def as_released(
+    request: Request, fallback: float, rollback: float, rule: str, gamma: int
+) -> Decoder:
     """The first bad token decides for all: where the large model would write it too, the whole block stays."""
 
     def verify(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:

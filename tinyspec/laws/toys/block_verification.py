@@ -66,9 +66,14 @@ def plain_residual(request: Request, gamma: int) -> Decoder:
 
     def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
         _, passes = _places(tree, p)
-        n = max((place for place in range(1, len(passes)) if chance.accept(passes[place])), default=0)
+        n = max(
+            (place for place in range(1, len(passes)) if chance.accept(passes[place])), default=0
+        )
         row: Any = p[n - 1]
-        return Verdict(tuple(range(n)), chance.draw(row if n == len(tree.tokens) else residual(row, tree.laws[n])))
+        return Verdict(
+            tuple(range(n)),
+            chance.draw(row if n == len(tree.tokens) else residual(row, tree.laws[n])),
+        )
 
     return request.decoder(ModelDraft(request.drafts[0], gamma), verify)
 

@@ -16,12 +16,16 @@ from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.technique import Request, find
 
 
-def on_target(request: Request, of: Callable[[Exit], Any], make: Any = ExitTarget, **knobs: Any) -> Decoder:
+def on_target(
+    request: Request, of: Callable[[Exit], Any], make: Any = ExitTarget, **knobs: Any
+) -> Decoder:
     """CALM with a confidence that reads the row, or with another target."""
     layers = range(knobs["min_exit"], request.target.model.config.n_layers, knobs["interval"])  # type: ignore[attr-defined]
 
     def due(step: int) -> float:
-        return decayed(knobs["decay"], knobs["threshold"], knobs["tau"], step, request.stop.max_new_tokens or 1)
+        return decayed(
+            knobs["decay"], knobs["threshold"], knobs["tau"], step, request.stop.max_new_tokens or 1
+        )
 
     target = make(request.target, Confident(Measure(of, row=True), due, layers))
     return replace(request, target=target).decoder(NoDraft(), walk)
@@ -57,7 +61,10 @@ def _gap(row: Sequence[Any]) -> Any:
 def nothing_copied(request: Request, **knobs: Any) -> Decoder:
     """The layers that were left out are run after all, in silence."""
     return on_target(
-        request, lambda at: _gap(at.logits), lambda session, rule: ExitTarget(session, rule, "recompute"), **knobs
+        request,
+        lambda at: _gap(at.logits),
+        lambda session, rule: ExitTarget(session, rule, "recompute"),
+        **knobs,
     )
 
 
@@ -67,7 +74,11 @@ def one_measure(request: Request, **knobs: Any) -> Decoder:
 
 
 def best_on_the_examples(
-    candidates: Sequence[Any], losses: Callable[[Any], Sequence[Any]], delta: Any, epsilon: Any, p_value: PValue
+    candidates: Sequence[Any],
+    losses: Callable[[Any], Sequence[Any]],
+    delta: Any,
+    epsilon: Any,
+    p_value: PValue,
 ) -> Calibrated:
     """The last candidate whose mean loss on the examples is no more than delta."""
     choice, tested = None, list[Tested]()

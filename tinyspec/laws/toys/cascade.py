@@ -58,7 +58,9 @@ def called_as_k_says(build: Build) -> Evidence:
             model.name = f"level {number}"
         ledger: list[Any] = []
         sessions = [model.session(ledger) for model in models]
-        decoder = build(Request(sessions[0], sessions[1:], Warp(0.0), ledger=ledger), quotas=quotas, **KNOBS)
+        decoder = build(
+            Request(sessions[0], sessions[1:], Warp(0.0), ledger=ledger), quotas=quotas, **KNOBS
+        )
         decoder.extend(PROMPT)
         decoder.step(Seeded(0))
         del ledger[:]
@@ -67,7 +69,13 @@ def called_as_k_says(build: Build) -> Evidence:
         got = [made, *(counts[model.name] for model in models)]
         expected = [sum(parsed(quotas, len(models) - 1)[0]) + 1, *predicted(quotas)]
         if got != expected:
-            accuse(CALLS, expected, got, quotas=quotas, counted="tokens of the round, then calls of each level")
+            accuse(
+                CALLS,
+                expected,
+                got,
+                quotas=quotas,
+                counted="tokens of the round, then calls of each level",
+            )
     return Evidence(CALLS, len(MATRICES))
 
 
@@ -84,7 +92,13 @@ def joint_law_of_levels(build: Build) -> Evidence:
         got = law(make, 2, outside=lambda decoder, models=models: models)  # type: ignore[misc]
         expected, branches = Reference(models[0].row).law(2), branches + got.branches
         if got != expected:
-            accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), seeds=seed, quotas=quotas)
+            accuse(
+                JOINT,
+                dict(sorted(expected.items())),
+                dict(sorted(got.items())),
+                seeds=seed,
+                quotas=quotas,
+            )
     return Evidence(JOINT, 2, branches)
 
 
@@ -96,7 +110,8 @@ def copies_the_longest(make: Callable[[int], MaxGram]) -> Evidence:
         level.extend(text, None)  # type: ignore[arg-type]
         got = level.write(text, 1, Warp(), Seeded(0))[0]
         lengths = [
-            max(n for n in range(at + 1) if text[at - n : at] == text[len(text) - n :]) for at in range(len(text))
+            max(n for n in range(at + 1) if text[at - n : at] == text[len(text) - n :])
+            for at in range(len(text))
         ]
         allowed = {text[at] for at, n in enumerate(lengths) if n == max(lengths) and n > 0}
         if set(got) - allowed or bool(got) != bool(allowed):
@@ -114,7 +129,9 @@ def _texts() -> Iterator[list[int]]:
 
 def constant_gamma(request: Request, quotas: str, **knobs: Any) -> Decoder:
     """Speculative decoding with the largest draft."""
-    return request.decoder(ModelDraft(request.drafts[0], sum(parsed(quotas, len(request.drafts))[0])), walk)
+    return request.decoder(
+        ModelDraft(request.drafts[0], sum(parsed(quotas, len(request.drafts))[0])), walk
+    )
 
 
 def no_recursion(request: Request, **knobs: Any) -> Decoder:
@@ -142,7 +159,8 @@ def smallest_law(request: Request, **knobs: Any) -> Decoder:
         def write(self, *args: Any) -> Any:
             tokens, laws = super().write(*args)
             return tokens, [
-                last[0] if last and last[0][token] else law for token, law in zip(tokens, laws, strict=True)
+                last[0] if last and last[0][token] else law
+                for token, law in zip(tokens, laws, strict=True)
             ]
 
     return Decoder(target, Lying(Decoder(middle, Small(small, 1), walk, stop=Stop()), 2), walk)

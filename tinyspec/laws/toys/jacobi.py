@@ -23,7 +23,9 @@ def plain(request: Request, **knobs: Any) -> Decoder:
     return request.decoder(NoDraft(), walk)
 
 
-def fixed_number(says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any, prefix: Any) -> Solved:
+def fixed_number(
+    says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any, prefix: Any
+) -> Solved:
     """Two iterations, then it is taken for solved."""
     states = [start(length, prompt)]
     for _ in range(2):
@@ -57,7 +59,11 @@ class Impatient(Jacobi):
         self.sweeps += 1
 
     def verify(self, tree: TokenTree, p: Any, chance: Chance) -> Verdict:
-        return walk(tree, p, chance) if self.sweeps < 2 else Verdict(tuple(range(len(tree.tokens))), chance.draw(p[-1]))
+        return (
+            walk(tree, p, chance)
+            if self.sweeps < 2
+            else Verdict(tuple(range(len(tree.tokens))), chance.draw(p[-1]))
+        )
 
 
 class Known(Jacobi):

@@ -39,8 +39,16 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
     branches, cases = 0, 0
     for seed, warp in product((1, 2, 3), (Warp(), Warp(0.0))):
         model = TableModel(seed, zeros=False)
-        expected = law(lambda model=model, warp=warp: Decoder(model.session(), NoDraft(), walk, warp=warp), 2)  # type: ignore[misc]
-        got = law(lambda model=model, warp=warp: build(Request(model.session(), warp=warp), exit=1, gamma=1), 2)  # type: ignore[misc]
+        expected = law(
+            lambda model=model, warp=warp: Decoder(model.session(), NoDraft(), walk, warp=warp),  # type: ignore[misc]
+            2,
+        )
+        got = law(
+            lambda model=model, warp=warp: build(  # type: ignore[misc]
+                Request(model.session(), warp=warp), exit=1, gamma=1
+            ),
+            2,
+        )
         branches, cases = branches + got.branches, cases + 1
         if dict(got) != dict(expected):
             told = {"model": model, "temperature": warp.temperature, "exit": 1, "gamma": 1}
@@ -116,7 +124,9 @@ def early_cache_uncropped(request: Request, exit: int, gamma: int) -> Decoder:
     """Refused guesses stay in the early layers, and the text goes on behind them."""
 
     class Uncropped(ModelDraft):
-        def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        def propose(
+            self, context: Sequence[int], room: int, warp: Warp, chance: Chance
+        ) -> TokenTree:
             self.tree = super().propose(context, room, warp, chance)
             return self.tree
 
@@ -131,7 +141,9 @@ def head_of_its_own(request: Request, exit: int, gamma: int) -> Decoder:
     """The exit has another head, which was trained for it: here the model's, its rows in another order."""
 
     class Own(GuestDraft):
-        def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        def propose(
+            self, context: Sequence[int], room: int, warp: Warp, chance: Chance
+        ) -> TokenTree:
             tree = TokenTree()
             for _ in range(min(self.gamma, room)):
                 row = Laws(self.model.score(tree), warp, context, tree)[len(tree.tokens) - 1]
@@ -157,7 +169,9 @@ class OwnHeads(Course):
         random, total = torch.Generator().manual_seed(0), torch.zeros((), dtype=blocks.embed.dtype)
         for share, x in zip(self.shares, blocks.stream(inputs), strict=True):
             head = torch.randn(blocks.vocabulary.shape, generator=random, dtype=x.dtype)
-            total = total + share * F.cross_entropy((blocks.final(x) @ head.T).flatten(0, 1), targets.flatten())
+            total = total + share * F.cross_entropy(
+                (blocks.final(x) @ head.T).flatten(0, 1), targets.flatten()
+            )
         return total
 
 

@@ -30,7 +30,14 @@ def uses_what_is_not_in_the_prompt(build: Build) -> Evidence:
         poem = list(range(1, n + 3))
         rounds = recited(build, poem, n, [poem], k=15).rounds
         if rounds == n:
-            accuse(OUTSIDE, f"fewer than {n} calls", rounds, prompt=poem[:2], reference=poem, new_tokens=n)
+            accuse(
+                OUTSIDE,
+                f"fewer than {n} calls",
+                rounds,
+                prompt=poem[:2],
+                reference=poem,
+                new_tokens=n,
+            )
     return Evidence(OUTSIDE, 3)
 
 
@@ -40,7 +47,9 @@ def copies_in_blocks(build: Build) -> Evidence:
         poem = list(range(1, n + 3))
         rounds = recited(build, poem, n, [poem], k=k).rounds
         if rounds != -(-n // (k + 1)):
-            accuse(BLOCKS, -(-n // (k + 1)), rounds, prompt=poem[:2], reference=poem, new_tokens=n, k=k)
+            accuse(
+                BLOCKS, -(-n // (k + 1)), rounds, prompt=poem[:2], reference=poem, new_tokens=n, k=k
+            )
     return Evidence(BLOCKS, 9)
 
 
@@ -51,7 +60,9 @@ def reads_once(build: Build) -> Evidence:
         reference = Counted(poem)
         recited(build, poem, n, [reference], k=1)
         if reference.read != 1:
-            accuse(ONCE, "read once", f"read {reference.read} times", reference=poem, new_tokens=n, k=1)
+            accuse(
+                ONCE, "read once", f"read {reference.read} times", reference=poem, new_tokens=n, k=1
+            )
     return Evidence(ONCE, 2)
 
 
@@ -61,7 +72,14 @@ def copies_the_longest(build: Build) -> Evidence:
     for references in ([[1, 2, 7, 8], [9, 2, 5, 5]], [[9, 2, 5, 5], [1, 2, 7, 8]]):
         rounds = recited(build, poem, 2, references, k=15).rounds
         if rounds != 1:
-            accuse(LONGEST, "1 call", f"{rounds} calls", prompt=poem[:2], text_to_come=poem[2:], references=references)
+            accuse(
+                LONGEST,
+                "1 call",
+                f"{rounds} calls",
+                prompt=poem[:2],
+                text_to_come=poem[2:],
+                references=references,
+            )
     return Evidence(LONGEST, 2)
 
 

@@ -27,7 +27,9 @@ TOKENS = 14
 
 def _begun(build: Build, model: TableModel, w: int, n: int, g: int) -> tuple[Decoder, list[Any]]:
     ledger: list[Any] = []
-    request = Request(model.session(ledger), (), Warp(0.0), Stop(max_new_tokens=TOKENS), ledger=ledger)
+    request = Request(
+        model.session(ledger), (), Warp(0.0), Stop(max_new_tokens=TOKENS), ledger=ledger
+    )
     decoder = build(request, window=w, n=n, guesses=g, from_prompt=False)
     decoder.extend((0, 1))
     del ledger[:]
@@ -71,7 +73,9 @@ def _by_hand(model: TableModel, texts: Sequence[list[int]], w: int, n: int, g: i
 def drafts_its_diagonals(build: Build) -> Evidence:
     """Window and pool simulated cell by cell, each from its own context; the drafts must be those n-grams."""
     seen = 0
-    for (w, n, g), seed in product(((1, 2, 1), (2, 2, 2), (2, 3, 2), (3, 3, 2), (3, 4, 3)), range(4)):
+    for (w, n, g), seed in product(
+        ((1, 2, 1), (2, 2, 2), (2, 3, 2), (3, 3, 2), (3, 4, 3)), range(4)
+    ):
         model = TableModel(seed, 4, zeros=False)
         decoder, _ = _begun(build, model, w, n, g)
         texts, rounds = list[list[int]](), list[Round]()
@@ -82,7 +86,9 @@ def drafts_its_diagonals(build: Build) -> Evidence:
             tree = round.tree
             guesses = [node for node, probe in enumerate(tree.probe) if not probe]
             got = [(text[-1], *tree.spelled(tree.path(node))) for node in guesses]
-            expected = list(dict.fromkeys(gram[:end] for gram in grams for end in range(2, len(gram) + 1)))
+            expected = list(
+                dict.fromkeys(gram[:end] for gram in grams for end in range(2, len(gram) + 1))
+            )
             if got != expected:
                 accuse(DIAGONALS, expected, got, table=seed, text=text, W=w, N=n, G=g)
             seen += 1
@@ -96,7 +102,13 @@ def shares_one_call(build: Build) -> Evidence:
         while not decoder.finished:
             decoder.step(Seeded(decoder.rounds))
         if len(ledger) != decoder.rounds:
-            accuse(ONE, f"{decoder.rounds} calls", f"{len(ledger)} calls", table=seed, rounds=decoder.rounds)
+            accuse(
+                ONE,
+                f"{decoder.rounds} calls",
+                f"{len(ledger)} calls",
+                table=seed,
+                rounds=decoder.rounds,
+            )
     return Evidence(ONE, 3)
 
 
@@ -107,7 +119,13 @@ def looks_ahead(build: Build) -> Evidence:
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
     if decoder.rounds >= TOKENS:
-        accuse(AHEAD, f"fewer than {TOKENS} calls", decoder.rounds, prompt=(0, 1), target="says the position")
+        accuse(
+            AHEAD,
+            f"fewer than {TOKENS} calls",
+            decoder.rounds,
+            prompt=(0, 1),
+            target="says the position",
+        )
     return Evidence(AHEAD, 1)
 
 
@@ -159,7 +177,9 @@ class Twice(Lookahead):
 def _toy(kind: type[Lookahead]) -> Build:
     def build(request: Request, *, window: int, **knobs: Any) -> Decoder:
         given = {"width": window, "ends": request.stop.eos, **knobs}
-        return request.decoder(Twice(request.target, **given) if kind is Twice else kind(**given), walk)
+        return request.decoder(
+            Twice(request.target, **given) if kind is Twice else kind(**given), walk
+        )
 
     return build
 

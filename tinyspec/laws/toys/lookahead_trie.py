@@ -48,7 +48,12 @@ def remembers(build: Build) -> Evidence:
         rounds = said(build, model, 2, n).rounds
         if rounds >= n:
             accuse(
-                REMEMBERED, f"fewer than {n} calls", rounds, prompt=model.poem[:2], new_tokens=n, request="the second"
+                REMEMBERED,
+                f"fewer than {n} calls",
+                rounds,
+                prompt=model.poem[:2],
+                new_tokens=n,
+                request="the second",
             )
     return Evidence(REMEMBERED, 2)
 
@@ -76,7 +81,9 @@ def eliminates(build: Build) -> Evidence:
 
 def shown(build: Build, model: Reciter, prompt: Sequence[int]) -> list[int]:
     """The first draft behind a prompt."""
-    decoder = build(Request(model.session(), (), Warp(temperature=0.0), clock=lambda: 0.0), price=0.0)
+    decoder = build(
+        Request(model.session(), (), Warp(temperature=0.0), clock=lambda: 0.0), price=0.0
+    )
     decoder.extend(prompt)
     return list(decoder.step(Seeded(0)).tree.tokens)
 
@@ -142,7 +149,9 @@ class Stubborn(Forest):
 
 def one_stage(request: Request, **knobs: Any) -> Decoder:
     """Retrieval without stages."""
-    return request.decoder(Lookahead(Stubborn(13, 1 << 18), count(1), 64, 12, "hierarchical", 0.0), walk)
+    return request.decoder(
+        Lookahead(Stubborn(13, 1 << 18), count(1), 64, 12, "hierarchical", 0.0), walk
+    )
 
 
 def grows_for_ever(request: Request, bound: int = 0, **knobs: Any) -> Decoder:

@@ -19,8 +19,14 @@ class Refreshing(MaskPredict):
 
     def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
         after = super().rewrite(canvas, memory, iteration, chance)
-        logits = self.model.logits(self.model.decode(self.model.embed(after.tokens), memory, None, slots=canvas.mask))
-        now = logits[..., 4:].log_softmax(-1).gather(-1, (after.tokens - 4).clamp(min=0)[..., None])[..., 0]
+        logits = self.model.logits(
+            self.model.decode(self.model.embed(after.tokens), memory, None, slots=canvas.mask)
+        )
+        now = (
+            logits[..., 4:]
+            .log_softmax(-1)
+            .gather(-1, (after.tokens - 4).clamp(min=0)[..., None])[..., 0]
+        )
         return after._replace(scores=torch.where(after.extra, after.scores, now))
 
 
@@ -37,8 +43,12 @@ class Random(MaskPredict):
 
     def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
         noise = torch.rand(canvas.scores.shape, generator=torch.Generator().manual_seed(iteration))
-        again = least(noise, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations))
-        words, scores = predict(self.model, canvas.tokens.masked_fill(again, 3), canvas.mask, memory)
+        again = least(
+            noise, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
+        )
+        words, scores = predict(
+            self.model, canvas.tokens.masked_fill(again, 3), canvas.mask, memory
+        )
         mixed = torch.where(again, words, canvas.tokens), torch.where(again, scores, canvas.scores)
         return Canvas(mixed[0], canvas.mask, mixed[1])
 

@@ -28,7 +28,10 @@ CHANCE = "one of k passes with 1 - prod (1 - overlap with what is left of p)"
 
 def joint_law(build: Build) -> Evidence:
     """The joint law of two tokens, in both modes."""
-    wide, deep = ([{"configuration": c, "replacement": again} for again in (False, True)] for c in ("2", "1x2"))
+    wide, deep = (
+        [{"configuration": c, "replacement": again} for again in (False, True)]
+        for c in ("2", "1x2")
+    )
     return treelaws.joint_law(build, wide, deep)
 
 
@@ -37,13 +40,24 @@ def accepts_surely(build: Build) -> Evidence:
     for q in OTHERS:
 
         def refused(chance: Exhaustive, q: Table = q) -> bool:
-            decoder = build(Request(model(THREE).session(), [model(q).session()]), configuration="3", replacement=False)
+            decoder = build(
+                Request(model(THREE).session(), [model(q).session()]),
+                configuration="3",
+                replacement=False,
+            )
             decoder.extend((0,))
             return not decoder.step(chance).verdict.path
 
         mass = sum((x for nothing, x in Exhaustive.walk(refused) if nothing), Fraction(0))
         if mass:
-            accuse(SURE, "refused with probability 0", mass, p=said(THREE), q=said(q), configuration="3")
+            accuse(
+                SURE,
+                "refused with probability 0",
+                mass,
+                p=said(THREE),
+                q=said(q),
+                configuration="3",
+            )
     return Evidence(SURE, len(OTHERS))
 
 
@@ -72,7 +86,9 @@ def best_of_q(request: Request, configuration: str, replacement: bool) -> Decode
 
     class Draft(TreeDraft):
         def children(self, laws: Laws, node: int, k: int, chance: Chance) -> Any:
-            return [(token, laws[node]) for token in likeliest(laws[node], k) if laws[node][token] > 0]
+            return [
+                (token, laws[node]) for token in likeliest(laws[node], k) if laws[node][token] > 0
+            ]
 
     return request.decoder(Draft(request.drafts[0], shape(widths(configuration))), walk)
 
@@ -84,9 +100,15 @@ def sorted_draws(request: Request, configuration: str, replacement: bool) -> Dec
         def children(self, laws: Laws, node: int, k: int, chance: Chance) -> Any:
             drawn = super().children(laws, node, k, chance)
             best = sorted((token for token, _ in drawn), key=lambda token: -laws[node][token])
-            return [(x, law) for x, (_, law) in zip(best, drawn, strict=True) if law is not None and law[x] > 0]
+            return [
+                (x, law)
+                for x, (_, law) in zip(best, drawn, strict=True)
+                if law is not None and law[x] > 0
+            ]
 
-    return request.decoder(Draft(request.drafts[0], shape(widths(configuration)), replace=replacement), walk)
+    return request.decoder(
+        Draft(request.drafts[0], shape(widths(configuration)), replace=replacement), walk
+    )
 
 
 def whole_q(request: Request, configuration: str, replacement: bool) -> Decoder:
@@ -96,7 +118,9 @@ def whole_q(request: Request, configuration: str, replacement: bool) -> Decoder:
         def children(self, laws: Laws, node: int, k: int, chance: Chance) -> Any:
             return [(token, laws[node]) for token, _ in super().children(laws, node, k, chance)]
 
-    return request.decoder(Draft(request.drafts[0], shape(widths(configuration)), replace=replacement), walk)
+    return request.decoder(
+        Draft(request.drafts[0], shape(widths(configuration)), replace=replacement), walk
+    )
 
 
 def forgetful(request: Request, configuration: str, replacement: bool) -> Decoder:
@@ -115,7 +139,9 @@ def forgetful(request: Request, configuration: str, replacement: bool) -> Decode
                 return verdict._replace(path=path)
         return Verdict(path, chance.draw(p[at]))
 
-    return request.decoder(TreeDraft(request.drafts[0], shape(widths(configuration)), replace=replacement), verify)
+    return request.decoder(
+        TreeDraft(request.drafts[0], shape(widths(configuration)), replace=replacement), verify
+    )
 
 
 def collisions(request: Request, configuration: str, replacement: bool) -> Decoder:
@@ -133,7 +159,9 @@ def batch_of_chains(request: Request, configuration: str, replacement: bool) -> 
                 chain = super().propose(context, room, warp, chance)
                 n = len(tree.tokens)
                 tree.parents.extend(up + n if up != ROOT else ROOT for up in chain.parents)  # type: ignore[attr-defined]
-                for column, more in zip((tree.tokens, tree.laws, tree.probe), chain[:1] + chain[2:], strict=True):
+                for column, more in zip(
+                    (tree.tokens, tree.laws, tree.probe), chain[:1] + chain[2:], strict=True
+                ):
                     column.extend(more)  # type: ignore[attr-defined]
             return tree
 

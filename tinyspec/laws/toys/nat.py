@@ -68,7 +68,10 @@ def one_pass_as_published(build: Build) -> Evidence:
         law = fertility_law(model, source)
         fertilities = usable(named(law, "argmax"), law, 24)
         want = parallel(model, source, fertilities)
-        got, seen = list(decoded(build, RefineRequest(model), source, Seeded(0), samples=1)), seen + 1
+        got, seen = (
+            list(decoded(build, RefineRequest(model), source, Seeded(0), samples=1)),
+            seen + 1,
+        )
         if got != want:
             accuse(PASS, want, got, source=source, fertilities=fertilities)
     return Evidence(PASS, seen)
@@ -122,7 +125,9 @@ class OwnPlace(FertileParallel):
 
     def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Any) -> Canvas:
         states = self.model.decode(self.model.embed(canvas.tokens), memory, None, slots=canvas.mask)
-        scores, tokens = nat.words(self.model, self.model.logits(states)).log_softmax(dim=-1).max(dim=-1)
+        scores, tokens = (
+            nat.words(self.model, self.model.logits(states)).log_softmax(dim=-1).max(dim=-1)
+        )
         return canvas._replace(tokens=tokens, scores=scores)
 
 

@@ -54,7 +54,9 @@ def requests(draft: Draft, slope: float, watch: Watch, texts: int = 8, tokens: i
             target = Ticking(always(P), watch, lambda rows: 1 + slope * (rows - 1))
             yield (
                 Request(
-                    target, [Ticking(always(draft.law), watch, lambda _: draft.step)], stop=Stop(max_new_tokens=tokens)
+                    target,
+                    [Ticking(always(draft.law), watch, lambda _: draft.step)],
+                    stop=Stop(max_new_tokens=tokens),
                 ),
                 [text % 4],
             )
@@ -80,9 +82,12 @@ def recommends_the_fastest(advise: Advise) -> Evidence:
     for drafts, slope in SCENES:
         watch = Watch()
         pairs: dict[tuple[str | None, int], Fraction] = {
-            (draft.name, n): exact(draft, n, slope) for draft, n in product(drafts, range(1, LONGEST + 1))
+            (draft.name, n): exact(draft, n, slope)
+            for draft, n in product(drafts, range(1, LONGEST + 1))
         } | {(None, 0): Fraction(1)}
-        got = advise({draft.name: requests(draft, slope, watch) for draft in drafts}, LONGEST, watch)
+        got = advise(
+            {draft.name: requests(draft, slope, watch) for draft in drafts}, LONGEST, watch
+        )
         best = max(pairs, key=lambda pair: pairs[pair])
         if pairs.get(got, 0) < Fraction(95, 100) * pairs[best]:
             said = [f"{d.name}: alpha {d.alpha}, {d.step} s a step" for d in drafts]
@@ -130,7 +135,10 @@ def best_accepted(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tup
 
 def typed_costs(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tuple[str | None, int]:
     """The formula with a rule of thumb for its costs: a draft's step is a tenth of a call, and a call is a call."""
-    profiles = [planner.profile_draft(name, make, longest, watch)._replace(step=0.1) for name, make in asked.items()]
+    profiles = [
+        planner.profile_draft(name, make, longest, watch)._replace(step=0.1)
+        for name, make in asked.items()
+    ]
     best = planner.recommend([1.0] * (longest + 1), profiles)[0]
     return best.draft, best.n
 

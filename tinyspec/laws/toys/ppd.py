@@ -26,8 +26,16 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
     for seed in (1, 2, 3):
         for warp in (Warp(), Warp(0.0)):
             model = TableModel(seed, zeros=False)
-            expected = law(lambda model=model, warp=warp: Decoder(model.session(), NoDraft(), walk, warp=warp), 2)  # type: ignore[misc]
-            got = law(lambda model=model, warp=warp: build(Request(model.session(), warp=warp), layer=2, k=2), 2)  # type: ignore[misc]
+            expected = law(
+                lambda model=model, warp=warp: Decoder(model.session(), NoDraft(), walk, warp=warp),  # type: ignore[misc]
+                2,
+            )
+            got = law(
+                lambda model=model, warp=warp: build(  # type: ignore[misc]
+                    Request(model.session(), warp=warp), layer=2, k=2
+                ),
+                2,
+            )
             branches, cases = branches + got.branches, cases + 1
             if dict(got) != dict(expected):
                 told = {"model": model, "temperature": warp.temperature, "layer": 2, "k": 2}
@@ -76,7 +84,9 @@ def begins_apart(request: Request, layer: int, k: int) -> Decoder:
     class Apart(Pipeline):
         def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
             if self.coming is not None and self.layer < self.depth:
-                branches = self.guesses(self.session.advance(ALONE, self.layer, head=True), *self.coming)
+                branches = self.guesses(
+                    self.session.advance(ALONE, self.layer, head=True), *self.coming
+                )
                 self.session.fork().advance(branches, self.depth - self.layer)
             self.coming = None
             return super().score(tree, taps)

@@ -31,11 +31,20 @@ def prefers_the_longest(build: Build) -> Evidence:
         references = [poem, *([9, 2, 5, 5] for _ in range(often))]
         rounds = recited(build, poem, 2, references, shortest=1, nodes=2, price=0.0).rounds
         if rounds != 1:
-            accuse(LONGEST, "1 call", f"{rounds} calls", prompt=poem[:2], text_to_come=poem[2:], references=references)
+            accuse(
+                LONGEST,
+                "1 call",
+                f"{rounds} calls",
+                prompt=poem[:2],
+                text_to_come=poem[2:],
+                references=references,
+            )
     return Evidence(LONGEST, 3)
 
 
-def _tree(build: Build, references: Sequence[Sequence[int]], prompt: Sequence[int], **knobs: float) -> Any:
+def _tree(
+    build: Build, references: Sequence[Sequence[int]], prompt: Sequence[int], **knobs: float
+) -> Any:
     model = TableModel(vocabulary=4, rows=lambda text: [1, 1, 1, 1])
     decoder = build(Request(model.session(), references=references), **knobs)
     decoder.extend(prompt)
@@ -54,7 +63,9 @@ def is_the_heaviest(build: Build) -> Evidence:
             for text in texts:
                 for at in range(n, len(text)):
                     if text[at - n : at] == prompt[-n:]:
-                        weight.update(tuple(text[at:end]) for end in range(at + 1, min(at + 3, len(text)) + 1))
+                        weight.update(
+                            tuple(text[at:end]) for end in range(at + 1, min(at + 3, len(text)) + 1)
+                        )
             if weight:
                 break
         expected = sorted(weight, key=lambda path: (-weight[path], len(path), path))[:nodes]
@@ -73,12 +84,27 @@ def law_of_two_continuations(build: Build) -> Evidence:
         texts = [[2, 0, 1, 2, 1, 0]]
 
         def make(model: TableModel = model, texts: Any = texts) -> Decoder:
-            return build(Request(model.session(), references=texts), shortest=1, longest=2, length=2, price=0.0)
+            return build(
+                Request(model.session(), references=texts),
+                shortest=1,
+                longest=2,
+                length=2,
+                price=0.0,
+            )
 
-        got, expected = law(make, 2, (2,)), Reference(lambda text: model.row(text), Warp()).law(2, (2,))  # noqa: B023
+        got, expected = (
+            law(make, 2, (2,)),
+            Reference(lambda text: model.row(text), Warp()).law(2, (2,)),  # noqa: B023
+        )
         seen, branches = seen + 1, branches + got.branches
         if got != expected:
-            accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), p=weights, references=texts)
+            accuse(
+                JOINT,
+                dict(sorted(expected.items())),
+                dict(sorted(got.items())),
+                p=weights,
+                references=texts,
+            )
     return Evidence(JOINT, seen, branches)
 
 
@@ -120,7 +146,12 @@ def a_draw_a_path(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
     for leaf in (node for node in range(len(tree.tokens)) if node not in tree.parents):
         path = tree.path(leaf)
         n = next(
-            (i for i, node in enumerate(path) if chance.draw(p[tree.parents[node]]) != tree.tokens[node]), len(path)
+            (
+                i
+                for i, node in enumerate(path)
+                if chance.draw(p[tree.parents[node]]) != tree.tokens[node]
+            ),
+            len(path),
         )
         if n:
             return Verdict(path[:n], chance.draw(p[path[n - 1]]))
@@ -129,7 +160,15 @@ def a_draw_a_path(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
 
 def _with(kind: type[Retrieving], verifier: Verifier) -> Build:
     def build(request: Request, **knobs: Any) -> Decoder:
-        given = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64, "price": 0.0, **knobs}
+        given = {
+            "shortest": 2,
+            "longest": 16,
+            "length": 10,
+            "matches": 5000,
+            "nodes": 64,
+            "price": 0.0,
+            **knobs,
+        }
         return request.decoder(kind([indexed(request.references)], **given), verifier)
 
     return build

@@ -40,10 +40,20 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
     branches = 0
     for model in _models():
         expected = law(lambda model=model: Decoder(model.session(), NoDraft(), walk), 2)  # type: ignore[misc]
-        got = law(lambda model=model: build(Request(model.session()), skip="m1", gamma=1, threshold=0.0), 2)  # type: ignore[misc]
+        got = law(
+            lambda model=model: build(Request(model.session()), skip="m1", gamma=1, threshold=0.0),  # type: ignore[misc]
+            2,
+        )
         branches += got.branches
         if dict(got) != dict(expected):
-            accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), model=model, skip="m1", gamma=1)
+            accuse(
+                JOINT,
+                dict(sorted(expected.items())),
+                dict(sorted(got.items())),
+                model=model,
+                skip="m1",
+                gamma=1,
+            )
     return Evidence(JOINT, 3, branches)
 
 
@@ -54,7 +64,11 @@ def skips_what_it_is_told(build: Build) -> Evidence:
         decoder = build(Request(model.session()), skip=skip, gamma=1, threshold=0.0)
         decoder.extend((0,))
         got = decoder.step(Seeded(0)).tree.laws[0]
-        plan = Plan(skip=frozenset(2 * int(word[1]) + (word[0] == "m") for word in skip.split("+") if word != "none"))
+        plan = Plan(
+            skip=frozenset(
+                2 * int(word[1]) + (word[0] == "m") for word in skip.split("+") if word != "none"
+            )
+        )
         expected, seen = model.row((0,), plan), seen + 1
         if got != expected:
             accuse(BITS, expected, got, model=model, skip=skip, text=(0,))
@@ -66,13 +80,22 @@ def runs_once_what_is_the_same(build: Build) -> Evidence:
     for gamma in (1, 3):
         ledger: list[Call] = []
         session = TableModel(1, zeros=False).session(ledger)
-        decoder = build(Request(session, ledger=ledger), skip=f"m{LAYERS - 1}", gamma=gamma, threshold=0.0)
+        decoder = build(
+            Request(session, ledger=ledger), skip=f"m{LAYERS - 1}", gamma=gamma, threshold=0.0
+        )
         decoder.extend((0, 1, 2))
         decoder.step(Seeded(0))
         work = sum(call.row_layers for call in ledger)
         due = LAYERS * (3 + gamma)  # the prompt and gamma guesses
         if work > due:
-            accuse(CACHE, f"{due} layers of a row", f"{work}", prompt=(0, 1, 2), gamma=gamma, layers=LAYERS)
+            accuse(
+                CACHE,
+                f"{due} layers of a row",
+                f"{work}",
+                prompt=(0, 1, 2),
+                gamma=gamma,
+                layers=LAYERS,
+            )
     return Evidence(CACHE, 2)
 
 
@@ -88,7 +111,9 @@ def ends_where_it_is_unsure(build: Build) -> Evidence:
             text.append(expected[-1])
             if max(row) < threshold:
                 break
-        decoder = build(Request(model.session(), warp=Warp(0.0)), skip="a1+m1", gamma=4, threshold=threshold)
+        decoder = build(
+            Request(model.session(), warp=Warp(0.0)), skip="a1+m1", gamma=4, threshold=threshold
+        )
         decoder.extend((0,))
         got, seen = list(decoder.step(Seeded(0)).tree.tokens), seen + 1
         if got != expected:
@@ -107,7 +132,15 @@ def threshold_follows(make: Callable[[float, float], Any]) -> Evidence:
             new = threshold + EPSILON if rate < 0.9 else threshold - EPSILON * (drafted < 4)
             threshold, seen = BETA_2 * threshold + (1 - BETA_2) * new, seen + 1
             if abs(exit.threshold - threshold) > 1e-12:
-                accuse(ADAPTS, threshold, exit.threshold, accepted_of_drafted=rounds, start=0.8, wanted=0.9, gamma=4)
+                accuse(
+                    ADAPTS,
+                    threshold,
+                    exit.threshold,
+                    accepted_of_drafted=rounds,
+                    start=0.8,
+                    wanted=0.9,
+                    gamma=4,
+                )
     return Evidence(ADAPTS, seen)
 
 
@@ -115,7 +148,11 @@ def speed(skip: Skip) -> float:
     """A landscape over ten bits: each sublayer has its own worth, some only with another. None: 1; the best: 2.5."""
     worth = [0.3, -0.9, 0.2, -0.8, 0.4, -0.7, 0.25, -0.9, -0.6, 0.15]
     pairs = {(0, 2): 0.1, (4, 6): 0.1, (1, 3): 0.2}
-    return 1 + sum(worth[bit] for bit in skip) + sum(x for (a, b), x in pairs.items() if {a, b} <= skip)
+    return (
+        1
+        + sum(worth[bit] for bit in skip)
+        + sum(x for (a, b), x in pairs.items() if {a, b} <= skip)
+    )
 
 
 def search_learns(search: Callable[[int, int], Any]) -> Evidence:
@@ -162,7 +199,9 @@ def whole_layers(request: Request, skip: Any, gamma: int, threshold: float) -> D
 def own_text(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
     """The same weights loaded as a draft model: it reads the prompt for itself and keeps a cache of its own."""
     session: Any = request.target
-    twin = type(session)(session.model, plan=Plan(skip=skipped(skip, LAYERS)), ledger=request.ledger)
+    twin = type(session)(
+        session.model, plan=Plan(skip=skipped(skip, LAYERS)), ledger=request.ledger
+    )
     return request.decoder(ModelDraft(twin, gamma), walk)
 
 

@@ -38,7 +38,10 @@ def every_tree(nodes: int, depth: int) -> set[Shape]:
     trees: set[Shape] = {()}
     for n in range(nodes):
         trees = {
-            (*tree, up) for tree in trees for up in range(max(tree, default=ROOT), n) if _deep((*tree, up)) <= depth
+            (*tree, up)
+            for tree in trees
+            for up in range(max(tree, default=ROOT), n)
+            if _deep((*tree, up)) <= depth
         }
     return trees
 
@@ -52,7 +55,9 @@ def worth(tree: Shape, accepts: Sequence[Any]) -> Any:
 
     def below(node: int) -> Any:
         children = [child for child, up in enumerate(tree) if up == node]
-        return 1 + sum(share * below(child) for share, child in zip(accepts, children, strict=False))
+        return 1 + sum(
+            share * below(child) for share, child in zip(accepts, children, strict=False)
+        )
 
     return below(ROOT)
 
@@ -62,11 +67,20 @@ def commits_most(plan: Callable[[Sequence[float], int, int], Shape]) -> Evidence
     seen = 0
     for accepts in ACCEPTS:
         for nodes, depth in ((1, 1), (2, 1), (2, 2), (3, 2), (4, 2), (5, 3), (6, 4)):
-            best = max(worth(tree, accepts) for n in range(nodes + 1) for tree in every_tree(n, depth))
+            best = max(
+                worth(tree, accepts) for n in range(nodes + 1) for tree in every_tree(n, depth)
+            )
             tree = plan(accepts, nodes, depth)
             got, seen = worth(tree, accepts), seen + 1
             if len(tree) > nodes or _deep(tree) > depth or got < best - 1e-12:
-                accuse(BEST, best, {"tree": tree, "tokens": got}, accepts=accepts, nodes=nodes, depth=depth)
+                accuse(
+                    BEST,
+                    best,
+                    {"tree": tree, "tokens": got},
+                    accepts=accepts,
+                    nodes=nodes,
+                    depth=depth,
+                )
     return Evidence(BEST, seen)
 
 
@@ -97,13 +111,18 @@ def _orders(q: Any, k: int, drawn: Any = ()) -> Any:
     law = [x / sum(left) for x in left]
     for token, mass in enumerate(law):
         if mass:
-            yield from ((order, mass * rest) for order, rest in _orders(q, k, (*drawn, (token, law))))
+            yield from (
+                (order, mass * rest) for order, rest in _orders(q, k, (*drawn, (token, law)))
+            )
 
 
 def tokens_of_a_tree(formula: Callable[[Shape, Sequence[Any]], Any]) -> Evidence:
     """Against the sum over subtrees."""
     seen = 0
-    for accepts in ([Fraction(1, 2), Fraction(1, 4)], [Fraction(2, 3), Fraction(0), Fraction(1, 5)]):
+    for accepts in (
+        [Fraction(1, 2), Fraction(1, 4)],
+        [Fraction(2, 3), Fraction(0), Fraction(1, 5)],
+    ):
         for tree in every_tree(4, 4):
             got, expected, seen = formula(tree, accepts), worth(tree, accepts), seen + 1
             if got != expected:
@@ -120,7 +139,9 @@ def kept_noise(request: Request, **knobs: Any) -> Decoder:
     class Draft(TreeDraft):
         stream: Any = None
 
-        def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        def propose(
+            self, context: Sequence[int], room: int, warp: Warp, chance: Chance
+        ) -> TokenTree:
             stream: Any = self.stream or chance
             self.stream, stream._index = stream, 0
             return super().propose(context, room, warp, stream)
@@ -136,7 +157,11 @@ def by_hand(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
 
 def widest_first(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
     """All children of the newest token, then all of the first guess."""
-    return tuple(ROOT if n < len(accepts) else 0 for n in range(nodes)) if depth > 1 else (ROOT,) * nodes
+    return (
+        tuple(ROOT if n < len(accepts) else 0 for n in range(nodes))
+        if depth > 1
+        else (ROOT,) * nodes
+    )
 
 
 def passing_alone(p: Any, children: Any) -> Any:

@@ -57,7 +57,9 @@ def runs_a_prefix_once(build: Build) -> Evidence:
     for depth in (1, 2, 4):
         ledger: list[Any] = []
         drafts = [model(OTHERS[0]).session() for _ in range(2)]
-        request = Request(model(THREE).session(ledger), drafts, Warp(temperature=0.0), ledger=ledger)
+        request = Request(
+            model(THREE).session(ledger), drafts, Warp(temperature=0.0), ledger=ledger
+        )
         decoder = build(request, expansion="x".join("1" * depth))
         decoder.extend((0,))
         tree = decoder.drafter.propose([0], 9, request.warp, Seeded(0))
@@ -78,7 +80,9 @@ def tunes_on_what_is_left(collectively: Callable[..., Any]) -> Evidence:
             known.append(set(prompts[:2]))
             return draft
 
-        collectively(range(3), list(order), tune, lambda draft, prompt, known=known: prompt in known[draft])
+        collectively(
+            range(3), list(order), tune, lambda draft, prompt, known=known: prompt in known[draft]
+        )
         if set().union(*known) != set(range(5)):
             expected = [set(order[at : at + 2]) for at in (0, 2, 4)]
             accuse(LEFT, expected, known, prompts=order, drafts=3, each_learns=2)
@@ -96,10 +100,14 @@ def tested_once(request: Request, expansion: str) -> Decoder:
             tree = super().propose(context, room, warp, chance)
             first: dict[Any, int] = {}
             spelled = [tree.spelled(tree.path(node)) for node in range(len(tree.tokens))]
-            kept = [node for node, text in enumerate(spelled) if first.setdefault(text, node) == node]
+            kept = [
+                node for node, text in enumerate(spelled) if first.setdefault(text, node) == node
+            ]
             at = {text: kept.index(node) for text, node in first.items()}
             parents = [at[spelled[node][:-1]] if len(spelled[node]) > 1 else ROOT for node in kept]
-            return TokenTree(tree.spelled(kept), parents, [tree.laws[n] for n in kept], (False,) * len(kept))
+            return TokenTree(
+                tree.spelled(kept), parents, [tree.laws[n] for n in kept], (False,) * len(kept)
+            )
 
     trees = [TreeDraft(draft, shape(widths(expansion.split("+")[0]))) for draft in request.drafts]
     return request.decoder(Once(trees), sif.multi_step)
@@ -125,7 +133,11 @@ def naive_sampling(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     path, here = tuple[int, ...](), {ROOT}
     while True:
         token = chance.draw(p[path[-1] if path else ROOT])
-        here = {node for node, up in enumerate(tree.parents) if up in here and tree.tokens[node] == token}
+        here = {
+            node
+            for node, up in enumerate(tree.parents)
+            if up in here and tree.tokens[node] == token
+        }
         if not here:
             return Verdict(path, token)
         path = (*path, min(here))
@@ -151,7 +163,8 @@ def each_for_itself(request: Request, expansion: str) -> Decoder:
     target = request.target
     request.target = Apart()
     return request.decoder(
-        sif.Merged([TreeDraft(draft, shape(widths(expansion))) for draft in request.drafts]), sif.multi_step
+        sif.Merged([TreeDraft(draft, shape(widths(expansion))) for draft in request.drafts]),
+        sif.multi_step,
     )
 
 

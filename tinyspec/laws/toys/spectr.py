@@ -45,13 +45,25 @@ def _divided(factor: Callable[[int], Any], left: Callable[..., Any]) -> Verifier
     def verify(tree: TokenTree, p: Any, chance: Any) -> Verdict:
         path, here = list[int](), {ROOT}
         while True:
-            row, drafts = p[path[-1] if path else ROOT], [i for i, up in enumerate(tree.parents) if up in here]
+            row, drafts = (
+                p[path[-1] if path else ROOT],
+                [i for i, up in enumerate(tree.parents) if up in here],
+            )
             q: Any = tree.laws[drafts[0]] if drafts else None
             rho = factor(len(drafts))
-            took = next((i for i in drafts if chance.accept(row[tree.tokens[i]] / (rho * q[tree.tokens[i]]))), None)
+            took = next(
+                (
+                    i
+                    for i in drafts
+                    if chance.accept(row[tree.tokens[i]] / (rho * q[tree.tokens[i]]))
+                ),
+                None,
+            )
             if took is None:
                 return Verdict(
-                    tuple(path), chance.draw(left(row, q, rho, len(drafts)) if drafts else row), tuple(drafts)
+                    tuple(path),
+                    chance.draw(left(row, q, rho, len(drafts)) if drafts else row),
+                    tuple(drafts),
                 )
             path.append(took)
             here = {i for i in drafts if tree.tokens[i] == tree.tokens[took]}
@@ -83,7 +95,9 @@ def not_divided(request: Request, k: int, gamma: int) -> Decoder:
 
 def residual_of_one(request: Request, k: int, gamma: int) -> Decoder:
     """Divided, and behind the refusals the residual of a single draft."""
-    return _with(_divided(lambda drafts: drafts, lambda row, q, rho, k: residual(row, q)), request, k, gamma)
+    return _with(
+        _divided(lambda drafts: drafts, lambda row, q, rho, k: residual(row, q)), request, k, gamma
+    )
 
 
 def one_text_after_the_other(request: Request, k: int, gamma: int) -> Decoder:

@@ -33,12 +33,16 @@ AMATEUR: Table = ((1, 2, 2), (2, 0, 2), (1, 1, 3))
 BETA = 1
 
 
-def contrasted(p_e: Sequence[Fraction], p_a: Sequence[Fraction], beta: int, plausibility: Fraction) -> list[Fraction]:
+def contrasted(
+    p_e: Sequence[Fraction], p_a: Sequence[Fraction], beta: int, plausibility: Fraction
+) -> list[Fraction]:
     """The formula: p_e^(1+beta) / p_a^beta over the tokens with p_e >= plausibility max p_e, normalised; where the amateur
     gives such tokens no mass, those alone, by p_e^(1+beta)."""
     said = [x for x, e in enumerate(p_e) if e and e >= plausibility * max(p_e)]
     unheard = [x for x in said if beta and not p_a[x]]
-    weights = {x: p_e[x] ** (1 + beta) / (1 if unheard else p_a[x] ** beta) for x in unheard or said}
+    weights = {
+        x: p_e[x] ** (1 + beta) / (1 if unheard else p_a[x] ** beta) for x in unheard or said
+    }
     return [weights.get(x, Fraction(0)) / sum(weights.values()) for x in range(len(p_e))]
 
 
@@ -48,7 +52,12 @@ def _cases() -> Iterator[tuple[Table, Table, int, float, Warp]]:
         yield p, q, BETA, 0.25, Warp()
     for (p, q), plausibility in product(SMALL[3:6], (0.0, 1.0)):
         yield p, q, BETA, plausibility, Warp()
-    for beta, plausibility, warp in ((0, 0.0, Warp()), (1, 0.3, Warp(0.5)), (2, 0.5, Warp()), (1, 0.1, Warp(0.0))):
+    for beta, plausibility, warp in (
+        (0, 0.0, Warp()),
+        (1, 0.3, Warp(0.5)),
+        (2, 0.5, Warp()),
+        (1, 0.1, Warp(0.0)),
+    ):
         yield EXPERT, AMATEUR, beta, plausibility, warp
 
 
@@ -60,16 +69,27 @@ def joint_law_of_the_contrast(build: Build) -> Evidence:
         def make(p: Table = p, q: Table = q, warp: Warp = warp, **knobs: Any) -> Decoder:
             return build(Request(model(p).session(), [model(q).session()], warp), **knobs)
 
-        def row(text: Any, p: Table = p, q: Table = q, beta: int = beta, least: float = plausibility) -> list[Fraction]:
+        def row(
+            text: Any, p: Table = p, q: Table = q, beta: int = beta, least: float = plausibility
+        ) -> list[Fraction]:
             expert, amateur = (normal(table[text[-1] % len(table)]) for table in (p, q))
             return contrasted(expert, amateur, beta, Fraction(str(least)))
 
         expected = Reference(row, warp).law(2)
-        knobs = {"gamma": 2 if p is EXPERT else 1, "beta": float(beta), "plausibility": plausibility}
+        knobs = {
+            "gamma": 2 if p is EXPERT else 1,
+            "beta": float(beta),
+            "plausibility": plausibility,
+        }
         got, walked = joint(lambda make=make, knobs=knobs: make(**knobs), 2)  # type: ignore[misc]
         seen, branches = seen + 1, branches + walked
         if got != expected:
-            case = {"expert": said(p), "amateur": said(q), **knobs, **({} if warp == Warp() else {"warp": warp})}
+            case = {
+                "expert": said(p),
+                "amateur": said(q),
+                **knobs,
+                **({} if warp == Warp() else {"warp": warp}),
+            }
             accuse(CONTRAST, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
     return Evidence(CONTRAST, seen, branches)
 
@@ -79,8 +99,12 @@ def amateur_runs_once(build: Build) -> Evidence:
     for gamma in (1, 3):
         ledger: list[Any] = []
         amateur = TableModel(2, zeros=False, name="amateur")
-        request = Request(TableModel(1, zeros=False).session(ledger), [amateur.session(ledger)], ledger=ledger)
-        decoder = build(replace(request, stop=Stop(max_new_tokens=12)), gamma=gamma, beta=float(BETA))
+        request = Request(
+            TableModel(1, zeros=False).session(ledger), [amateur.session(ledger)], ledger=ledger
+        )
+        decoder = build(
+            replace(request, stop=Stop(max_new_tokens=12)), gamma=gamma, beta=float(BETA)
+        )
         decoder.extend((0, 1))
         ledger.clear()
         due = 0
@@ -88,7 +112,14 @@ def amateur_runs_once(build: Build) -> Evidence:
             due += 1 + len(decoder.step(Seeded(decoder.rounds)).tree.tokens)
         ran = sum(call.rows for call in ledger if call.model == "amateur")
         if ran > due:
-            accuse(ONCE, f"at most {due} rows", f"{ran} rows", gamma=gamma, rounds=decoder.rounds, new_tokens=12)
+            accuse(
+                ONCE,
+                f"at most {due} rows",
+                f"{ran} rows",
+                gamma=gamma,
+                rounds=decoder.rounds,
+                new_tokens=12,
+            )
     return Evidence(ONCE, 2)
 
 
@@ -98,9 +129,13 @@ def amateur_runs_once(build: Build) -> Evidence:
 def judged(ratio: str, rest: str, bonus: str) -> Build:
     """The ratio, the law left after a refusal, and the bonus, each by the contrast or by the expert."""
 
-    def build(request: Request, gamma: int, beta: float = BETA, plausibility: float = 0.1) -> Decoder:
+    def build(
+        request: Request, gamma: int, beta: float = BETA, plausibility: float = 0.1
+    ) -> Decoder:
         make = contrast(beta, plausibility)
-        both = Joint([request.target, request.drafts[0]], lambda rows, *text: [*rows[0], *make(rows, *text)])
+        both = Joint(
+            [request.target, request.drafts[0]], lambda rows, *text: [*rows[0], *make(rows, *text)]
+        )
 
         def law(p: Laws, which: str, node: int) -> Any:
             row: Any = p.scores.logits[node + 1]  # the expert's, then the contrast's
@@ -110,15 +145,23 @@ def judged(ratio: str, rest: str, bonus: str) -> Build:
         def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
             for node, (x, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
                 if not chance.accept(law(p, ratio, node - 1)[x] / q[x]):  # type: ignore[index]
-                    return Verdict(tuple(range(node)), chance.draw(residual(law(p, rest, node - 1), q)), (node,))
-            return Verdict(tuple(range(len(tree.tokens))), chance.draw(law(p, bonus, len(tree.tokens) - 1)))
+                    return Verdict(
+                        tuple(range(node)),
+                        chance.draw(residual(law(p, rest, node - 1), q)),
+                        (node,),
+                    )
+            return Verdict(
+                tuple(range(len(tree.tokens))), chance.draw(law(p, bonus, len(tree.tokens) - 1))
+            )
 
         return replace(request, target=both).decoder(GuestDraft(request.drafts[0], gamma), verify)
 
     return build
 
 
-def anything_goes(request: Request, gamma: int, beta: float = BETA, plausibility: float = 0.1) -> Decoder:
+def anything_goes(
+    request: Request, gamma: int, beta: float = BETA, plausibility: float = 0.1
+) -> Decoder:
     """No set of plausible tokens: what the expert all but excludes is said, if the amateur excludes it more."""
     target = Joint([request.target, request.drafts[0]], contrast(beta, 0.0))
     return replace(request, target=target).decoder(GuestDraft(request.drafts[0], gamma), walk)
@@ -136,7 +179,11 @@ TRAPS = [
     Trap(ONCE, amateur_runs_once, card("speculative_contrastive")),
 ]
 TOYS = [
-    Toy("the contrast replaces refused tokens alone", CONTRAST, judged("expert", "contrast", "expert")),
+    Toy(
+        "the contrast replaces refused tokens alone",
+        CONTRAST,
+        judged("expert", "contrast", "expert"),
+    ),
     Toy("acceptance against the expert", CONTRAST, judged("expert", "contrast", "contrast")),
     Toy("the expert's residual", CONTRAST, judged("contrast", "expert", "contrast")),
     Toy("the expert's bonus", CONTRAST, judged("contrast", "contrast", "expert")),

@@ -53,7 +53,12 @@ def joint_law_of_a_chain(build: Build) -> Evidence:
         expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)]), warp).law(2)  # type: ignore[misc]
         seen, branches = seen + 1, branches + walked
         if got != expected:
-            case = {"p": said(p), "q": said(q), "gamma": gamma, **({} if warp == Warp() else {"warp": warp})}
+            case = {
+                "p": said(p),
+                "q": said(q),
+                "gamma": gamma,
+                **({} if warp == Warp() else {"warp": warp}),
+            }
             accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
     return Evidence(JOINT, seen, branches)
 
@@ -74,7 +79,10 @@ def alpha_of_paired_rows(acceptance: Callable[[Sequence[tuple[Any, Any]]], float
     """The estimator against sum min(p, q), on pairs and on their mean."""
     seen = 0
     for p, q in pairs((2, 3), 6):
-        for rows, expected in (([(p, q)], overlap(p, q)), ([(p, q), (p, p)], (overlap(p, q) + 1) / Fraction(2))):
+        for rows, expected in (
+            ([(p, q)], overlap(p, q)),
+            ([(p, q), (p, p)], (overlap(p, q) + 1) / Fraction(2)),
+        ):
             got, seen = acceptance(rows), seen + 1
             if abs(got - expected) > 1e-12:
                 accuse(PAIRED, expected, got, rows=rows)
@@ -121,7 +129,9 @@ def one_uniform(request: Request, gamma: int) -> Decoder:
         cells = [a - b for a, b in zip([1, *levels], [*levels, 0], strict=True)]
         n = chance.draw(cells)  # the cell that holds u says how many pass
         row: Any = p[n - 1]
-        return Verdict(tuple(range(n)), chance.draw(row if n == len(levels) else residual(row, tree.laws[n])))
+        return Verdict(
+            tuple(range(n)), chance.draw(row if n == len(levels) else residual(row, tree.laws[n]))
+        )
 
     return request.decoder(ModelDraft(request.drafts[0], gamma), verify)
 
@@ -132,7 +142,11 @@ def filtered_afterwards(request: Request, gamma: int) -> Decoder:
     def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
         plain = {node: p.warped(node, Warp()) for node in range(-1, len(tree.tokens))}
         verdict = walk(tree, plain, chance)
-        return verdict if verdict.refused else verdict._replace(next=chance.draw(p[len(verdict.path) - 1]))
+        return (
+            verdict
+            if verdict.refused
+            else verdict._replace(next=chance.draw(p[len(verdict.path) - 1]))
+        )
 
     return request.decoder(ModelDraft(request.drafts[0], gamma), verify)
 

@@ -39,14 +39,28 @@ def calls_are_spared(build: Build) -> Evidence:
     for warp, width in ((Warp(0.0), 1), (Warp(0.0), 2), (Warp(), 1)):
         knobs = {**KNOBS, "width": width, "budget": 3 * width}
         ledger: list[Any] = []
-        request = Request(_walker().session(ledger), [_walker("draft").session(ledger)], warp, ledger=ledger)
+        request = Request(
+            _walker().session(ledger), [_walker("draft").session(ledger)], warp, ledger=ledger
+        )
         decoder = build(request, **knobs)
         decoder.extend((0, 1, 2))
         rounds = [decoder.step(Seeded(number)) for number in range(6)]
-        calls, levels, seen = sum(len(round.draft_calls) for round in rounds), 3 * len(rounds), seen + 1
+        calls, levels, seen = (
+            sum(len(round.draft_calls) for round in rounds),
+            3 * len(rounds),
+            seen + 1,
+        )
         most = len(rounds) if warp.greedy else levels - 1
         if calls > most:
-            accuse(AHEAD, f"at most {most} calls", calls, warp=warp, **knobs, rounds=len(rounds), levels=levels)
+            accuse(
+                AHEAD,
+                f"at most {most} calls",
+                calls,
+                warp=warp,
+                **knobs,
+                rounds=len(rounds),
+                levels=levels,
+            )
     return Evidence(AHEAD, seen)
 
 
@@ -56,7 +70,9 @@ def guesses_are_the_drafts(build: Build) -> Evidence:
     seen = 0
     for seed in range(8):
         draft = TableModel(seed, 4, zeros=False)
-        decoder = build(Request(TableModel(seed + 50, 4).session(), [draft.session()], Warp(0.0)), **KNOBS)
+        decoder = build(
+            Request(TableModel(seed + 50, 4).session(), [draft.session()], Warp(0.0)), **KNOBS
+        )
         decoder.extend((0, 1))
         for number in range(3):
             context = tuple(decoder.context)
@@ -66,7 +82,15 @@ def guesses_are_the_drafts(build: Build) -> Evidence:
                 row = draft.row((*context, *above))
                 best = sorted(range(4), key=lambda x: (-row[x], x))[:2]
                 if token not in best:
-                    accuse(DRAFTS, f"one of {best}", token, draft=seed, context=context, above=above, q=row)
+                    accuse(
+                        DRAFTS,
+                        f"one of {best}",
+                        token,
+                        draft=seed,
+                        context=context,
+                        above=above,
+                        q=row,
+                    )
     return Evidence(DRAFTS, seen)
 
 
@@ -82,7 +106,9 @@ def beats_fixed_trees(build: Build) -> Evidence:
             target, draft = (TableModel(vocabulary=3, rows=rows).session() for _ in range(2))
             request = Request(target, [draft], Warp(0.0))
             decoder = (
-                build(request, **KNOBS) if not children else Decoder(target, TreeDraft(draft, shape(children)), walk)
+                build(request, **KNOBS)
+                if not children
+                else Decoder(target, TreeDraft(draft, shape(children)), walk)
             )
             decoder.extend((0,))
             tree = decoder.drafter.propose([0], 9, Warp(0.0), chance.split("draft", 0))
@@ -91,7 +117,13 @@ def beats_fixed_trees(build: Build) -> Evidence:
         made[name] = sum((n * weight for n, weight in Exhaustive.walk(play)), Fraction(0))
         best = max(best, made[name]) if children else best
     if made["staged"] <= best:
-        accuse(GUIDED, f"more than {best} tokens expected", made["staged"], p="8:1:1 after 0, else 1:1:1", fixed=made)
+        accuse(
+            GUIDED,
+            f"more than {best} tokens expected",
+            made["staged"],
+            p="8:1:1 after 0, else 1:1:1",
+            fixed=made,
+        )
     return Evidence(GUIDED, 1)
 
 
@@ -125,9 +157,14 @@ def n_grams_for_the_target(request: Request, **knobs: Any) -> Decoder:
     inner: Any = staged(request, **knobs).drafter
 
     class Guesses(ModelDraft):
-        def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+        def propose(
+            self, context: Sequence[int], room: int, warp: Warp, chance: Chance
+        ) -> TokenTree:
             tokens: list[int] = []
-            while len(tokens) < min(3, room) and (guess := inner.table.likeliest([*context, *tokens])) is not None:
+            while (
+                len(tokens) < min(3, room)
+                and (guess := inner.table.likeliest([*context, *tokens])) is not None
+            ):
                 tokens.append(guess)
             return TokenTree.chain(tokens)
 

@@ -28,7 +28,9 @@ SPLIT = [1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, *[8, 2, 3] * 9, 1, 2]
 
 def draft(build: Build, prompt: Sequence[int], **knobs: Any) -> tuple[int, ...]:
     """The first draft behind a prompt."""
-    decoder = build(Request(Reciter([*range(20)]).session(), (), Warp(temperature=0.0)), price=0.0, **knobs)
+    decoder = build(
+        Request(Reciter([*range(20)]).session(), (), Warp(temperature=0.0)), price=0.0, **knobs
+    )
     decoder.extend(prompt)
     return tuple(decoder.step(Seeded(0)).tree.tokens)
 
@@ -41,7 +43,9 @@ def adapts(build: Build) -> Evidence:
             prompt = [*range(1, 6), *beyond, 0, *range(6 - p, 6)]
             guesses = draft(build, prompt, alpha=alpha)
             if guesses != tuple(beyond[: int(alpha * p)]):
-                accuse(ADAPTS, beyond[: int(alpha * p)], guesses, prompt=prompt, match=p, alpha=alpha)
+                accuse(
+                    ADAPTS, beyond[: int(alpha * p)], guesses, prompt=prompt, match=p, alpha=alpha
+                )
     return Evidence(ADAPTS, 8)
 
 
@@ -70,7 +74,14 @@ def uses_both(build: Build) -> Evidence:
         said(build, model, 2, n).end()
         rounds = said(build, model, 2, n).rounds
         if rounds > n // 2:
-            accuse(BOTH, f"at most {n // 2} calls", rounds, prompt=poem[:2], new_tokens=n, request="the second")
+            accuse(
+                BOTH,
+                f"at most {n // 2} calls",
+                rounds,
+                prompt=poem[:2],
+                new_tokens=n,
+                request="the second",
+            )
     return Evidence(BOTH, 2)
 
 
@@ -91,7 +102,9 @@ class Longest(Suffixes):
     """The draft behind the longest match, whatever it can hope for."""
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> Any:
-        found = self.forest.gather([(self.own, self.most)], context[-self.forest.depth :], self.forest.depth, 1, room)
+        found = self.forest.gather(
+            [(self.own, self.most)], context[-self.forest.depth :], self.forest.depth, 1, room
+        )
         size = max(1, int(self.alpha * max(found[3], default=1)))
         return self.trust.tree(*(column[:size] for column in found))  # type: ignore[arg-type]
 

@@ -42,9 +42,19 @@ def writes_every_row_back(build: Build) -> Evidence:
             newest, room = decoder.context[-1], decoder.room
             round = decoder.step(Seeded(seed).split("step", decoder.rounds))
             expected = known.get(newest, []) if room else []
-            got = [x for x, up in zip(round.tree.tokens, round.tree.parents, strict=True) if up == ROOT]
+            got = [
+                x for x, up in zip(round.tree.tokens, round.tree.parents, strict=True) if up == ROOT
+            ]
             if got != expected:
-                accuse(RECYCLED, expected, got, rows=ROWS, text=decoder.context, newest=newest, seed=seed)
+                accuse(
+                    RECYCLED,
+                    expected,
+                    got,
+                    rows=ROWS,
+                    text=decoder.context,
+                    newest=newest,
+                    seed=seed,
+                )
             for token in (newest, *round.tree.tokens):
                 known[token] = sorted(range(4), key=lambda x, row=ROWS[token]: (-row[x], x))[:2]  # type: ignore[misc]
             seen += 1
@@ -96,7 +106,15 @@ def is_the_best_tree(make: Callable[[int, int, int], Sequence[tuple[int, int]]])
             paths.append((*(() if up == ROOT else paths[up]), rank))
         got, best, seen = sum(map(_worth, paths)), _best(nodes, depth, k), seen + 1
         if len(set(paths)) != len(paths) or abs(got - best) > 1e-12:
-            accuse(BEST, f"worth {best:.4f}", f"worth {got:.4f}", nodes=nodes, depth=depth, k=k, paths=paths)
+            accuse(
+                BEST,
+                f"worth {best:.4f}",
+                f"worth {got:.4f}",
+                nodes=nodes,
+                depth=depth,
+                k=k,
+                paths=paths,
+            )
     return Evidence(BEST, seen)
 
 

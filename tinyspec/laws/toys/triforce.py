@@ -32,7 +32,9 @@ def finds_the_needle(build: Build) -> Evidence:
     seen = 0
     for which, length, at in ((0, 20, 5), (1, 20, 13), (2, 61, 30), (3, 64, 7)):
         models = [needle_model(), needle_model("small")]
-        request = Request(models[0].session(), [models[1].session()], Warp(0.0), Stop(max_new_tokens=21))
+        request = Request(
+            models[0].session(), [models[1].session()], Warp(0.0), Stop(max_new_tokens=21)
+        )
         decoder = build(request, **KNOBS)
         decoder.extend(haystack(which, length, at))
         rounds = [len(decoder.step(Seeded(number)).tokens) for number in range(3)]
@@ -54,14 +56,31 @@ def joint_law_of_three_levels(build: Build) -> Evidence:
 
         def make(target: Any = target, draft: Any = draft) -> Decoder:
             return build(
-                Request(target.session(), [draft.session()]), **{**KNOBS, "gamma2": 2, "budget": 1, "chunk": 1}
+                Request(target.session(), [draft.session()]),
+                **{**KNOBS, "gamma2": 2, "budget": 1, "chunk": 1},
             )
 
-        got = law(make, 2, (0, 1, 1), outside=lambda decoder, target=target, draft=draft: (target, draft))  # type: ignore[misc]
-        expected = Reference(lambda text, target=target: target.logits(text)[-1].numpy(), Warp()).law(2, (0, 1, 1))  # type: ignore[misc]
+        got = law(
+            make,
+            2,
+            (0, 1, 1),
+            outside=lambda decoder, target=target, draft=draft: (target, draft),  # type: ignore[misc]
+        )
+        expected = Reference(
+            lambda text, target=target: target.logits(text)[-1].numpy(),  # type: ignore[misc]
+            Warp(),
+        ).law(2, (0, 1, 1))
         branches += got.branches
-        if any(abs(got.get(text, 0) - probability) > WITHIN for text, probability in expected.items()):
-            accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), network=seed, draft=seed + 10)
+        if any(
+            abs(got.get(text, 0) - probability) > WITHIN for text, probability in expected.items()
+        ):
+            accuse(
+                JOINT,
+                dict(sorted(expected.items())),
+                dict(sorted(got.items())),
+                network=seed,
+                draft=seed + 10,
+            )
     return Evidence(JOINT, 3, branches)
 
 
@@ -79,7 +98,13 @@ class Windowed(Retrieval):
 def window_only(request: Request, **knobs: Any) -> Decoder:
     """The middle level sees what the small model sees: the first tokens and the latest."""
     decoder = triforce(request, **knobs)
-    decoder.drafter = Windowed(decoder.drafter.decoder, knobs["gamma2"], knobs["budget"], knobs["chunk"], 0)  # type: ignore[attr-defined]
+    decoder.drafter = Windowed(
+        decoder.drafter.decoder,  # type: ignore[attr-defined]
+        knobs["gamma2"],
+        knobs["budget"],
+        knobs["chunk"],
+        0,
+    )
     return decoder
 
 

@@ -51,7 +51,9 @@ def parsed(quotas: str, drafts: int) -> Quotas:
         raise TinyspecError(
             f"there are no quotas for {drafts} draft models in the paper: give quotas, as {PAPER[2]} for 2"
         )
-    rows = [row.split(",") for row in (PAPER[drafts] if quotas == "auto" else str(quotas)).split("/")]
+    rows = [
+        row.split(",") for row in (PAPER[drafts] if quotas == "auto" else str(quotas)).split("/")
+    ]
     if [len(row) for row in rows] != list(range(drafts + 1, 0, -1)) or not all(
         word.strip().isdecimal() for row in rows for word in row
     ):
@@ -60,7 +62,9 @@ def parsed(quotas: str, drafts: int) -> Quotas:
             f"shorter, as {PAPER[min(drafts, 2)]} for {min(drafts, 2)}"
         )
     if not any(int(word) for word in rows[0]):
-        raise TinyspecError(f"the quotas {quotas!r} draft nothing: the first row needs a number above 0")
+        raise TinyspecError(
+            f"the quotas {quotas!r} draft nothing: the first row needs a number above 0"
+        )
     return tuple(tuple(int(word) for word in row) for row in rows)
 
 
@@ -70,7 +74,9 @@ class MaxGram(NoDraft):
     def __init__(self, longest: int, table: Katz | None):
         self.longest, self.table, self.index = longest, table, NgramIndex(longest)
 
-    def write(self, text: Sequence[int], n: int, warp: Warp, chance: Chance) -> tuple[list[int], list[Row | None]]:
+    def write(
+        self, text: Sequence[int], n: int, warp: Warp, chance: Chance
+    ) -> tuple[list[int], list[Row | None]]:
         """n tokens that go on with this text, as point masses; fewer where nothing is known of the newest one."""
         line = list(text[-self.longest :])
         begun = len(line)
@@ -104,7 +110,11 @@ class Horizontal(NoDraft):
     """
 
     def __init__(
-        self, below: Sequence[Nested | MaxGram], quotas: Sequence[int], ends: frozenset[int], listens: bool = False
+        self,
+        below: Sequence[Nested | MaxGram],
+        quotas: Sequence[int],
+        ends: frozenset[int],
+        listens: bool = False,
     ):
         self.below, self.quotas, self.ends = below, quotas, ends
         self.told: Sequence[Nested | MaxGram] = below if listens else ()
@@ -116,7 +126,9 @@ class Horizontal(NoDraft):
             if n < 1:
                 continue
             tokens, rows = level.write(text, n, warp, chance.split("level", number))
-            kept = next((at for at, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
+            kept = next(
+                (at for at, token in enumerate(tokens, 1) if token in self.ends), len(tokens)
+            )
             text += tokens[:kept]
             laws += rows[:kept]
             if kept and tokens[kept - 1] in self.ends:
@@ -156,7 +168,9 @@ def forgiving(lenience: float) -> Verifier:
             else:
                 passed = chance.accept(lenience * row[token] / written)
             if not passed:
-                rest = without(row, token) if q is None else residual(row, [x / lenience for x in q])
+                rest = (
+                    without(row, token) if q is None else residual(row, [x / lenience for x in q])
+                )
                 return Verdict(tuple(range(node)), chance.draw(rest), (node,))
             at = node
         return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[at]))
@@ -183,24 +197,37 @@ def forgiving(lenience: float) -> Verifier:
     ),
 )  # fmt: skip
 def cascade(
-    request: Request, *, quotas: str, lenience: float, vertical: bool, horizontal: bool, longest: int, sample: int
+    request: Request,
+    *,
+    quotas: str,
+    lenience: float,
+    vertical: bool,
+    horizontal: bool,
+    longest: int,
+    sample: int,
 ) -> Decoder:
     """Draft models from the largest to the smallest, then max-gram."""
     target: Any = request.target
     drafts: list[Any] = list(request.drafts)
     sizes = {model.model.config.vocab_size for model in (target, *drafts)}
     if len(sizes) > 1:
-        raise TinyspecError(f"the levels of a cascade have vocabularies of {sorted(sizes)} tokens: use one tokenizer")
+        raise TinyspecError(
+            f"the levels of a cascade have vocabularies of {sorted(sizes)} tokens: use one tokenizer"
+        )
     k = parsed(quotas, len(drafts))
     if not horizontal:  # the first level makes the whole draft
         k = tuple((sum(row), *(0 for _ in row[1:])) for row in k)
     ends, table = request.stop.eos, bigrams(drafts[-1], sample) if sample else None
     below: list[Nested | MaxGram] = [MaxGram(longest, table)]
     reach: Sequence[int | None] = request.reach or [None] * len(drafts)
-    for model, positions, row in zip(reversed(drafts), reversed(reach), reversed(k[1:]), strict=True):
+    for model, positions, row in zip(
+        reversed(drafts), reversed(reach), reversed(k[1:]), strict=True
+    ):
         drafter = Horizontal(list(below), row, ends) if vertical else NoDraft()
         verifier, truthful = (walk, True) if lenience == 1 else (forgiving(lenience), False)
-        inner = Decoder(model, drafter, verifier, warp=request.warp, stop=Stop(eos=ends), ledger=request.ledger)
+        inner = Decoder(
+            model, drafter, verifier, warp=request.warp, stop=Stop(eos=ends), ledger=request.ledger
+        )
         below.insert(0, Nested(inner, positions=positions, truthful=truthful))
     return request.decoder(Horizontal(below, k[0], ends, listens=True), walk)
 
@@ -208,4 +235,6 @@ def cascade(
 def bigrams(draft: Any, tokens: int) -> Katz:
     """The bigram table, counted once a model."""
     model = draft.model
-    return kept(draft, ("bigrams", tokens), lambda: Katz(sampled(model, tokens), 2, model.config.vocab_size))
+    return kept(
+        draft, ("bigrams", tokens), lambda: Katz(sampled(model, tokens), 2, model.config.vocab_size)
+    )

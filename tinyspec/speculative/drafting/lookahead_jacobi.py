@@ -87,13 +87,21 @@ class Lookahead(NoDraft):
     """Proposes the pool's n-grams, and runs the window beside them."""
 
     def __init__(self, width: int, n: int, guesses: int, from_prompt: bool, ends: frozenset[int]):
-        self.width, self.n, self.guesses, self.from_prompt, self.ends = width, n, guesses, from_prompt, ends
+        self.width, self.n, self.guesses, self.from_prompt, self.ends = (
+            width,
+            n,
+            guesses,
+            from_prompt,
+            ends,
+        )
         self.end()
 
     def end(self) -> None:
         self.pool = Pool(self.guesses)
         self.window: Window | None = None
-        self.newest_row: list[int] = []  # nodes of the window's newest row in the tree that is out, ROOT among them
+        self.newest_row: list[
+            int
+        ] = []  # nodes of the window's newest row in the tree that is out, ROOT among them
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         for at in range(len(tokens) - self.n + 1 if self.from_prompt else 0):
@@ -152,11 +160,26 @@ class Lookahead(NoDraft):
     guarantee=Guarantee.EXACT,
     knobs=(
         Knob("window", 15, "W: columns of the lookahead branch", low=1, small=(2, 1)),
-        Knob("n", 5, "N: tokens of an n-gram; the window keeps N - 1 iterations", low=2, small=(3, 2)),
-        Knob("guesses", 15, "G: n-grams kept for a first token, and verified at once", low=1, small=(2, 1)),
-        Knob("from_prompt", True, "whether the prompt's n-grams are in the pool from the start", choices=(True, False)),
+        Knob(
+            "n", 5, "N: tokens of an n-gram; the window keeps N - 1 iterations", low=2, small=(3, 2)
+        ),
+        Knob(
+            "guesses",
+            15,
+            "G: n-grams kept for a first token, and verified at once",
+            low=1,
+            small=(2, 1),
+        ),
+        Knob(
+            "from_prompt",
+            True,
+            "whether the prompt's n-grams are in the pool from the start",
+            choices=(True, False),
+        ),
     ),
 )
-def lookahead_jacobi(request: Request, *, window: int, n: int, guesses: int, from_prompt: bool) -> Decoder:
+def lookahead_jacobi(
+    request: Request, *, window: int, n: int, guesses: int, from_prompt: bool
+) -> Decoder:
     """Verify what the window once said behind the newest token, and let it say more."""
     return request.decoder(Lookahead(window, n, guesses, from_prompt, request.stop.eos), walk)

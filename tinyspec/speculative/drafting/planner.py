@@ -101,13 +101,17 @@ def recommend(verify: Sequence[float], drafts: Sequence[Profile]) -> list[Advice
     verify  [longest + 1] seconds of a target call over n drafted tokens, n = 0 being a plain step
     """
     if not verify or min(verify) <= 0:
-        raise TinyspecError("the planner needs the measured seconds of a target call over 0, 1, ... drafted tokens")
+        raise TinyspecError(
+            "the planner needs the measured seconds of a target call over 0, 1, ... drafted tokens"
+        )
     plain = verify[0]
     made = [Advice(None, 0, 0.0, 1 / plain, 1.0, None)]
     spans = [range(1, min(len(draft.reach), len(verify) - 1) + 1) for draft in drafts]
     for draft, span in zip(drafts, spans, strict=True):
         if not span:
-            raise TinyspecError(f"{draft.name}: no draft length was measured both of it and of the target")
+            raise TinyspecError(
+                f"{draft.name}: no draft length was measured both of it and of the target"
+            )
         rate, n = max((throughput(draft.tar(n), n, draft.step, verify[n]), -n) for n in span)
         made.append(Advice(draft.name, -n, draft.tar(-n), rate, rate * plain, None))
     best = max(made, key=lambda advice: advice.rate)
@@ -127,7 +131,9 @@ class Timed(ModelDraft):
     """A draft model that is timed: seconds it drafted, tokens it made."""
 
     def __init__(self, request: Request, n: int, clock: Clock):
-        super().__init__(request.drafts[0], n, request.stop.eos, request.reach[0] if request.reach else None)
+        super().__init__(
+            request.drafts[0], n, request.stop.eos, request.reach[0] if request.reach else None
+        )
         self.clock, self.seconds, self.made = clock, 0.0, 0
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
@@ -185,7 +191,9 @@ def profile_target(asked: Asked, longest: int, clock: Clock, seed: int = 0) -> l
             texts.append(list(decoder.context))
             decoder.end()
     if unseen := [n for n, found in enumerate(seconds) if not found]:
-        raise TinyspecError(f"no text was long enough for a call over {unseen[0]} drafted tokens: take longer texts")
+        raise TinyspecError(
+            f"no text was long enough for a call over {unseen[0]} drafted tokens: take longer texts"
+        )
     return [median(found) for found in seconds]
 
 
@@ -199,7 +207,9 @@ def plan(
     if not asked:
         raise TinyspecError("the planner has no candidate: name at least one draft model")
     verify = profile_target(next(iter(asked.values())), longest, clock, seed)
-    profiles = [profile_draft(name, requests, longest, clock, seed) for name, requests in asked.items()]
+    profiles = [
+        profile_draft(name, requests, longest, clock, seed) for name, requests in asked.items()
+    ]
     return verify, profiles, recommend(verify, profiles)
 
 

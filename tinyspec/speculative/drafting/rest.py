@@ -60,13 +60,19 @@ class Retrieving(NoDraft):
         if self.trust.price > 0:  # a glance: is a draft worth its while?
             found = self._longest(context, 1, min(self.matches, GLANCE), min(self.nodes, GLANCE))
             if not found.match or not self.trust.worth(found.weights, found.match):
-                return self.trust.watch(found.tokens, found.parents, [found.match] * len(found.tokens))
+                return self.trust.watch(
+                    found.tokens, found.parents, [found.match] * len(found.tokens)
+                )
         found = self._longest(context, min(self.length, room), self.matches, self.nodes)
-        return self.trust.tree(found.tokens, found.parents, found.weights, [found.match] * len(found.tokens))
+        return self.trust.tree(
+            found.tokens, found.parents, found.weights, [found.match] * len(found.tokens)
+        )
 
     def _longest(self, context: Sequence[int], *limits: int) -> Found:
         """What the store with the longest match found."""
-        found = (store.search(context, self.shortest, self.longest, *limits) for store in self.stores)
+        found = (
+            store.search(context, self.shortest, self.longest, *limits) for store in self.stores
+        )
         return max(found, key=lambda one: one.match)
 
     def observe(self, round: Round) -> None:
@@ -91,7 +97,12 @@ class Retrieving(NoDraft):
         Knob("length", 10, "tokens read behind a match", low=1, high=31),
         Knob("matches", 5000, "places that are read", low=1, small=(9, 1)),
         Knob(
-            "price", 0.25, "least chance to hold of a guess that is run; 0: all", low=0.0, high=1.0, small=(0.0, 0.25)
+            "price",
+            0.25,
+            "least chance to hold of a guess that is run; 0: all",
+            low=0.0,
+            high=1.0,
+            small=(0.0, 0.25),
         ),
     ),
 )
@@ -108,7 +119,9 @@ def rest(
 ) -> Decoder:
     """Retrieve from a datastore's file, from the references, or from both."""
     if shortest > longest:
-        raise TinyspecError(f"no match is from {shortest} to {longest} tokens long: lower shortest, or raise longest")
+        raise TinyspecError(
+            f"no match is from {shortest} to {longest} tokens long: lower shortest, or raise longest"
+        )
     stores = [opened(str(datastore))] if datastore else []
     for store in stores:
         store.check(getattr(request.target, "model", None))
@@ -118,4 +131,6 @@ def rest(
         raise TinyspecError(
             f"rest has no datastore: {HOW} and pass --datastore STORE, or give texts by --reference FILE"
         )
-    return request.decoder(Retrieving(stores, shortest, longest, length, matches, nodes, price), walk)
+    return request.decoder(
+        Retrieving(stores, shortest, longest, length, matches, nodes, price), walk
+    )

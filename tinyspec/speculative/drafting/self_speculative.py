@@ -51,7 +51,11 @@ def skipped(skip: Any, n_layers: int) -> Skip:
     if skip is None or skip in ("", "none"):
         return frozenset()
     if skip == "default":
-        return frozenset(sublayer for layer in range(2, n_layers - 1, 3) for sublayer in (2 * layer, 2 * layer + 1))
+        return frozenset(
+            sublayer
+            for layer in range(2, n_layers - 1, 3)
+            for sublayer in (2 * layer, 2 * layer + 1)
+        )
     if isinstance(skip, (str, Path)) and str(skip).endswith(".json"):
         skip = _searched(Path(skip), n_layers)
     words = re.findall(r"[^,+\s]+", skip) if isinstance(skip, str) else list(skip)
@@ -84,11 +88,17 @@ def _searched(path: Path, n_layers: int) -> str:
         result = json.loads(path.read_text(encoding="utf-8"))
         skip, searched = str(result["skip"]), result["n_layers"]
     except FileNotFoundError:
-        raise TinyspecError(f"{path}: no such file; `tinyspec bench skip --out {path}` makes one") from None
+        raise TinyspecError(
+            f"{path}: no such file; `tinyspec bench skip --out {path}` makes one"
+        ) from None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise TinyspecError(f"{path} is no result of `tinyspec bench skip` ({type(error).__name__})") from error
+        raise TinyspecError(
+            f"{path} is no result of `tinyspec bench skip` ({type(error).__name__})"
+        ) from error
     if searched != n_layers:
-        raise TinyspecError(f"{path} was searched on {searched} layers, this model has {n_layers}: search anew")
+        raise TinyspecError(
+            f"{path} was searched on {searched} layers, this model has {n_layers}: search anew"
+        )
     return "" if skip == "none" else skip
 
 
@@ -113,7 +123,9 @@ class Search:
         try:
             import bayes_opt
         except ModuleNotFoundError:
-            raise TinyspecError("the search needs bayesian-optimization: pip install 'tinyspec[search]'") from None
+            raise TinyspecError(
+                "the search needs bayesian-optimization: pip install 'tinyspec[search]'"
+            ) from None
         self.library: Any = bayes_opt
         self.n, self.seed = 2 * n_layers, seed
         self.told: dict[Skip, list[float]] = {}
@@ -138,7 +150,9 @@ class Search:
         )
         optimizer.set_gp_params(alpha=1e-2, n_restarts_optimizer=0)
         for skip, speeds in self.told.items():
-            optimizer.register([float(bit in skip) for bit in range(self.n)], sum(speeds) / len(speeds))
+            optimizer.register(
+                [float(bit in skip) for bit in range(self.n)], sum(speeds) / len(speeds)
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of length scales at their bounds
             point = optimizer.suggest()
@@ -180,7 +194,15 @@ class Exit(NamedTuple):
 class Skipping(GuestDraft):
     """The target itself without some sublayers. What it learnt of its exit is of the request, not of a place in the text."""
 
-    def __init__(self, session: Any, skip: Skip, gamma: int, ends: frozenset[int], threshold: float, wanted: float):
+    def __init__(
+        self,
+        session: Any,
+        skip: Skip,
+        gamma: int,
+        ends: frozenset[int],
+        threshold: float,
+        wanted: float,
+    ):
         super().__init__(session.view(Plan(skip=skip)), gamma, ends)
         self.first, self.wanted = Exit(threshold), wanted
         self.exit = self.first
@@ -190,7 +212,9 @@ class Skipping(GuestDraft):
         return bool(unsure) or super().enough(laws, tip, token)
 
     def observe(self, round: Round) -> None:
-        self.exit = self.exit.after(len(round.verdict.path), len(round.tree.tokens), self.wanted, self.gamma)
+        self.exit = self.exit.after(
+            len(round.verdict.path), len(round.tree.tokens), self.wanted, self.gamma
+        )
 
     def end(self) -> None:
         self.exit = self.first
@@ -211,13 +235,28 @@ class Skipping(GuestDraft):
         ),
         Knob("gamma", 8, "most tokens drafted in a round", low=1),
         Knob(
-            "threshold", 0.8, "drafting ends behind a token less likely than this", low=0.0, high=1.0, small=(0.5, 0.0)
+            "threshold",
+            0.8,
+            "drafting ends behind a token less likely than this",
+            low=0.0,
+            high=1.0,
+            small=(0.5, 0.0),
         ),
-        Knob("wanted", 0.9, "share of drafted tokens that is to pass: the threshold adapts to it", low=0.0, high=1.0),
+        Knob(
+            "wanted",
+            0.9,
+            "share of drafted tokens that is to pass: the threshold adapts to it",
+            low=0.0,
+            high=1.0,
+        ),
     ),
 )
-def self_speculative(request: Request, *, skip: Any, gamma: int, threshold: float, wanted: float) -> Decoder:
+def self_speculative(
+    request: Request, *, skip: Any, gamma: int, threshold: float, wanted: float
+) -> Decoder:
     """The target drafts for itself with sublayers skipped, and verifies with all of them."""
     session: Any = request.target
     chosen = skipped(skip, session.model.config.n_layers)
-    return request.decoder(Skipping(session, chosen, gamma, request.stop.eos, threshold, wanted), walk)
+    return request.decoder(
+        Skipping(session, chosen, gamma, request.stop.eos, threshold, wanted), walk
+    )

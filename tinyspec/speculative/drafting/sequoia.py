@@ -41,7 +41,16 @@ from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Row, TokenTree
 
-PRIOR = (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01, 0.01)  # of a small draft for the storyteller, rounded
+PRIOR = (
+    0.6,
+    0.12,
+    0.06,
+    0.04,
+    0.03,
+    0.02,
+    0.01,
+    0.01,
+)  # of a small draft for the storyteller, rounded
 WEIGHT = 16  # nodes that the prior counts for
 
 
@@ -66,7 +75,11 @@ def acceptance(pairs: Iterable[tuple[Row, Row]], ranks: int, chance: Chance | No
     """
     total, seen = [0 for _ in range(ranks)], 0
     for p, q in pairs:
-        drawn = [(x, None) for x in likeliest(q, ranks)] if chance is None else shrinking(q, ranks, chance)
+        drawn = (
+            [(x, None) for x in likeliest(q, ranks)]
+            if chance is None
+            else shrinking(q, ranks, chance)
+        )
         for rank, share in enumerate(hits(p, drawn)):
             total[rank] += share
         seen += 1
@@ -74,16 +87,25 @@ def acceptance(pairs: Iterable[tuple[Row, Row]], ranks: int, chance: Chance | No
 
 
 def measured(
-    target: Model, draft: Model, texts: Sequence[Sequence[int]], warp: Warp, ranks: int, chance: Chance
+    target: Model,
+    draft: Model,
+    texts: Sequence[Sequence[int]],
+    warp: Warp,
+    ranks: int,
+    chance: Chance,
 ) -> list[float]:
     """P of two models at every position of some texts, from one pass of each."""
 
     def pairs() -> Iterable[tuple[Row, Row]]:
         for text in texts:
-            for at, (p, q) in enumerate(zip(target.logits(text), draft.logits(text), strict=True), start=1):
+            for at, (p, q) in enumerate(
+                zip(target.logits(text), draft.logits(text), strict=True), start=1
+            ):
                 yield warp(p, text[:at]), (warp if warp.temperature else Warp())(q, text[:at])
 
-    return [float(share) for share in acceptance(pairs(), ranks, chance if warp.temperature else None)]
+    return [
+        float(share) for share in acceptance(pairs(), ranks, chance if warp.temperature else None)
+    ]
 
 
 # ---------------------------------------------------------------------- the tree
@@ -103,7 +125,9 @@ def expected_tokens(tree: Shape, accepts: Sequence[Any]) -> Any:
     return sum(reach.values())
 
 
-def programme(accepts: tuple[float, ...], nodes: int, depth: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def programme(
+    accepts: tuple[float, ...], nodes: int, depth: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """The dynamic programme, O(depth ranks nodes^2).
 
     Returns F [depth + 1, nodes + 2], of the best subtree of so many nodes, its own root included, and at most so many edges
@@ -113,14 +137,18 @@ def programme(accepts: tuple[float, ...], nodes: int, depth: int) -> tuple[NDArr
     best = np.full((depth + 1, nodes + 2), -np.inf)
     best[:, 1] = 1.0
     sizes = np.zeros((depth + 1, len(accepts), nodes + 1), int)
-    left = np.subtract.outer(np.arange(nodes + 1), np.arange(nodes + 1))  # [m, s]: of m nodes s are given to this child
+    left = np.subtract.outer(
+        np.arange(nodes + 1), np.arange(nodes + 1)
+    )  # [m, s]: of m nodes s are given to this child
     for d in range(1, depth + 1):
         below = best[d - 1, : nodes + 1]
         later = np.array(
             [0.0, *[-np.inf] * nodes]
         )  # what m nodes are worth behind the last rank: there is no child to take them
         for r in reversed(range(len(accepts))):
-            child = np.multiply(accepts[r], below, out=np.full_like(below, -np.inf), where=np.isfinite(below))
+            child = np.multiply(
+                accepts[r], below, out=np.full_like(below, -np.inf), where=np.isfinite(below)
+            )
             ways = np.where(left >= 0, child + later[left], -np.inf)
             ways[:, 0] = -np.inf  # no child, then no later one
             sizes[d, r] = ways.argmax(axis=1)
@@ -155,7 +183,8 @@ def best_tree(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
     """
     best, sizes = programme(tuple(accepts), nodes, depth)
     n, d = max(
-        ((n, d) for n in range(1, nodes + 1) for d in range(1, depth + 1)), key=lambda way: best[way[1], way[0] + 1]
+        ((n, d) for n in range(1, nodes + 1) for d in range(1, depth + 1)),
+        key=lambda way: best[way[1], way[0] + 1],
     )
     return traced(sizes, n, d)
 
@@ -187,7 +216,9 @@ class Learnt:
 
     @property
     def accepts(self) -> tuple[float, ...]:
-        return tuple(round(share / seen, 3) for share, seen in zip(self.shares, self.seen, strict=True))
+        return tuple(
+            round(share / seen, 3) for share, seen in zip(self.shares, self.seen, strict=True)
+        )
 
     def learn(self, shares: Sequence[Any]) -> None:
         for rank, share in enumerate(shares[: len(self.shares)]):
@@ -210,9 +241,17 @@ class Planned(TreeDraft):
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         accepts, nodes = self.learnt.accepts, self.learnt.curve.sizes[-1]
         if self.choose is not None:
-            ways = sorted({best_tree(accepts, n, d) for n in range(1, nodes + 1) for d in range(1, self.depth + 1)})
+            ways = sorted(
+                {
+                    best_tree(accepts, n, d)
+                    for n in range(1, nodes + 1)
+                    for d in range(1, self.depth + 1)
+                }
+            )
             self.reshape(ways[self.choose(len(ways), chance)])
-        elif self.rounds & (self.rounds - 1) == 0:  # in round 0, 1, 2, 4, 8, ...: planning takes longer than a guess
+        elif (
+            self.rounds & (self.rounds - 1) == 0
+        ):  # in round 0, 1, 2, 4, 8, ...: planning takes longer than a guess
             self.reshape(cheapest(accepts, self.learnt.curve, self.depth))
         began = self.clock()
         tree = super().propose(context, room, warp, chance)
@@ -232,7 +271,9 @@ class Planned(TreeDraft):
         if not self.fixed[0]:
             for node, p in zip((ROOT, *round.verdict.path), round.laws, strict=False):
                 below = [child for child, up in enumerate(round.tree.parents) if up == node]
-                self.learnt.learn(hits(p, [(round.tree.tokens[child], round.tree.laws[child]) for child in below]))
+                self.learnt.learn(
+                    hits(p, [(round.tree.tokens[child], round.tree.laws[child]) for child in below])
+                )
 
 
 def _numbers(knob: str, text: str) -> list[float]:
@@ -241,7 +282,11 @@ def _numbers(knob: str, text: str) -> list[float]:
     except ValueError:
         numbers = [-1.0]
     wrong = not all(0 <= number < math.inf for number in numbers)  # also where it is no number
-    if wrong or (knob == "accepts" and sum(numbers) > 1 + 1e-9) or (knob == "costs" and len(numbers) < 3):
+    if (
+        wrong
+        or (knob == "accepts" and sum(numbers) > 1 + 1e-9)
+        or (knob == "costs" and len(numbers) < 3)
+    ):
         what = {
             "accepts": "shares that add up to at most 1, as in 0.6,0.2,0.1",
             "costs": "that of a draft call, then of a target call over 0, 1, ... guesses, as in 0.3,1,1.1,1.2",
@@ -263,14 +308,30 @@ def _numbers(knob: str, text: str) -> list[float]:
         Knob("depth", 8, "greatest depth of a tree", low=1, high=64, small=(2,)),
         Knob("ranks", 8, "most children of a node", low=1, high=64, small=(2,)),
         Knob("accepts", "", "the acceptance vector, as 0.6,0.2,0.1; empty: learnt while decoding"),
-        Knob("costs", "", "of a draft call, then of a target call over 0, 1, ... guesses; empty: timed while decoding"),
+        Knob(
+            "costs",
+            "",
+            "of a draft call, then of a target call over 0, 1, ... guesses; empty: timed while decoding",
+        ),
     ),
 )
-def sequoia(request: Request, *, nodes: int, depth: int, ranks: int, accepts: str, costs: str) -> Decoder:
+def sequoia(
+    request: Request, *, nodes: int, depth: int, ranks: int, accepts: str, costs: str
+) -> Decoder:
     """A draft model draws the tree that is best for what was measured; the target walks it."""
-    known = ("sequoia", nodes, ranks, accepts, costs, request.warp, id(getattr(request.drafts[0], "model", None)))
+    known = (
+        "sequoia",
+        nodes,
+        ranks,
+        accepts,
+        costs,
+        request.warp,
+        id(getattr(request.drafts[0], "model", None)),
+    )
     fresh = request.clock is None or getattr(request.target, "model", None) is None
-    learnt = Learnt(ranks, nodes) if fresh else kept(request.target, known, lambda: Learnt(ranks, nodes))
+    learnt = (
+        Learnt(ranks, nodes) if fresh else kept(request.target, known, lambda: Learnt(ranks, nodes))
+    )
     if accepts != "":
         learnt.shares = [*_numbers("accepts", accepts), *[0.0] * ranks][:ranks]
         learnt.seen = [1.0] * ranks
@@ -278,6 +339,7 @@ def sequoia(request: Request, *, nodes: int, depth: int, ranks: int, accepts: st
         learnt.curve.step, *calls = _numbers("costs", costs)
         last = len(calls) - 1  # beyond what was given, on the last slope
         learnt.curve.seconds = [
-            calls[min(size, last)] + max(0, size - last) * (calls[-1] - calls[-2]) for size in learnt.curve.sizes
+            calls[min(size, last)] + max(0, size - last) * (calls[-1] - calls[-2])
+            for size in learnt.curve.sizes
         ]
     return request.decoder(Planned(request, learnt, depth, (accepts != "", costs != "")), walk)

@@ -45,7 +45,9 @@ def lenient(lenience: float) -> Verifier:
                 soft = p.warped(at, replace(p.warp, temperature=1.0))
                 passed = soft[token] >= lenience * max(soft)
             elif q is None:
-                raise TinyspecError("lenience scales the law a token was drawn from: this draft declares none")
+                raise TinyspecError(
+                    "lenience scales the law a token was drawn from: this draft declares none"
+                )
             elif not (passed := chance.accept(row[token] / (lenience * q[token]))):
                 rest = residual(row, [lenience * x for x in q])
             if not passed:
@@ -66,7 +68,13 @@ def lenient(lenience: float) -> Verifier:
     lossy=("lenience", 1.0),
     knobs=(
         Knob("gamma", 3, "tokens the draft model proposes in a round", low=1),
-        Knob("lenience", 1.0, "scale on q before the comparison; below 1 it is lossy", low=1e-3, high=1.0),
+        Knob(
+            "lenience",
+            1.0,
+            "scale on q before the comparison; below 1 it is lossy",
+            low=1e-3,
+            high=1.0,
+        ),
     ),
 )
 def speculative_decoding(request: Request, *, gamma: int, lenience: float) -> Decoder:
@@ -85,7 +93,10 @@ def acceptance(pairs: Iterable[tuple[Row, Row]]) -> float:
     >>> acceptance([([0.5, 0.5], [1.0, 0.0]), ([0.2, 0.8], [0.2, 0.8])])
     0.75
     """
-    overlaps = [float(sum(np.minimum(np.asarray(p, dtype=float), np.asarray(q, dtype=float)))) for p, q in pairs]
+    overlaps = [
+        float(sum(np.minimum(np.asarray(p, dtype=float), np.asarray(q, dtype=float))))
+        for p, q in pairs
+    ]
     return sum(overlaps) / len(overlaps)
 
 

@@ -80,13 +80,21 @@ class Staged(ModelDraft):
         positions: int | None = None,
     ):
         super().__init__(model, budget, ends, positions)
-        self.budget, self.width, self.table, self.guesses, self.drawn = budget, width, table, guesses, drawn
+        self.budget, self.width, self.table, self.guesses, self.drawn = (
+            budget,
+            width,
+            table,
+            guesses,
+            drawn,
+        )
 
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         deepest = room if self.positions is None else min(room, self.positions - self.length)
         tokens, parents, laws = list[int](), list[int](), list[Row | None]()
         known = Known(self.model, warp, context)
-        leaves: list[tuple[Any, int, Path]] = []  # (-probability, node, path): the most probable first
+        leaves: list[
+            tuple[Any, int, Path]
+        ] = []  # (-probability, node, path): the most probable first
         if deepest > 0 and not self.left_behind:
             leaves.append((-1, ROOT, ()))
         while leaves and len(tokens) < self.budget:
@@ -95,7 +103,9 @@ class Staged(ModelDraft):
                 self.look(known, leaves, -(-left // self.width), deepest)
             value, node, path = heappop(leaves)
             assert known.laws is not None
-            for token, law, share in self.children(known.laws, known.place[path], min(self.width, left), chance):
+            for token, law, share in self.children(
+                known.laws, known.place[path], min(self.width, left), chance
+            ):
                 if token not in self.ends and len(path) + 1 < deepest:
                     heappush(leaves, (value * share, len(tokens), (*path, token)))
                 tokens.append(token)
@@ -103,21 +113,29 @@ class Staged(ModelDraft):
                 laws.append(law)
         return TokenTree(tuple(tokens), tuple(parents), tuple(laws), (False,) * len(tokens))
 
-    def look(self, known: Known, leaves: list[tuple[Any, int, Path]], most: int, deepest: int) -> None:
+    def look(
+        self, known: Known, leaves: list[tuple[Any, int, Path]], most: int, deepest: int
+    ) -> None:
         """One call of the draft, where at most so many leaves are still to get children: the first of them, the next few,
         and the n-gram model's guesses below the first. None is run that could have no children."""
         for _, _, path in nsmallest(min(most, self.width), leaves):
             known.add(path)
         path = leaves[0][2]
         for _ in range(min(self.guesses, most - 1, deepest - 1 - len(path))):
-            guess = self.table.likeliest([*known.context[-self.table.order :], *path]) if self.table else None
+            guess = (
+                self.table.likeliest([*known.context[-self.table.order :], *path])
+                if self.table
+                else None
+            )
             if guess is None or guess in self.ends:
                 break
             path = (*path, guess)
             known.add(path)
         known.run()
 
-    def children(self, laws: Laws, node: int, k: int, chance: Chance) -> list[tuple[int, Row | None, Any]]:
+    def children(
+        self, laws: Laws, node: int, k: int, chance: Chance
+    ) -> list[tuple[int, Row | None, Any]]:
         """At most k tokens behind a node of the run tree: (token, its declared law, its probability under the draft)."""
         if laws.warp.temperature == 0:
             q = laws.warped(node, Warp(repetition_penalty=laws.warp.repetition_penalty))
@@ -145,7 +163,14 @@ class Staged(ModelDraft):
     ),
 )  # fmt: skip
 def staged(
-    request: Request, *, budget: int, width: int, children: str, guesses: int, order: int, sample: int
+    request: Request,
+    *,
+    budget: int,
+    width: int,
+    children: str,
+    guesses: int,
+    order: int,
+    sample: int,
 ) -> Decoder:
     """A tree from a draft model, and n-grams ahead of that."""
     draft: Any = request.drafts[0]
@@ -153,8 +178,12 @@ def staged(
     if guesses and sample:
         model = draft.model
         table = kept(
-            draft, ("n-grams", order, sample), lambda: Katz(sampled(model, sample), order, model.config.vocab_size)
+            draft,
+            ("n-grams", order, sample),
+            lambda: Katz(sampled(model, sample), order, model.config.vocab_size),
         )
     reach = request.reach[0] if request.reach else None
-    drafter = Staged(draft, budget, width, table, guesses, children == "drawn", request.stop.eos, reach)
+    drafter = Staged(
+        draft, budget, width, table, guesses, children == "drawn", request.stop.eos, reach
+    )
     return request.decoder(drafter, walk)

@@ -43,7 +43,15 @@ class Suffixes(Remembered):
     The request's own tree holds its whole text, prompt and output in one: `text` is its number there.
     """
 
-    def __init__(self, forest: Forest, numbers: "count[int]", alpha: float, most: int, floor: float, price: float):
+    def __init__(
+        self,
+        forest: Forest,
+        numbers: "count[int]",
+        alpha: float,
+        most: int,
+        floor: float,
+        price: float,
+    ):
         super().__init__(forest, numbers)
         self.alpha, self.most, self.floor, self.trust = alpha, most, floor, Trust(price)
         self.text = forest.open(self.own)
@@ -60,7 +68,9 @@ class Suffixes(Remembered):
         """The best draft: its tokens, parents, D(N), and of each node how long the match is that it stands behind."""
         self.settle()
         suffix, most = context[-self.forest.depth :], self.most
-        found: Looked = self.forest.best((self.own, OUTPUTS), suffix, self.alpha, most, room, self.floor)
+        found: Looked = self.forest.best(
+            (self.own, OUTPUTS), suffix, self.alpha, most, room, self.floor
+        )
         return found
 
     def observe(self, round: Round) -> None:
@@ -90,20 +100,50 @@ class Suffixes(Remembered):
     guarantee=Guarantee.EXACT,
     persistent=True,
     knobs=(
-        Knob("alpha", 1.0, "guesses a token of the match: MAX_SPEC = alpha p", low=0.0, small=(1.0, 2.0)),
+        Knob(
+            "alpha",
+            1.0,
+            "guesses a token of the match: MAX_SPEC = alpha p",
+            low=0.0,
+            small=(1.0, 2.0),
+        ),
         Knob("most", 32, "guesses checked in a round", low=1, high=1024, small=(3, 1)),
         Knob("floor", 0.1, "least D(N) of a guess", low=0.0, high=1.0, small=(0.0, 0.5)),
-        Knob("depth", 32, "tokens of the trees' windows: match and draft together", low=2, high=1024, small=(5, 2)),
+        Knob(
+            "depth",
+            32,
+            "tokens of the trees' windows: match and draft together",
+            low=2,
+            high=1024,
+            small=(5, 2),
+        ),
         Knob("bound", 1 << 20, "nodes of the tree of outputs", low=1, small=(64, 2)),
         Knob(
-            "price", 0.25, "least chance to hold of a guess that is run; 0: all", low=0.0, high=1.0, small=(0.0, 0.25)
+            "price",
+            0.25,
+            "least chance to hold of a guess that is run; 0: all",
+            low=0.0,
+            high=1.0,
+            small=(0.0, 0.25),
         ),
-        Knob("remember", True, "whether outputs are kept for later requests", choices=(True, False)),
+        Knob(
+            "remember", True, "whether outputs are kept for later requests", choices=(True, False)
+        ),
     ),
 )
 def suffix_decoding(
-    request: Request, *, alpha: float, most: int, floor: float, depth: int, bound: int, price: float, remember: bool
+    request: Request,
+    *,
+    alpha: float,
+    most: int,
+    floor: float,
+    depth: int,
+    bound: int,
+    price: float,
+    remember: bool,
 ) -> Decoder:
     """Draft as far as the frequencies of earlier texts carry."""
-    forest, numbers = memory(request.target, request.clock, "suffix_decoding", depth, bound, remember)
+    forest, numbers = memory(
+        request.target, request.clock, "suffix_decoding", depth, bound, remember
+    )
     return request.decoder(Suffixes(forest, numbers, alpha, most, floor, price), walk)

@@ -103,7 +103,9 @@ class Recycling(NoDraft):
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         self.newest = context[-1]
         tokens, parents = list[int](), list[int]()
-        below = {ROOT: (ROOT, 0, self.matrix.after(self.newest))}  # place in the shape -> (node, its depth, candidates)
+        below = {
+            ROOT: (ROOT, 0, self.matrix.after(self.newest))
+        }  # place in the shape -> (node, its depth, candidates)
         for place, (up, rank) in enumerate(self.shape):
             parent, level, known = below.get(up, (ROOT, room, []))
             token = known[rank] if rank < len(known) and level < room else NOTHING

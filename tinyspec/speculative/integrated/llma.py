@@ -42,7 +42,14 @@ class Copying(NoDraft):
         own: bool,
         price: float = 0.0,
     ):
-        self.n, self.longest, self.k, self.which, self.own, self.trust = n, longest, k, which, own, Trust(price)
+        self.n, self.longest, self.k, self.which, self.own, self.trust = (
+            n,
+            longest,
+            k,
+            which,
+            own,
+            Trust(price),
+        )
         self.index = NgramIndex(longest)
         for text, tokens in enumerate(references, start=OWN + 1):
             self.index.append(text, tokens)
@@ -53,7 +60,11 @@ class Copying(NoDraft):
     def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
         suffix = context[-self.longest :]
         found = self.index.lookup(suffix, min(self.k, room), self.longest, self.n, self.which)
-        match = next((n for n in self._matches if self.index.lookup(suffix, 1, self.longest, n)), 1) if found else 1
+        match = (
+            next((n for n in self._matches if self.index.lookup(suffix, 1, self.longest, n)), 1)
+            if found
+            else 1
+        )
         n = len(found)
         return self.trust.tree(found, range(-1, n - 1), [1.0] * n, [match] * n)
 
@@ -90,10 +101,19 @@ class Copying(NoDraft):
         Knob("which", "last", "occurrence to copy from", choices=("first", "last", "frequent")),
         Knob("own", True, "whether the text as it grows is a reference too", choices=(True, False)),
         Knob(
-            "price", 0.25, "least chance to hold of a token that is run; 0: all", low=0.0, high=1.0, small=(0.0, 0.25)
+            "price",
+            0.25,
+            "least chance to hold of a token that is run; 0: all",
+            low=0.0,
+            high=1.0,
+            small=(0.0, 0.25),
         ),
     ),
 )
-def llma(request: Request, *, n: int, k: int, longest: int, which: str, own: bool, price: float) -> Decoder:
+def llma(
+    request: Request, *, n: int, k: int, longest: int, which: str, own: bool, price: float
+) -> Decoder:
     """Copy from the prompt and the references."""
-    return request.decoder(Copying(request.references, n, max(n, longest), k, which, own, price), walk)
+    return request.decoder(
+        Copying(request.references, n, max(n, longest), k, which, own, price), walk
+    )

@@ -37,7 +37,15 @@ from tinyspec.tree import ROOT, TokenTree
 class Lookahead(Remembered):
     """Proposes the branches behind the last tokens."""
 
-    def __init__(self, forest: Forest, prompts: "count[int]", length: int, branch: int, mode: str, price: float):
+    def __init__(
+        self,
+        forest: Forest,
+        prompts: "count[int]",
+        length: int,
+        branch: int,
+        mode: str,
+        price: float,
+    ):
         super().__init__(forest, prompts)
         self.budget, self.branch, self.mode, self.trust = length, branch, mode, Trust(price)
 
@@ -52,7 +60,9 @@ class Lookahead(Remembered):
             return self.trust.watch(tokens, parents, matches)
         half = self.budget // 2
         plan = [(OUTPUTS, half), (self.own, self.budget), (OUTPUTS, self.budget)]
-        draft = self.forest.gather(plan, suffix, self.branch, min(self.branch, self.budget), deepest)
+        draft = self.forest.gather(
+            plan, suffix, self.branch, min(self.branch, self.budget), deepest
+        )
         return shaped(self.trust.tree(*draft), self.mode, self.budget)
 
     def observe(self, round: Round) -> None:
@@ -74,7 +84,9 @@ def shaped(tree: TokenTree, mode: str, budget: int) -> TokenTree:
     if mode == "hierarchical" or not tree.tokens:
         return tree
     inner = set(tree.parents)
-    branches = [tree.spelled(tree.path(node)) for node in range(len(tree.tokens)) if node not in inner]
+    branches = [
+        tree.spelled(tree.path(node)) for node in range(len(tree.tokens)) if node not in inner
+    ]
     if mode == "single":
         return TokenTree.chain(first_branch(tree))
     tokens, parents = list[int](), list[int]()
@@ -104,18 +116,48 @@ def first_branch(tree: TokenTree) -> tuple[int, ...]:
     persistent=True,
     knobs=(
         Knob("decoding_length", 64, "guesses checked in a round", low=1, high=1024, small=(3, 1)),
-        Knob("branch_length", 12, "tokens of a branch, and of the longest match", low=1, high=256, small=(2, 1)),
-        Knob("mode", "hierarchical", "form of the branches", choices=("hierarchical", "parallel", "single")),
+        Knob(
+            "branch_length",
+            12,
+            "tokens of a branch, and of the longest match",
+            low=1,
+            high=256,
+            small=(2, 1),
+        ),
+        Knob(
+            "mode",
+            "hierarchical",
+            "form of the branches",
+            choices=("hierarchical", "parallel", "single"),
+        ),
         Knob("bound", 1 << 18, "nodes of the trie of outputs", low=1, small=(64, 2)),
         Knob(
-            "price", 0.25, "least chance to hold of a guess that is run; 0: all", low=0.0, high=1.0, small=(0.0, 0.25)
+            "price",
+            0.25,
+            "least chance to hold of a guess that is run; 0: all",
+            low=0.0,
+            high=1.0,
+            small=(0.0, 0.25),
         ),
-        Knob("remember", True, "whether outputs are kept for later requests", choices=(True, False)),
+        Knob(
+            "remember", True, "whether outputs are kept for later requests", choices=(True, False)
+        ),
     ),
 )
 def lookahead_trie(
-    request: Request, *, decoding_length: int, branch_length: int, mode: str, bound: int, price: float, remember: bool
+    request: Request,
+    *,
+    decoding_length: int,
+    branch_length: int,
+    mode: str,
+    bound: int,
+    price: float,
+    remember: bool,
 ) -> Decoder:
     """Branches from all that was asked here and answered before."""
-    forest, prompts = memory(request.target, request.clock, "lookahead_trie", branch_length + 1, bound, remember)
-    return request.decoder(Lookahead(forest, prompts, decoding_length, branch_length, mode, price), walk)
+    forest, prompts = memory(
+        request.target, request.clock, "lookahead_trie", branch_length + 1, bound, remember
+    )
+    return request.decoder(
+        Lookahead(forest, prompts, decoding_length, branch_length, mode, price), walk
+    )

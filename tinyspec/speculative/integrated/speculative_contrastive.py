@@ -42,14 +42,19 @@ def contrast(beta: float, plausibility: float) -> Make:
         if is_exact(expert):
             return _exact(expert, amateur, beta, plausibility)
         xp: Any = torch if on_device(expert) else np
-        e, a = (numbers(row) if xp is np and isinstance(row, torch.Tensor) else xp.asarray(row) for row in rows)
+        e, a = (
+            numbers(row) if xp is np and isinstance(row, torch.Tensor) else xp.asarray(row)
+            for row in rows
+        )
         floor = e.max() + math.log(plausibility) if plausibility else -math.inf
         said = (e >= floor) & (e > -math.inf)
         unheard = said & (a == -math.inf)  # the amateur cannot say it
         if beta and bool(unheard.any()):
             said, a = unheard, e
         with np.errstate(invalid="ignore"):  # -inf of both: not said
-            gap = e - a if beta else xp.zeros_like(e)  # the models' normalisers shift all tokens alike
+            gap = (
+                e - a if beta else xp.zeros_like(e)
+            )  # the models' normalisers shift all tokens alike
         return torch.as_tensor(xp.where(said, e + beta * gap, -math.inf))
 
     return make
@@ -58,12 +63,17 @@ def contrast(beta: float, plausibility: float) -> Make:
 def _exact(p_e: list[Any], p_a: list[Any], beta: float, plausibility: float) -> list[Any]:
     """The same on a table's rational rows, as weights."""
     if beta != round(beta):
-        raise TinyspecError(f"rational weights have an exact contrast at whole beta only, got {beta}")
+        raise TinyspecError(
+            f"rational weights have an exact contrast at whole beta only, got {beta}"
+        )
     power, floor = round(beta), rational(plausibility) * max(p_e)
     said = [e > 0 and e >= floor for e in p_e]
     if power and any(ok and not a for ok, a in zip(said, p_a, strict=True)):
         said, p_a = [ok and not a for ok, a in zip(said, p_a, strict=True)], [1] * len(p_a)
-    return [e ** (1 + power) / a**power if ok else 0 * e for ok, e, a in zip(said, p_e, p_a, strict=True)]
+    return [
+        e ** (1 + power) / a**power if ok else 0 * e
+        for ok, e, a in zip(said, p_e, p_a, strict=True)
+    ]
 
 
 @technique(
@@ -75,12 +85,31 @@ def _exact(p_e: list[Any], p_a: list[Any], beta: float, plausibility: float) -> 
     drafts=1,
     keeps="the expert contrasted with the amateur",
     knobs=(
-        Knob("gamma", 4, "tokens the amateur proposes in a round; 0 is plain contrastive decoding", low=0),
-        Knob("beta", 0.5, "strength of the contrast; 0 is the expert alone", low=0.0, small=(1.0, 0.0)),
-        Knob("plausibility", 0.1, "tokens below this share of the expert's best are not said", low=0.0, high=1.0),
+        Knob(
+            "gamma",
+            4,
+            "tokens the amateur proposes in a round; 0 is plain contrastive decoding",
+            low=0,
+        ),
+        Knob(
+            "beta",
+            0.5,
+            "strength of the contrast; 0 is the expert alone",
+            low=0.0,
+            small=(1.0, 0.0),
+        ),
+        Knob(
+            "plausibility",
+            0.1,
+            "tokens below this share of the expert's best are not said",
+            low=0.0,
+            high=1.0,
+        ),
     ),
 )
-def speculative_contrastive(request: Request, *, gamma: int, beta: float, plausibility: float) -> Decoder:
+def speculative_contrastive(
+    request: Request, *, gamma: int, beta: float, plausibility: float
+) -> Decoder:
     """The draft model is the amateur: it drafts, and the target is the contrast with it."""
     amateur = request.drafts[0]
     contexts = [held for held in (request.positions, *request.reach[:1]) if held is not None]

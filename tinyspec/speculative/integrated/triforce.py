@@ -40,7 +40,13 @@ class Streaming(ModelDraft):
     """
 
     def __init__(
-        self, session: Session, gamma: int, ends: frozenset[int], positions: int | None, sink: int, window: int
+        self,
+        session: Session,
+        gamma: int,
+        ends: frozenset[int],
+        positions: int | None,
+        sink: int,
+        window: int,
     ):
         super().__init__(session, gamma, ends, positions)
         self.session, self.sink, self.window = session, sink, window
@@ -74,28 +80,44 @@ class Retrieval(Nested):
     def propose(self, context: Any, room: int, warp: Warp, chance: Chance) -> TokenTree:
         n = len(self.text)
         due = self.chosen_at is None or (self.rebuild and n >= self.chosen_at + self.rebuild)
-        self.taps = range(self.view.session.model.config.n_layers) if due else ()  # this round shows its states
-        return TokenTree() if self.chosen_at is None else super().propose(context, room, warp, chance)
+        self.taps = (
+            range(self.view.session.model.config.n_layers) if due else ()
+        )  # this round shows its states
+        return (
+            TokenTree() if self.chosen_at is None else super().propose(context, room, warp, chance)
+        )
 
     def observe(self, round: Round) -> None:
         super().observe(round)
         if self.taps:
             path = round.verdict.path
-            newest = len(self.text) - 1 - (round.verdict.next is not None)  # the last token that was run
-            self.view.plan = self.retrieve(round.scores.hidden[:, path[-1] + 1 if path else 0], newest)
+            newest = (
+                len(self.text) - 1 - (round.verdict.next is not None)
+            )  # the last token that was run
+            self.view.plan = self.retrieve(
+                round.scores.hidden[:, path[-1] + 1 if path else 0], newest
+            )
             self.chosen_at, self.taps = len(self.text), ()
 
     def retrieve(self, states: Any, newest: int) -> Plan:
         """The plan for the text up to position `newest`, whose token entered the layers with these states [L, d]."""
         session = self.view.session
-        config, chunks, keep = session.model.config, (newest + 1) // self.chunk, self.budget // self.chunk
+        config, chunks, keep = (
+            session.model.config,
+            (newest + 1) // self.chunk,
+            self.budget // self.chunk,
+        )
         if keep >= chunks:  # the full cache
             return Plan()
         asked = queries(session.model, states, newest)  # [L, H, hd]
-        grouped = asked.view(len(asked), config.n_kv_heads, -1, config.head_dim).sum(dim=2)  # [L, KV, hd]
+        grouped = asked.view(len(asked), config.n_kv_heads, -1, config.head_dim).sum(
+            dim=2
+        )  # [L, KV, hd]
         layers = []
         for layer, query in enumerate(grouped):
-            scores = (mean_keys(session.cache, layer, self.chunk, chunks) @ query[:, :, None])[:, :, 0]  # [KV, chunks]
+            scores = (mean_keys(session.cache, layer, self.chunk, chunks) @ query[:, :, None])[
+                :, :, 0
+            ]  # [KV, chunks]
             layers.append(tuple(self.positions_of(kept) for kept in chosen(scores, keep)))
         return Plan(visible=Visible(tuple(layers), since=chunks * self.chunk))
 
@@ -123,16 +145,38 @@ class Retrieval(Nested):
     hidden=True,
     knobs=(
         Knob("gamma1", 1, "tokens the small model drafts for the middle level", low=1, small=(1,)),
-        Knob("gamma2", 6, "tokens the middle level makes before the target looks", low=1, small=(2,)),
-        Knob("budget", 4096, "tokens of the old cache that the middle level sees", low=1, small=(1, 2)),
+        Knob(
+            "gamma2", 6, "tokens the middle level makes before the target looks", low=1, small=(2,)
+        ),
+        Knob(
+            "budget",
+            4096,
+            "tokens of the old cache that the middle level sees",
+            low=1,
+            small=(1, 2),
+        ),
         Knob("chunk", 8, "tokens that are retrieved together", low=1, small=(1,)),
-        Knob("rebuild", 256, "tokens after which chunks are chosen anew; 0: never", low=0, small=(1, 0)),
+        Knob(
+            "rebuild",
+            256,
+            "tokens after which chunks are chosen anew; 0: never",
+            low=0,
+            small=(1, 0),
+        ),
         Knob("sink", 16, "first tokens that the small model sees", low=0, small=(1,)),
         Knob("window", 496, "latest tokens that the small model sees", low=1, small=(1,)),
     ),
 )
 def triforce(
-    request: Request, *, gamma1: int, gamma2: int, budget: int, chunk: int, rebuild: int, sink: int, window: int
+    request: Request,
+    *,
+    gamma1: int,
+    gamma2: int,
+    budget: int,
+    chunk: int,
+    rebuild: int,
+    sink: int,
+    window: int,
 ) -> Decoder:
     """A small model, the target on retrieved keys, the target."""
     if budget < chunk:
@@ -149,5 +193,12 @@ def triforce(
     small: Any = request.drafts[0]
     ends, reach = request.stop.eos, request.reach[0] if request.reach else None
     drafter = Streaming(small, gamma1, ends, reach, sink, window)
-    middle = Decoder(session.view(Plan()), drafter, walk, warp=request.warp, stop=Stop(eos=ends), ledger=request.ledger)
+    middle = Decoder(
+        session.view(Plan()),
+        drafter,
+        walk,
+        warp=request.warp,
+        stop=Stop(eos=ends),
+        ledger=request.ledger,
+    )
     return request.decoder(Retrieval(middle, gamma2, budget, chunk, rebuild), walk)

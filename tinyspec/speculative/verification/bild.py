@@ -34,7 +34,9 @@ from tinyspec.tree import ROOT, TokenTree
 class Little(ModelDraft):
     """The small model's turn: it ends where the next token would be one it is unsure of."""
 
-    def __init__(self, fallback: float, model: Any, gamma: int, ends: frozenset[int], positions: int | None):
+    def __init__(
+        self, fallback: float, model: Any, gamma: int, ends: frozenset[int], positions: int | None
+    ):
         super().__init__(model, gamma, ends, positions)
         self.fallback = fallback
 
@@ -78,7 +80,13 @@ def big(rollback: float, rule: str) -> Verifier:
             high=1.0,
             small=(0.5, 0.0),
         ),
-        Knob("rollback", 5.0, "distance -log p above which a token is taken back; 0 is exact", low=0.0, high=20.0),
+        Knob(
+            "rollback",
+            5.0,
+            "distance -log p above which a token is taken back; 0 is exact",
+            low=0.0,
+            high=20.0,
+        ),
         Knob("rule", "paper", "what ends a block", choices=("paper", "safe"), small=("safe",)),
         Knob("gamma", 10, "most tokens the small model writes before it is read", low=1),
     ),

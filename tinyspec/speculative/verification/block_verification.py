@@ -42,7 +42,9 @@ def verify_block(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     at = [ROOT, *draft]  # the node at each place; the guess behind it is draft[place]
     weights: list[Any] = [1]
     for place, node in enumerate(draft):
-        weights.append(min(1, weights[-1] * ratio(p[at[place]], tree.laws[node], tree.tokens[node])))
+        weights.append(
+            min(1, weights[-1] * ratio(p[at[place]], tree.laws[node], tree.tokens[node]))
+        )
         if not weights[-1] > 0:
             break  # what p cannot say is never kept, nor anything behind it
     place = len(weights) - 1
@@ -54,7 +56,9 @@ def verify_block(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
         left = _left(p[at[place]], tree, draft[place], weights[place])
         if not place or chance.accept(_passes(left.sum(), weights[place])):
             break
-    row = as_row(left) if left.sum() > 0 else p[at[place]]  # nothing left: p and q agree up to rounding
+    row = (
+        as_row(left) if left.sum() > 0 else p[at[place]]
+    )  # nothing left: p and q agree up to rounding
     return Verdict(tuple(draft[:place]), chance.draw(row), tuple(draft[place:]))
 
 
@@ -91,4 +95,6 @@ def _chain(tree: TokenTree) -> list[int]:
 def block_verification(request: Request, *, gamma: int) -> Decoder:
     """A draft model guesses a chain of gamma tokens; the target judges it whole."""
     reach = request.reach[0] if request.reach else None
-    return request.decoder(ModelDraft(request.drafts[0], gamma, request.stop.eos, reach), verify_block)
+    return request.decoder(
+        ModelDraft(request.drafts[0], gamma, request.stop.eos, reach), verify_block
+    )

@@ -54,7 +54,9 @@ def match(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
     row, here = p[ROOT], {ROOT}
     while True:
         token = chance.race(row, len(p.context) + len(path))
-        below = [node for node, up in enumerate(tree.parents) if up in here and not tree.probe[node]]
+        below = [
+            node for node, up in enumerate(tree.parents) if up in here and not tree.probe[node]
+        ]
         here = {node for node in below if tree.tokens[node] == token}
         if not here:
             return Verdict(path, token, tuple(below))

@@ -36,15 +36,26 @@ from tinyspec.tree import Row
     guarantee=Guarantee.EXACT,
     drafts=1,
     knobs=(
-        Knob("configuration", "4x2x2x1", "candidates below every node, by depth", small=(2, "2x1", "1x2")),
-        Knob("replacement", False, "whether candidates may be equal: drawn independently of each other"),
+        Knob(
+            "configuration",
+            "4x2x2x1",
+            "candidates below every node, by depth",
+            small=(2, "2x1", "1x2"),
+        ),
+        Knob(
+            "replacement",
+            False,
+            "whether candidates may be equal: drawn independently of each other",
+        ),
     ),
 )
 def multi_candidate(request: Request, *, configuration: str, replacement: bool) -> Decoder:
     """A draft model draws a tree of candidates; the target walks it."""
     reach = request.reach[0] if request.reach else None
     tree = shape(widths(configuration))
-    return request.decoder(TreeDraft(request.drafts[0], tree, request.stop.eos, reach, replace=replacement), walk)
+    return request.decoder(
+        TreeDraft(request.drafts[0], tree, request.stop.eos, reach, replace=replacement), walk
+    )
 
 
 def acceptance(p: Row, q: Row, k: int) -> Any:

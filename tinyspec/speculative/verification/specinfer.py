@@ -83,7 +83,9 @@ def merged(trees: Sequence[TokenTree]) -> TokenTree:
     for tree in trees:
         parents += [up if up == ROOT else up + behind for up in tree.parents]
         behind += len(tree.tokens)
-    tokens, _, laws, probe = (tuple(chain.from_iterable(columns)) for columns in zip(*trees, strict=True))
+    tokens, _, laws, probe = (
+        tuple(chain.from_iterable(columns)) for columns in zip(*trees, strict=True)
+    )
     return TokenTree(tokens, tuple(parents), laws, probe)
 
 
@@ -91,12 +93,18 @@ def multi_step(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
     """Multi-step speculative sampling (algorithm 2): at every node, the proposals that stand there in a random order."""
     path, refused = list[int](), list[int]()
     row, here = p[ROOT], {ROOT}
-    while untested := [node for node, up in enumerate(tree.parents) if up in here and node not in refused]:
+    while untested := [
+        node for node, up in enumerate(tree.parents) if up in here and node not in refused
+    ]:
         node = untested[_any(len(untested), chance)]
         token, q = tree.tokens[node], tree.laws[node]
         if chance.accept(ratio(row, q, token)):
             path.append(node)
-            here = {twin for twin, up in enumerate(tree.parents) if up in here and tree.tokens[twin] == token}
+            here = {
+                twin
+                for twin, up in enumerate(tree.parents)
+                if up in here and tree.tokens[twin] == token
+            }
             row = p[node]
         else:
             refused.append(node)
@@ -158,7 +166,10 @@ class Boosted(NamedTuple):
 
 
 def collectively(
-    drafts: Iterable[D], prompts: Sequence[P], tune: Callable[[D, Sequence[P]], D], covers: Callable[[D, P], bool]
+    drafts: Iterable[D],
+    prompts: Sequence[P],
+    tune: Callable[[D, Sequence[P]], D],
+    covers: Callable[[D, P], bool],
 ) -> list[D]:
     """Each draft tuned on the prompts that no draft before it covers; the last ones stay as they are if none are left."""
     tuned, left = list[D](), list(prompts)
@@ -191,18 +202,32 @@ def boost(
 
     def tune(draft: tuple[int, Model], left: Sequence[int]) -> tuple[int, Model]:
         number, model = draft
-        weights = {name: w.detach().to(texts.device, torch.float32, copy=True) for name, w in model.weights.items()}
-        own = Model(model.config, weights, model.tokenizer if model.has_tokenizer else None, model.name)
+        weights = {
+            name: w.detach().to(texts.device, torch.float32, copy=True)
+            for name, w in model.weights.items()
+        }
+        own = Model(
+            model.config, weights, model.tokenizer if model.has_tokenizer else None, model.name
+        )
         rows = texts[list(left)]
 
         def batches(generator: torch.Generator) -> tuple[Tensor]:
-            return (rows[torch.randint(len(rows), (batch,), generator=generator, device=rows.device)],)
+            return (
+                rows[torch.randint(len(rows), (batch,), generator=generator, device=rows.device)],
+            )
 
         def loss(text: Tensor) -> Tensor:
             logits = own.teach(text[:, :-1])[:, -length:]  # rows of the answer alone
             return F.cross_entropy(logits.flatten(0, 1), text[:, -length:].flatten())
 
-        train(own.weights, batches, loss, settings, Path(folder) / str(number), title=f"draft {number}")
+        train(
+            own.weights,
+            batches,
+            loss,
+            settings,
+            Path(folder) / str(number),
+            title=f"draft {number}",
+        )
         return number, own.to()
 
     said: dict[int, Tensor] = {}
@@ -216,7 +241,10 @@ def boost(
     tuned = collectively(given, range(len(texts)), tune, covers)
     agree = torch.stack([agreement(model, texts, length) for _, model in tuned])  # [drafts, N]
     together = agree.cummax(dim=0).values
-    return Boosted([model for _, model in tuned], *(part.float().mean(dim=1).tolist() for part in (agree, together)))
+    return Boosted(
+        [model for _, model in tuned],
+        *(part.float().mean(dim=1).tolist() for part in (agree, together)),
+    )
 
 
 @torch.no_grad()

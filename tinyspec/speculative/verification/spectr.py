@@ -33,7 +33,10 @@ from tinyspec.decoding.verify import Verdict
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Row, TokenTree
 
-HALVINGS, COARSE = 50, 3  # of rho's bracket in floats, and in Fractions, whose denominators grow with each
+HALVINGS, COARSE = (
+    50,
+    3,
+)  # of rho's bracket in floats, and in Fractions, whose denominators grow with each
 
 
 def division(p: Any, q: Any, k: int) -> Any:
@@ -53,7 +56,9 @@ def division(p: Any, q: Any, k: int) -> Any:
         low, rho = rho, 0 * rho + k
         for _ in range(COARSE if exact(p) else HALVINGS):
             middle = (low + rho) / 2
-            low, rho = (low, middle) if _spare(said + middle * slope, middle, k) >= 0 else (middle, rho)
+            low, rho = (
+                (low, middle) if _spare(said + middle * slope, middle, k) >= 0 else (middle, rho)
+            )
     return rho
 
 
@@ -95,7 +100,9 @@ def k_seq(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
     while waiting:
         drafts = _independent(tree, waiting)
         law, tokens = tree.laws[drafts[0]], [tree.tokens[node] for node in drafts]
-        ratios = [ratio(row, law, token) for token in tokens]  # refuses what breaks the drafter's contract
+        ratios = [
+            ratio(row, law, token) for token in tokens
+        ]  # refuses what breaks the drafter's contract
         laws = vectors(row, law, tokens[0])
         rho = division(*laws, len(drafts))
         passed = next((i for i, x in enumerate(ratios) if chance.accept(x / rho)), None)
@@ -103,11 +110,15 @@ def k_seq(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
         if passed is None:
             waiting = [node for node in waiting if node not in drafts]
             left = remainder(*laws, len(drafts), rho)
-            row = as_row(left / left.sum()) if left.sum() > 0 else row  # nothing left: p and q agree up to rounding
+            row = (
+                as_row(left / left.sum()) if left.sum() > 0 else row
+            )  # nothing left: p and q agree up to rounding
         else:
             path.append(drafts[passed])
             row = p[path[-1]]
-            siblings = waiting = _below(tree, {node for node in siblings if tree.tokens[node] == tokens[passed]})
+            siblings = waiting = _below(
+                tree, {node for node in siblings if tree.tokens[node] == tokens[passed]}
+            )
     return Verdict(tuple(path), chance.draw(row), tuple(refused))
 
 
@@ -119,7 +130,11 @@ def _below(tree: TokenTree, parents: set[int]) -> list[int]:
 def _independent(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
     """The first of these siblings and all others that declare its law: given that law they are independent draws of it."""
     first = tree.laws[nodes[0]]
-    return [node for node in nodes if node == nodes[0] or (first is not None and same(first, tree.laws[node]))]
+    return [
+        node
+        for node in nodes
+        if node == nodes[0] or (first is not None and same(first, tree.laws[node]))
+    ]
 
 
 @technique(

@@ -53,10 +53,14 @@ class Session(Protocol):
 class Submission(Protocol):
     """What is handed in: a file `submission.py` with these functions."""
 
-    def warp(self, weights: Row, temperature: Fraction, top_k: int | None, top_p: Fraction | None) -> Row: ...
+    def warp(
+        self, weights: Row, temperature: Fraction, top_k: int | None, top_p: Fraction | None
+    ) -> Row: ...
     def acceptance(self, p: Row, q: Row, token: int) -> Fraction: ...
     def residual(self, p: Row, q: Row) -> Row: ...
-    def verify(self, p_rows: list[Row], q_rows: list[Row], draft: list[int], chance: Chance) -> list[int]: ...
+    def verify(
+        self, p_rows: list[Row], q_rows: list[Row], draft: list[int], chance: Chance
+    ) -> list[int]: ...
     def generate(
         self,
         target: Session,
@@ -118,7 +122,9 @@ def warp(weights: Row, temperature: Fraction, top_k: int | None, top_p: Fraction
             size += 1
         kept = kept[:size]
     mass = sum(powered[token] for token in kept)
-    return [powered[token] / mass if token in kept else Fraction(0) for token in range(len(weights))]
+    return [
+        powered[token] / mass if token in kept else Fraction(0) for token in range(len(weights))
+    ]
     # end of solution
 
 
@@ -227,7 +233,10 @@ def generate(
             text.append(token)
             if token == eos:
                 break
-        for session in (target, draft):  # the newest token is no model's yet, and what was rejected must go
+        for session in (
+            target,
+            draft,
+        ):  # the newest token is no model's yet, and what was rejected must go
             session.rewind(min(len(session), len(text) - 1))
     return text[len(prompt) :]
     # end of solution

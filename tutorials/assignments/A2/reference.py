@@ -33,7 +33,9 @@ class Session(Protocol):
 
     text: list[int]  # at least one token
 
-    def score(self, tokens: list[int], positions: list[int], mask: list[list[bool]]) -> list[list[Fraction]]:
+    def score(
+        self, tokens: list[int], positions: list[int], mask: list[list[bool]]
+    ) -> list[list[Fraction]]:
         """One forward pass: k tokens, k rows. Nothing that is fed stays in the cache.
 
         Args:
@@ -52,9 +54,16 @@ class Submission(Protocol):
     def positions(self, parents: list[int], committed: int) -> list[int]: ...
     def mask(self, parents: list[int], committed: int) -> list[list[bool]]: ...
     def score(self, session: Any, tokens: list[int], parents: list[int]) -> list[Row]: ...
-    def siblings(self, p: Row, q: Row | None, candidates: list[int], chance: Any) -> tuple[int | None, int]: ...
+    def siblings(
+        self, p: Row, q: Row | None, candidates: list[int], chance: Any
+    ) -> tuple[int | None, int]: ...
     def walk(
-        self, tokens: list[int], parents: list[int], p_rows: list[Row], q_rows: list[Row | None], chance: Any
+        self,
+        tokens: list[int],
+        parents: list[int],
+        p_rows: list[Row],
+        q_rows: list[Row | None],
+        chance: Any,
     ) -> tuple[list[int], int]: ...
     def answers(self, depth: int, operations: list[Any]) -> list[Tree | None]: ...
 
@@ -142,7 +151,9 @@ def scaled(row: Row) -> Row:
 # end of solution
 
 
-def siblings(p: Row, q: Row | None, candidates: list[int], chance: Chance) -> tuple[int | None, int]:
+def siblings(
+    p: Row, q: Row | None, candidates: list[int], chance: Chance
+) -> tuple[int | None, int]:
     """Verify several candidates for one token, in their order, by recursive rejection. The token returned has distribution p.
 
     Args:
@@ -176,7 +187,11 @@ def siblings(p: Row, q: Row | None, candidates: list[int], chance: Chance) -> tu
 
 
 def walk(
-    tokens: list[int], parents: list[int], p_rows: list[Row], q_rows: list[Row | None], chance: Chance
+    tokens: list[int],
+    parents: list[int],
+    p_rows: list[Row],
+    q_rows: list[Row | None],
+    chance: Chance,
 ) -> tuple[list[int], int]:
     """Follow a tree from its root as far as the target accepts, then return one token more.
 
@@ -196,7 +211,9 @@ def walk(
     here = ROOT
     while True:
         children = [node for node, parent in enumerate(parents) if parent == here]
-        place, token = siblings(p_rows[here + 1], q_rows[here + 1], [tokens[node] for node in children], chance)
+        place, token = siblings(
+            p_rows[here + 1], q_rows[here + 1], [tokens[node] for node in children], chance
+        )
         if place is None:
             return path, token
         here = children[place]
@@ -271,7 +288,10 @@ class Trie:
             best = min(waiting, key=lambda entry: entry[:2])  # a heap, where budgets are large
             waiting.remove(best)
             _, path, parent, node = best
-            waiting += [(-child.count, (*path, token), len(tokens), child) for token, child in node.children.items()]
+            waiting += [
+                (-child.count, (*path, token), len(tokens), child)
+                for token, child in node.children.items()
+            ]
             tokens.append(path[-1])
             parents.append(parent)
         return tokens, parents

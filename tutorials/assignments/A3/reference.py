@@ -59,11 +59,15 @@ class Submission(Protocol):
 
     def softmax_response(self, row: Row) -> Any: ...
     def saturation(self, state: Sequence[int], below: Sequence[int]) -> float: ...
-    def exit_layer(self, confidences: Sequence[float], threshold: float, step: int, limit: int, tau: float) -> int: ...
+    def exit_layer(
+        self, confidences: Sequence[float], threshold: float, step: int, limit: int, tau: float
+    ) -> int: ...
     def decode(self, model: Any, prompt: list[int], n: int, threshold: Any) -> Read: ...
     def decode_recomputing(self, model: Any, prompt: list[int], n: int, threshold: Any) -> Read: ...
     def p_value(self, losses: int, n: int, delta: Fraction) -> Fraction: ...
-    def calibrate(self, thresholds: list[float], p_values: list[Fraction], epsilon: Fraction) -> float: ...
+    def calibrate(
+        self, thresholds: list[float], p_values: list[Fraction], epsilon: Fraction
+    ) -> float: ...
     def jacobi(self, model: Any, prompt: list[int], n: int, block: int) -> list[int]: ...
 
 
@@ -103,7 +107,9 @@ def saturation(state: Sequence[int], below: Sequence[int]) -> float:
     # end of solution
 
 
-def exit_layer(confidences: Sequence[float], threshold: float, step: int, limit: int, tau: float) -> int:
+def exit_layer(
+    confidences: Sequence[float], threshold: float, step: int, limit: int, tau: float
+) -> int:
     """After how many layers a token leaves, under CALM's decaying threshold.
 
     The threshold of new token `step` is 0.9 * threshold + 0.1 * exp(-tau * step / limit), cut to 0 below and to 1 above. The
@@ -180,7 +186,9 @@ def decode(model: LayeredModel, prompt: list[int], n: int, threshold: Any) -> Re
     # solution
     text, layers, first = list(prompt), list[int](), len(prompt) - 1
     for position in range(first + n):
-        state, left = climb(model, position, text[position], math.inf if position < first else threshold)
+        state, left = climb(
+            model, position, text[position], math.inf if position < first else threshold
+        )
         for layer in range(left + 1, model.depth + 1):
             model.store(layer, position, model.project(layer, position, state))
         if position >= first:
@@ -204,7 +212,9 @@ def decode_recomputing(model: LayeredModel, prompt: list[int], n: int, threshold
     # solution
     text, layers, first = list(prompt), list[int](), len(prompt) - 1
     for position in range(first + n):
-        state, left = climb(model, position, text[position], math.inf if position < first else threshold)
+        state, left = climb(
+            model, position, text[position], math.inf if position < first else threshold
+        )
         if position >= first:
             text.append(likeliest(model.row(state)))
             layers.append(left)
@@ -228,7 +238,10 @@ def p_value(losses: int, n: int, delta: Fraction) -> Fraction:
     Fraction(3, 16)
     """
     # solution
-    return sum((math.comb(n, k) * delta**k * (1 - delta) ** (n - k) for k in range(losses + 1)), Fraction(0))
+    return sum(
+        (math.comb(n, k) * delta**k * (1 - delta) ** (n - k) for k in range(losses + 1)),
+        Fraction(0),
+    )
     # end of solution
 
 
