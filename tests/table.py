@@ -22,7 +22,7 @@ class Table(TableSession):
     @property
     def calls(self) -> int:
         """Passes, the prompt's not counted."""
-        return sum(not call.prefill for call in self.ledger)
+        return sum(not call.prefill for call in self.forward_log)
 
     def row(self, context: Sequence[int]) -> Any:
         """The row after a context."""

@@ -213,10 +213,10 @@ def test_interruption_keeps_the_text_and_exits_130(
 
     step = Decoder.step
 
-    def interrupted(self: Decoder, chance: Any) -> Any:
+    def interrupted(self: Decoder, rng: Any) -> Any:
         if self.rounds == 4:
             raise KeyboardInterrupt
-        return step(self, chance)
+        return step(self, rng)
 
     whole = run("generate", "the cat", "--model", zoo.big).stdout
     monkeypatch.setattr(Decoder, "step", interrupted)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.zoo import failed, run
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.decode import Decoder, TargetProbs
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import mutants, prove, statistics, toys
 from tinyspec.technique import Card, Guarantee, Request, find
 from tinyspec.tree import ROOT, TokenTree
@@ -27,18 +27,18 @@ def _few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 def biased(monkeypatch: pytest.MonkeyPatch) -> str:
     """A registered technique whose bonus is drawn from the wrong row."""
 
-    def wrong(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
-        verdict = walk(tree, p, chance)
+    def wrong(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+        verdict = verify_tree(tree, p, rng)
         return (
             verdict
-            if not verdict.path
-            else Verdict(verdict.path, chance.draw(p[ROOT]), verdict.refused)
+            if not verdict.accepted
+            else Verdict(verdict.accepted, rng.draw(p[ROOT]), verdict.rejected)
         )
 
     def build(request: Request) -> Decoder:
-        from tinyspec.decoding.modeldraft import ModelDraft
+        from tinyspec.decoding.modeldraft import ModelDrafter
 
-        return request.decoder(ModelDraft(request.drafts[0], 2, request.stop.eos), wrong)
+        return request.decoder(ModelDrafter(request.drafts[0], 2, request.stop.eos), wrong)
 
     from tinyspec import technique
 

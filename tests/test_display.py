@@ -23,7 +23,7 @@ from tinyspec.display import (
     statistics,
     visible,
 )
-from tinyspec.generation import Growing, generate, start
+from tinyspec.generation import TextStreamer, generate, start
 from tinyspec.models import load
 from tinyspec.race import Lane, compare, cut_lane, race
 
@@ -162,6 +162,6 @@ def test_the_report_speaks_plainly(lanes: list[Lane]) -> None:
 def test_growing_text_equals_the_whole(zoo: Zoo, stop: tuple[str, ...]) -> None:
     target = load(zoo.big)
     options = {"temperature": 1.0, "seed": 5, "stop": stop, "max_new_tokens": 40}
-    growing = Growing(start(target, "the cat", **options))
+    growing = TextStreamer(start(target, "the cat", **options))
     assert "".join(growing) == generate(target, "the cat", **options).text
     assert "tokens in" in statistics(growing.running.stats, "length")

@@ -411,10 +411,10 @@ def test_where_one_request_of_a_batch_fails_all_are_closed(
 ) -> None:
     step = Decoder.step
 
-    def fails(self: Decoder, chance: Any) -> Any:
+    def fails(self: Decoder, rng: Any) -> Any:
         if len(self.context) > 40:
             raise ZeroDivisionError
-        return step(self, chance)
+        return step(self, rng)
 
     monkeypatch.setattr(Decoder, "step", fails)
     with pytest.raises(ZeroDivisionError):

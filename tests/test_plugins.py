@@ -20,17 +20,17 @@ from tinyspec.laws import prove
 TECHNIQUE = '''"""A draft model proposes a chain; the target samples along it."""
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.verify import Verdict
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT
 
 
-def match(tree, p, chance):
+def match(tree, p, rng):
     path = ()
     while True:
         at = path[-1] if path else ROOT
-        token = chance.draw(p[at])
+        token = rng.draw(p[at])
         if at + 1 == len(tree.tokens) or tree.tokens[at + 1] != token:
             return Verdict(path, token, tuple(range(at + 1, len(tree.tokens)))[:1])
         path = (*path, at + 1)
@@ -39,22 +39,22 @@ def match(tree, p, chance):
 @technique(title="Mine", paper="none", family="verification", guarantee=Guarantee.EXACT, drafts=1,
            knobs=(Knob("gamma", 2, "draft tokens of a round", low=1),))
 def build(request: Request, *, gamma: int) -> Decoder:
-    return request.decoder(ModelDraft(request.drafts[0], gamma, request.stop.eos), match)
+    return request.decoder(ModelDrafter(request.drafts[0], gamma, request.stop.eos), match)
 '''
-SLIP = TECHNIQUE.replace("chance.draw(p[at])", "chance.draw(p[ROOT])")
+SLIP = TECHNIQUE.replace("rng.draw(p[at])", "rng.draw(p[ROOT])")
 CRASH = TECHNIQUE.replace("    path = ()\n", "    path = () if p[ROOT][0] < 0 else 1 / 0\n")
 LIAR = TECHNIQUE.replace(
-    "ModelDraft(request.drafts[0], gamma, request.stop.eos)",
+    "ModelDrafter(request.drafts[0], gamma, request.stop.eos)",
     "Liar(request.drafts[0], gamma, request.stop.eos)",
 ).replace(
     "def match",
     """from fractions import Fraction
 
 
-class Liar(ModelDraft):
+class Liar(ModelDrafter):
     def propose(self, *given):
         tree = super().propose(*given)
-        return tree._replace(laws=[[Fraction(1, len(law))] * len(law) for law in tree.laws])
+        return tree._replace(draft_probs=[[Fraction(1, len(q))] * len(q) for q in tree.draft_probs])
 
 
 def match""",

@@ -70,9 +70,7 @@ def test_the_lane_behind_moves(pair: tuple[Model, Model]) -> None:
         def make() -> Any:
             request = begin()
             step = request.decoder.step
-            request.decoder.step = lambda chance: (moves.append((number, clock.now)), step(chance))[
-                1
-            ]
+            request.decoder.step = lambda rng: (moves.append((number, clock.now)), step(rng))[1]
             return request
 
         return make

@@ -131,13 +131,13 @@ def generate(
         "temperature": temperature,
     }
     more = {"stop": stop, "chat": chat, "references": references}
-    warp = {
+    sampling = {
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
-    return generate(model, prompt, **options, **warp, seed=seed, **more, **knobs)
+    return generate(model, prompt, **options, **sampling, seed=seed, **more, **knobs)
 
 
 @_show_types

@@ -66,7 +66,7 @@ def check_sampling(
     min_p: Any = None,
     repetition_penalty: Any = 1.0,
 ) -> None:
-    """Raise TinyspecError unless these are numbers. `Warp` checks their ranges."""
+    """Raise TinyspecError unless these are numbers. `SamplingParams` checks their ranges."""
     check_number("temperature", temperature, "a number of at least 0 (0 is greedy)")
     check_number("repetition_penalty", repetition_penalty, "a number above 0 (1 is off)")
     for name, value in (("top_p", top_p), ("min_p", min_p)):

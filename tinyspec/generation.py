@@ -21,14 +21,14 @@ from tinyspec.arguments import (
     is_batch,
     wrong,
 )
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, Trace, compute_logprobs, compute_logprobs_on_device
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Call
-from tinyspec.lm.gate import Gate, run_together
+from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.gate import BatchBarrier, run_together
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Model
@@ -73,7 +73,7 @@ class Generation:
         return render_generation(self.text, self.trace, self.tokenizer, self.figures())
 
 
-class Running:
+class GenerationRun:
     """One request under way: iterate it for its rounds, then ask for the result.
 
     However it ends - by itself, by an exception, or because nobody asks for the rest - the target and the drafter are told, so
@@ -83,7 +83,7 @@ class Running:
     open = False
 
     def __init__(self, decoder: Decoder, model: Model, prompt: list[int], seed: int):
-        self.decoder, self.model, self.chance = decoder, model, Seeded(seed)
+        self.decoder, self.model, self.rng = decoder, model, Seeded(seed)
         self.stats, self.trace = Statistics(), Trace(list(prompt))
         self._logprobs: list[float] = []
         self._far: list[
@@ -99,7 +99,7 @@ class Running:
     def __iter__(self) -> Iterator[Round]:
         try:
             while not self.decoder.finished:
-                round = self.decoder.step(self.chance)
+                round = self.decoder.step(self.rng)
                 self.stats.count(round)
                 self.trace.add(round)
                 if round.scores.logits.device.type == "cpu":
@@ -162,9 +162,9 @@ def start(
     stop: str | Sequence[str | Sequence[int]] | None = (),
     chat: bool = False,
     references: str | Sequence[str | Sequence[int]] = (),
-    gate: Gate | None = None,
+    gate: BatchBarrier | None = None,
     **knobs: Any,
-) -> Running:
+) -> GenerationRun:
     """Prepare a request: everything that can be wrong with its arguments is said here."""
     card = find(method)
     check_names(card, knobs, start.__kwdefaults__ or ())
@@ -176,7 +176,7 @@ def start(
     stops = check_texts("stop", stop, "['\\n', [198]]")
     if not isinstance(chat, bool):
         raise wrong("chat", chat, "True or False")
-    warp = Warp(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
     model = load_model(model)
     drafts = drafts_for(model, card, draft)
     knobs = {**advised(card, drafts), **knobs}
@@ -191,21 +191,21 @@ def start(
         raise TinyspecError(
             f"{card.name} copies from no references: use a method that does, such as llma"
         )
-    ledger: list[Call] = []
+    forward_log: list[ForwardRecord] = []
     request = Request(
-        target=model.session(ledger, gate),
-        drafts=[d.session(ledger, gate) for d in drafts],
-        warp=warp,
+        target=model.session(forward_log, gate),
+        drafts=[d.session(forward_log, gate) for d in drafts],
+        sampling=sampling,
         stop=stopping(model, stops, max_new_tokens),
         references=[
             model.tokenizer.encode(text) if isinstance(text, str) else text for text in texts
         ],
         positions=model.config.max_positions,
-        reach=[d.config.max_positions for d in drafts],
-        ledger=ledger,
+        draft_max_lengths=[d.config.max_positions for d in drafts],
+        forward_log=forward_log,
         clock=None if gate else time.perf_counter,  # in a batch a call's time is the others' too
     )
-    return Running(card.make(request, **knobs), model, ids, seed)
+    return GenerationRun(card.make(request, **knobs), model, ids, seed)
 
 
 def load_model(model: ModelName) -> Model:
@@ -243,10 +243,10 @@ def generate(
 
 
 @dataclass
-class Growing:
+class TextStreamer:
     """A request's text in pieces that may be shown: never half a character, nothing that may become a stop string."""
 
-    running: Running
+    running: GenerationRun
     text: str = ""
     shown: int = 0
 
@@ -270,7 +270,7 @@ class Growing:
 
 def stream(model: ModelName, prompt: Prompt, **options: Any) -> Iterator[str]:
     """The new text as it grows, in pieces that never end in half a character or inside what may become a stop string."""
-    return (piece for piece in Growing(start(model, prompt, **options)) if piece)
+    return (piece for piece in TextStreamer(start(model, prompt, **options)) if piece)
 
 
 def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
@@ -287,16 +287,16 @@ def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
 
 def stopping(
     model: Model, stop: str | Sequence[str | Sequence[int]], max_new_tokens: int | None
-) -> Stop:
+) -> StoppingCriteria:
     """The stop rules of a request: the model's end-of-text ids, stop strings, stop sequences of ids, the budget."""
     stops = [stop] if isinstance(stop, str) else list(stop)
     strings = tuple(s for s in stops if isinstance(s, str))
     sequences = tuple(tuple(s) for s in stops if not isinstance(s, str))
     decode = (lambda ids: model.tokenizer.decode(list(ids))) if strings else None
-    return Stop(frozenset(model.config.eos), strings, sequences, max_new_tokens, decode)
+    return StoppingCriteria(frozenset(model.config.eos), strings, sequences, max_new_tokens, decode)
 
 
-def _finish(running: Running) -> Generation:
+def _finish(running: GenerationRun) -> Generation:
     """Run to the end. Ctrl-C keeps the text so far."""
     try:
         for _ in running:

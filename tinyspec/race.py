@@ -17,7 +17,7 @@ from typing import Any
 
 from tinyspec.decoding.decode import Round
 from tinyspec.decoding.trace import Statistics, Trace, distinct
-from tinyspec.generation import Running
+from tinyspec.generation import GenerationRun
 from tinyspec.lm.transformer import Model
 
 WARM_UP = 4  # rounds that run before any clock does: the first calls of a process pay for caches and thread pools
@@ -79,7 +79,7 @@ class Lane:
         }
 
 
-Start = Callable[[], Running]  # a new request, with its prompt run
+Start = Callable[[], GenerationRun]  # a new request, with its prompt run
 
 
 def warm_up(starts: Sequence[Start]) -> None:
@@ -96,7 +96,7 @@ def race(
 ) -> list[Lane]:
     """Run the requests against each other, one lane each; among equal clocks the first listed goes first."""
     lanes = [Lane(method) for method, _ in starts]
-    running: list[Running] = []
+    running: list[GenerationRun] = []
     gc.collect()
     for lane, (_, start) in zip(lanes, starts, strict=True):
         began = clock()

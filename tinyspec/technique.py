@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from tinyspec.decoding.decode import Decoder, Target
-from tinyspec.decoding.goodput import Choose, Clock
+from tinyspec.decoding.goodput import Clock, PolicyOverride
 from tinyspec.decoding.refine import Refiner
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError, nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
 from tinyspec.knob import Knob as Knob
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
 
@@ -52,14 +52,14 @@ class Request:
 
     target: Target
     drafts: Sequence[Target] = ()
-    warp: Warp = field(default_factory=Warp)
-    stop: Stop = field(default_factory=Stop)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StoppingCriteria = field(default_factory=StoppingCriteria)
     references: Sequence[Sequence[int]] = ()
     positions: int | None = None
-    reach: Sequence[int] = ()
-    ledger: list[Call] = field(default_factory=list)
+    draft_max_lengths: Sequence[int] = ()
+    forward_log: list[ForwardRecord] = field(default_factory=list)
     clock: Clock | None = None
-    choose: Choose | None = None
+    choose: PolicyOverride | None = None
 
     def decoder(self, drafter: Any, verifier: Any) -> Decoder:
         """The common loop around these parts."""
@@ -67,10 +67,10 @@ class Request:
             self.target,
             drafter,
             verifier,
-            warp=self.warp,
+            sampling=self.sampling,
             stop=self.stop,
             positions=self.positions,
-            ledger=self.ledger,
+            forward_log=self.forward_log,
         )
 
 
@@ -84,15 +84,15 @@ class RefineRequest:
 
     model: Seq2Seq
     teacher: Seq2Seq | None = None
-    ledger: list[Call] = field(default_factory=list)
+    forward_log: list[ForwardRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model = self.model.counting(self.ledger)
+        self.model = self.model.counting(self.forward_log)
         if self.teacher is not None:
             other = self.teacher.name + (
                 "" if self.teacher.name != self.model.name else " (teacher)"
             )
-            self.teacher = self.teacher.counting(self.ledger, other)
+            self.teacher = self.teacher.counting(self.forward_log, other)
 
 
 Builder = Callable[..., Any]
@@ -109,7 +109,7 @@ class Card:
     lossy       the knob that trades the guarantee for speed, and its neutral value
     kind        decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing, so no law
     hidden      reads hidden states: no table can host it, so all is proved on small transformers
-    coupled     draws by `Chance.race`, whose noise rounds share: proved path by path
+    coupled     draws by `RandomSource.race`, whose noise rounds share: proved path by path
     persistent  its state outlives a request
     optional_draft  uses a draft model where there is one, and does without
     several     uses every draft model that it is given, beyond those it needs

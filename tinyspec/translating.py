@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Round
 from tinyspec.decoding.refine import Pass, Refinement, Written
+from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.trace import Statistics, Trace
-from tinyspec.generation import Generation, Running
-from tinyspec.lm.feed import Call
+from tinyspec.generation import Generation, GenerationRun
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.transformer import Model
 from tinyspec.notebook import render_passes
@@ -29,9 +29,9 @@ class Work(Statistics):
     teacher_calls: int = 0
     candidates: int = 1
 
-    def encoded(self, model: Seq2Seq, ledger: Sequence[Call]) -> None:
+    def encoded(self, model: Seq2Seq, forward_log: Sequence[ForwardRecord]) -> None:
         """Read from the ledger what rounds do not tell."""
-        self.encoder_calls = sum(call.model == f"{model.name}/encoder" for call in ledger)
+        self.encoder_calls = sum(call.model == f"{model.name}/encoder" for call in forward_log)
 
 
 @dataclass(repr=False)
@@ -83,12 +83,12 @@ class Extending:
         self,
         model: Seq2Seq,
         source: list[int],
-        make: Callable[[Model], Running],
-        ledger: list[Call],
+        make: Callable[[Model], GenerationRun],
+        forward_log: list[ForwardRecord],
     ):
         self.begun = time.perf_counter()
-        self.model, self.source, self.ledger = model, source, ledger
-        self.running = make(model.counting(ledger).given(source))
+        self.model, self.source, self.forward_log = model, source, forward_log
+        self.running = make(model.counting(forward_log).given(source))
         self.running.started = self.begun
         self.running.stats = self.stats = Work()
 
@@ -115,7 +115,7 @@ class Extending:
 
     def result(self) -> Translation:
         """The whole, or what there is of it."""
-        self.stats.encoded(self.model, self.ledger)
+        self.stats.encoded(self.model, self.forward_log)
         done = self.running.result()
         return Translation(
             done.text,
@@ -142,10 +142,10 @@ class Rewriting:
         **knobs: Any,
     ):
         self.begun = time.perf_counter()
-        self.model, self.source, self.ledger, self.teacher = (
+        self.model, self.source, self.forward_log, self.teacher = (
             model,
             source,
-            request.ledger,
+            request.forward_log,
             request.teacher,
         )
         refiner = card.refiner(request, **knobs)
@@ -161,15 +161,15 @@ class Rewriting:
 
     def _close(self) -> None:
         stats, canvas = self.stats, self.refinement.canvas
-        stats.encoded(self.model, self.ledger)
-        decoding = [call for call in self.ledger if call.model == self.model.name]
+        stats.encoded(self.model, self.forward_log)
+        decoding = [call for call in self.forward_log if call.model == self.model.name]
         stats.target_calls, stats.row_layers = (
             len(decoding),
             sum(call.row_layers for call in decoding),
         )
         if self.teacher is not None:
             names = (self.teacher.name, f"{self.teacher.name}/encoder")
-            stats.teacher_calls = sum(call.model in names for call in self.ledger)
+            stats.teacher_calls = sum(call.model in names for call in self.forward_log)
         stats.emitted, stats.candidates = (
             len(self.refinement.tokens),
             0 if canvas is None else len(canvas.tokens),

@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 
 from tinyspec.arguments import check_budget, check_ids, check_names, check_sampling, is_batch, wrong
 from tinyspec.decoding.rescore import check_teacher
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import Running
-from tinyspec.lm.feed import Call
+from tinyspec.generation import GenerationRun
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Card, RefineRequest, Request, find
@@ -73,7 +73,7 @@ def start(
     check_pair(model, card)
     if teacher is not None and not card.teacher:
         raise TinyspecError(f"{card.name} asks no teacher: leave it out")
-    ledger: list[Call] = []
+    forward_log: list[ForwardRecord] = []
     if card.kind == "refine":
         if temperature is not None or top_k is not None or top_p is not None:
             raise TinyspecError(
@@ -84,23 +84,23 @@ def start(
                 f"{card.name} decides the length before the tokens: max_new_tokens has no meaning"
             )
         judge = teacher_of(model, card, teacher)
-        request = RefineRequest(model, judge, ledger)
+        request = RefineRequest(model, judge, forward_log)
         return Rewriting(model, ids, card, request, seed, **knobs)
-    warp = Warp(temperature or 0.0, top_k, top_p)
+    sampling = SamplingParams(temperature or 0.0, top_k, top_p)
     room = most_tokens(len(ids)) if max_new_tokens is None else max_new_tokens
 
-    def make(given: Model) -> Running:
+    def make(given: Model) -> GenerationRun:
         request = Request(
-            target=given.session(ledger),
-            warp=warp,
-            stop=Stop(frozenset(given.config.eos), max_new_tokens=room),
+            target=given.session(forward_log),
+            sampling=sampling,
+            stop=StoppingCriteria(frozenset(given.config.eos), max_new_tokens=room),
             positions=given.config.max_positions,
-            ledger=ledger,
+            forward_log=forward_log,
             clock=time.perf_counter,
         )
-        return Running(card.make(request, **knobs), given, [model.config.bos], seed)
+        return GenerationRun(card.make(request, **knobs), given, [model.config.bos], seed)
 
-    return Extending(model, ids, make, ledger)
+    return Extending(model, ids, make, forward_log)
 
 
 def translate(

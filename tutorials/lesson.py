@@ -49,12 +49,12 @@ def axes(width: float = 6.4, height: float = 3.0, **layout: Any) -> Any:
 
 def refuted(law: str, judge: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """What a judge says of something wrong, printed: the smallest case. An error if nothing, or another law, is broken."""
-    from tinyspec.laws import Accused, check
+    from tinyspec.laws import LawViolated, check
 
     found = None
     try:
         found = getattr(judge(*given, **named), "counterexample", None)
-    except Accused as accused:
+    except LawViolated as accused:
         found = accused.counterexample
     assert found is not None, f"{law}: nothing was found"
     assert found.law == law, f"{law}: {found.law} was found broken instead"

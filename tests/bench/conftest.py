@@ -11,5 +11,5 @@ from tinyspec.bench import curve, measure
 def no_garbage() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (measure, curve):
-            patch.setattr(module, "quiet_moment", lambda: None)
+            patch.setattr(module, "collect_garbage", lambda: None)
         yield

@@ -17,10 +17,10 @@ from tinyspec.bench import arms
 from tinyspec.bench.arms import Own, balance
 from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.tasks import Job
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Round
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import Running, start
+from tinyspec.generation import GenerationRun, start
 from tinyspec.technique import techniques
 
 ENDING = replace(LLAMA, eos=tuple(range(0, 13, 2)))  # every other token ends a text
@@ -81,12 +81,12 @@ def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyP
     may_run(method)
     rounds: list[Round] = []
 
-    def noting(*args: Any, **options: Any) -> Running:
+    def noting(*args: Any, **options: Any) -> GenerationRun:
         running = start(*args, **options)
         step = running.decoder.step
 
-        def noted(chance: Chance) -> Round:
-            rounds.append(step(chance))
+        def noted(rng: RandomSource) -> Round:
+            rounds.append(step(rng))
             return rounds[-1]
 
         monkeypatch.setattr(running.decoder, "step", noted)
@@ -96,7 +96,7 @@ def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyP
     made = own(method).run(job(), 3, time.perf_counter)
     assert list(made.ids) == [token for round in rounds for token in round.tokens]
     assert made.calls == len(rounds)
-    assert made.accepted == sum(len(round.verdict.path) for round in rounds)
+    assert made.accepted == sum(len(round.verdict.accepted) for round in rounds)
     assert made.silent == sum(round.verdict.next is None for round in rounds)
     assert made.truncated == sum(round.truncated for round in rounds)
     assert made.draft_calls == sum(len(round.draft_calls) for round in rounds)

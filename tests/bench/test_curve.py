@@ -10,7 +10,7 @@ from tests.bench.fakes import Hand
 from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.bench import curve
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model
 
 
@@ -128,12 +128,12 @@ def test_what_a_forward_reads_and_computes(config: Config) -> None:
 @pytest.mark.parametrize("k", [1, 2, 7])
 def test_our_forward_runs_exactly_k_rows_behind_the_cache(k: int) -> None:
     forward = curve.OwnForwards(model(LLAMA, dtype=torch.float32), cached=9)
-    ledger: list[Call] = forward.session.runner.ledger
+    forward_log: list[ForwardRecord] = forward.session.runner.forward_log
     for _ in range(3):
         forward.prepare(k)
-        mark = len(ledger)
+        mark = len(forward_log)
         forward.run(k)
-        assert [(call.rows, call.head_rows) for call in ledger[mark:]] == [(k, k)]
+        assert [(call.rows, call.head_rows) for call in forward_log[mark:]] == [(k, k)]
         assert len(forward.session) == 10
 
 

@@ -192,6 +192,6 @@ def test_guesses_one_by_one_run_a_row_each(k: int) -> None:
     arm = parts.Guessing(m, 9)
     for _ in range(2):
         arm.prepare(k)
-        before = len(arm.session.runner.ledger)
+        before = len(arm.session.runner.forward_log)
         arm.run(k)
-        assert [call.rows for call in arm.session.runner.ledger[before:]] == [1] * k
+        assert [call.rows for call in arm.session.runner.forward_log[before:]] == [1] * k

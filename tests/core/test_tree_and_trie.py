@@ -33,7 +33,7 @@ def test_tree_kernels_equal_their_twins_and_the_definition(tree):
         == reference_tree.depths(parents)
         == [len(path) for path in paths]
     )
-    spelled = [whole.spelled(path) for path in paths]
+    spelled = [whole.tokens_on(path) for path in paths]
     first = [spelled.index(words) for words in spelled]
     assert (
         _core.unique_paths(tokens, parents).tolist()

@@ -4,53 +4,55 @@ import pytest
 
 from tests.lm import small
 from tests.table import Table, law
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, Trace, origins
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
 from tinyspec.tree import TokenTree
 
 
-class Always(NoDraft):
+class Always(BaseDrafter):
     """An adversary: proposes the same chain whatever the text is."""
 
     def __init__(self, *tokens: int):
         self.tokens = tokens
 
-    def propose(self, context, room, warp, chance):  # type: ignore[no-untyped-def]
-        return TokenTree.chain(self.tokens[:room])
+    def propose(self, context, max_draft_depth, sampling, rng):  # type: ignore[no-untyped-def]
+        return TokenTree.chain(self.tokens[:max_draft_depth])
 
 
-def decoder(drafter: NoDraft | None = None, stop: Stop | None = None, **options: object) -> Decoder:
-    return Decoder(Table(1), drafter or NoDraft(), walk, stop=stop, **options)  # type: ignore[arg-type]
+def decoder(
+    drafter: BaseDrafter | None = None, stop: StoppingCriteria | None = None, **options: object
+) -> Decoder:
+    return Decoder(Table(1), drafter or BaseDrafter(), verify_tree, stop=stop, **options)  # type: ignore[arg-type]
 
 
 def run(d: Decoder, seed: int = 0, prompt: tuple[int, ...] = (0,)) -> Decoder:
     d.extend(prompt)
-    chance = Seeded(seed)
+    rng = Seeded(seed)
     while not d.finished:
-        d.step(chance)
+        d.step(rng)
     return d
 
 
 @pytest.mark.parametrize("wanted", range(7))
 @pytest.mark.parametrize("gamma", range(5))
 def test_exactly_as_many_tokens_as_asked_for(wanted: int, gamma: int) -> None:
-    d = run(decoder(Always(*[0] * gamma), Stop(max_new_tokens=wanted)))
+    d = run(decoder(Always(*[0] * gamma), StoppingCriteria(max_new_tokens=wanted)))
     assert len(d.new) == wanted
     assert d.finished == "length"
     assert d.target.text == d.context  # type: ignore[attr-defined]
 
 
 def test_a_draft_of_the_end_token_does_not_end_the_text() -> None:
-    stop = Stop(eos=frozenset({2}), max_new_tokens=6)
-    warp = Warp(temperature=0.0)
-    plain = run(Decoder(Table(5), NoDraft(), walk, warp=warp, stop=stop))
-    drafted = run(Decoder(Table(5), Always(2, 2, 2), walk, warp=warp, stop=stop))
+    stop = StoppingCriteria(eos=frozenset({2}), max_new_tokens=6)
+    sampling = SamplingParams(temperature=0.0)
+    plain = run(Decoder(Table(5), BaseDrafter(), verify_tree, sampling=sampling, stop=stop))
+    drafted = run(Decoder(Table(5), Always(2, 2, 2), verify_tree, sampling=sampling, stop=stop))
     assert drafted.new == plain.new
 
 
@@ -58,7 +60,10 @@ def test_nothing_comes_after_an_end_token_inside_a_block() -> None:
     for seed in range(30):
         d = run(
             Decoder(
-                Table(seed), Always(1, 2, 0, 1), walk, stop=Stop(frozenset({2}), max_new_tokens=9)
+                Table(seed),
+                Always(1, 2, 0, 1),
+                verify_tree,
+                stop=StoppingCriteria(frozenset({2}), max_new_tokens=9),
             ),
             seed,
         )
@@ -66,13 +71,21 @@ def test_nothing_comes_after_an_end_token_inside_a_block() -> None:
 
 
 def test_the_context_limit_is_never_passed() -> None:
-    d = run(Decoder(Table(1), Always(0, 0, 0), walk, stop=Stop(max_new_tokens=50), positions=8))
+    d = run(
+        Decoder(
+            Table(1),
+            Always(0, 0, 0),
+            verify_tree,
+            stop=StoppingCriteria(max_new_tokens=50),
+            positions=8,
+        )
+    )
     assert len(d.context) == 8
     assert d.finished == "context"
 
 
 def test_a_prompt_at_the_context_limit_ends_at_once() -> None:
-    d = run(Decoder(Table(1), NoDraft(), walk, positions=3), prompt=(0, 1, 2))
+    d = run(Decoder(Table(1), BaseDrafter(), verify_tree, positions=3), prompt=(0, 1, 2))
     assert d.new == []
     assert d.finished == "context"
 
@@ -83,7 +96,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 def test_a_finished_text_takes_no_further_step() -> None:
-    d = run(decoder(stop=Stop(max_new_tokens=1)))
+    d = run(decoder(stop=StoppingCriteria(max_new_tokens=1)))
     with pytest.raises(ValueError, match="finished"):
         d.step(Seeded(0))
 
@@ -96,11 +109,11 @@ def test_every_adversary_keeps_the_law() -> None:
 
 
 def test_plain_decoding_makes_one_token_a_call() -> None:
-    d = decoder(stop=Stop(max_new_tokens=5))
+    d = decoder(stop=StoppingCriteria(max_new_tokens=5))
     d.extend((0,))
-    stats, chance = Statistics(), Seeded(3)
+    stats, rng = Statistics(), Seeded(3)
     while not d.finished:
-        stats.count(d.step(chance))
+        stats.count(d.step(rng))
     assert (stats.emitted, stats.target_calls, stats.tokens_per_call) == (5, 5, 1.0)
 
 
@@ -109,34 +122,34 @@ def test_statistics_of_no_tokens_are_defined() -> None:
 
 
 def test_emitted_tokens_are_accepted_ones_plus_one_a_round_less_the_cut() -> None:
-    d = decoder(Always(0, 1), Stop(max_new_tokens=11))
+    d = decoder(Always(0, 1), StoppingCriteria(max_new_tokens=11))
     d.extend((0,))
-    stats, chance, nexts, cut = Statistics(), Seeded(4), 0, 0
+    stats, rng, nexts, cut = Statistics(), Seeded(4), 0, 0
     while not d.finished:
-        r = d.step(chance)
+        r = d.step(rng)
         stats.count(r)
         nexts += r.verdict.next is not None
         cut += r.truncated
-        assert len(origins(r)) == len(r.tokens) == len(r.laws)
+        assert len(origins(r)) == len(r.tokens) == len(r.output_probs)
     assert stats.emitted == stats.accepted + nexts == 11
     assert stats.tokens_per_call * stats.target_calls == stats.emitted
 
 
 def test_origins_tell_recovered_from_bonus() -> None:
     kinds = set()
-    d = decoder(Always(0), Stop(max_new_tokens=40))
+    d = decoder(Always(0), StoppingCriteria(max_new_tokens=40))
     d.extend((0,))
-    chance = Seeded(1)
+    rng = Seeded(1)
     while not d.finished:
-        r = d.step(chance)
+        r = d.step(rng)
         kinds.add(origins(r))
         if r.verdict.next is not None and r.tree.tokens:
-            assert origins(r)[-1] == ("recovered" if r.verdict.refused else "bonus")
+            assert origins(r)[-1] == ("recovered" if r.verdict.rejected else "bonus")
     assert {("recovered",), ("accepted", "bonus")} <= kinds
 
 
 def test_a_trace_survives_json() -> None:
-    d = decoder(Always(0, 1), Stop(max_new_tokens=6))
+    d = decoder(Always(0, 1), StoppingCriteria(max_new_tokens=6))
     trace = Trace([0])
     d.extend((0,))
     while not d.finished:
@@ -146,34 +159,40 @@ def test_a_trace_survives_json() -> None:
 
 
 def test_rewinding_and_going_on_equals_never_having_gone() -> None:
-    warp = Warp(temperature=0.0)
-    d = Decoder(Table(7), Always(0, 1), walk, warp=warp, stop=Stop(max_new_tokens=9))
+    sampling = SamplingParams(temperature=0.0)
+    d = Decoder(
+        Table(7),
+        Always(0, 1),
+        verify_tree,
+        sampling=sampling,
+        stop=StoppingCriteria(max_new_tokens=9),
+    )
     d = run(d)
     whole = list(d.context)
     d.rewind(4)
-    chance = Seeded(99)
+    rng = Seeded(99)
     while not d.finished and len(d.context) < 10:
-        d.step(chance)
+        d.step(rng)
     assert d.context[:10] == whole[:10]
 
 
 def test_a_verifier_that_commits_nothing_is_an_error() -> None:
     from tinyspec.decoding.verify import Verdict
 
-    d = Decoder(Table(1), NoDraft(), lambda tree, p, chance: Verdict((), None))
+    d = Decoder(Table(1), BaseDrafter(), lambda tree, p, rng: Verdict((), None))
     d.extend((0,))
     with pytest.raises(RuntimeError, match="nothing"):
         d.step(Seeded(0))
 
 
-class Keeping(NoDraft):
+class Keeping(BaseDrafter):
     """Keeps every round, and reads its laws when all is over."""
 
     def __init__(self) -> None:
         self.rounds: list[Round] = []
 
-    def propose(self, context, room, warp, chance):  # type: ignore[no-untyped-def]
-        return TokenTree.chain([0, 1][:room])
+    def propose(self, context, max_draft_depth, sampling, rng):  # type: ignore[no-untyped-def]
+        return TokenTree.chain([0, 1][:max_draft_depth])
 
     def observe(self, round: Round) -> None:
         self.rounds.append(round)
@@ -182,18 +201,26 @@ class Keeping(NoDraft):
 @pytest.mark.parametrize("penalty", [1.0, 1.7])
 def test_a_rounds_laws_are_those_of_its_moment_however_late_they_are_read(penalty: float) -> None:
     model, drafter = TableModel(seed=4, vocabulary=3, floats=True), Keeping()
-    warp = Warp(temperature=0.7, repetition_penalty=penalty)
-    d = run(Decoder(model.session(), drafter, walk, warp=warp, stop=Stop(max_new_tokens=9)))
+    sampling = SamplingParams(temperature=0.7, repetition_penalty=penalty)
+    d = run(
+        Decoder(
+            model.session(),
+            drafter,
+            verify_tree,
+            sampling=sampling,
+            stop=StoppingCriteria(max_new_tokens=9),
+        )
+    )
     text = [0]
     for round in drafter.rounds:
-        assert len(round.laws) == len(round.tokens)
-        for token, read in zip(round.tokens, round.laws, strict=True):
+        assert len(round.output_probs) == len(round.tokens)
+        for token, read in zip(round.tokens, round.output_probs, strict=True):
             rows = model.session()
             rows.extend(text)
-            assert read.tolist() == warp(rows.score(TokenTree()).logits[0], text).tolist()
+            assert read.tolist() == sampling.probs(rows.score(TokenTree()).logits[0], text).tolist()
             text.append(token)
-        assert [row.tolist() for row in round.laws[1:]] == [
-            row.tolist() for row in list(round.laws)[1:]
+        assert [row.tolist() for row in round.output_probs[1:]] == [
+            row.tolist() for row in list(round.output_probs)[1:]
         ]
     assert text == d.context
 
@@ -205,8 +232,8 @@ class Knowing(Keeping):
         super().__init__()
         self.text = text
 
-    def propose(self, context, room, warp, chance):  # type: ignore[no-untyped-def]
-        coming = self.text[len(context) :][: min(room, 4)]
+    def propose(self, context, max_draft_depth, sampling, rng):  # type: ignore[no-untyped-def]
+        coming = self.text[len(context) :][: min(max_draft_depth, 4)]
         tokens = [token for right in coming for token in ((right + 1) % 3, right)]
         parents = [2 * depth - 1 for depth in range(len(coming)) for _ in range(2)]
         return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
@@ -214,30 +241,38 @@ class Knowing(Keeping):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_greedy_walk_penalises_what_its_own_path_says(seed: int) -> None:
-    model, warp, stop = (
+    model, sampling, stop = (
         TableModel(seed=seed, vocabulary=3, floats=True),
-        Warp(0.0, repetition_penalty=3.0),
-        Stop(max_new_tokens=12),
+        SamplingParams(0.0, repetition_penalty=3.0),
+        StoppingCriteria(max_new_tokens=12),
     )
-    plain = run(Decoder(model.session(), NoDraft(), walk, warp=warp, stop=stop))
+    plain = run(Decoder(model.session(), BaseDrafter(), verify_tree, sampling=sampling, stop=stop))
     text = [0]
     for token in plain.new:  # and plain decoding is the law's
         rows = model.session()
         rows.extend(text)
-        assert token == int(warp(rows.score(TokenTree()).logits[0], text).argmax())
+        assert token == int(sampling.probs(rows.score(TokenTree()).logits[0], text).argmax())
         text.append(token)
-    drafted = run(Decoder(model.session(), Knowing(text), walk, warp=warp, stop=stop))
+    drafted = run(
+        Decoder(model.session(), Knowing(text), verify_tree, sampling=sampling, stop=stop)
+    )
     assert drafted.context == text
     assert drafted.rounds <= 4
 
 
 def test_the_laws_of_a_round_are_those_of_its_own_text_whenever_they_are_read() -> None:
     """A penalty looks at the text as it was, and a greedy law is not made before it is read; the text has gone on since."""
-    warp = Warp(0.0, repetition_penalty=9.0)
+    sampling = SamplingParams(0.0, repetition_penalty=9.0)
     session = small.model().session()
-    request = Decoder(session, NoDraft(), walk, warp=warp, stop=Stop(max_new_tokens=5))
+    request = Decoder(
+        session,
+        BaseDrafter(),
+        verify_tree,
+        sampling=sampling,
+        stop=StoppingCriteria(max_new_tokens=5),
+    )
     request.extend(small.PROMPT)
     rounds = [request.step(Seeded(i)) for i in range(5)]
     for i, round in enumerate(rounds):
-        expected = warp(round.scores.logits[0], request.context[: len(small.PROMPT) + i])
-        assert (round.laws[0] == expected).all()
+        expected = sampling.probs(round.scores.logits[0], request.context[: len(small.PROMPT) + i])
+        assert (round.output_probs[0] == expected).all()

@@ -9,20 +9,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lm.small import LLAMA, PROMPT, model
 from tinyspec.decoding import decode, device, sampling, verify
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT, TokenTree
 
 WARPS = [
-    Warp(0.0),
-    Warp(0.7),
-    Warp(top_k=3),
-    Warp(top_p=0.6),
-    Warp(0.8, min_p=0.2),
-    Warp(repetition_penalty=1.3),
+    SamplingParams(0.0),
+    SamplingParams(0.7),
+    SamplingParams(top_k=3),
+    SamplingParams(top_p=0.6),
+    SamplingParams(0.8, min_p=0.2),
+    SamplingParams(repetition_penalty=1.3),
 ]
 
 
@@ -49,30 +49,38 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def made(method: str, warp: Warp, tokens: int = 24) -> list[int]:
+def made(method: str, sampling: SamplingParams, tokens: int = 24) -> list[int]:
     m = model(LLAMA, dtype=torch.float64)
     request = Request(
-        m.session(), (), warp, Stop(max_new_tokens=tokens), [[3, 1, 4, 1, 5, 9, 2, 6]]
+        m.session(),
+        (),
+        sampling,
+        StoppingCriteria(max_new_tokens=tokens),
+        [[3, 1, 4, 1, 5, 9, 2, 6]],
     )
     decoder = find(method).make(request)
     decoder.extend(PROMPT)
-    chance = Seeded(3)
+    source = Seeded(3)
     while not decoder.finished:
-        decoder.step(chance)
+        decoder.step(source)
     return decoder.new
 
 
-@pytest.mark.parametrize("warp", WARPS, ids=str)
+@pytest.mark.parametrize("sampling", WARPS, ids=str)
 @pytest.mark.parametrize("method", ["autoregressive", "llma"])
-def test_the_text_is_the_hosts(method: str, warp: Warp, request: pytest.FixtureRequest) -> None:
-    expected = made(method, warp)
+def test_the_text_is_the_hosts(
+    method: str, sampling: SamplingParams, request: pytest.FixtureRequest
+) -> None:
+    expected = made(method, sampling)
     request.getfixturevalue("away")
-    assert made(method, warp) == expected
+    assert made(method, sampling) == expected
 
 
-@pytest.mark.parametrize("warp", WARPS, ids=str)
+@pytest.mark.parametrize("sampling", WARPS, ids=str)
 @pytest.mark.usefixtures("away")
-def test_the_host_waits_once_a_round(warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_once_a_round(
+    sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fetched, plain = [], device.fetch
 
     def fetch(*columns: torch.Tensor) -> list[list[float]]:
@@ -83,10 +91,12 @@ def test_the_host_waits_once_a_round(warp: Warp, monkeypatch: pytest.MonkeyPatch
     logits = torch.randn(6, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     q = torch.full((13,), 1 / 13, dtype=torch.float64)
     tree = TokenTree((1, 1, 4, 2, 5), (ROOT, ROOT, ROOT, 0, 1), (q, q, None, None, q), (False,) * 5)
-    laws = decode.Laws(decode.Scores(logits, torch.empty(0), [1] * 6), warp, [1, 2], tree)
+    laws = decode.TargetProbs(
+        decode.Scores(logits, torch.empty(0), [1] * 6), sampling, [1, 2], tree
+    )
     with Waits() as waits:
-        verdict = verify.walk(tree, laws, Seeded(1))
-        rows = [laws[node] for node in (ROOT, *verdict.path)]
+        verdict = verify.verify_tree(tree, laws, Seeded(1))
+        rows = [laws[node] for node in (ROOT, *verdict.accepted)]
     assert (len(fetched), waits.count) == (1, 0)
     assert all(abs(float(row.sum()) - 1) < 1e-12 for row in rows)
 
@@ -104,7 +114,7 @@ def test_equal_siblings_and_their_children_are_walked_as_on_the_host() -> None:
     same = [
         min(i for i in range(7) if _spelled(tree, i) == _spelled(tree, node)) for node in range(7)
     ]
-    laws = [None if law is None else torch.tensor(law) for law in tree.laws]
+    laws = [None if law is None else torch.tensor(law) for law in tree.draft_probs]
     seen = set()
     for _ in range(400):
         rows, uniforms = rng.dirichlet(np.ones(4) / 2, size=8), rng.random(8)
@@ -120,7 +130,7 @@ def test_equal_siblings_and_their_children_are_walked_as_on_the_host() -> None:
 
 
 def _spelled(tree: TokenTree, node: int) -> tuple[int, ...]:
-    return tree.spelled(tree.path(node))
+    return tree.tokens_on(tree.path(node))
 
 
 @pytest.mark.parametrize(
@@ -131,13 +141,15 @@ def test_a_row_without_a_law_is_refused_when_it_is_reached(bad: float, said: str
     logits = torch.zeros(2, 3, dtype=torch.float64)
     logits[1] = bad
     tree = TokenTree.chain((1,))
-    laws = decode.Laws(decode.Scores(logits, torch.empty(0), [1, 1]), Warp(), [0], tree)
+    laws = decode.TargetProbs(
+        decode.Scores(logits, torch.empty(0), [1, 1]), SamplingParams(), [0], tree
+    )
     reached = 0
     for seed in range(20):
         if Seeded(seed).accept(1 / 3):
             reached += 1
             with pytest.raises(TinyspecError, match=said):
-                verify.walk(tree, laws, Seeded(seed))
+                verify.verify_tree(tree, laws, Seeded(seed))
         else:
-            assert verify.walk(tree, laws, Seeded(seed)).path == ()
+            assert verify.verify_tree(tree, laws, Seeded(seed)).accepted == ()
     assert 0 < reached < 20

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyspec.decoding.drafts import merged, replaced
+from tinyspec.decoding.drafts import continue_after_substitution, merge_drafts
 from tinyspec.tree import ROOT
 
 
@@ -41,7 +41,7 @@ def test_the_merged_tree_has_every_path_once_with_the_greatest_of_its_chances(
     for tokens, parents, chances in given:
         for text, chance in zip(spelled(tokens, parents), chances, strict=True):
             wanted[text] = max(chance, wanted.get(text, 0.0))
-    tokens, parents, chances = merged(given)
+    tokens, parents, chances = merge_drafts(given)
     assert dict(zip(spelled(tokens, parents), chances, strict=True)) == wanted
     assert len(tokens) == len(wanted)
     assert all(parent < node for node, parent in enumerate(parents))
@@ -55,7 +55,9 @@ def test_behind_a_replaced_token_comes_what_followed_the_others(given: Any, newe
     tokens, parents, shares = given
     matches = list(range(len(tokens)))
     texts = spelled(tokens, parents)
-    said, above, kept, places = replaced((tokens, parents, shares, matches), newest)
+    said, above, kept, places = continue_after_substitution(
+        (tokens, parents, shares, matches), newest
+    )
     expected = [node for node, text in enumerate(texts) if len(text) > 1 and text[0] != newest]
     assert [texts[node][1:] for node in expected] == spelled(said, above)
     assert list(kept) == [shares[node] for node in expected]

@@ -11,7 +11,7 @@ from tests.lm.small import GPT2, LLAMA, PROMPT, model, same_cache
 from tinyspec.decoding.exits import FILLS, Exit, ExitTarget, Rule
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan
 from tinyspec.tree import TokenTree
 
@@ -42,9 +42,9 @@ def run(target: ExitTarget, tokens: list[int]) -> list[Any]:
     return scores
 
 
-def begun(rule: Rule, fill: str = "copy", m: Any = M) -> tuple[ExitTarget, list[Call]]:
-    ledger: list[Call] = []
-    return ExitTarget(m.session(ledger), rule, fill), ledger
+def begun(rule: Rule, fill: str = "copy", m: Any = M) -> tuple[ExitTarget, list[ForwardRecord]]:
+    forward_log: list[ForwardRecord] = []
+    return ExitTarget(m.session(forward_log), rule, fill), forward_log
 
 
 @pytest.mark.parametrize("m", [M, model(GPT2)], ids=["llama", "gpt2"])
@@ -102,10 +102,10 @@ def test_what_each_fill_costs_is_in_the_ledger() -> None:
     """Exits behind 1, 1 and then the whole model, three layers: fills, layers, and who runs with whom."""
     told = {}
     for fill in FILLS:
-        target, ledger = begun(At(1, 1), fill)
+        target, forward_log = begun(At(1, 1), fill)
         run(target, [7, 8, 9])
         told[fill] = [
-            (call.rows, call.row_layers, call.fills) for call in ledger if not call.prefill
+            (call.rows, call.row_layers, call.fills) for call in forward_log if not call.prefill
         ]
     one, head = (1, 1.0, 0), (1, 0.0, 0)  # a layer; the exit's row, where the rule reads none
     whole = [one, one, one]
@@ -118,10 +118,10 @@ def test_a_rule_that_reads_rows_pays_a_head_product_a_layer_and_one_that_does_no
     None
 ):
     for row, products in ((True, 2 + 1), (False, 1 + 1)):
-        target, ledger = begun(At(2, row=row))
+        target, forward_log = begun(At(2, row=row))
         run(target, [7])
         target.session.score(EMPTY)
-        assert sum(call.head_rows for call in ledger) == products
+        assert sum(call.head_rows for call in forward_log) == products
 
 
 def test_a_rule_sees_the_states_it_reads_the_step_and_the_row() -> None:
@@ -138,12 +138,12 @@ def test_a_rule_sees_the_states_it_reads_the_step_and_the_row() -> None:
 
 
 def test_the_last_token_of_a_text_is_never_filled_and_the_prompt_always_runs_whole() -> None:
-    target, ledger = begun(At(1, 1, 1))
+    target, forward_log = begun(At(1, 1, 1))
     run(target, [7])
-    assert [call.fills for call in ledger] == [0, 0, 0] and ledger[0].prefill
-    assert ledger[0].row_layers == L * (len(PROMPT) - 1)
+    assert [call.fills for call in forward_log] == [0, 0, 0] and forward_log[0].prefill
+    assert forward_log[0].row_layers == L * (len(PROMPT) - 1)
     target.score(EMPTY)
-    assert sum(call.fills for call in ledger) == L - 1
+    assert sum(call.fills for call in forward_log) == L - 1
 
 
 @pytest.mark.parametrize("m", [M, TableModel(3)], ids=["transformer", "table"])
@@ -169,10 +169,10 @@ def test_what_is_taken_back_and_said_again_is_as_if_it_had_never_been(m: Any, fi
 
 
 def test_text_given_from_outside_fills_what_left_early_first() -> None:
-    target, ledger = begun(At(1))
+    target, forward_log = begun(At(1))
     run(target, [7])
     target.extend([8, 9])
-    assert sum(call.fills for call in ledger) == L - 1
+    assert sum(call.fills for call in forward_log) == L - 1
     assert target.start == len(target) == len(PROMPT) + 3
     target.end()
     assert (len(target), target.start, target.left) == (0, 0, [])

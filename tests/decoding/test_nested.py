@@ -3,13 +3,13 @@
 import pytest
 
 from tests.table import Table, law
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.nested import Nested
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.contracts import contracts
 from tinyspec.lm.plan import Plan
 from tinyspec.technique import Request
@@ -19,20 +19,31 @@ def levels(request: Request, gamma: int = 2, **how: bool) -> Decoder:
     """Target, middle, small."""
     middle, small = request.drafts
     inner = Decoder(
-        middle, ModelDraft(small, 1), walk, stop=Stop(eos=request.stop.eos), ledger=request.ledger
+        middle,
+        ModelDrafter(small, 1),
+        verify_tree,
+        stop=StoppingCriteria(eos=request.stop.eos),
+        forward_log=request.forward_log,
     )
-    return request.decoder(Nested(inner, gamma, **how), walk)
+    return request.decoder(Nested(inner, gamma, **how), verify_tree)
 
 
-def three(warp: Warp | None = None, stop: Stop | None = None, gamma: int = 2) -> Decoder:
+def three(
+    sampling: SamplingParams | None = None, stop: StoppingCriteria | None = None, gamma: int = 2
+) -> Decoder:
     target, middle, small = (Table(seed, 3, zeros=seed != 2) for seed in (1, 2, 3))
-    return levels(Request(target, [middle, small], warp or Warp(), stop or Stop()), gamma)
+    return levels(
+        Request(target, [middle, small], sampling or SamplingParams(), stop or StoppingCriteria()),
+        gamma,
+    )
 
 
-@pytest.mark.parametrize("warp", [Warp(), Warp(0.0), Warp(top_p=0.7)], ids=str)
-def test_three_levels_keep_the_targets_joint_law(warp: Warp) -> None:
-    assert law(lambda: three(warp), 2) == law(
-        lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(0.0), SamplingParams(top_p=0.7)], ids=str
+)
+def test_three_levels_keep_the_targets_joint_law(sampling: SamplingParams) -> None:
+    assert law(lambda: three(sampling), 2) == law(
+        lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
     )
 
 
@@ -41,7 +52,7 @@ def test_its_tokens_declare_the_middles_law_not_the_smallests() -> None:
     d.extend((0, 1))
     tree = d.step(Seeded(3)).tree
     middle = Table(2, 3, zeros=False)
-    assert [list(q) for q in tree.laws] == [
+    assert [list(q) for q in tree.draft_probs] == [
         middle.row((0, 1, *tree.tokens[:at])) for at in range(len(tree.tokens))
     ]
 
@@ -50,7 +61,7 @@ def test_an_inexact_inner_decoder_declares_nothing() -> None:
     target, *drafts = (Table(seed) for seed in (1, 2, 3))
     d = levels(Request(target, drafts), truthful=False)
     d.extend((0,))
-    assert set(d.step(Seeded(0)).tree.laws) == {None}
+    assert set(d.step(Seeded(0)).tree.draft_probs) == {None}
 
 
 def test_it_keeps_the_contracts_of_a_drafter() -> None:
@@ -58,7 +69,7 @@ def test_it_keeps_the_contracts_of_a_drafter() -> None:
 
 
 def test_it_makes_gamma_tokens_or_as_many_as_there_is_room_for() -> None:
-    d = three(gamma=4, stop=Stop(max_new_tokens=4))
+    d = three(gamma=4, stop=StoppingCriteria(max_new_tokens=4))
     d.extend((0,))
     assert len(d.step(Seeded(0)).tree.tokens) == 3
     d = three(gamma=4)
@@ -85,9 +96,9 @@ def test_its_text_follows_the_outer_one_through_rounds_rewinds_and_corrections()
 def test_a_correction_costs_no_call_of_its_own() -> None:
     """What came from outside runs with the next tree: a plain middle is called once a token."""
     target, middle = Table(1), Table(2)
-    d = Decoder(target, Nested(Decoder(middle, NoDraft(), walk), 3), walk)
+    d = Decoder(target, Nested(Decoder(middle, BaseDrafter(), verify_tree), 3), verify_tree)
     d.extend((0, 1, 2))
-    del middle.ledger[:]
+    del middle.forward_log[:]
     for number in range(5):
         d.step(Seeded(number))
     assert middle.calls == 15
@@ -95,8 +106,8 @@ def test_a_correction_costs_no_call_of_its_own() -> None:
 
 def test_on_a_view_of_the_targets_own_session_only_the_view_moves() -> None:
     target = Table(1)
-    inner = Decoder(target.view(Plan(last=2)), ModelDraft(Table(2), 1), walk)
-    d = Decoder(target, Nested(inner, 2, guest=True), walk)
+    inner = Decoder(target.view(Plan(last=2)), ModelDrafter(Table(2), 1), verify_tree)
+    d = Decoder(target, Nested(inner, 2, guest=True), verify_tree)
     d.extend((0, 1))
     for number in range(6):
         d.step(Seeded(number))
@@ -104,8 +115,13 @@ def test_on_a_view_of_the_targets_own_session_only_the_view_moves() -> None:
 
 
 def test_beyond_its_models_context_it_proposes_nothing_and_comes_back_after_a_rewind() -> None:
-    inner = Decoder(Table(2), ModelDraft(Table(3), 1), walk)
-    d = Decoder(Table(1), Nested(inner, 2, positions=6), walk, stop=Stop(max_new_tokens=30))
+    inner = Decoder(Table(2), ModelDrafter(Table(3), 1), verify_tree)
+    d = Decoder(
+        Table(1),
+        Nested(inner, 2, positions=6),
+        verify_tree,
+        stop=StoppingCriteria(max_new_tokens=30),
+    )
     d.extend((0, 1, 2))
     while not d.finished:
         tree = d.step(Seeded(d.rounds)).tree
@@ -119,7 +135,12 @@ def test_beyond_its_models_context_it_proposes_nothing_and_comes_back_after_a_re
 def test_an_end_of_text_ends_its_draft() -> None:
     target, middle, small = (Table(seed) for seed in (1, 2, 3))
     d = levels(
-        Request(target, [middle, small], stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9)), 5
+        Request(
+            target,
+            [middle, small],
+            stop=StoppingCriteria(eos=frozenset({0, 1, 2}), max_new_tokens=9),
+        ),
+        5,
     )
     d.extend((0,))
     assert len(d.step(Seeded(0)).tree.tokens) == 1

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tests.laws import hosted
-from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.refine import Canvas, Refinement, Refiner, blank, refine
 from tinyspec.decoding.rescore import best, check_teacher, judge
+from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import refine_laws
-from tinyspec.laws.accused import Accused
+from tinyspec.laws.accused import LawViolated
 from tinyspec.laws.refine_laws import ALONE, CANVAS, LAWS, PADDING, PASSES, SEED, held, reader
-from tinyspec.lm.feed import Call
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.technique import Card, RefineRequest, Request, find
 from tinyspec.tree import TokenTree
 
@@ -35,14 +35,16 @@ def canvas(*texts: Sequence[int]) -> Canvas:
 
 
 def test_every_pass_is_an_event_and_the_source_is_encoded_once() -> None:
-    ledger = list[Call]()
-    request = RefineRequest(reader(0), ledger=ledger)
-    running = refine(request.model, SOURCE, hosted.FillIn(request.model), Seeded(0), ledger)
+    forward_log = list[ForwardRecord]()
+    request = RefineRequest(reader(0), forward_log=forward_log)
+    running = refine(request.model, SOURCE, hosted.FillIn(request.model), Seeded(0), forward_log)
     passes = list(running)
     assert [step.iteration for step in passes] == [0, 1]
-    assert [call.model for call in ledger] == ["reader/encoder", "reader", "reader"]
-    assert all(step.calls == (ledger[1 + step.iteration],) for step in passes)
-    assert ledger[1].rows == ledger[1].head_rows == 6  # two candidates of up to three slots
+    assert [call.model for call in forward_log] == ["reader/encoder", "reader", "reader"]
+    assert all(step.calls == (forward_log[1 + step.iteration],) for step in passes)
+    assert (
+        forward_log[1].rows == forward_log[1].head_rows == 6
+    )  # two candidates of up to three slots
     assert torch.equal(passes[0].after.tokens, passes[1].before.tokens)
     assert running.canvas is passes[1].after
     assert running.tokens == running.canvas.text(int(running.canvas.means().argmax()))
@@ -102,7 +104,7 @@ def test_model_and_teacher_are_told_apart_in_the_ledger() -> None:
     request = RefineRequest(reader(0), reader(0))
     assert request.teacher is not None
     request.teacher.encode(torch.tensor([SOURCE]))
-    assert [call.model for call in request.ledger] == ["reader (teacher)/encoder"]
+    assert [call.model for call in request.forward_log] == ["reader (teacher)/encoder"]
 
 
 # ---------------------------------------------------------------------- a teacher's judgement
@@ -118,10 +120,10 @@ def said(teacher: Seq2Seq, source: list[int], text: list[int]) -> list[float]:
 
 
 def test_one_pass_judges_all_candidates_as_the_teacher_would_one_by_one() -> None:
-    texts, ledger = [[4, 5, 6, 8], [7], [5, 5]], list[Call]()
-    teacher = reader(3, positional=False).counting(ledger)
+    texts, forward_log = [[4, 5, 6, 8], [7], [5, 5]], list[ForwardRecord]()
+    teacher = reader(3, positional=False).counting(forward_log)
     scores = judge(teacher, SOURCE, canvas(*texts))
-    assert [call.model for call in ledger] == ["teacher/encoder", "teacher"]
+    assert [call.model for call in forward_log] == ["teacher/encoder", "teacher"]
     for row, text in enumerate(texts):
         expected = said(teacher, SOURCE, text)
         assert scores[row].tolist() == pytest.approx(
@@ -159,18 +161,22 @@ def test_a_teacher_that_cannot_judge_is_refused() -> None:
 class Encodes(hosted.FillIn):
     """Encodes the source anew in every pass."""
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         again = self.model.encode(torch.full((1, memory.mask.shape[1]), 4))
-        return super().rewrite(canvas, memory._replace(mask=again.mask), iteration, chance)
+        return super().rewrite(canvas, memory._replace(mask=again.mask), iteration, rng)
 
 
 class OneByOne(hosted.FillIn):
     """A decoder pass a candidate."""
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         rows = [
             super(OneByOne, self).rewrite(
-                Canvas(*(part[row : row + 1] for part in canvas[:3])), memory, iteration, chance
+                Canvas(*(part[row : row + 1] for part in canvas[:3])), memory, iteration, rng
             )
             for row in range(len(canvas.tokens))
         ]
@@ -180,7 +186,9 @@ class OneByOne(hosted.FillIn):
 class SeesPadding(hosted.FillIn):
     """Attends to padding slots."""
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         states = self.model.decode(self.model.embed(canvas.tokens), memory)
         scores, tokens = self.model.logits(states).log_softmax(dim=-1).max(dim=-1)
         return Canvas(tokens, canvas.mask, scores)
@@ -189,30 +197,34 @@ class SeesPadding(hosted.FillIn):
 class ByTheBatch(hosted.FillIn):
     """Scores are relative to the best of all candidates."""
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
-        after = super().rewrite(canvas, memory, iteration, chance)
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
+        after = super().rewrite(canvas, memory, iteration, rng)
         return after._replace(scores=after.scores - after.scores[after.mask].max())
 
 
 class CountsPadding(hosted.FillIn):
     """Chooses by the sum of all scores, those of padding too."""
 
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return int(canvas.scores.sum(dim=1).argmax())
 
 
 class Dices(hosted.FillIn):
     """Draws from the global state."""
 
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         return blank([int(torch.randint(1, 9, ())), 2], self.model.config.mask)
 
 
 class Overwrites(hosted.FillIn):
     """Writes the second pass into the canvas of the first."""
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
-        after = super().rewrite(canvas, memory, iteration, chance)
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
+        after = super().rewrite(canvas, memory, iteration, rng)
         canvas.tokens.fill_(8)
         return after
 
@@ -220,8 +232,8 @@ class Overwrites(hosted.FillIn):
 class PaddedInFront(hosted.FillIn):
     """Slots stand at the end."""
 
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
-        made = super().start(source, memory, chance)
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
+        made = super().start(source, memory, rng)
         return made._replace(mask=made.mask.flip(1))
 
 
@@ -235,7 +247,7 @@ class Endless(hosted.FillIn):
 class TakesNone(hosted.FillIn):
     """Chooses a candidate that is not there."""
 
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return 2
 
 
@@ -256,7 +268,7 @@ class TakesNone(hosted.FillIn):
     ],
 )
 def test_a_law_sees_the_defect_it_is_meant_for(law: str, wrong: type[hosted.FillIn]) -> None:
-    with pytest.raises(Accused) as accused:
+    with pytest.raises(LawViolated) as accused:
         held(law, _card(wrong), {})
     assert accused.value.counterexample.law == law
 
@@ -277,15 +289,17 @@ def test_the_loop_asks_in_order_and_gives_each_pass_its_own_chance() -> None:
     asked = list[Any]()
 
     class Scripted(hosted.FillIn):
-        def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
-            asked.append(("start", tuple(source), chance.uniforms(2)))
-            return super().start(source, memory, chance)
+        def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
+            asked.append(("start", tuple(source), rng.uniforms(2)))
+            return super().start(source, memory, rng)
 
-        def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
-            asked.append(("rewrite", iteration, chance.uniforms(2)))
-            return super().rewrite(canvas, memory, iteration, chance)
+        def rewrite(
+            self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+        ) -> Canvas:
+            asked.append(("rewrite", iteration, rng.uniforms(2)))
+            return super().rewrite(canvas, memory, iteration, rng)
 
-        def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+        def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
             asked.append(("choose", canvas, None))
             return 1
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinyspec.decoding import rows, sampling
-from tinyspec.decoding.chance import Replay
+from tinyspec.decoding.rng import Replay
 from tinyspec.decoding.rows import as_row, exact, same, vectors
 from tinyspec.speculative.verification.block_verification import verify_block
 from tinyspec.speculative.verification.gumbel_coupling import agreement

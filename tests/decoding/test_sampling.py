@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyspec.decoding import device
-from tinyspec.decoding.sampling import Warp, order, pick, race
+from tinyspec.decoding.sampling import (
+    SamplingParams,
+    exponential_race,
+    sample_inverse_cdf,
+    sample_without_replacement,
+)
 from tinyspec.errors import TinyspecError
 
 LAST = 1 - 2**-53
@@ -33,7 +38,7 @@ LAST = 1 - 2**-53
 )
 def test_a_setting_without_a_meaning_is_one_sentence_that_names_it(bad):
     with pytest.raises(TinyspecError, match=next(iter(bad))) as error:
-        Warp(**bad)
+        SamplingParams(**bad)
     assert "\n" not in str(error.value)
 
 
@@ -63,51 +68,65 @@ def test_warp_equals_transformers_processors(seed, temperature, top_k, top_p, mi
     scores = hf.TopPLogitsWarper(top_p)(history, scores) if top_p else scores
     scores = hf.MinPLogitsWarper(min_p)(history, scores) if min_p else scores
     theirs = scores.softmax(-1)[0].numpy()
-    ours = Warp(temperature, top_k, top_p, min_p, penalty)(logits[0], history[0].tolist())
+    ours = SamplingParams(temperature, top_k, top_p, min_p, penalty).probs(
+        logits[0], history[0].tolist()
+    )
     assert ((ours > 0) == (theirs > 0)).all()
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_ties_go_to_the_lowest_id_everywhere():
     logits = np.array([0.0, 2.0, 2.0, 2.0, 1.0])
-    assert Warp(temperature=0.0)(logits).tolist() == [0, 1, 0, 0, 0]
-    assert np.flatnonzero(Warp(top_k=2)(logits)).tolist() == [1, 2]
-    assert np.flatnonzero(Warp(top_p=0.1)(logits)).tolist() == [1]
+    assert SamplingParams(temperature=0.0).probs(logits).tolist() == [0, 1, 0, 0, 0]
+    assert np.flatnonzero(SamplingParams(top_k=2).probs(logits)).tolist() == [1, 2]
+    assert np.flatnonzero(SamplingParams(top_p=0.1).probs(logits)).tolist() == [1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_every_cpu_dtype_gives_a_float64_law(dtype):
-    row = Warp(temperature=0.8)(torch.tensor([1.0, -2.0, 0.5], dtype=dtype))
+    row = SamplingParams(temperature=0.8).probs(torch.tensor([1.0, -2.0, 0.5], dtype=dtype))
     assert row.dtype == np.float64
-    assert row.tolist() == Warp(temperature=0.8)(np.array([1.0, -2.0, 0.5])).tolist()
+    assert (
+        row.tolist() == SamplingParams(temperature=0.8).probs(np.array([1.0, -2.0, 0.5])).tolist()
+    )
 
 
 def test_the_penalty_hits_each_distinct_id_once():
-    row = Warp(repetition_penalty=2.0)(np.array([2.0, -1.0, 0.0]), [0, 0, 1, 99])
+    row = SamplingParams(repetition_penalty=2.0).probs(np.array([2.0, -1.0, 0.0]), [0, 0, 1, 99])
     np.testing.assert_allclose(row, np.exp([1.0, -2.0, 0.0]) / np.exp([1.0, -2.0, 0.0]).sum())
 
 
 def test_weights_that_are_fractions_give_exact_laws():
     weights = [F(1), F(4), F(5), F(0)]
-    assert Warp()(weights) == [F(1, 10), F(4, 10), F(5, 10), 0]
-    assert Warp(temperature=0.5)(weights) == [F(1, 42), F(16, 42), F(25, 42), 0]
-    assert Warp(temperature=1 / 3)(weights) == [F(1, 190), F(64, 190), F(125, 190), 0]
-    assert Warp(temperature=0)([F(1), F(3), F(3)]) == [0, 1, 0]
-    assert Warp(top_k=2)(weights) == [0, F(4, 9), F(5, 9), 0]
-    assert Warp(top_p=0.9)(weights) == [0, F(4, 9), F(5, 9), 0]  # nine tenths are reached exactly
-    assert Warp(top_p=F(91, 100))(weights) == Warp()(weights)
-    assert Warp(min_p=0.5)(weights) == [0, F(4, 9), F(5, 9), 0]
-    for bad in (Warp(temperature=0.7), Warp(repetition_penalty=1.1)):
+    assert SamplingParams().probs(weights) == [F(1, 10), F(4, 10), F(5, 10), 0]
+    assert SamplingParams(temperature=0.5).probs(weights) == [F(1, 42), F(16, 42), F(25, 42), 0]
+    assert SamplingParams(temperature=1 / 3).probs(weights) == [
+        F(1, 190),
+        F(64, 190),
+        F(125, 190),
+        0,
+    ]
+    assert SamplingParams(temperature=0).probs([F(1), F(3), F(3)]) == [0, 1, 0]
+    assert SamplingParams(top_k=2).probs(weights) == [0, F(4, 9), F(5, 9), 0]
+    assert SamplingParams(top_p=0.9).probs(weights) == [
+        0,
+        F(4, 9),
+        F(5, 9),
+        0,
+    ]  # nine tenths are reached exactly
+    assert SamplingParams(top_p=F(91, 100)).probs(weights) == SamplingParams().probs(weights)
+    assert SamplingParams(min_p=0.5).probs(weights) == [0, F(4, 9), F(5, 9), 0]
+    for bad in (SamplingParams(temperature=0.7), SamplingParams(repetition_penalty=1.1)):
         with pytest.raises(TinyspecError, match="rational"):
-            bad(weights)
+            bad.probs(weights)
     with pytest.raises(TinyspecError, match="non-negative"):
-        Warp()([F(0), F(0)])
+        SamplingParams().probs([F(0), F(0)])
 
 
 def test_pick_never_returns_an_impossible_token():
     for row in ([F(0), F(1), F(0)], np.array([0.0, 1.0, 0.0]), [0.0, 0.1, 0.2, 0.0]):
         for u in (0.0, 0.5, LAST):
-            assert row[pick(row, u)] > 0
+            assert row[sample_inverse_cdf(row, u)] > 0
 
 
 @given(
@@ -122,13 +141,16 @@ def test_the_device_path_decides_as_the_kernels_do(seed, temperature, top_k, top
         2, (50,), generator=generator
     )
     knobs = (temperature, top_k, top_p, 0.01, 1.2)
-    ours, theirs = Warp(*knobs)(logits, [1, 1, 4]), device.warp(logits, [1, 1, 4], *knobs)
+    ours, theirs = (
+        SamplingParams(*knobs).probs(logits, [1, 1, 4]),
+        device.warp(logits, [1, 1, 4], *knobs),
+    )
     np.testing.assert_allclose(theirs.numpy(), ours, rtol=0, atol=1e-14)
     rng = np.random.default_rng(seed)
     uniforms = rng.random(6)
     assert [device.pick(theirs, u) for u in (*uniforms, 0.0, LAST)] == [
-        pick(ours, u) for u in (*uniforms, 0.0, LAST)
+        sample_inverse_cdf(ours, u) for u in (*uniforms, 0.0, LAST)
     ]
-    assert device.order(theirs, uniforms.tolist()) == order(ours, uniforms)
+    assert device.order(theirs, uniforms.tolist()) == sample_without_replacement(ours, uniforms)
     noise = rng.exponential(size=50)
-    assert device.race(theirs, noise) == race(ours, noise)
+    assert device.race(theirs, noise) == exponential_race(ours, noise)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyspec.decoding import device
-from tinyspec.decoding.chance import Exhaustive, Replay, Seeded
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, residual, walk, without
+from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import ROOT, TokenTree
 
@@ -44,16 +44,16 @@ class Table:
 def rounds(propose, p, n):
     """Tokens of as many rounds as n tokens take, as a function of chance."""
 
-    def play(chance):
+    def play(source):
         text, round = (), 0
         while len(text) < n:
-            tree = propose(text, chance.split("draft", round))
+            tree = propose(text, source.split("draft", round))
             rows = {
-                node: p(text + tree.spelled(tree.path(node)))
+                node: p(text + tree.tokens_on(tree.path(node)))
                 for node in range(-1, len(tree.tokens))
             }
-            verdict = walk(tree, rows, chance.split("verify", round))
-            text, round = (*text, *tree.spelled(verdict.path), verdict.next), round + 1
+            verdict = verify_tree(tree, rows, source.split("verify", round))
+            text, round = (*text, *tree.tokens_on(verdict.accepted), verdict.next), round + 1
         return text[:n]
 
     return play
@@ -64,11 +64,11 @@ def rounds(propose, p, n):
 def test_a_chain_with_its_law_declared_keeps_the_joint_law(ps, qs):
     p, q = Table([exact(x) for x in ps]), Table([exact(x) for x in qs])
 
-    def propose(text, chance):
+    def propose(text, source):
         tokens, laws = (), []
         for _ in range(2):
             laws.append(q(text + tokens))
-            tokens += (chance.draw(laws[-1]),)
+            tokens += (source.draw(laws[-1]),)
         return TokenTree.chain(tokens, laws)
 
     assert Exhaustive.law(rounds(propose, p, 3)) == p.joint(3)
@@ -79,15 +79,15 @@ def test_a_chain_with_its_law_declared_keeps_the_joint_law(ps, qs):
 def test_several_drafts_with_and_without_replacement_keep_the_law(ps, weights, replace):
     p, q = Table([exact(x) for x in ps]), exact(weights)
 
-    def propose(text, chance):
+    def propose(text, source):
         tokens, laws = (), ()
         row = q
         for _ in range(2):
-            tokens, laws = (*tokens, chance.draw(row)), (*laws, row)
-            row = q if replace else without(row, tokens[-1])
+            tokens, laws = (*tokens, source.draw(row)), (*laws, row)
+            row = q if replace else exclude_token(row, tokens[-1])
             if not replace and row == laws[-1]:
                 break
-        child = chance.draw(q)
+        child = source.draw(q)
         n = len(tokens)
         return TokenTree((*tokens, child), (*(-1,) * n, 0), (*laws, q), (False,) * (n + 1))
 
@@ -101,7 +101,7 @@ def test_several_drafts_with_and_without_replacement_keep_the_law(ps, weights, r
 def test_a_tree_without_laws_keeps_the_law_whatever_it_holds(ps, tokens):
     p = Table([exact(x) for x in ps])
     tree = TokenTree(tokens, (-1, -1, 0, 1), (None,) * 4, (False,) * 4)
-    assert Exhaustive.law(rounds(lambda text, chance: tree, p, 3)) == p.joint(3)
+    assert Exhaustive.law(rounds(lambda text, source: tree, p, 3)) == p.joint(3)
 
 
 def test_residual_is_the_positive_part_normalised():
@@ -113,7 +113,7 @@ def test_residual_is_the_positive_part_normalised():
 def test_a_residual_with_nothing_left_is_the_row():
     p = np.array([0.5, 0.5])
     assert residual(p, p).tolist() == p.tolist()
-    assert without(np.array([0.0, 1.0]), 1).tolist() == [0.0, 1.0]
+    assert exclude_token(np.array([0.0, 1.0]), 1).tolist() == [0.0, 1.0]
     nudged = np.nextafter(p, 1)
     assert np.isfinite(residual(p, nudged)).all()
 
@@ -121,13 +121,13 @@ def test_a_residual_with_nothing_left_is_the_row():
 def test_an_impossible_token_is_refused_even_at_u_zero():
     row = np.array([0.0, 1.0])
     tree = TokenTree.chain([0], [np.array([0.5, 0.5])])
-    assert walk(tree, {ROOT: row, 0: row}, Replay([0.0, 0.0])) == Verdict((), 1, (0,))
+    assert verify_tree(tree, {ROOT: row, 0: row}, Replay([0.0, 0.0])) == Verdict((), 1, (0,))
 
 
 def test_greedy_accepts_the_lowest_of_equal_tokens_alone():
-    row = Warp(temperature=0.0)(np.array([1.0, 3.0, 3.0]))
+    row = SamplingParams(temperature=0.0).probs(np.array([1.0, 3.0, 3.0]))
     tree = TokenTree((2, 1), (-1, -1), (None, None), (False, False))
-    assert walk(tree, {ROOT: row, 1: row}, Seeded(0)) == Verdict((1,), 1, (0,))
+    assert verify_tree(tree, {ROOT: row, 1: row}, Seeded(0)) == Verdict((1,), 1, (0,))
 
 
 def test_all_nodes_that_spell_the_path_are_alive_and_probes_are_not():
@@ -136,7 +136,7 @@ def test_all_nodes_that_spell_the_path_are_alive_and_probes_are_not():
     tree = TokenTree(
         (1, 1, 0, 1, 2), (-1, -1, 0, 0, 1), (None,) * 5, (False, False, False, True, False)
     )
-    verdict = walk(tree, {ROOT: one, 0: two, 4: one}, Replay([0.5] * 9))
+    verdict = verify_tree(tree, {ROOT: one, 0: two, 4: one}, Replay([0.5] * 9))
     assert verdict == Verdict((0, 4), 1, (2,))
 
 
@@ -150,7 +150,7 @@ def test_only_the_rows_of_accepted_nodes_are_read():
 
     row = np.array([0.5, 0.5])
     rows = Rows(dict.fromkeys(range(-1, 3), row))
-    walk(TokenTree.chain([0, 1, 0]), rows, Replay([0.1, 0.9, 0.5]))
+    verify_tree(TokenTree.chain([0, 1, 0]), rows, Replay([0.1, 0.9, 0.5]))
     assert set(rows.read) == {-1, 0}
 
 
@@ -159,7 +159,7 @@ def test_a_token_its_own_law_cannot_produce_breaks_the_contract(kind):
     row = np.array([0.5, 0.5])
     tree = TokenTree.chain([0], [kind([0.0, 1.0])])
     with pytest.raises(TinyspecError, match="declare None"):
-        walk(tree, {ROOT: row, 0: row}, Replay([0.5] * 3))
+        verify_tree(tree, {ROOT: row, 0: row}, Replay([0.5] * 3))
 
 
 def test_the_walk_leaves_the_stream_where_the_twin_leaves_it():
@@ -171,7 +171,7 @@ def test_the_walk_leaves_the_stream_where_the_twin_leaves_it():
         tree = TokenTree(tokens, (-1, -1, 0, 0, 1, 2), (q, q, None, q, q, q), (False,) * 6)
         kernel, twin = Seeded(seed), Seeded(seed)
         twin.uniforms = lambda n: None
-        assert walk(tree, rows, kernel) == walk(tree, rows, twin)
+        assert verify_tree(tree, rows, kernel) == verify_tree(tree, rows, twin)
         assert kernel._next() == twin._next()
 
 
@@ -182,7 +182,7 @@ def test_the_device_moves_equal_the_kernels(p, q):
         device.residual(torch.tensor(p), torch.tensor(q)).numpy(), residual(p, q), atol=1e-15
     )
     np.testing.assert_allclose(
-        device.without(torch.tensor(p), 1).numpy(), without(p, 1), atol=1e-15
+        device.without(torch.tensor(p), 1).numpy(), exclude_token(p, 1), atol=1e-15
     )
 
 
@@ -192,15 +192,15 @@ def test_the_device_moves_equal_the_kernels(p, q):
 class Greedy:
     """Rows of logits, as a decoder shows them to a verifier."""
 
-    def __init__(self, logits, warp=Warp(temperature=0.0)):  # noqa: B008
-        self.logits, self.warp, self.read = logits, warp, []
+    def __init__(self, logits, sampling=SamplingParams(temperature=0.0)):  # noqa: B008
+        self.logits, self.sampling, self.read = logits, sampling, []
 
-    def certain(self, node):
-        return self.warp.certain(self.logits[node + 1])
+    def greedy_token(self, node):
+        return self.sampling.greedy_token(self.logits[node + 1])
 
     def __getitem__(self, node):
         self.read.append(node)
-        return self.warp(self.logits[node + 1])
+        return self.sampling.probs(self.logits[node + 1])
 
 
 def guesses(data, most=8):
@@ -218,14 +218,21 @@ def guesses(data, most=8):
 def test_a_greedy_walk_makes_no_row_and_its_verdict_is_that_of_the_walk_over_rows(data):
     tree, logits = guesses(data)
     p = Greedy(logits)
-    verdict = walk(tree, p, Seeded(0))
+    verdict = verify_tree(tree, p, Seeded(0))
     assert p.read == []
     rows = {node: p[node] for node in range(-1, len(tree.tokens))}
-    assert verdict == walk(tree, rows, Seeded(0)) == walk(tree, Greedy(logits), Seeded(1))
+    assert (
+        verdict
+        == verify_tree(tree, rows, Seeded(0))
+        == verify_tree(tree, Greedy(logits), Seeded(1))
+    )
 
 
 def test_a_declared_law_or_a_temperature_makes_the_rows():
-    for law, warp in ((np.array([0.5, 0.5]), Warp(temperature=0.0)), (None, Warp())):
-        p = Greedy(np.zeros((2, 2), np.float32), warp)
-        walk(TokenTree([0], [ROOT], [law], [False]), p, Seeded(0))
+    for law, sampling in (
+        (np.array([0.5, 0.5]), SamplingParams(temperature=0.0)),
+        (None, SamplingParams()),
+    ):
+        p = Greedy(np.zeros((2, 2), np.float32), sampling)
+        verify_tree(TokenTree([0], [ROOT], [law], [False]), p, Seeded(0))
         assert ROOT in p.read

@@ -12,35 +12,43 @@ import tinyspec
 from tests.lm.small import LLAMA, PROMPT
 from tests.lm.small import model as network
 from tests.table import Table, law
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.confidence import BIAS, WEIGHT, classified, gap, saturation, softmax_response
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exits import ExitTarget
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.calm import balanced_loss, decayed, fit, labels
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.laws import toys
 from tinyspec.laws.exit_laws import with_classifier
 from tinyspec.laws.toys import calm as traps
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Request, find
 from tinyspec.training.schedule import Settings
 from tinyspec.tree import TokenTree
 
 CARD = find("calm")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 M = network(LLAMA)
 L, V, D = LLAMA.n_layers, LLAMA.vocab_size, LLAMA.d_model
 
 
-def made(model: Any = M, warp: Warp = GREEDY, stop: Stop | None = None, **knobs: Any) -> Decoder:
-    ledger: list[Call] = []
+def made(
+    model: Any = M,
+    sampling: SamplingParams = GREEDY,
+    stop: StoppingCriteria | None = None,
+    **knobs: Any,
+) -> Decoder:
+    forward_log: list[ForwardRecord] = []
     request = Request(
-        model.session(ledger), warp=warp, stop=stop or Stop(max_new_tokens=9), ledger=ledger
+        model.session(forward_log),
+        sampling=sampling,
+        stop=stop or StoppingCriteria(max_new_tokens=9),
+        forward_log=forward_log,
     )
     return CARD.make(request, **knobs)
 
@@ -54,9 +62,13 @@ def layers(decoder: Decoder, prompt: list[int]) -> list[int]:
     return found
 
 
-def plain(model: Any = M, stop: Stop | None = None) -> list[int]:
+def plain(model: Any = M, stop: StoppingCriteria | None = None) -> list[int]:
     decoder = Decoder(
-        model.session(), NoDraft(), walk, warp=GREEDY, stop=stop or Stop(max_new_tokens=9)
+        model.session(),
+        BaseDrafter(),
+        verify_tree,
+        sampling=GREEDY,
+        stop=stop or StoppingCriteria(max_new_tokens=9),
     )
     layers(decoder, PROMPT)
     return decoder.new
@@ -186,27 +198,27 @@ def test_at_inf_the_text_is_the_full_models_bit_for_bit(measure: str) -> None:
 
 
 def test_at_inf_the_joint_law_is_plain_decodings() -> None:
-    expected = law(lambda: Decoder(Table(1), NoDraft(), walk), 2)
+    expected = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree), 2)
     assert law(lambda: CARD.make(Request(Table(1)), threshold=math.inf), 2) == expected
     assert law(lambda: CARD.make(Request(Table(1)), threshold=0.0, decay="constant"), 2) != expected
 
 
 def test_text_is_written_as_the_common_loop_does_it() -> None:
     """No tokens, one, an end of text at once and later, a prompt at the context's limit, sampling by the seed."""
-    assert made(threshold=0.3, stop=Stop(max_new_tokens=0)).extend(PROMPT) is None
-    nothing = made(threshold=0.3, stop=Stop(max_new_tokens=0))
+    assert made(threshold=0.3, stop=StoppingCriteria(max_new_tokens=0)).extend(PROMPT) is None
+    nothing = made(threshold=0.3, stop=StoppingCriteria(max_new_tokens=0))
     nothing.extend(PROMPT)
     assert nothing.finished == "length" and nothing.new == []
-    one = made(threshold=0.3, stop=Stop(max_new_tokens=1))
+    one = made(threshold=0.3, stop=StoppingCriteria(max_new_tokens=1))
     assert len(layers(one, PROMPT)) == 1
     free = made(threshold=0.3)
     layers(free, PROMPT)
     for end in dict.fromkeys(free.new):
-        ended = made(threshold=0.3, stop=Stop(eos=frozenset({end}), max_new_tokens=9))
+        ended = made(threshold=0.3, stop=StoppingCriteria(eos=frozenset({end}), max_new_tokens=9))
         layers(ended, PROMPT)
         assert ended.new == free.new[: free.new.index(end) + 1] and ended.finished == "eos"
     limit = CARD.make(
-        Request(M.session(), warp=GREEDY, positions=LLAMA.max_positions), threshold=0.3
+        Request(M.session(), sampling=GREEDY, positions=LLAMA.max_positions), threshold=0.3
     )
     layers(limit, [1] * (LLAMA.max_positions - 2))
     assert len(limit.new) == 2 and limit.finished == "context"
@@ -232,10 +244,10 @@ def test_in_a_batch_a_row_is_what_it_is_alone() -> None:
 
 
 def test_statistics_and_the_ledger_show_layers_fills_and_head_products() -> None:
-    decoder = made(threshold=0.0, decay="constant", stop=Stop(max_new_tokens=5))
+    decoder = made(threshold=0.0, decay="constant", stop=StoppingCriteria(max_new_tokens=5))
     found = layers(decoder, PROMPT)
     assert found == [1] * 5
-    calls = [call for call in decoder.ledger if not call.prefill]
+    calls = [call for call in decoder.forward_log if not call.prefill]
     assert sum(call.row_layers for call in calls) == 5
     assert (
         sum(call.head_rows for call in calls) == 5

@@ -10,31 +10,42 @@ import torch
 from tests.lm.small import GPT2, LLAMA, close, same_cache
 from tests.lm.small import model as network
 from tests.table import Table, law
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.layerskip import drafting_layers, evaluations
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.laws import toys
 from tinyspec.laws.toys import layerskip as traps
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Request, find
 from tinyspec.training.exit_losses import Course, Exits
 
 CARD = find("layerskip")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 FIVE = replace(LLAMA, n_layers=5)
 
 
-def made(session: Any, warp: Warp = GREEDY, stop: Stop | None = None, **knobs: Any) -> Decoder:
-    ledger: list[Call] = session.runner.ledger
+def made(
+    session: Any,
+    sampling: SamplingParams = GREEDY,
+    stop: StoppingCriteria | None = None,
+    **knobs: Any,
+) -> Decoder:
+    forward_log: list[ForwardRecord] = session.runner.forward_log
     return CARD.make(
-        Request(session, warp=warp, stop=stop or Stop(max_new_tokens=20), ledger=ledger), **knobs
+        Request(
+            session,
+            sampling=sampling,
+            stop=stop or StoppingCriteria(max_new_tokens=20),
+            forward_log=forward_log,
+        ),
+        **knobs,
     )
 
 
@@ -47,10 +58,17 @@ def finish(decoder: Decoder, prompt: list[int]) -> list[Round]:
 
 
 def plain(
-    model: Model, prompt: list[int], warp: Warp = GREEDY, stop: Stop | None = None
+    model: Model,
+    prompt: list[int],
+    sampling: SamplingParams = GREEDY,
+    stop: StoppingCriteria | None = None,
 ) -> list[int]:
     decoder = Decoder(
-        model.session(), NoDraft(), walk, warp=warp, stop=stop or Stop(max_new_tokens=20)
+        model.session(),
+        BaseDrafter(),
+        verify_tree,
+        sampling=sampling,
+        stop=stop or StoppingCriteria(max_new_tokens=20),
     )
     finish(decoder, prompt)
     return decoder.new
@@ -64,12 +82,15 @@ def test_trap_the_technique_and_its_recipe_pass_it(trap: toys.Trap) -> None:
 # ---------------------------------------------------------------------- the text
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(0.5, top_k=2)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(0.5, top_k=2)], ids=str
+)
 @pytest.mark.parametrize(("exit", "gamma"), [(1, 1), (1, 2), (2, 2), (3, 1)])
-def test_the_joint_law_is_the_whole_models(warp: Warp, exit: int, gamma: int) -> None:
-    reference = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
+def test_the_joint_law_is_the_whole_models(sampling: SamplingParams, exit: int, gamma: int) -> None:
+    reference = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
     assert (
-        law(lambda: CARD.make(Request(Table(1), warp=warp), exit=exit, gamma=gamma), 2) == reference
+        law(lambda: CARD.make(Request(Table(1), sampling=sampling), exit=exit, gamma=gamma), 2)
+        == reference
     )
 
 
@@ -87,21 +108,23 @@ def test_on_a_transformer_it_is_greedy_decoding_at_every_exit(
 
 
 def test_from_the_last_layer_every_guess_holds() -> None:
-    for warp in (GREEDY, Warp(0.7)):
-        rounds = finish(made(network(LLAMA).session(), warp, exit=3, gamma=4), [1, 2])
+    for sampling in (GREEDY, SamplingParams(0.7)):
+        rounds = finish(made(network(LLAMA).session(), sampling, exit=3, gamma=4), [1, 2])
         assert [len(round.tokens) for round in rounds] == [5] * 4
-        assert not any(round.verdict.refused for round in rounds)
+        assert not any(round.verdict.rejected for round in rounds)
 
 
 # ---------------------------------------------------------------------- what it costs, and what it keeps
 
 
 @pytest.mark.parametrize(("exit", "gamma"), [(1, 1), (1, 4), (2, 3), (4, 2), (5, 2)])
-@pytest.mark.parametrize("warp", [GREEDY, Warp(0.8)], ids=str)
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(0.8)], ids=str)
 def test_a_round_costs_n_times_the_exit_to_draft_and_the_layers_above_for_all(
-    exit: int, gamma: int, warp: Warp
+    exit: int, gamma: int, sampling: SamplingParams
 ) -> None:
-    rounds = finish(made(network(FIVE, seed=2).session(), warp, exit=exit, gamma=gamma), [1, 2, 3])
+    rounds = finish(
+        made(network(FIVE, seed=2).session(), sampling, exit=exit, gamma=gamma), [1, 2, 3]
+    )
     for round in rounds:
         n = len(round.tree.tokens)
         work = [
@@ -121,11 +144,13 @@ def test_a_round_reads_the_head_once_a_guess_and_once_a_row() -> None:
         assert sum(call.head_rows for call in round.calls) == n + 1
 
 
-@pytest.mark.parametrize("warp", [GREEDY, Warp(0.8)], ids=str)
-def test_after_every_round_all_layers_hold_the_text_but_its_newest_token(warp: Warp) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(0.8)], ids=str)
+def test_after_every_round_all_layers_hold_the_text_but_its_newest_token(
+    sampling: SamplingParams,
+) -> None:
     """prompt + emitted - 1 positions at every layer, and they are what a fresh pass over the text leaves there."""
     session = network(FIVE, seed=1).session()
-    decoder = made(session, warp, exit=2, gamma=3)
+    decoder = made(session, sampling, exit=2, gamma=3)
     decoder.extend([1, 2, 3])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
@@ -138,12 +163,12 @@ def test_after_every_round_all_layers_hold_the_text_but_its_newest_token(warp: W
 
 def test_a_refused_guess_leaves_nothing_behind_in_the_early_layers() -> None:
     session = network(FIVE, seed=1).session()
-    decoder = made(session, Warp(0.8), exit=2, gamma=3)
+    decoder = made(session, SamplingParams(0.8), exit=2, gamma=3)
     decoder.extend([1, 2, 3])
     refused = 0
     while not decoder.finished:
         round = decoder.step(Seeded(decoder.rounds))
-        refused += bool(round.verdict.refused)
+        refused += bool(round.verdict.rejected)
         assert not session.committed[-1].children, (
             "what hung below the text and was not kept is gone"
         )
@@ -155,12 +180,12 @@ def test_guesses_are_drawn_from_the_model_that_is_cut_off_behind_the_exit() -> N
     cut = Model(
         replace(FIVE, n_layers=2), {k: w for k, w in model.weights.items() if k[0] not in "234"}
     )
-    decoder = made(model.session(), Warp(), exit=2, gamma=3)
+    decoder = made(model.session(), SamplingParams(), exit=2, gamma=3)
     decoder.extend([1, 2, 3])
     for _ in range(4):
         text = list(decoder.context)
         round = decoder.step(Seeded(decoder.rounds))
-        for at, row in enumerate(round.tree.laws):
+        for at, row in enumerate(round.tree.draft_probs):
             expected = cut.logits([*text, *round.tree.tokens[:at]])[-1].softmax(-1)
             close(torch.as_tensor(row), expected)
 
@@ -170,7 +195,7 @@ def test_guesses_are_drawn_from_the_model_that_is_cut_off_behind_the_exit() -> N
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_budgets_of_no_and_one_token_need_no_draft(wanted: int) -> None:
-    decoder = made(network(LLAMA).session(), stop=Stop(max_new_tokens=wanted))
+    decoder = made(network(LLAMA).session(), stop=StoppingCriteria(max_new_tokens=wanted))
     rounds = finish(decoder, [1])
     assert len(decoder.new) == len(rounds) == wanted
     assert all(not round.tree.tokens for round in rounds)
@@ -180,7 +205,7 @@ def test_an_end_of_text_ends_it_as_the_first_token_and_inside_a_draft() -> None:
     model = network(LLAMA, seed=1)
     text = plain(model, [1, 2, 3])
     for eos in {text[0], text[3]}:
-        stop = Stop(eos=frozenset({eos}), max_new_tokens=20)
+        stop = StoppingCriteria(eos=frozenset({eos}), max_new_tokens=20)
         decoder = made(model.session(), stop=stop, exit=2, gamma=6)
         finish(decoder, [1, 2, 3])
         assert decoder.new == text[: text.index(eos) + 1] == plain(model, [1, 2, 3], stop=stop)
@@ -191,7 +216,7 @@ def test_at_the_limit_of_the_context_it_drafts_no_further(left: int) -> None:
     model = network(LLAMA, seed=1)
     prompt = [1 + i % 9 for i in range(64 - left)]
     session = model.session()
-    decoder = CARD.make(Request(session, warp=GREEDY, positions=64), exit=1, gamma=6)
+    decoder = CARD.make(Request(session, sampling=GREEDY, positions=64), exit=1, gamma=6)
     finish(decoder, prompt)
     assert len(decoder.new) == left
 
@@ -268,6 +293,6 @@ def test_a_model_that_was_taught_so_drafts_better_from_its_middle_than_one_that_
             rounds = finish(decoder, prompt)
             assert decoder.new == plain(model, prompt)
             drafted += sum(len(round.tree.tokens) for round in rounds)
-            accepted += sum(len(round.verdict.path) for round in rounds)
+            accepted += sum(len(round.verdict.accepted) for round in rounds)
         kept[name] = accepted / drafted
     assert kept["layerskip"] > kept["plain"] + 0.1, kept

@@ -13,12 +13,12 @@ import tinyspec
 from tests.lm.small import GPT2, LLAMA, same_cache
 from tests.lm.small import model as network
 from tests.table import Table, law
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.ppd import expected, guessing_layer, steps
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
@@ -26,22 +26,33 @@ from tinyspec.laws.exact import Reference
 from tinyspec.laws.pipeline_laws import guessed
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import ppd as traps
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.technique import Request, find
 
 CARD = find("ppd")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
-def made(target: Any, warp: Warp = GREEDY, stop: Stop | None = None, **knobs: Any) -> Decoder:
-    ledger = getattr(target, "ledger", None)
-    ledger = target.runner.ledger if ledger is None else ledger
+def made(
+    target: Any,
+    sampling: SamplingParams = GREEDY,
+    stop: StoppingCriteria | None = None,
+    **knobs: Any,
+) -> Decoder:
+    forward_log = getattr(target, "forward_log", None)
+    forward_log = target.runner.forward_log if forward_log is None else forward_log
     return CARD.make(
-        Request(target, warp=warp, stop=stop or Stop(max_new_tokens=9), ledger=ledger), **knobs
+        Request(
+            target,
+            sampling=sampling,
+            stop=stop or StoppingCriteria(max_new_tokens=9),
+            forward_log=forward_log,
+        ),
+        **knobs,
     )
 
 
-def finish(decoder: Decoder, prompt: list[int]) -> list[tuple[Call, ...]]:
+def finish(decoder: Decoder, prompt: list[int]) -> list[tuple[ForwardRecord, ...]]:
     decoder.extend(prompt)
     calls = []
     while not decoder.finished:
@@ -49,8 +60,16 @@ def finish(decoder: Decoder, prompt: list[int]) -> list[tuple[Call, ...]]:
     return calls
 
 
-def plain(model: Any, prompt: list[int], warp: Warp = GREEDY, n: int = 9) -> list[int]:
-    decoder = Decoder(model.session(), NoDraft(), walk, warp=warp, stop=Stop(max_new_tokens=n))
+def plain(
+    model: Any, prompt: list[int], sampling: SamplingParams = GREEDY, n: int = 9
+) -> list[int]:
+    decoder = Decoder(
+        model.session(),
+        BaseDrafter(),
+        verify_tree,
+        sampling=sampling,
+        stop=StoppingCriteria(max_new_tokens=n),
+    )
     finish(decoder, prompt)
     return decoder.new
 
@@ -63,11 +82,16 @@ def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
 # ---------------------------------------------------------------------- the text
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(0.5, top_k=2)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(0.5, top_k=2)], ids=str
+)
 @pytest.mark.parametrize(("layer", "k"), [(2, 1), (2, 3), (3, 2)])
-def test_the_joint_law_is_the_whole_models(warp: Warp, layer: int, k: int) -> None:
-    reference = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
-    assert law(lambda: CARD.make(Request(Table(1), warp=warp), layer=layer, k=k), 2) == reference
+def test_the_joint_law_is_the_whole_models(sampling: SamplingParams, layer: int, k: int) -> None:
+    reference = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
+    assert (
+        law(lambda: CARD.make(Request(Table(1), sampling=sampling), layer=layer, k=k), 2)
+        == reference
+    )
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -78,7 +102,7 @@ def test_on_a_transformer_it_is_greedy_decoding_at_every_layer_and_k(
     model = network(config, seed=1, dtype=dtype)
     text = plain(model, [1, 2, 3], n=12)
     for layer, k in product((2, 3), (1, 3, 99)):
-        decoder = made(model.session(), stop=Stop(max_new_tokens=12), layer=layer, k=k)
+        decoder = made(model.session(), stop=StoppingCriteria(max_new_tokens=12), layer=layer, k=k)
         finish(decoder, [1, 2, 3])
         assert decoder.new == text
 
@@ -86,7 +110,7 @@ def test_on_a_transformer_it_is_greedy_decoding_at_every_layer_and_k(
 @pytest.mark.parametrize("k", [1, 3])
 def test_what_stands_in_the_cache_after_every_round_is_a_fresh_forward(k: int) -> None:
     session = network(LLAMA, seed=1).session()
-    decoder = made(session, Warp(0.7), k=k, layer=2)
+    decoder = made(session, SamplingParams(0.7), k=k, layer=2)
     decoder.extend([1, 2, 3])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
@@ -96,12 +120,12 @@ def test_what_stands_in_the_cache_after_every_round_is_a_fresh_forward(k: int) -
 
 def test_a_penalty_for_repetition_enters_the_guess() -> None:
     """It changes which tokens come first, so a guess without it would miss them."""
-    model, penalty = network(LLAMA, seed=3), Warp(0.0, repetition_penalty=1.7)
+    model, penalty = network(LLAMA, seed=3), SamplingParams(0.0, repetition_penalty=1.7)
     decoder = made(model.session(), penalty, layer=3, k=1)
     decoder.extend([1, 2, 3])
     pipeline: Any = decoder.target
     scores = pipeline.session.score(traps.ALONE)
-    best = int(penalty(scores.logits[0], [1, 2, 3]).argmax())
+    best = int(penalty.probs(scores.logits[0], [1, 2, 3]).argmax())
     assert pipeline.guesses(scores, [1, 2, 3], penalty).tokens == [best]
     finish(decoder, [])
     assert decoder.new == plain(model, [1, 2, 3], penalty)
@@ -118,11 +142,16 @@ def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tok
     clock, evaluations, begun = 0, 0, False
     for at in range(tokens):
         own = [
-            Call("m", 1, layer - begun * (depth - layer), 1)
+            ForwardRecord("m", 1, layer - begun * (depth - layer), 1)
         ]  # up to the guess; then the branches beside the rest
-        beside = [Call("m", k, k * (depth - layer), 0), Call("m", 1, depth - layer, 1)]
+        beside = [
+            ForwardRecord("m", k, k * (depth - layer), 0),
+            ForwardRecord("m", 1, depth - layer, 1),
+        ]
         calls = (
-            own + beside if at + 1 < tokens else [Call("m", 1, depth - begun * (depth - layer), 1)]
+            own + beside
+            if at + 1 < tokens
+            else [ForwardRecord("m", 1, depth - begun * (depth - layer), 1)]
         )
         clock, evaluations = (
             clock + steps(calls),
@@ -134,22 +163,24 @@ def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tok
 
 
 @pytest.mark.parametrize(("depth", "layer", "k"), [(3, 2, 1), (4, 2, 2), (6, 4, 1)])
-@pytest.mark.parametrize("warp", [Warp(), Warp(0.5), GREEDY], ids=str)
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.5), GREEDY], ids=str)
 def test_over_all_outcomes_the_clock_is_the_theorems(
-    depth: int, layer: int, k: int, warp: Warp
+    depth: int, layer: int, k: int, sampling: SamplingParams
 ) -> None:
     """E[steps] = d l - (l - 1) p (d - dbar), p being the mean chance that the text goes on with a guess; in fractions."""
     model, tokens = TableModel(5, 3, depth, zeros=False), 3
 
-    def run(chance: Exhaustive) -> tuple[Any, Any]:
-        decoder = made(model.session([]), warp, Stop(max_new_tokens=tokens), layer=layer, k=k)
+    def run(rng: Exhaustive) -> tuple[Any, Any]:
+        decoder = made(
+            model.session([]), sampling, StoppingCriteria(max_new_tokens=tokens), layer=layer, k=k
+        )
         decoder.extend([0])
-        rounds = [decoder.step(chance).calls for _ in range(tokens)]
+        rounds = [decoder.step(rng).calls for _ in range(tokens)]
         return sum(map(steps, rounds)), sum(call.row_layers for calls in rounds for call in calls)
 
     outcomes = list(Exhaustive.walk(run))
     got = tuple(sum(Fraction(cost[i]) * mass for cost, mass in outcomes) for i in (0, 1))
-    texts = Reference(model.row, warp).law(tokens - 1, (0,))
+    texts = Reference(model.row, sampling).law(tokens - 1, (0,))
     held = sum(
         mass
         * sum(text[at] in guessed(model, (0, *text[:at]), layer, k) for at in range(tokens - 1))
@@ -163,7 +194,7 @@ def test_more_guesses_never_hold_less_often() -> None:
     model = network(LLAMA, seed=2)
     clocks = []
     for k in (1, 2, 4, 8, 13):
-        decoder = made(model.session(), stop=Stop(max_new_tokens=20), k=k)
+        decoder = made(model.session(), stop=StoppingCriteria(max_new_tokens=20), k=k)
         clocks.append(sum(map(steps, finish(decoder, [1, 2]))))
     assert clocks == sorted(clocks, reverse=True)
     assert (
@@ -197,8 +228,8 @@ def test_threads_change_no_token_and_no_bit(dtype: torch.dtype, temperature: flo
     for threads in (False, True):
         decoder = made(
             model.session(),
-            Warp(temperature),
-            Stop(max_new_tokens=40),
+            SamplingParams(temperature),
+            StoppingCriteria(max_new_tokens=40),
             layer=2,
             k=1,
             threads=threads,
@@ -241,14 +272,16 @@ def test_in_a_batch_every_row_is_the_row_alone_with_threads_or_without() -> None
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_small_budgets_begin_with_nothing_that_is_not_wanted(wanted: int) -> None:
-    decoder = made(Table(1), stop=Stop(max_new_tokens=wanted), layer=2, k=2)
+    decoder = made(Table(1), stop=StoppingCriteria(max_new_tokens=wanted), layer=2, k=2)
     calls = finish(decoder, [0])
     assert len(decoder.new) == len(calls) == wanted
     assert sum(call.rows == 2 for round in calls for call in round) == max(wanted - 1, 0)
 
 
 def test_the_end_of_text_ends_it_at_once() -> None:
-    decoder = made(Table(1), Warp(), Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9))
+    decoder = made(
+        Table(1), SamplingParams(), StoppingCriteria(eos=frozenset({0, 1, 2}), max_new_tokens=9)
+    )
     finish(decoder, [0])
     assert len(decoder.new) == 1 and decoder.finished == "eos"
 
@@ -265,7 +298,7 @@ def test_it_fills_the_context_to_its_last_position() -> None:
 
 def test_a_text_that_is_taken_back_and_corrected_goes_on_as_if_it_had_been_the_prompt() -> None:
     model = network(LLAMA, seed=1)
-    decoder = made(model.session(), stop=Stop(max_new_tokens=6), layer=2)
+    decoder = made(model.session(), stop=StoppingCriteria(max_new_tokens=6), layer=2)
     finish(decoder, [1, 2, 3])
     decoder.rewind(5)
     decoder.extend([4])

@@ -28,7 +28,7 @@ from tinyspec.grade import (
 )
 from tinyspec.grade.a1 import ASSIGNMENT
 from tinyspec.grade.task import Cases, Task
-from tinyspec.laws.accused import Accused, Evidence
+from tinyspec.laws.accused import Evidence, LawViolated
 from tinyspec.laws.cases import Model
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A1"
@@ -863,7 +863,7 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
 def test_a_mistake_breaks_the_law_meant_for_it(
     task: str, function: Callable[..., Any], law: str
 ) -> None:
-    with pytest.raises(Accused) as accused:
+    with pytest.raises(LawViolated) as accused:
         judged(TASKS[task], function)
     assert accused.value.counterexample.law == law
     print(accused.value)
@@ -1087,7 +1087,7 @@ def test_a_session_shows_what_the_handout_names_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("row", [[False, True], [math.nan, math.nan]])
 def test_what_is_no_number_is_said(row: Any) -> None:
-    with pytest.raises(Accused) as accused:
+    with pytest.raises(LawViolated) as accused:
         judged(TASKS["residual"], lambda p, q: row)
     assert accused.value.counterexample.expected == "a list of 2 numbers (no bool, no nan)"
 

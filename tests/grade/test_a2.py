@@ -24,7 +24,7 @@ from tinyspec.grade.a2 import ASSIGNMENT
 from tinyspec.grade.a2_siblings import LAW
 from tinyspec.grade.props_a2 import TreeSession
 from tinyspec.grade.task import Cases
-from tinyspec.laws.accused import Accused, Counterexample
+from tinyspec.laws.accused import Counterexample, LawViolated
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A2"
 TASKS = {task.name: task for task in ASSIGNMENT.tasks}
@@ -54,7 +54,7 @@ def accused(
             evidence = law(function, cases)
             assert evidence.law == law.sentence
             assert evidence.cases > 0 or function not in vars(REFERENCE).values()
-        except Accused as accusation:
+        except LawViolated as accusation:
             return accusation.counterexample
     return None
 
@@ -84,7 +84,7 @@ def test_what_is_not_written_holds_no_law(name: str) -> None:
     for law in TASKS[name].laws:
         with pytest.raises(NotImplementedError):
             law(starter, Cases())
-        with pytest.raises(Accused):
+        with pytest.raises(LawViolated):
             law(lambda *given: None, Cases())
 
 

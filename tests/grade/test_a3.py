@@ -19,7 +19,7 @@ from tinyspec.grade.grading import grade
 from tinyspec.grade.props_a3 import CountedModel, LayeredModel
 from tinyspec.grade.task import Cases
 from tinyspec.laws import calibration_laws
-from tinyspec.laws.accused import Accused
+from tinyspec.laws.accused import LawViolated
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A3"
 TASKS = {task.name: task for task in ASSIGNMENT.tasks}
@@ -45,7 +45,7 @@ def broken(name: str, function: Callable[..., Any], cases: Cases = Cases()) -> s
             evidence = law(function, cases)
             assert evidence.law == law.sentence
             assert evidence.cases > 0 or function not in vars(REFERENCE).values()
-        except Accused as accused:
+        except LawViolated as accused:
             return accused.counterexample.law
     return None
 
@@ -131,7 +131,7 @@ def test_what_is_not_written_holds_no_law(name: str) -> None:
     for law in TASKS[name].laws:
         with pytest.raises(NotImplementedError):
             law(lambda *args, **named: starter(), Cases())
-        with pytest.raises(Accused):
+        with pytest.raises(LawViolated):
             law(nothing, Cases())
 
 
@@ -574,7 +574,7 @@ def test_wrong_recomputations(wrong: type[Decoding]) -> None:
 
 
 def test_a_hole_is_told_with_layer_and_position() -> None:
-    with pytest.raises(Accused) as told:
+    with pytest.raises(LawViolated) as told:
         TASKS["decode"].laws[0](NothingIsFilled(), Cases())
     assert (
         told.value.counterexample.got
@@ -616,7 +616,7 @@ def test_wrong_p_values(wrong: str) -> None:
 
 
 def test_a_p_value_that_comes_too_often_is_named() -> None:
-    with pytest.raises(Accused) as told:
+    with pytest.raises(LawViolated) as told:
         TASKS["p_value"].laws[0](P_VALUES["fewer losses, not as many"][0], Cases())
     assert told.value.counterexample.expected == (
         "where the risk is 1/10, a p-value of 0 or less comes with probability 0 at most"
@@ -684,7 +684,7 @@ def test_wrong_calibrations(wrong: str) -> None:
 
 
 def test_a_wrong_choice_is_shown_with_its_probability_and_an_example() -> None:
-    with pytest.raises(Accused) as told:
+    with pytest.raises(LawViolated) as told:
         TASKS["calibrate"].laws[0](goes_on, Cases())
     found = told.value.counterexample
     assert float(found.got.split()[-1]) > calibration_laws.EPSILON

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.grade import props_counter
 from tests.grade.props_counter import Counter
 from tests.grade.tiny import FAST, RATIO, REST, RIGHT, TINY, graded, submit
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.grade import codec, grading
 from tinyspec.grade.assignments import NAMES, find, folder, new, starter_of
@@ -23,7 +23,7 @@ from tinyspec.grade.remote import Function, load
 from tinyspec.grade.report import as_dict, details, gradescope, note, summary
 from tinyspec.grade.starter import leaks, solution_lines, starter
 from tinyspec.grade.task import Cases, Failed, brief
-from tinyspec.laws.accused import Accused
+from tinyspec.laws.accused import LawViolated
 from tinyspec.laws.checking import prove
 from tinyspec.laws.forms import Rounds
 
@@ -183,7 +183,7 @@ def verdict(function: Callable[..., Any], style: Any, seed: int) -> Any:
     try:
         found = prove(Rounds(verify), seed, most=40, numbers=("fractions",), through=(Failed,))
         return found.law, found.cases, found.branches, found.notes
-    except Accused as accused:
+    except LawViolated as accused:
         return accused.counterexample
     except (Failed, TinyspecError):
         return "failed"

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws, Round
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.decode import Decoder, Round, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.parts import Siblings
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
@@ -18,26 +18,36 @@ from tinyspec.tree import ROOT, TokenTree
 Drafting = Callable[..., Any]
 
 
-def decoder(drafter: Drafting, verifier: Any = walk) -> Callable[[Request], Decoder]:
+def decoder(drafter: Drafting, verifier: Any = verify_tree) -> Callable[[Request], Decoder]:
     return lambda request: request.decoder(
         drafter(request.drafts[0], 2, request.stop.eos), verifier
     )
 
 
-class Drafted(ModelDraft):
+class Drafted(ModelDrafter):
     """A chain from a model; subclasses break it in one place."""
 
-    def rows(self, tree: TokenTree, warp: Warp, context: Sequence[int]) -> Laws:
-        return Laws(self.model.score(tree), warp, context, tree)
+    def rows(
+        self, tree: TokenTree, sampling: SamplingParams, context: Sequence[int]
+    ) -> TargetProbs:
+        return TargetProbs(self.model.score(tree), sampling, context, tree)
 
-    def one(self, laws: Laws, node: int, chance: Chance) -> tuple[int, Any]:
-        return chance.draw(laws[node]), laws[node]
+    def one(self, laws: TargetProbs, node: int, rng: RandomSource) -> tuple[int, Any]:
+        return rng.draw(laws[node]), laws[node]
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         tree = TokenTree()
-        for _ in range(min(self.gamma, room)):
-            token, declared = self.one(self.rows(tree, warp, context), len(tree.tokens) - 1, chance)
-            tree = TokenTree.chain((*tree.tokens, token), (*tree.laws, declared))
+        for _ in range(min(self.gamma, max_draft_depth)):
+            token, declared = self.one(
+                self.rows(tree, sampling, context), len(tree.tokens) - 1, rng
+            )
+            tree = TokenTree.chain((*tree.tokens, token), (*tree.draft_probs, declared))
         return tree
 
 
@@ -47,7 +57,7 @@ class Drafted(ModelDraft):
 class Argmax(Drafted):
     """Proposes the likeliest token and declares the soft law."""
 
-    def one(self, laws: Laws, node: int, chance: Chance) -> tuple[int, Any]:
+    def one(self, laws: TargetProbs, node: int, rng: RandomSource) -> tuple[int, Any]:
         row = list(laws[node])
         return row.index(max(row)), laws[node]
 
@@ -55,47 +65,59 @@ class Argmax(Drafted):
 class Raw(Drafted):
     """Draws from the warped law and declares the law before the warpers."""
 
-    def one(self, laws: Laws, node: int, chance: Chance) -> tuple[int, Any]:
-        return chance.draw(laws[node]), laws.warped(node, Warp())
+    def one(self, laws: TargetProbs, node: int, rng: RandomSource) -> tuple[int, Any]:
+        return rng.draw(laws[node]), laws.probs_under(node, SamplingParams())
 
 
 class Narrow(Drafted):
     """Draws from the law in bfloat16 and declares the wider one."""
 
-    def one(self, laws: Laws, node: int, chance: Chance) -> tuple[int, Any]:
+    def one(self, laws: TargetProbs, node: int, rng: RandomSource) -> tuple[int, Any]:
         row = laws[node]
         if isinstance(row, list):
-            return chance.draw(row), row
-        return chance.draw(torch.as_tensor(row).bfloat16().double().numpy()), row
+            return rng.draw(row), row
+        return rng.draw(torch.as_tensor(row).bfloat16().double().numpy()), row
 
 
 class SharpSecond(Drafted):
     """The second token is drawn at half the temperature."""
 
-    def one(self, laws: Laws, node: int, chance: Chance) -> tuple[int, Any]:
+    def one(self, laws: TargetProbs, node: int, rng: RandomSource) -> tuple[int, Any]:
         row = laws[node]
-        return chance.draw([x * x for x in row] if node == 0 else row), row
+        return rng.draw([x * x for x in row] if node == 0 else row), row
 
 
 class Twice(Drafted):
     """One draw serves both places."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        q = self.rows(TokenTree(), warp, context)[ROOT]
-        tree = TokenTree.chain([chance.draw(q)], [q])
-        if room < 2:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        q = self.rows(TokenTree(), sampling, context)[ROOT]
+        tree = TokenTree.chain([rng.draw(q)], [q])
+        if max_draft_depth < 2:
             return tree
         return TokenTree.chain(
-            (*tree.tokens, tree.tokens[0]), (q, self.rows(tree, warp, context)[0])
+            (*tree.tokens, tree.tokens[0]), (q, self.rows(tree, sampling, context)[0])
         )
 
 
 class Replaced(Siblings):
     """Draws without replacement and declares the law with it."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        tree = super().propose(context, room, warp, chance)
-        return tree._replace(laws=tuple(tree.laws[:1]) * len(tree.tokens))
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        tree = super().propose(context, max_draft_depth, sampling, rng)
+        return tree._replace(laws=tuple(tree.draft_probs[:1]) * len(tree.tokens))
 
 
 # ---------------------------------------------------------------------- of the second
@@ -104,40 +126,54 @@ class Replaced(Siblings):
 class KeepZero(Drafted):
     """Drafts a token, and proposes it only if it is token 0."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        tree = super().propose(context, room, warp, chance)
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        tree = super().propose(context, max_draft_depth, sampling, rng)
         kept = next(
             (place for place, token in enumerate(tree.tokens) if token != 0), len(tree.tokens)
         )
-        return TokenTree.chain(tree.tokens[:kept], tree.laws[:kept])
+        return TokenTree.chain(tree.tokens[:kept], tree.draft_probs[:kept])
 
 
 class Confident(Drafted):
     """Stops at the first token that the draft finds unlikely, and does not propose it."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        tree = super().propose(context, room, warp, chance)
-        sure = [law[token] * 2 >= 1 for token, law in zip(tree.tokens, tree.laws, strict=True)]  # type: ignore[index]
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        tree = super().propose(context, max_draft_depth, sampling, rng)
+        sure = [
+            law[token] * 2 >= 1 for token, law in zip(tree.tokens, tree.draft_probs, strict=True)
+        ]  # type: ignore[index]
         kept = sure.index(False) if False in sure else len(sure)
-        return TokenTree.chain(tree.tokens[:kept], tree.laws[:kept])
+        return TokenTree.chain(tree.tokens[:kept], tree.draft_probs[:kept])
 
 
 class BestOfTwo(Drafted):
     """Draws twice and keeps the higher id."""
 
-    def one(self, laws: Laws, node: int, chance: Chance) -> tuple[int, Any]:
-        return max(chance.draw(laws[node]), chance.draw(laws[node])), laws[node]
+    def one(self, laws: TargetProbs, node: int, rng: RandomSource) -> tuple[int, Any]:
+        return max(rng.draw(laws[node]), rng.draw(laws[node])), laws[node]
 
 
 # ---------------------------------------------------------------------- of the third
 
 
-def block(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
+def block(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     """Block verification (Sun et al. 2024, arXiv 2403.10444): the longest prefix whose joint test passes; no test stops it."""
     ratios, rows, kept = [F(1)], [p[ROOT]], 0
-    for node, (token, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
+    for node, (token, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
         if q is None:
-            return walk(tree, p, chance)
+            return verify_tree(tree, p, rng)
         ratios.append(min(F(1), ratios[-1] * rows[-1][token] / q[token]))
         rows.append(p[node])
     for place in range(1, len(ratios)):
@@ -145,17 +181,18 @@ def block(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
         if place < len(tree.tokens):
             spare = sum(
                 max(F(0), passed * x - y)
-                for x, y in zip(rows[place], tree.laws[place], strict=True)
+                for x, y in zip(rows[place], tree.draft_probs[place], strict=True)
             )
             passed = spare / (spare + 1 - passed) if spare + 1 - passed else F(1)
-        if chance.accept(passed):
+        if rng.accept(passed):
             kept = place
     if kept == len(tree.tokens):
-        return Verdict(tuple(range(kept)), chance.draw(rows[-1]))
+        return Verdict(tuple(range(kept)), rng.draw(rows[-1]))
     over = [
-        max(F(0), ratios[kept] * x - y) for x, y in zip(rows[kept], tree.laws[kept], strict=True)
+        max(F(0), ratios[kept] * x - y)
+        for x, y in zip(rows[kept], tree.draft_probs[kept], strict=True)
     ]
-    return Verdict(tuple(range(kept)), chance.draw(over))
+    return Verdict(tuple(range(kept)), rng.draw(over))
 
 
 class Again(Drafted):
@@ -164,16 +201,24 @@ class Again(Drafted):
     declares = True
     tail: tuple[Any, ...] = ()
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         if not self.tail:
-            return super().propose(context, room, warp, chance)
+            return super().propose(context, max_draft_depth, sampling, rng)
         tokens, laws = zip(*self.tail, strict=True)
         return TokenTree.chain(tokens, laws if self.declares else None)
 
     def observe(self, round: Round) -> None:
         super().observe(round)
-        behind = len(round.verdict.path) + 1
-        self.tail = tuple(zip(round.tree.tokens[behind:], round.tree.laws[behind:], strict=True))
+        behind = len(round.verdict.accepted) + 1
+        self.tail = tuple(
+            zip(round.tree.tokens[behind:], round.tree.draft_probs[behind:], strict=True)
+        )
 
 
 class AgainAsAPoint(Again):

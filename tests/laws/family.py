@@ -85,7 +85,7 @@ class Line:
     """A session and what it must be: its text, the last tree, its views."""
 
     session: Session
-    ledger: list[Any]
+    forward_log: list[Any]
     text: list[int] = field(default_factory=list)
     tree: TokenTree | None = None
     glances: list[Glance] = field(default_factory=list)
@@ -107,8 +107,8 @@ class Family(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        ledger: list[Any] = []
-        self.lines = [Line(self.begin(MODEL, ledger=ledger), ledger)]
+        forward_log: list[Any] = []
+        self.lines = [Line(self.begin(MODEL, forward_log=forward_log), forward_log)]
 
     @initialize(text=texts, plan=st.sampled_from(PLANS))
     def start(self, text: list[int], plan: Plan) -> None:
@@ -140,9 +140,9 @@ class Family(RuleBasedStateMachine):
         line = self.line(n)
         first = line.session.score(tree).logits
         self.agree(first, expected(line.text, [], tree, BASE))
-        calls = len(line.ledger)
+        calls = len(line.forward_log)
         assert torch.equal(line.session.score(tree).logits, first)
-        assert len(line.ledger) == calls, "what had been run was run again"
+        assert len(line.forward_log) == calls, "what had been run was run again"
         line.tree = tree
 
     @rule(n=which, tree=trees(), data=st.data())
@@ -155,7 +155,7 @@ class Family(RuleBasedStateMachine):
             assert line.tree is not None
             path = line.tree.path(data.draw(st.integers(ROOT, len(line.tree.tokens) - 1)))
             after = data.draw(st.none() | tokens)
-            new = [*line.tree.spelled(path), *(() if after is None else (after,))]
+            new = [*line.tree.tokens_on(path), *(() if after is None else (after,))]
             line.session.commit(path, after)
             line.follow(new)
 
@@ -198,7 +198,10 @@ class Family(RuleBasedStateMachine):
     def fork(self, n: int) -> None:
         """Both go on, and neither hears of the other. Of three, the one that was there first is dropped."""
         line = self.line(n)
-        self.lines = [*self.lines[-2:], Line(line.session.fork(), line.ledger, list(line.text))]
+        self.lines = [
+            *self.lines[-2:],
+            Line(line.session.fork(), line.forward_log, list(line.text)),
+        ]
         if not any(line.glances for line in self.lines):
             self.open(0, PLANS[0])
 
@@ -215,9 +218,9 @@ class Family(RuleBasedStateMachine):
         if glance.at is None:
             first = glance.view.score(tree).logits
             self.agree(first, expected(line.text, glance.trunk, tree, glance.plan))
-            calls = len(line.ledger)
+            calls = len(line.forward_log)
             assert torch.equal(glance.view.score(tree).logits, first)
-            assert len(line.ledger) == calls, "what had been run was run again"
+            assert len(line.forward_log) == calls, "what had been run was run again"
             glance.tree = tree
 
     @rule(m=which, tree=trees(), data=st.data())
@@ -230,7 +233,7 @@ class Family(RuleBasedStateMachine):
             path = glance.tree.path(data.draw(st.integers(ROOT, len(glance.tree.tokens) - 1)))
             after = data.draw(st.none() | tokens)
             glance.view.commit(path, after)
-            glance.trunk += [*glance.tree.spelled(path), *(() if after is None else (after,))]
+            glance.trunk += [*glance.tree.tokens_on(path), *(() if after is None else (after,))]
             glance.tree = None
 
     @rule(m=which, new=texts, on=st.booleans())
@@ -287,7 +290,7 @@ class Family(RuleBasedStateMachine):
             for at, node in enumerate(line.session.committed[:-1]):
                 path = (*path, (node.token, BASE))
                 assert node.slot == node.position == at
-                for layer in range(min(L, node.agrees(BASE, L) // 2)):
+                for layer in range(min(L, node.sublayers_valid(BASE, L) // 2)):
                     assert line.session.cache.present[at, layer]
                     for store, kept in (
                         (line.session.cache.keys, ran(path).keys),

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Round
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs
 from tinyspec.decoding.joint import Joint
-from tinyspec.decoding.modeldraft import GuestDraft, ModelDraft
+from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
 from tinyspec.decoding.refine import Canvas, blank
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.parts import Siblings
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.plan import Plan
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.technique import Card, Guarantee, Knob, RefineRequest, Request
 from tinyspec.tree import ROOT, TokenTree
 
@@ -36,12 +36,12 @@ def siblings(replace: bool) -> Card:
     """Two tokens side by side, with or without replacement."""
 
     def build(request: Request, *, k: int) -> Decoder:
-        return request.decoder(Siblings(request.drafts[0], k, replace), walk)
+        return request.decoder(Siblings(request.drafts[0], k, replace), verify_tree)
 
     return card(build, drafts=1, knobs=[Knob("k", 4, "tokens side by side", low=1)])
 
 
-class Merged(NoDraft):
+class Merged(BaseDrafter):
     """Two models propose a token each and then one below it; equal tokens stand side by side."""
 
     def __init__(self, models: Sequence[Any]):
@@ -51,17 +51,23 @@ class Merged(NoDraft):
         for model in self.models:
             model.extend(tokens)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         tokens, parents, laws = list[int](), list[int](), list[Any]()
-        for model in self.models if room else ():
-            q = Laws(model.score(TokenTree()), warp, context, TokenTree())[ROOT]
-            tokens.append(chance.draw(q))
+        for model in self.models if max_draft_depth else ():
+            q = TargetProbs(model.score(TokenTree()), sampling, context, TokenTree())[ROOT]
+            tokens.append(rng.draw(q))
             parents.append(ROOT)
             laws.append(q)
-        if room > 1:
+        if max_draft_depth > 1:
             below = TokenTree.chain(tokens[:1])
-            q = Laws(self.models[0].score(below), warp, context, below)[0]
-            tokens.append(chance.draw(q))
+            q = TargetProbs(self.models[0].score(below), sampling, context, below)[0]
+            tokens.append(rng.draw(q))
             parents.append(0)
             laws.append(q)
         return TokenTree(tokens, parents, laws, (False,) * len(tokens))
@@ -80,13 +86,13 @@ class Merged(NoDraft):
 
 def two_models(request: Request) -> Decoder:
     """SpecInfer in small: the drafts of two models in one tree."""
-    return request.decoder(Merged(request.drafts), walk)
+    return request.decoder(Merged(request.drafts), verify_tree)
 
 
 # ---- a decoder inside a decoder --------------------------------------------------------------------------------------
 
 
-class Inner(NoDraft):
+class Inner(BaseDrafter):
     """A decoder drafts: its tokens carry the law they were committed under."""
 
     def __init__(self, decoder: Decoder, gamma: int, truthful: bool):
@@ -95,14 +101,20 @@ class Inner(NoDraft):
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         self.decoder.extend(tokens)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         tokens, laws = list[int](), list[Any]()
-        while len(tokens) < min(self.gamma, room):
-            round = self.decoder.step(chance)
-            drawn = [self.decoder.drafter.last] * 9 if not self.truthful else round.laws  # type: ignore[attr-defined]
+        while len(tokens) < min(self.gamma, max_draft_depth):
+            round = self.decoder.step(rng)
+            drawn = [self.decoder.drafter.last] * 9 if not self.truthful else round.output_probs  # type: ignore[attr-defined]
             tokens += round.tokens
             laws += drawn[: len(round.tokens)]
-        kept = min(self.gamma, room)
+        kept = min(self.gamma, max_draft_depth)
         return TokenTree.chain(tokens[:kept], laws[:kept])
 
     def observe(self, round: Round) -> None:
@@ -121,14 +133,20 @@ class Inner(NoDraft):
         self.decoder.end()
 
 
-class Remembers(ModelDraft):
+class Remembers(ModelDrafter):
     """Tells the law of its last token, for the toy that takes it for the middle's."""
 
     last: Any = None
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        tree = super().propose(context, room, warp, chance)
-        self.last = tree.laws[0] if tree.laws else None
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        tree = super().propose(context, max_draft_depth, sampling, rng)
+        self.last = tree.draft_probs[0] if tree.draft_probs else None
         return tree
 
 
@@ -137,9 +155,12 @@ def cascade(truthful: bool) -> Card:
 
     def build(request: Request) -> Decoder:
         middle = Decoder(
-            request.drafts[0], Remembers(request.drafts[1], 1), walk, warp=request.warp
+            request.drafts[0],
+            Remembers(request.drafts[1], 1),
+            verify_tree,
+            sampling=request.sampling,
         )
-        return request.decoder(Inner(middle, 2, truthful), walk)
+        return request.decoder(Inner(middle, 2, truthful), verify_tree)
 
     return card(build, drafts=2)
 
@@ -156,10 +177,10 @@ class Exits:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.session, name)
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         if self.layer < self.session.model.config.n_layers:
-            return self.session.advance(tree, self.layer, taps, head=True)  # type: ignore[no-any-return]
-        return self.session.score(tree, taps)  # type: ignore[no-any-return]
+            return self.session.advance(tree, self.layer, hidden_layers, head=True)  # type: ignore[no-any-return]
+        return self.session.score(tree, hidden_layers)  # type: ignore[no-any-return]
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
         self.session.commit(path, next)
@@ -173,15 +194,15 @@ def own_draft(plan: Plan, exact: bool = True) -> Card:
         session: Any = request.target
         if not exact:
             request.target = Exits(session, 1)  # type: ignore[assignment]
-        return request.decoder(GuestDraft(session.view(plan), 2), walk)
+        return request.decoder(SharedSessionDrafter(session.view(plan), 2), verify_tree)
 
     return card(build)
 
 
-class Feels(NoDraft):
+class Feels(BaseDrafter):
     """Proposes what a linear head on the target's last hidden state holds for likeliest: it needs taps, so no table."""
 
-    taps = (2,)
+    hidden_layers = (2,)
 
     def __init__(self, vocabulary: int, width: int):
         self.head = torch.randn(
@@ -193,15 +214,21 @@ class Feels(NoDraft):
         if scores.hidden.shape[1]:
             self.state = scores.hidden[0, -1]
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        if self.state is None or room < 1:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        if self.state is None or max_draft_depth < 1:
             return TokenTree()
-        q = warp(self.head @ self.state, context)
-        return TokenTree.chain([chance.draw(q)], [q])
+        q = sampling.probs(self.head @ self.state, context)
+        return TokenTree.chain([rng.draw(q)], [q])
 
     def observe(self, round: Round) -> None:
         self.state = round.scores.hidden[
-            0, 0 if not round.verdict.path else round.verdict.path[-1] + 1
+            0, 0 if not round.verdict.accepted else round.verdict.accepted[-1] + 1
         ]
 
     def rewind(self, length: int) -> None:
@@ -214,13 +241,13 @@ class Feels(NoDraft):
 def feels(request: Request) -> Decoder:
     """A head on hidden states."""
     config = request.target.model.config  # type: ignore[attr-defined]
-    return request.decoder(Feels(config.vocab_size, config.d_model), walk)
+    return request.decoder(Feels(config.vocab_size, config.d_model), verify_tree)
 
 
 def early(request: Request, *, layers: int) -> Decoder:
     """Early exit with a knob: all layers are neutral."""
     request.target = Exits(request.target, layers)  # type: ignore[assignment]
-    return request.decoder(NoDraft(), walk)
+    return request.decoder(BaseDrafter(), verify_tree)
 
 
 EARLY = card(
@@ -234,7 +261,7 @@ EARLY = card(
 # ---- shared noise, joint targets, stores -----------------------------------------------------------------------------
 
 
-class Races(NoDraft):
+class Races(BaseDrafter):
     """Its draft races on the noise that the target will race on, so both often agree."""
 
     def __init__(self, model: Any, gamma: int):
@@ -243,11 +270,19 @@ class Races(NoDraft):
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         self.model.extend(tokens)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         tree = TokenTree()
-        for _ in range(min(self.gamma, room)):
-            q = Laws(self.model.score(tree), warp, context, tree)[len(tree.tokens) - 1]
-            tree = TokenTree.chain([*tree.tokens, chance.race(q, len(context) + len(tree.tokens))])
+        for _ in range(min(self.gamma, max_draft_depth)):
+            q = TargetProbs(self.model.score(tree), sampling, context, tree)[len(tree.tokens) - 1]
+            tree = TokenTree.chain(
+                [*tree.tokens, rng.exponential_race(q, len(context) + len(tree.tokens))]
+            )
         return tree
 
     def observe(self, round: Round) -> None:
@@ -263,11 +298,11 @@ class Races(NoDraft):
 def racing(shift: int) -> Card:
     """Gumbel coupling. The toy numbers its races by rounds in place of positions when it verifies."""
 
-    def match(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+    def match(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         path: tuple[int, ...] = ()
         while True:
             at = len(p.context) + len(path) if not shift else len(path) + shift
-            token = chance.race(p[path[-1] if path else ROOT], at)
+            token = rng.exponential_race(p[path[-1] if path else ROOT], at)
             if len(path) == len(tree.tokens) or tree.tokens[len(path)] != token:
                 return Verdict(path, token)
             path = (*path, len(path))
@@ -289,10 +324,10 @@ def less(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> Any:
 def contrast(request: Request) -> Decoder:
     """Its law is its own: the card says so, and the suites ask its own target."""
     request.target = Joint([request.target, request.drafts[0]], less)
-    return request.decoder(NoDraft(), walk)
+    return request.decoder(BaseDrafter(), verify_tree)
 
 
-class Store(NoDraft):
+class Store(BaseDrafter):
     """Remembers what followed each token, over requests: the card says it is persistent."""
 
     def __init__(self) -> None:
@@ -308,9 +343,15 @@ class Store(NoDraft):
                 self.after[self.last] = token
             self.last = token
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         known = self.after.get(context[-1])
-        return TokenTree.chain([known] if known is not None and room else [])
+        return TokenTree.chain([known] if known is not None and max_draft_depth else [])
 
     def observe(self, round: Round) -> None:
         self.learn(round.tokens)
@@ -324,7 +365,7 @@ class Store(NoDraft):
 
 def store(request: Request) -> Decoder:
     """Token recycling in small."""
-    return request.decoder(Store(), walk)
+    return request.decoder(Store(), verify_tree)
 
 
 def planner(request: Request) -> Any:
@@ -341,10 +382,12 @@ class FillIn:
     def __init__(self, model: Seq2Seq):
         self.model = model
 
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         return blank([len(source), max(len(source) - 1, 1)], self.model.config.mask)
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         states = self.model.decode(self.model.embed(canvas.tokens), memory, slots=canvas.mask)
         scores, tokens = self.model.logits(states).log_softmax(dim=-1).max(dim=-1)
         return Canvas(tokens, canvas.mask, scores)
@@ -352,7 +395,7 @@ class FillIn:
     def finished(self, canvas: Canvas, iteration: int) -> bool:
         return iteration == 2
 
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return int(canvas.means().argmax())
 
 

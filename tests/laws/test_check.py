@@ -13,8 +13,8 @@ import torch
 
 from tests.laws import published
 from tests.laws.published import RIGHT, WRONG_DECODING, WRONG_DRAFTERS, WRONG_VERIFIERS
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.verify import Verdict, residual, walk
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import check
 from tinyspec.laws.accused import Counterexample
@@ -145,8 +145,8 @@ def test_a_drafter_with_a_model_of_its_own() -> None:
     def draft(context: list[int], rng: Any) -> Any:
         return [rng.choice(2, p=q(context))], [q(context)]
 
-    def stale(context: list[int], chance: Any) -> Any:
-        return [chance.draw(q(context))], [q(context[:-1])]
+    def stale(context: list[int], source: Any) -> Any:
+        return [source.draw(q(context))], [q(context[:-1])]
 
     assert check(drafter=draft).evidence[0].cases == 7
     assert accused(drafter=stale).case["context"] == [1]
@@ -155,17 +155,17 @@ def test_a_drafter_with_a_model_of_its_own() -> None:
 # ---------------------------------------------------------------------- the house's own form
 
 
-def greedy_siblings(tree: Any, p: Any, chance: Chance) -> Verdict:
+def greedy_siblings(tree: Any, p: Any, source: RandomSource) -> Verdict:
     """Forgets that a refused sibling changed the law."""
     row, alive = p[ROOT], [node for node, parent in enumerate(tree.parents) if parent == ROOT]
     for node in alive:
-        if chance.accept(row[tree.tokens[node]] / tree.laws[node][tree.tokens[node]]):
-            return Verdict((node,), chance.draw(p[node]))
-    return Verdict((), chance.draw(residual(row, tree.laws[alive[-1]])))
+        if source.accept(row[tree.tokens[node]] / tree.draft_probs[node][tree.tokens[node]]):
+            return Verdict((node,), source.draw(p[node]))
+    return Verdict((), source.draw(residual(row, tree.draft_probs[alive[-1]])))
 
 
 def test_the_librarys_walk_is_proved_on_every_kind_of_tree() -> None:
-    result = check(walk)
+    result = check(verify_tree)
     assert len(result.evidence) == 4
     assert all(found.notes[-1] == "exactly" for found in result.evidence)
 
@@ -175,11 +175,11 @@ def test_a_verifier_that_is_right_on_chains_is_refuted_on_siblings() -> None:
     found = accused(verifier=greedy_siblings, trees=("siblings",))
     assert "two siblings" in found.case["tree"]
     with pytest.raises(TinyspecError, match="no trees of the kind"):
-        check(walk, trees=("forest",))
+        check(verify_tree, trees=("forest",))
 
 
 def test_a_path_that_is_none_is_refused() -> None:
-    def last(tree: Any, p: Any, chance: Chance) -> Verdict:
+    def last(tree: Any, p: Any, source: RandomSource) -> Verdict:
         return Verdict((len(tree.tokens) - 1,), 0)
 
     found = accused(verifier=last)

@@ -25,13 +25,13 @@ from tests.laws.breaches import (
     block,
     decoder,
 )  # fmt: skip
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import contracts
-from tinyspec.laws.accused import Accused
+from tinyspec.laws.accused import LawViolated
 from tinyspec.laws.contracts import EXAMINED, PRESENCE, TRUTHFUL, Setting, looked_at, offences
 from tinyspec.laws.exact import law
 from tinyspec.laws.parts import Siblings
@@ -59,7 +59,7 @@ JUDGES = {TRUTHFUL: contracts.truthful, PRESENCE: contracts.presence, EXAMINED: 
     ("law", "drafter"), [(law, drafter) for law in BREACHES for drafter in BREACHES[law]]
 )
 def test_a_breach_is_accused_by_the_contract_it_breaks(law: str, drafter: Drafting) -> None:
-    with pytest.raises(Accused) as accused:
+    with pytest.raises(LawViolated) as accused:
         JUDGES[law](decoder(drafter))
     counterexample = accused.value.counterexample
     assert counterexample.law == law
@@ -67,15 +67,16 @@ def test_a_breach_is_accused_by_the_contract_it_breaks(law: str, drafter: Drafti
 
 
 def test_tokens_that_block_verification_looked_at_are_not_to_be_proposed_again() -> None:
-    with pytest.raises(Accused) as accused:
+    with pytest.raises(LawViolated) as accused:
         contracts.examined(decoder(Again, block))
     assert accused.value.counterexample.law == EXAMINED
 
 
 HONEST = [
-    (ModelDraft, walk), (ModelDraft, block), (Drafted, walk),
-    (lambda model, k, ends: Siblings(model, k, True), walk), (lambda model, k, ends: Siblings(model, k, False), walk),
-    (Again, walk),  # the walk has not looked behind the token it refused
+    (ModelDrafter, verify_tree), (ModelDrafter, block), (Drafted, verify_tree),
+    (lambda model, k, ends: Siblings(model, k, True), verify_tree),
+    (lambda model, k, ends: Siblings(model, k, False), verify_tree),
+    (Again, verify_tree),  # the walk has not looked behind the token it refused
     (AgainAsAPoint, block),
 ]  # fmt: skip
 
@@ -95,22 +96,24 @@ def test_every_technique_keeps_its_contracts(card: Any) -> None:
     assert all(evidence.branches >= evidence.cases > 0 for evidence in found)
 
 
-@pytest.mark.parametrize("warp", contracts.RATIONAL + contracts.IRRATIONAL, ids=str)
-def test_a_law_declared_before_the_warper_is_seen_under_every_warper(warp: Warp) -> None:
+@pytest.mark.parametrize("sampling", contracts.RATIONAL + contracts.IRRATIONAL, ids=str)
+def test_a_law_declared_before_the_warper_is_seen_under_every_warper(
+    sampling: SamplingParams,
+) -> None:
     """Each warper in the list changes some row of the tables, so none is there for show."""
-    settings = [Setting(seed, warp, torch.float64) for seed in range(1, 7)]
+    settings = [Setting(seed, sampling, torch.float64) for seed in range(1, 7)]
     assert any(offences(lambda s=s: decoder(Raw)(request(s)))[0] for s in settings)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("dtype", contracts.DTYPES, ids=str)
 def test_a_law_drawn_in_another_dtype_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
-    setting = Setting(2, Warp(temperature=0.7), dtype)
+    setting = Setting(2, SamplingParams(temperature=0.7), dtype)
     found, _ = offences(lambda: decoder(Narrow)(request(setting)))
     assert {offence.law for offence in found} == {TRUTHFUL}
 
 
 def request(setting: Setting) -> Request:
-    return Request(setting.model(0).session(), [setting.model(1).session()], setting.warp)
+    return Request(setting.model(0).session(), [setting.model(1).session()], setting.sampling)
 
 
 # ---------------------------------------------------------------------- and they change what is emitted
@@ -135,8 +138,14 @@ def emitted(
 
 def test_keep_only_token_0_emits_it_with_three_quarters() -> None:
     """p = q = (1/2, 1/2), and the declared law is the one that is drawn from: presence alone is at fault."""
-    assert emitted(KeepZero, walk, (1, 1), (1, 1), 1, gamma=1) == {(0,): F(3, 4), (1,): F(1, 4)}
-    assert emitted(Drafted, walk, (1, 1), (1, 1), 1, gamma=1) == {(0,): F(1, 2), (1,): F(1, 2)}
+    assert emitted(KeepZero, verify_tree, (1, 1), (1, 1), 1, gamma=1) == {
+        (0,): F(3, 4),
+        (1,): F(1, 4),
+    }
+    assert emitted(Drafted, verify_tree, (1, 1), (1, 1), 1, gamma=1) == {
+        (0,): F(1, 2),
+        (1,): F(1, 2),
+    }
     found, _ = offences(lambda: decoder(KeepZero)(request(Setting(((1, 1), (1, 1))))))
     assert found[0] == (PRESENCE, (0,), (), [F(1, 2), F(1, 2)], [1, 0])
 
@@ -146,19 +155,22 @@ def test_keep_only_token_0_is_exact_when_it_declares_no_law() -> None:
         def propose(self, *given: Any) -> TokenTree:
             return TokenTree.chain(super().propose(*given).tokens)
 
-    assert emitted(Points, walk, (1, 1), (1, 1), 1, gamma=1) == {(0,): F(1, 2), (1,): F(1, 2)}
+    assert emitted(Points, verify_tree, (1, 1), (1, 1), 1, gamma=1) == {
+        (0,): F(1, 2),
+        (1,): F(1, 2),
+    }
 
 
 def test_block_verification_and_examined_tokens_29_128_instead_of_3_16() -> None:
     """p = (1/4, 3/4), q = (2/3, 1/3), gamma 2: the text (1, 0)."""
     assert emitted(Again, block, (1, 3), (2, 1), 2)[1, 0] == F(29, 128)
-    for drafter, verifier in ((Drafted, block), (AgainAsAPoint, block), (Again, walk)):
+    for drafter, verifier in ((Drafted, block), (AgainAsAPoint, block), (Again, verify_tree)):
         assert emitted(drafter, verifier, (1, 3), (2, 1), 2)[1, 0] == F(3, 16)
 
 
 def test_block_verification_keeps_the_law_of_fresh_drafts() -> None:
     target, draft = TableModel(4), TableModel(5, zeros=False)
-    plain = law(lambda: Request(target.session()).decoder(NoDraft(), walk), 3)
+    plain = law(lambda: Request(target.session()).decoder(BaseDrafter(), verify_tree), 3)
     fast = law(lambda: Request(target.session()).decoder(Drafted(draft.session(), 2), block), 3)
     assert fast == plain
 
@@ -177,12 +189,12 @@ def test_the_walk_reads_chance_exactly_as_often_as_looked_at_says() -> None:
         tree = TokenTree([rng.randint(0, 1) for _ in range(n)], parents, (None,) * n, (False,) * n)
         rows = {node: [F(1, 2), F(1, 2)] for node in range(-1, n)}
 
-        def tested(chance: Exhaustive, tree: TokenTree = tree, rows: Any = rows) -> Verdict:
-            return walk(tree, rows, chance)
+        def tested(source: Exhaustive, tree: TokenTree = tree, rows: Any = rows) -> Verdict:
+            return verify_tree(tree, rows, source)
 
         for verdict, _ in Exhaustive.walk(tested):
             order = sorted(
-                {*verdict.path, *verdict.refused}, key=lambda node: len(looked_at(tree, node))
+                {*verdict.accepted, *verdict.rejected}, key=lambda node: len(looked_at(tree, node))
             )
             if order:
                 assert looked_at(tree, order[-1]) == order[:-1]

@@ -25,7 +25,7 @@ LAW = (
 
 
 def outcomes(function: Callable[[Dice], Any]) -> dict[Any, Any]:
-    return Exhaustive.law(lambda chance: function(Dice(chance)))
+    return Exhaustive.law(lambda source: function(Dice(source)))
 
 
 INVERSIONS = {
@@ -106,8 +106,8 @@ def test_the_same_seed_gives_the_same_noise_and_another_one_does_not() -> None:
 
 
 def test_a_pinned_uniform_is_zero_and_may_meet_its_boundary() -> None:
-    def ask(chance: Exhaustive) -> Any:
-        u = Uniform(Span(chance, pinned=True))
+    def ask(source: Exhaustive) -> Any:
+        u = Uniform(Span(source, pinned=True))
         return u < 0, u <= 0, u > 0, u >= 0, u == 0, 1 - u <= 1, u + 1 < 1, int(5 * u)
 
     assert Exhaustive.law(ask) == {(False, True, False, True, True, True, False, 0): 1}
@@ -148,8 +148,8 @@ ASKED_IN_TORCH: dict[str, Callable[[], Any]] = {
 
 
 def in_torch(function: Callable[[], Any]) -> dict[Any, Any]:
-    def run(chance: Exhaustive) -> Any:
-        with torch_everywhere(Dice(chance)):
+    def run(source: Exhaustive) -> Any:
+        with torch_everywhere(Dice(source)):
             return tuple(bool(x) for x in function())
 
     return Exhaustive.law(run)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tinyspec import _core
 from tinyspec._core import reference_trie
-from tinyspec.decoding.chance import Seeded
+from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.digest import digest
 from tinyspec.laws.tables import TableModel
@@ -200,11 +200,11 @@ def test_what_cannot_be_seen_through_is_an_error() -> None:
 
 
 def test_outside_is_not_looked_into() -> None:
-    ledger: list[int] = []
-    owner = Plain(ledger)
-    before = digest(owner, (ledger,))
-    ledger.append(1)
-    assert digest(owner, (ledger,)) == before
+    forward_log: list[int] = []
+    owner = Plain(forward_log)
+    before = digest(owner, (forward_log,))
+    forward_log.append(1)
+    assert digest(owner, (forward_log,)) == before
     assert digest(owner) != before
 
 

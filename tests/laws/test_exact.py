@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import Verdict, pick, walk
-from tinyspec.laws.accused import Accused
+from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import Verdict, sample_inverse_cdf, verify_tree
+from tinyspec.laws.accused import LawViolated
 from tinyspec.laws.exact import JOINT, QUIET, REPEATS, Reference, compare, law, warped
 from tinyspec.laws.tables import TableModel, TableSession
 from tinyspec.lm.plan import Plan
@@ -25,35 +25,35 @@ from tinyspec.tree import ROOT, TokenTree
 
 P, Q = TableModel(4), TableModel(3)
 WARPS = [
-    Warp(),
-    Warp(temperature=0.0),
-    Warp(temperature=1 / 3),
-    Warp(top_k=2),
-    Warp(0.5, top_p=0.7),
-    Warp(min_p=0.4),
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1 / 3),
+    SamplingParams(top_k=2),
+    SamplingParams(0.5, top_p=0.7),
+    SamplingParams(min_p=0.4),
 ]
 
 
 def plain(model: TableModel = P, **options: Any) -> Decoder:
-    return Decoder(model.session(), NoDraft(), walk, **options)
+    return Decoder(model.session(), BaseDrafter(), verify_tree, **options)
 
 
 def drafted(
     p: TableModel = P,
     q: TableModel = Q,
     gamma: int = 2,
-    verifier: Any = walk,
+    verifier: Any = verify_tree,
     target: Any = None,
     **options: Any,
 ) -> Decoder:
-    return Decoder(target or p.session(), ModelDraft(q.session(), gamma), verifier, **options)
+    return Decoder(target or p.session(), ModelDrafter(q.session(), gamma), verifier, **options)
 
 
 def same(
     factory: Callable[[], Decoder], model: TableModel = P, tokens: int = 3, **options: Any
 ) -> None:
-    warp = options.pop("warp", Warp())
-    compare(Reference(model.row, warp).law(tokens), law(factory, tokens, **options))
+    sampling = options.pop("sampling", SamplingParams())
+    compare(Reference(model.row, sampling).law(tokens), law(factory, tokens, **options))
 
 
 # ---------------------------------------------------------------------- exactness
@@ -70,7 +70,7 @@ def test_the_reference_is_the_product_of_conditionals() -> None:
 
 
 def test_the_reference_stops_where_a_text_ends() -> None:
-    stop = Stop(eos=frozenset({2}), sequences=((0, 1),), max_new_tokens=3)
+    stop = StoppingCriteria(eos=frozenset({2}), sequences=((0, 1),), max_new_tokens=3)
     joint = Reference(P.row, stop=stop).law(9)
     assert sum(joint.values()) == 1
     assert all(2 not in text[:-1] and (0, 1) not in pairwise(text[:-1]) for text in joint)
@@ -78,10 +78,12 @@ def test_the_reference_stops_where_a_text_ends() -> None:
     assert {len(text) for text in Reference(P.row, limit=3).law(9)} == {2}
 
 
-@pytest.mark.parametrize("warp", WARPS, ids=str)
-def test_plain_decoding_and_a_drafted_chain_have_the_reference_law(warp: Warp) -> None:
-    same(lambda: plain(warp=warp), warp=warp)
-    same(lambda: drafted(warp=warp), warp=warp)
+@pytest.mark.parametrize("sampling", WARPS, ids=str)
+def test_plain_decoding_and_a_drafted_chain_have_the_reference_law(
+    sampling: SamplingParams,
+) -> None:
+    same(lambda: plain(sampling=sampling), sampling=sampling)
+    same(lambda: drafted(sampling=sampling), sampling=sampling)
 
 
 @given(st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any), st.sampled_from([0, 1, 0.5, 1 / 3]),
@@ -94,12 +96,12 @@ def test_the_judges_warpers_are_those_of_the_house(
     top_p: float | None,
     min_p: float | None,
 ) -> None:
-    warp = Warp(temperature, top_k, top_p, min_p)
-    exact = warped([F(x) for x in weights], (), warp)
-    assert exact == warp([F(x) for x in weights])
+    sampling = SamplingParams(temperature, top_k, top_p, min_p)
+    exact = warped([F(x) for x in weights], (), sampling)
+    assert exact == sampling.probs([F(x) for x in weights])
     logits = np.log(np.maximum(weights, 1e-300))
-    np.testing.assert_allclose(warped(logits, (), warp), warp(logits), atol=1e-12)
-    penalty = Warp(0.7, repetition_penalty=1.3)
+    np.testing.assert_allclose(warped(logits, (), sampling), sampling.probs(logits), atol=1e-12)
+    penalty = SamplingParams(0.7, repetition_penalty=1.3)
     np.testing.assert_allclose(
         warped(logits, (1, 1, 2), penalty), penalty(logits, (1, 1, 2)), atol=1e-12
     )
@@ -113,11 +115,11 @@ def test_merging_changes_nothing_but_the_work() -> None:
 
 
 def test_a_law_is_exact_below_a_prompt_of_any_length_and_after_a_stop() -> None:
-    stop = Stop(eos=frozenset({1}), max_new_tokens=3)
+    stop = StoppingCriteria(eos=frozenset({1}), max_new_tokens=3)
     compare(
         Reference(P.row, stop=stop).law(3, (2, 0, 1)), law(lambda: drafted(stop=stop), 3, (2, 0, 1))
     )
-    assert law(lambda: plain(stop=Stop(max_new_tokens=0)), 3) == {(): 1}
+    assert law(lambda: plain(stop=StoppingCriteria(max_new_tokens=0)), 3) == {(): 1}
 
 
 def test_one_round_alone() -> None:
@@ -128,13 +130,13 @@ def test_one_round_alone() -> None:
 
 def test_laws_in_floats_agree_to_twelve_digits() -> None:
     p, q = TableModel(4, floats=True), TableModel(3, floats=True)
-    for warp in (
-        Warp(0.7),
-        Warp(repetition_penalty=1.3),
-        Warp(0.7, top_p=0.8, repetition_penalty=0.8),
+    for sampling in (
+        SamplingParams(0.7),
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(0.7, top_p=0.8, repetition_penalty=0.8),
     ):
-        got = law(lambda warp=warp: drafted(p, q, warp=warp), 3)  # type: ignore[misc]
-        compare(Reference(p.row, warp).law(3), got, within=1e-12)
+        got = law(lambda sampling=sampling: drafted(p, q, sampling=sampling), 3)  # type: ignore[misc]
+        compare(Reference(p.row, sampling).law(3), got, within=1e-12)
         assert got.branches > len(got)
 
 
@@ -144,57 +146,68 @@ def test_laws_in_floats_agree_to_twelve_digits() -> None:
 def accused(
     factory: Callable[[], Decoder], tokens: int = 3, name: str = JOINT, **options: Any
 ) -> None:
-    with pytest.raises(Accused) as caught:
+    with pytest.raises(LawViolated) as caught:
         same(factory, tokens=tokens, **options)
     assert caught.value.counterexample.law == name
 
 
 def test_it_sees_a_biased_verifier() -> None:
-    def eager(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+    def eager(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         """Accepts with one part in a hundred more than it may."""
         path: tuple[int, ...] = ()
-        for node, (token, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
+        for node, (token, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
             row = p[path[-1] if path else ROOT]
             assert q is not None
-            if not chance.accept(row[token] / q[token] * F(101, 100)):
+            if not rng.accept(row[token] / q[token] * F(101, 100)):
                 left = [max(a - b, 0) for a, b in zip(row, q, strict=True)]
-                return Verdict(path, chance.draw(left if any(left) else row), (node,))
+                return Verdict(path, rng.draw(left if any(left) else row), (node,))
             path = (*path, node)
-        return Verdict(path, chance.draw(p[path[-1] if path else ROOT]))
+        return Verdict(path, rng.draw(p[path[-1] if path else ROOT]))
 
     accused(lambda: drafted(verifier=eager), tokens=1)
 
 
-class Reuses(NoDraft):
+class Reuses(BaseDrafter):
     """Noise is drawn in the first round and used in every round after it: sound for one token, and only for one."""
 
     def __init__(self, where: Any):
         self.where = where
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         if not self.where:
-            self.where.append(F(chance.draw([F(1, 8)] * 8), 8))
+            self.where.append(F(rng.draw([F(1, 8)] * 8), 8))
         q = [F(1, 2), F(1, 4), F(1, 4)]
-        return TokenTree.chain([pick(q, self.where[0])], [q])
+        return TokenTree.chain([sample_inverse_cdf(q, self.where[0])], [q])
 
 
 def test_it_sees_noise_that_is_used_again_in_the_next_round_as_one_token_cannot() -> None:
     def toy() -> Decoder:
-        return Decoder(P.session(), Reuses([]), walk)
+        return Decoder(P.session(), Reuses([]), verify_tree)
 
     same(toy, tokens=1)
     accused(toy, tokens=2)
     accused(toy, tokens=3, merge=False)
 
 
-class Enclosed(NoDraft):
+class Enclosed(BaseDrafter):
     """The same, with the noise in a closure."""
 
     def __init__(self) -> None:
         noise: list[F] = []
 
-        def propose(context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-            return Reuses(noise).propose(context, room, warp, chance)
+        def propose(
+            context: Sequence[int],
+            max_draft_depth: int,
+            sampling: SamplingParams,
+            rng: RandomSource,
+        ) -> TokenTree:
+            return Reuses(noise).propose(context, max_draft_depth, sampling, rng)
 
         self.propose = propose  # type: ignore[method-assign]
 
@@ -211,27 +224,33 @@ class InTheClass(Reuses):
 def test_noise_hidden_in_a_closure_is_not_merged_away_and_noise_in_a_class_is_not_repeated() -> (
     None
 ):
-    accused(lambda: Decoder(P.session(), Enclosed(), walk), tokens=2)
-    accused(lambda: Decoder(P.session(), InTheClass(), walk), tokens=2, name=REPEATS)
+    accused(lambda: Decoder(P.session(), Enclosed(), verify_tree), tokens=2)
+    accused(lambda: Decoder(P.session(), InTheClass(), verify_tree), tokens=2, name=REPEATS)
 
 
-class Lies(NoDraft):
+class Lies(BaseDrafter):
     """A coin tossed in the first round, and not told to anybody, decides whether the later rounds declare a false law."""
 
     lying: bool | None = None
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         if self.lying is None:
-            self.lying = not chance.accept(F(1, 2))
+            self.lying = not rng.accept(F(1, 2))
             return TokenTree()
         return TokenTree.chain([1], [[F(1, 3)] * 3 if self.lying else [F(0), F(1), F(0)]])
 
 
 def test_a_state_that_differs_in_one_coin_is_not_merged_with_the_state_that_behaves() -> None:
-    accused(lambda: Decoder(P.session(), Lies(), walk), tokens=2)
+    accused(lambda: Decoder(P.session(), Lies(), verify_tree), tokens=2)
 
 
-class Ages(NoDraft):
+class Ages(BaseDrafter):
     """Proposes something else the more texts it has seen, in all of its instances: it cannot be repeated."""
 
     age: list[int] = []  # noqa: RUF012
@@ -239,43 +258,61 @@ class Ages(NoDraft):
     def extend(self, tokens: Sequence[int], scores: Any) -> None:
         self.age.append(1)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         return TokenTree.chain([0 if len(self.age) < 2 else 1])
 
 
 def test_a_decoder_that_changes_from_text_to_text_is_told_from_one_that_repeats_itself() -> None:
     rows = TableModel(rows=lambda context: [1, 1, 1])
-    accused(lambda: Decoder(rows.session(), Ages(), walk), tokens=1, name=REPEATS, model=rows)
+    accused(
+        lambda: Decoder(rows.session(), Ages(), verify_tree), tokens=1, name=REPEATS, model=rows
+    )
 
 
-class Counts(NoDraft):
+class Counts(BaseDrafter):
     """Copies the last token in every other round, by a counter that nothing else shows."""
 
     def __init__(self) -> None:
         self.told = 0
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        self.told += chance.accept(F(1, 2))
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        self.told += rng.accept(F(1, 2))
         return TokenTree.chain([context[-1]] if self.told % 2 else [])
 
 
 def test_a_counter_blocks_merging_and_its_law_is_right() -> None:
     def counts() -> Decoder:
-        return Decoder(P.session(), Counts(), walk)
+        return Decoder(P.session(), Counts(), verify_tree)
 
     same(counts)
     assert law(counts, 3).states > law(plain, 3).states
 
 
 def test_it_sees_global_noise() -> None:
-    class Global(NoDraft):
+    class Global(BaseDrafter):
         def propose(
-            self, context: Sequence[int], room: int, warp: Warp, chance: Chance
+            self,
+            context: Sequence[int],
+            max_draft_depth: int,
+            sampling: SamplingParams,
+            rng: RandomSource,
         ) -> TokenTree:
             random.random()
             return TokenTree()
 
-    accused(lambda: Decoder(P.session(), Global(), walk), name=QUIET)
+    accused(lambda: Decoder(P.session(), Global(), verify_tree), name=QUIET)
 
 
 class Stale(TableSession):
@@ -294,13 +331,19 @@ class Stale(TableSession):
         self.left = []
 
 
-class DraftsIntoItsTarget(NoDraft):
+class DraftsIntoItsTarget(BaseDrafter):
     """Tries a guess in the text itself and takes it back: what makes rolling back visible."""
 
     def __init__(self, target: TableSession):
         self.target = target
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         if len(context) == 1:
             self.target.append((2, 1, 0))
             self.target.score(TokenTree())
@@ -310,7 +353,7 @@ class DraftsIntoItsTarget(NoDraft):
 
 def test_it_sees_stale_keys_and_values() -> None:
     def guessing(session: TableSession) -> Decoder:
-        return Decoder(session, DraftsIntoItsTarget(session), walk)
+        return Decoder(session, DraftsIntoItsTarget(session), verify_tree)
 
     same(lambda: guessing(P.session()))
     accused(lambda: guessing(Stale(P)), tokens=3)
@@ -320,7 +363,7 @@ def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:
     def exits(plan: Plan) -> Callable[[], Decoder]:
         def make() -> Decoder:
             session = P.session()
-            return Decoder(session, ModelDraft(session.view(plan), 2), walk)  # type: ignore[arg-type]
+            return Decoder(session, ModelDrafter(session.view(plan), 2), verify_tree)  # type: ignore[arg-type]
 
         return make
 
@@ -329,15 +372,20 @@ def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:
         target = TableSession(P, plan=plan)
         right = Reference(lambda context, plan=plan: P.row(context, plan)).law(2)  # type: ignore[misc]
         compare(
-            right, law(lambda plan=plan: Decoder(TableSession(P, plan=plan), NoDraft(), walk), 2)
+            right,
+            law(
+                lambda plan=plan: Decoder(TableSession(P, plan=plan), BaseDrafter(), verify_tree), 2
+            ),
         )  # type: ignore[misc]
         if plan != Plan():
-            accused(lambda plan=plan: Decoder(TableSession(P, plan=plan), NoDraft(), walk), 2)  # type: ignore[misc]
+            accused(
+                lambda plan=plan: Decoder(TableSession(P, plan=plan), BaseDrafter(), verify_tree), 2
+            )  # type: ignore[misc]
             assert target.plan == plan
 
 
 def test_the_smallest_text_that_differs_is_told() -> None:
-    with pytest.raises(Accused) as caught:
+    with pytest.raises(LawViolated) as caught:
         compare(
             {(0,): F(1, 2), (1,): F(1, 2)}, {(0,): F(1, 3), (1,): F(2, 3)}, p=[F(1, 2), F(1, 2)]
         )

@@ -67,10 +67,10 @@ class ShortRewind(Session):
 class Restless(Session):
     """A score that runs its guesses again."""
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Any:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Any:
         for node in self.committed[-1].descendants() if self.committed else ():
             node.forget()
-        return super().score(tree, taps)
+        return super().score(tree, hidden_layers)
 
 
 class Blind(View):
@@ -94,10 +94,10 @@ class Trusting(View):
 class Forgetful(View):
     """A view that is computed by the whole model where it has a trunk."""
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Any:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Any:
         self._follow()
-        scores, self._nodes = self.session.grow(
-            tree, taps, Plan() if self._trunk else self.plan, trunk=self._trunk
+        scores, self._nodes = self.session.score_tree(
+            tree, hidden_layers, Plan() if self._trunk else self.plan, trunk=self._trunk
         )
         return scores
 

@@ -60,7 +60,7 @@ def test_every_known_mistake_has_a_mutant_or_waits_for_something() -> None:
 
 
 def test_a_crash_is_no_verdict_and_survival_is_said() -> None:
-    def crashes(tree: Any, p: Any, chance: Any) -> Any:
+    def crashes(tree: Any, p: Any, rng: Any) -> Any:
         raise ZeroDivisionError
 
     line = mutants.judge(Mutant("crashes", "slip", "joint law", replace(PARTS, walk=crashes), id))

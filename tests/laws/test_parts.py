@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws import streaming
-from tinyspec.laws.accused import Accused
+from tinyspec.laws.accused import LawViolated
 from tinyspec.lm.tokenizer import Tokenizer
 
 ZOO = Path(__file__).parents[2] / "models"
@@ -112,11 +112,11 @@ STREAMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("defect", STREAMS)
 def test_a_defective_stream_is_accused(defect: str) -> None:
-    with pytest.raises(Accused, match=streaming.STREAM):
+    with pytest.raises(LawViolated, match=streaming.STREAM):
         streaming.streaming(storyteller(), STREAMS[defect])
 
 
-class NewBlock(Stop):
+class NewBlock(StoppingCriteria):
     """Looks into the block that is new, not across its beginning."""
 
     def cut(
@@ -125,14 +125,14 @@ class NewBlock(Stop):
         return super().cut((), fresh, limit)
 
 
-class LastToken(Stop):
+class LastToken(StoppingCriteria):
     """A stop string must be a token's whole text."""
 
     def _spelled(self, seen: Sequence[int]) -> bool:
         return self.decode is not None and self.decode(seen[-1:]) in self.strings
 
 
-class Characters(Stop):
+class Characters(StoppingCriteria):
     """Counts a token as a character at least."""
 
     def _spelled(self, seen: Sequence[int]) -> bool:
@@ -142,7 +142,7 @@ class Characters(Stop):
         )
 
 
-class Kept(Stop):
+class Kept(StoppingCriteria):
     """Keeps the stop string in the text."""
 
     def trim(self, text: str) -> str:
@@ -150,7 +150,7 @@ class Kept(Stop):
         return text[: min(ends)] if ends else text
 
 
-class Hasty(Stop):
+class Hasty(StoppingCriteria):
     """Shows what may become a stop string."""
 
     def withheld(self, text: str) -> int:
@@ -158,6 +158,6 @@ class Hasty(Stop):
 
 
 @pytest.mark.parametrize("kind", [NewBlock, LastToken, Characters, Kept, Hasty])
-def test_a_defective_stop_is_accused(kind: type[Stop]) -> None:
-    with pytest.raises(Accused, match=streaming.STRINGS):
+def test_a_defective_stop_is_accused(kind: type[StoppingCriteria]) -> None:
+    with pytest.raises(LawViolated, match=streaming.STRINGS):
         streaming.stop_strings(storyteller(), kind)

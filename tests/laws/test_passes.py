@@ -12,11 +12,11 @@ import tinyspec
 from tests.laws.test_theorems import killed
 from tests.lm.small import GPT2, LLAMA, model
 from tinyspec._core import compute
-from tinyspec.decoding.decode import NoDraft
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.decode import BaseDrafter
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import passes
 from tinyspec.laws.dense import dense
-from tinyspec.lm.feed import Feed, Scores
+from tinyspec.lm.feed import ForwardBatch, Scores
 from tinyspec.lm.plan import Plan, Visible
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
@@ -51,7 +51,7 @@ def test_the_plain_pass_is_the_model_trained(m: Model) -> None:
     """Its logits are those of the pass that training differentiates, which shares no line with it."""
     text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
     with torch.no_grad():
-        expected = m.teach(torch.tensor([text]))[0].numpy()
+        expected = m.training_logits(torch.tensor([text]))[0].numpy()
     np.testing.assert_allclose(dense(m, text).logits, expected, atol=1e-11)
 
 
@@ -84,7 +84,7 @@ def test_a_row_is_the_same_bits_whatever_is_computed_beside_it(dtype: torch.dtyp
 def test_the_bundled_storyteller_is_lawful(zoo: tuple[Model, Model, float]) -> None:
     target, draft, tolerance = zoo
     passes.node_logits(target.session, cases=1, rounds=2, nodes=4, tolerance=tolerance)
-    passes.sibling_order(target.session, walk, cases=4, tolerance=tolerance)
+    passes.sibling_order(target.session, verify_tree, cases=4, tolerance=tolerance)
     held_by(
         find("speculative_decoding"),
         target.session,
@@ -113,10 +113,10 @@ def test_a_token_that_left_early_is_judged_as_far_as_it_ran() -> None:
 # ------------------------------------------------------------------------------------------------ what they kill
 
 
-def gated(change: Callable[[Feed], None]) -> passes.Begin:
+def gated(change: Callable[[ForwardBatch], None]) -> passes.Begin:
     """Sessions whose feeds are changed on their way to the model."""
 
-    def gate(feeds: Sequence[Feed]) -> list[Scores]:
+    def gate(feeds: Sequence[ForwardBatch]) -> list[Scores]:
         for feed in feeds:
             change(feed)
         return M.forward(feeds)
@@ -124,19 +124,19 @@ def gated(change: Callable[[Feed], None]) -> passes.Begin:
     return lambda: Session(M, gate=gate)
 
 
-def flat_positions(feed: Feed) -> None:
+def flat_positions(feed: ForwardBatch) -> None:
     feed.positions = list(feed.slots)
 
 
-def siblings_visible(feed: Feed) -> None:
+def siblings_visible(feed: ForwardBatch) -> None:
     feed.seen = [(slot + 1, ()) for slot in feed.slots]
 
 
-def parent_hidden(feed: Feed) -> None:
+def parent_hidden(feed: ForwardBatch) -> None:
     feed.seen = [(prefix, (*own[:-2], *own[-1:])) for prefix, own in feed.seen]
 
 
-def late_positions(feed: Feed) -> None:
+def late_positions(feed: ForwardBatch) -> None:
     if not feed.prefill:
         feed.positions = [at + 1 for at in feed.positions]
 
@@ -144,9 +144,9 @@ def late_positions(feed: Feed) -> None:
 class NotGathered(Session):
     """Commits a path and leaves its keys and values where they were."""
 
-    def _seat(self, nodes, first):
+    def _assign_slots(self, nodes, first):
         self.cache.move = lambda old, to: None
-        super()._seat(nodes, first)
+        super()._assign_slots(nodes, first)
 
 
 class KeepsGuesses(Session):
@@ -164,8 +164,8 @@ class KeepsGuesses(Session):
 
     def trust(self, guessed: int) -> None:
         newest = self.committed[-1] if self.committed else None
-        if guessed and newest and not newest.reach:
-            newest.reach = newest.row_at = 2 * self.model.config.n_layers
+        if guessed and newest and not newest.sublayers_done:
+            newest.sublayers_done = newest.row_at = 2 * self.model.config.n_layers
             newest.row = torch.zeros(self.model.config.vocab_size, dtype=torch.float64)
             self.cache.present[newest.slot] = True
 
@@ -191,7 +191,7 @@ def test_row_identity_kills_a_product_that_sums_otherwise_for_many_rows() -> Non
     """What libraries do: the last bit of a row depends on how many are computed with it."""
     m = M.to(dtype=torch.float32)
 
-    def gate(feeds: Sequence[Feed]) -> list[Scores]:
+    def gate(feeds: Sequence[ForwardBatch]) -> list[Scores]:
         scores = m.forward(feeds)
         return [
             s._replace(logits=s.logits * (1 + 2**-23)) if len(s.logits) > 2 else s for s in scores
@@ -202,7 +202,7 @@ def test_row_identity_kills_a_product_that_sums_otherwise_for_many_rows() -> Non
 
 @pytest.mark.parametrize("change", [flat_positions, siblings_visible])
 def test_permuting_siblings_kills_what_knows_their_order(change) -> None:
-    killed(passes.SIBLINGS, lambda: passes.sibling_order(gated(change), walk))
+    killed(passes.SIBLINGS, lambda: passes.sibling_order(gated(change), verify_tree))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_node_logits_kill_a_wrong_commit(begin) -> None:
 
 
 def test_permuting_siblings_kills_a_greedy_walk_of_the_first_child() -> None:
-    def first_child(tree: TokenTree, p, chance) -> Verdict:
+    def first_child(tree: TokenTree, p, source) -> Verdict:
         path, at = (), ROOT
         while at + 1 < len(tree.tokens):
             node = next((i for i, parent in enumerate(tree.parents) if parent == at), None)
@@ -238,18 +238,18 @@ def test_committed_slots_kill_a_wrong_target(begin) -> None:
 def test_committed_slots_kill_a_path_that_is_not_gathered() -> None:
     """A chain needs no gathering: a second child is accepted here."""
 
-    class Two(NoDraft):
-        def propose(self, context, room, warp, chance):
+    class Two(BaseDrafter):
+        def propose(self, context, max_draft_depth, sampling, source):
             best = int(dense(M, context).logits[-1].argmax())
             tokens = ((best + 1) % LLAMA.vocab_size, best)
             return (
                 TokenTree(tokens, (ROOT, ROOT), (None, None), (False, False))
-                if room
+                if max_draft_depth
                 else TokenTree()
             )
 
     def bush(request):
-        return request.decoder(Two(), walk)
+        return request.decoder(Two(), verify_tree)
 
     passes.cache_after_every_round(bush, M.session)
     killed(passes.SLOTS, lambda: passes.cache_after_every_round(bush, lambda: NotGathered(M)))

@@ -8,8 +8,8 @@ import pytest
 
 from tests.laws import hosted
 from tests.laws.test_suites import BROKEN, SPECULATIVE
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact import JOINT
 from tinyspec.laws.knobs import ladder
@@ -77,7 +77,7 @@ def test_what_was_proved_is_not_proved_again(tmp_path: Path) -> None:
 
     def build(request: Request) -> Decoder:
         calls.append(1)
-        return request.decoder(NoDraft(), walk)
+        return request.decoder(BaseDrafter(), verify_tree)
 
     assert prove(replace(card, build=build), profile, State(file, profile.name)) == begun
     assert not calls

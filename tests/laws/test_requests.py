@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tests.laws.hosted import card
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, origins
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import requests
-from tinyspec.laws.accused import Accused, Evidence
+from tinyspec.laws.accused import Evidence, LawViolated
 from tinyspec.lm.gate import run_together
 from tinyspec.technique import Card, Request, find, techniques
 from tinyspec.tree import TokenTree
@@ -42,22 +42,22 @@ def test_what_is_drafted_is_accepted_often_enough_to_cross_a_stop() -> None:
 # --- what each law kills --------------------------------------------------------------------------------------------
 
 
-def drafting(kind: Callable[[Request], NoDraft], loop: type[Decoder] = Decoder) -> Card:
+def drafting(kind: Callable[[Request], BaseDrafter], loop: type[Decoder] = Decoder) -> Card:
     """A technique with such a drafter in such a loop."""
 
     def build(request: Request) -> Decoder:
-        made = request.decoder(kind(request), walk)
+        made = request.decoder(kind(request), verify_tree)
         made.__class__ = loop
         return made
 
     return card(build, drafts=1)
 
 
-def chain(request: Request) -> ModelDraft:
-    return ModelDraft(request.drafts[0], 2)
+def chain(request: Request) -> ModelDrafter:
+    return ModelDrafter(request.drafts[0], 2)
 
 
-class Shared(NoDraft):
+class Shared(BaseDrafter):
     """Remembers what was said, in the class: every request copies from all others."""
 
     said: ClassVar[list[int]] = []
@@ -65,38 +65,56 @@ class Shared(NoDraft):
     def __init__(self, request: Request):
         return None
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        return TokenTree.chain(self.said[-2:][:room])
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        return TokenTree.chain(self.said[-2:][:max_draft_depth])
 
     def observe(self, round: Round) -> None:
         self.said.extend(round.tokens)
 
 
-class Python(NoDraft):
+class Python(BaseDrafter):
     """Guesses by the global generator."""
 
     def __init__(self, request: Request):
         return None
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        return TokenTree.chain([random.randrange(3)][:room])
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        return TokenTree.chain([random.randrange(3)][:max_draft_depth])
 
 
 class Torch(Python):
     """Guesses by torch's global generator."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        return TokenTree.chain([int(torch.randint(3, ()))][:room])
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        return TokenTree.chain([int(torch.randint(3, ()))][:max_draft_depth])
 
 
 class Silent(Decoder):
     """Does not report what was cut off."""
 
-    def step(self, chance: Chance) -> Round:
-        return super().step(chance)._replace(truncated=0)
+    def step(self, rng: RandomSource) -> Round:
+        return super().step(rng)._replace(truncated=0)
 
 
-class Careless(ModelDraft):
+class Careless(ModelDrafter):
     """Looks ahead after the round was reported."""
 
     def observe(self, round: Round) -> None:
@@ -104,7 +122,7 @@ class Careless(ModelDraft):
         self.model.score(TokenTree())
 
 
-class Late(Stop):
+class Late(StoppingCriteria):
     """Looks for a stop at the end of a block alone."""
 
     def cut(
@@ -112,38 +130,38 @@ class Late(Stop):
     ) -> tuple[int, str | None]:
         kept, reason = super().cut(new, fresh, limit)
         if reason in ("eos", "stop") and kept < len(fresh):
-            room = self.left(len(new), limit)
+            room = self.tokens_left(len(new), limit)
             return (len(fresh), None) if room is None or room[0] > len(fresh) else room
         return kept, reason
 
 
-class Blockwise(Stop):
+class Blockwise(StoppingCriteria):
     """Looks for stops inside of a block alone."""
 
     def cut(
         self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
     ) -> tuple[int, str | None]:
         kept, reason = replace(self, max_new_tokens=None).alone(fresh)
-        room = self.left(len(new), limit)
+        room = self.tokens_left(len(new), limit)
         return room if room is not None and room[0] < kept + (reason is None) else (kept, reason)
 
     def alone(self, fresh: Sequence[int]) -> tuple[int, str | None]:
         return super().cut((), fresh)
 
 
-class FirstEnd(Stop):
+class FirstEnd(StoppingCriteria):
     """Knows one end of text, though the model has several."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eos", frozenset(sorted(self.eos)[:1]))
 
 
-def stopping(kind: type[Stop]) -> Card:
+def stopping(kind: type[StoppingCriteria]) -> Card:
     """A technique whose loop has such a stop."""
 
     def build(request: Request) -> Decoder:
         request.stop = kind(**vars(request.stop))
-        return request.decoder(chain(request), walk)
+        return request.decoder(chain(request), verify_tree)
 
     return card(build, drafts=1)
 
@@ -237,7 +255,7 @@ DEFECTS: dict[str, tuple[str, Callable[[], Evidence]]] = {
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_law_of_requests_sees(defect: str) -> None:
     law, judge = DEFECTS[defect]
-    with pytest.raises(Accused) as caught:
+    with pytest.raises(LawViolated) as caught:
         judge()
     assert caught.value.counterexample.law == law
     Shared.said.clear()
@@ -250,4 +268,4 @@ def test_every_law_of_requests_kills_something() -> None:
 def test_the_sound_technique_behind_the_defects_is_not_accused() -> None:
     for law in requests.LAWS.values():
         law(SOUND)
-    assert requests.stop(stopping(Stop)).cases > 100
+    assert requests.stop(stopping(StoppingCriteria)).cases > 100

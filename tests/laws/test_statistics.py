@@ -11,9 +11,9 @@ import pytest
 
 from tests.laws.test_theorems import killed
 from tests.lm.small import LLAMA, PROMPT, model
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import NoDraft
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import evalues, gtest, statistics
 from tinyspec.laws.dense import dense
@@ -200,7 +200,7 @@ def test_a_text_that_cannot_be_is_no_cell() -> None:
 
 def test_every_text_has_noise_of_its_own_and_the_same_seed_the_same_texts() -> None:
     request = Request(TARGET.session(), stop=statistics.generation.stopping(TARGET, (), 3))
-    first, again = (request.decoder(NoDraft(), walk) for _ in "ab")
+    first, again = (request.decoder(BaseDrafter(), verify_tree) for _ in "ab")
     for decoder in (first, again):
         decoder.target = TARGET.session()
         decoder.extend(PROMPT)
@@ -238,7 +238,7 @@ def test_the_demo_is_deterministic() -> None:
 
 def test_without_a_number_of_texts_it_runs_until_it_refutes_or_is_interrupted() -> None:
     request = Request(TARGET.session(), stop=statistics.generation.stopping(TARGET, (), 2))
-    broken = request.decoder(statistics.SoftGreedy(TARGET.session(), 2), walk)
+    broken = request.decoder(statistics.SoftGreedy(TARGET.session(), 2), verify_tree)
     broken.extend(PROMPT)
     cells = statistics.Cells(TARGET, PROMPT, 2, 3, 1.0)
     found = statistics.sample(broken, cells, samples=None, seed=0, alpha=0.01)
@@ -264,7 +264,7 @@ def test_a_refutation_and_a_blind_control_are_said() -> None:
     del cells.law[max(cells.law, key=lambda cell: cells.law[cell])]
     cells.law = {cell: mass / sum(cells.law.values()) for cell, mass in cells.law.items()}
     request = Request(TARGET.session(), stop=statistics.generation.stopping(TARGET, (), 2))
-    decoder = request.decoder(NoDraft(), walk)
+    decoder = request.decoder(BaseDrafter(), verify_tree)
     decoder.extend(PROMPT)
     found = statistics.sample(decoder, cells, samples=100, seed=0, alpha=0.01)
     assert (
@@ -293,5 +293,7 @@ def test_the_control_is_the_field_s_mistake() -> None:
     """It proposes the draft's best token and declares the whole law."""
     session = DRAFT.session()
     session.extend(PROMPT)
-    tree = statistics.SoftGreedy(session, 1).propose(PROMPT, 1, statistics.Warp(), Seeded(0))
-    assert tree.tokens[0] == int(np.argmax(tree.laws[0])) and max(tree.laws[0]) < 1
+    tree = statistics.SoftGreedy(session, 1).propose(
+        PROMPT, 1, statistics.SamplingParams(), Seeded(0)
+    )
+    assert tree.tokens[0] == int(np.argmax(tree.draft_probs[0])) and max(tree.draft_probs[0]) < 1

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.laws import hosted
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, pick, walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, sample_inverse_cdf, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import refine_laws, suites
-from tinyspec.laws.accused import Accused, Evidence
+from tinyspec.laws.accused import Evidence, LawViolated
 from tinyspec.laws.adversaries import GREEDY
 from tinyspec.laws.exact import JOINT
 from tinyspec.laws.knobs import COST
@@ -110,7 +110,7 @@ def broken(card: Card, build: Callable[..., Decoder]) -> Card:
     return replace(card, build=build, knobs=(), lossy=None)
 
 
-class Reuses(NoDraft):
+class Reuses(BaseDrafter):
     """Noise drawn in the first round serves all rounds."""
 
     noise: Any = None
@@ -118,62 +118,73 @@ class Reuses(NoDraft):
     def __init__(self, request: Request):
         self.vocabulary = request.target.model.config.vocab_size  # type: ignore[attr-defined]
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        if not room:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        if not max_draft_depth:
             return TokenTree()
         if self.noise is None:
-            self.noise = chance.draw([0.25] * 4) / 4
+            self.noise = rng.draw([0.25] * 4) / 4
         q = [[0.5, 0.5], [0.25, 0.25, 0.5], [0.25] * 4, [0.25] * 4 + [0.0]][self.vocabulary - 2]
-        return TokenTree.chain([pick(q, self.noise)], [q])
+        return TokenTree.chain([sample_inverse_cdf(q, self.noise)], [q])
 
 
-def no_bonus_from_the_right_row(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
-    verdict = walk(tree, p, chance)
+def no_bonus_from_the_right_row(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+    verdict = verify_tree(tree, p, rng)
     return (
         verdict
-        if not verdict.path
-        else Verdict(verdict.path, chance.draw(p[ROOT]), verdict.refused)
+        if not verdict.accepted
+        else Verdict(verdict.accepted, rng.draw(p[ROOT]), verdict.rejected)
     )
 
 
 class Late(Decoder):
     """Tells its tokens' laws one row late."""
 
-    def step(self, chance: Chance) -> Any:
-        round = super().step(chance)
-        return round._replace(laws=(*round.laws[1:], *round.laws[:1]))
+    def step(self, rng: RandomSource) -> Any:
+        round = super().step(rng)
+        return round._replace(laws=(*round.output_probs[1:], *round.output_probs[:1]))
 
 
 class Unmoved(Session):
     """The accepted path takes its slots, and its keys and values stay where they were."""
 
-    def _seat(self, nodes: list[Any], first: int) -> None:
+    def _assign_slots(self, nodes: list[Any], first: int) -> None:
         self.cache.move = lambda *args: None  # type: ignore[method-assign]
-        super()._seat(nodes, first)
+        super()._assign_slots(nodes, first)
 
 
 def unmoved(request: Request) -> Decoder:
     """Two drafts side by side, on a session that does not gather what was accepted; a table is as it should be."""
     if isinstance(request.target, Session):
         request.target.__class__ = Unmoved
-    return request.decoder(Siblings(request.drafts[0], 2, True), walk)
+    return request.decoder(Siblings(request.drafts[0], 2, True), verify_tree)
 
 
 SPECULATIVE = find("speculative_decoding")
 
 
-def draft_of(request: Request) -> ModelDraft:
-    return ModelDraft(request.drafts[0], 2, request.stop.eos)
+def draft_of(request: Request) -> ModelDrafter:
+    return ModelDrafter(request.drafts[0], 2, request.stop.eos)
 
 
 BROKEN: dict[str, tuple[Card, str]] = {
-    "noise used again": (broken(find("autoregressive"), lambda request: request.decoder(Reuses(request), walk)), JOINT),
+    "noise used again": (broken(find("autoregressive"), lambda request: request.decoder(Reuses(request), verify_tree)), JOINT),
     "bonus from the wrong row": (
         broken(SPECULATIVE, lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row)),
         JOINT,
     ),
     "the end of text is not the end": (
-        broken(find("autoregressive"), lambda request: Decoder(request.target, NoDraft(), walk, warp=request.warp)),
+        broken(
+            find("autoregressive"),
+            lambda request: Decoder(
+                request.target, BaseDrafter(), verify_tree, sampling=request.sampling
+            ),
+        ),
         JOINT,
     ),
     "the smallest's law is declared": (hosted.cascade(False), JOINT),
@@ -186,7 +197,7 @@ BROKEN: dict[str, tuple[Card, str]] = {
     ),
     "keys left where they were": (hosted.card(unmoved, drafts=1), JOINT),
     "laws told one row late": (
-        broken(SPECULATIVE, lambda request: Late(request.target, draft_of(request), walk, warp=request.warp,
+        broken(SPECULATIVE, lambda request: Late(request.target, draft_of(request), verify_tree, sampling=request.sampling,
                                                  stop=request.stop, positions=request.positions)),
         ROUND,
     ),
@@ -196,7 +207,7 @@ BROKEN: dict[str, tuple[Card, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_they_accuse_what_is_broken(name: str) -> None:
     card, law = BROKEN[name]
-    with pytest.raises(Accused) as caught:
+    with pytest.raises(LawViolated) as caught:
         prove(card)
     assert caught.value.counterexample.law == law
     assert name != "keys left where they were" or "transformer" in str(caught.value.__notes__)
@@ -204,15 +215,15 @@ def test_they_accuse_what_is_broken(name: str) -> None:
 
 def test_a_greedy_promise_is_judged_at_temperature_0() -> None:
     def build(request: Request) -> Decoder:
-        return request.decoder(NoDraft(), lambda tree, p, chance: Verdict((), len(p.context) % 3))
+        return request.decoder(BaseDrafter(), lambda tree, p, rng: Verdict((), len(p.context) % 3))
 
-    with pytest.raises(Accused) as caught:
+    with pytest.raises(LawViolated) as caught:
         prove(hosted.card(build, Guarantee.GREEDY))
     assert caught.value.counterexample.law == GREEDY
 
 
 def test_a_counterexample_is_small_and_speaks_of_p_and_q() -> None:
-    with pytest.raises(Accused) as caught:
+    with pytest.raises(LawViolated) as caught:
         prove(
             broken(
                 SPECULATIVE,
@@ -231,8 +242,8 @@ def test_the_race_law_sees_a_race_that_is_none() -> None:
         def __init__(self, uniforms: list[float]):
             self.uniforms = uniforms
 
-        def race(self, row: Any, position: int) -> int:
+        def exponential_race(self, row: Any, position: int) -> int:
             return int(self.uniforms[1] < self.uniforms[0])  # as if both were as likely
 
-    with pytest.raises(Accused):
+    with pytest.raises(LawViolated):
         race_law(First)  # type: ignore[arg-type]

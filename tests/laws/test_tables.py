@@ -101,7 +101,7 @@ def test_a_session_refuses_what_a_session_refuses() -> None:
     with pytest.raises(ValueError, match="probe"):
         session.score(TokenTree((0, 1), (ROOT, 0), (None, None), (True, False)))
     with pytest.raises(ValueError, match="tap"):
-        session.score(TokenTree(), taps=(7,))
+        session.score(TokenTree(), hidden_layers=(7,))
 
 
 class Pair:
@@ -118,8 +118,8 @@ class Pair:
             TRANSFORMER.session(self.calls[0]),
             TableModel(0, V, L, positions=24).session(self.calls[1]),
         )
-        self.real.adopt(PROBES, PREFIX)
-        self.table.adopt(PROBES, PREFIX)
+        self.real.set_probe_embeddings(PROBES, PREFIX)
+        self.table.set_probe_embeddings(PROBES, PREFIX)
         self.views = (self.real.view(PLANS[0]), self.table.view(PLANS[0]))
         self.tree: TokenTree | None = None
         self.rows: dict[Any, torch.Tensor] = {}
@@ -293,10 +293,10 @@ def test_the_ledger_counts_what_a_transformers_counts(seed: int) -> None:
 
 def test_scoring_is_fast_enough_to_enumerate() -> None:
     """What is counted, not timed: nothing that was run is run again."""
-    session = TableModel(0).session(ledger := [])
+    session = TableModel(0).session(forward_log := [])
     session.extend((0, 1, 2))
     session.score(TokenTree.chain((0, 1)))
     session.score(TokenTree.chain((0, 1, 2)))
     session.commit((0, 1, 2), 2)
     session.score(TokenTree())
-    assert [call.row_layers for call in ledger] == [6, 9, 3, 3]
+    assert [call.row_layers for call in forward_log] == [6, 9, 3, 3]

@@ -6,9 +6,9 @@ from fractions import Fraction as F
 
 import pytest
 
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import theorems
-from tinyspec.laws.accused import Accused, Evidence
+from tinyspec.laws.accused import Evidence, LawViolated
 from tinyspec.laws.small import but, pairs
 from tinyspec.speculative.drafting.speculative_decoding import best_gamma
 from tinyspec.tree import ROOT, TokenTree
@@ -33,16 +33,16 @@ class Toy:
     lenience: F = F(1)
     greedy: Callable = lambda soft, token, lenience: soft[token] >= lenience * max(soft)
 
-    def __call__(self, tree: TokenTree, p, chance) -> Verdict:
+    def __call__(self, tree: TokenTree, p, rng) -> Verdict:
         path, refused, row, at = (), (), p[ROOT], ROOT
         children = [i for i, parent in enumerate(tree.parents) if parent == ROOT][: self.tests]
         while children:
             node, children = children[0], children[1:]
-            token, q = tree.tokens[node], self.scale(tree.laws[node], self.lenience)
-            if p.warp.temperature == 0:
+            token, q = tree.tokens[node], self.scale(tree.draft_probs[node], self.lenience)
+            if p.sampling.temperature == 0:
                 passed = self.greedy(p.soft[at], token, self.lenience)
             else:
-                passed = chance.accept(self.ratio(row[token], q[token]))
+                passed = rng.accept(self.ratio(row[token], q[token]))
             if passed or not self.prefix:
                 path, row, at = (*path, *([node] if passed else [])), p[node], node
                 children = [i for i, parent in enumerate(tree.parents) if parent == node][
@@ -50,16 +50,16 @@ class Toy:
                 ]
             else:
                 refused = (*refused, node)
-                row = row if p.warp.temperature == 0 else self.left(row, q)
+                row = row if p.sampling.temperature == 0 else self.left(row, q)
         whole = not refused and not self.bonus
-        return Verdict(path, None if whole and path else chance.draw(row), refused)
+        return Verdict(path, None if whole and path else rng.draw(row), refused)
 
 
 RIGHT = Toy()
 
 
-def killed(law: str, run: Callable[[], Evidence]) -> Accused:
-    with pytest.raises(Accused) as verdict:
+def killed(law: str, run: Callable[[], Evidence]) -> LawViolated:
+    with pytest.raises(LawViolated) as verdict:
         run()
     assert verdict.value.counterexample.law == law
     return verdict.value
@@ -204,9 +204,9 @@ def test_recursive_rejection_kills_a_wrong_residual(left) -> None:
     killed(theorems.REJECTION, lambda: theorems.recursive_rejection(Toy(left=left)))
 
 
-def k_seq(tree: TokenTree, p, chance) -> Verdict:
+def k_seq(tree: TokenTree, p, rng) -> Verdict:
     """K-SEQ on one position: one division factor for all drafts, and the residual that goes with it."""
-    row, q, k = p[ROOT], tree.laws[0], len(tree.tokens)
+    row, q, k = p[ROOT], tree.draft_probs[0], len(tree.tokens)
 
     def beta(rho: F) -> F:
         return sum(min(b, a / rho) for a, b in zip(row, q, strict=True))
@@ -220,13 +220,11 @@ def k_seq(tree: TokenTree, p, chance) -> Verdict:
             (low, middle) if 1 - (1 - beta(middle)) ** k <= middle * beta(middle) else (middle, rho)
         )
     for node, token in enumerate(tree.tokens):
-        if chance.accept(row[token] / (rho * q[token])):
-            return Verdict((node,), chance.draw(p[node]))
+        if rng.accept(row[token] / (rho * q[token])):
+            return Verdict((node,), rng.draw(p[node]))
     b = beta(rho)
     share = (1 - (1 - b) ** k) / b if b else F(0)
-    return Verdict(
-        (), chance.draw([a - min(c, a / rho) * share for a, c in zip(row, q, strict=True)])
-    )
+    return Verdict((), rng.draw([a - min(c, a / rho) * share for a, c in zip(row, q, strict=True)]))
 
 
 def test_k_seq_reaches_its_share_of_the_optimum_and_keeps_the_law() -> None:
@@ -244,40 +242,40 @@ def test_k_seq_s_bound_kills_single_draft_rejection_called_k_seq() -> None:
 
 
 def test_children_in_draw_order_keep_the_law() -> None:
-    def by_chance(q, k, chance):  # as a drafter draws them
-        tokens = chance.order(q, k)
+    def by_chance(q, k, rng):  # as a drafter draws them
+        tokens = rng.sample_without_replacement(q, k)
         laws = [q]
         for token in tokens[:-1]:
             laws.append(but(laws[-1], token))
         return tokens, laws
 
-    theorems.draw_order(by_chance, walk, largest=4)
+    theorems.draw_order(by_chance, verify_tree, largest=4)
 
 
 @pytest.mark.parametrize("along", [False, True], ids=["laws stay behind", "laws go along"])
 def test_children_sorted_after_they_were_drawn_do_not(along: bool) -> None:
     """Permuting siblings changes no logits and no greedy output, and does change sampling without replacement."""
 
-    def best_first(q, k, chance):
-        tokens, laws = theorems.without_replacement(q, k, chance)
+    def best_first(q, k, rng):
+        tokens, laws = theorems.without_replacement(q, k, rng)
         order = sorted(range(len(tokens)), key=lambda i: (-q[tokens[i]], tokens[i]))
         return [tokens[i] for i in order], [laws[i] for i in order] if along else laws
 
     def shown(
-        q, k, chance
+        q, k, rng
     ):  # a sorted token may be impossible under the law it got: then nothing is declared
-        tokens, laws = best_first(q, k, chance)
+        tokens, laws = best_first(q, k, rng)
         return tokens, laws if all(law[t] for t, law in zip(tokens, laws, strict=True)) else [
             q
         ] * len(tokens)
 
-    killed(theorems.ORDER, lambda: theorems.draw_order(shown, walk))
+    killed(theorems.ORDER, lambda: theorems.draw_order(shown, verify_tree))
 
 
 @pytest.mark.parametrize("law_of", [lambda q, laws: [q] * len(laws)], ids=["the first law for all"])
 def test_a_law_that_was_not_renormalised_is_seen(law_of) -> None:
-    def stale(q, k, chance):
-        tokens, laws = theorems.without_replacement(q, k, chance)
+    def stale(q, k, rng):
+        tokens, laws = theorems.without_replacement(q, k, rng)
         return tokens, law_of(q, laws)
 
-    killed(theorems.ORDER, lambda: theorems.draw_order(stale, walk))
+    killed(theorems.ORDER, lambda: theorems.draw_order(stale, verify_tree))

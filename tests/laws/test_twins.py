@@ -11,9 +11,9 @@ import torch
 from tinyspec import _core
 from tinyspec._core import fallback, reference
 from tinyspec.decoding import verify
-from tinyspec.decoding.chance import Replay
+from tinyspec.decoding.rng import Replay
 from tinyspec.laws import devices, twins
-from tinyspec.laws.accused import Accused
+from tinyspec.laws.accused import LawViolated
 
 compiled = pytest.mark.skipif(
     not _core.COMPILED, reason="the pure twins are in use: there is no kernel to compare"
@@ -206,7 +206,7 @@ DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
     ("name", "defect", "kernel"), DEFECTS, ids=[f"{name}: {defect}" for name, defect, _ in DEFECTS]
 )
 def test_a_defective_kernel_is_accused(name: str, defect: str, kernel: Callable[..., Any]) -> None:
-    with pytest.raises(Accused) as caught:
+    with pytest.raises(LawViolated) as caught:
         twins.twin(name, kernel)
     assert (caught.value.counterexample.law, caught.value.counterexample.case["kernel"]) == (
         "twin",
@@ -215,7 +215,7 @@ def test_a_defective_kernel_is_accused(name: str, defect: str, kernel: Callable[
 
 
 def test_an_accusation_names_the_smallest_rows() -> None:
-    with pytest.raises(Accused) as caught:
+    with pytest.raises(LawViolated) as caught:
         twins.twin("residual", far_apart)
     case = caught.value.counterexample.case
     assert ({*case["p"]}, {*case["q"]}) == ({0.0, 1.0}, {0.0, 1.0})
@@ -225,7 +225,7 @@ def test_an_accusation_names_the_smallest_rows() -> None:
 class SpendthriftChance(Replay):
     """Never puts back what the kernel did not need."""
 
-    def unread(self, count: int) -> None:
+    def push_back(self, count: int) -> None:
         return None
 
 
@@ -237,14 +237,14 @@ class EagerChance(Replay):
 
 
 def test_defects_behind_the_front_doors_are_accused() -> None:
-    with pytest.raises(Accused):
-        devices.replayed(chance=SpendthriftChance)
-    with pytest.raises(Accused):
-        devices.decided(chance=EagerChance)
-    with pytest.raises(Accused):  # a law that is rounded once more on its way
+    with pytest.raises(LawViolated):
+        devices.replayed(rng=SpendthriftChance)
+    with pytest.raises(LawViolated):
+        devices.decided(rng=EagerChance)
+    with pytest.raises(LawViolated):  # a law that is rounded once more on its way
         devices.replayed(
-            walk=lambda tree, p, chance: verify.walk(
-                tree._replace(laws=[narrow(q) for q in tree.laws]), p, chance
+            walk=lambda tree, p, rng: verify.verify_tree(
+                tree._replace(draft_probs=[narrow(q) for q in tree.draft_probs]), p, rng
             )
         )
 
@@ -276,6 +276,6 @@ DEVICE_DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
     ("name", "defect", "kernel"), DEVICE_DEFECTS, ids=[f"{n}: {d}" for n, d, _ in DEVICE_DEFECTS]
 )
 def test_a_defective_device_is_accused(name: str, defect: str, kernel: Callable[..., Any]) -> None:
-    with pytest.raises(Accused) as caught:
+    with pytest.raises(LawViolated) as caught:
         devices.on_device(name, kernel)
     assert caught.value.counterexample.law == "twin on a device"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import TokenTree
@@ -54,9 +54,9 @@ def tree(
     return TokenTree(tokens, parents, (None,) * len(tokens), probe or (False,) * len(tokens))
 
 
-def begun(m: Model, ledger: list[Call] | None = None) -> Session:
+def begun(m: Model, forward_log: list[ForwardRecord] | None = None) -> Session:
     """A session that has read PROMPT."""
-    session = m.session(ledger)
+    session = m.session(forward_log)
     session.extend(PROMPT)
     return session
 

@@ -68,10 +68,10 @@ def test_the_logits_live_in_the_targets_vocabulary_and_are_minus_infinity_outsid
     said[list(SAYS)] = True
     assert (logits[:, ~said] == -torch.inf).all() and logits[:, said].isfinite().all()
     blocks = Blocks(draft.config, dict(draft.weights))
-    dense = blocks.teach(torch.tensor([ids]))[0]
+    dense = blocks.training_logits(torch.tensor([ids]))[0]
     close = 0.1 if dtype == torch.bfloat16 else 1e-4
     assert torch.allclose(dense[:, said].float(), logits[:, said].float(), atol=close, rtol=close)
-    assert torch.equal(blocks.said(torch.tensor([ids]))[0], dense[:, said])
+    assert torch.equal(blocks.head_logits(torch.tensor([ids]))[0], dense[:, said])
     session = draft.session()
     session.extend(ids)
     assert torch.allclose(session.score(TokenTree()).logits[0], logits[-1], atol=close)

@@ -14,9 +14,9 @@ from tests.lm.small import GPT2, LLAMA, PROMPT, begun, close, forced, model, tre
 from tests.lm.test_session import trees
 from tinyspec import _core
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.chain import draw, seated
-from tinyspec.lm.feed import Call
-from tinyspec.lm.gate import Gate
+from tinyspec.lm.chain import draft_chain, match_chain
+from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.gate import BatchBarrier
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
@@ -39,7 +39,7 @@ def test_plain_steps_chains_and_their_verification_take_the_short_way(
 ) -> None:
     session = begun(M)
     with monkeypatch.context() as patch:
-        patch.delattr(Session, "grow")
+        patch.delattr(Session, "score_tree")
         session.score(EMPTY)
         session.commit((), 2)
         for n in range(1, 5):  # a draft model's chain, a token at a time
@@ -56,12 +56,12 @@ def test_plain_steps_chains_and_their_verification_take_the_short_way(
 @quick
 @given(st.data(), st.sampled_from([M, G]))
 def test_the_short_way_leaves_what_the_long_one_leaves(data: st.DataObject, m) -> None:
-    ledgers: tuple[list[Call], list[Call]] = ([], [])
-    short, long = (begun(m, ledger) for ledger in ledgers)
+    forward_logs: tuple[list[ForwardRecord], list[ForwardRecord]] = ([], [])
+    short, long = (begun(m, forward_log) for forward_log in forward_logs)
     for _ in range(data.draw(st.integers(1, 6))):
         names = data.draw(st.lists(st.integers(0, 2), max_size=4))
         t = data.draw(trees(4)) if data.draw(st.integers(0, 3)) == 0 else TokenTree.chain(names)
-        a, (b, long.scored) = short.score(t), long.grow(t, (), long.plan)
+        a, (b, long.scored) = short.score(t), long.score_tree(t, (), long.plan)
         assert torch.equal(a.logits, b.logits)
         assert (a.layers, a.hidden.shape) == (b.layers, b.hidden.shape)
         kept = t.path(data.draw(st.integers(ROOT, len(t.tokens) - 1)))
@@ -70,16 +70,16 @@ def test_the_short_way_leaves_what_the_long_one_leaves(data: st.DataObject, m) -
             if move == "commit":
                 session.commit(kept, 1)
             elif move == "append":
-                session.append([*t.spelled(kept), 2, 0])
+                session.append([*t.tokens_on(kept), 2, 0])
             elif move == "rewind":
                 session.rewind(max(len(session) - 2, 1))
-    assert ledgers[0] == ledgers[1]
+    assert forward_logs[0] == forward_logs[1]
     for one, other in zip(short.committed, long.committed, strict=True):
         for x, y in zip((one, *one.descendants()), (other, *other.descendants()), strict=True):
-            assert (x.token, x.slot, x.reach, x.exact, x.row_at) == (
+            assert (x.token, x.slot, x.sublayers_done, x.exact, x.row_at) == (
                 y.token,
                 y.slot,
-                y.reach,
+                y.sublayers_done,
                 y.exact,
                 y.row_at,
             )
@@ -93,19 +93,23 @@ def test_the_short_way_leaves_what_the_long_one_leaves(data: st.DataObject, m) -
 def test_what_is_special_goes_the_long_way() -> None:
     session = begun(M)
     for odd in (tree([1, 2], [ROOT, ROOT]), tree([1], [ROOT], [True])):
-        assert seated(session, odd) is None
+        assert match_chain(session, odd) is None
     session.score(tree([1, 2], [ROOT, ROOT]))
-    assert seated(session, TokenTree.chain([3])) is None, "behind a sibling no slot is its position"
-    assert seated(session, TokenTree.chain([1, 3])) is None, (
+    assert match_chain(session, TokenTree.chain([3])) is None, (
+        "behind a sibling no slot is its position"
+    )
+    assert match_chain(session, TokenTree.chain([1, 3])) is None, (
         "nor is it where a sibling hangs higher up"
     )
     session.score(TokenTree.chain([1, 3]))
     close(session.score(tree([2, 5], [ROOT, 0])).logits[-1], forced(M, [*PROMPT, 2, 5]))
     session = begun(M)
     session.advance(TokenTree.chain([1]), 1)
-    assert seated(session, TokenTree.chain([1])) is None, "what was begun goes on from where it is"
-    assert seated(begun(M), TokenTree.chain([V])) is None
-    assert seated(begun(M), TokenTree.chain([1] * 64)) is None
+    assert match_chain(session, TokenTree.chain([1])) is None, (
+        "what was begun goes on from where it is"
+    )
+    assert match_chain(begun(M), TokenTree.chain([V])) is None
+    assert match_chain(begun(M), TokenTree.chain([1] * 64)) is None
     with pytest.raises(TinyspecError, match="no text yet"):
         M.session().score(EMPTY)
 
@@ -141,11 +145,11 @@ def scored(session: Session, most: int) -> list[Any]:
 def test_guesses_that_choose_each_other_are_those_of_trees(
     m, rounds: list[tuple[int, int]]
 ) -> None:
-    ledgers: tuple[list[Call], list[Call]] = ([], [])
-    one, other = (begun(m, ledger) for ledger in ledgers)
+    forward_logs: tuple[list[ForwardRecord], list[ForwardRecord]] = ([], [])
+    one, other = (begun(m, forward_log) for forward_log in forward_logs)
     for most, kept in rounds:
         rows = list[Any]()
-        if not draw(one, most, best(rows, most)):
+        if not draft_chain(one, most, best(rows, most)):
             assert one.committed[-1].children, (
                 "what came instead is what was guessed, and guesses hang from it"
             )
@@ -156,27 +160,27 @@ def test_guesses_that_choose_each_other_are_those_of_trees(
         for session in (one, other):
             session.append([*said, 3])  # what was kept of them, and what came instead
         for x, y in zip(one.committed, other.committed, strict=True):
-            assert (x.token, x.slot, x.reach, x.exact, x.row_at, x.row is None) == (
-                y.token, y.slot, y.reach, y.exact, y.row_at, y.row is None,
+            assert (x.token, x.slot, x.sublayers_done, x.exact, x.row_at, x.row is None) == (
+                y.token, y.slot, y.sublayers_done, y.exact, y.row_at, y.row is None,
             )  # fmt: skip
             assert x.states.keys() == y.states.keys()
         n = len(one)
         assert (one.cache.present[:n] == other.cache.present[:n]).all()
-    assert ledgers[0] == ledgers[1]
+    assert forward_logs[0] == forward_logs[1]
     close(one.score(EMPTY).logits.double(), other.score(EMPTY).logits.double())
 
 
 @compiled
 def test_they_can_be_scored_committed_and_continued_from_like_others() -> None:
     m = PACKED[0]
-    ledger: list[Call] = []
-    session, rows = begun(m, ledger), list[Any]()
-    assert draw(session, 3, best(rows, 3))
+    forward_log: list[ForwardRecord] = []
+    session, rows = begun(m, forward_log), list[Any]()
+    assert draft_chain(session, 3, best(rows, 3))
     said = [int(row.argmax()) for row in rows]
-    before = len(ledger)
-    again = session.score(TokenTree.chain(said[:2]), taps=(LLAMA.n_layers,))
+    before = len(forward_log)
+    again = session.score(TokenTree.chain(said[:2]), hidden_layers=(LLAMA.n_layers,))
     assert (again.logits.numpy() == np.array(rows)).all()
-    assert [call.row_layers for call in ledger[before:]] == [0.0], (
+    assert [call.row_layers for call in forward_log[before:]] == [0.0], (
         "what was run is continued from its last state"
     )
     session.commit((0,), said[1])
@@ -187,7 +191,7 @@ def test_they_can_be_scored_committed_and_continued_from_like_others() -> None:
 def test_a_draft_with_its_own_words_says_them_and_no_others() -> None:
     m = model(SPOKEN, dtype=torch.float32)
     session, rows = begun(m), list[Any]()
-    assert draw(session, 2, best(rows, 2))
+    assert draft_chain(session, 2, best(rows, 2))
     assert all(set(np.flatnonzero(np.isfinite(row))) == set(SPOKEN.says) for row in rows)
 
 
@@ -200,7 +204,7 @@ def test_none_is_chosen_where_something_is_special() -> None:
     hanging, begun_at = begun(m), begun(m)
     hanging.score(TokenTree.chain([1]))
     begun_at.advance(EMPTY, 1)
-    shut = m.session(gate=Gate(1))
+    shut = m.session(gate=BatchBarrier(1))
     shut.extend(PROMPT)
     part = begun(m)
     part.replan(Plan(last=1))
@@ -212,7 +216,7 @@ def test_none_is_chosen_where_something_is_special() -> None:
         (begun(m), 99),
         (begun(M), 2),
     ):
-        assert not draw(session, most, never)
+        assert not draft_chain(session, most, never)
 
 
 @compiled
@@ -227,7 +231,7 @@ def test_a_choice_that_fails_leaves_the_session_as_it_was() -> None:
         return 1
 
     with pytest.raises(KeyboardInterrupt):
-        draw(session, 3, fails)
+        draft_chain(session, 3, fails)
     assert not session.committed[-1].children
     close(
         session.score(TokenTree.chain([2])).logits[-1].double(),

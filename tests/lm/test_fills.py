@@ -19,7 +19,7 @@ from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, PROMPT, begun, model, same_cache, tree
 from tinyspec.decoding.exits import FILLS, Exit, ExitTarget, Rule
 from tinyspec.laws.tables import TableModel
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.gate import run_together
 from tinyspec.lm.plan import Plan
 from tinyspec.tree import ROOT, TokenTree
@@ -119,11 +119,11 @@ def test_in_a_batch_the_request_that_lacks_a_key_is_refused() -> None:
 
 
 def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
-    """`Feed` is made in one file, by functions that look at every slot that is read; and so does what draws chains."""
+    """`ForwardBatch` is made in one file, by functions that look at every slot that is read; and so does what draws chains."""
     made = set()
     for path in sorted(Path(tinyspec.__file__).parent.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if "Feed(" not in text and ".model.chain(" not in text:
+        if "ForwardBatch(" not in text and ".model.chain(" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
             source = (
@@ -131,13 +131,13 @@ def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
                 if isinstance(node, ast.FunctionDef)
                 else ""
             )
-            if " Feed(" in source:
+            if " ForwardBatch(" in source:
                 made.add((path.stem, node.name))  # type: ignore[attr-defined]
                 assert "self._check(" in source
             if ".model.chain(" in source:
                 made.add((path.stem, node.name))  # type: ignore[attr-defined]
                 assert "not session.cache.present[:first].all()" in source
-    assert made == {("runner", "run"), ("runner", "follow"), ("chain", "draw")}
+    assert made == {("runner", "run"), ("runner", "run_chain"), ("chain", "draft_chain")}
 
 
 # ---------------------------------------------------------------------- the named fills
@@ -236,9 +236,9 @@ def test_where_nobody_leaves_early_every_fill_is_plain_decoding_to_the_bit(fill:
 # ---------------------------------------------------------------------- the ledger
 
 
-def counted(ledger: Sequence[Call]) -> tuple[float, int, int]:
+def counted(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
     """Layer evaluations, head products, fills, the prompt's own left out."""
-    own = [call for call in ledger if not call.prefill]
+    own = [call for call in forward_log if not call.prefill]
     return sum(c.row_layers for c in own), sum(c.head_rows for c in own), sum(c.fills for c in own)
 
 
@@ -261,41 +261,43 @@ def due(leaves: Sequence[int], fill: str, row: bool) -> tuple[float, int, int]:
 @pytest.mark.parametrize(("fill", "row"), product(FILLS, [False, True]))
 @pytest.mark.parametrize("m", [M, G, F, TABLE], ids=["llama", "gpt2", "compiled", "table"])
 def test_layers_heads_and_fills_are_counted_to_the_last_one(m, fill, row, leaves) -> None:
-    ledger: list[Call] = []
-    decoded(m.session(ledger), leaves, fill, row)
-    assert counted(ledger) == due(leaves, fill, row)
-    assert sum(call.row_layers for call in ledger if call.prefill) == (N - 1) * L
+    forward_log: list[ForwardRecord] = []
+    decoded(m.session(forward_log), leaves, fill, row)
+    assert counted(forward_log) == due(leaves, fill, row)
+    assert sum(call.row_layers for call in forward_log if call.prefill) == (N - 1) * L
 
 
 @pytest.mark.parametrize("fill", FILLS)
 def test_each_fill_is_a_call_of_its_own_kind(fill: str) -> None:
-    ledger: list[Call] = []
-    decoded(M.session(ledger), (1, 3, L), fill)
+    forward_log: list[ForwardRecord] = []
+    decoded(M.session(forward_log), (1, 3, L), fill)
     late = {
-        "copy": [Call(M.name, 1, 0.0, 0, L - 1), Call(M.name, 1, 0.0, 0, L - 3)],
-        "recompute": [Call(M.name, 1, L - 1.0, 0), Call(M.name, 1, L - 3.0, 0)],
+        "copy": [ForwardRecord(M.name, 1, 0.0, 0, L - 1), ForwardRecord(M.name, 1, 0.0, 0, L - 3)],
+        "recompute": [ForwardRecord(M.name, 1, L - 1.0, 0), ForwardRecord(M.name, 1, L - 3.0, 0)],
         "postpone": [
-            Call(M.name, 2, 2.0, 0),
-            Call(M.name, 3, 1.0 + 1 + 1, 1),
+            ForwardRecord(M.name, 2, 2.0, 0),
+            ForwardRecord(M.name, 3, 1.0 + 1 + 1, 1),
         ],  # along with the second, then the third
     }
     for call in late[fill]:
-        assert call in ledger
-    assert sum(call.fills for call in ledger) == sum(call.fills for call in late[fill])
+        assert call in forward_log
+    assert sum(call.fills for call in forward_log) == sum(call.fills for call in late[fill])
 
 
 @pytest.mark.parametrize("fill", FILLS)
 def test_requests_of_a_batch_are_counted_each_for_itself(fill: str) -> None:
-    ledgers: list[list[Call]] = [[], []]
+    forward_logs: list[list[ForwardRecord]] = [[], []]
 
     def job(number: int) -> Any:
-        return lambda gate: decoded(M.session(ledgers[number], gate), SCHEDULES[2 + number], fill)
+        return lambda gate: decoded(
+            M.session(forward_logs[number], gate), SCHEDULES[2 + number], fill
+        )
 
     together = run_together([job(0), job(1)])
     for number, rows in enumerate(together):
-        alone: list[Call] = []
+        alone: list[ForwardRecord] = []
         for row, own in zip(
             rows, decoded(M.session(alone), SCHEDULES[2 + number], fill), strict=True
         ):
             np.testing.assert_allclose(row.numpy(), own.numpy(), atol=1e-10)
-        assert ledgers[number] == alone
+        assert forward_logs[number] == alone

@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from tests.lm.small import GPT2, LLAMA, model
-from tinyspec.lm.feed import Call
-from tinyspec.lm.gate import Closed, Gate, run_together
+from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.gate import BatchAborted, BatchBarrier, run_together
 from tinyspec.tree import TokenTree
 
 TARGET, DRAFT = model(LLAMA, 0), model(GPT2, 1)
 
 
 def greedy(
-    gate: Gate | None,
+    gate: BatchBarrier | None,
     prompt: list[int],
     new: int,
-    ledger: list[Call] | None = None,
+    forward_log: list[ForwardRecord] | None = None,
     jitter: float = 0.0,
 ):
     """A small speculative loop: two models in turn, a rewind now and then. Returns text and target's logits."""
-    target, draft = TARGET.session(ledger, gate), DRAFT.session(ledger, gate)
+    target, draft = TARGET.session(forward_log, gate), DRAFT.session(forward_log, gate)
     target.extend(prompt)
     draft.extend(prompt)
     rows = []
@@ -71,16 +71,16 @@ def test_the_order_of_the_requests_does_not_matter() -> None:
 
 
 def test_the_ledger_stays_with_the_request() -> None:
-    alone: list[Call] = []
+    alone: list[ForwardRecord] = []
     greedy(None, PROMPTS[0], 6, alone)
-    ledgers: list[list[Call]] = [[] for _ in PROMPTS]
+    forward_logs: list[list[ForwardRecord]] = [[] for _ in PROMPTS]
     run_together(
         [
             lambda gate, p=p, n=n: greedy(gate, p, 6, n)
-            for p, n in zip(PROMPTS, ledgers, strict=True)
+            for p, n in zip(PROMPTS, forward_logs, strict=True)
         ]
     )
-    assert ledgers[0] == alone
+    assert forward_logs[0] == alone
 
 
 def test_what_waits_together_is_one_forward_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_what_waits_together_is_one_forward_a_model(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(TARGET, "forward", counted)
 
-    def job(gate: Gate, steps: int) -> None:
+    def job(gate: BatchBarrier, steps: int) -> None:
         session = TARGET.session(gate=gate)
         session.extend([1])
         for _ in range(steps):
@@ -105,12 +105,12 @@ def test_what_waits_together_is_one_forward_a_model(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_worker_that_fails_ends_all_and_says_why() -> None:
-    def bad(gate: Gate) -> None:
+    def bad(gate: BatchBarrier) -> None:
         session = TARGET.session(gate=gate)
         session.extend([1, 2, 3])
         raise RuntimeError("my own mistake")
 
-    def good(gate: Gate) -> None:
+    def good(gate: BatchBarrier) -> None:
         session = TARGET.session(gate=gate)
         session.extend([1, 2])
         for _ in range(50):
@@ -134,7 +134,7 @@ def test_ctrl_c_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread is interrupted while it waits; workers get `Closed` at their next pass."""
     ended: list[bool] = []
 
-    def endless(gate: Gate) -> None:
+    def endless(gate: BatchBarrier) -> None:
         session = TARGET.session(gate=gate)
         session.extend([1])
         try:
@@ -142,7 +142,7 @@ def test_ctrl_c_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
                 session.score(TokenTree())
                 session.rewind(0)
                 session.extend([1])
-        except Closed:
+        except BatchAborted:
             ended.append(True)
             raise
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinyspec import _core
-from tinyspec.lm.host import copied, numbers, stack, words, zeros
+from tinyspec.lm.host import copied, stack, to_numpy, view_as_ints, zeros
 
 DECODE = """
 import os, sys, time
@@ -100,11 +100,11 @@ def test_decoding_leaves_the_threads_of_torch_asleep() -> None:
 def test_copies_are_those_of_torch(dtype: torch.dtype) -> None:
     rows = [torch.randn(7).to(dtype) for _ in range(3)]
     assert torch.equal(stack(rows), torch.stack(rows)) and stack(rows).dtype == dtype
-    assert torch.equal(torch.from_numpy(numbers(rows[0])).double(), rows[0].double())
+    assert torch.equal(torch.from_numpy(to_numpy(rows[0])).double(), rows[0].double())
     store = zeros((2, 5), dtype, torch.device("cpu"))
     assert torch.equal(store, torch.zeros(2, 5, dtype=dtype)) and store.dtype == dtype
     store.copy_(torch.randn(2, 5))
-    seen = words(store)
+    seen = view_as_ints(store)
     assert seen is not None
     seen[:, 0] = seen[:, 3]
     assert torch.equal(store[:, 0], store[:, 3]), "the same memory, bit for bit"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.lm.small import GPT2, LLAMA, model, tree
 from tinyspec import _core
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Feed
+from tinyspec.lm.feed import ForwardBatch
 from tinyspec.lm.plan import Plan, Visible
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
@@ -79,7 +79,7 @@ def lawful(session: Session, t: TokenTree) -> None:
     logits = session.score(t).logits
     for node in range(ROOT, len(t.tokens)):
         torch.testing.assert_close(
-            logits[node + 1], row(m, [*text, *t.spelled(t.path(node))]), rtol=0, atol=0
+            logits[node + 1], row(m, [*text, *t.tokens_on(t.path(node))]), rtol=0, atol=0
         )
     n, fresh = len(text), stepped(m, text)
     torch.testing.assert_close(
@@ -131,7 +131,7 @@ def test_rows_under_a_plan_are_those_of_their_paths(
 
     together = read().view(plan).score(t).logits
     for node in range(ROOT, len(t.tokens)):
-        path = t.spelled(t.path(node))
+        path = t.tokens_on(t.path(node))
         alone = read().view(plan)
         for at in range(len(path) + 1):
             last = alone.score(TokenTree.chain(path[:at])).logits[-1]
@@ -171,18 +171,20 @@ def test_a_feed_is_the_same_in_a_batch(
     m: Model, requests: list[tuple[list[int], TokenTree, int]]
 ) -> None:
     """Other lengths, trees, plans and taps beside a feed change no bit of it."""
-    held: list[Feed] = []
+    held: list[ForwardBatch] = []
 
     def hold(feeds):  # type: ignore[no-untyped-def]
         held.extend(feeds)
         raise StopIteration
 
-    def feed(text: list[int], t: TokenTree, which: int) -> Feed:
+    def feed(text: list[int], t: TokenTree, which: int) -> ForwardBatch:
         session = m.session()
         session.extend(text)
         session.runner.gate = hold
         with pytest.raises(StopIteration):
-            (session.view(plans(m.config)[which]) if which < 4 else session).score(t, taps=(0, 1))
+            (session.view(plans(m.config)[which]) if which < 4 else session).score(
+                t, hidden_layers=(0, 1)
+            )
         return held.pop()
 
     together = m.forward([feed(*request) for request in requests])
@@ -201,7 +203,7 @@ def patched(target: object, name: str, new: object) -> Iterator[None]:
 
 def test_wrong_paths_fall() -> None:
     """Keys in the order of the slots, or a sibling's slot among them: a tree's rows no longer are those of their paths."""
-    right = Feed.paths
+    right = ForwardBatch.visible_slots
 
     def by_slot(feed, layer, rows):  # type: ignore[no-untyped-def]
         heads, seen = right(feed, layer, rows)
@@ -224,9 +226,9 @@ def test_wrong_paths_fall() -> None:
         for wrong in (crowded, shorter) if rounds else (by_slot, crowded, shorter):
             session = m.session()
             session.extend([1, 2])
-            with patched(Feed, "paths", wrong):
+            with patched(ForwardBatch, "visible_slots", wrong):
                 logits = session.score(t).logits
             assert not all(
-                torch.equal(logits[node + 1], row(m, [1, 2, *t.spelled(t.path(node))]))
+                torch.equal(logits[node + 1], row(m, [1, 2, *t.tokens_on(t.path(node))]))
                 for node in range(ROOT, 7)
             ), wrong.__name__

@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinyspec import _core
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
-from tinyspec.lm.feed import Call
-from tinyspec.lm.given import Heard
+from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.given import CompiledCrossAttention
 from tinyspec.lm.plan import Plan
-from tinyspec.lm.seq2seq import Memory, Seq2Seq, Seq2SeqConfig, attend_dense, sinusoids
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig, attend_dense, sinusoids
 from tinyspec.tree import ROOT, TokenTree
 
 PLAIN = Seq2SeqConfig(20, 16, 4, 24, encoder_layers=2, decoder_layers=2, max_positions=12)
@@ -229,7 +229,7 @@ def test_what_stands_in_padding_changes_nothing() -> None:
 def test_keys_and_values_of_the_source_may_be_made_when_they_are_needed() -> None:
     m = model()
     memory = m.encode(torch.tensor([SOURCE]))
-    bare = Memory(memory.states, memory.mask)
+    bare = EncoderOutput(memory.states, memory.mask)
     x = m.embed(torch.tensor([TARGET]))
     assert torch.equal(m.decode(x, memory), m.decode(x, bare))
 
@@ -269,23 +269,23 @@ def greedy(m: Seq2Seq, source: list[int], tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_greedy_through_the_session_is_the_dense_causal_decode(seed: int) -> None:
-    m, ledger = model(seed=seed), list[Call]()
-    given = m.counting(ledger).given(SOURCE)
+    m, forward_log = model(seed=seed), list[ForwardRecord]()
+    given = m.counting(forward_log).given(SOURCE)
     decoder = Decoder(
-        given.session(ledger),
-        NoDraft(),
-        walk,
-        warp=Warp(0.0),
-        stop=Stop(frozenset(given.config.eos), max_new_tokens=9),
+        given.session(forward_log),
+        BaseDrafter(),
+        verify_tree,
+        sampling=SamplingParams(0.0),
+        stop=StoppingCriteria(frozenset(given.config.eos), max_new_tokens=9),
     )
     decoder.extend([m.config.bos])
-    chance = Seeded(0)
+    rng = Seeded(0)
     while not decoder.finished:
-        decoder.step(chance)
+        decoder.step(rng)
     assert decoder.new == greedy(m, SOURCE, 9)
-    calls = [call.model for call in ledger]
+    calls = [call.model for call in forward_log]
     assert calls == ["translator/encoder", *["translator"] * len(decoder.new)]
-    assert [(call.rows, call.row_layers, call.head_rows) for call in ledger[1:]] == [
+    assert [(call.rows, call.row_layers, call.head_rows) for call in forward_log[1:]] == [
         (1, 2.0, 1)
     ] * len(decoder.new)
 
@@ -329,14 +329,14 @@ def test_the_same_text_of_another_source_is_another_text() -> None:
 
 
 def test_passes_are_entered_where_they_are_counted_and_nowhere_else() -> None:
-    m, ledger = model(FULL), list[Call]()
-    twin = m.counting(ledger)
+    m, forward_log = model(FULL), list[ForwardRecord]()
+    twin = m.counting(forward_log)
     memory = twin.encode(torch.tensor([[5, 6], [7, 0]]))
     twin.logits(twin.decode(twin.embed(torch.full((2, 3), 3)), memory))
     m.decode(m.embed(torch.full((2, 3), 3)), memory)
-    assert ledger == [
-        Call("translator/encoder", 6, 12.0, 0, prefill=True),
-        Call("translator", 6, 12.0, 6),
+    assert forward_log == [
+        ForwardRecord("translator/encoder", 6, 12.0, 0, prefill=True),
+        ForwardRecord("translator", 6, 12.0, 6),
     ]
 
 
@@ -358,8 +358,8 @@ def test_the_compiled_path_says_what_torch_says_and_a_row_has_the_same_bits_what
 ) -> None:
     small, wide = twins(seed)
     given = small.given(SOURCE)
-    assert isinstance(given._path, Heard)
-    assert not isinstance(wide.given(SOURCE)._path, Heard)
+    assert isinstance(given._path, CompiledCrossAttention)
+    assert not isinstance(wide.given(SOURCE)._path, CompiledCrossAttention)
     together = given.logits(TARGET)
     assert torch.allclose(together.double(), dense(wide, SOURCE, TARGET), atol=1e-4)
     session, alone = given.session(), []
@@ -371,7 +371,9 @@ def test_the_compiled_path_says_what_torch_says_and_a_row_has_the_same_bits_what
     tree = TokenTree((TARGET[2], 5, TARGET[3], 7), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
     session.advance(tree, 1)
     assert torch.equal(session.score(tree).logits[[0, 1, 3]], together[1:4])
-    assert torch.equal(given.dense().teach(torch.tensor([TARGET]))[0], dense(small, SOURCE, TARGET))
+    assert torch.equal(
+        given.dense().training_logits(torch.tensor([TARGET]))[0], dense(small, SOURCE, TARGET)
+    )
 
 
 @compiled
@@ -400,7 +402,7 @@ def test_weights_that_are_written_to_are_packed_anew_and_weights_in_training_are
     assert not torch.allclose(before, after, atol=1e-3)
     assert torch.allclose(after, dense(small, SOURCE, TARGET), atol=1e-4)
     small.weights["embed"].requires_grad_()
-    assert not isinstance(small.given(SOURCE)._path, Heard)
+    assert not isinstance(small.given(SOURCE)._path, CompiledCrossAttention)
 
 
 # ---------------------------------------------------------------------- bad input

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, PROMPT, begun, close, model, same_cache, tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.tree import ROOT, TokenTree
 
 M = model(LLAMA)
@@ -33,9 +33,9 @@ class TestTrees:
     @given(trees(), st.sampled_from([M, G]))
     def test_a_node_says_what_its_path_says(self, t: TokenTree, m) -> None:
         """Positions are depths and the mask is the ancestors; neither index nor siblings matter."""
-        scores = begun(m).score(t, taps=(0, 1, L))
+        scores = begun(m).score(t, hidden_layers=(0, 1, L))
         for node in range(-1, len(t.tokens)):
-            text = [*PROMPT, *t.spelled(t.path(node))]
+            text = [*PROMPT, *t.tokens_on(t.path(node))]
             close(scores.logits[node + 1], m.logits(text)[-1])
             last = Oracle(m).text(text)[-1]
             for shown, row in zip(
@@ -46,10 +46,12 @@ class TestTrees:
     @quick
     @given(trees())
     def test_equal_paths_are_computed_once(self, t: TokenTree) -> None:
-        ledger: list[Call] = []
-        begun(M, ledger).score(t)
-        paths = {t.spelled(t.path(node)) for node in range(len(t.tokens))}
-        assert ledger[1:] == [Call(M.name, len(paths) + 1, (len(paths) + 1) * L, len(paths) + 1)]
+        forward_log: list[ForwardRecord] = []
+        begun(M, forward_log).score(t)
+        paths = {t.tokens_on(t.path(node)) for node in range(len(t.tokens))}
+        assert forward_log[1:] == [
+            ForwardRecord(M.name, len(paths) + 1, (len(paths) + 1) * L, len(paths) + 1)
+        ]
 
     @quick
     @given(trees(), st.randoms(use_true_random=False))
@@ -65,8 +67,8 @@ class TestTrees:
     @quick
     @given(trees())
     def test_a_tree_grown_depth_by_depth_runs_each_node_once(self, t: TokenTree) -> None:
-        ledger: list[Call] = []
-        session = begun(M, ledger)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
         for depth in range(max(t.depths()) + 1):
             kept = [i for i, at in enumerate(t.depths()) if at <= depth]
             place = {old: new for new, old in enumerate(kept)} | {ROOT: ROOT}
@@ -76,8 +78,8 @@ class TestTrees:
         whole = begun(M).score(t).logits
         close(grown.logits, whole[[0, *(i + 1 for i in kept)]])
         assert (
-            sum(call.rows for call in ledger[1:])
-            == len({t.spelled(t.path(i)) for i in range(len(t.tokens))}) + 1
+            sum(call.rows for call in forward_log[1:])
+            == len({t.tokens_on(t.path(i)) for i in range(len(t.tokens))}) + 1
         )
 
     @quick
@@ -85,8 +87,8 @@ class TestTrees:
     def test_a_commit_keeps_what_hangs_below_and_drops_the_rest(
         self, t: TokenTree, data: st.DataObject
     ) -> None:
-        ledger: list[Call] = []
-        session = begun(M, ledger)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
         session.score(t)
         path = t.path(data.draw(st.integers(ROOT, len(t.tokens) - 1)))
         session.commit(path, data.draw(st.none() | st.integers(0, 3)))
@@ -94,17 +96,19 @@ class TestTrees:
         known = session.committed[-1].descendants()
         below = {tuple(session.text[len(PROMPT) :])}
         expected = {
-            t.spelled(t.path(i))
+            t.tokens_on(t.path(i))
             for i in range(len(t.tokens))
-            if any(t.spelled(t.path(i))[: len(b)] == b and len(t.path(i)) > len(b) for b in below)
+            if any(t.tokens_on(t.path(i))[: len(b)] == b and len(t.path(i)) > len(b) for b in below)
         }
         assert len(known) == len(expected)
         again = [list(p)[len(session) - len(PROMPT) :] for p in expected]
-        before = len(ledger)
+        before = len(forward_log)
         for rest in again:
             scores = session.score(TokenTree.chain(rest))
             close(scores.logits[-1], M.logits([*session.text, *rest])[-1])
-        assert sum(call.rows for call in ledger[before:]) <= 1  # the newest token, if it was new
+        assert (
+            sum(call.rows for call in forward_log[before:]) <= 1
+        )  # the newest token, if it was new
 
     def test_a_path_that_is_none_is_refused(self) -> None:
         session = begun(M)
@@ -115,13 +119,13 @@ class TestTrees:
         assert session.text == [*PROMPT, 2, 3, 5]
 
     def test_a_round_without_next_stops_on_a_node_whose_row_is_known(self) -> None:
-        ledger: list[Call] = []
-        session = begun(M, ledger)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
         row = session.score(TokenTree.chain([7, 8])).logits[2]
         session.commit([0, 1], None)
-        calls = len(ledger)
+        calls = len(forward_log)
         close(session.score(EMPTY).logits[0], row)
-        assert len(ledger) == calls
+        assert len(forward_log) == calls
 
 
 class TestText:
@@ -134,8 +138,8 @@ class TestText:
         text = [2, *(t for part in parts for t in part)]
         session = m.session()
         session.append([2])
-        states = [session.extend(part, taps=(0, 2, L)).hidden for part in parts]
-        whole = m.session().extend(text, taps=(0, 2, L))
+        states = [session.extend(part, hidden_layers=(0, 2, L)).hidden for part in parts]
+        whole = m.session().extend(text, hidden_layers=(0, 2, L))
         close(torch.cat(states, dim=1), whole.hidden)
         close(session.score(EMPTY).logits[0], m.logits(text)[-1])
         same_cache(session)
@@ -143,7 +147,7 @@ class TestText:
     @quick
     @given(st.lists(st.integers(0, V - 1), min_size=1, max_size=9))
     def test_extend_shows_the_states_of_a_plain_forward(self, text: list[int]) -> None:
-        hidden = M.session().extend(text, taps=range(L + 1)).hidden
+        hidden = M.session().extend(text, hidden_layers=range(L + 1)).hidden
         assert hidden.shape == (L + 1, len(text) - 1, D)
         for i, token in enumerate(Oracle(M).text(text)[:-1]):
             np.testing.assert_allclose(
@@ -153,18 +157,18 @@ class TestText:
     def test_extend_shows_states_also_of_tokens_that_were_guessed_right(self) -> None:
         session = begun(M)
         session.score(TokenTree.chain([5, 6, 7]))
-        shown = session.extend([5, 6, 2], taps=(1, L)).hidden
-        whole = M.session().extend([*PROMPT, 5, 6, 2], taps=(1, L)).hidden
+        shown = session.extend([5, 6, 2], hidden_layers=(1, L)).hidden
+        whole = M.session().extend([*PROMPT, 5, 6, 2], hidden_layers=(1, L)).hidden
         close(shown, whole[:, len(PROMPT) - 1 :])
 
     def test_appended_tokens_that_were_guessed_are_not_run_again(self) -> None:
-        ledger: list[Call] = []
-        session = begun(M, ledger)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
         session.score(TokenTree.chain([5, 6]))
         session.append([5, 6, 7])
-        assert [call.rows for call in ledger] == [5, 3]
+        assert [call.rows for call in forward_log] == [5, 3]
         session.score(EMPTY)
-        assert [call.rows for call in ledger] == [5, 3, 1]
+        assert [call.rows for call in forward_log] == [5, 3, 1]
 
     @pytest.mark.parametrize("m", [M, G], ids=["llama", "gpt2"])
     def test_rewind_to_anywhere_and_go_on(self, m) -> None:
@@ -187,10 +191,10 @@ class TestText:
     def test_a_long_text_outgrows_the_first_cache_and_the_slab(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("tinyspec.lm.session.SLAB", 7)
+        monkeypatch.setattr("tinyspec.lm.session.PREFILL_CHUNK", 7)
         text = [i * i % V for i in range(60)]
         session = M.session()
-        assert session.extend(text[:50], taps=(1,)).hidden.shape == (1, 49, D)
+        assert session.extend(text[:50], hidden_layers=(1,)).hidden.shape == (1, 49, D)
         session.append(text[50:])
         close(session.score(EMPTY).logits[0], M.logits(text)[-1])
         session.append([1, 2])
@@ -211,12 +215,12 @@ class TestText:
         same_cache(twin)
 
     def test_a_fork_keeps_the_row_of_the_newest_token(self) -> None:
-        ledger: list[Call] = []
-        session = begun(M, ledger)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
         row = session.score(EMPTY).logits
-        calls = len(ledger)
+        calls = len(forward_log)
         close(session.fork().score(EMPTY).logits, row)
-        assert len(ledger) == calls
+        assert len(forward_log) == calls
 
     def test_bad_input_is_refused_by_name(self) -> None:
         session = M.session()
@@ -235,7 +239,7 @@ class TestText:
         with pytest.raises(TinyspecError, match="out of range"):
             session.advance(EMPTY, L + 1)
         with pytest.raises(ValueError, match="tap"):
-            session.advance(EMPTY, 1, taps=(2,))
+            session.advance(EMPTY, 1, hidden_layers=(2,))
         assert session.text == [1]
 
     def test_the_context_ends_where_it_says(self) -> None:

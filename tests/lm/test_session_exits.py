@@ -10,7 +10,7 @@ import torch
 from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, PROMPT, begun, close, model, same_cache, tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
@@ -30,19 +30,19 @@ class TestEarlyExit:
         logits = begun(m).advance(t, layer, head=True).logits
         past = Oracle(m).text(PROMPT[:-1])
         for node in range(-1, 3):
-            done = Oracle(m).text([PROMPT[-1], *t.spelled(t.path(node))], Plan(last=layer), past)
+            done = Oracle(m).text([PROMPT[-1], *t.tokens_on(t.path(node))], Plan(last=layer), past)
             np.testing.assert_allclose(logits[node + 1].numpy(), done[-1].logits, atol=1e-10)
         if layer == L:
             close(logits, begun(m).score(t).logits)
 
     def test_layers_run_once_when_a_half_run_tree_goes_on(self) -> None:
-        ledger: list[Call] = []
-        session = begun(M, ledger)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
         t = tree([1, 2, 2], [ROOT, 0, ROOT])
         session.advance(t, 1)
         session.advance(t, 2, head=True)
-        close(session.score(t, taps=()).logits, begun(M).score(t).logits)
-        assert [(c.rows, c.row_layers, c.head_rows) for c in ledger[1:]] == [
+        close(session.score(t, hidden_layers=()).logits, begun(M).score(t).logits)
+        assert [(c.rows, c.row_layers, c.head_rows) for c in forward_log[1:]] == [
             (4, 4, 0),
             (4, 4, 4),
             (4, 4, 4),
@@ -51,25 +51,34 @@ class TestEarlyExit:
     def test_what_was_shown_on_the_way_is_shown_at_the_end(self) -> None:
         session = begun(M)
         t = tree([1, 2], [ROOT, 0])
-        session.advance(t, 2, taps=(0, 1))
-        close(session.score(t, taps=(0, 1)).hidden, begun(M).score(t, taps=(0, 1)).hidden)
-        close(session.score(t, taps=(2, L)).hidden, begun(M).score(t, taps=(2, L)).hidden)
+        session.advance(t, 2, hidden_layers=(0, 1))
+        close(
+            session.score(t, hidden_layers=(0, 1)).hidden,
+            begun(M).score(t, hidden_layers=(0, 1)).hidden,
+        )
+        close(
+            session.score(t, hidden_layers=(2, L)).hidden,
+            begun(M).score(t, hidden_layers=(2, L)).hidden,
+        )
 
     def test_what_the_head_reads_is_that_of_the_exit_asked_for(self) -> None:
         session = begun(M)
-        session.advance(EMPTY, 1, taps=(L,))
+        session.advance(EMPTY, 1, hidden_layers=(L,))
         session.score(EMPTY)
-        close(session.score(EMPTY, taps=(L,)).hidden, begun(M).score(EMPTY, taps=(L,)).hidden)
+        close(
+            session.score(EMPTY, hidden_layers=(L,)).hidden,
+            begun(M).score(EMPTY, hidden_layers=(L,)).hidden,
+        )
 
     def test_going_back_to_a_lower_exit_loses_nothing(self) -> None:
-        ledger: list[Call] = []
-        session = begun(M, ledger)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
         low = session.advance(EMPTY, 1, head=True).logits
         session.score(EMPTY)
         close(session.advance(EMPTY, 1, head=True).logits, low)
-        ran = sum(call.row_layers for call in ledger[1:])
+        ran = sum(call.row_layers for call in forward_log[1:])
         session.score(EMPTY)
-        assert ran == sum(call.row_layers for call in ledger[1:]) == L
+        assert ran == sum(call.row_layers for call in forward_log[1:]) == L
 
     def exits(self, session: Session, at: Sequence[int]) -> None:
         for token, layer in zip([7, 8, 9], at, strict=False):
@@ -96,31 +105,31 @@ class TestEarlyExit:
         assert not session.cache_exact
 
     def test_fills_are_counted(self) -> None:
-        ledger: list[Call] = []
-        session = begun(M, ledger)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
         self.exits(session, [1])
         session.fill("copy")
-        assert ledger[-1] == Call(M.name, 1, 0.0, 0, fills=2)
+        assert forward_log[-1] == ForwardRecord(M.name, 1, 0.0, 0, fills=2)
 
     def test_recomputed_layers_are_those_of_a_fresh_forward(self) -> None:
-        ledger: list[Call] = []
-        session = begun(M, ledger)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
         self.exits(session, [1, 2, 1])
-        before = sum(call.row_layers for call in ledger)
+        before = sum(call.row_layers for call in forward_log)
         session.fill("recompute")
-        ran = sum(call.row_layers for call in ledger) - before
+        ran = sum(call.row_layers for call in forward_log) - before
         assert ran == 3 * L - 2 - 2 - 1  # the first was taken along to layer 2 by the second
         same_cache(session)
         assert session.cache_exact
 
     def test_postponed_layers_are_run_along_with_the_next_deep_token(self) -> None:
         """FREE: one forward completes them all."""
-        ledger: list[Call] = []
-        session = begun(M, ledger)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
         self.exits(session, [1, 1, 1])
-        assert [call.row_layers for call in ledger[1:]] == [1, 1, 1]
+        assert [call.row_layers for call in forward_log[1:]] == [1, 1, 1]
         close(session.score(EMPTY).logits[0], M.logits([*PROMPT, 7, 8, 9])[-1])
-        assert [(call.rows, call.row_layers) for call in ledger[4:]] == [(4, 3 * (L - 1) + L)]
+        assert [(call.rows, call.row_layers) for call in forward_log[4:]] == [(4, 3 * (L - 1) + L)]
         same_cache(session)
 
     def test_a_copied_token_that_is_recomputed_is_exact_again(self) -> None:
@@ -159,7 +168,7 @@ class TestProbes:
     @pytest.mark.parametrize("m", [M, model(replace(GPT2, n_kv_heads=2))], ids=["llama", "gpt2"])
     def test_probes_are_embeddings_that_nobody_else_sees(self, m, prefix) -> None:
         session = begun(m)
-        session.adopt(self.ROWS, prefix)
+        session.set_probe_embeddings(self.ROWS, prefix)
         scores = session.score(self.TREE)
         guesses = tree([4, 5], [ROOT, 0])
         close(scores.logits[[0, 1, 4]], begun(m).score(guesses).logits)
@@ -173,21 +182,21 @@ class TestProbes:
         np.testing.assert_allclose(scores.logits[[2, 3, 5]].numpy(), expected, atol=1e-10)
 
     def test_probes_go_after_their_round(self) -> None:
-        ledger: list[Call] = []
-        session = begun(M, ledger)
-        session.adopt(self.ROWS)
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
+        session.set_probe_embeddings(self.ROWS)
         session.score(self.TREE)
         session.commit([0, 3], 2)
         same_cache(session)
         session.score(self.TREE)
-        assert ledger[-1].rows == 6
+        assert forward_log[-1].rows == 6
         session.score(self.TREE)
-        assert ledger[-1].rows == 3  # guesses are known, probes are made anew
+        assert forward_log[-1].rows == 3  # guesses are known, probes are made anew
         close(session.score(TokenTree.chain([4, 5])).logits[2], M.logits([*session.text, 4, 5])[-1])
 
     def test_a_probe_is_never_committed_nor_built_upon(self) -> None:
         session = begun(M)
-        session.adopt(self.ROWS)
+        session.set_probe_embeddings(self.ROWS)
         session.score(self.TREE)
         with pytest.raises(ValueError, match="cannot be committed"):
             session.commit([0, 1], None)
@@ -201,6 +210,8 @@ class TestProbes:
     def test_what_is_adopted_must_fit(self) -> None:
         session = begun(M)
         with pytest.raises(ValueError, match="probe embeddings"):
-            session.adopt(torch.zeros(2, D + 1))
+            session.set_probe_embeddings(torch.zeros(2, D + 1))
         with pytest.raises(ValueError, match="probe prefix"):
-            session.adopt(self.ROWS, (torch.zeros(L, 2, 3, 4), torch.zeros(L, 1, 3, 4)))
+            session.set_probe_embeddings(
+                self.ROWS, (torch.zeros(L, 2, 3, 4), torch.zeros(L, 1, 3, 4))
+            )

@@ -62,7 +62,7 @@ class Machine(RuleBasedStateMachine):
     def start(self, which: int) -> None:
         self.oracle = ORACLES[which]
         self.session = MODELS[which].session()
-        self.session.adopt(PROBES, PREFIX)
+        self.session.set_probe_embeddings(PROBES, PREFIX)
         self.text: list[int] = []
         self.done: list[Token] = []
         self.copied: set[int] = set()  # positions whose upper keys and values were copied up
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
             self.done.append(self.oracle.run(token, self.done))
 
     def expect(
-        self, scores, tree: TokenTree, past: list[Token], tip: int, plan: Plan, taps=()
+        self, scores, tree: TokenTree, past: list[Token], tip: int, plan: Plan, hidden_layers=()
     ) -> None:
         root = self.oracle.run(tip, past, plan)
         nodes: list[Token] = []
@@ -96,7 +96,7 @@ class Machine(RuleBasedStateMachine):
             paths.append([*path, nodes[-1]])
         rows = [root, *nodes]
         np.testing.assert_allclose(scores.logits.numpy(), [r.logits for r in rows], atol=1e-9)
-        for tap, shown in zip(taps, scores.hidden, strict=True):
+        for tap, shown in zip(hidden_layers, scores.hidden, strict=True):
             np.testing.assert_allclose(
                 shown.numpy(), [r.top if tap == L else r.states[tap] for r in rows], atol=1e-9
             )
@@ -118,42 +118,49 @@ class Machine(RuleBasedStateMachine):
     # ---- what may be done
 
     @precondition(lambda self: not self.text)
-    @rule(which=st.integers(0, 1), text=texts, taps=taps_of)
-    def begin(self, which: int, text: list[int], taps) -> None:
+    @rule(which=st.integers(0, 1), text=texts, hidden_layers=taps_of)
+    def begin(self, which: int, text: list[int], hidden_layers) -> None:
         self.start(which)
-        self.extend(text, taps)
+        self.extend(text, hidden_layers)
 
     @precondition(lambda self: len(self.text) < 40)
-    @rule(text=texts, taps=taps_of)
-    def extend(self, text: list[int], taps) -> None:
+    @rule(text=texts, hidden_layers=taps_of)
+    def extend(self, text: list[int], hidden_layers) -> None:
         first = max(len(self.text) - 1, 0)
-        shown = self.session.extend(text, taps)
+        shown = self.session.extend(text, hidden_layers)
         self.follow(text)
-        if taps and first in self.copied:  # to show what was not kept, it was run after all
+        if (
+            hidden_layers and first in self.copied
+        ):  # to show what was not kept, it was run after all
             self.copied.discard(first)
         self.waiting = {}
-        assert shown.hidden.shape == (len(taps), len(self.text) - 1 - first, D)
-        for tap, states in zip(taps, shown.hidden, strict=True):
+        assert shown.hidden.shape == (len(hidden_layers), len(self.text) - 1 - first, D)
+        for tap, states in zip(hidden_layers, shown.hidden, strict=True):
             for state, row in zip(states.numpy(), self.done[first:], strict=True):
                 np.testing.assert_allclose(
                     state, row.top if tap == L else row.states[tap], atol=1e-9
                 )
 
     @precondition(lambda self: self.text)
-    @rule(tree=trees(), taps=taps_of)
-    def score(self, tree: TokenTree, taps) -> None:
-        scores = self.session.score(tree, taps)
+    @rule(tree=trees(), hidden_layers=taps_of)
+    def score(self, tree: TokenTree, hidden_layers) -> None:
+        scores = self.session.score(tree, hidden_layers)
         self.deepen(L)
-        self.expect(scores, tree, self.done, self.text[-1], BASE, taps)
+        self.expect(scores, tree, self.done, self.text[-1], BASE, hidden_layers)
         self.tree = tree
 
     @precondition(lambda self: self.text)
-    @rule(tree=trees(), layer=layers, head=st.booleans(), taps=st.sampled_from([(), (1,), (L,)]))
-    def advance(self, tree: TokenTree, layer: int, head: bool, taps) -> None:
-        scores = self.session.advance(tree, layer, taps, head=head)
+    @rule(
+        tree=trees(),
+        layer=layers,
+        head=st.booleans(),
+        hidden_layers=st.sampled_from([(), (1,), (L,)]),
+    )
+    def advance(self, tree: TokenTree, layer: int, head: bool, hidden_layers) -> None:
+        scores = self.session.advance(tree, layer, hidden_layers, head=head)
         self.deepen(layer)
         if head:
-            self.expect(scores, tree, self.done, self.text[-1], Plan(last=layer), taps)
+            self.expect(scores, tree, self.done, self.text[-1], Plan(last=layer), hidden_layers)
         self.tree = tree
 
     @precondition(lambda self: self.tree is not None and len(self.text) < 40)
@@ -165,12 +172,12 @@ class Machine(RuleBasedStateMachine):
         node = data.draw(st.sampled_from([ROOT, *guesses]))
         path = self.tree.path(node)
         after = data.draw(st.none() | tokens)
-        new = [*self.tree.spelled(path), *(() if after is None else (after,))]
+        new = [*self.tree.tokens_on(path), *(() if after is None else (after,))]
         first = max(len(self.text) - 1, 0)
         self.session.commit(path, after)
         self.follow(new)
         for at in range(first, len(self.text) - 1):
-            ran = self.session.committed[at].agrees(BASE, L) // 2
+            ran = self.session.committed[at].sublayers_valid(BASE, L) // 2
             if ran < L:
                 self.waiting[at] = ran
 
@@ -213,15 +220,15 @@ class Machine(RuleBasedStateMachine):
         self.watch(plan)
 
     @precondition(lambda self: self.text)
-    @rule(tree=trees(), taps=st.sampled_from([(), (1,), (L,)]))
-    def view_score(self, tree: TokenTree, taps) -> None:
+    @rule(tree=trees(), hidden_layers=st.sampled_from([(), (1,), (L,)]))
+    def view_score(self, tree: TokenTree, hidden_layers) -> None:
         last = L if self.plan.last is None else self.plan.last
-        scores = self.view.score(tree, taps)
+        scores = self.view.score(tree, hidden_layers)
         self.deepen(last)
         past = self.done
         for token in [self.text[-1], *self.trunk][:-1]:
             past = [*past, self.oracle.run(token, past, self.plan)]
-        self.expect(scores, tree, past, [self.text[-1], *self.trunk][-1], self.plan, taps)
+        self.expect(scores, tree, past, [self.text[-1], *self.trunk][-1], self.plan, hidden_layers)
         self.view_tree = tree
 
     @precondition(lambda self: self.text and len(self.trunk) < 12)
@@ -232,7 +239,7 @@ class Machine(RuleBasedStateMachine):
         path = tree.path(data.draw(st.integers(ROOT, len(tree.tokens) - 1)))
         after = data.draw(st.none() | tokens)
         self.view.commit(path, after)
-        self.trunk += [*tree.spelled(path), *(() if after is None else (after,))]
+        self.trunk += [*tree.tokens_on(path), *(() if after is None else (after,))]
 
     @precondition(lambda self: self.trunk)
     @rule(drop=st.integers(0, 3))
@@ -254,7 +261,8 @@ class Machine(RuleBasedStateMachine):
             assert node.slot == node.position == at
             for layer in range(L):
                 if (
-                    self.session.cache.present[at, layer] and layer < node.agrees(BASE, L) // 2
+                    self.session.cache.present[at, layer]
+                    and layer < node.sublayers_valid(BASE, L) // 2
                 ) or at in self.copied:
                     np.testing.assert_allclose(
                         self.session.cache.keys[layer][:, at].numpy(), token.keys[layer], atol=1e-9

@@ -10,7 +10,7 @@ from tests.lm.small import GPT2, LLAMA, PROMPT, close, model
 from tests.lm.test_transformer import DEVICES, TREE, every
 from tinyspec.laws import passes
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.static import SIZES, Static
 from tinyspec.lm.transformer import Model
@@ -35,7 +35,10 @@ def test_every_configuration_computes_what_the_blocks_compute(config: Config, de
     for session in (plain, fixed):
         session.extend(PROMPT)
     for _ in range(3):
-        a, b = plain.score(TREE, taps=(0, 1, L)), fixed.score(TREE, taps=(0, 1, L))
+        a, b = (
+            plain.score(TREE, hidden_layers=(0, 1, L)),
+            fixed.score(TREE, hidden_layers=(0, 1, L)),
+        )
         close(a.logits, b.logits.cpu())
         close(a.hidden, b.hidden.cpu())
         for session in (plain, fixed):
@@ -113,9 +116,9 @@ def test_a_text_that_outgrows_its_store_moves_with_all_it_has() -> None:
 
 
 def test_a_step_is_entered_in_the_ledger_as_any_pass() -> None:
-    ledgers: list[list[Call]] = [[], []]
-    for m, ledger in zip((model(), steady(model())), ledgers, strict=True):
-        session = m.session(ledger)
+    forward_logs: list[list[ForwardRecord]] = [[], []]
+    for m, forward_log in zip((model(), steady(model())), forward_logs, strict=True):
+        session = m.session(forward_log)
         session.extend(PROMPT)
         session.score(TREE)
-    assert ledgers[0] == ledgers[1]
+    assert forward_logs[0] == forward_logs[1]

@@ -13,7 +13,7 @@ from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.lm import ops
 from tinyspec.lm.cache import Cache
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Call, Feed
+from tinyspec.lm.feed import ForwardBatch, ForwardRecord
 from tinyspec.lm.plan import Plan, Visible
 from tinyspec.lm.rope import frequencies
 from tinyspec.lm.transformer import Model
@@ -74,7 +74,7 @@ def test_teaching_equals_inference_and_has_gradients(config: Config) -> None:
     m = model(config)
     for weight in m.parameters():
         weight.requires_grad_()
-    logits = m.teach(torch.tensor([IDS, IDS[::-1]]))
+    logits = m.training_logits(torch.tensor([IDS, IDS[::-1]]))
     assert logits.shape == (2, len(IDS), V)
     close(logits[0].detach(), m.logits(IDS))
     logits.square().mean().backward()
@@ -97,11 +97,11 @@ def test_every_precision_runs(
     m = exact.to(device=device, dtype=dtype)
     assert (m.dtype, m.device.type) == (dtype, device)
     session = m.session()
-    session.extend(IDS, taps=(0, L))
+    session.extend(IDS, hidden_layers=(0, L))
     session.view(Plan(last=2, visible=Visible.everywhere((0, 1), 5, L, config.n_kv_heads))).score(
         TREE
     )
-    scores = session.score(TREE, taps=(1,))
+    scores = session.score(TREE, hidden_layers=(1,))
     assert scores.hidden.dtype == m.stream
     assert scores.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     close(
@@ -128,7 +128,7 @@ def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
         Plan(skip=frozenset({1, 4})),
         Plan(visible=Visible.everywhere((0,), 2, L, kv)),
     ]
-    caught: list[Feed] = []
+    caught: list[ForwardBatch] = []
 
     def catch(feeds):  # type: ignore[no-untyped-def]
         caught.extend(feeds)
@@ -145,7 +145,7 @@ def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
             session.commit([0], 3)
         session.runner.gate = catch
         with pytest.raises(StopIteration):
-            session.view(plan).score(TREE, taps=(1,))
+            session.view(plan).score(TREE, hidden_layers=(1,))
         return session
 
     seeds = data.draw(st.lists(st.integers(0, 59), min_size=2, max_size=4))
@@ -158,28 +158,28 @@ def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
     for one, other, session in zip(alone, together, sessions, strict=True):
         close(one.logits, other.logits, 1e-12)
         close(one.hidden, other.hidden, 1e-12)
-        assert session.runner.ledger[-1].rows == len(other.layers)
+        assert session.runner.forward_log[-1].rows == len(other.layers)
 
 
 def test_the_ledger_counts_rows_layers_heads_and_prefills() -> None:
     m = model(LLAMA)
-    ledger: list[Call] = []
-    session = m.session(ledger)
+    forward_log: list[ForwardRecord] = []
+    session = m.session(forward_log)
     session.extend([1, 2, 3, 4])
     session.score(TREE)
     session.advance(TokenTree.chain([7, 8, 9]), 2)
     session.view(Plan(skip=frozenset({0, 3, 5}))).score(TokenTree())
-    assert ledger == [
-        Call("model", 3, 3 * L, 0, prefill=True),
-        Call("model", 4, 4 * L, 4),
-        Call("model", 3, 3 * 2, 0),
-        Call("model", 1, L - 1.5, 1),
+    assert forward_log == [
+        ForwardRecord("model", 3, 3 * L, 0, prefill=True),
+        ForwardRecord("model", 4, 4 * L, 4),
+        ForwardRecord("model", 3, 3 * 2, 0),
+        ForwardRecord("model", 1, L - 1.5, 1),
     ]
 
 
 def test_a_feed_needs_no_ledger() -> None:
     m = model(LLAMA)
-    feed = Feed(
+    feed = ForwardBatch(
         Cache(LLAMA, m.dtype, m.device), Plan(), [3], [0], [0], [0], 2 * L, 1, [(1, ())], heads=[0]
     )
     close(m.forward([feed])[0].logits, m.logits([3]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan, Visible
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
@@ -51,8 +51,8 @@ def tree(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
 BUSH = tree([1, 1, 2, 3, 0], [ROOT, ROOT, 0, 2, ROOT])
 
 
-def begun(m=M, ledger: list[Call] | None = None) -> Session:
-    session = m.session(ledger)
+def begun(m=M, forward_log: list[ForwardRecord] | None = None) -> Session:
+    session = m.session(forward_log)
     session.extend(PROMPT)
     return session
 
@@ -119,16 +119,16 @@ def test_plans_may_take_turns_on_the_same_nodes(turns: list[Plan]) -> None:
 
 def cost(first: Plan, then: Plan) -> float:
     """Layers run under `then` by a row that was run under `first` before."""
-    ledger: list[Call] = []
-    session = begun(ledger=ledger)
+    forward_log: list[ForwardRecord] = []
+    session = begun(forward_log=forward_log)
     session.view(first).score(TokenTree.chain([1, 2]))
-    before = len(ledger)
+    before = len(forward_log)
     if then == Plan():
         session.score(TokenTree.chain([1, 2]))
     else:
         session.view(then).score(TokenTree.chain([1, 2]))
-    assert [call.rows for call in ledger[before:]] == [3]
-    return ledger[-1].row_layers / 3
+    assert [call.rows for call in forward_log[before:]] == [3]
+    return forward_log[-1].row_layers / 3
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_view_refuses_what_a_session_refuses() -> None:
     with pytest.raises(ValueError, match="cannot rewind"):
         view.rewind(N + 1)
     with pytest.raises(ValueError, match="tap"):
-        view.score(EMPTY, taps=(2,))
+        view.score(EMPTY, hidden_layers=(2,))
     view.score(tree([1, 2], [ROOT, ROOT]))
     with pytest.raises(ValueError, match="not a path"):
         view.commit([0, 1], None)
@@ -281,7 +281,7 @@ def test_states_are_shown_under_the_plan() -> None:
     oracle = Oracle(M)
     past = oracle.text(PROMPT[:-1])
     done = oracle.text([PROMPT[-1], 1], Plan(skip=frozenset({2})), past)[-2:]
-    shown = view.score(TokenTree.chain([1]), taps=(1, 2, L)).hidden
+    shown = view.score(TokenTree.chain([1]), hidden_layers=(1, 2, L)).hidden
     close(
         shown,
         np.array([[d.states[1] for d in done], [d.states[2] for d in done], [d.top for d in done]]),

@@ -10,12 +10,12 @@ import torch
 from tests.table import Table, law
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec import generate, load, translate
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.nested import Nested
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import sweeps as laws
 from tinyspec.laws.exact import law as exact_law
@@ -36,7 +36,7 @@ from tinyspec.nonautoregressive.jacobi import Jacobi, asked, iterate, solve, swe
 from tinyspec.technique import Request, find
 
 CARD = find("jacobi")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 FORMS = [
     {"form": "pj"},
     {"block": 1},
@@ -47,15 +47,26 @@ FORMS = [
 
 
 def decoded(
-    model: Any, prompt: Any = PROMPT, n: int = 14, ledger: Any = None, eos: Any = (), **knobs: Any
+    model: Any,
+    prompt: Any = PROMPT,
+    n: int = 14,
+    forward_log: Any = None,
+    eos: Any = (),
+    **knobs: Any,
 ) -> Decoder:
     """A request at temperature 0, not begun yet but for its prompt."""
-    ledger = [] if ledger is None else ledger
-    warp = Warp(0.0, repetition_penalty=knobs.pop("penalty", 1.0))
+    forward_log = [] if forward_log is None else forward_log
+    sampling = SamplingParams(0.0, repetition_penalty=knobs.pop("penalty", 1.0))
     limit = model.config.max_positions
-    stop = Stop(frozenset(eos), max_new_tokens=n)
+    stop = StoppingCriteria(frozenset(eos), max_new_tokens=n)
     d = CARD.make(
-        Request(model.session(ledger), warp=warp, stop=stop, positions=limit, ledger=ledger),
+        Request(
+            model.session(forward_log),
+            sampling=sampling,
+            stop=stop,
+            positions=limit,
+            forward_log=forward_log,
+        ),
         **knobs,
     )
     d.extend(prompt)
@@ -63,9 +74,9 @@ def decoded(
 
 
 def finish(d: Decoder, seed: int = 0) -> list[int]:
-    chance = Seeded(seed)
+    rng = Seeded(seed)
     while not d.finished:
-        d.step(chance)
+        d.step(rng)
     return d.new
 
 
@@ -73,18 +84,21 @@ def alone(
     model: Any,
     prompt: Any = PROMPT,
     n: int = 14,
-    ledger: Any = None,
+    forward_log: Any = None,
     eos: Any = (),
     penalty: float = 1.0,
 ) -> Any:
     """Plain greedy decoding."""
-    ledger = [] if ledger is None else ledger
-    stop, warp = Stop(frozenset(eos), max_new_tokens=n), Warp(0.0, repetition_penalty=penalty)
+    forward_log = [] if forward_log is None else forward_log
+    stop, sampling = (
+        StoppingCriteria(frozenset(eos), max_new_tokens=n),
+        SamplingParams(0.0, repetition_penalty=penalty),
+    )
     d = Decoder(
-        model.session(ledger),
-        NoDraft(),
-        walk,
-        warp=warp,
+        model.session(forward_log),
+        BaseDrafter(),
+        verify_tree,
+        sampling=sampling,
         stop=stop,
         positions=model.config.max_positions,
     )
@@ -161,7 +175,7 @@ def test_a_wrong_start_of_one_place_is_repaired_in_one_sweep_where_no_place_read
 @pytest.mark.parametrize("knobs", [{"block": 1}, {"form": "hgj", "prefix": 0}], ids=str)
 def test_blocks_of_one_and_a_prefix_of_none_are_plain_decoding_call_by_call(knobs: Any) -> None:
     model, ours, theirs = network(3, 5), list[Any](), list[Any]()
-    assert finish(decoded(model, ledger=ours, **knobs)) == alone(model, ledger=theirs)[0]
+    assert finish(decoded(model, forward_log=ours, **knobs)) == alone(model, forward_log=theirs)[0]
     assert ours == theirs
 
 
@@ -187,19 +201,25 @@ def test_an_adversary_who_knows_the_text_cannot_change_it() -> None:
     for wrong in range(6):
         d = decoded(model, n=8, form="pj")
         drafter: Any = d.drafter
-        drafter.start = lambda n, context, chance, wrong=wrong: [(x + wrong) % 6 for x in text][:n]
+        drafter.start = lambda n, context, rng, wrong=wrong: [(x + wrong) % 6 for x in text][:n]
         assert finish(d) == text
         assert d.rounds == 1 if wrong == 0 else d.rounds <= len(text)
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
-def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
+)
+def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     for init, block, tokens in (("pad", 3, 3), ("random", 2, 2)):
-        expected = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), tokens)
+        expected = law(
+            lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), tokens
+        )
 
         def ours(init: str = init, block: int = block) -> Decoder:
             return CARD.make(
-                Request(Table(3), warp=warp, stop=Stop(max_new_tokens=5)), block=block, init=init
+                Request(Table(3), sampling=sampling, stop=StoppingCriteria(max_new_tokens=5)),
+                block=block,
+                init=init,
             )
 
         assert law(ours, tokens) == expected
@@ -214,25 +234,25 @@ def test_the_penalty_is_part_of_the_system_that_is_solved() -> None:
 
 
 def test_the_published_algorithm_runs_on_a_session() -> None:
-    model, ledger = network(5, 6), list[Any]()
-    session = model.session(ledger)
+    model, forward_log = network(5, 6), list[Any]()
+    session = model.session(forward_log)
     for block in (1, 3, 12):
         found = solve(asked(session), PROMPT, 12, block, lambda n, text: [0] * n)
         assert found.tokens == alone(model, n=12)[0]
         assert found.passes <= 12 + -(-12 // block)
         session.end()
-        assert sum(call.rows for call in ledger) <= len(PROMPT) + sum(
+        assert sum(call.rows for call in forward_log) <= len(PROMPT) + sum(
             len(states[0]) * (len(states) - 1) for states in found.blocks
         )
-        ledger.clear()
+        forward_log.clear()
 
 
 def test_a_jacobi_decoder_drafts_for_another_without_changing_its_law() -> None:
     def cascade() -> Decoder:
-        inner = CARD.make(Request(Table(4), stop=Stop()), block=3)
-        return Decoder(Table(3), Nested(inner, 2), walk)
+        inner = CARD.make(Request(Table(4), stop=StoppingCriteria()), block=3)
+        return Decoder(Table(3), Nested(inner, 2), verify_tree)
 
-    assert law(cascade, 2) == law(lambda: Decoder(Table(3), NoDraft(), walk), 2)
+    assert law(cascade, 2) == law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2)
 
 
 # ------------------------------------------------------------------ the sweeps as data
@@ -310,7 +330,7 @@ def test_a_hybrid_needs_no_length_it_ends_where_the_text_does() -> None:
         vocabulary=40, rows=lambda text: [int(x == len(text) % 40) for x in range(40)]
     )
     for prefix in (0, 4, 100):
-        request = Request(model.session(), warp=GREEDY, stop=Stop(frozenset({19})))
+        request = Request(model.session(), sampling=GREEDY, stop=StoppingCriteria(frozenset({19})))
         d = CARD.make(request, form="hgj", block=5, prefix=prefix)
         d.extend(PROMPT)
         assert finish(d) == list(range(2, 20)) and d.finished == "eos"
@@ -319,13 +339,13 @@ def test_a_hybrid_needs_no_length_it_ends_where_the_text_does() -> None:
 def test_after_a_rewind_a_block_begins_anew() -> None:
     model = network(2, 6)
     d = decoded(model, n=20, block=6)
-    chance = Seeded(1)
+    rng = Seeded(1)
     for _ in range(3):
-        d.step(chance)
+        d.step(rng)
     d.rewind(3)
     assert d.drafter.block == []  # type: ignore[attr-defined]
     while not d.finished:
-        d.step(chance)
+        d.step(rng)
     assert d.context[: 2 + 18] == [*PROMPT, *alone(model, n=18)[0]]
 
 
@@ -442,7 +462,7 @@ def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_swe
     for start in product(range(4), repeat=3):
         d = decoded(model, [host.config.bos], n=3, form="pj")
         drafter: Any = d.drafter
-        drafter.start = lambda n, text, chance, start=start: list(start[:n])
+        drafter.start = lambda n, text, rng, start=start: list(start[:n])
         text = finish(d)
         states = iterate(asked(model.session()), [host.config.bos], list(start))
         assert states[-1] == text and len(states) - 1 <= 3 + 1
@@ -454,14 +474,14 @@ def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_swe
 def test_a_sweep_on_a_teacher_runs_what_is_left_of_the_block_and_the_encoder_is_asked_once() -> (
     None
 ):
-    ledger: list[Any] = []
-    host = teacher(2).counting(ledger)
-    d = decoded(host.given(SOURCES[0]), [host.config.bos], n=10, ledger=ledger, form="pj")
+    forward_log: list[Any] = []
+    host = teacher(2).counting(forward_log)
+    d = decoded(host.given(SOURCES[0]), [host.config.bos], n=10, forward_log=forward_log, form="pj")
     told = list(sweeps(d, Seeded(0)))
-    assert [call.rows for call in ledger if call.model == host.name] == [
+    assert [call.rows for call in forward_log if call.model == host.name] == [
         1 + len(sweep.guess) for sweep in told
     ]
-    assert [call.prefill for call in ledger].count(True) == 1
+    assert [call.prefill for call in forward_log].count(True) == 1
     assert d.target.cache_exact
 
 
@@ -471,8 +491,16 @@ def test_sampled_translations_have_the_teachers_law() -> None:
 
     def joint(drafted: bool) -> Any:
         def make() -> Decoder:
-            request = Request(given.session(), warp=Warp(top_k=2), stop=Stop(max_new_tokens=3))
-            return CARD.make(request, block=3) if drafted else request.decoder(NoDraft(), walk)
+            request = Request(
+                given.session(),
+                sampling=SamplingParams(top_k=2),
+                stop=StoppingCriteria(max_new_tokens=3),
+            )
+            return (
+                CARD.make(request, block=3)
+                if drafted
+                else request.decoder(BaseDrafter(), verify_tree)
+            )
 
         return exact_law(make, 3, prompt=[host.config.bos], outside=lambda decoder: (given,))
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.refine import Pass, Refinement, blank, refine
+from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.masking import chooses, fillers, follows_the_rule, hides
 from tinyspec.laws.toys import judge, toys
@@ -19,13 +19,13 @@ def run(
     source: tuple[int, ...] = (4, 7, 5), iterations: int = 4, lengths: int = 3
 ) -> tuple[Refinement, list[Pass]]:
     model = next(fillers())
-    request = RefineRequest(model, ledger=[])
+    request = RefineRequest(model, forward_log=[])
     running = refine(
         request.model,
         source,
         find("mask_predict").refiner(request, iterations=iterations, lengths=lengths),
         Seeded(0),
-        request.ledger,
+        request.forward_log,
     )
     return running, list(running)
 
@@ -116,7 +116,7 @@ def test_one_pass_is_plain_parallel_decoding() -> None:
 
 def test_passes_are_counted_one_of_the_encoder_and_t_of_the_decoder() -> None:
     running, _ = run(iterations=4, lengths=3)
-    names = [call.model for call in running.ledger]
+    names = [call.model for call in running.forward_log]
     assert names == ["filler/encoder", *["filler"] * 4]
 
 
@@ -167,10 +167,10 @@ def test_the_loss_is_the_cross_entropy_of_the_hidden_words_and_of_the_length() -
 def test_the_loss_does_not_depend_on_visible_words_predictions() -> None:
     """Gradients reach the head at hidden words alone: with one hidden word, one row of logits counts."""
     model = tiny()
-    model.ledger = []
+    model.forward_log = []
     target = torch.tensor([[5, 4, 6]])
     loss(model, Batch(torch.tensor([[4, 5]]), target), torch.Generator().manual_seed(1))
-    assert model.ledger[-1].head_rows == int(
+    assert model.forward_log[-1].head_rows == int(
         hide(target != 0, torch.Generator().manual_seed(1)).sum()
     )
 

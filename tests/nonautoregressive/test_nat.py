@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.copies import by_fertility, guarded, uniform
 from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.refine_many import chosen
+from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.fertility_laws import fertility_law, judged, named, student, teacher
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
@@ -30,7 +30,11 @@ def run(
 ) -> Refinement:
     request = RefineRequest(model, judge)
     made = refine(
-        request.model, source, find("nat").refiner(request, **knobs), Seeded(seed), request.ledger
+        request.model,
+        source,
+        find("nat").refiner(request, **knobs),
+        Seeded(seed),
+        request.forward_log,
     )
     assert len(list(made)) == 1
     return made
@@ -135,10 +139,10 @@ def test_the_encoder_and_the_decoder_run_once_and_the_teacher_once_where_there_i
     for samples, expected in ((1, {"student/encoder": 1, "student": 1}), (9, None)):
         request = RefineRequest(student(0), teacher(0))
         refiner = find("nat").refiner(request, samples=samples)
-        list(refine(request.model, (5, 6), refiner, Seeded(0), request.ledger))
+        list(refine(request.model, (5, 6), refiner, Seeded(0), request.forward_log))
         counts = {
-            name: [call.model for call in request.ledger].count(name)
-            for name in {c.model for c in request.ledger}
+            name: [call.model for call in request.forward_log].count(name)
+            for name in {c.model for c in request.forward_log}
         }
         assert counts == (
             expected or {"student/encoder": 1, "student": 1, "teacher/encoder": 1, "teacher": 1}
@@ -235,8 +239,8 @@ def test_the_gradient_of_fine_tuning_is_that_of_the_expectation_over_all_fertili
         for f, cost in costs.items():
             scalar = nat.reinforce(logits, memory.mask, torch.tensor([f]), cost - costs[mean])
             slopes = torch.autograd.grad(scalar, weights, retain_graph=True, materialize_grads=True)
-            chance = float(law[0, 0, f[0]].detach() * law[0, 1, f[1]].detach())
-            got = [total + chance * slope for total, slope in zip(got, slopes, strict=True)]
+            probability = float(law[0, 0, f[0]].detach() * law[0, 1, f[1]].detach())
+            got = [total + probability * slope for total, slope in zip(got, slopes, strict=True)]
         assert any(float(w.abs().max()) > 1e-3 for w in want)
         for one, other in zip(want, got, strict=True):
             assert torch.allclose(one, other, atol=1e-10)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.refine import Refiner, blank, refine
 from tinyspec.decoding.refine_many import alone, chosen, refine_many
-from tinyspec.decoding.rescore import judge, said
+from tinyspec.decoding.rescore import judge, token_logprobs
+from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.nonautoregressive.mask_predict import MaskPredict
@@ -71,10 +71,10 @@ def test_together_is_one_by_one(make: object) -> None:
 
 def test_a_batch_takes_the_passes_of_one_source() -> None:
     one, _ = mask_predict()
-    ledger: list[Call] = []
-    counted = one.counting(ledger)
+    forward_log: list[ForwardRecord] = []
+    counted = one.counting(forward_log)
     refine_many(counted, padded(SOURCES), MaskPredict(counted, 4, 3), [Seeded(i) for i in range(4)])
-    assert [call.model for call in ledger] == ["translator/encoder"] + 4 * ["translator"]
+    assert [call.model for call in forward_log] == ["translator/encoder"] + 4 * ["translator"]
 
 
 def test_a_teacher_judges_candidates_of_many_sources_as_of_one() -> None:
@@ -83,10 +83,10 @@ def test_a_teacher_judges_candidates_of_many_sources_as_of_one() -> None:
     memory = teacher.encode(padded(SOURCES[:2]))
     for i, canvas in enumerate(canvases):
         torch.testing.assert_close(
-            said(teacher, memory.rows([i, i]), canvas), judge(teacher, SOURCES[i], canvas)
+            token_logprobs(teacher, memory.rows([i, i]), canvas), judge(teacher, SOURCES[i], canvas)
         )
         torch.testing.assert_close(
-            said(teacher, alone(memory, i), canvas), judge(teacher, SOURCES[i], canvas)
+            token_logprobs(teacher, alone(memory, i), canvas), judge(teacher, SOURCES[i], canvas)
         )
 
 
@@ -94,8 +94,8 @@ def test_a_technique_that_draws_while_it_rewrites_is_refused() -> None:
     one, _ = mask_predict()
 
     class Drawing(MaskPredict):
-        def rewrite(self, canvas, memory, iteration, chance):  # type: ignore[no-untyped-def]
-            chance.split("noise", 0)
+        def rewrite(self, canvas, memory, iteration, rng):  # type: ignore[no-untyped-def]
+            rng.split("noise", 0)
 
     with pytest.raises(TinyspecError, match="refined one by one"):
         refine_many(one, padded(SOURCES), Drawing(one, 2, 2), [Seeded(i) for i in range(4)])

@@ -12,40 +12,42 @@ from hypothesis import strategies as st
 from tests.table import Table
 from tests.zoo import tiny_zoo
 from tinyspec import generate, load
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.goodput import DRAFT, LOOKED, PLAIN, Curve, Goodput, Offer, Option
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.goodput import DRAFT, LOOKED, PLAIN, Candidate, Choice, CostModel, Goodput
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.remembered import OUTPUTS
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.exact import Reference
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.stage import adversary
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys.auto import POEM, Ticking, Watch, astray, took
 from tinyspec.lm.feed import Scores
-from tinyspec.speculative.auto import HELD, HELD_BEHIND, Texts, Waiting, kept
+from tinyspec.speculative.auto import HELD_BEHIND, INITIAL_TRUST, LazyDrafter, LookupDrafter, kept
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT, TokenTree
 
 CARD = find("auto")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 REFERENCES = [[0, 1, 1, 0, 0, 1, 0]]
 NOTHING_SEEN = Scores((), (), ())  # type: ignore[arg-type]
 Choose = Callable[[int, Any], int]
 
 
-def request(choose: Choose | None, draft: bool, warp: Warp = GREEDY, tokens: int = 4) -> Request:
+def request(
+    choose: Choose | None, draft: bool, sampling: SamplingParams = GREEDY, tokens: int = 4
+) -> Request:
     """A table model of two tokens."""
     drafts = [Table(8, 2, zeros=False)] if draft else []
     return Request(
         Table(3, 2, zeros=False),
         drafts,
-        warp,
-        Stop(max_new_tokens=tokens),
+        sampling,
+        StoppingCriteria(max_new_tokens=tokens),
         REFERENCES,
         choose=choose,
     )
@@ -63,7 +65,7 @@ def every_policy(
     laws: dict[Any, dict[tuple[int, ...], Any]] = {}
     for rounds in range(1, tokens + 1):
 
-        def play(chance: Exhaustive, rounds: int = rounds) -> Any:
+        def play(rng: Exhaustive, rounds: int = rounds) -> Any:
             choices: list[int] = []
 
             def choose(ways: int, dice: Any) -> int:
@@ -75,7 +77,7 @@ def every_policy(
             for _ in range(rounds):
                 if decoder.finished:
                     return None
-                round = decoder.step(chance)
+                round = decoder.step(rng)
                 past.append((tuple(choices), tuple(round.tree.tokens), round.verdict, round.tokens))
             return tuple(past[:-1]), tuple(choices), past[-1][-1]
 
@@ -97,12 +99,12 @@ def every_policy(
 
 
 @pytest.mark.parametrize("draft", [False, True])
-@pytest.mark.parametrize("warp", [Warp(), Warp(temperature=0.5)], ids=str)
-def test_the_joint_law_holds_under_every_policy(draft: bool, warp: Warp) -> None:
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.5)], ids=str)
+def test_the_joint_law_holds_under_every_policy(draft: bool, sampling: SamplingParams) -> None:
     tokens = 3
-    reference = Reference(Table(3, 2, zeros=False).row, warp)
+    reference = Reference(Table(3, 2, zeros=False).row, sampling)
     seen = every_policy(
-        lambda choose: CARD.make(request(choose, draft, warp, tokens), k=2, gamma=2),
+        lambda choose: CARD.make(request(choose, draft, sampling, tokens), k=2, gamma=2),
         reference,
         tokens,
         (0, 1),
@@ -114,15 +116,15 @@ def test_the_joint_law_holds_under_every_policy(draft: bool, warp: Warp) -> None
 def test_a_choice_that_sees_the_token_being_drawn_is_found_out() -> None:
     """The proof is not blind: keep a guess of the draft only if it is 0, under its declared law, and the law is another."""
 
-    class Peeking(NoDraft):
+    class Peeking(BaseDrafter):
         def __init__(self, draft: Any, choose: Choose):
             self.draft, self.choose = draft, choose
 
-        def propose(self, context: Any, room: int, warp: Warp, chance: Any) -> Any:
-            tree = self.draft.propose(context, min(room, 1), warp, chance)
-            return (
-                type(tree)() if tree.tokens and tree.tokens[0] and self.choose(2, chance) else tree
-            )
+        def propose(
+            self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: Any
+        ) -> Any:
+            tree = self.draft.propose(context, min(max_draft_depth, 1), sampling, rng)
+            return type(tree)() if tree.tokens and tree.tokens[0] and self.choose(2, rng) else tree
 
         def observe(self, round: Any) -> None:
             self.draft.observe(round)
@@ -131,12 +133,12 @@ def test_a_choice_that_sees_the_token_being_drawn_is_found_out() -> None:
             self.draft.extend(tokens, scores)
 
     def make(choose: Choose) -> Decoder:
-        wanted = request(choose, True, Warp(), 2)
+        wanted = request(choose, True, SamplingParams(), 2)
         drafter: Any = CARD.make(wanted, k=2, gamma=2).drafter
-        return wanted.decoder(Peeking(drafter.draft, choose), walk)
+        return wanted.decoder(Peeking(drafter.draft, choose), verify_tree)
 
     with pytest.raises(AssertionError):
-        every_policy(make, Reference(Table(3, 2, zeros=False).row, Warp()), 2, (0, 1))
+        every_policy(make, Reference(Table(3, 2, zeros=False).row, SamplingParams()), 2, (0, 1))
 
 
 # ------------------------------------------------------------------ the policy
@@ -172,7 +174,7 @@ def test_trust_comes_back_without_running_a_row() -> None:
         Ticking(Reciter(POEM), watch, float),
         (),
         GREEDY,
-        Stop(max_new_tokens=60),
+        StoppingCriteria(max_new_tokens=60),
         [POEM],
         clock=watch,
     )
@@ -188,22 +190,24 @@ def test_trust_comes_back_without_running_a_row() -> None:
 
 
 def test_nothing_is_drafted_before_plain_rounds_were_timed() -> None:
-    policy = Goodput(Curve(16), Watch())
-    offers = [Offer(LOOKED, [0.9**n for n in range(1, 17)])]
+    policy = Goodput(CostModel(16), Watch())
+    offers = [Candidate(LOOKED, [0.9**n for n in range(1, 17)])]
     assert policy.choose(offers) == PLAIN
     policy.curve.enter(0, 1.0)
     assert policy.choose(offers) == PLAIN
     policy.curve.enter(0, 1.0)
-    assert policy.choose(offers) == Option(
+    assert policy.choose(offers) == Choice(
         LOOKED, 2
     )  # at most three times as wide as any round before it
 
 
 def test_of_a_tree_the_likeliest_guesses_are_run() -> None:
     """Behind 1 came 2 twice and 3 once, behind 2 always 4: the first guesses are 2, 4, and then 3."""
-    texts = Texts(Request(Table(5), references=[[0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 3]]), 16, False)
-    unread: Any = None
-    texts.extend([0, 1], unread)
+    texts = LookupDrafter(
+        Request(Table(5), references=[[0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 3]]), 16, False
+    )
+    push_back: Any = None
+    texts.extend([0, 1], push_back)
     chances = texts.offer([0, 1], 16)
     tree = texts.likeliest(len(chances))
     assert tree.tokens[:3] == [2, 4, 3] and tree.parents[:3] == [ROOT, 0, ROOT]
@@ -227,7 +231,7 @@ def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_look
     watch, poem = Watch(), list(range(1, 299))
     target = Ticking(Reciter(poem), watch, lambda rows: 0.1 + 0.9 * rows)
     decoder = CARD.make(
-        Request(target, (), GREEDY, Stop(max_new_tokens=290), [poem], clock=watch), k=4
+        Request(target, (), GREEDY, StoppingCriteria(max_new_tokens=290), [poem], clock=watch), k=4
     )
     texts, looks = decoder.drafter.texts, list[int]()
     looked = texts.looks
@@ -249,9 +253,9 @@ def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_look
 def test_no_guess_is_likelier_than_the_one_it_follows(
     said: list[int], further: float, size: int
 ) -> None:
-    texts = Texts(Request(Table(3), references=[said, said[::-1]]), 16, False)
-    unread: Any = None
-    texts.extend(said[:5], unread)
+    texts = LookupDrafter(Request(Table(3), references=[said, said[::-1]]), 16, False)
+    push_back: Any = None
+    texts.extend(said[:5], push_back)
     texts.trust.further = dict.fromkeys(texts.trust.further, further)
     chances = texts.offer(said[:5], 16)
     of = dict(zip(texts.order, chances, strict=True))
@@ -270,7 +274,7 @@ def test_behind_a_word_that_was_replaced_the_copy_goes_on(skip: bool) -> None:
         Ticking(Reciter(poem), watch, lambda rows: 1.0),
         (),
         GREEDY,
-        Stop(max_new_tokens=80),
+        StoppingCriteria(max_new_tokens=80),
         [source],
         clock=watch,
     )
@@ -287,29 +291,29 @@ def test_behind_a_word_that_was_replaced_the_copy_goes_on(skip: bool) -> None:
 
 
 def test_where_there_is_room_for_one_guess_a_replaced_word_leaves_it() -> None:
-    texts = Texts(Request(Table(9), references=[[0, 1, 2, 3, 4]]), 16, False)
-    unread: Any = None
-    texts.extend([0, 1, 8], unread)
+    texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2, 3, 4]]), 16, False)
+    push_back: Any = None
+    texts.extend([0, 1, 8], push_back)
     texts.offer([0, 1, 8], 1)
     assert texts.likeliest(1).tokens == [3]
 
 
 def test_each_look_is_believed_on_its_own() -> None:
     """Behind [0, 1] the references say 2; if 1 replaced 3, they say 4. One tree has both, and failures are of one look."""
-    texts = Texts(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
-    unread: Any = None
-    texts.extend([0, 1], unread)
+    texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
+    push_back: Any = None
+    texts.extend([0, 1], push_back)
     before = dict(zip(texts.offer([0, 1], 16), texts.likeliest(2).tokens, strict=True))
     assert list(before.values()) == [2, 4]
-    texts.observe(Round(TokenTree(), unread, Verdict((), 4), (4,), ()))
-    assert texts.trusts[0].first[2] < HELD[2] and texts.trusts[1].first[1] > HELD_BEHIND[1]
+    texts.observe(Round(TokenTree(), push_back, Verdict((), 4), (4,), ()))
+    assert texts.trusts[0].first[2] < INITIAL_TRUST[2] and texts.trusts[1].first[1] > HELD_BEHIND[1]
 
 
 def test_where_looks_are_dear_there_is_only_the_first() -> None:
-    texts = Texts(Request(Table(9), references=[[0, 1, 2]]), 16, False)
+    texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2]]), 16, False)
     texts.forest.append(texts.forest.open(OUTPUTS), [0, 1, 3])
-    unread: Any = None
-    texts.extend([0, 1], unread)
+    push_back: Any = None
+    texts.extend([0, 1], push_back)
     assert len(texts.looks([0, 1], 16, True)) == 2
     assert texts.looks([0, 1], 16, False) == [texts.look([0, 1], 16)]
     watch = Watch()
@@ -318,7 +322,7 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
             Ticking(Reciter(POEM), watch, lambda rows: 1.0),
             (),
             GREEDY,
-            Stop(max_new_tokens=40),
+            StoppingCriteria(max_new_tokens=40),
             [POEM],
             clock=watch,
         )
@@ -326,10 +330,10 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
     texts, boths = decoder.drafter.texts, list[bool]()
     looks = texts.looks
 
-    def dear(context: Any, room: int, both: bool) -> Any:
+    def dear(context: Any, max_draft_depth: int, both: bool) -> Any:
         watch.now += 0.05  # of a call
         boths.append(both)
-        return looks(context, room, both)
+        return looks(context, max_draft_depth, both)
 
     texts.looks = dear
     decoder.extend(POEM[:2])
@@ -339,30 +343,30 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
 
 
 def test_a_round_that_was_not_looked_at_judges_no_look() -> None:
-    texts = Texts(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
-    unread: Any = None
-    texts.extend([0, 1], unread)
+    texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
+    push_back: Any = None
+    texts.extend([0, 1], push_back)
     texts.offer([0, 1], 16)
     assert all(trust.tokens for trust in texts.trusts)  # each look has something to be judged by
     texts.trust.vain = 1 << 10
-    assert texts.rests(16)
+    assert texts.skip_this_round(16)
     before = [dict(trust.first) for trust in texts.trusts]
-    texts.observe(Round(TokenTree(), unread, Verdict((), 7), (7,), ()))
+    texts.observe(Round(TokenTree(), push_back, Verdict((), 7), (7,), ()))
     assert [trust.first for trust in texts.trusts] == before
 
 
 def test_references_serve_the_next_text_too() -> None:
-    texts = Texts(Request(Table(5), references=[[0, 1, 2, 4]]), 16, False)
-    unread: Any = None
+    texts = LookupDrafter(Request(Table(5), references=[[0, 1, 2, 4]]), 16, False)
+    push_back: Any = None
     for _ in range(2):
-        texts.extend([0, 1], unread)
+        texts.extend([0, 1], push_back)
         texts.offer([0, 1], 16)
         assert texts.likeliest(2).tokens == [2, 4]
         texts.end()
 
 
 def test_the_size_with_the_most_expected_tokens_an_expected_second_is_chosen() -> None:
-    curve = Curve(16)
+    curve = CostModel(16)
     for _ in range(2):
         curve.enter(0, 1.0)
     curve.widest = 16
@@ -374,7 +378,7 @@ def test_the_size_with_the_most_expected_tokens_an_expected_second_is_chosen() -
         wanted = max(
             curve.sizes, key=lambda n: (1 + sum(chances[:n])) / curve.costs()[curve.place[n]]
         )
-        assert Goodput(curve, Watch()).choose([Offer(LOOKED, chances)]).size == wanted == best
+        assert Goodput(curve, Watch()).choose([Candidate(LOOKED, chances)]).size == wanted == best
 
 
 # ------------------------------------------------------------------ with a draft model
@@ -396,7 +400,10 @@ def drafted(step: float, right: bool, tokens: int = 150) -> tuple[float, Any]:
     session = Ticking(models[0], watch, lambda rows: 0.95 + 0.05 * rows)
     draft = Ticking(models[1], watch, lambda rows: step)
     decoder = CARD.make(
-        Request(session, [draft], Warp(), Stop(max_new_tokens=tokens), clock=watch), k=1
+        Request(
+            session, [draft], SamplingParams(), StoppingCriteria(max_new_tokens=tokens), clock=watch
+        ),
+        k=1,
     )
     decoder.extend([0])
     while not decoder.finished:
@@ -418,13 +425,17 @@ def test_a_draft_model_is_switched_on_where_its_measured_goodput_beats_plain_and
 
 def test_an_idle_draft_model_runs_nothing() -> None:
     wanted = Request(
-        Table(3), [draft := Table(4)], GREEDY, Stop(max_new_tokens=9), choose=lambda ways, chance: 0
+        Table(3),
+        [draft := Table(4)],
+        GREEDY,
+        StoppingCriteria(max_new_tokens=9),
+        choose=lambda ways, rng: 0,
     )
     decoder = CARD.make(wanted)
     decoder.extend([0, 1, 2])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
-    assert not draft.ledger
+    assert not draft.forward_log
 
 
 @given(
@@ -438,8 +449,8 @@ def test_a_draft_model_that_is_told_late_guesses_what_one_guesses_that_is_told_a
 ) -> None:
     """Its rows depend on the whole text: one token lost, or one too many, and the guesses part."""
     late, soon, text = (
-        Waiting(Table(4), 2, frozenset(), 12),
-        ModelDraft(Table(4), 2, frozenset(), 12),
+        LazyDrafter(Table(4), 2, frozenset(), 12),
+        ModelDrafter(Table(4), 2, frozenset(), 12),
         [0],
     )
     for each in (late, soon):
@@ -503,7 +514,7 @@ def test_one_disturbed_round_does_not_switch_drafting_off_for_all_requests_to_co
         return (0.9 + 0.1 * rows) * (slow.pop() if rows > 1 and slow else 1.0)
 
     for _ in range(9):
-        stop = Stop(max_new_tokens=len(POEM) - 2)
+        stop = StoppingCriteria(max_new_tokens=len(POEM) - 2)
         decoder = CARD.make(
             Request(Ticking(model, watch, seconds), (), GREEDY, stop, [POEM], clock=watch),
             remember=False,
@@ -518,7 +529,7 @@ def test_one_disturbed_round_does_not_switch_drafting_off_for_all_requests_to_co
 def test_a_size_never_run_takes_the_slope_of_the_next_smaller_that_was_or_else_of_the_next_larger() -> (
     None
 ):
-    curve = Curve(9)
+    curve = CostModel(9)
     assert curve.costs() == pytest.approx([1 + 0.1 * size for size in curve.sizes])
     for size, seconds in ((0, 10.0), (2, 11.0), (5, 15.0)):
         curve.seconds[curve.place[size]] = seconds
@@ -530,7 +541,7 @@ def test_a_size_never_run_takes_the_slope_of_the_next_smaller_that_was_or_else_o
 
 def test_of_a_machine_that_slows_down_the_shape_stays_as_it_was() -> None:
     """Twice as long for every size alike: what the sizes are to one another is known already."""
-    curve = Curve(4)
+    curve = CostModel(4)
     for size in (*[0] * 4, *[1, 2, 3, 4] * 30):
         curve.enter(size, 1.0 + 0.1 * size)
     before = curve.costs()
@@ -544,7 +555,7 @@ def test_of_a_machine_that_slows_down_the_shape_stays_as_it_was() -> None:
 
 def test_noise_is_averaged_out_of_the_shape() -> None:
     """Rounds take up to a quarter more or less: what a size costs against plain is wrong by less than 4.5 % on average."""
-    curve, noise, wrong = Curve(16), random.Random(0), list[float]()
+    curve, noise, wrong = CostModel(16), random.Random(0), list[float]()
     for sweep in range(100):
         for size in curve.sizes:
             curve.enter(size, (1.0 + 0.05 * size) * noise.uniform(0.75, 1.25))
@@ -565,7 +576,7 @@ def again(**knobs: Any) -> tuple[int, int]:
             Ticking(model, watch, lambda rows: 1.0),
             (),
             GREEDY,
-            Stop(max_new_tokens=len(POEM) - 2),
+            StoppingCriteria(max_new_tokens=len(POEM) - 2),
             clock=watch,
         )
         decoder = CARD.make(wanted, **knobs)

@@ -8,11 +8,11 @@ import pytest
 from tests.lm.small import LLAMA
 from tests.lm.small import model as network
 from tests.table import Table, law
-from tinyspec.decoding.chance import Exhaustive, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Exhaustive, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
 from tinyspec.laws.toys import bild as traps
@@ -21,7 +21,7 @@ from tinyspec.technique import Guarantee, Request, find
 from tinyspec.tree import TokenTree
 
 CARD = find("bild")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class Fixed(Table):
@@ -38,15 +38,24 @@ class Fixed(Table):
 class Rows(dict[int, Any]):
     """The large model's rows by node, for a verifier alone."""
 
-    def warped(self, node: int, warp: Warp) -> Any:
+    def probs_under(self, node: int, sampling: SamplingParams) -> Any:
         return self[node]
 
 
 def made(
-    large: Any = 1, small: Any = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+    large: Any = 1,
+    small: Any = 2,
+    sampling: SamplingParams | None = None,
+    stop: StoppingCriteria | None = None,
+    **knobs: Any,
 ) -> Decoder:
     target, draft = (Table(model) if isinstance(model, int) else model for model in (large, small))
-    return CARD.make(Request(target, [draft], warp=warp or Warp(), stop=stop or Stop()), **knobs)
+    return CARD.make(
+        Request(
+            target, [draft], sampling=sampling or SamplingParams(), stop=stop or StoppingCriteria()
+        ),
+        **knobs,
+    )
 
 
 def finish(decoder: Decoder, prompt: list[int]) -> Decoder:
@@ -66,7 +75,7 @@ def test_trap_a_token_stays_unless_it_is_bad_whatever_the_ratio() -> None:
     for rollback, kept in ((5.0, 3), (1.0, 0)):
         decoder = made(Fixed(1, 4), Fixed(1, 0), GREEDY, rollback=rollback, gamma=3)
         decoder.extend((0,))
-        assert len(decoder.step(Seeded(0)).verdict.path) == kept
+        assert len(decoder.step(Seeded(0)).verdict.accepted) == kept
 
 
 def test_an_unsure_token_is_dropped_and_the_large_model_writes_it() -> None:
@@ -79,8 +88,8 @@ def test_an_unsure_token_is_dropped_and_the_large_model_writes_it() -> None:
 
 
 def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
-    for warp in (Warp(), GREEDY, Warp(0.5), Warp(top_k=1)):
-        decoder = made(Fixed(1, 1, 1), Fixed(4, 3, 3), warp, fallback=0.45)
+    for sampling in (SamplingParams(), GREEDY, SamplingParams(0.5), SamplingParams(top_k=1)):
+        decoder = made(Fixed(1, 1, 1), Fixed(4, 3, 3), sampling, fallback=0.45)
         decoder.extend((0,))
         assert not decoder.step(Seeded(0)).tree.tokens
 
@@ -91,30 +100,35 @@ def test_the_first_bad_token_is_taken_back_with_all_behind_it() -> None:
     p: Any = Rows({-1: good, 0: bad, 1: good, 2: bad, 3: good})
     for rule in ("paper", "safe"):
         verdict = big(3.0, rule)(tree, p, Seeded(1))
-        assert (verdict.path, verdict.next, verdict.refused) == ((0,), 1, (1,))
+        assert (verdict.accepted, verdict.next, verdict.rejected) == ((0,), 1, (1,))
 
 
 def test_the_safe_rollback_keeps_what_the_large_model_writes_too_and_reads_on() -> None:
     same, bad = [F(1), F(0)], [F(0), F(1)]
     p: Any = Rows({-1: same, 0: same, 1: bad, 2: same})
-    p.warped = lambda node, warp: (
+    p.probs_under = lambda node, sampling: (
         [F(1, 2), F(1, 2)] if node < 1 else bad
     )  # unsharpened, no token is certain
     tree = TokenTree.chain([0, 0, 0])
-    assert big(0.0, "paper")(tree, p, Seeded(0)).path == ()
+    assert big(0.0, "paper")(tree, p, Seeded(0)).accepted == ()
     verdict = big(0.0, "safe")(tree, p, Seeded(0))
-    assert (verdict.path, verdict.next) == ((0, 1), 1)
+    assert (verdict.accepted, verdict.next) == ((0, 1), 1)
 
 
 @pytest.mark.parametrize("rule", ["paper", "safe"])
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(0.5, top_k=2)], ids=str)
-def test_at_rollback_0_the_law_is_the_large_models(rule: str, warp: Warp) -> None:
-    plain = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
-    assert law(lambda: made(warp=warp, rollback=0.0, rule=rule, fallback=0.0, gamma=2), 2) == plain
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(0.5, top_k=2)], ids=str
+)
+def test_at_rollback_0_the_law_is_the_large_models(rule: str, sampling: SamplingParams) -> None:
+    plain = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
+    assert (
+        law(lambda: made(sampling=sampling, rollback=0.0, rule=rule, fallback=0.0, gamma=2), 2)
+        == plain
+    )
 
 
 def test_at_fallback_1_the_small_model_writes_nothing() -> None:
-    plain = law(lambda: Decoder(Table(1), NoDraft(), walk), 3)
+    plain = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree), 3)
     assert law(lambda: made(Table(1), Fixed(0, 0, 1), fallback=1.0, rollback=20.0), 3) == plain
 
 
@@ -122,7 +136,12 @@ def test_safe_and_drafted_it_is_faster_than_the_papers_rollback_at_the_exact_end
     rounds = [
         finish(
             made(
-                Fixed(2, 1), Fixed(2, 1), GREEDY, Stop(max_new_tokens=24), rollback=0.0, rule=rule
+                Fixed(2, 1),
+                Fixed(2, 1),
+                GREEDY,
+                StoppingCriteria(max_new_tokens=24),
+                rollback=0.0,
+                rule=rule,
             ),
             [0],
         ).rounds
@@ -136,10 +155,10 @@ def test_calls_of_the_large_model_fall_as_either_threshold_is_turned(rule: str) 
     """Tokens of one round, every outcome walked: on fixed texts, since in free running the text changes."""
 
     def tokens(seed: int, prompt: tuple[int, ...], **knobs: float) -> Any:
-        def play(chance: Exhaustive) -> int:
+        def play(rng: Exhaustive) -> int:
             decoder = made(seed, seed + 1, **{"rule": rule, "gamma": 3, **knobs})
             decoder.extend(prompt)
-            return len(decoder.step(chance).tokens)
+            return len(decoder.step(rng).tokens)
 
         return sum(n * x for n, x in Exhaustive.walk(play))
 
@@ -153,10 +172,10 @@ def test_calls_of_the_large_model_fall_as_either_threshold_is_turned(rule: str) 
 
 
 def test_on_transformers_the_exact_end_is_greedy_decoding() -> None:
-    stop = Stop(max_new_tokens=20)
+    stop = StoppingCriteria(max_new_tokens=20)
     target, draft = network(LLAMA, seed=1), network(LLAMA, seed=2)
     plain = finish(
-        Decoder(target.session(), NoDraft(), walk, warp=GREEDY, stop=stop), [1, 2, 3]
+        Decoder(target.session(), BaseDrafter(), verify_tree, sampling=GREEDY, stop=stop), [1, 2, 3]
     ).new
     for rule in ("paper", "safe"):
         request = Request(target.session(), [draft.session()], GREEDY, stop)
@@ -173,12 +192,12 @@ def test_away_from_its_neutral_value_it_promises_nothing() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_budgets_of_no_and_one_token_are_the_large_models(wanted: int) -> None:
-    decoder = finish(made(stop=Stop(max_new_tokens=wanted), fallback=0.0), [0])
+    decoder = finish(made(stop=StoppingCriteria(max_new_tokens=wanted), fallback=0.0), [0])
     assert len(decoder.new) == decoder.rounds == wanted
 
 
 def test_an_end_of_text_that_the_small_model_writes_is_read_before_it_counts() -> None:
-    stop = Stop(eos=frozenset({0}), max_new_tokens=9)
+    stop = StoppingCriteria(eos=frozenset({0}), max_new_tokens=9)
     kept = finish(made(Fixed(1, 1), Fixed(1, 0), GREEDY, stop), [1])
     assert (kept.new, kept.finished, kept.rounds) == ([0], "eos", 1)
     taken_back = finish(made(Fixed(0, 1), Fixed(1, 0), GREEDY, stop), [1])

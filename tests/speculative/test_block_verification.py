@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.table import Table, law
-from tinyspec.decoding.chance import Exhaustive, Replay, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import blocks
 from tinyspec.laws.small import pairs
@@ -28,9 +28,9 @@ HALF, THIRD, QUARTER = F(1, 2), F(1, 3), F(1, 4)
 def kept(verifier, p, q, gamma):
     """Expected tokens kept of a draft of gamma, the rows being the same everywhere."""
 
-    def play(chance):
-        tokens = [chance.draw(q) for _ in range(gamma)]
-        return len(verifier(TokenTree.chain(tokens, [q] * gamma), [p] * (gamma + 1), chance).path)
+    def play(rng):
+        tokens = [rng.draw(q) for _ in range(gamma)]
+        return len(verifier(TokenTree.chain(tokens, [q] * gamma), [p] * (gamma + 1), rng).accepted)
 
     return sum(n * probability for n, probability in Exhaustive.walk(play))
 
@@ -38,12 +38,12 @@ def kept(verifier, p, q, gamma):
 def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_does_not() -> None:
     """The paper's example: token by token 10/9 tokens are kept of two, as a block 11/9; no verifier can keep 12/9 = 4/3."""
     p, q = [THIRD, 2 * THIRD], [2 * THIRD, THIRD]
-    assert kept(walk, p, q, 2) == F(10, 9)
+    assert kept(verify_tree, p, q, 2) == F(10, 9)
     assert kept(verify_block, p, q, 2) == F(11, 9)
     assert blocks.Block(tuple(p), tuple(q), False, 2).kept() == (F(10, 9), F(11, 9), F(12, 9))
     # the draft 0, 1: w_1 = 1/2 is the risk that is taken at once token by token; as a block the place 2 has w_2 = 1
     verdict = verify_block(TokenTree.chain([0, 1], [q, q]), [p, p, p], Replay([0.99, 0.0]))
-    assert verdict.path == (0, 1)
+    assert verdict.accepted == (0, 1)
 
 
 def test_theorem_the_law_is_kept_and_as_many_tokens_as_the_clipped_ratio_says_never_fewer_than_token_by_token() -> (
@@ -68,15 +68,15 @@ def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> 
         for draft in product(range(len(p)), repeat=gamma):
             rows = {node: case.target(draft[: node + 1]) for node in range(ROOT, gamma)}
             tree = TokenTree.chain(draft, [case.draft(draft[:node]) for node in range(gamma)])
-            ratios = [rows[i - 1][x] / tree.laws[i][x] for i, x in enumerate(draft)]
-            mass = prod(tree.laws[i][x] for i, x in enumerate(draft))
+            ratios = [rows[i - 1][x] / tree.draft_probs[i][x] for i, x in enumerate(draft)]
+            mass = prod(tree.draft_probs[i][x] for i, x in enumerate(draft))
             for i in range(1, gamma + 1):
                 drawn[draft[:i]] += mass
                 weight[draft[:i]] = min(F(1), weight[draft[: i - 1]] * ratios[i - 1])
             for verdict, probability in Exhaustive.walk(
-                lambda chance: verify_block(tree, rows, chance)  # noqa: B023
+                lambda rng: verify_block(tree, rows, rng)  # noqa: B023
             ):
-                for i in range(1, len(verdict.path) + 1):
+                for i in range(1, len(verdict.accepted) + 1):
                     passed[draft[:i]] += probability * mass
         assert {text: passed[text] / drawn[text] for text in drawn} == {
             text: weight[text] for text in drawn
@@ -85,18 +85,25 @@ def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> 
 
 def test_theorem_a_longer_block_keeps_more_and_one_guess_is_judged_as_a_token() -> None:
     for p, q in pairs(largest=5):
-        assert kept(verify_block, p, q, 1) == kept(walk, p, q, 1)
+        assert kept(verify_block, p, q, 1) == kept(verify_tree, p, q, 1)
         lengths = [kept(verify_block, p, q, gamma) for gamma in range(4 if len(p) == 2 else 3)]
         assert all(shorter <= longer for shorter, longer in pairwise(lengths))
 
 
 @pytest.mark.parametrize(
-    "warp", [Warp(), Warp(temperature=0.0), Warp(temperature=0.5), Warp(top_k=2)], ids=str
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.5),
+        SamplingParams(top_k=2),
+    ],
+    ids=str,
 )
-def test_the_joint_law_over_several_rounds_is_the_targets(warp: Warp) -> None:
+def test_the_joint_law_over_several_rounds_is_the_targets(sampling: SamplingParams) -> None:
     for p, q in ((1, 2), (3, 4)):
-        made = lambda p=p, q=q: CARD.make(Request(Table(p), [Table(q)], warp), gamma=2)  # noqa: E731
-        plain = lambda p=p: Decoder(Table(p), NoDraft(), walk, warp=warp)  # noqa: E731
+        made = lambda p=p, q=q: CARD.make(Request(Table(p), [Table(q)], sampling), gamma=2)  # noqa: E731
+        plain = lambda p=p: Decoder(Table(p), BaseDrafter(), verify_tree, sampling=sampling)  # noqa: E731
         assert law(made, 3) == law(plain, 3)
 
 
@@ -107,25 +114,25 @@ def test_a_guess_behind_the_end_has_been_looked_at_and_may_not_keep_its_law() ->
         def row(self, context):
             return [1, 3]
 
-    class Leftover(NoDraft):
+    class Leftover(BaseDrafter):
         def __init__(self, declared):
             self.declared, self.tail = declared, []
 
-        def propose(self, context, room, warp, chance):
+        def propose(self, context, max_draft_depth, sampling, rng):
             q = [2 * THIRD, THIRD]
-            tokens = [chance.draw(q) for _ in range(2)] if not self.tail else self.tail
+            tokens = [rng.draw(q) for _ in range(2)] if not self.tail else self.tail
             return TokenTree.chain(
                 tokens, [q if not self.tail or self.declared else None] * len(tokens)
             )
 
         def observe(self, round):
-            refused = round.verdict.refused
+            refused = round.verdict.rejected
             self.tail = list(round.tree.tokens[refused[0] + 1 :]) if refused else []
 
     def said(verifier, declared):
         return law(lambda: Decoder(Constant(0, 2), Leftover(declared), verifier), 2)[1, 0]
 
-    assert said(walk, declared=True) == said(verify_block, declared=False) == F(3, 16)
+    assert said(verify_tree, declared=True) == said(verify_block, declared=False) == F(3, 16)
     assert said(verify_block, declared=True) == F(29, 128)
 
 
@@ -150,10 +157,10 @@ def test_a_law_of_none_is_a_point_mass() -> None:
         masses = [tuple(F(int(x == token)) for x in range(3)) for token in tokens]
         declared, points = (
             Exhaustive.law(
-                lambda chance, laws=laws: verify_block(
+                lambda rng, laws=laws: verify_block(
                     TokenTree.chain(tokens, laws),  # noqa: B023
                     [p] * 3,  # noqa: B023
-                    chance,
+                    rng,
                 )
             )
             for laws in (masses, [None, None])
@@ -164,7 +171,7 @@ def test_a_law_of_none_is_a_point_mass() -> None:
 def test_what_the_target_cannot_say_is_never_kept_and_rows_behind_it_are_not_read() -> None:
     p = {ROOT: [F(1), F(0)]}
     verdict = verify_block(TokenTree.chain([1, 1, 0], [[HALF, HALF]] * 3), p, Replay([0.0, 0.0]))
-    assert (verdict.path, verdict.next, verdict.refused) == ((), 0, (0, 1, 2))
+    assert (verdict.accepted, verdict.next, verdict.rejected) == ((), 0, (0, 1, 2))
 
 
 def test_where_draft_and_target_agree_everything_is_kept_with_any_uniforms() -> None:
@@ -175,19 +182,22 @@ def test_where_draft_and_target_agree_everything_is_kept_with_any_uniforms() -> 
         verdict = verify_block(
             TokenTree.chain(tokens, [row] * 4), [p] * 5, Replay([1 - 2**-53] * 9)
         )
-        assert len(verdict.path) == 4
+        assert len(verdict.accepted) == 4
 
 
 def test_no_draft_is_plain_decoding_and_takes_one_uniform() -> None:
-    chance = Replay([0.6])
-    assert verify_block(TokenTree(), {ROOT: [HALF, HALF]}, chance) == ((), 1, ())
-    assert chance.left == 0
+    rng = Replay([0.6])
+    assert verify_block(TokenTree(), {ROOT: [HALF, HALF]}, rng) == ((), 1, ())
+    assert rng.left == 0
 
 
 def test_probes_are_passed_over_and_a_tree_is_refused_by_name() -> None:
     q = [HALF, HALF]
     probed = TokenTree([0, 9, 1], [ROOT, ROOT, 0], [q, None, q], [False, True, False])
-    assert verify_block(probed, dict.fromkeys(range(-1, 3), q), Replay([0.5] * 9)).path == (0, 2)
+    assert verify_block(probed, dict.fromkeys(range(-1, 3), q), Replay([0.5] * 9)).accepted == (
+        0,
+        2,
+    )
     with pytest.raises(TinyspecError, match="branches: judge it with spectr"):
         verify_block(TokenTree([0, 1], [ROOT, ROOT], [q, q], [False] * 2), {ROOT: q}, Seeded(0))
 
@@ -203,7 +213,9 @@ def test_a_broken_draft_is_refused_by_name(token, q, word) -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_as_many_tokens_as_wanted(wanted: int) -> None:
-    decoder = CARD.make(Request(Table(1), [Table(2)], stop=Stop(max_new_tokens=wanted)), gamma=4)
+    decoder = CARD.make(
+        Request(Table(1), [Table(2)], stop=StoppingCriteria(max_new_tokens=wanted)), gamma=4
+    )
     decoder.extend((0,))
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.table import Table, law
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys.cascade import (
@@ -23,22 +23,31 @@ CARD = find("cascade")
 
 
 def made(
-    quotas: str, *seeds: int, warp: Warp | None = None, stop: Stop | None = None, **knobs: object
+    quotas: str,
+    *seeds: int,
+    sampling: SamplingParams | None = None,
+    stop: StoppingCriteria | None = None,
+    **knobs: object,
 ) -> Decoder:
     target, *drafts = [Table(seed, 3, zeros=False) for seed in seeds]
-    request = Request(target, drafts, warp or Warp(), stop or Stop())
+    request = Request(target, drafts, sampling or SamplingParams(), stop or StoppingCriteria())
     return CARD.make(request, quotas=quotas, sample=knobs.pop("sample", 0), **knobs)
 
 
-def plain(seed: int, warp: Warp | None = None) -> Decoder:
-    return Decoder(Table(seed, 3, zeros=False), NoDraft(), walk, warp=warp or Warp())
+def plain(seed: int, sampling: SamplingParams | None = None) -> Decoder:
+    return Decoder(
+        Table(seed, 3, zeros=False),
+        BaseDrafter(),
+        verify_tree,
+        sampling=sampling or SamplingParams(),
+    )
 
 
 def finish(d: Decoder, prompt: tuple[int, ...] = (0, 1)) -> Decoder:
     d.extend(prompt)
-    chance = Seeded(0)
+    rng = Seeded(0)
     while not d.finished:
-        d.step(chance)
+        d.step(rng)
     return d
 
 
@@ -69,9 +78,14 @@ def test_the_ablations_do_what_they_say() -> None:
         poem = TableModel(
             vocabulary=5, rows=lambda text: [int(x == len(text) % 5) for x in range(5)]
         )
-        request = Request(poem.session(), [poem.session()], Warp(0.0), Stop(max_new_tokens=36))
+        request = Request(
+            poem.session(),
+            [poem.session()],
+            SamplingParams(0.0),
+            StoppingCriteria(max_new_tokens=36),
+        )
         d = finish(CARD.make(request, quotas="3,2/2", sample=0, **knobs), tuple(range(5)) * 2)
-        return d.rounds, len(request.drafts[0].ledger)  # type: ignore[attr-defined]
+        return d.rounds, len(request.drafts[0].forward_log)  # type: ignore[attr-defined]
 
     both, tall, wide, none = (
         counts(vertical=v, horizontal=h) for v in (True, False) for h in (True, False)
@@ -83,10 +97,12 @@ def test_the_ablations_do_what_they_say() -> None:
     assert both[1] < tall[1] and wide[1] < none[1]  # and by leaving the end of a draft to max-gram
 
 
-@pytest.mark.parametrize("warp", [Warp(0.0), Warp(0.5), Warp(top_k=2)], ids=str)
-def test_three_levels_and_max_gram_keep_the_joint_law(warp: Warp) -> None:
-    got = law(lambda: made("2,0,1/1,0/1", 1, 2, 3, warp=warp), 2)
-    assert got == law(lambda: plain(1, warp), 2)
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(0.0), SamplingParams(0.5), SamplingParams(top_k=2)], ids=str
+)
+def test_three_levels_and_max_gram_keep_the_joint_law(sampling: SamplingParams) -> None:
+    got = law(lambda: made("2,0,1/1,0/1", 1, 2, 3, sampling=sampling), 2)
+    assert got == law(lambda: plain(1, sampling), 2)
 
 
 @pytest.mark.parametrize("lenience", [1.0, 2.0, 3.0])
@@ -99,9 +115,16 @@ def test_lenience_between_drafts_changes_no_law(lenience: float) -> None:
 def test_a_lenient_review_lets_more_pass() -> None:
     def calls(lenience: float) -> int:
         d = finish(
-            made("4,0/3", 5, 6, warp=Warp(0.0), stop=Stop(max_new_tokens=40), lenience=lenience)
+            made(
+                "4,0/3",
+                5,
+                6,
+                sampling=SamplingParams(0.0),
+                stop=StoppingCriteria(max_new_tokens=40),
+                lenience=lenience,
+            )
         )
-        return len(d.drafter.below[0].decoder.target.ledger)
+        return len(d.drafter.below[0].decoder.target.forward_log)
 
     assert calls(3.0) < calls(1.0)
 
@@ -112,29 +135,44 @@ def test_max_gram_copies_what_followed_the_longest_match() -> None:
 
 def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_does() -> None:
     with_table, without = (
-        finish(made("0,2/0", 1, 2, stop=Stop(max_new_tokens=1), sample=n)) for n in (40, 0)
+        finish(made("0,2/0", 1, 2, stop=StoppingCriteria(max_new_tokens=1), sample=n))
+        for n in (40, 0)
     )
     table = with_table.drafter.below[-1].table
     with_table.rewind(0)
     write = with_table.drafter.below[-1].write
-    assert write([2], 1, Warp(), Seeded(0)) == ([table.likeliest([2])], [None])
+    assert write([2], 1, SamplingParams(), Seeded(0)) == ([table.likeliest([2])], [None])
     without.rewind(0)
-    assert without.drafter.below[-1].write([2], 1, Warp(), Seeded(0)) == ([], [])
+    assert without.drafter.below[-1].write([2], 1, SamplingParams(), Seeded(0)) == ([], [])
 
 
 def test_nothing_is_drafted_behind_an_end_of_text() -> None:
-    d = made("3,3/2", 1, 1, warp=Warp(0.0), stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9))
+    d = made(
+        "3,3/2",
+        1,
+        1,
+        sampling=SamplingParams(0.0),
+        stop=StoppingCriteria(eos=frozenset({0, 1, 2}), max_new_tokens=9),
+    )
     d.extend((0, 1, 0, 1))
     assert len(d.step(Seeded(0)).tree.tokens) == 1
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_short_requests_end_where_they_should(wanted: int) -> None:
-    assert len(finish(made("3,2/2", 1, 2, stop=Stop(max_new_tokens=wanted))).new) == wanted
+    assert (
+        len(finish(made("3,2/2", 1, 2, stop=StoppingCriteria(max_new_tokens=wanted))).new) == wanted
+    )
 
 
 def test_a_draft_that_is_full_leaves_the_target_alone() -> None:
-    request = Request(Table(1), [Table(2)], Warp(), Stop(max_new_tokens=12), reach=[6])
+    request = Request(
+        Table(1),
+        [Table(2)],
+        SamplingParams(),
+        StoppingCriteria(max_new_tokens=12),
+        draft_max_lengths=[6],
+    )
     assert len(finish(CARD.make(request, quotas="3,0/1", sample=0)).new) == 12
 
 

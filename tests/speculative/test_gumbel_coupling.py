@@ -9,48 +9,55 @@ import numpy as np
 import pytest
 
 from tests.table import Table
-from tinyspec.decoding.chance import Replay, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Replay, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import couplings
 from tinyspec.laws.loop_laws import Always
 from tinyspec.laws.small import overlap, pairs
 from tinyspec.speculative.drafting.speculative_decoding import acceptance
-from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.speculative.verification.gumbel_coupling import agreement, match
 from tinyspec.technique import Request, find
 from tinyspec.tree import TokenTree
 
 CARD = find("gumbel_coupling")
-WARPS = [Warp(), Warp(temperature=0.0), Warp(temperature=0.5), Warp(top_k=2)]
+WARPS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.5),
+    SamplingParams(top_k=2),
+]
 
 
 def text(decoder: Decoder, seed: int) -> list[int]:
     decoder.extend((0, 1))
-    chance = Seeded(seed)
+    source = Seeded(seed)
     while not decoder.finished:
-        decoder.step(chance)
+        decoder.step(source)
     return decoder.new
 
 
-class Bush(NoDraft):
+class Bush(BaseDrafter):
     """A tree with equal siblings and a probe, of laws that mean nothing."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-        if room < 2:
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, source: Any
+    ) -> TokenTree:
+        if max_draft_depth < 2:
             return TokenTree()
         return TokenTree(
             (2, 1, 1, 0, 0, 2), (-1, -1, -1, 1, 2, 2), (None,) * 6, (True, *[False] * 5)
         )
 
 
-@pytest.mark.parametrize("warp", WARPS, ids=str)
-def test_one_seed_one_text_whoever_drafts_also_nobody(warp: Warp) -> None:
-    stop = Stop(max_new_tokens=20)
+@pytest.mark.parametrize("sampling", WARPS, ids=str)
+def test_one_seed_one_text_whoever_drafts_also_nobody(sampling: SamplingParams) -> None:
+    stop = StoppingCriteria(max_new_tokens=20)
     for seed in range(5):
-        request = lambda *drafts: Request(Table(1), list(drafts), warp, stop)  # noqa: E731
+        request = lambda *drafts: Request(Table(1), list(drafts), sampling, stop)  # noqa: E731
         texts = [
             text(CARD.make(request(Table(q)), gamma=gamma), seed)
             for q, gamma in ((1, 3), (2, 1), (5, 4))
@@ -60,7 +67,7 @@ def test_one_seed_one_text_whoever_drafts_also_nobody(warp: Warp) -> None:
             Always((0, 1, 2)),
             Always((0, 1), side_by_side=True),
             Bush(),
-            Copying([], 1, 3, 4, "last", True),
+            LlmaDrafter([], 1, 3, 4, "last", True),
         ):
             texts.append(text(request().decoder(drafter, match), seed))
         assert all(other == texts[0] for other in texts)
@@ -118,7 +125,7 @@ def test_the_tokens_of_a_round_are_as_many_as_agreement_says() -> None:
         uniforms = [(i + 0.5) / n, (j + 0.25) / n]
         decoder = CARD.make(Request(Constant(0, 2), [Constant(1, 2)]), gamma=1)
         decoder.extend((0,))
-        kept += len(decoder.step(Replay([*uniforms, *[0.5] * 9])).verdict.path)
+        kept += len(decoder.step(Replay([*uniforms, *[0.5] * 9])).verdict.accepted)
     assert kept / n**2 == pytest.approx(
         float(agreement([F(1, 2)] * 2, [F(1, 4), F(3, 4)])), abs=0.03
     )
@@ -129,33 +136,35 @@ def test_the_tokens_of_a_round_are_as_many_as_agreement_says() -> None:
 
 def test_text_that_was_taken_back_comes_again() -> None:
     """Noise is named by the position, not by the round: after a rewind the same seed goes the same way."""
-    decoder, chance = CARD.make(Request(Table(1), [Table(2)])), Seeded(3)
+    decoder, source = CARD.make(Request(Table(1), [Table(2)])), Seeded(3)
     decoder.extend((0,))
     while len(decoder.new) < 12:
-        decoder.step(chance)
+        decoder.step(source)
     before = decoder.new[:12]
     decoder.rewind(4)
     while len(decoder.context) < 13:
-        decoder.step(chance)
+        decoder.step(source)
     assert decoder.context[1:13] == before
 
 
 def test_a_token_without_probability_never_wins_and_what_follows_refused_guesses_is_recovered() -> (
     None
 ):
-    decoder = CARD.make(Request(Table(1), [Table(2)], stop=Stop(max_new_tokens=30)))
+    decoder = CARD.make(Request(Table(1), [Table(2)], stop=StoppingCriteria(max_new_tokens=30)))
     decoder.extend((0,))
-    chance, refusals = Seeded(0), 0
+    source, refusals = Seeded(0), 0
     while not decoder.finished:
-        round = decoder.step(chance)
-        refusals += len(round.verdict.refused)
-        assert all(law[token] > 0 for token, law in zip(round.tokens, round.laws, strict=True))
-        assert len(round.verdict.path) + len(round.verdict.refused) <= len(round.tree.tokens)
+        round = decoder.step(source)
+        refusals += len(round.verdict.rejected)
+        assert all(
+            law[token] > 0 for token, law in zip(round.tokens, round.output_probs, strict=True)
+        )
+        assert len(round.verdict.accepted) + len(round.verdict.rejected) <= len(round.tree.tokens)
     assert refusals > 0
 
 
 def test_a_round_ends_with_the_end_of_text() -> None:
-    stop = Stop(eos=frozenset({2}), max_new_tokens=30)
+    stop = StoppingCriteria(eos=frozenset({2}), max_new_tokens=30)
     for seed in range(6):
         with_draft = text(CARD.make(Request(Table(1), [Table(1)], stop=stop), gamma=5), seed)
         assert with_draft == text(CARD.make(Request(Table(1), stop=stop)), seed)
@@ -165,7 +174,14 @@ def test_a_round_ends_with_the_end_of_text() -> None:
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_as_many_tokens_as_wanted(wanted: int) -> None:
     assert (
-        len(text(CARD.make(Request(Table(1), [Table(2)], stop=Stop(max_new_tokens=wanted))), 0))
+        len(
+            text(
+                CARD.make(
+                    Request(Table(1), [Table(2)], stop=StoppingCriteria(max_new_tokens=wanted))
+                ),
+                0,
+            )
+        )
         == wanted
     )
 
@@ -175,5 +191,5 @@ def test_gamma_must_be_positive_and_the_draft_declares_no_law() -> None:
         CARD.settings({"gamma": 0})
     decoder = CARD.make(Request(Table(1), [Table(2)]))
     decoder.extend((0,))
-    assert set(decoder.step(Seeded(0)).tree.laws) == {None}
-    assert decoder.drafter.propose([0], 0, Warp(), Seeded(1)) == TokenTree()
+    assert set(decoder.step(Seeded(0)).tree.draft_probs) == {None}
+    assert decoder.drafter.propose([0], 0, SamplingParams(), Seeded(1)) == TokenTree()

@@ -3,16 +3,16 @@
 import pytest
 
 from tests.table import Table, law
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
-from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
+from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import Request, find
 
 CARD = find("llma")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class Reciter(Table):
@@ -37,7 +37,9 @@ def finish(d: Decoder, prompt: list[int], seed: int = 0) -> Decoder:
 
 def made(target: Table, references: list[list[int]], wanted: int, **knobs: object) -> Decoder:
     """By the paper's rule: whatever is found is run."""
-    request = Request(target, warp=GREEDY, stop=Stop(max_new_tokens=wanted), references=references)
+    request = Request(
+        target, sampling=GREEDY, stop=StoppingCriteria(max_new_tokens=wanted), references=references
+    )
     return CARD.make(request, **{"price": 0.0, **knobs})
 
 
@@ -57,18 +59,20 @@ def test_trap_a_reference_outside_the_prompt_is_used() -> None:
 
 
 def test_the_longest_match_is_copied() -> None:
-    drafter = Copying([[1, 2, 3, 7, 7], [9, 3, 8, 8]], n=1, longest=3, k=2, which="last", own=True)
+    drafter = LlmaDrafter(
+        [[1, 2, 3, 7, 7], [9, 3, 8, 8]], n=1, longest=3, k=2, which="last", own=True
+    )
     assert tuple(drafter.propose([1, 2, 3], 9, GREEDY, Seeded(0)).tokens) == (7, 7)
     assert tuple(drafter.propose([5, 9, 3], 9, GREEDY, Seeded(0)).tokens) == (8, 8)
 
 
 def test_no_match_is_a_plain_step() -> None:
-    drafter = Copying([[1, 2, 3]], n=2, longest=3, k=2, which="last", own=True)
+    drafter = LlmaDrafter([[1, 2, 3]], n=2, longest=3, k=2, which="last", own=True)
     assert tuple(drafter.propose([2, 1], 9, GREEDY, Seeded(0)).tokens) == ()
 
 
 def test_a_copy_never_runs_past_the_end_of_a_reference_or_the_room() -> None:
-    drafter = Copying([[1, 2, 3], [4, 5]], n=1, longest=3, k=9, which="first", own=True)
+    drafter = LlmaDrafter([[1, 2, 3], [4, 5]], n=1, longest=3, k=9, which="first", own=True)
     assert tuple(drafter.propose([1], 9, GREEDY, Seeded(0)).tokens) == (2, 3)
     assert tuple(drafter.propose([1], 1, GREEDY, Seeded(0)).tokens) == (2,)
 
@@ -98,14 +102,16 @@ def test_the_index_grows_and_is_never_rebuilt(monkeypatch: pytest.MonkeyPatch) -
     assert sum(added) == 32  # the prompt and every new token, once
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
-def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
+)
+def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     references = [[0, 1, 2, 0, 0, 1]]
 
     def copying() -> Decoder:
-        return CARD.make(Request(Table(3), warp=warp, references=references), k=2)
+        return CARD.make(Request(Table(3), sampling=sampling, references=references), k=2)
 
-    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3)
+    plain = law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3)
     assert law(copying, 3) == plain
 
 

@@ -8,11 +8,11 @@ import pytest
 from tests.table import Table, law
 from tests.zoo import tiny_zoo
 from tinyspec import generate, load
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import lookahead_jacobi as toys
@@ -21,7 +21,7 @@ from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT
 
 CARD = find("lookahead_jacobi")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 SMALL = {"window": 2, "n": 3, "guesses": 2}
 
 
@@ -37,12 +37,18 @@ def test_trap_the_window_finds_what_the_text_has_not_said_yet() -> None:
     toys.looks_ahead(CARD.make)
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
-def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
-    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 4)
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
+)
+def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
+    plain = law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 4)
     assert (
         law(
-            lambda: CARD.make(Request(Table(3), warp=warp, stop=Stop(max_new_tokens=6)), **SMALL), 4
+            lambda: CARD.make(
+                Request(Table(3), sampling=sampling, stop=StoppingCriteria(max_new_tokens=6)),
+                **SMALL,
+            ),
+            4,
         )
         == plain
     )
@@ -54,7 +60,7 @@ def rounds(tokens: int, **knobs: Any) -> int:
         vocabulary=8, rows=lambda text: [int(x == len(text) % 8) for x in range(8)], positions=256
     )
     d = CARD.make(
-        Request(model.session(), warp=GREEDY, stop=Stop(max_new_tokens=tokens)),
+        Request(model.session(), sampling=GREEDY, stop=StoppingCriteria(max_new_tokens=tokens)),
         from_prompt=False,
         **knobs,
     )
@@ -75,10 +81,10 @@ def test_where_all_guesses_come_true_a_round_commits_n_tokens_and_calls_fall_as_
     assert by_n[-1] <= 96 // 5 + 5 + 5  # full n-grams, but for the warm-up and the end
 
 
-def tree_of(room: int, width: int = 3, n: int = 3) -> Any:
+def tree_of(max_draft_depth: int, width: int = 3, n: int = 3) -> Any:
     drafter = Lookahead(width, n, 2, True, frozenset())
     drafter.extend([7, 8, 9, 7, 8], None)  # type: ignore[arg-type]
-    return drafter.propose([7, 8, 9, 7], room, GREEDY, Seeded(0))
+    return drafter.propose([7, 8, 9, 7], max_draft_depth, GREEDY, Seeded(0))
 
 
 def test_a_cell_hangs_below_its_column_and_the_first_row_from_the_newest_token() -> None:
@@ -91,9 +97,9 @@ def test_a_cell_hangs_below_its_column_and_the_first_row_from_the_newest_token()
     assert window.rows == [[2, 3], [6, 7]]
 
 
-@pytest.mark.parametrize("room", range(6))
-def test_neither_guesses_nor_window_reach_beyond_the_room(room: int) -> None:
-    assert max(tree_of(room).depths(), default=0) <= room
+@pytest.mark.parametrize("max_draft_depth", range(6))
+def test_neither_guesses_nor_window_reach_beyond_the_room(max_draft_depth: int) -> None:
+    assert max(tree_of(max_draft_depth).depths(), default=0) <= max_draft_depth
 
 
 def test_columns_that_do_not_fit_keep_their_guesses() -> None:
@@ -111,7 +117,9 @@ def test_the_pool_keeps_the_newest_n_grams_of_a_first_token() -> None:
 
 
 def test_nothing_is_left_of_a_request_that_ended() -> None:
-    d = CARD.make(Request(Table(3), warp=GREEDY, stop=Stop(max_new_tokens=9)), **SMALL)
+    d = CARD.make(
+        Request(Table(3), sampling=GREEDY, stop=StoppingCriteria(max_new_tokens=9)), **SMALL
+    )
     d.extend([0, 1])
     while not d.finished:
         d.step(Seeded(d.rounds))

@@ -10,13 +10,13 @@ import pytest
 
 from tests.table import Table, law
 from tinyspec._core import Forest
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.remembered import OUTPUTS
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.trust import FIRST, Trust
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.trust import FIRST, AcceptanceTracker
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import lookahead_trie as toys
@@ -27,7 +27,7 @@ from tinyspec.technique import Request, find
 from tinyspec.tree import TokenTree
 
 CARD = find("lookahead_trie")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 NOTHING = Scores(None, None, ())  # type: ignore[arg-type]
 
 
@@ -37,12 +37,12 @@ def drafter(
     return Lookahead(Forest(branch + 1, 1 << 18), count(1), length, branch, mode, price)
 
 
-def drafted(d: Lookahead, context: list[int], room: int = 9) -> TokenTree:
-    return d.propose(context, room, GREEDY, Seeded(0))
+def drafted(d: Lookahead, context: list[int], max_draft_depth: int = 9) -> TokenTree:
+    return d.propose(context, max_draft_depth, GREEDY, Seeded(0))
 
 
 def spelled(tree: TokenTree) -> set[tuple[int, ...]]:
-    return {tree.spelled(tree.path(node)) for node in range(len(tree.tokens))}
+    return {tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))}
 
 
 @pytest.mark.parametrize("trap", toys.TRAPS, ids=lambda trap: trap.law)
@@ -104,7 +104,7 @@ def test_a_shared_beginning_is_checked_once_in_a_tree_and_twice_side_by_side() -
     for mode in ("hierarchical", "parallel", "single"):
         d = drafter(branch=3, mode=mode)
         d.extend([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 4], NOTHING)
-        forms[mode] = drafted(d, [1], room=2)
+        forms[mode] = drafted(d, [1], max_draft_depth=2)
     assert len(forms["hierarchical"].tokens) == 3
     assert sorted(forms["parallel"].tokens) == [2, 2, 3, 4]
     assert forms["single"].tokens == (2, 4)
@@ -135,8 +135,8 @@ def test_rewinding_takes_the_text_out_of_the_trie() -> None:
 def test_no_match_no_room_and_an_unknown_word_are_plain_steps() -> None:
     d = drafter()
     d.extend([1, 2, 1], NOTHING)
-    assert drafted(d, [3]) == drafted(d, [1], room=0) == TokenTree()
-    assert drafted(d, [1], room=1).tokens == [2]
+    assert drafted(d, [3]) == drafted(d, [1], max_draft_depth=0) == TokenTree()
+    assert drafted(d, [1], max_draft_depth=1).tokens == [2]
 
 
 @pytest.mark.parametrize("wanted", [0, 1])
@@ -146,7 +146,7 @@ def test_no_and_one_new_token(wanted: int) -> None:
 
 
 def test_an_end_of_text_inside_a_branch_ends_the_text() -> None:
-    stop = Stop(eos=frozenset({3}), max_new_tokens=9)
+    stop = StoppingCriteria(eos=frozenset({3}), max_new_tokens=9)
     model = Reciter([1, 2, 3, 4, 1, 2, 3, 4])
     decoder = CARD.make(Request(model.session(), (), GREEDY, stop), price=0.0)
     decoder.extend(model.poem[:5])
@@ -155,15 +155,21 @@ def test_an_end_of_text_inside_a_branch_ends_the_text() -> None:
     assert (decoder.new, decoder.rounds) == ([2, 3], 1)
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
+)
 @pytest.mark.parametrize("price", [0.0, 0.25])
-def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp, price: float) -> None:
+def test_the_joint_law_is_the_targets_at_any_temperature(
+    sampling: SamplingParams, price: float
+) -> None:
     def looking() -> Decoder:
         return CARD.make(
-            Request(Table(3), warp=warp), decoding_length=3, branch_length=2, price=price
+            Request(Table(3), sampling=sampling), decoding_length=3, branch_length=2, price=price
         )
 
-    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3, (0, 1, 0))
+    plain = law(
+        lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3, (0, 1, 0)
+    )
     assert law(looking, 3, (0, 1, 0)) == plain
 
 
@@ -194,17 +200,21 @@ def test_bad_knobs_are_one_line() -> None:
 
 
 def test_a_guess_is_run_where_its_expected_chance_reaches_the_price() -> None:
-    trust = Trust(0.3)
+    trust = AcceptanceTracker(0.3)
     assert trust.tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [5] * 3).tokens == [
         5,
         6,
     ]  # 0.45, 0.36 and 0.05
     assert trust.tree([5, 6], [-1, 0], [1.0, 1.0], [1, 1]).tokens == ()
-    assert Trust(0.0).tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [1] * 3).tokens == [5, 6, 7]
+    assert AcceptanceTracker(0.0).tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [1] * 3).tokens == [
+        5,
+        6,
+        7,
+    ]
 
 
 def test_trust_is_lost_by_guesses_that_failed_and_comes_back_without_running_any() -> None:
-    trust = Trust(0.3)
+    trust = AcceptanceTracker(0.3)
     for _ in range(9):
         trust.tree([5], [-1], [1.0], [5])
         trust.learn([6])
@@ -219,7 +229,7 @@ def test_trust_is_lost_by_guesses_that_failed_and_comes_back_without_running_any
 
 
 def test_what_lies_beyond_a_leaf_or_a_mismatch_is_not_judged() -> None:
-    trust = Trust(0.0)
+    trust = AcceptanceTracker(0.0)
     trust.tree([5, 6], [-1, 0], [1.0, 1.0], [5, 5])
     trust.learn([5, 6, 7, 8])
     assert trust.first[5] > FIRST[5] and trust.further[5] > 0.8
@@ -234,7 +244,8 @@ def test_in_a_text_of_words_at_random_hardly_a_guess_is_run() -> None:
     rng = random.Random(0)
     text = [1 + rng.randrange(12) for _ in range(200)]
     d = CARD.make(
-        Request(Reciter(text).session(), (), GREEDY, Stop(max_new_tokens=150)), price=0.25
+        Request(Reciter(text).session(), (), GREEDY, StoppingCriteria(max_new_tokens=150)),
+        price=0.25,
     )
     d.extend(text[:40])
     rows = 0
@@ -245,27 +256,27 @@ def test_in_a_text_of_words_at_random_hardly_a_guess_is_run() -> None:
 
 
 def test_after_looks_in_vain_only_every_fourth_round_is_looked_at_until_one_is_worth_it() -> None:
-    trust = Trust(0.3)
+    trust = AcceptanceTracker(0.3)
     for _ in range(8):
-        assert not trust.rests(1)
+        assert not trust.skip_this_round(1)
         trust.tree([5], [-1], [1.0], [1])
-    assert [trust.rests(1) for _ in range(8)] == [True, True, True, False] * 2
+    assert [trust.skip_this_round(1) for _ in range(8)] == [True, True, True, False] * 2
     trust.tree([5], [-1], [1.0], [8])
-    assert not any(trust.rests(1) for _ in range(8))
-    paper = Trust(0.0)
+    assert not any(trust.skip_this_round(1) for _ in range(8))
+    paper = AcceptanceTracker(0.0)
     for _ in range(20):
-        paper.watch((), (), ())
-        assert not paper.rests(1)
+        paper.record_without_running((), (), ())
+        assert not paper.skip_this_round(1)
 
 
 def test_without_room_nothing_is_looked_at_and_that_is_no_look_in_vain() -> None:
-    trust = Trust(0.3)
+    trust = AcceptanceTracker(0.3)
     trust.tree([5], [-1], [1.0], [8])
     for _ in range(20):
-        assert trust.rests(0)
+        assert trust.skip_this_round(0)
     trust.learn([6])
     assert trust.first == FIRST, "guesses of an earlier round are not judged again"
-    assert not trust.rests(1)
+    assert not trust.skip_this_round(1)
 
 
 def test_what_is_said_while_it_rests_is_counted_at_the_next_look() -> None:

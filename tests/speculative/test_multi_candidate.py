@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.table import Table, law
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.small import pairs
 from tinyspec.laws.theorems import siblings, with_replacement, without_replacement
@@ -23,28 +23,40 @@ CARD = find("multi_candidate")
 
 
 def made(
-    p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+    p: int = 1,
+    q: int = 2,
+    sampling: SamplingParams | None = None,
+    stop: StoppingCriteria | None = None,
+    **knobs: Any,
 ) -> Decoder:
     return CARD.make(
-        Request(Table(p), [Table(q, zeros=False)], warp or Warp(), stop or Stop()), **knobs
+        Request(
+            Table(p),
+            [Table(q, zeros=False)],
+            sampling or SamplingParams(),
+            stop or StoppingCriteria(),
+        ),
+        **knobs,
     )
 
 
-def plain(p: int = 1, warp: Warp | None = None) -> Decoder:
-    return Decoder(Table(p), NoDraft(), walk, warp=warp or Warp())
+def plain(p: int = 1, sampling: SamplingParams | None = None) -> Decoder:
+    return Decoder(Table(p), BaseDrafter(), verify_tree, sampling=sampling or SamplingParams())
 
 
 @pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("warp", [Warp(), Warp(top_p=0.7)], ids=str)
-def test_trap_three_candidates_a_node_keep_the_joint_law(warp: Warp, replacement: bool) -> None:
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(top_p=0.7)], ids=str)
+def test_trap_three_candidates_a_node_keep_the_joint_law(
+    sampling: SamplingParams, replacement: bool
+) -> None:
     """The best k judged by q, sorted draws, a forgotten refusal: each gives another law (laws/toys/multi_candidate.py)."""
-    got = law(lambda: made(warp=warp, configuration="3", replacement=replacement), 2)
-    assert got == law(lambda: plain(warp=warp), 2)
+    got = law(lambda: made(sampling=sampling, configuration="3", replacement=replacement), 2)
+    assert got == law(lambda: plain(sampling=sampling), 2)
 
 
 def test_all_tokens_without_replacement_are_accepted_surely() -> None:
     for p, q in ((p, q) for p, q in pairs(largest=6) if all(q)):
-        accepted, _, _ = siblings(walk, without_replacement, p, q, len(p))
+        accepted, _, _ = siblings(verify_tree, without_replacement, p, q, len(p))
         assert accepted == 1
 
 
@@ -53,8 +65,8 @@ def test_naive_sampling_accepts_no_more_than_with_replacement_and_that_no_more_t
 ):
     strict = 0
     for (p, q), k in product(pairs(largest=5), (1, 2, 3)):
-        twice, _, _ = siblings(walk, with_replacement, p, q, k)
-        once, _, _ = siblings(walk, without_replacement, p, q, k)
+        twice, _, _ = siblings(verify_tree, with_replacement, p, q, k)
+        once, _, _ = siblings(verify_tree, without_replacement, p, q, k)
         assert naive(p, q, k) <= twice <= once
         strict += naive(p, q, k) < twice < once
     assert strict > 0
@@ -62,15 +74,17 @@ def test_naive_sampling_accepts_no_more_than_with_replacement_and_that_no_more_t
 
 def test_the_chance_that_one_of_k_passes_is_the_formulas() -> None:
     for (p, q), k in product(pairs(largest=5), (1, 2, 3)):
-        assert acceptance(list(p), list(q), k) == siblings(walk, with_replacement, p, q, k)[0]
+        assert (
+            acceptance(list(p), list(q), k) == siblings(verify_tree, with_replacement, p, q, k)[0]
+        )
     assert acceptance([0.5, 0.5], [0.5, 0.5], 1) == pytest.approx(1)
 
 
 def test_a_round_is_one_target_call_and_one_draft_call_a_depth() -> None:
-    d = made(stop=Stop(max_new_tokens=30), configuration="2x2x1")
+    d = made(stop=StoppingCriteria(max_new_tokens=30), configuration="2x2x1")
     d.extend((0,))
     while not d.finished:
-        depth = min(3, d.room)
+        depth = min(3, d.max_draft_depth)
         before = d.drafter.model.calls  # type: ignore[attr-defined]
         round = d.step(Seeded(d.rounds))
         assert d.drafter.model.calls - before == depth  # type: ignore[attr-defined]
@@ -81,7 +95,7 @@ def test_a_round_is_one_target_call_and_one_draft_call_a_depth() -> None:
 
 def test_at_temperature_0_the_second_best_guess_saves_a_round() -> None:
     """Draws would all be the same token there: the likeliest two are proposed instead."""
-    greedy, wanted = Warp(temperature=0.0), Stop(max_new_tokens=24)
+    greedy, wanted = SamplingParams(temperature=0.0), StoppingCriteria(max_new_tokens=24)
     rounds = {}
     for configuration in ("1x1", "3x3"):
         d = made(3, 4, greedy, wanted, configuration=configuration)
@@ -96,7 +110,7 @@ def test_at_temperature_0_the_second_best_guess_saves_a_round() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_no_room_is_no_draft(wanted: int) -> None:
-    d = made(stop=Stop(max_new_tokens=wanted))
+    d = made(stop=StoppingCriteria(max_new_tokens=wanted))
     d.extend((0,))
     if wanted:
         assert d.step(Seeded(0)).tree.tokens == []
@@ -104,7 +118,7 @@ def test_no_room_is_no_draft(wanted: int) -> None:
 
 
 def test_an_end_of_text_inside_a_draft_is_the_last_token() -> None:
-    d = made(stop=Stop(eos=frozenset({2}), max_new_tokens=40), configuration="3x3x2")
+    d = made(stop=StoppingCriteria(eos=frozenset({2}), max_new_tokens=40), configuration="3x3x2")
     d.extend((0,))
     while not d.finished:
         round = d.step(Seeded(d.rounds))
@@ -120,8 +134,8 @@ def test_a_configuration_that_is_none_is_refused_in_one_line(configuration: str)
 
 
 def test_a_token_that_the_draft_cannot_say_is_never_a_candidate() -> None:
-    d = CARD.make(Request(Table(1), [Table(3)], Warp(top_k=2)), configuration="3")
+    d = CARD.make(Request(Table(1), [Table(3)], SamplingParams(top_k=2)), configuration="3")
     d.extend((0,))
-    tree = d.drafter.propose([0], 5, Warp(top_k=2), Seeded(0))
+    tree = d.drafter.propose([0], 5, SamplingParams(top_k=2), Seeded(0))
     assert len(tree.tokens) == 2
-    assert all(F(law[token]) > 0 for token, law in zip(tree.tokens, tree.laws, strict=True))  # type: ignore[index]
+    assert all(F(law[token]) > 0 for token, law in zip(tree.tokens, tree.draft_probs, strict=True))  # type: ignore[index]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.table import Table
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.toys.auto import Watch
 from tinyspec.laws.toys.planner import (
@@ -131,7 +131,12 @@ def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -
 
     def asked(draft: Model) -> Iterator[tuple[Request, Sequence[int]]]:
         yield (
-            Request(target.session(), [draft.session()], Warp(0.0), Stop(max_new_tokens=24)),
+            Request(
+                target.session(),
+                [draft.session()],
+                SamplingParams(0.0),
+                StoppingCriteria(max_new_tokens=24),
+            ),
             [1, 2],
         )
 
@@ -144,7 +149,10 @@ def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -
 
 def test_bad_input_is_said_in_one_line() -> None:
     def short() -> Iterator[tuple[Request, Sequence[int]]]:
-        yield Request(Table(1), [Table(2, zeros=False)], stop=Stop(max_new_tokens=3)), [0]
+        yield (
+            Request(Table(1), [Table(2, zeros=False)], stop=StoppingCriteria(max_new_tokens=3)),
+            [0],
+        )
 
     with pytest.raises(TinyspecError, match="no text had room for 5 drafted tokens"):
         profile_draft("small", short, 5, Watch())
@@ -163,7 +171,7 @@ def test_bad_input_is_said_in_one_line() -> None:
 def test_texts_that_end_early_are_profiled_as_far_as_they_go() -> None:
     def ending() -> Iterator[tuple[Request, Sequence[int]]]:
         for seed in range(8):
-            stop = Stop(frozenset({2}), max_new_tokens=40)
+            stop = StoppingCriteria(frozenset({2}), max_new_tokens=40)
             yield Request(always((1, 1, 1)).session(), [Table(seed, zeros=False)], stop=stop), [0]
 
     profile = profile_draft("x", ending, 2, Watch())

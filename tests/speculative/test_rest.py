@@ -13,12 +13,12 @@ import pytest
 from tests.table import Table, law
 from tests.zoo import Zoo, run, tiny_zoo
 from tinyspec import generate, load
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.datastore import HEADER, PIECE, build, indexed, opened, write
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import rest as toys
@@ -26,7 +26,7 @@ from tinyspec.speculative.drafting.rest import Retrieving
 from tinyspec.technique import Request, find
 
 CARD = find("rest")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def test_trap_the_longest_match_decides() -> None:
@@ -57,14 +57,16 @@ class Constant(Table):
         return [5, 3, 2]
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
-def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
+)
+def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     references = [[0, 1, 2, 0, 0, 1], [1, 1, 2]]
-    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3)
+    plain = law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3)
     assert (
         law(
             lambda: CARD.make(
-                Request(Table(3), warp=warp, references=references), shortest=1, price=0
+                Request(Table(3), sampling=sampling, references=references), shortest=1, price=0
             ),
             3,
         )
@@ -72,7 +74,7 @@ def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
     )
 
 
-def proposed(texts: list[list[int]], context: list[int], room: int = 99) -> Any:
+def proposed(texts: list[list[int]], context: list[int], max_draft_depth: int = 99) -> Any:
     given: Any = {
         "shortest": 2,
         "longest": 16,
@@ -81,12 +83,14 @@ def proposed(texts: list[list[int]], context: list[int], room: int = 99) -> Any:
         "nodes": 64,
         "price": 0.0,
     }
-    return Retrieving([indexed(texts)], **given).propose(context, room, GREEDY, Seeded(0))
+    return Retrieving([indexed(texts)], **given).propose(
+        context, max_draft_depth, GREEDY, Seeded(0)
+    )
 
 
 def test_without_a_match_or_room_the_step_is_plain() -> None:
     assert not proposed([[1, 2, 3]], [9, 2]).tokens
-    assert not proposed([[1, 2, 3]], [1, 2], room=0).tokens
+    assert not proposed([[1, 2, 3]], [1, 2], max_draft_depth=0).tokens
     assert not proposed([[1, 2]], [1, 2]).tokens  # nothing follows
     assert not proposed([[1, 2, 3]], [2]).tokens  # shorter than the shortest match
 
@@ -96,8 +100,10 @@ def test_where_matches_fail_again_and_again_it_falls_silent_and_the_whole_tree_d
     poem = [1, 2, *[3, 4] * 30]
     references = [[3, 4, 1], [4, 3, 2], [3, 4, 2]]
     for price, low, high in ((0.25, 0, 25), (0.0, 80, 999)):
-        stop = Stop(max_new_tokens=60)
-        request = Request(Reciter(poem).session(), warp=GREEDY, stop=stop, references=references)
+        stop = StoppingCriteria(max_new_tokens=60)
+        request = Request(
+            Reciter(poem).session(), sampling=GREEDY, stop=stop, references=references
+        )
         d, drafted = CARD.make(request, price=price), 0
         d.extend(poem[:2])
         while not d.finished:
@@ -128,7 +134,7 @@ def test_after_glances_in_vain_the_store_is_asked_in_every_fourth_round_alone() 
 
 
 def test_a_draft_keeps_to_the_room_and_to_its_document() -> None:
-    assert proposed([[1, 2, 3, 4, 5]], [1, 2], room=2).tokens == [3, 4]
+    assert proposed([[1, 2, 3, 4, 5]], [1, 2], max_draft_depth=2).tokens == [3, 4]
     assert proposed([[1, 2, 3], [4, 5]], [1, 2]).tokens == [3]
     assert not proposed([[7, 1], [2, 3]], [1, 2]).tokens  # a match neither crosses a border
 
@@ -337,9 +343,9 @@ def test_nothing_or_one_token_is_made_where_that_is_asked_for(zoo: Zoo, tokens: 
 
 def test_an_end_of_text_inside_a_block_ends_the_text() -> None:
     poem = [1, 2, 3, 4, 5]
-    stop = Stop(eos=frozenset({4}), max_new_tokens=9)
+    stop = StoppingCriteria(eos=frozenset({4}), max_new_tokens=9)
     d = CARD.make(
-        Request(Reciter(poem).session(), warp=GREEDY, stop=stop, references=[poem]), price=0
+        Request(Reciter(poem).session(), sampling=GREEDY, stop=stop, references=[poem]), price=0
     )
     d.extend(poem[:2])
     while not d.finished:

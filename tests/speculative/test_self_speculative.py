@@ -10,27 +10,33 @@ import pytest
 from tests.lm.small import LLAMA
 from tests.lm.small import model as network
 from tests.table import Table, law
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
 from tinyspec.laws.toys import self_speculative as traps
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.speculative.drafting.self_speculative import Exit, Search, skipped, spelled
 from tinyspec.technique import Request, find
 
 CARD = find("self_speculative")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def made(
-    seed: int = 1, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+    seed: int = 1,
+    sampling: SamplingParams | None = None,
+    stop: StoppingCriteria | None = None,
+    **knobs: Any,
 ) -> Decoder:
     return CARD.make(
-        Request(Table(seed), warp=warp or Warp(), stop=stop or Stop()), **{"skip": "a1+m1", **knobs}
+        Request(
+            Table(seed), sampling=sampling or SamplingParams(), stop=stop or StoppingCriteria()
+        ),
+        **{"skip": "a1+m1", **knobs},
     )
 
 
@@ -46,16 +52,20 @@ def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
     assert trap.check(trap.real()).cases > 0
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(0.5, top_k=2)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(0.5, top_k=2)], ids=str
+)
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_the_joint_law_is_the_whole_models(warp: Warp, threshold: float) -> None:
-    plain = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
-    assert law(lambda: made(1, warp, gamma=2, threshold=threshold), 2) == plain
+def test_the_joint_law_is_the_whole_models(sampling: SamplingParams, threshold: float) -> None:
+    plain = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
+    assert law(lambda: made(1, sampling, gamma=2, threshold=threshold), 2) == plain
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(0.5)], ids=str)
-def test_where_nothing_is_skipped_every_token_is_accepted(warp: Warp) -> None:
-    decoder = made(1, warp, Stop(max_new_tokens=20), skip="none", threshold=0.0, gamma=4)
+@pytest.mark.parametrize("sampling", [SamplingParams(), GREEDY, SamplingParams(0.5)], ids=str)
+def test_where_nothing_is_skipped_every_token_is_accepted(sampling: SamplingParams) -> None:
+    decoder = made(
+        1, sampling, StoppingCriteria(max_new_tokens=20), skip="none", threshold=0.0, gamma=4
+    )
     assert finish(decoder, [0]).rounds == 4
 
 
@@ -69,8 +79,8 @@ def test_a_token_that_the_draft_was_unsure_of_stays_and_ends_the_draft() -> None
 def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
     """At temperature 0 every token is certain under the sharpened law; the exit reads the law before."""
     lengths = []
-    for warp in (GREEDY, Warp(top_k=1)):
-        decoder = made(1, warp, threshold=0.5, gamma=5)
+    for sampling in (GREEDY, SamplingParams(top_k=1)):
+        decoder = made(1, sampling, threshold=0.5, gamma=5)
         decoder.extend((0,))
         lengths.append(len(decoder.step(Seeded(0)).tree.tokens))
     assert lengths[0] == lengths[1] < 5
@@ -90,7 +100,7 @@ def test_the_threshold_rises_where_too_little_passes_and_falls_where_enough_does
 
 
 def test_the_threshold_adapts_within_a_request_and_starts_anew_with_the_next() -> None:
-    decoder = finish(made(1, GREEDY, Stop(max_new_tokens=20), threshold=0.8), [0])
+    decoder = finish(made(1, GREEDY, StoppingCriteria(max_new_tokens=20), threshold=0.8), [0])
     drafter: Any = decoder.drafter
     assert drafter.exit.threshold != 0.8
     decoder.end()
@@ -102,12 +112,12 @@ def test_what_the_draft_ran_below_the_first_skipped_sublayer_is_not_run_again() 
     model, work = network(LLAMA, seed=1), {}
     n_layers = model.config.n_layers
     for skip in (f"m{n_layers - 1}", "a0"):
-        ledger: list[Call] = []
-        request = Request(model.session(ledger), ledger=ledger)
+        forward_log: list[ForwardRecord] = []
+        request = Request(model.session(forward_log), forward_log=forward_log)
         decoder = CARD.make(request, skip=skip, threshold=0.0, gamma=2)
         decoder.extend((1, 2, 3))
         decoder.step(Seeded(0))
-        work[skip] = sum(call.row_layers for call in ledger)
+        work[skip] = sum(call.row_layers for call in forward_log)
     top, bottom = work.values()
     assert top == n_layers * (3 + 2)  # prompt and two guesses: drafting was free
     assert bottom == n_layers * (3 + 2) + 2 * (
@@ -117,22 +127,24 @@ def test_what_the_draft_ran_below_the_first_skipped_sublayer_is_not_run_again() 
 
 @pytest.mark.parametrize("skip", ["default", "none", "a0", "a0-1+m1", "m0-1"])
 def test_on_a_transformer_it_is_greedy_decoding(skip: str) -> None:
-    stop = Stop(max_new_tokens=20)
+    stop = StoppingCriteria(max_new_tokens=20)
     model = network(LLAMA, seed=1)
-    plain = finish(Decoder(model.session(), NoDraft(), walk, warp=GREEDY, stop=stop), [1, 2, 3]).new
-    request = Request(model.session(), warp=GREEDY, stop=stop)
+    plain = finish(
+        Decoder(model.session(), BaseDrafter(), verify_tree, sampling=GREEDY, stop=stop), [1, 2, 3]
+    ).new
+    request = Request(model.session(), sampling=GREEDY, stop=stop)
     assert finish(CARD.make(request, skip=skip), [1, 2, 3]).new == plain
 
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_budgets_of_no_and_one_token_need_no_draft(wanted: int) -> None:
-    decoder = finish(made(stop=Stop(max_new_tokens=wanted)), [0])
+    decoder = finish(made(stop=StoppingCriteria(max_new_tokens=wanted)), [0])
     assert len(decoder.new) == decoder.rounds == wanted
 
 
 def test_drafting_stops_at_the_end_of_text() -> None:
     decoder = finish(
-        made(stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9), threshold=0.0), [0]
+        made(stop=StoppingCriteria(eos=frozenset({0, 1, 2}), max_new_tokens=9), threshold=0.0), [0]
     )
     assert len(decoder.new) == 1
 

@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 
 from tests.lm.small import LLAMA, model
 from tests.table import Table, law
-from tinyspec.decoding.chance import Exhaustive, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.goodput import Curve
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.treedraft import TreeDraft
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.goodput import CostModel
+from tinyspec.decoding.rng import Exhaustive, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.treedraft import TreeDrafter
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.accused import Accused
+from tinyspec.laws.accused import LawViolated
 from tinyspec.laws.toys.auto import Ticking, Watch
 from tinyspec.laws.toys.sequoia import every_tree, joint_law, kept_noise, worth
 from tinyspec.speculative.drafting.sequoia import (
     PRIOR,
     acceptance,
     best_tree,
-    cheapest,
+    estimate_acceptance,
     expected_tokens,
-    measured,
+    fastest_tree,
 )
 from tinyspec.technique import Guarantee, Request, find
 from tinyspec.tree import ROOT, TokenTree
@@ -37,17 +37,27 @@ CARD = find("sequoia")
 
 
 def made(
-    p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: Any
+    p: int = 1,
+    q: int = 2,
+    sampling: SamplingParams | None = None,
+    stop: StoppingCriteria | None = None,
+    **knobs: Any,
 ) -> Decoder:
     return CARD.make(
-        Request(Table(p), [Table(q, zeros=False)], warp or Warp(), stop or Stop()), **knobs
+        Request(
+            Table(p),
+            [Table(q, zeros=False)],
+            sampling or SamplingParams(),
+            stop or StoppingCriteria(),
+        ),
+        **knobs,
     )
 
 
 def test_trap_noise_that_is_kept_over_rounds_gives_another_law_of_two_tokens_and_the_right_one_of_the_first() -> (
     None
 ):
-    with pytest.raises(Accused) as accused:
+    with pytest.raises(LawViolated) as accused:
         joint_law(kept_noise)
     found = accused.value.counterexample
     expected, got = found.expected, found.got
@@ -93,18 +103,20 @@ def test_the_expected_tokens_are_the_mean_of_a_round_where_every_position_is_ali
         def row(self, context: Sequence[int]) -> list[F]:
             return p if self.seed == 1 else q
 
-    def shares(chance: Exhaustive) -> tuple[F, ...]:
-        return tuple(acceptance([(p, q)], 3, chance))
+    def shares(rng: Exhaustive) -> tuple[F, ...]:
+        return tuple(acceptance([(p, q)], 3, rng))
 
     accepts = [sum(x[rank] * mass for x, mass in Exhaustive.walk(shares)) for rank in range(3)]
     for tree in ((ROOT, ROOT), (ROOT, 0), (ROOT, ROOT, 0), (ROOT, 0, 0), (ROOT, ROOT, 1)):
 
-        def tokens(chance: Exhaustive, tree: tuple[int, ...] = tree) -> int:
+        def tokens(rng: Exhaustive, tree: tuple[int, ...] = tree) -> int:
             d = Decoder(
-                Constant(1, 3), TreeDraft(Constant(2, 3), tree, replace=False, cover=True), walk
+                Constant(1, 3),
+                TreeDrafter(Constant(2, 3), tree, replace=False, cover=True),
+                verify_tree,
             )
             d.extend((0,))
-            return len(d.step(chance).tokens)
+            return len(d.step(rng).tokens)
 
         assert sum(n * mass for n, mass in Exhaustive.walk(tokens)) == expected_tokens(
             tree, accepts
@@ -125,17 +137,17 @@ def test_the_acceptance_vector_of_paired_rows() -> None:
 def test_the_vector_of_two_models_is_monotone_enough_and_all_of_p_where_they_are_one() -> None:
     one, other = model(LLAMA, seed=1), model(LLAMA, seed=2)
     texts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]]
-    for warp in (Warp(), Warp(0.0), Warp(0.5, top_k=4)):
-        assert measured(one, one, texts, warp, 3, Seeded(0))[0] == pytest.approx(1)
-        shares = measured(one, other, texts, warp, 5, Seeded(0))
+    for sampling in (SamplingParams(), SamplingParams(0.0), SamplingParams(0.5, top_k=4)):
+        assert estimate_acceptance(one, one, texts, sampling, 3, Seeded(0))[0] == pytest.approx(1)
+        shares = estimate_acceptance(one, other, texts, sampling, 5, Seeded(0))
         assert len(shares) == 5 and 0 < sum(shares) <= 1 + 1e-9
 
 
 def test_where_rows_cost_more_the_tree_is_smaller_and_where_steps_cost_more_it_is_flatter() -> None:
     def plan(row: float, step: float) -> tuple[int, int]:
-        curve = Curve(32)
+        curve = CostModel(32)
         curve.step, curve.seconds = step, [1 + row * size for size in curve.sizes]
-        tree = cheapest(PRIOR, curve, 8)
+        tree = fastest_tree(PRIOR, curve, 8)
         return len(tree), max(TokenTree(tree, tree).depths())
 
     assert plan(0.0, 0.0)[0] == 32
@@ -150,7 +162,9 @@ def test_where_rows_cost_more_the_tree_is_smaller_and_where_steps_cost_more_it_i
 def test_the_clock_decides_how_large_the_trees_become(row: float) -> None:
     watch = Watch()
     target = Ticking(Table(1).model, watch, lambda rows: 1.0 + row * (rows - 1))
-    request = Request(target, [Table(2, zeros=False)], stop=Stop(max_new_tokens=60), clock=watch)
+    request = Request(
+        target, [Table(2, zeros=False)], stop=StoppingCriteria(max_new_tokens=60), clock=watch
+    )
     d = CARD.make(request, nodes=8)
     d.extend((0,))
     sizes = []
@@ -161,7 +175,7 @@ def test_the_clock_decides_how_large_the_trees_become(row: float) -> None:
 
 
 def test_a_target_that_agrees_makes_the_tree_a_chain() -> None:
-    request = Request(Table(1), [Table(1)], stop=Stop(max_new_tokens=60))
+    request = Request(Table(1), [Table(1)], stop=StoppingCriteria(max_new_tokens=60))
     d = CARD.make(request, nodes=4, depth=4, costs="0.1,1,1")
     d.extend((0,))
     while not d.finished:
@@ -171,22 +185,24 @@ def test_a_target_that_agrees_makes_the_tree_a_chain() -> None:
     assert d.rounds >= 9
 
 
-@pytest.mark.parametrize("warp", [Warp(), Warp(top_k=2), Warp(0.0)], ids=str)
-def test_the_joint_law_with_given_figures(warp: Warp) -> None:
-    got = law(lambda: made(warp=warp, nodes=2, accepts="0.5,0.4", costs="0,1,1,1"), 2)
-    assert got == law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(0.0)], ids=str
+)
+def test_the_joint_law_with_given_figures(sampling: SamplingParams) -> None:
+    got = law(lambda: made(sampling=sampling, nodes=2, accepts="0.5,0.4", costs="0,1,1,1"), 2)
+    assert got == law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
 
 
 def test_the_rest_of_the_vocabulary_is_covered_where_the_draft_ends() -> None:
-    d = made(warp=Warp(top_k=1), nodes=3, accepts="0.3,0.3,0.3", costs="9,1,1,1,1")
+    d = made(sampling=SamplingParams(top_k=1), nodes=3, accepts="0.3,0.3,0.3", costs="9,1,1,1,1")
     d.extend((0,))
-    tree = d.drafter.propose([0], 5, Warp(top_k=1), Seeded(0))
+    tree = d.drafter.propose([0], 5, SamplingParams(top_k=1), Seeded(0))
     assert sorted(tree.tokens) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 7])
 def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
-    d = made(stop=Stop(max_new_tokens=wanted))
+    d = made(stop=StoppingCriteria(max_new_tokens=wanted))
     d.extend((0,))
     while not d.finished:
         d.step(Seeded(d.rounds))

@@ -13,12 +13,12 @@ import torch
 from tests.lm.small import LLAMA, model
 from tests.table import Table, law
 from tests.zoo import TEXT, failed, run, tiny_zoo
-from tinyspec.decoding.chance import Exhaustive, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.treedraft import TreeDraft, shape
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Exhaustive, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.treedraft import TreeDrafter, shape
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.small import Exact, rows
 from tinyspec.laws.theorems import Given
@@ -42,26 +42,28 @@ CARD = find("specinfer")
 def made(
     p: int = 1,
     qs: tuple[int, ...] = (2, 3),
-    warp: Warp | None = None,
-    stop: Stop | None = None,
+    sampling: SamplingParams | None = None,
+    stop: StoppingCriteria | None = None,
     **knobs: Any,
 ) -> Decoder:
     drafts = [Table(q, zeros=False) for q in qs]
-    return CARD.make(Request(Table(p), drafts, warp or Warp(), stop or Stop()), **knobs)
+    return CARD.make(
+        Request(Table(p), drafts, sampling or SamplingParams(), stop or StoppingCriteria()), **knobs
+    )
 
 
 def one_token(p: Exact, qs: tuple[Exact, ...]) -> tuple[dict[int, F], F, F]:
     """One proposal of each model: the law of the token, how often one passes, and how often y ~ p is among them."""
     emitted, passed, found = dict[int, F](), F(0), F(0)
 
-    def play(chance: Exhaustive) -> tuple[bool, int, bool]:
-        tokens = [chance.draw(list(q)) for q in qs]
+    def play(rng: Exhaustive) -> tuple[bool, int, bool]:
+        tokens = [rng.draw(list(q)) for q in qs]
         n = len(tokens)
         tree = TokenTree(tokens, (ROOT,) * n, [list(q) for q in qs], (False,) * n)
-        verdict = multi_step(tree, Given(dict.fromkeys(range(ROOT, n), p)), chance)  # type: ignore[arg-type]
-        token = tokens[verdict.path[0]] if verdict.path else verdict.next
+        verdict = multi_step(tree, Given(dict.fromkeys(range(ROOT, n), p)), rng)  # type: ignore[arg-type]
+        token = tokens[verdict.accepted[0]] if verdict.accepted else verdict.next
         assert token is not None
-        return bool(verdict.path), token, chance.draw(list(p)) in tokens
+        return bool(verdict.accepted), token, rng.draw(list(p)) in tokens
 
     for (accepted, token, among), mass in Exhaustive.walk(play):
         emitted[token] = emitted.get(token, F(0)) + mass
@@ -84,12 +86,12 @@ def test_trap_colliding_proposals_of_different_models_are_tested_one_by_one() ->
     assert strict > 0
 
 
-@pytest.mark.parametrize("warp", [Warp(), Warp(temperature=0.5)], ids=str)
-def test_the_joint_law_under_two_models_and_one(warp: Warp) -> None:
-    plain = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.5)], ids=str)
+def test_the_joint_law_under_two_models_and_one(sampling: SamplingParams) -> None:
+    plain = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
     for qs, expansion in (((2, 3), "1"), ((2,), "1x2")):
         assert (
-            law(lambda qs=qs, expansion=expansion: made(1, qs, warp, expansion=expansion), 2)
+            law(lambda qs=qs, expansion=expansion: made(1, qs, sampling, expansion=expansion), 2)
             == plain
         )  # type: ignore[misc]
 
@@ -102,11 +104,17 @@ def test_merged_trees_are_the_trees_below_one_root_and_equal_nodes_stay_two() ->
 
 
 def test_the_target_runs_fewer_rows_than_the_chains_have_tokens() -> None:
-    ledger: list[Any] = []
+    forward_log: list[Any] = []
     target, drafts = model(seed=1), [model(seed=2).session() for _ in range(2)]
-    session = target.session(ledger)
-    drafter = Merged([TreeDraft(draft, shape((2, 2, 1))) for draft in drafts])
-    decoder = Decoder(session, drafter, multi_step, ledger=ledger, warp=Warp(temperature=0.0))
+    session = target.session(forward_log)
+    drafter = Merged([TreeDrafter(draft, shape((2, 2, 1))) for draft in drafts])
+    decoder = Decoder(
+        session,
+        drafter,
+        multi_step,
+        forward_log=forward_log,
+        sampling=SamplingParams(temperature=0.0),
+    )
     decoder.extend([3, 1, 4])
     round = decoder.step(Seeded(0))
     (call,) = round.calls
@@ -127,7 +135,7 @@ def test_an_accepted_token_opens_the_children_of_every_model_that_said_it() -> N
         {ROOT: tuple(sure), 0: (F(0), F(0), F(1)), 2: (F(0), F(0), F(1)), 3: (F(1), F(0), F(0))}
     )
     paths = {
-        verdict.path for verdict, _ in Exhaustive.walk(lambda chance: multi_step(tree, p, chance))
+        verdict.accepted for verdict, _ in Exhaustive.walk(lambda rng: multi_step(tree, p, rng))
     }  # type: ignore[arg-type]
     assert paths == {(0, 3), (2, 3)}
 
@@ -135,13 +143,13 @@ def test_an_accepted_token_opens_the_children_of_every_model_that_said_it() -> N
 def test_each_model_may_have_a_tree_of_its_own_and_the_last_serves_the_others() -> None:
     d = made(qs=(2, 3, 4), expansion="2+1x1")
     d.extend((0,))
-    tree = d.drafter.propose([0], 9, Warp(), Seeded(0))
+    tree = d.drafter.propose([0], 9, SamplingParams(), Seeded(0))
     assert tree.parents == (ROOT, ROOT, ROOT, 2, ROOT, 4)
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 9])
 def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
-    d = made(stop=Stop(max_new_tokens=wanted), expansion="1x2")
+    d = made(stop=StoppingCriteria(max_new_tokens=wanted), expansion="1x2")
     d.extend((0,))
     while not d.finished:
         d.step(Seeded(d.rounds))
@@ -206,7 +214,11 @@ def test_the_answers_are_the_targets_greedy_text() -> None:
     target = model(LLAMA, seed=3)
     texts = answered(target, torch.tensor([[3, 1, 4]]), 4)
     d = Decoder(
-        target.session(), NoDraft(), walk, warp=Warp(temperature=0.0), stop=Stop(max_new_tokens=4)
+        target.session(),
+        BaseDrafter(),
+        verify_tree,
+        sampling=SamplingParams(temperature=0.0),
+        stop=StoppingCriteria(max_new_tokens=4),
     )
     d.extend([3, 1, 4])
     while not d.finished:

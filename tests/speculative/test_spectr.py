@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.table import Table, law
-from tinyspec.decoding.chance import Exhaustive, Replay, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import selection, theorems
 from tinyspec.laws.small import overlap, pairs
@@ -127,35 +127,41 @@ def test_one_draft_is_token_verification() -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "gamma", "warp"),
+    ("k", "gamma", "sampling"),
     [
-        (2, 2, Warp()),
-        (3, 1, Warp(temperature=0.5)),
-        (1, 3, Warp(top_p=0.7)),
-        (3, 2, Warp(temperature=0.0)),
+        (2, 2, SamplingParams()),
+        (3, 1, SamplingParams(temperature=0.5)),
+        (1, 3, SamplingParams(top_p=0.7)),
+        (3, 2, SamplingParams(temperature=0.0)),
     ],
 )
-def test_the_joint_law_of_three_tokens_is_the_targets(k: int, gamma: int, warp: Warp) -> None:
+def test_the_joint_law_of_three_tokens_is_the_targets(
+    k: int, gamma: int, sampling: SamplingParams
+) -> None:
     made = lambda: CARD.make(  # noqa: E731
-        Request(Table(1, 2), [Table(2, 2, zeros=False)], warp), k=k, gamma=gamma
+        Request(Table(1, 2), [Table(2, 2, zeros=False)], sampling), k=k, gamma=gamma
     )
-    assert law(made, 3) == law(lambda: Decoder(Table(1, 2), NoDraft(), walk, warp=warp), 3)
+    assert law(made, 3) == law(
+        lambda: Decoder(Table(1, 2), BaseDrafter(), verify_tree, sampling=sampling), 3
+    )
 
 
-class Any3(NoDraft):
+class Any3(BaseDrafter):
     """Siblings under laws of every kind: two draws of q, one of r, a point mass, another draw of q."""
 
-    def propose(self, context, room, warp, chance):
+    def propose(self, context, max_draft_depth, sampling, source):
         q, r = [HALF, HALF, F(0)], [F(1, 5), F(1, 5), F(3, 5)]
         laws = [q, r, list(q), None, q]
-        tokens = [2 if row is None else chance.draw(row) for row in laws]
-        return TokenTree(tokens, (ROOT,) * 5, laws, (False,) * 5) if room else TokenTree()
+        tokens = [2 if row is None else source.draw(row) for row in laws]
+        return (
+            TokenTree(tokens, (ROOT,) * 5, laws, (False,) * 5) if max_draft_depth else TokenTree()
+        )
 
 
 def test_on_any_tree_groups_of_one_law_follow_on_what_the_others_left() -> None:
     """Also in the groups' own order: the drafts of q are judged together, whatever stands between them."""
     assert law(lambda: Decoder(Table(3), Any3(), k_seq), 2) == law(
-        lambda: Decoder(Table(3), NoDraft(), walk), 2
+        lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2
     )
 
 
@@ -173,13 +179,13 @@ def test_where_draft_and_target_agree_the_first_draft_is_taken() -> None:
     for p in (row, row * (1 + 1e-16)):
         tree = TokenTree([3, 4], (ROOT, ROOT), (row, row.copy()), (False, False))
         verdict = k_seq(tree, dict.fromkeys(range(-1, 2), p), Replay([1 - 1e-9, 0.5, 0.5]))
-        assert verdict.path == (0,)
+        assert verdict.accepted == (0,)
 
 
 def test_where_they_share_no_token_p_is_drawn_from() -> None:
     q = [F(0), F(1)]
     tree = TokenTree([1, 1, 1], (ROOT,) * 3, (q,) * 3, (False,) * 3)
-    assert Exhaustive.law(lambda chance: k_seq(tree, {ROOT: [F(1), F(0)]}, chance)) == {
+    assert Exhaustive.law(lambda source: k_seq(tree, {ROOT: [F(1), F(0)]}, source)) == {
         ((), 0, (0, 1, 2)): 1
     }
 
@@ -212,13 +218,13 @@ def test_a_broken_draft_is_refused_by_name(token, q, word) -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 5])
 def test_as_many_tokens_as_wanted_and_none_behind_the_end_of_text(wanted: int) -> None:
-    stop = Stop(eos=frozenset({2}), max_new_tokens=wanted)
+    stop = StoppingCriteria(eos=frozenset({2}), max_new_tokens=wanted)
     for seed in range(5):
         decoder = CARD.make(Request(Table(1), [Table(2)], stop=stop), k=3, gamma=3)
         decoder.extend((0,))
-        chance = Seeded(seed)
+        source = Seeded(seed)
         while not decoder.finished:
-            decoder.step(chance)
+            decoder.step(source)
         assert len(decoder.new) == wanted or decoder.new[-1] == 2
         assert 2 not in decoder.new[:-1]
 

@@ -11,13 +11,13 @@ import torch
 from tests.lm.small import LLAMA
 from tests.lm.small import model as network
 from tests.table import Table, law
-from tinyspec.decoding.chance import Exhaustive, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.joint import Joint
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import Exhaustive, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
 from tinyspec.laws.small import overlap, pairs
@@ -26,17 +26,22 @@ from tinyspec.speculative.integrated.speculative_contrastive import contrast
 from tinyspec.technique import Request, find
 
 CARD = find("speculative_contrastive")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def made(
     expert: int = 1,
     amateur: int = 2,
-    warp: Warp | None = None,
-    stop: Stop | None = None,
+    sampling: SamplingParams | None = None,
+    stop: StoppingCriteria | None = None,
     **knobs: Any,
 ) -> Decoder:
-    request = Request(Table(expert), [Table(amateur)], warp=warp or Warp(), stop=stop or Stop())
+    request = Request(
+        Table(expert),
+        [Table(amateur)],
+        sampling=sampling or SamplingParams(),
+        stop=stop or StoppingCriteria(),
+    )
     return CARD.make(request, **{"beta": 1.0, **knobs})
 
 
@@ -54,14 +59,14 @@ def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
 
 def test_trap_plain_speculative_decoding_is_not_contrastive() -> None:
     def speculative(request: Request, gamma: int, **knobs: float) -> Decoder:
-        return request.decoder(ModelDraft(request.drafts[0], gamma), walk)
+        return request.decoder(ModelDrafter(request.drafts[0], gamma), verify_tree)
 
     with pytest.raises(AssertionError, match="contrast"):
         traps.joint_law_of_the_contrast(speculative)
 
 
 def test_without_contrast_and_plausibility_it_is_speculative_decoding_of_the_expert() -> None:
-    plain = law(lambda: Decoder(Table(1), NoDraft(), walk), 3)
+    plain = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree), 3)
     assert law(lambda: made(beta=0.0, plausibility=0.0, gamma=2), 3) == plain
 
 
@@ -77,7 +82,7 @@ def test_theorem_a_guess_is_accepted_with_one_minus_the_total_variation_of_contr
     for p, q in pairs((2, 3), 5):
         expected = traps.contrasted(p, q, 1, F("0.25"))
 
-        def passed(chance: Exhaustive, p: Any = p, q: Any = q) -> bool:
+        def passed(source: Exhaustive, p: Any = p, q: Any = q) -> bool:
             tables = [
                 type("Fixed", (Table,), {"row": lambda self, text, row=row: row})(0, len(row))
                 for row in (p, q)
@@ -86,7 +91,7 @@ def test_theorem_a_guess_is_accepted_with_one_minus_the_total_variation_of_contr
                 Request(tables[0], tables[1:]), gamma=1, beta=1.0, plausibility=0.25
             )
             decoder.extend((0,))
-            return bool(decoder.step(chance).verdict.path)
+            return bool(decoder.step(source).verdict.accepted)
 
         rate = sum(x for path, x in Exhaustive.walk(passed) if path)
         assert rate == overlap(expected, q)
@@ -120,23 +125,27 @@ def test_tokens_that_the_amateur_cannot_say_come_before_all_others() -> None:
     assert make([[F(3, 4), F(1, 4), F(0)], [F(0), F(0), F(1)]], (), ()) == [F(9, 16), F(1, 16), 0]
 
 
-@pytest.mark.parametrize("warp", [GREEDY, Warp(0.8, top_p=0.9)], ids=str)
-def test_on_transformers_blocks_write_what_single_tokens_write_at_temperature_0(warp: Warp) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(0.8, top_p=0.9)], ids=str)
+def test_on_transformers_blocks_write_what_single_tokens_write_at_temperature_0(
+    sampling: SamplingParams,
+) -> None:
     tokens = []
     for gamma in (0, 1, 4):
         request = Request(
             network(LLAMA, seed=1).session(),
             [network(LLAMA, seed=2).session()],
-            warp,
-            Stop(max_new_tokens=20),
+            sampling,
+            StoppingCriteria(max_new_tokens=20),
         )
         tokens.append(finish(CARD.make(request, gamma=gamma), [1, 2, 3]).new)
     assert all(len(text) == 20 for text in tokens)
-    assert warp != GREEDY or tokens[0] == tokens[1] == tokens[2]
+    assert sampling != GREEDY or tokens[0] == tokens[1] == tokens[2]
 
 
 def test_one_expert_call_a_round_and_a_bonus_behind_a_draft_that_passes_whole() -> None:
-    request = Request(Table(1), [Table(1)], warp=GREEDY, stop=Stop(max_new_tokens=10))
+    request = Request(
+        Table(1), [Table(1)], sampling=GREEDY, stop=StoppingCriteria(max_new_tokens=10)
+    )
     decoder = CARD.make(
         request, gamma=4, beta=0.0, plausibility=0.0
     )  # the amateur is the expert, nothing is contrasted
@@ -146,23 +155,23 @@ def test_one_expert_call_a_round_and_a_bonus_behind_a_draft_that_passes_whole() 
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_budgets_of_no_and_one_token_need_no_draft(wanted: int) -> None:
-    decoder = finish(made(stop=Stop(max_new_tokens=wanted)), [0])
+    decoder = finish(made(stop=StoppingCriteria(max_new_tokens=wanted)), [0])
     assert len(decoder.new) == wanted and decoder.rounds == wanted
 
 
 def test_an_end_of_text_inside_a_block_ends_it() -> None:
-    stop = Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9)
+    stop = StoppingCriteria(eos=frozenset({0, 1, 2}), max_new_tokens=9)
     assert len(finish(made(stop=stop), [0]).new) == 1
 
 
 def test_the_shorter_context_of_the_two_ends_the_text() -> None:
-    request = Request(Table(1), [Table(2)], positions=30, reach=[6])
+    request = Request(Table(1), [Table(2)], positions=30, draft_max_lengths=[6])
     decoder = finish(CARD.make(request, beta=1.0), [0, 1])
     assert (len(decoder.context), decoder.finished) == (6, "context")
 
 
 def test_a_decoder_taken_back_tells_both_models() -> None:
-    decoder = made(stop=Stop(max_new_tokens=5))
+    decoder = made(stop=StoppingCriteria(max_new_tokens=5))
     finish(decoder, [0, 1])
     decoder.rewind(2)
     assert [len(member) for member in decoder.target.members] == [2, 2]  # type: ignore[attr-defined]
@@ -179,7 +188,7 @@ def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None
 
 def test_rational_rows_have_a_contrast_at_whole_beta_only() -> None:
     with pytest.raises(TinyspecError, match="whole beta"):
-        finish(made(beta=0.5, stop=Stop(max_new_tokens=1)), [0])
+        finish(made(beta=0.5, stop=StoppingCriteria(max_new_tokens=1)), [0])
 
 
 # ---------------------------------------------------------------------- the joint target, for other uses
@@ -201,7 +210,9 @@ def test_a_cascade_with_deferral_is_a_joint_target() -> None:
 
     def decoder(gamma: int) -> Decoder:
         small = Table(2)
-        return Decoder(Joint([Table(1), small], deferring), ModelDraft(Table(2), gamma), walk)
+        return Decoder(
+            Joint([Table(1), small], deferring), ModelDrafter(Table(2), gamma), verify_tree
+        )
 
     assert law(lambda: decoder(2), 3) == law(lambda: decoder(0), 3)
 
@@ -214,9 +225,14 @@ def test_a_grammar_is_a_joint_target_of_one() -> None:
         return [F(0) if x == last else weight for x, weight in enumerate(rows[0])]
 
     drafted = law(
-        lambda: Decoder(Joint([Table(1, zeros=False)], mask), ModelDraft(Table(2), 2), walk), 3
+        lambda: Decoder(
+            Joint([Table(1, zeros=False)], mask), ModelDrafter(Table(2), 2), verify_tree
+        ),
+        3,
     )
-    plain = law(lambda: Decoder(Joint([Table(1, zeros=False)], mask), NoDraft(), walk), 3)
+    plain = law(
+        lambda: Decoder(Joint([Table(1, zeros=False)], mask), BaseDrafter(), verify_tree), 3
+    )
     assert drafted == plain
     assert all(a != b for text in plain for a, b in zip((0, *text), text, strict=False))
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tests.lm.small import PROMPT, model
 from tests.table import Table, law
 from tinyspec import _core
-from tinyspec.decoding.chance import Exhaustive, Seeded
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import Exhaustive, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.gate import Gate
+from tinyspec.lm.gate import BatchBarrier
 from tinyspec.speculative.drafting.speculative_decoding import (
     acceptance,
     arithmetic_growth,
@@ -34,50 +34,54 @@ from tinyspec.tree import TokenTree
 CARD = find("speculative_decoding")
 
 
-def made(p: int, q: int, warp: Warp | None = None, vocabulary: int = 3, **knobs: object) -> Decoder:
-    warp = warp or Warp()
-    request = Request(Table(p, vocabulary), [Table(q, vocabulary, zeros=False)], warp=warp)
+def made(
+    p: int, q: int, sampling: SamplingParams | None = None, vocabulary: int = 3, **knobs: object
+) -> Decoder:
+    sampling = sampling or SamplingParams()
+    request = Request(Table(p, vocabulary), [Table(q, vocabulary, zeros=False)], sampling=sampling)
     return CARD.make(request, **knobs)
 
 
-def plain(p: int, warp: Warp | None = None, vocabulary: int = 3) -> Decoder:
-    return Decoder(Table(p, vocabulary), NoDraft(), walk, warp=warp or Warp())
+def plain(p: int, sampling: SamplingParams | None = None, vocabulary: int = 3) -> Decoder:
+    return Decoder(
+        Table(p, vocabulary), BaseDrafter(), verify_tree, sampling=sampling or SamplingParams()
+    )
 
 
 WARPS = [
-    Warp(),
-    Warp(temperature=0.0),
-    Warp(temperature=0.5),
-    Warp(top_k=2),
-    Warp(top_p=0.7),
-    Warp(min_p=0.4),
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.5),
+    SamplingParams(top_k=2),
+    SamplingParams(top_p=0.7),
+    SamplingParams(min_p=0.4),
 ]
 
 
-@pytest.mark.parametrize("warp", WARPS, ids=str)
+@pytest.mark.parametrize("sampling", WARPS, ids=str)
 @pytest.mark.parametrize("gamma", [1, 2])
-def test_the_joint_law_of_three_tokens_is_the_targets(warp: Warp, gamma: int) -> None:
+def test_the_joint_law_of_three_tokens_is_the_targets(sampling: SamplingParams, gamma: int) -> None:
     for p, q in ((1, 2), (3, 4)):
-        assert law(lambda p=p, q=q: made(p, q, warp, gamma=gamma), 3) == law(
-            lambda p=p: plain(p, warp), 3
+        assert law(lambda p=p, q=q: made(p, q, sampling, gamma=gamma), 3) == law(
+            lambda p=p: plain(p, sampling), 3
         )  # type: ignore[misc]
 
 
 def test_trap_a_greedy_draft_judged_by_its_soft_law_is_biased_and_the_law_sees_it() -> None:
     """The field's commonest mistake: propose the argmax, then divide by the probability it would have had."""
 
-    class Greedy(NoDraft):
-        def propose(self, context, room, warp, chance):  # type: ignore[no-untyped-def]
+    class Greedy(BaseDrafter):
+        def propose(self, context, max_draft_depth, sampling, rng):  # type: ignore[no-untyped-def]
             q = Table(2, zeros=False).row(context)
             return TokenTree.chain([q.index(max(q))], [q])
 
-    toy = law(lambda: Decoder(Table(1), Greedy(), walk), 2)
+    toy = law(lambda: Decoder(Table(1), Greedy(), verify_tree), 2)
     assert toy != law(lambda: plain(1), 2)
 
 
 def test_the_bonus_token_follows_a_draft_that_passes_whole() -> None:
     request = Request(
-        Table(1), [Table(1)], warp=Warp(temperature=0.0)
+        Table(1), [Table(1)], sampling=SamplingParams(temperature=0.0)
     )  # the draft is the target: everything passes
     d = CARD.make(request, gamma=3)
     d.extend((0,))
@@ -86,11 +90,11 @@ def test_the_bonus_token_follows_a_draft_that_passes_whole() -> None:
 
 def test_one_target_call_a_round_and_gamma_draft_calls() -> None:
     d = made(1, 2, gamma=3)
-    d.stop = Stop(max_new_tokens=30)
+    d.stop = StoppingCriteria(max_new_tokens=30)
     d.extend((0,))
     rounds = 0
     while not d.finished:
-        room = d.room
+        room = d.max_draft_depth
         before = d.drafter.model.calls
         d.step(Seeded(rounds))
         assert d.drafter.model.calls - before == min(3, room)
@@ -99,7 +103,9 @@ def test_one_target_call_a_round_and_gamma_draft_calls() -> None:
 
 
 def test_drafting_stops_at_the_end_of_text() -> None:
-    request = Request(Table(1), [Table(2)], stop=Stop(eos=frozenset({0, 1, 2}), max_new_tokens=9))
+    request = Request(
+        Table(1), [Table(2)], stop=StoppingCriteria(eos=frozenset({0, 1, 2}), max_new_tokens=9)
+    )
     d = CARD.make(request, gamma=5)
     d.extend((0,))
     assert len(d.step(Seeded(0)).tree.tokens) == 1
@@ -118,9 +124,9 @@ def test_leviathan_theorem_3_5_acceptance_is_one_minus_total_variation(
 ) -> None:
     p, q = norm(wp), norm(wq)
 
-    def accepted(chance: Exhaustive) -> bool:
-        token = chance.draw(q)
-        return walk(TokenTree.chain([token], [q]), [p, p], chance).path == (0,)  # type: ignore[arg-type]
+    def accepted(rng: Exhaustive) -> bool:
+        token = rng.draw(q)
+        return verify_tree(TokenTree.chain([token], [q]), [p, p], rng).accepted == (0,)  # type: ignore[arg-type]
 
     # p is indexed by node: ROOT (-1) is its last row, node 0 its first; both are p here
     rate = sum(pr for passed, pr in Exhaustive.walk(accepted) if passed)
@@ -150,10 +156,10 @@ def test_measured_tokens_per_round_equal_the_prediction_on_a_pair_of_constant_ac
         def row(self, context: object) -> list[F]:
             return [F(3, 4), F(1, 4)] if self.seed == 1 else [F(1, 4), F(3, 4)]
 
-    def tokens(chance: Exhaustive) -> int:
+    def tokens(rng: Exhaustive) -> int:
         d = CARD.make(Request(Constant(1, 2), [Constant(2, 2)]), gamma=3)
         d.extend((0,))
-        return len(d.step(chance).tokens)
+        return len(d.step(rng).tokens)
 
     mean = sum(n * pr for n, pr in Exhaustive.walk(tokens))
     assert mean == expected_tokens(F(1, 2), 3) == F(15, 8)
@@ -193,11 +199,11 @@ def test_lenience_accepts_more_and_promises_less() -> None:
 
 
 def test_lenient_greedy_decoding_passes_what_is_nearly_the_best() -> None:
-    warp = Warp(temperature=0.0)
-    strict = made(1, 2, warp, gamma=3)
-    easy = made(1, 2, warp, gamma=3, lenience=0.01)
+    sampling = SamplingParams(temperature=0.0)
+    strict = made(1, 2, sampling, gamma=3)
+    easy = made(1, 2, sampling, gamma=3, lenience=0.01)
     for d in (strict, easy):
-        d.stop = Stop(max_new_tokens=30)
+        d.stop = StoppingCriteria(max_new_tokens=30)
         d.extend((0,))
         while not d.finished:
             d.step(Seeded(d.rounds))
@@ -216,11 +222,11 @@ def test_draft_rows_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> Non
     from tests.lm.small import LLAMA, model
 
     target, draft = model(LLAMA, seed=1), model(LLAMA, seed=2)
-    warp, stop = Warp(temperature=0.0), Stop(max_new_tokens=20)
+    sampling, stop = SamplingParams(temperature=0.0), StoppingCriteria(max_new_tokens=20)
     tokens = []
     for decoder in (
-        CARD.make(Request(target.session(), [draft.session()], warp, stop), gamma=4),
-        Decoder(target.session(), NoDraft(), walk, warp=warp, stop=stop),
+        CARD.make(Request(target.session(), [draft.session()], sampling, stop), gamma=4),
+        Decoder(target.session(), BaseDrafter(), verify_tree, sampling=sampling, stop=stop),
     ):
         decoder.extend([1, 2, 3])
         while not decoder.finished:
@@ -238,41 +244,51 @@ def test_a_greedy_draft_on_real_arrays_is_made_of_point_masses_and_a_sampled_one
     from tests.lm.small import LLAMA, model
 
     for temperature in (0.0, 1.0):
-        warp, session = (
-            Warp(temperature=temperature, repetition_penalty=penalty),
+        sampling, session = (
+            SamplingParams(temperature=temperature, repetition_penalty=penalty),
             model(LLAMA, seed=2).session(),
         )
-        drafter, context = ModelDraft(session, 4), [1, 2, 3]
+        drafter, context = ModelDrafter(session, 4), [1, 2, 3]
         scores = session.extend(context)
         session.rewind(0)
         drafter.extend(context, scores)
-        tree = drafter.propose(context, 9, warp, Seeded(7))
+        tree = drafter.propose(context, 9, sampling, Seeded(7))
         assert len(tree.tokens) == 4
-        assert all((law is None) == (temperature == 0) for law in tree.laws)
-        laws = Laws(session.score(tree), warp, context, tree)
-        chance = Seeded(7)
-        assert list(tree.tokens) == [chance.draw(laws[tip]) for tip in range(-1, 3)]
+        assert all((law is None) == (temperature == 0) for law in tree.draft_probs)
+        laws = TargetProbs(session.score(tree), sampling, context, tree)
+        rng = Seeded(7)
+        assert list(tree.tokens) == [rng.draw(laws[tip]) for tip in range(-1, 3)]
         if temperature == 0:
             verdict = lenient(0.5)(tree, laws, Seeded(1))
-            assert verdict.path == (0, 1, 2, 3)  # judged by itself it is never less than the best
+            assert verdict.accepted == (
+                0,
+                1,
+                2,
+                3,
+            )  # judged by itself it is never less than the best
 
 
 @pytest.mark.skipif(_core.compute is None, reason="nothing was compiled")
 @pytest.mark.parametrize(
-    "warp", [Warp(0.0, repetition_penalty=1.3), Warp(0.8, repetition_penalty=1.3), Warp(0.7)]
+    "sampling",
+    [
+        SamplingParams(0.0, repetition_penalty=1.3),
+        SamplingParams(0.8, repetition_penalty=1.3),
+        SamplingParams(0.7),
+    ],
 )
 def test_guesses_and_laws_are_the_same_whether_they_choose_each_other_or_are_scored_as_trees(
-    warp: Warp,
+    sampling: SamplingParams,
 ) -> None:
     """Under a penalty a law depends on every guess before it."""
     small = model(dtype=torch.float32)
     trees, context = [], list(PROMPT)
-    for gate in (None, Gate(1)):  # behind a gate rows are asked for one tree at a time
+    for gate in (None, BatchBarrier(1)):  # behind a gate rows are asked for one tree at a time
         session = small.session(gate=gate)
         session.extend(context)
-        trees.append(ModelDraft(session, 4).propose(context, 9, warp, Seeded(3)))
+        trees.append(ModelDrafter(session, 4).propose(context, 9, sampling, Seeded(3)))
     one, other = trees
     assert len(one.tokens) == 4 and one.tokens == other.tokens and one.parents == other.parents
-    for mine, theirs in zip(one.laws, other.laws, strict=True):
-        assert (mine is None) == (theirs is None) == (warp.temperature == 0)
+    for mine, theirs in zip(one.draft_probs, other.draft_probs, strict=True):
+        assert (mine is None) == (theirs is None) == (sampling.temperature == 0)
         assert mine is None or (mine == theirs).all()

@@ -3,12 +3,12 @@
 import pytest
 
 from tests.table import Table, law
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.toys.staged import (
     a_fixed_tree,
@@ -25,20 +25,30 @@ CARD = find("staged")
 
 
 def made(
-    p: int = 1, q: int = 2, warp: Warp | None = None, stop: Stop | None = None, **knobs: object
+    p: int = 1,
+    q: int = 2,
+    sampling: SamplingParams | None = None,
+    stop: StoppingCriteria | None = None,
+    **knobs: object,
 ) -> Decoder:
-    ledger: list = []
+    forward_log: list = []
     target, draft = Table(p), Table(q, 3, zeros=False)
-    target.ledger = draft.ledger = ledger
-    request = Request(target, [draft], warp or Warp(), stop or Stop(), ledger=ledger)
+    target.forward_log = draft.forward_log = forward_log
+    request = Request(
+        target,
+        [draft],
+        sampling or SamplingParams(),
+        stop or StoppingCriteria(),
+        forward_log=forward_log,
+    )
     return CARD.make(request, **{"sample": 30, "budget": 4, **knobs})
 
 
 def finish(d: Decoder, prompt: tuple[int, ...] = (0, 1)) -> list[int]:
     d.extend(prompt)
-    chance = Seeded(0)
+    rng = Seeded(0)
     while not d.finished:
-        d.step(chance)
+        d.step(rng)
     return d.new
 
 
@@ -60,19 +70,21 @@ def test_trap_the_tree_follows_the_drafts_probability() -> None:
         beats_fixed_trees(a_fixed_tree)
 
 
-@pytest.mark.parametrize("warp", [Warp(), Warp(top_k=2), Warp(0.0)], ids=str)
-def test_the_second_stage_leaves_the_law_of_the_tree_as_it_is(warp: Warp) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(0.0)], ids=str
+)
+def test_the_second_stage_leaves_the_law_of_the_tree_as_it_is(sampling: SamplingParams) -> None:
     """Every tree that may be proposed, with its probability."""
 
     def trees(guesses: int) -> dict[TokenTree, object]:
-        def play(chance: Exhaustive) -> object:
-            d = made(warp=warp, guesses=guesses)
+        def play(rng: Exhaustive) -> object:
+            d = made(sampling=sampling, guesses=guesses)
             d.extend((0, 1))
-            tree = d.drafter.propose(d.context, 5, warp, chance.split("draft", 0))
+            tree = d.drafter.propose(d.context, 5, sampling, rng.split("draft", 0))
             return (
                 tree.tokens,
                 tree.parents,
-                tuple(None if q is None else tuple(q) for q in tree.laws),
+                tuple(None if q is None else tuple(q) for q in tree.draft_probs),
             )
 
         return Exhaustive.law(play)
@@ -81,14 +93,16 @@ def test_the_second_stage_leaves_the_law_of_the_tree_as_it_is(warp: Warp) -> Non
 
 
 @pytest.mark.parametrize("children", ["drawn", "likeliest"])
-@pytest.mark.parametrize("warp", [Warp(), Warp(0.5), Warp(0.0)], ids=str)
-def test_the_joint_law_is_the_targets(children: str, warp: Warp) -> None:
-    plain = law(lambda: Decoder(Table(1), NoDraft(), walk, warp=warp), 2)
-    assert law(lambda: made(warp=warp, children=children, budget=3), 2) == plain
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(0.5), SamplingParams(0.0)], ids=str
+)
+def test_the_joint_law_is_the_targets(children: str, sampling: SamplingParams) -> None:
+    plain = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
+    assert law(lambda: made(sampling=sampling, children=children, budget=3), 2) == plain
 
 
 def test_one_call_of_the_target_a_round_and_no_more_calls_of_the_draft_than_tokens() -> None:
-    d = made(stop=Stop(max_new_tokens=40), budget=6)
+    d = made(stop=StoppingCriteria(max_new_tokens=40), budget=6)
     d.extend((0, 1))
     while not d.finished:
         round = d.step(Seeded(d.rounds))
@@ -110,10 +124,10 @@ def test_the_tree_has_its_budget_and_no_node_more_children_than_the_width(
 
 
 def test_no_tree_is_deeper_than_the_room_or_goes_on_behind_an_end_of_text() -> None:
-    d = made(stop=Stop(max_new_tokens=3), budget=9)
+    d = made(stop=StoppingCriteria(max_new_tokens=3), budget=9)
     d.extend((0, 1))
     assert max(d.step(Seeded(0)).tree.depths()) <= 2
-    d = made(stop=Stop(eos=frozenset({1}), max_new_tokens=30), budget=9)
+    d = made(stop=StoppingCriteria(eos=frozenset({1}), max_new_tokens=30), budget=9)
     d.extend((0, 2))
     tree = d.step(Seeded(0)).tree
     assert all(tree.tokens[parent] != 1 for parent in tree.parents if parent >= 0)
@@ -121,11 +135,17 @@ def test_no_tree_is_deeper_than_the_room_or_goes_on_behind_an_end_of_text() -> N
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_short_requests_end_where_they_should(tokens: int) -> None:
-    assert len(finish(made(stop=Stop(max_new_tokens=tokens)))) == tokens
+    assert len(finish(made(stop=StoppingCriteria(max_new_tokens=tokens)))) == tokens
 
 
 def test_a_text_beyond_the_drafts_context_is_plain() -> None:
-    request = Request(Table(1), [Table(2)], Warp(), Stop(max_new_tokens=12), reach=[6])
+    request = Request(
+        Table(1),
+        [Table(2)],
+        SamplingParams(),
+        StoppingCriteria(max_new_tokens=12),
+        draft_max_lengths=[6],
+    )
     assert len(finish(CARD.make(request, sample=8))) == 12
 
 
@@ -139,11 +159,17 @@ def test_the_n_grams_are_counted_once_a_model() -> None:
 
 
 def test_temperature_0_gives_plain_greedy_text_and_children_that_are_point_masses() -> None:
-    d = made(warp=Warp(0.0), stop=Stop(max_new_tokens=20))
-    plain = Decoder(Table(1), NoDraft(), walk, warp=Warp(0.0), stop=Stop(max_new_tokens=20))
+    d = made(sampling=SamplingParams(0.0), stop=StoppingCriteria(max_new_tokens=20))
+    plain = Decoder(
+        Table(1),
+        BaseDrafter(),
+        verify_tree,
+        sampling=SamplingParams(0.0),
+        stop=StoppingCriteria(max_new_tokens=20),
+    )
     assert finish(d) == finish(plain)
     d.rewind(2)
-    assert set(d.step(Seeded(1)).tree.laws) == {None}
+    assert set(d.step(Seeded(1)).tree.draft_probs) == {None}
 
 
 @pytest.mark.parametrize("knobs", [{"budget": 0}, {"width": 0}, {"children": "all"}, {"order": 1}])

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from tests.table import Table, law
 from tinyspec._core import Forest
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.remembered import OUTPUTS
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import suffix_decoding as toys
@@ -27,7 +27,7 @@ from tinyspec.technique import Request, find
 from tinyspec.tree import TokenTree
 
 CARD = find("suffix_decoding")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 NOTHING = Scores(None, None, ())  # type: ignore[arg-type]
 
 
@@ -37,8 +37,8 @@ def drafter(
     return Suffixes(Forest(depth, 1 << 20), count(1), alpha, most, floor, price)
 
 
-def drafted(d: Suffixes, context: list[int], room: int = 99) -> TokenTree:
-    return d.propose(context, room, GREEDY, Seeded(0))
+def drafted(d: Suffixes, context: list[int], max_draft_depth: int = 99) -> TokenTree:
+    return d.propose(context, max_draft_depth, GREEDY, Seeded(0))
 
 
 @pytest.mark.parametrize("trap", toys.TRAPS, ids=lambda trap: trap.law)
@@ -89,7 +89,7 @@ def test_guesses_below_the_floor_are_left_out() -> None:
     for floor, tokens in ((0.0, [2, 3]), (0.5, [2])):
         d = drafter(alpha=2.0, floor=floor)
         d.extend(text, NOTHING)
-        assert drafted(d, text, room=1).tokens == tokens
+        assert drafted(d, text, max_draft_depth=1).tokens == tokens
 
 
 def test_prompt_and_output_of_a_request_are_one_text_and_those_of_another_are_none() -> None:
@@ -131,7 +131,7 @@ def test_a_request_that_nobody_ends_leaves_its_own_tree_to_nobody() -> None:
 def test_no_match_and_no_room_are_plain_steps() -> None:
     d = drafter()
     d.extend([1, 2, 1], NOTHING)
-    assert drafted(d, [3]) == drafted(d, [1], room=0) == TokenTree()
+    assert drafted(d, [3]) == drafted(d, [1], max_draft_depth=0) == TokenTree()
     assert drafted(d, []) == TokenTree()
 
 
@@ -143,7 +143,7 @@ def test_no_and_one_new_token(wanted: int) -> None:
 
 def test_an_end_of_text_inside_a_draft_ends_the_text() -> None:
     model = Reciter([1, 2, 3, 4, 5, 1, 2, 3, 4, 5])
-    stop = Stop(eos=frozenset({4}), max_new_tokens=9)
+    stop = StoppingCriteria(eos=frozenset({4}), max_new_tokens=9)
     decoder = CARD.make(Request(model.session(), (), GREEDY, stop), price=0.0)
     decoder.extend(model.poem[:7])
     while not decoder.finished:
@@ -151,13 +151,19 @@ def test_an_end_of_text_inside_a_draft_ends_the_text() -> None:
     assert (decoder.new, decoder.rounds) == ([3, 4], 1)
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
+)
 @pytest.mark.parametrize("price", [0.0, 0.25])
-def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp, price: float) -> None:
+def test_the_joint_law_is_the_targets_at_any_temperature(
+    sampling: SamplingParams, price: float
+) -> None:
     def suffixes() -> Decoder:
-        return CARD.make(Request(Table(3), warp=warp), most=3, depth=5, price=price)
+        return CARD.make(Request(Table(3), sampling=sampling), most=3, depth=5, price=price)
 
-    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 3, (0, 1, 0))
+    plain = law(
+        lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3, (0, 1, 0)
+    )
     assert law(suffixes, 3, (0, 1, 0)) == plain
 
 

@@ -10,12 +10,12 @@ import torch
 from tests.table import Table, law
 from tests.zoo import tiny_zoo
 from tinyspec import generate, load
-from tinyspec.decoding.candidates import candidates, kept
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.candidates import candidates, per_model_state
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.toys import token_recycling as toys
 from tinyspec.speculative.drafting.token_recycling import NOTHING, Matrix, Recycling, static_tree
@@ -23,7 +23,7 @@ from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT
 
 CARD = find("token_recycling")
-GREEDY = Warp(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 SMALL = {"k": 2, "nodes": 6, "depth": 2}
 
 
@@ -39,10 +39,12 @@ def test_no_tree_of_its_size_is_worth_more_than_the_static_tree() -> None:
     assert toys.is_the_best_tree(static_tree).cases == 25
 
 
-@pytest.mark.parametrize("warp", [Warp(), GREEDY, Warp(temperature=0.5, top_k=2)], ids=str)
-def test_the_joint_law_is_the_targets_at_any_temperature(warp: Warp) -> None:
-    plain = law(lambda: Decoder(Table(3), NoDraft(), walk, warp=warp), 4)
-    assert law(lambda: CARD.make(Request(Table(3), warp=warp), **SMALL), 4) == plain
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
+)
+def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
+    plain = law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 4)
+    assert law(lambda: CARD.make(Request(Table(3), sampling=sampling), **SMALL), 4) == plain
 
 
 def test_the_static_tree_is_imbalanced_and_as_large_as_asked_for() -> None:
@@ -59,8 +61,10 @@ def learnt(k: int = 2) -> Matrix:
     return matrix
 
 
-def proposed(room: int, ends: frozenset[int] = frozenset(), context: tuple[int, ...] = (0,)) -> Any:
-    return Recycling(learnt(), 6, 3, ends).propose(context, room, GREEDY, Seeded(0))
+def proposed(
+    max_draft_depth: int, ends: frozenset[int] = frozenset(), context: tuple[int, ...] = (0,)
+) -> Any:
+    return Recycling(learnt(), 6, 3, ends).propose(context, max_draft_depth, GREEDY, Seeded(0))
 
 
 def test_a_draft_is_no_deeper_than_the_room_and_stops_at_the_end_of_text_and_at_tokens_never_scored() -> (
@@ -119,7 +123,7 @@ def test_a_user_gets_the_greedy_text_and_the_matrix_stays_with_the_model(model: 
     )
     assert first.tokens == second.tokens == plain.tokens
     assert second.stats.target_calls <= first.stats.target_calls
-    known = kept(model.session(), ("token_recycling", 8), lambda: Matrix(8))
+    known = per_model_state(model.session(), ("token_recycling", 8), lambda: Matrix(8))
     assert (known.rows[3] != NOTHING).all()
 
 
@@ -131,7 +135,11 @@ def test_nothing_is_made_where_nothing_is_asked_for(model: Any) -> None:
 def test_an_end_of_text_inside_a_block_ends_the_text() -> None:
     for eos in range(3):
         d = CARD.make(
-            Request(Table(3), warp=GREEDY, stop=Stop(eos=frozenset({eos}), max_new_tokens=9)),
+            Request(
+                Table(3),
+                sampling=GREEDY,
+                stop=StoppingCriteria(eos=frozenset({eos}), max_new_tokens=9),
+            ),
             **SMALL,
         )
         d.extend([0])

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.lm.small import GPT2, LLAMA, model
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.toys.triforce import (
     finds_the_needle,
@@ -33,21 +33,21 @@ TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
 def made(
-    config: Config = LLAMA, warp: Warp | None = None, tokens: int = 20, **knobs: int
+    config: Config = LLAMA, sampling: SamplingParams | None = None, tokens: int = 20, **knobs: int
 ) -> Decoder:
-    ledger: list = []
+    forward_log: list = []
     request = Request(
-        model(config, seed=1).session(ledger), [model(config, seed=2).session(ledger)],
-        warp or Warp(0.0), Stop(max_new_tokens=tokens), ledger=ledger,
+        model(config, seed=1).session(forward_log), [model(config, seed=2).session(forward_log)],
+        sampling or SamplingParams(0.0), StoppingCriteria(max_new_tokens=tokens), forward_log=forward_log,
     )  # fmt: skip
     return CARD.make(request, **{**KNOBS, **knobs})
 
 
 def finish(d: Decoder, prompt: list[int], seed: int = 0) -> list[int]:
     d.extend(prompt)
-    chance = Seeded(seed)
+    rng = Seeded(seed)
     while not d.finished:
-        d.step(chance)
+        d.step(rng)
     return d.new
 
 
@@ -108,13 +108,15 @@ def test_the_first_chunk_is_always_kept_and_equals_go_to_the_earlier() -> None:
     assert chosen(scores, 1) == [[0], [0]]
 
 
-@pytest.mark.parametrize("warp", [Warp(0.0), Warp(0.8)], ids=str)
-def test_a_budget_that_holds_the_context_makes_middle_and_target_agree_always(warp: Warp) -> None:
-    d = made(warp=warp, budget=64, rebuild=0)
+@pytest.mark.parametrize("sampling", [SamplingParams(0.0), SamplingParams(0.8)], ids=str)
+def test_a_budget_that_holds_the_context_makes_middle_and_target_agree_always(
+    sampling: SamplingParams,
+) -> None:
+    d = made(sampling=sampling, budget=64, rebuild=0)
     d.extend(TEXT)
     rounds = [d.step(Seeded(number)) for number in range(4)]
     assert [len(round.tokens) for round in rounds[1:]] == [4, 4, 4]  # alpha = 1
-    assert [len(round.verdict.refused) for round in rounds] == [0, 0, 0, 0]
+    assert [len(round.verdict.rejected) for round in rounds] == [0, 0, 0, 0]
     assert all(
         sum(call.rows for call in round.calls) <= 1 for round in rounds[1:]
     )  # and the check is free: one row
@@ -135,16 +137,16 @@ def test_a_budget_as_large_as_the_models_context_is_said_to_be_the_full_cache() 
 def test_greedy_text_is_plain_greedy_text(config: Config) -> None:
     plain = Decoder(
         model(config, seed=1).session(),
-        NoDraft(),
-        walk,
-        warp=Warp(0.0),
-        stop=Stop(max_new_tokens=20),
+        BaseDrafter(),
+        verify_tree,
+        sampling=SamplingParams(0.0),
+        stop=StoppingCriteria(max_new_tokens=20),
     )
     assert finish(made(config), TEXT) == finish(plain, TEXT)
 
 
 def test_what_the_middle_computes_leaves_nothing_in_the_targets_cache() -> None:
-    d = made(warp=Warp(0.8))
+    d = made(sampling=SamplingParams(0.8))
     d.extend(TEXT)
     for number in range(6):
         d.step(Seeded(number))
@@ -207,7 +209,7 @@ def test_short_requests_end_where_they_should(tokens: int) -> None:
 def test_an_end_of_text_in_the_middles_draft_ends_the_text() -> None:
     text = finish(made(), TEXT)
     d = made()
-    d.stop = d.drafter.ends = d.drafter.decoder.stop = Stop(
+    d.stop = d.drafter.ends = d.drafter.decoder.stop = StoppingCriteria(
         eos=frozenset({text[6]}), max_new_tokens=20
     )
     assert finish(d, TEXT) == text[: text.index(text[6]) + 1]

@@ -102,7 +102,9 @@ def test_every_exit_reads_the_one_norm_and_the_one_head() -> None:
     model = Model.random(CONFIG, scale=0.3)
     ids = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
     blocks = model.dense()
-    assert torch.equal(exit_logits(blocks, ids, 5), model.teach(ids)), "the last exit is the model"
+    assert torch.equal(exit_logits(blocks, ids, 5), model.training_logits(ids)), (
+        "the last exit is the model"
+    )
     states = list(blocks.stream(ids))
     for layers in range(1, 6):
         short = Model(
@@ -113,7 +115,7 @@ def test_every_exit_reads_the_one_norm_and_the_one_head() -> None:
                 if not name[0].isdigit() or int(name[0]) < layers
             },
         )
-        assert torch.equal(exit_logits(blocks, ids, layers), short.teach(ids)), (
+        assert torch.equal(exit_logits(blocks, ids, layers), short.training_logits(ids)), (
             "an exit is the model cut off above it"
         )
         assert torch.equal(blocks.head(states[layers - 1]), exit_logits(blocks, ids, layers))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.training.test_train_lm import RECIPE, run, zoo
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import generate
 from tinyspec.lm import checkpoint
@@ -48,9 +48,9 @@ def test_the_penalty_is_the_one_of_decoding() -> None:
     strengths = torch.tensor([1.0, 1.2, 2.0])
     rows = penalised(logits, inputs, strengths).softmax(-1)
     for row, strength in enumerate(strengths.tolist()):
-        warp = Warp(repetition_penalty=strength)
+        sampling = SamplingParams(repetition_penalty=strength)
         for at in range(6):
-            expected = warp(logits[row, at], inputs[row, : at + 1].tolist())
+            expected = sampling.probs(logits[row, at], inputs[row, : at + 1].tolist())
             np.testing.assert_allclose(rows[row, at].numpy(), expected, atol=1e-6)
 
 
@@ -114,11 +114,16 @@ def test_alpha_is_that_of_the_penalised_laws() -> None:
     target, draft = teacher(0), teacher(1)
     texts = torch.randint(20, (1, 9), generator=torch.Generator().manual_seed(2))
     strength = 1.5
-    alpha = Written(texts, torch.tensor([strength]), OWN).alpha(target.teach, draft.teach)
+    alpha = Written(texts, torch.tensor([strength]), OWN).alpha(
+        target.training_logits, draft.training_logits
+    )
     overlaps = []
     for at in range(1, 9):
         ids = texts[0, :at].tolist()
-        p, q = (Warp(repetition_penalty=strength)(m.logits(ids)[-1], ids) for m in (target, draft))
+        p, q = (
+            SamplingParams(repetition_penalty=strength).probs(m.logits(ids)[-1], ids)
+            for m in (target, draft)
+        )
         overlaps.append(float(np.minimum(p, q).sum()))
     assert alpha == pytest.approx(sum(overlaps) / 8, abs=1e-5)
 

@@ -55,14 +55,14 @@ def run(
         return batches(generator)
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model.teach(inputs, 0.1).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(model.training_logits(inputs, 0.1).flatten(0, 1), targets.flatten())
 
     def figures() -> dict[str, float]:
         with torch.no_grad():
             inputs, targets = batches(torch.Generator().manual_seed(99))
             return {
                 "valid": float(
-                    F.cross_entropy(model.teach(inputs).flatten(0, 1), targets.flatten())
+                    F.cross_entropy(model.training_logits(inputs).flatten(0, 1), targets.flatten())
                 )
             }
 
@@ -122,7 +122,7 @@ def test_the_best_weights_by_validation_are_the_result(tmp_path: Path) -> None:
     model = Model.random(SHAPE, seed=1)
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(model.teach(inputs).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(model.training_logits(inputs).flatten(0, 1), targets.flatten())
 
     def validate() -> dict[str, float]:
         kept.append({name: w.detach().clone() for name, w in model.weights.items()})
@@ -158,7 +158,7 @@ def test_pieces_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
         model = Model.random(SHAPE, seed=1, dtype=torch.float64)
 
         def loss(inputs: Tensor, targets: Tensor, model: Model = model) -> Tensor:
-            return F.cross_entropy(model.teach(inputs).flatten(0, 1), targets.flatten())
+            return F.cross_entropy(model.training_logits(inputs).flatten(0, 1), targets.flatten())
 
         train(
             model.weights, batches, loss, Settings(steps=2, pieces=pieces), tmp_path / str(pieces)

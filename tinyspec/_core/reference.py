@@ -149,7 +149,7 @@ def check(scores: Sequence[float]) -> float:
     return top
 
 
-def leading(row: Sequence[Number], masses: Sequence[Number], need: Number) -> list[Number]:
+def keep_top_mass(row: Sequence[Number], masses: Sequence[Number], need: Number) -> list[Number]:
     """Keep the tokens of highest weight, ties by lowest id, until their masses reach `need`; at least one."""
     reached: Number = 0
     kept = [0 * x for x in row]
@@ -181,12 +181,12 @@ def truncate(
     """
     kept = list(row)
     if top_k is not None and top_k < len(kept):
-        kept = leading(kept, [1] * len(kept), top_k)
+        kept = keep_top_mass(kept, [1] * len(kept), top_k)
     if top_p is not None and top_p < 1:
         masses = units(kept)
         whole: Number = reduce(add, masses, 0)
         need = top_p * whole if isinstance(whole, Fraction) else math.ceil(top_p * float(whole))
-        kept = leading(kept, masses, min(need, whole))
+        kept = keep_top_mass(kept, masses, min(need, whole))
     if min_p is not None and min_p > 0:
         floor = min_p * max(kept)
         kept = [x if x >= floor else 0 * x for x in kept]
@@ -223,7 +223,9 @@ def warp(
 # --- verifying ------------------------------------------------------------------------------------------------------
 
 
-def left_over(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> list[Number]:
+def unnormalized_residual(
+    row: Sequence[Number], q: Sequence[Number] | None, token: int
+) -> list[Number]:
     """max(0, row - q), not normalised; a q of None is a point mass at `token`. O(V)."""
     if q is None:
         return [0 * x if i == token else x for i, x in enumerate(row)]
@@ -242,19 +244,19 @@ def residual(row: Sequence[Number], q: Sequence[Number]) -> list[Number]:
     >>> residual([0.5, 0.5, 0.0], [1.0, 0.0, 0.0])
     [0.0, 1.0, 0.0]
     """
-    return normalise(left_over(row, q, -1)) or list(row)
+    return normalise(unnormalized_residual(row, q, -1)) or list(row)
 
 
 def without(row: Sequence[Number], token: int) -> list[Number]:
     """The row given that it is not `token`: the residual of a point mass. Nothing left: the row itself. O(V)."""
-    return normalise(left_over(row, None, token)) or list(row)
+    return normalise(unnormalized_residual(row, None, token)) or list(row)
 
 
 def refuse(
     row: Sequence[Number], q: Sequence[Number] | None, token: int, last: bool
 ) -> Sequence[Number]:
     """The law in force after a refusal. The last sibling's need not be normalised: a draw does not ask for it."""
-    left = left_over(row, q, token)
+    left = unnormalized_residual(row, q, token)
     mass = total(left)
     return row if not mass > 0 else left if last else [x / mass for x in left]
 

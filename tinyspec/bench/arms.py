@@ -107,14 +107,14 @@ class Own:
             seed=seed,
             **self.options,
         )
-        decoder, chance, stats = running.decoder, running.chance, Statistics()
+        decoder, rng, stats = running.decoder, running.rng, Statistics()
         wait()
         read = clock()
         silent = truncated = stopped = 0
         while not decoder.finished:
-            round = decoder.step(chance)
+            round = decoder.step(rng)
             stats.count(round)
-            silent += len(round.tokens) == len(round.verdict.path)
+            silent += len(round.tokens) == len(round.verdict.accepted)
             truncated += round.truncated
             stopped += "recovered" in origins(round)
         wait()
@@ -185,7 +185,7 @@ def balance(made: Made, job: Job, label: str) -> None:
         )
 
 
-def quiet_moment() -> None:
+def collect_garbage() -> None:
     """Collect garbage now, so that it is not collected inside somebody's time."""
     gc.collect()
 

@@ -15,7 +15,7 @@ from tinyspec.bench.exits import Passage, counted, passages, work, written
 from tinyspec.bench.harness import progress, report
 from tinyspec.decoding.calibrate import calibrate, enough, hoeffding, risk, textual
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model
 
 
@@ -64,12 +64,12 @@ def run(
     with progress(f"{model.name}: {consistency} consistency", len(candidates), quiet) as tick:
 
         def losses(threshold: float) -> list[float]:
-            ledger: list[Call] = []
+            forward_log: list[ForwardRecord] = []
             early = [
-                written(model, p.prompt, tokens, ledger, {**knobs, "threshold": threshold})
+                written(model, p.prompt, tokens, forward_log, {**knobs, "threshold": threshold})
                 for p in examples
             ]
-            costs[threshold] = _work(model, ledger, sum(map(len, early)))
+            costs[threshold] = _work(model, forward_log, sum(map(len, early)))
             tick()
             return _losses(consistency, early, full, examples)
 
@@ -121,6 +121,6 @@ def _losses(consistency: str, early: Texts, full: Texts, of: Sequence[Passage]) 
     ]
 
 
-def _work(model: Model, ledger: Sequence[Call], tokens: int) -> float:
+def _work(model: Model, forward_log: Sequence[ForwardRecord], tokens: int) -> float:
     """All work behind the prompts, over the full model's for as many tokens."""
-    return work(model.config, *counted(ledger)) / max(tokens, 1)
+    return work(model.config, *counted(forward_log)) / max(tokens, 1)

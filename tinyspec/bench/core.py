@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from tinyspec.bench.harness import interleaved, progress, ratio, report
-from tinyspec.decoding.chance import Replay
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Replay
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import TokenTree
 
@@ -38,8 +38,8 @@ def many(call: Any) -> Any:
     return run
 
 
-def drawing(warp: Warp, line: torch.Tensor) -> Any:
-    return lambda: warp.draw(line, (), 0.5)
+def drawing(sampling: SamplingParams, line: torch.Tensor) -> Any:
+    return lambda: sampling.draw(line, (), 0.5)
 
 
 def measure(rounds: int = 15, quiet: bool = False) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def measure(rounds: int = 15, quiet: bool = False) -> dict[str, Any]:
         logits_process.TemperatureLogitsWarper(0.8),
         logits_process.TopPLogitsWarper(0.9),
     )
-    warp = Warp(temperature=0.8, top_p=0.9)
+    sampling = SamplingParams(temperature=0.8, top_p=0.9)
 
     def theirs() -> None:
         torch.multinomial(nucleus(ids, heat(ids, row.clone())).softmax(-1), 1)
@@ -78,17 +78,17 @@ def measure(rounds: int = 15, quiet: bool = False) -> dict[str, Any]:
     generator = np.random.default_rng(0)
 
     arms = {
-        "warp_draw": many(lambda: warp.draw(row[0], (), 0.5)),
+        "warp_draw": many(lambda: sampling.draw(row[0], (), 0.5)),
         "transformers_processors": many(theirs),
         "torch_top_k_first": many(top_first),
-        "walk": many(lambda: walk(tree, rows, Replay(generator.random(6)))),  # type: ignore[arg-type]
+        "walk": many(lambda: verify_tree(tree, rows, Replay(generator.random(6)))),  # type: ignore[arg-type]
         "transformers_verify": many(
             lambda: _speculative_sampling(
                 candidates, q_rows.log()[None].float(), 5, p_rows.log()[None].float(), False
             )
         ),
         **{
-            f"warp_draw_v{scale}": many(drawing(warp, logits(VOCABULARY * scale, 1)[0]))
+            f"warp_draw_v{scale}": many(drawing(sampling, logits(VOCABULARY * scale, 1)[0]))
             for scale in (2, 4)
         },
     }

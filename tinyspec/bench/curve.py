@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tinyspec import _core
-from tinyspec.bench.arms import Clock, quiet_moment, waiting
+from tinyspec.bench.arms import Clock, collect_garbage, waiting
 from tinyspec.bench.harness import spread
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import pack
@@ -181,7 +181,7 @@ def measure(
         order = [
             ks[(i + round) % len(ks)] for i in range(len(ks))
         ]  # who goes first changes with every round
-        quiet_moment()
+        collect_garbage()
         for k in order:
             for forward in forwards:
                 settle(SETTLE)

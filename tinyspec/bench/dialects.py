@@ -22,13 +22,13 @@ from torch.nn import functional as F
 
 from tinyspec.bench.dialects_report import told
 from tinyspec.bench.harness import progress, report, save
-from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.copies import uniform
 from tinyspec.decoding.lengths import beam, by_token
 from tinyspec.decoding.refine import Canvas, Refiner
 from tinyspec.decoding.refine_many import chosen
+from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.seq2seq import Memory, Seq2Seq, Seq2SeqConfig
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import mask_predict
 from tinyspec.nonautoregressive.nat import parallel, words
 from tinyspec.training.dialects import Dialects, padded
@@ -193,7 +193,7 @@ def greedy(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
     return write(model, sources, Writing(beam=1, factor=2.0))
 
 
-def said(model: Seq2Seq, source: Tensor, target: Tensor, memory: Memory) -> Tensor:
+def said(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) -> Tensor:
     """-sum of log p(y_t | x, T) over a batch, all places written in one pass from evenly spread copies of the source."""
     places, slots = uniform((source != 0).sum(dim=1), (target != 0).sum(dim=1))
     logits = model.logits(parallel(model, source.gather(1, places), slots, memory)[slots])
@@ -213,14 +213,16 @@ class Copying:
     def __init__(self, model: Seq2Seq, generator: torch.Generator | None = None):
         self.model, self.generator = model, generator
 
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         length = beam(by_token(self.model, memory), 1)[0]
         places, slots = uniform(torch.tensor([len(source)]), torch.tensor(length))
         return Canvas(
             torch.tensor([list(source)]).gather(1, places), slots, torch.zeros(slots.shape)
         )
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         states = parallel(self.model, canvas.tokens, canvas.mask, memory)
         law = words(self.model, self.model.logits(states)).log_softmax(dim=-1)
         tokens = law.argmax(dim=-1)
@@ -233,7 +235,7 @@ class Copying:
     def finished(self, canvas: Canvas, iteration: int) -> bool:
         return iteration == 1
 
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return 0
 
 

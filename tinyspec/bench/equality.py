@@ -17,9 +17,9 @@ from typing import Any
 from tinyspec import data, models
 from tinyspec.bench.book import dumps
 from tinyspec.bench.harness import progress, report, save
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids
@@ -39,26 +39,26 @@ def greedy(
     **knobs: Any,
 ) -> tuple[list[int], Statistics]:
     """Greedy ids that end after `tokens` tokens and nowhere else, and what was counted."""
-    ledger: list[Any] = []
-    stop = Stop(max_new_tokens=tokens)
+    forward_log: list[Any] = []
+    stop = StoppingCriteria(max_new_tokens=tokens)
     limit = model.config.max_positions
     request = Request(
-        model.session(ledger),
+        model.session(forward_log),
         (),
-        Warp(temperature=0.0),
+        SamplingParams(temperature=0.0),
         stop,
         references,
         positions=limit,
-        ledger=ledger,
+        forward_log=forward_log,
     )
-    decoder, chance, counted = find(method).make(request, **knobs), Seeded(0), Statistics()
+    decoder, rng, counted = find(method).make(request, **knobs), Seeded(0), Statistics()
     decoder.extend(ids)
     while not decoder.finished:
-        counted.count(decoder.step(chance))
+        counted.count(decoder.step(rng))
     return decoder.new, counted
 
 
-def rehearsal(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+def noisy_reference(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
     """The end of the prompt and the answer with every seventh token changed.
 
     >>> rehearsal([5], [1, 2, 3, 4, 5, 6, 7, 8])
@@ -80,7 +80,9 @@ def rows(model: Model, question: Any, tokens: int, methods: Sequence[str]) -> li
     for arm in (*methods, REHEARSED):
         copied = arm == REHEARSED
         if copied:
-            got, counted = greedy(model, ids, tokens, "llma", [rehearsal(ids, plain)], price=0.0)
+            got, counted = greedy(
+                model, ids, tokens, "llma", [noisy_reference(ids, plain)], price=0.0
+            )
         else:
             got, counted = greedy(model, ids, tokens, arm)
         same = next((i for i, (a, b) in enumerate(zip(got, plain, strict=True)) if a != b), tokens)

@@ -22,13 +22,13 @@ from tinyspec import models
 from tinyspec.bench.arms import endless
 from tinyspec.bench.harness import progress, report, save
 from tinyspec.bench.report import Grid, number
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Request, find
 from tinyspec.tree import TokenTree
@@ -88,23 +88,35 @@ def passages(
     return found
 
 
-def decoder(model: Model, tokens: int, ledger: list[Call], knobs: Mapping[str, Any]) -> Decoder:
+def decoder(
+    model: Model, tokens: int, forward_log: list[ForwardRecord], knobs: Mapping[str, Any]
+) -> Decoder:
     """CALM at temperature 0, with nothing in its text yet."""
-    stop = Stop(frozenset(model.config.eos), max_new_tokens=tokens)
+    stop = StoppingCriteria(frozenset(model.config.eos), max_new_tokens=tokens)
     return find("calm").make(
-        Request(model.session(ledger), warp=Warp(0.0), stop=stop, ledger=ledger), **knobs
+        Request(
+            model.session(forward_log),
+            sampling=SamplingParams(0.0),
+            stop=stop,
+            forward_log=forward_log,
+        ),
+        **knobs,
     )
 
 
 def written(
-    model: Model, prompt: Sequence[int], tokens: int, ledger: list[Call], knobs: Mapping[str, Any]
+    model: Model,
+    prompt: Sequence[int],
+    tokens: int,
+    forward_log: list[ForwardRecord],
+    knobs: Mapping[str, Any],
 ) -> list[int]:
     """The text that it writes."""
-    made = decoder(model, tokens, ledger, knobs)
+    made = decoder(model, tokens, forward_log, knobs)
     made.extend(prompt)
-    chance = Seeded(0)
+    rng = Seeded(0)
     while not made.finished:
-        made.step(chance)
+        made.step(rng)
     return made.new
 
 
@@ -211,30 +223,30 @@ def _both(
     model: Model, at: int, passage: Passage, whole: Whole, knobs: Mapping[str, Any]
 ) -> Iterator[Sample]:
     """A passage forced, and free."""
-    n, ledger = len(passage.rest), list[Call]()
-    target = decoder(model, n, ledger, knobs).target
+    n, forward_log = len(passage.rest), list[ForwardRecord]()
+    target = decoder(model, n, forward_log, knobs).target
     target.extend(passage.prompt)
     right, bits = 0, 0.0
     for word, token in zip(whole.words, passage.rest, strict=True):
         row = target.score(TokenTree()).logits[0].double()
         right, bits = right + (int(row.argmax()) == word), bits + _bits(row, token)
         target.commit((), token)
-    yield Sample("forced", at, n, right, bits, *counted(ledger))
-    ledger.clear()
-    text = written(model, passage.prompt, n, ledger, knobs)
+    yield Sample("forced", at, n, right, bits, *counted(forward_log))
+    forward_log.clear()
+    text = written(model, passage.prompt, n, forward_log, knobs)
     rows = model.logits([*passage.prompt, *text])[len(passage.prompt) - 1 : -1].double()
     same = sum(a == b for a, b in zip(text, whole.text, strict=True))
     bits = sum(_bits(row, token) for row, token in zip(rows, text, strict=True))
-    yield Sample("free", at, n, same, bits, *counted(ledger))
+    yield Sample("free", at, n, same, bits, *counted(forward_log))
 
 
 def _bits(row: Any, token: int) -> float:
     return float(row.logsumexp(0) - row[token]) / math.log(2)
 
 
-def counted(ledger: Sequence[Call]) -> tuple[float, int, int]:
+def counted(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
     """Layers, fills and head products behind the prompt."""
-    calls = [call for call in ledger if not call.prefill]
+    calls = [call for call in forward_log if not call.prefill]
     return (
         sum(c.row_layers for c in calls),
         sum(c.fills for c in calls),

@@ -102,7 +102,7 @@ def _made(
             sum(call.row_layers for call in round.draft_calls),
             sum(call.row_layers for call in round.calls),
             len(round.tree.tokens),
-            len(round.verdict.path),
+            len(round.verdict.accepted),
         )
         for round in running
     ]

@@ -63,7 +63,7 @@ class Llama:
     """A model and a context of llama.cpp for `room` tokens, from a .gguf file that may go once it is loaded."""
 
     def __init__(self, spec: ArmSpec, settings: Settings, path: Path, room: int):
-        self.label, self.lib, self.warp = (
+        self.label, self.lib, self.sampling = (
             spec.label,
             library(),
             (settings.temperature, settings.top_p),
@@ -131,7 +131,7 @@ class Llama:
             self.model = self.context = None
 
     def _sampler(self, seed: int) -> Any:
-        temperature, top_p = self.warp
+        temperature, top_p = self.sampling
         chain = self.lib.llama_sampler_chain_init(self.lib.llama_sampler_chain_default_params())
         if temperature == 0:
             self.lib.llama_sampler_chain_add(chain, self.lib.llama_sampler_init_greedy())

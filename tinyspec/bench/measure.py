@@ -8,7 +8,7 @@ handed in, so that the tests of all this need no wall time.
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tinyspec.bench.arms import Arm, Clock, balance, quiet_moment
+from tinyspec.bench.arms import Arm, Clock, balance, collect_garbage
 from tinyspec.bench.book import Book, Sample
 from tinyspec.bench.tasks import Job
 
@@ -64,7 +64,7 @@ def run(
 
 
 def _timed(arm: Arm, job: Job, round: int, book: Book, clock: Clock, greedy: bool) -> Sample:
-    quiet_moment()
+    collect_garbage()
     made = arm.run(job, book.settings.seed + round, clock)
     balance(made, job, arm.label)
     same = agreeing(made.ids, book.references[job.key]) if greedy else None

@@ -27,7 +27,7 @@ from tinyspec.bench import curve
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.report import Grid
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.chain import draw
+from tinyspec.lm.chain import draft_chain
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine
 from tinyspec.lm.feed import Seen
@@ -90,7 +90,7 @@ class Guessing(curve.OwnForwards):
 
     def run(self, k: int) -> None:
         left = iter(range(k - 1, -1, -1))
-        if not draw(self.session, k, lambda row: int(row.argmax()) if next(left) else None):
+        if not draft_chain(self.session, k, lambda row: int(row.argmax()) if next(left) else None):
             raise RuntimeError("this session does not let its guesses choose each other")
 
 

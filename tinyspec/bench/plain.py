@@ -15,9 +15,9 @@ import torch
 
 from tinyspec import models
 from tinyspec.bench.harness import interleaved, progress, ratio, report
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Request, find
@@ -31,19 +31,19 @@ def decode(
     model: Model, ids: list[int], tokens: int, method: str = "autoregressive", **knobs: Any
 ) -> list[int]:
     """New ids of a greedy decoding that ends after `tokens` tokens and nowhere else."""
-    ledger: list[Any] = []
+    forward_log: list[Any] = []
     request = Request(
-        model.session(ledger),
-        warp=Warp(temperature=0.0),
-        stop=Stop(max_new_tokens=tokens),
+        model.session(forward_log),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StoppingCriteria(max_new_tokens=tokens),
         positions=model.config.max_positions,
-        ledger=ledger,
+        forward_log=forward_log,
     )
     decoder = find(method).make(request, **knobs)
     decoder.extend(ids)
-    chance = Seeded(0)
+    rng = Seeded(0)
     while not decoder.finished:
-        decoder.step(chance)
+        decoder.step(rng)
     return decoder.new
 
 

@@ -16,7 +16,7 @@ from tinyspec.bench.harness import progress, report
 from tinyspec.bench.report import Grid, number, ratio
 from tinyspec.bench.tasks import openings
 from tinyspec.decoding.goodput import Clock
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, stopping
 from tinyspec.lm.transformer import Model
@@ -61,7 +61,7 @@ def measure(
     halves = texts[::2][:prompts], texts[1::2][:prompts]
     asked = [
         {
-            label: requests(model, draft, half, tokens, Warp(temperature))
+            label: requests(model, draft, half, tokens, SamplingParams(temperature))
             for label, draft in small.items()
         }
         for half in halves
@@ -78,7 +78,11 @@ def measure(
 
 
 def requests(
-    model: Model, draft: Model, prompts: Sequence[Sequence[int]], tokens: int, warp: Warp
+    model: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampling: SamplingParams,
 ) -> Asked:
     """Fresh requests for these prompts on the pair, each time it is called."""
 
@@ -88,10 +92,10 @@ def requests(
                 Request(
                     model.session(),
                     [draft.session()],
-                    warp,
+                    sampling,
                     stopping(model, (), tokens),
                     positions=model.config.max_positions,
-                    reach=[draft.config.max_positions],
+                    draft_max_lengths=[draft.config.max_positions],
                 ),
                 prompt,
             )

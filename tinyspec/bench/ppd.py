@@ -239,8 +239,8 @@ def grids(result: Mapping[str, Any]) -> list[Grid]:
         "(times as fast, times the work)"
     )
     timed = [[name, speed(five)] for name, five in of["wall"].items()]
-    ledger = of["counted"].get("1")
-    forecast = f"; the clock says {ledger['clock']:.2f}" if ledger else ""
+    forward_log = of["counted"].get("1")
+    forecast = f"; the clock says {forward_log['clock']:.2f}" if forward_log else ""
     tokens = "all tokens alike" if result["identical"] else "TOKENS DIFFER"
     title = (
         f"Wall time at layer {result['layer']}, k=1: times as fast as plain decoding "

@@ -22,7 +22,7 @@ from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.planning import requests
 from tinyspec.bench.report import Grid, number, speed
 from tinyspec.bench.tasks import Job
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import check_pair
@@ -119,17 +119,20 @@ def _draft(
     clock: Clock,
 ) -> dict[str, Any]:
     """What a draft is, how often it is accepted, and what a step of it costs."""
-    config, warp = draft.config, Warp(book.settings.temperature)
+    config, sampling = draft.config, SamplingParams(book.settings.temperature)
     pairs, soft = list[tuple[Any, Any]](), list[tuple[Any, Any]]()
     for job in jobs:
         text = [*job.ids, *book.references[job.key]]
         p, q = (m.logits(text)[len(job.ids) - 1 : -1] for m in (model, draft))
         for at in range(len(p)):
             pairs.append(
-                (warp(p[at], text[: len(job.ids) + at]), warp(q[at], text[: len(job.ids) + at]))
+                (
+                    sampling.probs(p[at], text[: len(job.ids) + at]),
+                    sampling.probs(q[at], text[: len(job.ids) + at]),
+                )
             )
-            soft.append((Warp()(p[at], ()), Warp()(q[at], ())))
-    pace = requests(endless(model), endless(draft), asked, book.settings.tokens, warp)
+            soft.append((SamplingParams().probs(p[at], ()), SamplingParams().probs(q[at], ())))
+    pace = requests(endless(model), endless(draft), asked, book.settings.tokens, sampling)
     plain = profile_target(pace, 1, clock)[0]
     return {
         "layers": config.n_layers,

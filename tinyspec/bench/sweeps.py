@@ -87,7 +87,7 @@ def _traced(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> d
     running = start(
         endless(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
     )
-    told = [sweep._asdict() for sweep in sweeps(running.decoder, running.chance)]
+    told = [sweep._asdict() for sweep in sweeps(running.decoder, running.rng)]
     return {"prompt": list(prompt), **dict(arm.knobs), "new": running.decoder.new, "trace": told}
 
 

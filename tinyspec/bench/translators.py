@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 
 from tinyspec import translators
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.refine_many import chosen, refine_many
-from tinyspec.decoding.rescore import said
+from tinyspec.decoding.rescore import token_logprobs
+from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import MaskPredict
 from tinyspec.nonautoregressive.nat import FertileParallel
@@ -138,10 +138,12 @@ def _beam(model: Seq2Seq, beam: int) -> Arm:
     writing = Writing(beam=beam)
 
     def one(text: str) -> Done:
-        ledger: list[Call] = []
-        ids = distilled.write(model.counting(ledger), [model.tokenizer.encode(text)], writing)[0]
-        passes = sum(call.model == model.name for call in ledger)
-        return Done(model.tokenizer.decode(ids), ids, passes, len(ledger) - passes, 0)
+        forward_log: list[ForwardRecord] = []
+        ids = distilled.write(model.counting(forward_log), [model.tokenizer.encode(text)], writing)[
+            0
+        ]
+        passes = sum(call.model == model.name for call in forward_log)
+        return Done(model.tokenizer.decode(ids), ids, passes, len(forward_log) - passes, 0)
 
     return Arm(
         f"teacher, beam {beam}", one, lambda part: distilled.write(model, part, writing), beam
@@ -157,7 +159,7 @@ def _fertile(label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, sa
             return chosen(model, sources, refiner, chances)
         canvases = refine_many(model, sources, refiner, chances)
         with torch.inference_mode():
-            totals = said(
+            totals = token_logprobs(
                 teacher, teacher.encode(sources).rows(canvases.owners), canvases.canvas
             ).sum(dim=1)
         best = [

@@ -14,7 +14,7 @@ from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
     from tinyspec.generation import Generation
-    from tinyspec.lm.gate import Gate
+    from tinyspec.lm.gate import BatchBarrier
     from tinyspec.lm.transformer import Model
 
 ROWS = 16
@@ -46,7 +46,7 @@ def generate_lines(
 
 
 def _generate_line(
-    target: "Model", prompt: str, seed: int, options: dict[str, Any], gate: "Gate"
+    target: "Model", prompt: str, seed: int, options: dict[str, Any], gate: "BatchBarrier"
 ) -> "Generation | TinyspecError":
     from tinyspec.generation import start
 

@@ -115,7 +115,7 @@ class _Conversation:
     def answer(self, said: str) -> None:
         """One turn. A message that the context has no room for is taken back, and said so."""
         from tinyspec.display import describe_layers, statistics, visible
-        from tinyspec.generation import Growing, prompt_ids, start
+        from tinyspec.generation import TextStreamer, prompt_ids, start
 
         asked = [*self.messages, {"role": "user", "content": said}]
         ids, room = prompt_ids(self.model, asked), self.model.config.max_positions
@@ -127,7 +127,7 @@ class _Conversation:
             )
             return
         running = start(self.model, ids, seed=self.seed + self.turn, **self.options)
-        growing = Growing(running)
+        growing = TextStreamer(running)
         try:
             for piece in growing:
                 click.echo(visible(piece), nl=False)

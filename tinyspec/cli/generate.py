@@ -109,7 +109,7 @@ def generate(
     target, small = base.load_all(model, draft, [method], device, dtype)
 
     from tinyspec.display import describe_layers, statistics, visible
-    from tinyspec.generation import Growing, start
+    from tinyspec.generation import TextStreamer, start
 
     stops = [s.replace("\\n", "\n").replace("\\t", "\t") for s in stop]
     options: dict[str, Any] = {"method": method, "draft": small, "stop": stops, "chat": chat}
@@ -120,7 +120,7 @@ def generate(
         return
     running = start(target, text, seed=seed, **options)
     running.trace.detailed = replay is not None
-    growing, terminal = Growing(running), sys.stdout.isatty()
+    growing, terminal = TextStreamer(running), sys.stdout.isatty()
     interrupted = False
     try:
         for piece in growing:

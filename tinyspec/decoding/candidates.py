@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from tinyspec.decoding.sampling import is_exact
-from tinyspec.lm.host import numbers
+from tinyspec.lm.host import to_numpy
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def candidates(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
         else torch.stack([torch.as_tensor(row) for row in logits])
     )
     if table.device.type == "cpu":
-        return [highest(numbers(table[row]), k) for row in rows]
+        return [top_k_ids(to_numpy(table[row]), k) for row in rows]
     if len(rows) < len(table):
         table = table[list(rows)]
     if k == 1:
@@ -50,12 +50,12 @@ def candidates(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
     return found
 
 
-def highest(row: NDArray[Any], k: int) -> list[int]:
+def top_k_ids(row: NDArray[Any], k: int) -> list[int]:
     """The places of the k highest numbers of a row, the highest first, the lowest place of equals.
 
     No number below the k-th highest of some maxima can be one of them: what is left after that is sorted.
 
-    >>> highest(np.array([0.2, 0.5, 0.1, 0.2]), 3)
+    >>> top_k_ids(np.array([0.2, 0.5, 0.1, 0.2]), 3)
     [1, 0, 3]
     """
     if k == 1:
@@ -72,7 +72,7 @@ def highest(row: NDArray[Any], k: int) -> list[int]:
 _kept: "WeakKeyDictionary[Any, dict[Hashable, Any]]" = WeakKeyDictionary()
 
 
-def kept(target: Any, key: Hashable, make: Callable[[], T]) -> T:
+def per_model_state(target: Any, key: Hashable, make: Callable[[], T]) -> T:
     """What a persistent technique learnt of this target's model, for as long as that lives; made when first asked for."""
     known = _kept.setdefault(target.model, {})
     if key not in known:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tinyspec.decoding.sampling import Warp, is_exact, on_device
+from tinyspec.decoding.sampling import SamplingParams, is_exact, on_device
 from tinyspec.errors import TinyspecError
-from tinyspec.tree import Row
+from tinyspec.tree import Probs
 
 WEIGHT, BIAS = "exits.weight", "exits.bias"  # of the exit classifier, among a model's extras
 
 
-def gap(row: Row) -> Any:
+def gap(row: Probs) -> Any:
     """The greatest probability of a law less the second greatest. Not the greatest alone: two likely words are a doubt.
 
     >>> float(gap(np.array([0.5, 0.125, 0.375])))
@@ -39,7 +39,7 @@ def gap(row: Row) -> Any:
 
 def softmax_response(logits: Any) -> Any:
     """The gap under the model's own law, before the user's settings sharpen or cut it."""
-    return gap(Warp()(logits))
+    return gap(SamplingParams().probs(logits))
 
 
 def saturation(state: Any, below: Any) -> float:

@@ -41,8 +41,11 @@ def by_fertility(fertilities: Tensor) -> tuple[Tensor, Tensor]:
     return torch.searchsorted(ends, i, right=True).masked_fill(~slots, 0), slots
 
 
-def guarded(fertilities: Tensor, fertile: Tensor, room: Tensor | int) -> Tensor:
-    """Fertilities [B, S] that can be decoded: no more than `room` target tokens ([B, 1], or one for all), and at least one.
+def guarded(fertilities: Tensor, fertile: Tensor, max_target_length: Tensor | int) -> Tensor:
+    """Return fertilities [B, S] that can be decoded: together at least 1 and at most `max_target_length`.
+
+    max_target_length  target tokens: one number for all, or [B, 1]
+
 
     Words from where the running sum passes the room give nothing, as in the authors' code. Where no word gives anything,
     the one that most probably does gives one token: `fertile` [B, S] is each word's probability of giving any, 0 at padding.
@@ -50,7 +53,7 @@ def guarded(fertilities: Tensor, fertile: Tensor, room: Tensor | int) -> Tensor:
     >>> guarded(torch.tensor([[1, 3, 1], [0, 0, 0]]), torch.tensor([[0.1, 0.7, 0.2]]).expand(2, 3), 2).tolist()
     [[1, 0, 0], [0, 1, 0]]
     """
-    kept = fertilities.masked_fill(fertilities.cumsum(dim=-1) > room, 0)
+    kept = fertilities.masked_fill(fertilities.cumsum(dim=-1) > max_target_length, 0)
     silent = kept.sum(dim=-1, keepdim=True) == 0
     first = torch.zeros_like(kept).scatter(-1, fertile.argmax(dim=-1, keepdim=True), 1)
     return torch.where(silent, first, kept)

@@ -1,164 +1,195 @@
-"""The loop that every technique which extends a text shares: propose a tree, score it once, judge it, commit.
+"""The loop that all methods share when they extend a text: draft a tree, score it, verify it, commit.
 
-Three plug points: a `Drafter` guesses, a `Target` scores (and may run less than the whole model), a `Verifier` decides. A
-`Decoder` can be rewound, so a decoder serves as another's drafter: its tokens then carry the law they were committed under.
+Three parts can be exchanged. A `Drafter` proposes draft tokens. A `Target` scores them, and may run less than the
+whole model. A `Verifier` decides which of them are accepted.
+
+A `Decoder` can be rewound, so a decoder can be the drafter of another decoder. Its tokens then declare the
+distribution they were committed under.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.sampling import Warp, in_memory, on_device
-from tinyspec.decoding.stop import Reason, Stop
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams, in_memory, on_device
+from tinyspec.decoding.stopping import Reason, StoppingCriteria
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Call, Scores
-from tinyspec.tree import ROOT, Row, TokenTree
+from tinyspec.lm.feed import ForwardRecord, Scores
+from tinyspec.tree import ROOT, Probs, TokenTree
 
 
 class Target(Protocol):
-    """Whose law is kept. A `Session` is one, so is a view of it, so is a table of conditionals.
+    """The model whose distribution the output follows: a `Session`, a view of one, or a table of conditionals.
 
-    `extend` commits forced tokens and runs all but the last; `append` commits them and runs nothing yet.
+    `extend` commits forced tokens and runs all but the last of them. `append` commits them and runs nothing yet.
     """
 
     @property
     def cache_exact(self) -> bool: ...
-    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores: ...
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores: ...
     def append(self, tokens: Sequence[int]) -> None: ...
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores: ...
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores: ...
     def commit(self, path: Sequence[int], next: int | None) -> None: ...
     def rewind(self, length: int) -> None: ...
     def end(self) -> None: ...
 
 
-class Laws:
-    """The target's law after each node: `laws[node]`, `laws[ROOT]`. Warped when first asked for, with the node's own path
-    as history (penalties need it), and remembered."""
+class TargetProbs:
+    """Next-token distribution of the target at each node, computed lazily and cached.
 
-    def __init__(self, scores: Scores, warp: Warp, context: Sequence[int], tree: TokenTree):
-        self.scores, self.warp, self.context, self.tree = scores, warp, context, tree
-        self._rows: dict[int, Row] = {}
+    `target_probs[ROOT]` follows the newest committed token, `target_probs[node]` follows that node. Sampling
+    settings are applied with the node's own path as history, which repetition penalties need.
+    """
+
+    def __init__(
+        self, scores: Scores, sampling: SamplingParams, context: Sequence[int], tree: TokenTree
+    ):
+        self.scores, self.sampling, self.context, self.tree = scores, sampling, context, tree
+        self._probs: dict[int, Probs] = {}
         self._logits: Any = None
         self._block: tuple[Any, Any] | None = None
 
-    def __getitem__(self, node: int) -> Row:
-        if node not in self._rows:
+    def __getitem__(self, node: int) -> Probs:
+        if node not in self._probs:
             block = self.on_device
-            self._rows[node] = self.warped(node, self.warp) if block is None else block[0][node + 1]
-        return self._rows[node]
+            self._probs[node] = (
+                self.probs_under(node, self.sampling) if block is None else block[0][node + 1]
+            )
+        return self._probs[node]
 
     @property
     def on_device(self) -> tuple[Any, Any] | None:
-        """All rows [n + 1, V] and their highest logits where the logits live on a device: there many rows take as long as
-        one, and a walk over all of them waits for the device once. None on the host."""
+        """All distributions [n + 1, V] and their highest logits [n + 1] if the logits live on a device, else None.
+
+        A device computes all of them in the time of one, and then the verifier waits for it only once.
+        """
         if self._block is None and on_device(self.scores.logits):
-            nodes = range(len(self.tree.tokens)) if self.warp.repetition_penalty != 1.0 else ()
-            own = [self.tree.spelled(self.tree.path(node)) for node in nodes]
-            histories = [self.context, *([*self.context, *path] for path in own)]
-            self._block = self.warp.block(self.scores.logits, histories)
+            nodes = range(len(self.tree.tokens)) if self.sampling.repetition_penalty != 1.0 else ()
+            paths = [self.tree.tokens_on(self.tree.path(node)) for node in nodes]
+            histories = [self.context, *([*self.context, *path] for path in paths)]
+            self._block = self.sampling.block(self.scores.logits, histories)
         return self._block
 
-    def certain(self, node: int) -> int | None:
-        """The token that has all the mass after a node, where the law is greedy and on the host: it needs no row."""
+    def greedy_token(self, node: int) -> int | None:
+        """Return the token that has all the mass after a node, or None if that needs the whole distribution.
+
+        It is found on the logits, for greedy sampling on the host. No distribution is computed.
+        """
         if on_device(self.scores.logits):
             return None
-        return self.warp.certain(self.unwarped(node), self._history(node, self.warp))
+        return self.sampling.greedy_token(self.logits_at(node), self._history(node, self.sampling))
 
-    def warped(self, node: int, warp: Warp) -> Row:
-        """The node's row under another warp (lenience at temperature 0 looks at the unsharpened law)."""
-        return warp(self.unwarped(node), self._history(node, warp))
+    def probs_under(self, node: int, sampling: SamplingParams) -> Probs:
+        """Return the distribution after a node under other sampling settings.
 
-    def _history(self, node: int, warp: Warp) -> Sequence[int]:
-        if warp.repetition_penalty == 1.0:
+        Lenience at temperature 0 needs it: it looks at the distribution before it is sharpened.
+        """
+        return sampling.probs(self.logits_at(node), self._history(node, sampling))
+
+    def _history(self, node: int, sampling: SamplingParams) -> Sequence[int]:
+        if sampling.repetition_penalty == 1.0:
             return self.context
-        return [*self.context, *self.tree.spelled(self.tree.path(node))]
+        return [*self.context, *self.tree.tokens_on(self.tree.path(node))]
 
-    def unwarped(self, node: int) -> Any:
-        """The node's row as the model gave it, in memory."""
+    def logits_at(self, node: int) -> Any:
+        """Return the logits [V] after a node as the model gave them."""
         if self._logits is None:
             self._logits = in_memory(self.scores.logits)
         return self._logits[node + 1]
 
-    def ranking(self, node: int) -> Any:
-        """What orders the node's tokens at temperature 0, where its law is one of them: the logits, after the penalty."""
-        penalty = self.warp.repetition_penalty
-        return (
-            self.unwarped(node)
-            if penalty == 1.0
-            else self.warped(node, Warp(repetition_penalty=penalty))
-        )
+    def ranking_scores(self, node: int) -> Any:
+        """Return what orders the tokens after a node at temperature 0: the logits [V], after the penalty."""
+        penalty = self.sampling.repetition_penalty
+        if penalty == 1.0:
+            return self.logits_at(node)
+        return self.probs_under(node, SamplingParams(repetition_penalty=penalty))
 
 
-class Rows(Sequence[Row]):
-    """The rows of some nodes, made when they are asked for: a greedy walk needs none, and few drafters read them."""
+class LazyProbs(Sequence[Probs]):
+    """Distributions at some nodes, computed when they are read: greedy decoding needs none of them."""
 
-    def __init__(self, laws: Laws, nodes: Sequence[int]):
-        self.laws, self.nodes = laws, nodes
+    def __init__(self, target_probs: TargetProbs, nodes: Sequence[int]):
+        self.target_probs, self.nodes = target_probs, nodes
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
-            return tuple(self.laws[node] for node in self.nodes[at])
-        return self.laws[self.nodes[at]]
+            return tuple(self.target_probs[node] for node in self.nodes[at])
+        return self.target_probs[self.nodes[at]]
 
 
 class Round(NamedTuple):
-    """What one step did: the event that statistics, streaming, replay and drafters read. All of it is after the cut.
+    """What one round did. Statistics, streaming, replay and drafters read it. Everything is after the cut at a stop.
 
-    tokens       committed in this round
-    laws         the row each of them is distributed under
-    calls        ledger entries of the target in this round, draft_calls those of the drafter
-    truncated    tokens that the verdict allowed and a stop cut off
+    tokens        [k] tokens committed in this round
+    output_probs  [k] the distribution each of them follows
+    calls         forward passes of the target in this round; draft_calls: those of the drafter
+    truncated     how many tokens the verdict allowed and a stop cut off
     """
 
     tree: TokenTree
     scores: Scores
     verdict: Verdict
     tokens: tuple[int, ...]
-    laws: Sequence[Row]
-    calls: tuple[Call, ...] = ()
-    draft_calls: tuple[Call, ...] = ()
+    output_probs: Sequence[Probs]
+    calls: tuple[ForwardRecord, ...] = ()
+    draft_calls: tuple[ForwardRecord, ...] = ()
     truncated: int = 0
 
 
 class Drafter(Protocol):
-    """Where the guesses come from. `taps` names the target's layers it wants to see."""
+    """Where draft tokens come from.
 
-    taps: Sequence[int]
+    hidden_layers  layers of the target whose output the drafter reads from `Round.scores.hidden`
+    """
+
+    hidden_layers: Sequence[int]
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        """The text was given these tokens; `scores.hidden` shows the rows that were run for it."""
+        """Take note of forced text; `scores.hidden` holds the states of the positions that were run for it."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        """A tree at most `room` deep. The empty tree is plain decoding."""
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        """Return a tree of at most `max_draft_depth` levels. The empty tree is plain decoding."""
         ...
 
     def observe(self, round: Round) -> None:
-        """A round is over."""
+        """Take note of a finished round."""
 
     def rewind(self, length: int) -> None:
-        """The text was taken back to `length` tokens."""
+        """Forget the text after its first `length` tokens."""
 
     def end(self) -> None:
-        """The request is over."""
+        """Forget the request."""
 
 
 class Verifier(Protocol):
-    def __call__(self, tree: TokenTree, p: Laws, chance: Chance, /) -> Verdict: ...
+    def __call__(self, tree: TokenTree, p: TargetProbs, rng: RandomSource, /) -> Verdict: ...
 
 
-class NoDraft:
-    """The drafter that proposes nothing, and what others inherit to say only what they do differently."""
+class BaseDrafter:
+    """A drafter that proposes nothing. Other drafters inherit it and override what they do differently."""
 
-    taps: Sequence[int] = ()
+    hidden_layers: Sequence[int] = ()
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         return None
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         return TokenTree()
 
     def observe(self, round: Round) -> None:
@@ -174,8 +205,8 @@ class NoDraft:
 class Decoder:
     """One request: a target, a drafter, a verifier, and the text they extend.
 
-    positions  the most tokens the target's context holds (None: no limit)
-    ledger     the list the target's and drafter's models write their calls to
+    positions    how many tokens the target's context holds; None: no limit
+    forward_log  the list that the models of target and drafter write their forward passes to
     """
 
     def __init__(
@@ -184,86 +215,94 @@ class Decoder:
         drafter: Drafter,
         verifier: Verifier,
         *,
-        warp: Warp | None = None,
-        stop: Stop | None = None,
+        sampling: SamplingParams | None = None,
+        stop: StoppingCriteria | None = None,
         positions: int | None = None,
-        ledger: list[Call] | None = None,
+        forward_log: list[ForwardRecord] | None = None,
     ):
         self.target, self.drafter, self.verifier = target, drafter, verifier
-        self.warp, self.stop, self.positions = warp or Warp(), stop or Stop(), positions
-        self.ledger: list[Call] = [] if ledger is None else ledger
+        self.sampling = sampling or SamplingParams()
+        self.stop = stop or StoppingCriteria()
+        self.positions = positions
+        self.forward_log: list[ForwardRecord] = [] if forward_log is None else forward_log
         self.context: list[int] = []
         self.start = 0  # where the new tokens begin
-        self.rounds = 0  # counts steps and is never rewound: it keys the chance
+        self.rounds = 0  # counts steps and is never rewound: it keys the random streams
         self.finished: Reason | None = None
 
     @property
     def new(self) -> list[int]:
-        """Tokens made here, after the prompt."""
+        """The tokens generated so far, without the prompt."""
         return self.context[self.start :]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Forced text: the prompt, or a correction from outside. Stops and max_new_tokens count from here on."""
-        scores = self.target.extend(tokens, self.drafter.taps)
+        """Append forced text: the prompt, or a correction. Stops and max_new_tokens count from here on."""
+        scores = self.target.extend(tokens, self.drafter.hidden_layers)
         self.drafter.extend(tokens, scores)
         self.context.extend(tokens)
         self.start = len(self.context)
         if not self.context:
             raise TinyspecError("the prompt is empty: give at least one token")
-        room = self.stop.left(0, self._limit)
-        self.finished = room[1] if room is not None and room[0] <= 0 else None
+        left = self.stop.tokens_left(0, self._limit)
+        self.finished = left[1] if left is not None and left[0] <= 0 else None
 
     @property
     def _limit(self) -> int | None:
-        """How many new tokens the context has room for."""
+        """How many new tokens fit into the context; None: no limit."""
         return None if self.positions is None else self.positions - self.start
 
     @property
-    def room(self) -> int:
+    def max_draft_depth(self) -> int:
         """How deep a draft may be: one less than the tokens still wanted, since each round adds one of its own."""
-        left = self.stop.left(len(self.context) - self.start, self._limit)
+        left = self.stop.tokens_left(len(self.context) - self.start, self._limit)
         return 1 << 30 if left is None else max(left[0] - 1, 0)
 
-    def step(self, chance: Chance) -> Round:
-        """One round. Raises ValueError once the text is finished."""
+    def step(self, rng: RandomSource) -> Round:
+        """Run one round. Raises ValueError if the text is finished."""
         if self.finished:
             raise ValueError(f"the text is finished ({self.finished})")
-        mark = len(self.ledger)
+        passes_before = len(self.forward_log)
+
+        # 1. Draft: propose a tree of candidate tokens. An empty tree is plain decoding.
         tree = self.drafter.propose(
-            self.context, self.room, self.warp, chance.split("draft", self.rounds)
+            self.context, self.max_draft_depth, self.sampling, rng.split("draft", self.rounds)
         )
-        drafted = len(self.ledger)
-        scores = self.target.score(tree, self.drafter.taps)
-        scored = len(self.ledger)
-        # rows are made when they are asked for, with the text as it is now
-        past = self.context if self.warp.repetition_penalty == 1.0 else tuple(self.context)
-        laws = Laws(scores, self.warp, past, tree)
-        verdict = self.verifier(tree, laws, chance.split("verify", self.rounds))
-        said = (*tree.spelled(verdict.path), *(() if verdict.next is None else (verdict.next,)))
-        if not said:
+        passes_drafted = len(self.forward_log)
+
+        # 2. Score: one forward pass of the target over the whole tree.
+        scores = self.target.score(tree, self.drafter.hidden_layers)
+        passes_scored = len(self.forward_log)
+        # The distributions are computed when they are read, with the text as it is now: a penalty needs a copy.
+        history = self.context if self.sampling.repetition_penalty == 1.0 else tuple(self.context)
+        target_probs = TargetProbs(scores, self.sampling, history, tree)
+
+        # 3. Verify: accept a path, then add one recovered or bonus token.
+        verdict = self.verifier(tree, target_probs, rng.split("verify", self.rounds))
+        output_tokens = verdict.output_tokens(tree)
+        if not output_tokens:
             raise RuntimeError("the verifier committed nothing: a round must add a token")
-        kept, self.finished = self.stop.cut(self.new, said, self._limit)
-        path = verdict.path[:kept]
-        next = verdict.next if kept > len(verdict.path) else None
-        rows = Rows(laws, (ROOT, *path)[:kept])
-        self.target.commit(path, next)
-        self.context.extend(said[:kept])
+
+        # 4. Commit: cut at the first stop, roll back the cache, tell the drafter what happened.
+        n_kept, self.finished = self.stop.cut(self.new, output_tokens, self._limit)
+        verdict = verdict.cut(n_kept)
+        self.target.commit(verdict.accepted, verdict.next)
+        self.context.extend(output_tokens[:n_kept])
         self.rounds += 1
         round = Round(
-            tree,
-            scores,
-            Verdict(path, next, verdict.refused),
-            said[:kept],
-            rows,
-            tuple(self.ledger[drafted:scored]),
-            tuple(self.ledger[mark:drafted]),
-            len(said) - kept,
+            tree=tree,
+            scores=scores,
+            verdict=verdict,
+            tokens=output_tokens[:n_kept],
+            output_probs=LazyProbs(target_probs, (ROOT, *verdict.accepted)[:n_kept]),
+            calls=tuple(self.forward_log[passes_drafted:passes_scored]),
+            draft_calls=tuple(self.forward_log[passes_before:passes_drafted]),
+            truncated=len(output_tokens) - n_kept,
         )
         self.drafter.observe(round)
         return round
 
     def rewind(self, length: int) -> None:
-        """Take the text back to `length` tokens (a cascade's outer level disagreed)."""
+        """Forget the text after its first `length` tokens (the outer level of a cascade rejected it)."""
         self.target.rewind(length)
         self.drafter.rewind(length)
         del self.context[length:]
@@ -271,6 +310,6 @@ class Decoder:
         self.finished = None
 
     def end(self) -> None:
-        """The request is over: target and drafter forget it."""
+        """End the request: target and drafter forget it."""
         self.target.end()
         self.drafter.end()

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 from tinyspec.tree import ROOT
 
-Looked = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
+LookupDraft = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
 """What a look found: tokens, parents, shares, and of each guess how long the match is that it stands behind."""
 
 
-def merged(
+def merge_drafts(
     drafts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]],
 ) -> tuple[list[int], list[int], list[float]]:
     """One tree of several drafts (tokens, parents, chances): equal paths are one, with the greatest of their chances.
 
     A parent stands before its children, and is at least as likely.
 
-    >>> merged([([5, 6], [-1, 0], [0.5, 0.25]), ([5, 7], [-1, 0], [0.75, 0.5])])
+    >>> merge_drafts([([5, 6], [-1, 0], [0.5, 0.25]), ([5, 7], [-1, 0], [0.75, 0.5])])
     ([5, 6, 7], [-1, 0, 0], [0.75, 0.25, 0.5])
     """
     tokens, parents, chances = list[int](), list[int](), list[float]()
@@ -35,13 +35,13 @@ def merged(
     return tokens, parents, chances
 
 
-def replaced(draft: Looked, newest: int) -> Looked:
+def continue_after_substitution(draft: LookupDraft, newest: int) -> LookupDraft:
     """What a draft behind the text without its newest token says comes behind that one: it was put in another's place.
 
     Where a copy changes a word, no suffix of the text is known behind it. So each first guess is taken for what `newest`
     replaced, and what follows that guess is offered. Guesses behind `newest` itself are what any look finds.
 
-    >>> replaced(([5, 9, 6, 7], [-1, -1, 0, 2], [0.5, 0.5, 0.5, 0.5], [4, 4, 4, 4]), 9)
+    >>> continue_after_substitution(([5, 9, 6, 7], [-1, -1, 0, 2], [0.5, 0.5, 0.5, 0.5], [4, 4, 4, 4]), 9)
     ([6, 7], [-1, 0], [0.5, 0.5], [4, 4])
     """
     place: dict[int, int] = {}

@@ -1,11 +1,11 @@
-"""A `Chance` that walks every outcome with its exact probability: it turns a test into a proof."""
+"""A `RandomSource` that walks every outcome with its exact probability: it turns a test into a proof."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tinyspec._core import reference
 from tinyspec.errors import TinyspecError
-from tinyspec.tree import Row
+from tinyspec.tree import Probs
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Exhaustive:
 
     >>> from fractions import Fraction
     >>> half = Fraction(1, 2)
-    >>> sorted(Exhaustive.walk(lambda chance: chance.accept(half) and chance.accept(half)))
+    >>> sorted(Exhaustive.verify_tree(lambda chance: chance.accept(half) and chance.accept(half)))
     [(False, Fraction(1, 4)), (False, Fraction(1, 2)), (True, Fraction(1, 4))]
     """
 
@@ -100,7 +100,7 @@ class Exhaustive:
             return False
         return True if ratio >= 1 else self._script.branch([(True, ratio), (False, 1 - ratio)])
 
-    def draw(self, row: Row) -> int:
+    def draw(self, row: Probs) -> int:
         mass = reference.total(list(row))
         if not mass > 0:
             raise TinyspecError("cannot draw from a row without mass")
@@ -108,14 +108,14 @@ class Exhaustive:
             [(token, x if mass == 1 else x / mass) for token, x in enumerate(row) if x > 0]
         )
 
-    def order(self, row: Row, k: int) -> list[int]:
+    def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
         left, drawn = list(row), list[int]()
         while len(drawn) < k and any(x > 0 for x in left):
             drawn.append(self.draw(left))
             left[drawn[-1]] = 0 * left[drawn[-1]]
         return drawn
 
-    def race(self, row: Row, position: int) -> int:
+    def exponential_race(self, row: Probs, position: int) -> int:
         raise TinyspecError(
             "a race shares continuous noise between rows, so its outcomes cannot be enumerated"
         )
@@ -124,5 +124,5 @@ class Exhaustive:
         """No uniforms: decisions must be asked for one by one."""
         return None
 
-    def unread(self, count: int) -> None:
+    def push_back(self, count: int) -> None:
         raise TinyspecError("an exhaustive chance gives no uniforms")

@@ -112,10 +112,10 @@ class ExitTarget:
         """Whether the keys and values are those of teacher-forcing the text."""
         return bool(self.session.cache_exact)
 
-    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         """Forced text runs through every layer."""
         self._settle()
-        scores: Scores = self.session.extend(tokens, taps)
+        scores: Scores = self.session.extend(tokens, hidden_layers)
         self.start = len(self.session)
         return scores
 
@@ -123,7 +123,7 @@ class ExitTarget:
         """Commit forced tokens and run nothing yet."""
         self.session.append(tokens)
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """The row of the newest token, from the first layer whose rule says stop."""
         self._settle()
         if tree.tokens and self.rule.layers:
@@ -134,7 +134,7 @@ class ExitTarget:
                 if self.rule.states
                 else ()
             )
-            seen = self.session.advance(tree, layer, taps=below, head=self.rule.row)
+            seen = self.session.advance(tree, layer, hidden_layers=below, head=self.rule.row)
             states = [rows[0] for rows in seen.hidden][::-1]
             if self.rule.stops(
                 Exit(
@@ -145,9 +145,11 @@ class ExitTarget:
                     *(position for position in self.left if position < len(self) - 1),
                     len(self) - 1,
                 ]
-                scores: Scores = self.session.advance(tree, layer, taps=taps, head=True)
+                scores: Scores = self.session.advance(
+                    tree, layer, hidden_layers=hidden_layers, head=True
+                )
                 return scores
-        scores = self.session.score(tree, taps)
+        scores = self.session.score(tree, hidden_layers)
         return scores
 
     def commit(self, path: Sequence[int], next: int | None) -> None:

@@ -15,7 +15,7 @@ from tinyspec.decoding.decode import Round
 Clock = Callable[[], float]
 """Seconds, from any beginning."""
 
-Choose = Callable[[int, Any], int]
+PolicyOverride = Callable[[int, Any], int]
 """(number of ways to go on, chance) -> which: who stands in for a technique's own judgement."""
 
 GRID = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47)
@@ -40,24 +40,24 @@ SHARE, EVERY, STALE = (
 DRAFT, LOOKED = 0, 1  # the sources: a draft model, and what was looked up in texts
 
 
-class Option(NamedTuple):
+class Choice(NamedTuple):
     """What a round may do: run so many guesses of a source."""
 
     source: int
     size: int
 
 
-class Offer(NamedTuple):
+class Candidate(NamedTuple):
     """What a source has: of each guess the chance that it is accepted, never more than that of the one before."""
 
     source: int
     chances: Sequence[float]
 
 
-PLAIN = Option(DRAFT, 0)
+PLAIN = Choice(DRAFT, 0)
 
 
-class Curve:
+class CostModel:
     """Seconds of a round by the number of its guesses, and of a draft model's step, with its acceptance by position.
 
     What else a machine has to do makes rounds of all sizes longer, so pace and shape are learnt apart: the pace from every
@@ -123,7 +123,7 @@ class Curve:
         return self._costs
 
 
-def timed(old: float | None, new: float) -> float:
+def update_ema(old: float | None, new: float) -> float:
     """The exponential average of a time. It falls faster than it rises: whatever disturbs a measurement makes it longer."""
     return new if old is None else old + (FALL if new < old else RATE) * (new - old)
 
@@ -131,19 +131,19 @@ def timed(old: float | None, new: float) -> float:
 class Goodput:
     """The policy: the (source, size) with the most expected tokens an expected second."""
 
-    def __init__(self, curve: Curve, clock: Clock):
+    def __init__(self, curve: CostModel, clock: Clock):
         self.curve, self.clock = curve, clock
         self.began = self.ready = 0.0
         self.look = self.gain = (
             0.0  # seconds: what a look takes, and what the latest choice is expected to save
         )
 
-    def choose(self, offers: Sequence[Offer]) -> Option:
+    def choose(self, offers: Sequence[Candidate]) -> Choice:
         """What to do, given what each source has to offer."""
         self.gain = 0.0
         return self._best(offers) if offers and self.curve.plain >= WARM else PLAIN
 
-    def _best(self, offers: Sequence[Offer]) -> Option:
+    def _best(self, offers: Sequence[Candidate]) -> Choice:
         curve, costs = self.curve, self.curve.costs()
         best, goodput = PLAIN, (1 + MARGIN) / costs[0]
         due = curve.rounds % EVERY == 0 and self.curve.credit > 0
@@ -159,11 +159,11 @@ class Goodput:
                 expected += sum(chances[before:size])
                 cost = costs[at] + size * step
                 if known and expected > goodput * cost:
-                    best, goodput = Option(source, size), expected / cost
+                    best, goodput = Choice(source, size), expected / cost
                     self.gain = expected * costs[0] - cost
                 if due:  # of a draft model never tried nothing is expected
                     age = curve.rounds - (curve.asked if source == DRAFT else curve.last[at])
-                    trials.append((Option(source, size), cost, expected if known else 1.0, age))
+                    trials.append((Choice(source, size), cost, expected if known else 1.0, age))
         losses = [
             (age, cost - tokens / goodput, option)
             for option, cost, tokens, age in trials
@@ -181,21 +181,21 @@ class Goodput:
 
     def looked(self) -> None:
         """They were looked up."""
-        self.look = timed(self.look, self.clock() - self.began)
+        self.look = update_ema(self.look, self.clock() - self.began)
 
-    def drafted(self, option: Option, size: int) -> None:
+    def drafted(self, option: Choice, size: int) -> None:
         """So many guesses are there."""
         self.ready = self.clock()
         if option.source == DRAFT and size:
             self.curve.asked = self.curve.rounds
-            self.curve.step = timed(self.curve.step, (self.ready - self.began) / size)
+            self.curve.step = update_ema(self.curve.step, (self.ready - self.began) / size)
 
-    def learn(self, option: Option, round: Round) -> None:
+    def learn(self, option: Choice, round: Round) -> None:
         """How long it took, and of the draft model's guesses, which held."""
         seconds, drafted = self.clock() - self.ready, len(round.tree.tokens)
         self.curve.enter(drafted, seconds)
         self.curve.credit += SHARE * seconds
         if option.source == DRAFT and drafted and not round.truncated:
-            accepts, kept = self.curve.accepts, len(round.verdict.path)
+            accepts, kept = self.curve.accepts, len(round.verdict.accepted)
             for at in range(min(kept + 1, drafted)):  # behind a mismatch nothing is known
                 accepts[at] += RATE * ((at < kept) - accepts[at])

@@ -2,7 +2,7 @@
 
 Contrastive decoding (an expert less an amateur), cascades with deferral (a small model's row where it is good enough, else the
 large one's), grammar masks (one model, and what may come next): each is a function of the members' rows and of the text. The
-decoder sees one target, so every drafter, verifier and law serves it. A member may draft as well (`GuestDraft`): its
+decoder sees one target, so every drafter, verifier and law serves it. A member may draft as well (`SharedSessionDrafter`): its
 session keeps the nodes it drafted, so that scoring the tree runs only the rows that drafting left out.
 """
 
@@ -37,9 +37,10 @@ class Joint:
         """Whether every member's cache is what teacher-forcing the text would give."""
         return all(member.cache_exact for member in self.members)
 
-    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         first, *_ = (
-            member.extend(tokens, () if i else taps) for i, member in enumerate(self.members)
+            member.extend(tokens, () if i else hidden_layers)
+            for i, member in enumerate(self.members)
         )
         self.text.extend(tokens)
         return first
@@ -49,10 +50,10 @@ class Joint:
             member.append(tokens)
         self.text.extend(tokens)
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """Every member scores the tree; entry i of the logits is made of their entries i."""
         first, *others = (
-            member.score(tree, () if i else taps) for i, member in enumerate(self.members)
+            member.score(tree, () if i else hidden_layers) for i, member in enumerate(self.members)
         )
         self._tree, rows = tree, list[Any]()
         for node in range(ROOT, len(tree.tokens)):
@@ -62,13 +63,13 @@ class Joint:
                 raise TinyspecError(
                     f"the models of a joint target have {sorted(sizes)} tokens: use one vocabulary"
                 )
-            rows.append(self.make(parts, self.text, tree.spelled(tree.path(node))))
+            rows.append(self.make(parts, self.text, tree.tokens_on(tree.path(node))))
         return first._replace(logits=_together(rows))
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
         for member in self.members:
             member.commit(path, next)
-        self.text += [*self._tree.spelled(path), *(() if next is None else (next,))]
+        self.text += [*self._tree.tokens_on(path), *(() if next is None else (next,))]
 
     def rewind(self, length: int) -> None:
         for member in self.members:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 
 
-def by_token(model: Seq2Seq, memory: Memory) -> Tensor:
+def by_token(model: Seq2Seq, memory: EncoderOutput) -> Tensor:
     """The law that the LENGTH token tells: [B, lengths]."""
     return model.length_logits(memory).log_softmax(dim=-1)
 

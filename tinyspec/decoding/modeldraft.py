@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Laws, NoDraft, Round, Target
-from tinyspec.decoding.sampling import Warp, is_exact
-from tinyspec.lm.chain import draw
+from tinyspec.decoding.decode import BaseDrafter, Round, Target, TargetProbs
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams, is_exact
+from tinyspec.lm.chain import draft_chain
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.session import Session
-from tinyspec.tree import Row, TokenTree
+from tinyspec.tree import Probs, TokenTree
 
 
-class Along(Laws):
+class IncrementalProbs(TargetProbs):
     """The laws along a chain whose rows come one by one, in memory. Only the newest is asked for."""
 
-    def __init__(self, warp: Warp, context: Sequence[int]):
-        super().__init__(Scores((), (), ()), warp, context, TokenTree())  # type: ignore[arg-type]  # nothing on a device
+    def __init__(self, sampling: SamplingParams, context: Sequence[int]):
+        super().__init__(Scores((), (), ()), sampling, context, TokenTree())  # type: ignore[arg-type]  # nothing on a device
         self._logits: list[Any] = []
         self.past = list(context)
 
@@ -25,11 +25,11 @@ class Along(Laws):
         self._logits.append(row)
         self.past += tokens
 
-    def _history(self, node: int, warp: Warp) -> Sequence[int]:
+    def _history(self, node: int, sampling: SamplingParams) -> Sequence[int]:
         return self.past
 
 
-class ModelDraft(NoDraft):
+class ModelDrafter(BaseDrafter):
     """Draws `gamma` tokens one after the other from a model and declares each law; at temperature 0 it is a point mass, None.
 
     The text so far is kept in the draft's own session, so each proposed token costs one row, and tokens that the target
@@ -60,27 +60,33 @@ class ModelDraft(NoDraft):
         if self._follow(tokens):
             self.model.extend(tokens)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        tokens, drawn = list[int](), list[Row | None]()
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        tokens, drawn = list[int](), list[Probs | None]()
         most = min(
             self.gamma if self.positions is None else min(self.gamma, self.positions - self.length),
-            room,
+            max_draft_depth,
         )
 
-        def choose(laws: Laws) -> int | None:
+        def choose(laws: TargetProbs) -> int | None:
             """Draw behind the last token; the new one, while there is another to be drawn."""
             tip = len(tokens) - 1
-            if not self.sure(laws, tip):
+            if not self.should_draft(laws, tip):
                 return None
-            law, token = None, laws.certain(tip)
+            law, token = None, laws.greedy_token(tip)
             if token is None:
                 law = laws[tip]
-                token = chance.draw(law)
+                token = rng.draw(law)
             tokens.append(token)
             drawn.append(law)
-            return None if self.enough(laws, tip, token) or len(tokens) == most else token
+            return None if self.should_stop(laws, tip, token) or len(tokens) == most else token
 
-        along = Along(warp, context)
+        along = IncrementalProbs(sampling, context)
 
         def behind(row: Any) -> int | None:
             along.extend(row, tokens[-1:])
@@ -88,17 +94,17 @@ class ModelDraft(NoDraft):
 
         if self.left_behind or most <= 0:
             return TokenTree()
-        if not (isinstance(self.model, Session) and draw(self.model, most, behind)):
+        if not (isinstance(self.model, Session) and draft_chain(self.model, most, behind)):
             tree = TokenTree()
-            while choose(Laws(self.model.score(tree), warp, context, tree)) is not None:
+            while choose(TargetProbs(self.model.score(tree), sampling, context, tree)) is not None:
                 tree = TokenTree.chain(tokens, drawn)
         return TokenTree.chain(tokens, drawn)
 
-    def sure(self, laws: Laws, tip: int) -> bool:
+    def should_draft(self, laws: TargetProbs, tip: int) -> bool:
         """Asked before a token is drawn behind the node `tip`: whether to draw one."""
         return True
 
-    def enough(self, laws: Laws, tip: int, token: int) -> bool:
+    def should_stop(self, laws: TargetProbs, tip: int, token: int) -> bool:
         """Asked after a token was drawn behind `tip`: whether it is the draft's last. It stays in the draft either way, for
         a node whose presence depends on the token drawn at it would not have its declared law."""
         return token in self.ends  # nothing comes after the end of a text
@@ -117,7 +123,7 @@ class ModelDraft(NoDraft):
         self.length, self.left_behind = 0, False
 
 
-class GuestDraft(ModelDraft):
+class SharedSessionDrafter(ModelDrafter):
     """Drafts on a session whose text somebody else keeps: a view of the target's own, or a member of a joint target."""
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
@@ -133,7 +139,7 @@ class GuestDraft(ModelDraft):
         return None
 
 
-def confidence(laws: Laws, tip: int) -> Any:
+def confidence(laws: TargetProbs, tip: int) -> Any:
     """The greatest probability of a draft's row, before the user's settings sharpen or cut it: how sure the model is."""
-    row = laws.warped(tip, Warp())
+    row = laws.probs_under(tip, SamplingParams())
     return max(row) if is_exact(row) else row.max()

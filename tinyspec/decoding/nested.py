@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
 from tinyspec.lm.feed import Scores
-from tinyspec.tree import Row, TokenTree
+from tinyspec.tree import Probs, TokenTree
 
 UNSEEN = Scores(torch.empty(0, 0), torch.empty(0, 0, 0), ())
 
@@ -39,7 +39,7 @@ def told(tokens: Sequence[int]) -> Round:
     return Round(TokenTree(), UNSEEN, Verdict((), None), tuple(tokens), ())
 
 
-class Nested(NoDraft):
+class Nested(BaseDrafter):
     """Lets a decoder make `gamma` tokens a round, and declares the laws it made them under.
 
     decoder    its target and drafter write to the outer request's ledger; its stop names the ends of a text, no more
@@ -81,21 +81,21 @@ class Nested(NoDraft):
         inner.start, inner.finished, inner.stop = len(inner.context), None, self.ends
 
     def write(
-        self, text: Sequence[int], n: int, warp: Warp, chance: Chance
-    ) -> tuple[list[int], list[Row | None]]:
+        self, text: Sequence[int], n: int, sampling: SamplingParams, rng: RandomSource
+    ) -> tuple[list[int], list[Probs | None]]:
         """At most n tokens that go on with this text, and the law of each; fewer at an end of text or of the context."""
-        tokens, laws = list[int](), list[Row | None]()
+        tokens, laws = list[int](), list[Probs | None]()
         n = n if self.positions is None else min(n, self.positions - len(text))
         if n < 1:
             return tokens, laws
         self.follow(text)
         inner = self.decoder
         # the chance is new each round, so its rounds are counted anew; the budget keeps drafts from running over it
-        inner.warp, inner.rounds, inner.stop = warp, 0, replace(self.ends, max_new_tokens=n)
+        inner.sampling, inner.rounds, inner.stop = sampling, 0, replace(self.ends, max_new_tokens=n)
         while not inner.finished:
-            round = inner.step(chance)
+            round = inner.step(rng)
             tokens += round.tokens
-            laws += round.laws if self.truthful else [None] * len(round.tokens)
+            laws += round.output_probs if self.truthful else [None] * len(round.tokens)
         return tokens, laws
 
     # ------------------------------------------------------------------ the outer drafter
@@ -106,12 +106,20 @@ class Nested(NoDraft):
         self.text.extend(tokens)
         if not abreast or (self.positions is not None and len(self.text) > self.positions):
             return
-        shown = UNSEEN if self.guest else inner.target.extend(tokens, inner.drafter.taps)
+        shown = UNSEEN if self.guest else inner.target.extend(tokens, inner.drafter.hidden_layers)
         inner.drafter.extend(tokens, shown)
         inner.context.extend(tokens)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        return TokenTree.chain(*self.write(self.text, min(self.gamma, room), warp, chance))
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        return TokenTree.chain(
+            *self.write(self.text, min(self.gamma, max_draft_depth), sampling, rng)
+        )
 
     def observe(self, round: Round) -> None:
         self.text.extend(round.tokens)

@@ -13,9 +13,9 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.sampling import Warp
-from tinyspec.lm.gate import Gate, run_together
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.lm.gate import BatchBarrier, run_together
 from tinyspec.tree import TokenTree
 
 Context: TypeAlias = tuple[int, ...]
@@ -28,7 +28,7 @@ class Katz:
     """n-grams up to an order over a vocabulary of V tokens.
 
     >>> model = Katz([[1, 2, 3, 1, 2, 0]], order=3, vocabulary=4)
-    >>> model.likeliest([9, 1]), model.likeliest([3, 1, 2]), model.likeliest([0])
+    >>> model.top_k_tokens([9, 1]), model.top_k_tokens([3, 1, 2]), model.top_k_tokens([0])
     (2, 0, None)
     """
 
@@ -118,16 +118,16 @@ def sampled(model: Any, tokens: int, seed: int = 0) -> list[list[int]]:
         min((tokens + number) // streams, config.max_positions - 1) for number in range(streams)
     ]
 
-    def say(number: int, gate: Gate) -> list[int]:
-        session, chance, warp, text = (
+    def say(number: int, gate: BatchBarrier) -> list[int]:
+        session, rng, sampling, text = (
             model.session(None, gate),
             Seeded(seed).split("text", number),
-            Warp(),
+            SamplingParams(),
             [start],
         )
         session.extend(text)
         while len(text) <= lengths[number]:
-            text.append(chance.draw(warp(session.score(TokenTree()).logits[0], text)))
+            text.append(rng.draw(sampling.probs(session.score(TokenTree()).logits[0], text)))
             session.commit((), text[-1])
         return text
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Call
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 
 
 class Canvas(NamedTuple):
@@ -55,11 +55,13 @@ def blank(lengths: Sequence[int], token: int, device: torch.device | None = None
 class Refiner(Protocol):
     """A technique that rewrites: what to begin with, what a pass changes, when to stop, which candidate to keep."""
 
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """The first canvas. No decoder pass."""
         ...
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         """The canvas after one decoder pass; iterations count from 0."""
         ...
 
@@ -67,7 +69,7 @@ class Refiner(Protocol):
         """Whether `iteration` passes were enough."""
         ...
 
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         """The candidate to keep."""
         ...
 
@@ -89,7 +91,7 @@ class Pass(NamedTuple):
     iteration: int
     before: Canvas
     after: Canvas
-    calls: tuple[Call, ...]
+    calls: tuple[ForwardRecord, ...]
 
     def written(self) -> Written:
         """Without the tensors."""
@@ -115,37 +117,39 @@ class Refinement:
         model: Seq2Seq,
         source: Sequence[int],
         refiner: Refiner,
-        chance: Chance,
-        ledger: list[Call] | None = None,
+        rng: RandomSource,
+        forward_log: list[ForwardRecord] | None = None,
     ):
         if not source:
             raise TinyspecError("the source is empty: give at least one token")
-        self.ledger: list[Call] = (
-            ledger if ledger is not None else model.ledger if model.ledger is not None else []
+        self.forward_log: list[ForwardRecord] = (
+            forward_log
+            if forward_log is not None
+            else model.forward_log
+            if model.forward_log is not None
+            else []
         )
-        self.model, self.source, self.refiner, self.chance = (
-            model.counting(self.ledger),
+        self.model, self.source, self.refiner, self.rng = (
+            model.counting(self.forward_log),
             list(source),
             refiner,
-            chance,
+            rng,
         )
         self.canvas: Canvas | None = None
         self.chosen: int | None = None
 
     def __iter__(self) -> Iterator[Pass]:
-        refiner, chance = self.refiner, self.chance
+        refiner, rng = self.refiner, self.rng
         with torch.inference_mode():
             memory = self.model.encode(torch.tensor([self.source], device=self.model.device))
-            canvas = self.canvas = refiner.start(self.source, memory, chance.split("start", 0))
+            canvas = self.canvas = refiner.start(self.source, memory, rng.split("start", 0))
         iteration = 0
         while not refiner.finished(canvas, iteration):
-            mark = len(self.ledger)
+            mark = len(self.forward_log)
             with torch.inference_mode():
-                after = refiner.rewrite(
-                    canvas, memory, iteration, chance.split("rewrite", iteration)
-                )
+                after = refiner.rewrite(canvas, memory, iteration, rng.split("rewrite", iteration))
             before, canvas, self.canvas = canvas, after, after
-            yield Pass(iteration, before, after, tuple(self.ledger[mark:]))
+            yield Pass(iteration, before, after, tuple(self.forward_log[mark:]))
             iteration += 1
         with torch.inference_mode():
             self.chosen = refiner.choose(canvas, self.source, memory)
@@ -173,8 +177,8 @@ def refine(
     model: Seq2Seq,
     source: Sequence[int],
     refiner: Refiner,
-    chance: Chance,
-    ledger: list[Call] | None = None,
+    rng: RandomSource,
+    forward_log: list[ForwardRecord] | None = None,
 ) -> Refinement:
     """Rewrite a canvas for this source: iterate the result for its passes."""
-    return Refinement(model, source, refiner, chance, ledger)
+    return Refinement(model, source, refiner, rng, forward_log)

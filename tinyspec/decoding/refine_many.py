@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.refine import Canvas, Refiner
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 
 
-class Many(NamedTuple):
+class CanvasBatch(NamedTuple):
     """Canvases of several sources as one, after the last iteration.
 
     canvas  all candidates, those of a source together, in the sources' order; its `extra` is None
@@ -40,9 +40,9 @@ def refine_many(
     model: Seq2Seq,
     sources: Tensor,
     refiner: Refiner,
-    chances: Sequence[Chance],
-    memory: Memory | None = None,
-) -> Many:
+    chances: Sequence[RandomSource],
+    memory: EncoderOutput | None = None,
+) -> CanvasBatch:
     """Rewrite a canvas for each of the sources [B, S], padded at the end; nothing is chosen yet.
 
     chances  one for each source, as `refine` would get it
@@ -51,19 +51,19 @@ def refine_many(
     memory = model.encode(sources) if memory is None else memory
     mask = sources != model.config.pad
     firsts = [
-        refiner.start(row[there].tolist(), alone(memory, i), chance.split("start", 0))
-        for i, (row, there, chance) in enumerate(zip(sources, mask, chances, strict=True))
+        refiner.start(row[there].tolist(), alone(memory, i), rng.split("start", 0))
+        for i, (row, there, rng) in enumerate(zip(sources, mask, chances, strict=True))
     ]
     canvas, owners = joined(firsts)
     theirs, iteration = memory.rows(owners), 0
     while not refiner.finished(canvas, iteration):
         canvas = refiner.rewrite(canvas, theirs, iteration, _Silent())
         iteration += 1
-    return Many(canvas._replace(extra=None), owners)
+    return CanvasBatch(canvas._replace(extra=None), owners)
 
 
 def chosen(
-    model: Seq2Seq, sources: Tensor, refiner: Refiner, chances: Sequence[Chance]
+    model: Seq2Seq, sources: Tensor, refiner: Refiner, chances: Sequence[RandomSource]
 ) -> list[list[int]]:
     """The translations of the sources [B, S]: what `refine` chooses for each."""
     with torch.inference_mode():
@@ -76,14 +76,14 @@ def chosen(
     return found
 
 
-def alone(memory: Memory, source: int) -> Memory:
+def alone(memory: EncoderOutput, source: int) -> EncoderOutput:
     """The memory of one source, without the padding that the others asked for."""
     length = int(memory.mask[source].sum())
     one = memory.rows([source])
     heard = (
         None if one.heard is None else tuple((k[:, :length], v[:, :length]) for k, v in one.heard)
     )
-    return Memory(one.states[:, :length], one.mask[:, :length], one.summary, heard)
+    return EncoderOutput(one.states[:, :length], one.mask[:, :length], one.summary, heard)
 
 
 def joined(canvases: Sequence[Canvas]) -> tuple[Canvas, Tensor]:

@@ -5,15 +5,15 @@ from itertools import count
 from typing import Any
 
 from tinyspec._core import Forest
-from tinyspec.decoding.candidates import kept
-from tinyspec.decoding.decode import NoDraft, Round
+from tinyspec.decoding.candidates import per_model_state
+from tinyspec.decoding.decode import BaseDrafter, Round
 from tinyspec.decoding.goodput import Clock
 from tinyspec.lm.feed import Scores
 
 OUTPUTS = 0  # the tree of what was said; those of requests are 1, 2, ...
 
 
-class Remembered(NoDraft):
+class Remembered(BaseDrafter):
     """The texts of a request in a forest: prompts in a tree of its own, outputs in that of all requests.
 
     `runs` are the pieces of the text in their order: (number in the forest, its tree, where it begins). No window crosses from
@@ -88,4 +88,8 @@ def memory(
     def make() -> "tuple[Forest, count[int]]":
         return Forest(depth, bound), count(OUTPUTS + 1)
 
-    return kept(target, (name, depth, bound), make) if remember and clock is not None else make()
+    return (
+        per_model_state(target, (name, depth, bound), make)
+        if remember and clock is not None
+        else make()
+    )

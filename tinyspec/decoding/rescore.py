@@ -11,17 +11,17 @@ from torch import Tensor
 
 from tinyspec.decoding.refine import Canvas
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 
 
 def judge(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> Tensor:
     """`said` for the candidates of one source. One pass of the encoder (its source is the only one) and one of the decoder."""
-    return said(
+    return token_logprobs(
         teacher, teacher.encode(torch.tensor([list(source)], device=teacher.device)), canvas
     )
 
 
-def said(teacher: Seq2Seq, memory: Memory, canvas: Canvas) -> Tensor:
+def token_logprobs(teacher: Seq2Seq, memory: EncoderOutput, canvas: Canvas) -> Tensor:
     """log p of every token of every candidate, and of the end behind its last, given its source: [C, T + 1], 0 at padding.
 
     memory  of one source for all candidates, or of each candidate's. What a padding slot holds does not matter.

@@ -11,12 +11,12 @@ import torch
 
 from tinyspec._core.reference import ratio
 from tinyspec.decoding.sampling import is_exact, on_device, on_host
-from tinyspec.tree import Row
+from tinyspec.tree import Probs
 
 __all__ = ["as_row", "exact", "ratio", "same", "vectors"]
 
 
-def vectors(row: Row, q: Row | None, token: int) -> tuple[Any, Any]:
+def vectors(row: Probs, q: Probs | None, token: int) -> tuple[Any, Any]:
     """The target's row and the law that `token` was drawn from, [V] each; a law of None is a point mass.
 
     >>> [v.tolist() for v in vectors([0.5, 0.5], None, 1)]
@@ -40,7 +40,7 @@ def exact(vector: Any) -> bool:
     return isinstance(vector, np.ndarray) and vector.dtype == object
 
 
-def same(one: Row | None, other: Row | None) -> bool:
+def same(one: Probs | None, other: Probs | None) -> bool:
     """Whether two declared laws are one: the same object, or the same numbers in the same kind of row."""
     if one is other:
         return True
@@ -51,6 +51,6 @@ def same(one: Row | None, other: Row | None) -> bool:
     return is_exact(one) and is_exact(other) and list(one) == list(other)
 
 
-def as_row(vector: Any) -> Row:
+def as_row(vector: Any) -> Probs:
     """Back to a row that can be drawn from; it need not sum to 1."""
     return vector.tolist() if exact(vector) else vector

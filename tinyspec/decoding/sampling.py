@@ -1,7 +1,8 @@
-"""From logits to a law, and from a law to a token: repetition penalty, temperature, top-k, top-p, min-p, inverse CDF.
+"""Turn logits into a distribution, and a distribution into a token.
 
-One object, `Warp`, serves draft and target alike. A law (`Row`) is a float64 ndarray on the CPU, a tensor on a device,
-or a list of Fractions in the exact laws; every function here dispatches on that. Ties go to the lowest id everywhere.
+`SamplingParams` holds the user's settings: repetition penalty, temperature, top-k, top-p, min-p. Draft and target
+use the same object. A distribution (`Probs`) is a float64 ndarray on the CPU, a tensor on a device, or a list of
+Fractions in the exact laws; every function here accepts all three. Ties go to the lowest id everywhere.
 """
 
 import math
@@ -18,30 +19,30 @@ from tinyspec import _core
 from tinyspec._core import reference
 from tinyspec.decoding import device
 from tinyspec.errors import TinyspecError
-from tinyspec.tree import Row
+from tinyspec.tree import Probs
 
-__all__ = ["Warp", "order", "pick", "race"]
+__all__ = ["SamplingParams", "exponential_race", "sample_inverse_cdf", "sample_without_replacement"]
 
 
 def is_exact(row: Any) -> TypeGuard[list[Fraction]]:
-    """Whether a row is a list or tuple of Fractions: the exact laws'."""
+    """Return whether these are Fractions in a list or tuple, as in the exact laws."""
     return isinstance(row, (list, tuple))
 
 
 def on_device(row: Any) -> TypeGuard[torch.Tensor]:
-    """Whether a row is a tensor that must not be copied to the host."""
+    """Return whether this is a tensor that must not be copied to the host."""
     return isinstance(row, torch.Tensor) and row.device.type != "cpu"
 
 
 def on_host(row: Any) -> NDArray[np.float64]:
-    """A CPU row as the kernels read it: contiguous float64."""
+    """Return a distribution of the CPU as the kernels read it: contiguous float64."""
     if isinstance(row, torch.Tensor):
         row = row.detach().to(torch.float64).numpy()
     return np.ascontiguousarray(row, np.float64)
 
 
 def in_memory(logits: Any) -> Any:
-    """Rows of logits, as an array where they are a CPU tensor: a row of an array is had ten times as fast."""
+    """Return logits [n, V] as a numpy array if they are a CPU tensor: indexing an array is ten times as fast."""
     if (
         isinstance(logits, torch.Tensor)
         and logits.device.type == "cpu"
@@ -51,14 +52,14 @@ def in_memory(logits: Any) -> Any:
     return logits
 
 
-def rational(knob: float | Fraction) -> Fraction:
-    """A knob as the number that was written: 0.9 is nine tenths, not the nearest double."""
+def as_fraction(knob: float | Fraction) -> Fraction:
+    """Return a setting as the number that was written: 0.9 is nine tenths, not the nearest double."""
     return knob if isinstance(knob, Fraction) else Fraction(str(knob))
 
 
 @dataclass(frozen=True)
-class Warp:
-    """The user's sampling settings, applied in Hugging Face's order. Callable: `warp(logits, history) -> Row`.
+class SamplingParams:
+    """The user's sampling settings, applied in Hugging Face's order.
 
     temperature         0 is greedy: all mass on the highest logit
     top_k               keep exactly the k highest
@@ -66,7 +67,7 @@ class Warp:
     min_p               then drop what is below min_p times the highest probability
     repetition_penalty  first of all: logits of tokens in the history times it where negative, else divided by it
 
-    >>> Warp(temperature=0.0)(np.array([1.0, 3.0, 3.0])).tolist()
+    >>> SamplingParams(temperature=0.0).probs(np.array([1.0, 3.0, 3.0])).tolist()
     [0.0, 1.0, 0.0]
     """
 
@@ -99,11 +100,11 @@ class Warp:
 
     @property
     def greedy(self) -> bool:
-        """Whether every law is a point mass."""
+        """Whether every distribution is a point mass."""
         return self.temperature == 0
 
-    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Row:
-        """The law after the warpers. Raises TinyspecError for NaN, +inf, or nothing but -inf.
+    def probs(self, logits: Any, history: Sequence[int] = ()) -> Probs:
+        """Return the distribution under these settings. Raises TinyspecError for NaN, +inf, or nothing but -inf.
 
         logits  [V]: CPU tensor or ndarray -> float64 ndarray; device tensor -> float64 tensor there; a list of Fractions
                 is a table model's unnormalised weights (temperature 1/n is the n-th power) -> Fractions
@@ -116,13 +117,13 @@ class Warp:
         return _core.warp(_floats(logits), history, *self._knobs())
 
     def draw(self, logits: Any, history: Sequence[int], u: float) -> int:
-        """pick(warp(logits, history), u) in one pass: what plain decoding needs."""
+        """Return `sample_inverse_cdf(self.probs(logits, history), u)` in one pass: what plain decoding needs."""
         if is_exact(logits) or on_device(logits):
-            return pick(self(logits, history), u)
+            return sample_inverse_cdf(self.probs(logits, history), u)
         return _core.draw(_floats(logits), history, *self._knobs(), u)
 
-    def certain(self, logits: Any, history: Sequence[int] = ()) -> int | None:
-        """The token that has all the mass of a greedy law, found on the logits themselves; None: make the row and look."""
+    def greedy_token(self, logits: Any, history: Sequence[int] = ()) -> int | None:
+        """Return the token that has all the mass if sampling is greedy on the host, else None. No distribution is made."""
         if self.temperature != 0 or is_exact(logits) or on_device(logits):
             return None
         return self.draw(logits, history, 0.0)
@@ -130,7 +131,10 @@ class Warp:
     def block(
         self, logits: torch.Tensor, histories: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The laws [n, V] of many rows on a device, a history each, and their highest logits [n]; nothing comes to the host."""
+        """Return the distributions [n, V] of logits on a device, one history each, and the highest logits [n].
+
+        Nothing is copied to the host.
+        """
         return device.warp_rows(logits, histories, *self._knobs())
 
     def _knobs(self) -> tuple[float, int | None, float | None, float | None, float]:
@@ -155,8 +159,8 @@ class Warp:
             raise TinyspecError(
                 f"rational weights are exact at temperature 0 and 1/n only, got {self.temperature}"
             )
-        top_p = None if self.top_p is None else rational(self.top_p)
-        min_p = Fraction(0) if self.min_p is None else rational(self.min_p)
+        top_p = None if self.top_p is None else as_fraction(self.top_p)
+        min_p = Fraction(0) if self.min_p is None else as_fraction(self.min_p)
         row = row if power == 1 else [x**power for x in row]
         law = reference.normalise(reference.truncate(row, self.top_k, top_p, min_p))
         assert law is not None
@@ -167,7 +171,7 @@ _READ = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def _floats(logits: Any) -> NDArray[np.float32] | NDArray[np.float64]:
-    """CPU logits as the kernels read them: float32 and float64 as they are, narrower dtypes as float32 (exact)."""
+    """Return CPU logits as the kernels read them: float32 and float64 as they are, narrower dtypes as float32 (exact)."""
     if isinstance(logits, torch.Tensor):
         logits = logits.detach()
         logits = (
@@ -177,15 +181,15 @@ def _floats(logits: Any) -> NDArray[np.float32] | NDArray[np.float64]:
     return row if row.dtype in _READ else row.astype(np.float64)
 
 
-def pick(row: Row, u: float) -> int:
-    """The token whose interval of the cumulative sum holds u * total, 0 <= u < 1; never one of probability zero."""
+def sample_inverse_cdf(row: Probs, u: float) -> int:
+    """Return the token whose interval of the cumulative sum holds u * total, 0 <= u < 1; never one of probability 0."""
     if is_exact(row):
         return reference.pick(row, u)
     return device.pick(row, u) if on_device(row) else _core.pick(on_host(row), u)
 
 
-def order(row: Row, uniforms: Any) -> list[int]:
-    """Tokens drawn without replacement, one a uniform; shorter where the support ends (Plackett-Luce)."""
+def sample_without_replacement(row: Probs, uniforms: Any) -> list[int]:
+    """Return tokens drawn without replacement (Plackett-Luce), one for each uniform; fewer if the support is smaller."""
     if is_exact(row):
         return reference.order(row, list(uniforms))
     if on_device(row):
@@ -193,8 +197,11 @@ def order(row: Row, uniforms: Any) -> list[int]:
     return _core.order(on_host(row), np.ascontiguousarray(uniforms, np.float64))
 
 
-def race(row: Row, noise: Any) -> int:
-    """argmin noise / row over the support: with exponential noise a draw from the row, shared by rows on the same noise."""
+def exponential_race(row: Probs, noise: Any) -> int:
+    """Return the token of least noise / probability. With exponential noise it is a sample from the distribution.
+
+    Two distributions on the same noise tend to give the same token (the Gumbel-max trick, Gumbel coupling).
+    """
     if is_exact(row):
         return reference.race(row, list(noise))
     if on_device(row):

@@ -32,7 +32,7 @@ class Statistics:
         self.target_calls += 1
         self.draft_calls += len(round.draft_calls)
         self.drafted += sum(not probe for probe in round.tree.probe)
-        self.accepted += len(round.verdict.path)
+        self.accepted += len(round.verdict.accepted)
         self.emitted += len(round.tokens)
         self.row_layers += sum(call.row_layers for call in round.calls)
 
@@ -79,13 +79,13 @@ class Statistics:
 def origins(round: Round) -> tuple[Origin, ...]:
     """Where each token of a round came from: accepted from the draft, recovered after a refusal, a bonus behind a draft
     that passed whole, or plain (there was no draft)."""
-    kinds: list[Origin] = ["accepted"] * len(round.verdict.path)
+    kinds: list[Origin] = ["accepted"] * len(round.verdict.accepted)
     if round.verdict.next is not None:
         if all(round.tree.probe):
             kinds.append("plain")
         else:  # whatever was alive behind the path was refused; nothing alive means the draft passed whole
             depths = round.tree.depths()
-            refused = any(depths[node] == len(kinds) + 1 for node in round.verdict.refused)
+            refused = any(depths[node] == len(kinds) + 1 for node in round.verdict.rejected)
             kinds.append("recovered" if refused else "bonus")
     return tuple(kinds)
 
@@ -129,8 +129,8 @@ class Trace:
             TraceRound(
                 list(round.tree.tokens),
                 list(round.tree.parents),
-                list(round.verdict.path),
-                list(round.verdict.refused),
+                list(round.verdict.accepted),
+                list(round.verdict.rejected),
                 list(round.tokens),
                 list(origins(round)),
                 list(round.scores.layers),
@@ -148,7 +148,7 @@ class Trace:
         laws = round.scores.logits.detach().double().cpu().softmax(dim=-1)  # [n + 1, V]
         size = laws.shape[-1]
         for token, parent, law in zip(
-            round.tree.tokens, round.tree.parents, round.tree.laws, strict=True
+            round.tree.tokens, round.tree.parents, round.tree.draft_probs, strict=True
         ):
             entry.p.append(
                 float(laws[parent + 1, token]) if token < size else 0.0
@@ -182,7 +182,7 @@ class Trace:
 
 def _rows(round: Round) -> list[int]:
     """The row of the scores that gave each emitted token: the root's, then those of the path."""
-    return [0, *(node + 1 for node in round.verdict.path)][: len(round.tokens)]
+    return [0, *(node + 1 for node in round.verdict.accepted)][: len(round.tokens)]
 
 
 def compute_logprobs(round: Round) -> list[float]:

@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tinyspec.decoding.candidates import highest
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Laws, Target
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp, is_exact
-from tinyspec.decoding.verify import without
+from tinyspec.decoding.candidates import top_k_ids
+from tinyspec.decoding.decode import Target, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams, is_exact
+from tinyspec.decoding.verify import exclude_token
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.host import numbers
-from tinyspec.tree import ROOT, Row, TokenTree
+from tinyspec.lm.host import to_numpy
+from tinyspec.tree import ROOT, Probs, TokenTree
 
 Shape: TypeAlias = tuple[int, ...]
 """[n] the parent of every node, ROOT for the first ones: a parent before its children, siblings in the order of drawing."""
@@ -29,10 +29,10 @@ Shape: TypeAlias = tuple[int, ...]
 MOST = 1024  # nodes of a tree: beyond, a configuration was surely mistyped
 
 
-def widths(configuration: str | int) -> tuple[int, ...]:
+def parse_branching(configuration: str | int) -> tuple[int, ...]:
     """The children of a node at each depth.
 
-    >>> widths("4x2x1"), widths(3)
+    >>> parse_branching("4x2x1"), parse_branching(3)
     ((4, 2, 1), (3,))
     """
     words = str(configuration).lower().split("x")
@@ -63,13 +63,13 @@ def shape(children: Sequence[int]) -> Shape:
     return tuple(parents)
 
 
-class TreeDraft(ModelDraft):
+class TreeDrafter(ModelDrafter):
     """Draws a tree of this shape from a model, with one call of the model a depth.
 
     replace  siblings are drawn independently of each other; else no two of them are equal
     cover    without replacement: where the draft's law has no token left, go on with any that was not drawn, all alike
     ends     tokens that nothing comes after
-    positions  the tokens that the model's context holds (None: no limit), as in `ModelDraft`
+    positions  the tokens that the model's context holds (None: no limit), as in `ModelDrafter`
 
     At temperature 0 the draft's law is one token, so draws would all be the same: the likeliest tokens are proposed in
     their place, the best first, as point masses. `children` is what another way of drawing overrides.
@@ -108,8 +108,14 @@ class TreeDraft(ModelDraft):
         for node in below:
             self.levels[depth[node]].append(node)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        tokens, parents, rows = list[int](), list[int](), list[Row | None]()
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        tokens, parents, rows = list[int](), list[int](), list[Probs | None]()
         inner = TokenTree(
             [], [], [], []
         )  # the part that the model runs: nodes that will have children
@@ -118,15 +124,17 @@ class TreeDraft(ModelDraft):
             {ROOT: ROOT},
         )  # node of the shape -> its place in the tree, and in the part that is run
         deepest = min(
-            room, len(self.levels), room if self.positions is None else self.positions - self.length
+            max_draft_depth,
+            len(self.levels),
+            max_draft_depth if self.positions is None else self.positions - self.length,
         )
         for level in self.levels[: 0 if self.left_behind else max(deepest, 0)]:
             alive = [node for node in level if node in ran]
             if not alive:
                 break  # the text ended, or the law did, on every path
-            laws = Laws(self.model.score(inner), warp, context, inner)
+            laws = TargetProbs(self.model.score(inner), sampling, context, inner)
             for node in alive:
-                drawn = self.children(laws, ran[node], len(self.below[node]), chance)
+                drawn = self.children(laws, ran[node], len(self.below[node]), rng)
                 for child, (token, law) in zip(
                     self.below[node], drawn, strict=False
                 ):  # fewer where the support ends
@@ -140,31 +148,33 @@ class TreeDraft(ModelDraft):
         return TokenTree(tokens, parents, rows, (False,) * len(tokens))
 
     def children(
-        self, laws: Laws, node: int, k: int, chance: Chance
-    ) -> list[tuple[int, Row | None]]:
+        self, laws: TargetProbs, node: int, k: int, rng: RandomSource
+    ) -> list[tuple[int, Probs | None]]:
         """At most k tokens below a node whose law is `laws[node]`, each with the law it was drawn from; in draw order."""
-        if laws.warp.temperature == 0:
-            return [(token, None) for token in likeliest(laws.ranking(node), k)]
+        if laws.sampling.temperature == 0:
+            return [(token, None) for token in top_k_tokens(laws.ranking_scores(node), k)]
         q = laws[node]
         if self.replace:
-            return [(chance.draw(q), q) for _ in range(k)]
-        drawn = shrinking(q, k, chance)
+            return [(rng.draw(q), q) for _ in range(k)]
+        drawn = sample_siblings(q, k, rng)
         if self.cover and len(drawn) < min(k, len(q)):
-            drawn += shrinking(unseen(q, [token for token, _ in drawn]), k - len(drawn), chance)
+            drawn += sample_siblings(
+                uniform_over_unsampled(q, [token for token, _ in drawn]), k - len(drawn), rng
+            )
         return drawn
 
 
-def shrinking(q: Row, k: int, chance: Chance) -> list[tuple[int, Row | None]]:
+def sample_siblings(q: Probs, k: int, rng: RandomSource) -> list[tuple[int, Probs | None]]:
     """k tokens drawn without replacement, each with q as its earlier siblings leave it; fewer where the support ends."""
-    drawn: list[tuple[int, Row | None]] = []
-    for token in chance.order(q, k):
+    drawn: list[tuple[int, Probs | None]] = []
+    for token in rng.sample_without_replacement(q, k):
         if drawn:
-            q = without(q, drawn[-1][0])
+            q = exclude_token(q, drawn[-1][0])
         drawn.append((token, q))
     return drawn
 
 
-def unseen(q: Row, seen: Sequence[int]) -> Row:
+def uniform_over_unsampled(q: Probs, seen: Sequence[int]) -> Probs:
     """All tokens but these, each as likely as the other."""
     each = len(q) - len(seen)
     if is_exact(q):
@@ -176,15 +186,15 @@ def unseen(q: Row, seen: Sequence[int]) -> Row:
     return row
 
 
-def likeliest(row: Row, k: int) -> list[int]:
+def top_k_tokens(row: Probs, k: int) -> list[int]:
     """The k tokens that a law, or a row of logits, holds for likeliest, the best first, the lowest id of equals.
 
-    >>> likeliest([0.2, 0.5, 0.1, 0.2], 3)
+    >>> top_k_tokens([0.2, 0.5, 0.1, 0.2], 3)
     [1, 0, 3]
     """
     if is_exact(row):
         return sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
-    return highest(numbers(row) if isinstance(row, torch.Tensor) else np.asarray(row), k)
+    return top_k_ids(to_numpy(row) if isinstance(row, torch.Tensor) else np.asarray(row), k)
 
 
 def _grow(tree: TokenTree, token: int, parent: int) -> None:

@@ -30,7 +30,7 @@ BUCKETS = tuple(next((n for n in FIRST if n <= match), 1) for match in range(max
 NOTHING = TokenTree()
 
 
-class Trust:
+class AcceptanceTracker:
     """How far the latest drafts came true, by the length of the match they were found behind."""
 
     def __init__(self, price: float, rate: float = RATE, prior: Mapping[int, float] = FIRST):
@@ -45,9 +45,9 @@ class Trust:
         self.matches: Sequence[int] = ()
         self.vain = self.rested = 0  # looks without a guess worth a row; rounds since the last look
 
-    def rests(self, room: int) -> bool:
+    def skip_this_round(self, max_draft_depth: int) -> bool:
         """Whether this round, with room for so many guesses, is not even looked at; the last look is judged no more."""
-        if room > 0:
+        if max_draft_depth > 0:
             if self.price == 0 or self.vain < PATIENCE or self.rested == EVERY - 1:
                 self.rested = 0
                 return False
@@ -59,7 +59,7 @@ class Trust:
         """Whether one of these first guesses behind such a match may be run."""
         return max(shares) * self.first[bucket(match)] >= self.price * sum(shares)
 
-    def watch(
+    def record_without_running(
         self, tokens: Sequence[int], parents: Sequence[int], matches: Sequence[int]
     ) -> TokenTree:
         """Run none of these guesses, and let the text judge them all the same."""
@@ -96,7 +96,7 @@ class Trust:
         matches: Sequence[int],
     ) -> TokenTree:
         """The guesses that are worth a row; all of them are remembered, to be judged by the text."""
-        self.watch(tokens, parents, matches)
+        self.record_without_running(tokens, parents, matches)
         if not tokens:
             return NOTHING
         place = {ROOT: ROOT}

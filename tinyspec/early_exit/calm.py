@@ -41,9 +41,9 @@ from tinyspec.decoding.confidence import (
     saturation,
     softmax_response,
 )
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exits import Exit, ExitTarget, Rule
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -156,7 +156,9 @@ def calm(
         rule = Confident(
             measure_of(measure, model), lambda t: decayed(decay, threshold, tau, t, limit), layers
         )
-    return replace(request, target=ExitTarget(session, rule, "copy")).decoder(NoDraft(), walk)
+    return replace(request, target=ExitTarget(session, rule, "copy")).decoder(
+        BaseDrafter(), verify_tree
+    )
 
 
 # ---------------------------------------------------------------------- the classifier (section 3.5)

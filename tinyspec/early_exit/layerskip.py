@@ -24,8 +24,8 @@ Left out: nothing of decoding. The paper finds E and n by a sweep and gives no d
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.modeldraft import GuestDraft
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.modeldraft import SharedSessionDrafter
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.plan import Plan
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -69,4 +69,4 @@ def layerskip(request: Request, *, exit: int, gamma: int) -> Decoder:
     session: Any = request.target
     model = session.model
     early = session.view(Plan(last=drafting_layers(exit, model.config.n_layers, model.name)))
-    return request.decoder(GuestDraft(early, gamma, request.stop.eos), walk)
+    return request.decoder(SharedSessionDrafter(early, gamma, request.stop.eos), verify_tree)

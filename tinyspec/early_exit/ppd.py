@@ -26,12 +26,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tinyspec.decoding.candidates import candidates
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Call, Scores
+from tinyspec.lm.feed import ForwardRecord, Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -49,7 +49,7 @@ class Pipeline:
     def __init__(self, session: Any, layer: int, k: int, threads: bool = False):
         self.session, self.layer, self.k = session, layer, k
         self.depth: int = session.model.config.n_layers
-        self.coming: tuple[Sequence[int], Warp] | None = None
+        self.coming: tuple[Sequence[int], SamplingParams] | None = None
         self.beside = ThreadPoolExecutor(1) if threads else None
 
     def __getattr__(
@@ -57,55 +57,67 @@ class Pipeline:
     ) -> Any:  # text, extend, append, commit, rewind, end: the session's
         return getattr(self.session, name)
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """The row of the newest token; on the way there, guesses of the next one are begun."""
         coming, self.coming = self.coming, None
         if coming is not None and self.layer < self.depth:
             branches = self.guesses(self.session.advance(ALONE, self.layer, head=True), *coming)
             if self.beside is not None:
-                return self._threaded(branches, tree, taps)
+                return self._threaded(branches, tree, hidden_layers)
             self.session.advance(branches, self.depth - self.layer)
-        scores: Scores = self.session.score(tree, taps)
+        scores: Scores = self.session.score(tree, hidden_layers)
         return scores
 
-    def guesses(self, scores: Scores, text: Sequence[int], warp: Warp) -> TokenTree:
+    def guesses(self, scores: Scores, text: Sequence[int], sampling: SamplingParams) -> TokenTree:
         """What an exit here would say: the k likeliest tokens, side by side below the newest."""
         rows: Any = scores.logits
-        if warp.repetition_penalty != 1.0:  # the one setting that changes which tokens come first
-            rows = [Warp(repetition_penalty=warp.repetition_penalty)(rows[0], text)]
+        if (
+            sampling.repetition_penalty != 1.0
+        ):  # the one setting that changes which tokens come first
+            rows = [
+                SamplingParams(repetition_penalty=sampling.repetition_penalty).probs(rows[0], text)
+            ]
         tokens = candidates(rows, [0], self.k)[0]
         return TokenTree(
             tokens, (ROOT,) * len(tokens), (None,) * len(tokens), (False,) * len(tokens)
         )
 
-    def _threaded(self, branches: TokenTree, tree: TokenTree, taps: Sequence[int]) -> Scores:
+    def _threaded(
+        self, branches: TokenTree, tree: TokenTree, hidden_layers: Sequence[int]
+    ) -> Scores:
         """Main process and branches at the same time. They share the cache: each writes its own slots, and the branches read
         the newest token's keys of layers that it has left."""
         assert self.beside is not None
         self.session.advance(branches, 0)  # gives them slots; from here on nothing moves or grows
         other = self.beside.submit(self.session.advance, branches, self.depth - self.layer)
         try:
-            scores: Scores = self.session.score(tree, taps)
+            scores: Scores = self.session.score(tree, hidden_layers)
         finally:
             other.result()  # nothing may be committed before; a failure there is one here
         return scores
 
 
-class Announces(NoDraft):
+class Announces(BaseDrafter):
     """Proposes nothing to verify. It tells the pipeline whether a token is to follow: behind the last one nothing is begun."""
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        self.pipeline.coming = (context, warp) if room > 0 else None
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        self.pipeline.coming = (context, sampling) if max_draft_depth > 0 else None
         return ALONE
 
 
 # ---------------------------------------------------------------------- the clock (section 4)
 
 
-def steps(calls: Sequence[Call]) -> float:
+def steps(calls: Sequence[ForwardRecord]) -> float:
     """Layer-steps of a round on k + 1 processors, from its ledger: the newest token up to layer dbar, then what is left of it
     beside the branches, each of which has a processor of its own."""
     alone, *beside = [call.row_layers / call.rows for call in calls]
@@ -167,4 +179,4 @@ def ppd(request: Request, *, layer: int, k: int, threads: bool) -> Decoder:
         session, guessing_layer(layer, model.config.n_layers, model.name), k, threads
     )
     request.target = pipeline
-    return request.decoder(Announces(pipeline), walk)
+    return request.decoder(Announces(pipeline), verify_tree)

@@ -1,6 +1,6 @@
 """What the functions of assignment A1 that look at one place are held to: warp, acceptance, residual.
 
-Each law searches its cases smallest first and raises Accused with the first that breaks it, in the words of the hand-out.
+Each law searches its cases smallest first and raises LawViolated with the first that breaks it, in the words of the hand-out.
 The expected values come from `laws.exact` and `laws.small`, and never from the reference solution.
 """
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.grade.task import Cases
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import warped
@@ -107,7 +107,7 @@ def of_warp(law: str, knobs: Sequence[Knobs]) -> Callable[[Function, Cases], Evi
             for temperature, top_k, top_p in knobs:
                 case = {"weights": row, "temperature": temperature, "top_k": top_k, "top_p": top_p}
                 got = held_row(warp(list(row), temperature, top_k, top_p), len(row), A_LAW, case)
-                expected = warped(row, (), Warp(float(temperature), top_k, top_p))
+                expected = warped(row, (), SamplingParams(float(temperature), top_k, top_p))
                 if law is not A_LAW and not same_row(expected, got):
                     accuse(law, expected, got, **case)
                 evidence.cases += 1

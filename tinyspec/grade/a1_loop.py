@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.grade.a1_laws import Function, close
 from tinyspec.grade.a1_round import Text, alike
 from tinyspec.grade.a1_stage import STOPS, Run, Situation, endings, every, situations
@@ -58,9 +58,9 @@ def smallest(given: Situation, broken: Callable[[Situation], bool]) -> Situation
 
 def plain(given: Situation) -> dict[Text, Any]:
     """The law of plain decoding."""
-    stop = Stop(eos=frozenset(() if given.eos is None else (given.eos,)))
+    stop = StoppingCriteria(eos=frozenset(() if given.eos is None else (given.eos,)))
     temperature, top_k, top_p = given.knobs
-    warp = Warp(float(temperature), top_k, top_p)
+    warp = SamplingParams(float(temperature), top_k, top_p)
     return dict(Reference(partial(given.row, "p"), warp, stop).law(given.case.tokens, given.prompt))
 
 

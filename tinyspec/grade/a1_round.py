@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.grade.a1_laws import Function, close
 from tinyspec.grade.task import Cases
-from tinyspec.laws.accused import Accused, Counterexample, Evidence, accuse
+from tinyspec.laws.accused import Counterexample, Evidence, LawViolated, accuse
 from tinyspec.laws.cases import Case, shrink, stage
 from tinyspec.laws.forms import Law, Outcome, Rounds
 from tinyspec.laws.small import Exact
@@ -170,7 +170,7 @@ def joint(verify: Function, cases: Cases) -> Evidence:
             smallest = shrink(case, broken)
             found = form.judge(smallest, law(smallest))
             assert found is not None
-            raise Accused(named(found))
+            raise LawViolated(named(found))
     return evidence
 
 

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.grade.a1_laws import HALF, ONE, THIRD, ZERO, Function, Knobs
 from tinyspec.grade.a1_round import Text
 from tinyspec.grade.props_a1 import Session, behind
@@ -57,7 +57,7 @@ class Situation:
         temperature, top_k, top_p = self.knobs
         row = tuple(self.row(name, text))
         if row not in self.remembered:
-            self.remembered[row] = warped(row, (), Warp(float(temperature), top_k, top_p))
+            self.remembered[row] = warped(row, (), SamplingParams(float(temperature), top_k, top_p))
         return self.remembered[row]
 
     @cached_property

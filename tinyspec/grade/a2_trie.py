@@ -7,7 +7,7 @@ from typing import Any
 
 from tinyspec.grade.a2_trees import ROOT, path, words
 from tinyspec.grade.task import Cases
-from tinyspec.laws.accused import Accused, Evidence, accuse
+from tinyspec.laws.accused import Evidence, LawViolated, accuse
 
 TREE = "a draft is a tree: at most `budget` nodes, a parent before its children, siblings all different"
 ANSWER = "what followed the longest known end of the context, the most frequent first"
@@ -136,13 +136,13 @@ def _every(law: str, judge: Judge, function: Function, cases: Cases) -> Evidence
     for depth, run in operations(cases):
         try:
             judge(function, depth, run)
-        except Accused as accused:
+        except LawViolated as accused:
             raise _smallest(judge, function, accused) from None
         seen += 1
     return Evidence(law, seen)
 
 
-def _smallest(judge: Judge, function: Function, accused: Accused) -> Accused:
+def _smallest(judge: Judge, function: Function, accused: LawViolated) -> LawViolated:
     """The same with fewer operations, shorter texts, smaller budgets."""
     found = True
     while found:
@@ -151,7 +151,7 @@ def _smallest(judge: Judge, function: Function, accused: Accused) -> Accused:
         for smaller in _smaller(case["operations"]):
             try:
                 judge(function, case["depth"], smaller)
-            except Accused as less:
+            except LawViolated as less:
                 accused, found = less, True
                 break
             except Exception:  # it fails there in another way

@@ -6,12 +6,12 @@ from fractions import Fraction
 from typing import Any
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.grade.a2_siblings import MASSLESS, at_least, played
 from tinyspec.grade.a2_trees import WITHIN, Parents, path, words
 from tinyspec.grade.task import Cases, Failed
-from tinyspec.laws.accused import Accused, Counterexample, Evidence
+from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
 from tinyspec.laws.cases import Case, shrink, stage
 from tinyspec.laws.forms import Form, Law, Outcome, pretty
 from tinyspec.laws.small import but
@@ -94,7 +94,7 @@ def drawn(case: Grown, chance: Exhaustive) -> tuple[TokenTree, list[Any]]:
         if shaped in case.points:
             law, token = None, case.vocabulary - 1 - parents.count(above)
         else:
-            full = case.q.law(tree.spelled(tree.path(above)))
+            full = case.q.law(tree.tokens_on(tree.path(above)))
             law = left.get(above, full)
             if law is None:
                 continue
@@ -111,7 +111,7 @@ def drawn(case: Grown, chance: Exhaustive) -> tuple[TokenTree, list[Any]]:
 def rows_of(case: Grown, tree: TokenTree) -> list[list[Fraction]]:
     """[n + 1][V] the target's rows, the root's first."""
     return [
-        list(case.p.law(tree.spelled(tree.path(node)))) for node in range(ROOT, len(tree.tokens))
+        list(case.p.law(tree.tokens_on(tree.path(node)))) for node in range(ROOT, len(tree.tokens))
     ]
 
 
@@ -157,7 +157,7 @@ class Walks(Form):
                 (tuple(down),),
                 f"nodes of the tree with parents {list(tree.parents)}, each a child of the one before",
             )
-        return Outcome(said, (*tree.spelled(down), token))
+        return Outcome(said, (*tree.tokens_on(down), token))
 
     def outcomes(self, case: Grown) -> Law:
         known = played(self.function)
@@ -201,9 +201,9 @@ class Walks(Form):
             tree, _ = drawn(case, chance)
             rows = rows_of(case, tree)
             return len(
-                walk(
+                verify_tree(
                     tree, {node: rows[node + 1] for node in range(ROOT, len(tree.tokens))}, chance
-                ).path
+                ).accepted
             )
 
         expected: Any = sum(
@@ -238,7 +238,7 @@ def _every(name: str, judge: Judge, function: Function, cases: Cases) -> Evidenc
             smallest: Any = shrink(case, broken)
             accused = judge(walks, smallest, walks.outcomes(smallest))
             assert accused is not None
-            raise Accused(accused)
+            raise LawViolated(accused)
         seen += name is not JOINT or any(
             len(outcome.tokens) > 1 for outcome in law
         )  # a node was accepted

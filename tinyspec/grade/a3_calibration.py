@@ -10,7 +10,7 @@ from typing import Any
 
 from tinyspec.grade.a3_laws import Function, number, words
 from tinyspec.grade.task import Cases
-from tinyspec.laws.accused import Accused, Evidence, accuse
+from tinyspec.laws.accused import Evidence, LawViolated, accuse
 from tinyspec.laws.calibration_laws import (
     CALIBRATED,
     CURVES,
@@ -42,7 +42,7 @@ def is_valid(function: Function, cases: Cases) -> Evidence:
     try:
         evidence = is_a_p_value(checked)
         return evidence if is_useful else Evidence(SUPER)  # 1 is always valid, and says nothing
-    except Accused as accused:
+    except LawViolated as accused:
         found = accused.counterexample
         case = found.case
         if "risk" in case:

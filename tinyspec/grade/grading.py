@@ -12,7 +12,7 @@ from tinyspec.grade.process import Limits
 from tinyspec.grade.remote import Function, Helpers, load
 from tinyspec.grade.starter import extract_helpers
 from tinyspec.grade.task import Assignment, Cases, Failed, GradedLaw, Task
-from tinyspec.laws.accused import Accused, Counterexample, Evidence
+from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
 
 RUNS = "it gives a result"  # the law that is broken where there is nothing to judge
 PUBLIC = Cases()
@@ -138,7 +138,7 @@ def judge(task: Task, function: Callable[..., Any], cases: Cases = PUBLIC) -> Re
 def _judge_law(task: Task, law: GradedLaw, function: Callable[..., Any], cases: Cases) -> Verdict:
     try:
         evidence = law(function, cases)
-    except Accused as accused:
+    except LawViolated as accused:
         return Verdict(law, counterexample=accused.counterexample)
     except Failed as failed:
         return _fail_law(law, failed)

@@ -21,7 +21,7 @@ class Cases(NamedTuple):
 
 
 Law = Callable[[Callable[..., Any], Cases], Evidence]
-"""Judges a function; raises `tinyspec.laws.accused.Accused` with the smallest counterexample in the words of the task."""
+"""Judges a function; raises `tinyspec.laws.accused.LawViolated` with the smallest counterexample in the words of the task."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GradedLaw:
 
     points    earned where the law holds, whatever becomes of the task's other laws
     sentence  what the law says
-    judge     raises Accused where it is broken; returns Evidence of no cases where nothing came up
+    judge     raises LawViolated where it is broken; returns Evidence of no cases where nothing came up
     needs     sentences of laws of the same task without which this one says nothing: a fast loop
               earns no points for speed while its text is wrong
     """

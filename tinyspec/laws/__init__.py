@@ -8,10 +8,10 @@ check(my_verifier)              # proves it exact on every small case, or shows 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tinyspec.laws.accused import Accused
+    from tinyspec.laws.accused import LawViolated
     from tinyspec.laws.checking import check
 
-__all__ = ["Accused", "check"]
+__all__ = ["LawViolated", "check"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,8 +20,8 @@ def __getattr__(name: str) -> Any:
         from tinyspec.laws.checking import check
 
         return check
-    if name == "Accused":
-        from tinyspec.laws.accused import Accused
+    if name == "LawViolated":
+        from tinyspec.laws.accused import LawViolated
 
-        return Accused
+        return LawViolated
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,7 +41,7 @@ class Counterexample:
         )
 
 
-class Accused(AssertionError):
+class LawViolated(AssertionError):
     """A law found a counterexample."""
 
     def __init__(self, counterexample: Counterexample):
@@ -102,8 +102,8 @@ class CheckResult:
 
 
 def accuse(law: str, expected: Any, got: Any, **case: Any) -> None:
-    """Raise Accused for this case."""
-    raise Accused(Counterexample(law, case, expected, got))
+    """Raise LawViolated for this case."""
+    raise LawViolated(Counterexample(law, case, expected, got))
 
 
 def show(value: Any) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.decoding.chance import Chance, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.network import greedy
 from tinyspec.laws.stage import DRAFTS, Stage
@@ -26,7 +26,7 @@ V = 5
 EOS = V - 1
 
 
-class Guess(NoDraft):
+class Guess(BaseDrafter):
     """Proposes a chain of three tokens, each of which it would stake everything on; its law says so.
 
     token  the text so far -> the guess
@@ -35,9 +35,15 @@ class Guess(NoDraft):
     def __init__(self, token: Callable[[Sequence[int]], int], vocabulary: int):
         self.token, self.vocabulary = token, vocabulary
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         tokens: list[int] = []
-        for _ in range(min(3, room)):
+        for _ in range(min(3, max_draft_depth)):
             tokens.append(self.token([*context, *tokens]))
         return TokenTree.chain(tokens, [np.eye(self.vocabulary)[token] for token in tokens])
 
@@ -45,7 +51,13 @@ class Guess(NoDraft):
 def greedy_equality(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
     """The technique with its own drafter on every kind of draft model, then its verifier under four strange drafters."""
     base = Stage(
-        card, seed=seed + 50, prompt=(0, 1, 2), vocabulary=V, deep=True, warp=Warp(0.0), largest=4
+        card,
+        seed=seed + 50,
+        prompt=(0, 1, 2),
+        vocabulary=V,
+        deep=True,
+        sampling=SamplingParams(0.0),
+        largest=4,
     )
     for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
         stage = replace(base, draft=draft)
@@ -61,7 +73,10 @@ def greedy_equality(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[
 def equal(stage: Stage, strange: str | None = None) -> Evidence:
     """The same tokens with and without an end of text, over two prompts."""
     begun, rounds = perf_counter(), 0
-    for stop in (Stop(max_new_tokens=TOKENS), Stop(eos=frozenset({EOS}), max_new_tokens=TOKENS)):
+    for stop in (
+        StoppingCriteria(max_new_tokens=TOKENS),
+        StoppingCriteria(eos=frozenset({EOS}), max_new_tokens=TOKENS),
+    ):
         for prompt in (stage.prompt, (3,)):
             here = replace(stage, prompt=prompt, stop=stop)
             decoder = here.decoder()
@@ -94,9 +109,9 @@ def guesser(stage: Stage, strange: str) -> Callable[[Sequence[int]], int]:
 def run(decoder: Decoder, prompt: Sequence[int]) -> list[int]:
     """The new tokens of a whole request."""
     decoder.extend(prompt)
-    chance = Seeded(0)
+    rng = Seeded(0)
     while not decoder.finished:
-        decoder.step(chance)
+        decoder.step(rng)
     return decoder.new
 
 

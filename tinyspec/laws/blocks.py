@@ -135,9 +135,7 @@ def played(verifier: Verifier, case: Block) -> Played:
     """Drafts drawn, judged, and counted."""
     kept, branches = Fraction(0), 0
     emitted, beyond = defaultdict[Text, Fraction](Fraction), defaultdict[Text, Fraction](Fraction)
-    for (accepted, text), probability in Exhaustive.walk(
-        lambda chance: _round(verifier, case, chance)
-    ):
+    for (accepted, text), probability in Exhaustive.walk(lambda rng: _round(verifier, case, rng)):
         branches += 1
         kept += probability * accepted
         for n in range(len(text) + 1):
@@ -146,9 +144,9 @@ def played(verifier: Verifier, case: Block) -> Played:
     return Played(kept, emitted, beyond, branches)
 
 
-def _round(verifier: Verifier, case: Block, chance: Any) -> tuple[int, Text]:
+def _round(verifier: Verifier, case: Block, rng: Any) -> tuple[int, Text]:
     """k drafts side by side, depth by depth: how many tokens were kept, and what was emitted."""
-    rows, stream = {ROOT: case.target(())}, chance.split("draft", 0)
+    rows, stream = {ROOT: case.target(())}, rng.split("draft", 0)
     texts: list[Text] = []
     parents, laws = list[int](), list[Any]()
     for node in range(case.k * case.gamma):
@@ -158,8 +156,8 @@ def _round(verifier: Verifier, case: Block, chance: Any) -> tuple[int, Text]:
         texts.append((*before, stream.draw(case.draft(before))))
         rows[node] = case.target(texts[-1])
     tree = TokenTree([text[-1] for text in texts], parents, laws, (False,) * len(texts))
-    verdict = verifier(tree, Given(rows), chance.split("verify", 0))
-    said = texts[verdict.path[-1]] if verdict.path else ()
+    verdict = verifier(tree, Given(rows), rng.split("verify", 0))
+    said = texts[verdict.accepted[-1]] if verdict.accepted else ()
     return len(said), (*said, *(() if verdict.next is None else (verdict.next,)))
 
 

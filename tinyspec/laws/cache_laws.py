@@ -2,7 +2,7 @@
 
 The judge is `dense`, one plain pass over the whole text: no session, no cache, no mask but the causal one. Models are
 float64, random, with weights so large that every layer, position and token changes every row.
-Each law takes a `Parts`, goes from few tokens to many, and raises `Accused` with the first case that breaks it.
+Each law takes a `Parts`, goes from few tokens to many, and raises `LawViolated` with the first case that breaks it.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinyspec.decoding.decode import NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.decode import BaseDrafter
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.dense import dense
 from tinyspec.laws.parts import Parts
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Feed, Scores
+from tinyspec.lm.feed import ForwardBatch, Scores
 from tinyspec.lm.gate import run_together
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
@@ -72,12 +72,12 @@ class Through(Model):
 
     def __init__(self, inner: Model, parts: Parts):
         super().__init__(inner.config, inner.weights)
-        self.parts, self.fed = parts, list[Feed]()
+        self.parts, self.fed = parts, list[ForwardBatch]()
 
-    def forward(self, feeds: Sequence[Feed]) -> list[Scores]:
+    def forward(self, feeds: Sequence[ForwardBatch]) -> list[Scores]:
         return self.parts.forward(self._inner, feeds)
 
-    def _inner(self, feeds: Sequence[Feed]) -> list[Scores]:
+    def _inner(self, feeds: Sequence[ForwardBatch]) -> list[Scores]:
         self.fed += feeds
         return super().forward(feeds)
 
@@ -146,7 +146,7 @@ def cache_is_a_fresh_forward(parts: Parts) -> Evidence:
             session.extend(prompt)
             session.score(tree)
             session.commit(path, after)
-            text = [*prompt, *tree.spelled(path), *(() if after is None else (after,))]
+            text = [*prompt, *tree.tokens_on(path), *(() if after is None else (after,))]
             case = {
                 "model": family,
                 "prompt": prompt,
@@ -218,15 +218,17 @@ def an_exit_is_the_truncated_model(parts: Parts) -> Evidence:
     return Evidence(EXIT, seen)
 
 
-class Wrong(NoDraft):
+class Wrong(BaseDrafter):
     """Proposes two tokens, the first `right` of which are the greedy ones; `wide`: beside a first sibling that is wrong."""
 
     def __init__(self, model: Model, right: int, wide: bool):
         self.model, self.right, self.wide = model, right, wide
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
         drafted: list[int] = []
-        for at in range(min(2, room)):
+        for at in range(min(2, max_draft_depth)):
             best = greedy(self.model, [*context, *drafted], 1)[0]
             drafted.append((best + (at >= self.right)) % V)
         if not (self.wide and len(drafted) == 2):
@@ -250,9 +252,11 @@ def greedy_equality(parts: Parts) -> Evidence:
             weights(family, seed=1).session(), 2, frozenset()
         )
         for draft, drafter in drafters.items():
-            seen, stop = seen + 1, Stop(max_new_tokens=wanted)
-            warp = parts.warp(temperature=0.0)
-            decoder = parts.decoder(parts.session(model), drafter, parts.walk, warp=warp, stop=stop)
+            seen, stop = seen + 1, StoppingCriteria(max_new_tokens=wanted)
+            sampling = parts.sampling(temperature=0.0)
+            decoder = parts.decoder(
+                parts.session(model), drafter, parts.walk, sampling=sampling, stop=stop
+            )
             decoder.extend(prompt)
             for at in range(wanted):
                 if not decoder.finished:

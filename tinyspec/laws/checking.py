@@ -12,10 +12,10 @@ from typing import Any
 
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.accused import Accused, CheckResult, Evidence, show
+from tinyspec.laws.accused import CheckResult, Evidence, LawViolated, show
 from tinyspec.laws.cases import Case, shrink
 from tinyspec.laws.dice import NEGLIGIBLE, Dice, Negligible
-from tinyspec.laws.forms import NUMBERS, Form, Law, Misfit, Rounds, last_parameter, needed
+from tinyspec.laws.forms import NUMBERS, Form, Law, Misfit, Rounds, needed, takes_random_source
 from tinyspec.laws.forms_house import KINDS, House
 from tinyspec.laws.forms_text import Drafting, Generation, OwnDrafting
 from tinyspec.laws.uniform import NotEnumerable
@@ -44,7 +44,7 @@ def check(
     is `check(...).counterexample`: law, case, expected, got.
 
     verifier    verify(p_rows, q_rows, draft, rng) -> tokens; rows are [gamma + 1, V] and [gamma, V], draft gamma ids; returns
-                the accepted tokens and one more. Or verify(tree, p, chance) -> Verdict, known by the name `chance`
+                the accepted tokens and one more. Or verify(tree, p, chance) -> Verdict, known by the name `rng`
     drafter     draft(q, context, gamma, rng) -> (tokens, laws); q(context) -> row; a law is a row or None
     generate    generate(p, q, gamma, n, rng) -> tokens: the first n, from the empty context
     trees       the trees a house verifier is judged on; a verifier of chains is given ("chain",)
@@ -59,7 +59,7 @@ def check(
     """
     forms: list[Form] = []
     if verifier is not None:
-        if last_parameter(verifier) == "chance":
+        if takes_random_source(verifier):
             for kind in trees:
                 if kind not in KINDS:
                     raise TinyspecError(
@@ -86,7 +86,7 @@ def check(
                     seed, corners
                 )
             )
-        except Accused as accused:
+        except LawViolated as accused:
             counterexample = accused.counterexample
             break
     result = CheckResult(tuple(evidence), counterexample)
@@ -114,7 +114,7 @@ def prove(
     search.numbers = numbers
     try:
         return search.run(seed, corners)
-    except Accused as accused:
+    except LawViolated as accused:
         raise accused.with_traceback(None) from None
 
 
@@ -143,7 +143,7 @@ class _Search:
         self.until = 0.0
 
     def run(self, seed: int, corners: bool) -> Evidence:
-        """Evidence, or Accused."""
+        """Evidence, or LawViolated."""
         began = time.perf_counter()
         self.until = time.process_time() + self.seconds
         cases, notes = 0, list[str]()
@@ -218,18 +218,18 @@ class _Search:
     def enumerate(self, case: Any, numbers: str, zero: int | None) -> Law:
         """Run the function once for each way its chance can go."""
 
-        def play(chance: Exhaustive) -> Any:
+        def play(rng: Exhaustive) -> Any:
             if time.process_time() > self.until:
                 raise _OutOfTime
-            dice = Dice(chance, zero, case.gamma + 1)
+            dice = Dice(rng, zero, case.gamma + 1)
             try:
-                return self.form.play(case, numbers, dice, chance)
+                return self.form.play(case, numbers, dice, rng)
             except Negligible:
                 return None
             except Exception as error:
-                if chance.probability > NEGLIGIBLE:
+                if rng.probability > NEGLIGIBLE:
                     raise
-                self.form.rare = f"a run of probability {float(chance.probability):.0e} ends in {type(error).__name__}: {error}"
+                self.form.rare = f"a run of probability {float(rng.probability):.0e} ends in {type(error).__name__}: {error}"
                 return None
             finally:
                 self.made = max(self.made, dice.made)
@@ -270,7 +270,7 @@ class _Search:
                 )
         counterexample = self.form.judge(found, first)
         assert counterexample is not None
-        raise Accused(counterexample)
+        raise LawViolated(counterexample)
 
     def corner(self, case: Any) -> None:
         """Pin one uniform after the other to exactly 0."""
@@ -279,5 +279,5 @@ class _Search:
             law = self.law(case, zero=number)
             found = None if law is None else self.form.corner(case, law, number)
             if found is not None:
-                raise Accused(found)
+                raise LawViolated(found)
             number += 1

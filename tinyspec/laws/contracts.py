@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.sampling import Warp
-from tinyspec.laws.accused import Accused, Counterexample, Evidence
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
 from tinyspec.laws.offences import EXAMINED, LAWS, PRESENCE, TRUTHFUL, looked_at, offences
 from tinyspec.laws.stage import Stage, adversary
 from tinyspec.laws.tables import TableModel
@@ -58,7 +58,7 @@ class Setting(NamedTuple):
     """Rows by hand, the same in every context, or tables from a seed; a warper; what rows are made of; rounds."""
 
     rows: tuple[tuple[int, ...], tuple[int, ...]] | int
-    warp: Warp = Warp()
+    sampling: SamplingParams = SamplingParams()
     dtype: torch.dtype | None = None
     rounds: int = 1
 
@@ -84,22 +84,30 @@ class Setting(NamedTuple):
                 name: [Fraction(x, sum(row)) for x in row]
                 for name, row in zip("pq", self.rows, strict=True)
             }
-        if self.warp != Warp():
-            case["warp"] = self.warp
+        if self.sampling != SamplingParams():
+            case["sampling"] = self.sampling
         if self.dtype is not None:
             case["rows"] = str(self.dtype).removeprefix("torch.")
         return case
 
 
 RATIONAL = (
-    Warp(temperature=0.5), Warp(temperature=1 / 3), Warp(temperature=0.0), Warp(top_k=2), Warp(top_p=0.6), Warp(min_p=0.4),
-    Warp(temperature=0.5, top_k=2), Warp(top_k=2, top_p=0.7), Warp(temperature=0.5, min_p=0.3), Warp(top_p=0.8, min_p=0.3),
-)  # fmt: skip
-"""Warpers that Fractions can follow."""
+    SamplingParams(temperature=0.5),
+    SamplingParams(temperature=1 / 3),
+    SamplingParams(temperature=0.0),
+    SamplingParams(top_k=2),
+    SamplingParams(top_p=0.6),
+    SamplingParams(min_p=0.4),
+    SamplingParams(temperature=0.5, top_k=2),
+    SamplingParams(top_k=2, top_p=0.7),
+    SamplingParams(temperature=0.5, min_p=0.3),
+    SamplingParams(top_p=0.8, min_p=0.3),
+)
+"""Sampling settings that Fractions can follow."""
 
 IRRATIONAL = (
-    Warp(temperature=0.7), Warp(repetition_penalty=1.3), Warp(temperature=1.6, top_k=2),
-    Warp(temperature=0.7, top_p=0.9, repetition_penalty=1.2), Warp(temperature=0.7, min_p=0.2),
+    SamplingParams(temperature=0.7), SamplingParams(repetition_penalty=1.3), SamplingParams(temperature=1.6, top_k=2),
+    SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2), SamplingParams(temperature=0.7, min_p=0.2),
 )  # fmt: skip
 """Warpers that act on logits."""
 
@@ -111,16 +119,16 @@ def settings() -> Iterator[Setting]:
     half, third, other, quarter = (1, 1), (1, 2), (2, 1), (1, 3)
     for p, q in ((half, half), (half, third), (third, other), (quarter, other)):
         yield Setting((p, q), rounds=2)
-    for warp in (Warp(), *RATIONAL):
-        yield Setting(1, warp)
+    for sampling in (SamplingParams(), *RATIONAL):
+        yield Setting(1, sampling)
     for dtype in DTYPES:
-        for warp in (Warp(), *IRRATIONAL, *RATIONAL):
-            yield Setting(2, warp, dtype)
+        for sampling in (SamplingParams(), *IRRATIONAL, *RATIONAL):
+            yield Setting(2, sampling, dtype)
         yield Setting((third, other), IRRATIONAL[0], dtype, rounds=2)
 
 
 def contracts(make: Make, drafts: int = 1, laws: Sequence[str] = LAWS) -> list[Evidence]:
-    """Hold the drafter of a technique to its contracts; raises Accused with the smallest case that breaks one of `laws`.
+    """Hold the drafter of a technique to its contracts; raises LawViolated with the smallest case that breaks one of `laws`.
 
     make    request -> Decoder, as a card's `make`;  drafts: how many draft models the request brings
     """
@@ -134,7 +142,7 @@ def contracts(make: Make, drafts: int = 1, laws: Sequence[str] = LAWS) -> list[E
             models: list[TableModel] = models,
         ) -> Decoder:
             return make(
-                Request(target.session(), [model.session() for model in models], setting.warp)
+                Request(target.session(), [model.session() for model in models], setting.sampling)
             )
 
         for found in judged(factory, (0,), setting.rounds, laws, setting.shown()):
@@ -149,7 +157,7 @@ def judged(
     laws: Sequence[str] = LAWS,
     case: dict[str, Any] | None = None,
 ) -> list[Evidence]:
-    """The contracts on the first rounds of any decoder; raises Accused. `case` says which one it is."""
+    """The contracts on the first rounds of any decoder; raises LawViolated. `case` says which one it is."""
     began = time.perf_counter()
     found, runs = offences(factory, prompt, rounds)
     for offence in found:
@@ -159,7 +167,9 @@ def judged(
                 "looked at before": list(offence.before),
                 "declared": offence.declared,
             }
-            raise Accused(Counterexample(offence.law, shown, EXPECTED[offence.law], offence.got))
+            raise LawViolated(
+                Counterexample(offence.law, shown, EXPECTED[offence.law], offence.got)
+            )
     return [Evidence(law, 1, runs, time.perf_counter() - began) for law in laws]
 
 
@@ -180,8 +190,12 @@ def of_technique(card: Card) -> list[Evidence]:
             card.hosted,
         )
     evidence = {law: Evidence(law) for law in LAWS}
-    for warp, rounds in ((Warp(top_k=2), 2), (Warp(temperature=0.7), 1), (Warp(top_p=0.6), 1)):
-        stage = Stage(card, warp=warp, deep=True, vocabulary=4)
+    for sampling, rounds in (
+        (SamplingParams(top_k=2), 2),
+        (SamplingParams(temperature=0.7), 1),
+        (SamplingParams(top_p=0.6), 1),
+    ):
+        stage = Stage(card, sampling=sampling, deep=True, vocabulary=4)
         for found in judged(stage.made, stage.prompt, rounds, case=stage.words()):
             evidence[found.law] += found
     return list(evidence.values())

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.decoding.chance import Replay, Seeded
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Replay, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.loop_laws import Table, model, said
 from tinyspec.laws.row_laws import normal
@@ -40,14 +40,20 @@ def invariant(build: Build, seeds: int = 12, tokens: int = 8) -> Evidence:
     for seed, gamma, q in product(range(seeds), (1, 3), DRAFTS):
         drafts = [] if q is None else [model(q).session()]
         decoder = build(
-            Request(model(P).session(), drafts, Warp(), Stop(max_new_tokens=tokens)), gamma=gamma
+            Request(
+                model(P).session(),
+                drafts,
+                SamplingParams(),
+                StoppingCriteria(max_new_tokens=tokens),
+            ),
+            gamma=gamma,
         )
         decoder.extend((0,))
-        chance, races, text = Seeded(seed), Seeded(seed), [0]
+        rng, races, text = Seeded(seed), Seeded(seed), [0]
         while not decoder.finished:
-            decoder.step(chance)
+            decoder.step(rng)
         while len(text) <= tokens:
-            text.append(races.race([float(x) for x in normal(P[text[-1]])], len(text)))
+            text.append(races.exponential_race([float(x) for x in normal(P[text[-1]])], len(text)))
         seen += 1
         if decoder.context != text:
             accuse(
@@ -74,7 +80,7 @@ def agree(build: Build, grid: int = 12) -> Evidence:
             winners = [min((-math.log1p(-u) / x, t) for t, (u, x) in enumerate(zip(uniforms, row, strict=True)) if x)[1]
                        for row in (p, q)]  # fmt: skip
             expected = {"said": winners[0], "kept": winners[0] == winners[1]}
-            got = {"said": round.tokens[0], "kept": bool(round.verdict.path)}
+            got = {"said": round.tokens[0], "kept": bool(round.verdict.accepted)}
             seen += 1
             if got != expected:
                 accuse(AGREE, expected, got, p=normal(p), q=normal(q), uniforms=uniforms)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tinyspec._core import reference
 from tinyspec.decoding import device, verify
-from tinyspec.decoding.chance import Replay
+from tinyspec.decoding.rng import Replay
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import strategies
 from tinyspec.laws.about import Doubt
@@ -58,7 +58,9 @@ class Given:
 
 
 def replayed(
-    walk: Callable[..., Any] = verify.walk, chance: Callable[..., Any] = Replay, examples: int = 120
+    walk: Callable[..., Any] = verify.verify_tree,
+    rng: Callable[..., Any] = Replay,
+    examples: int = 120,
 ) -> Evidence:
     """Law: a walk under `Replay`, whatever the draft's laws lie in, says what the twin says of the numbers in them, and
     leaves as many uniforms."""
@@ -72,7 +74,7 @@ def replayed(
         )
 
         def ours() -> Any:
-            stream = chance(case.uniforms.tolist())
+            stream = rng(case.uniforms.tolist())
             return (*walk(tree, case.p, stream), stream.left)
 
         def theirs() -> Any:
@@ -101,7 +103,7 @@ def replayed(
     return Evidence("twin", grid) + search(cases, judge, "twin", examples)
 
 
-def decided(chance: Callable[..., Any] = Replay, examples: int = 120) -> Evidence:
+def decided(rng: Callable[..., Any] = Replay, examples: int = 120) -> Evidence:
     """Law: what a chance makes of its uniforms by `accept`, `draw` and `order` is what the twin's lines make of them."""
 
     @st.composite
@@ -120,7 +122,7 @@ def decided(chance: Callable[..., Any] = Replay, examples: int = 120) -> Evidenc
 
     def judge(case: tuple[list[tuple[str, Any, int]], list[float]]) -> None:
         asked, uniforms = case
-        stream, rest = chance(uniforms), list(uniforms)
+        stream, rest = rng(uniforms), list(uniforms)
         for kind, what, times in asked:
             expected: Any
             if kind == "accept":
@@ -130,12 +132,18 @@ def decided(chance: Callable[..., Any] = Replay, examples: int = 120) -> Evidenc
             else:
                 expected, got = (
                     reference.order(what.tolist(), rest[:times]),
-                    stream.order(what, times),
+                    stream.sample_without_replacement(what, times),
                 )
                 used = len(expected)
             if (expected, len(rest) - used) != (got, stream.left):
                 accuse(
-                    "twin", expected, got, kernel=kind, of=what, uniforms=rest, unread=stream.left
+                    "twin",
+                    expected,
+                    got,
+                    kernel=kind,
+                    of=what,
+                    uniforms=rest,
+                    push_back=stream.left,
                 )
             rest = rest[used:]
 

@@ -31,8 +31,8 @@ class Negligible(BaseException):
 class _Shared:
     """What all generators of one run have in common."""
 
-    def __init__(self, chance: Exhaustive, zero: int | None) -> None:
-        self.chance, self.zero = chance, zero
+    def __init__(self, rng: Exhaustive, zero: int | None) -> None:
+        self.rng, self.zero = rng, zero
         self.streams: dict[Any, list[Span]] = {}
         self.made = 0
 
@@ -44,10 +44,8 @@ class Dice:
     length  how many uniforms it has where it is indexed or has its length taken
     """
 
-    def __init__(
-        self, chance: Exhaustive, zero: int | None = None, length: int | None = None
-    ) -> None:
-        self._begin(_Shared(chance, zero), object(), length)
+    def __init__(self, rng: Exhaustive, zero: int | None = None, length: int | None = None) -> None:
+        self._begin(_Shared(rng, zero), object(), length)
 
     def _begin(self, shared: _Shared, key: Any, length: int | None = None) -> None:
         self._shared, self._length, self._given = shared, length, list[Uniform]()
@@ -57,9 +55,9 @@ class Dice:
         self._stream, self._at = self._shared.streams.setdefault(key, []), 0
 
     @property
-    def chance(self) -> Exhaustive:
+    def rng(self) -> Exhaustive:
         """What decides: the library's own form of chance."""
-        return self._shared.chance
+        return self._shared.rng
 
     @property
     def made(self) -> int:
@@ -70,12 +68,12 @@ class Dice:
         if self._at == len(self._stream):
             shared = self._shared
             if (
-                shared.made > 12 and shared.chance.probability < NEGLIGIBLE
+                shared.made > 12 and shared.rng.probability < NEGLIGIBLE
             ):  # (asked late: it takes time)
                 raise Negligible
             if shared.made == MOST:
                 raise RuntimeError(f"it drew {MOST} random numbers and was not done")
-            self._stream.append(Span(shared.chance, shared.made == shared.zero))
+            self._stream.append(Span(shared.rng, shared.made == shared.zero))
             shared.made += 1
         self._at += 1
         return Uniform(self._stream[self._at - 1])

@@ -18,8 +18,8 @@ import torch
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive, _Script
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import accuse
 from tinyspec.laws.digest import digest
 
@@ -60,7 +60,7 @@ def law(
     outside  parts of a decoder that cannot change what it will do (its ledger is one always)
     rounds   stop after so many rounds; texts are then as long as they are
 
-    Raises Accused where the decoder touched a global random state, or did not repeat itself: neither has an exact law.
+    Raises LawViolated where the decoder touched a global random state, or did not repeat itself: neither has an exact law.
     """
     noise = _global_noise()
     joint = Law()
@@ -84,7 +84,7 @@ def law(
                     joint[text] = joint.get(text, 0) + mass
                     continue
                 key = (
-                    digest(decoder, (decoder.ledger, *outside(decoder)))
+                    digest(decoder, (decoder.forward_log, *outside(decoder)))
                     if merge
                     else joint.branches
                 )
@@ -111,17 +111,17 @@ def law(
 
 
 def _play(
-    factory: Callable[[], Decoder], prompt: Sequence[int], done: int, chance: Exhaustive
+    factory: Callable[[], Decoder], prompt: Sequence[int], done: int, rng: Exhaustive
 ) -> tuple[Decoder, Any]:
     """A decoder after its prompt, `done` rounds and one more; and how probable the former were."""
     decoder = factory()
     if not decoder.context:
         decoder.extend(prompt)
-    before: Any = chance.probability
+    before: Any = rng.probability
     for number in range(done + 1):
-        before = chance.probability if number == done else before
+        before = rng.probability if number == done else before
         if not decoder.finished:
-            decoder.step(chance)
+            decoder.step(rng)
     return decoder, before
 
 
@@ -187,15 +187,15 @@ class Reference:
     """
 
     row: Conditional
-    warp: Warp = field(default_factory=Warp)
-    stop: Stop = field(default_factory=Stop)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StoppingCriteria = field(default_factory=StoppingCriteria)
     limit: int | None = None  # positions of the context, prompt included
     _rows: dict[Text, Any] = field(default_factory=dict)
 
     def next(self, context: Text) -> list[Any]:
         """The warped row after a context: Fractions or floats."""
         if context not in self._rows:
-            self._rows[context] = warped(self.row(context), context, self.warp)
+            self._rows[context] = warped(self.row(context), context, self.sampling)
         return self._rows[context]  # type: ignore[no-any-return]
 
     def law(self, tokens: int = 3, prompt: Sequence[int] = (0,)) -> Law:
@@ -220,13 +220,13 @@ class Reference:
         return by_token or any(text[-len(s) :] == s for s in self.stop.sequences)
 
 
-def warped(row: Any, context: Sequence[int], warp: Warp) -> list[Any]:
+def warped(row: Any, context: Sequence[int], sampling: SamplingParams) -> list[Any]:
     """The law after the warpers, as design and manual define them: weights of Fractions exactly, logits in floats."""
     if isinstance(row, (list, tuple)):
         power = (
             1
-            if warp.temperature == 0
-            else round(1 / Fraction(str(warp.temperature)).limit_denominator(9))
+            if sampling.temperature == 0
+            else round(1 / Fraction(str(sampling.temperature)).limit_denominator(9))
         )
         weights: list[Any] = [Fraction(x) ** power for x in row]
         number: Callable[[Any], Any] = lambda x: Fraction(str(x))  # noqa: E731
@@ -234,22 +234,24 @@ def warped(row: Any, context: Sequence[int], warp: Warp) -> list[Any]:
         scores = [float(x) for x in row]
         for token in set(context):
             x = scores[token]
-            scores[token] = x * warp.repetition_penalty if x < 0 else x / warp.repetition_penalty
+            scores[token] = (
+                x * sampling.repetition_penalty if x < 0 else x / sampling.repetition_penalty
+            )
         top = max(scores)
-        weights = [math.exp((x - top) / (warp.temperature or 1.0)) for x in scores]
-        weights = [float(x == top) for x in scores] if warp.temperature == 0 else weights
+        weights = [math.exp((x - top) / (sampling.temperature or 1.0)) for x in scores]
+        weights = [float(x == top) for x in scores] if sampling.temperature == 0 else weights
         number = float
     by_weight = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
-    kept = by_weight[: 1 if warp.temperature == 0 else warp.top_k]
-    if warp.top_p is not None and warp.temperature > 0:
+    kept = by_weight[: 1 if sampling.temperature == 0 else sampling.top_k]
+    if sampling.top_p is not None and sampling.temperature > 0:
         whole, reached, nucleus = sum(weights[t] for t in kept), 0, list[int]()
         for token in kept:
-            if nucleus and reached >= number(warp.top_p) * whole:
+            if nucleus and reached >= number(sampling.top_p) * whole:
                 break
             nucleus.append(token)
             reached = reached + weights[token]
         kept = nucleus
-    floor = 0 if warp.min_p is None else number(warp.min_p) * weights[by_weight[0]]
+    floor = 0 if sampling.min_p is None else number(sampling.min_p) * weights[by_weight[0]]
     kept = [token for token in kept if weights[token] >= floor and weights[token] > 0]
     mass = sum(weights[token] for token in kept)
     return [weights[t] / mass if t in kept else 0 * weights[t] for t in range(len(weights))]
@@ -265,7 +267,10 @@ def compare(
     law: str = JOINT,
     **case: Any,
 ) -> None:
-    """Raise Accused unless two laws agree: exactly, or each probability `within` so much. Says the first text that differs."""
+    """Raise LawViolated unless two distributions agree: exactly, or each probability `within` so much.
+
+    The error names the first text that differs.
+    """
     for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):
         ours, theirs = got.get(text, 0), expected.get(text, 0)
         if ours != theirs if within == 0 else not abs(ours - theirs) <= within:

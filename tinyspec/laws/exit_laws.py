@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.calm import Confident, decayed, measure_of
 from tinyspec.laws.accused import Evidence
 from tinyspec.laws.dense import dense, said
@@ -146,10 +146,12 @@ def follows_the_rule(
     began, cases, branches = perf_counter(), 0, 0
     for model in tables():
         for setting in on_tables:
-            got = _hold(build, model, on_table, setting, Warp(), 0.0, RULE)
+            got = _hold(build, model, on_table, setting, SamplingParams(), 0.0, RULE)
             cases, branches = cases + 1, branches + got.branches
     for setting in networks:
-        got = _hold(build, with_classifier(3), on_network, setting, Warp(top_k=2), WITHIN, RULE)
+        got = _hold(
+            build, with_classifier(3), on_network, setting, SamplingParams(top_k=2), WITHIN, RULE
+        )
         cases, branches = cases + 1, branches + got.branches
     return Evidence(RULE, cases, branches, perf_counter() - began)
 
@@ -159,24 +161,39 @@ def each_measure(build: Build) -> Evidence:
     began, branches = perf_counter(), 0
     for setting in ON_NETWORKS:
         branches += _hold(
-            build, with_classifier(3), on_network, setting, Warp(top_k=2), WITHIN, MEASURES
+            build,
+            with_classifier(3),
+            on_network,
+            setting,
+            SamplingParams(top_k=2),
+            WITHIN,
+            MEASURES,
         ).branches
     return Evidence(MEASURES, len(ON_NETWORKS), branches, perf_counter() - began)
 
 
 def _hold(
-    build: Build, model: Any, rows: Any, setting: Setting, warp: Warp, within: float, name: str
+    build: Build,
+    model: Any,
+    rows: Any,
+    setting: Setting,
+    sampling: SamplingParams,
+    within: float,
+    name: str,
 ) -> Law:
-    stop = Stop(max_new_tokens=setting.tokens)
+    stop = StoppingCriteria(max_new_tokens=setting.tokens)
 
     def make() -> Decoder:
-        ledger: list[Any] = []
+        forward_log: list[Any] = []
         return build(
-            Request(model.session(ledger), warp=warp, stop=stop, ledger=ledger), **setting.knobs
+            Request(
+                model.session(forward_log), sampling=sampling, stop=stop, forward_log=forward_log
+            ),
+            **setting.knobs,
         )
 
     first = len(PROMPT) - 1  # the last of the prompt decides the first new token
-    expected = Reference(lambda text: rows(model, text, first, setting), warp, stop).law(
+    expected = Reference(lambda text: rows(model, text, first, setting), sampling, stop).law(
         setting.tokens, PROMPT
     )
     got = law(make, setting.tokens, PROMPT, outside=lambda decoder: (model,))
@@ -186,7 +203,7 @@ def _hold(
         within,
         name,
         model=repr(model),
-        warp=warp,
+        sampling=sampling,
         prompt=PROMPT,
         **setting.knobs,
     )
@@ -214,11 +231,11 @@ def of_parts(parts: Parts) -> Build:
         target = parts.exits(session, rule, "copy")
         return parts.decoder(
             target,
-            NoDraft(),
+            BaseDrafter(),
             parts.walk,
-            warp=request.warp,
+            sampling=request.sampling,
             stop=request.stop,
-            ledger=request.ledger,
+            forward_log=request.forward_log,
         )
 
     return build

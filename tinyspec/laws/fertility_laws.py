@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.chance import Exhaustive, Seeded
 from tinyspec.decoding.refine import Refiner, refine
+from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
@@ -161,10 +161,10 @@ CASES: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
 
 
 def decoded(
-    build: Build, request: RefineRequest, source: Sequence[int], chance: Any, **knobs: Any
+    build: Build, request: RefineRequest, source: Sequence[int], rng: Any, **knobs: Any
 ) -> tuple[int, ...]:
     """One translation."""
-    run = refine(request.model, source, build(request, **knobs), chance, request.ledger)
+    run = refine(request.model, source, build(request, **knobs), rng, request.forward_log)
     for _ in run:
         pass
     return tuple(run.tokens)
@@ -191,8 +191,8 @@ def noisy_parallel(build: Build) -> Evidence:
         got: dict[tuple[int, ...], float] = {}
         with torch.inference_mode():
             for text, probability in Exhaustive.walk(
-                lambda chance, model=model, judge=judge, source=source, knobs=knobs: decoded(  # type: ignore[misc]
-                    build, RefineRequest(model, judge), source, chance, **knobs
+                lambda rng, model=model, judge=judge, source=source, knobs=knobs: decoded(  # type: ignore[misc]
+                    build, RefineRequest(model, judge), source, rng, **knobs
                 )
             ):
                 got[text] = got.get(text, 0) + float(probability)
@@ -213,7 +213,11 @@ def nested(build: Build) -> Evidence:
         for samples in (1, 2, 3, 5, 8):
             request = RefineRequest(model, judge)
             run = refine(
-                request.model, source, build(request, samples=samples), Seeded(seed), request.ledger
+                request.model,
+                source,
+                build(request, samples=samples),
+                Seeded(seed),
+                request.forward_log,
             )
             for _ in run:
                 pass

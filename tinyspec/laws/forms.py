@@ -5,7 +5,7 @@
     draft(q, context, gamma, rng) -> (tokens, laws)   what is proposed, and the law each token was drawn from (or None)
     generate(p, q, gamma, n, rng) -> tokens           a whole decoding function; p and q are functions from a context to a row
 
-`draft(context, rng)` is a drafter with a model of its own. A last argument called `chance` gets the library's `Chance`; a
+`draft(context, rng)` is a drafter with a model of its own. A last argument called `rng` gets the library's `RandomSource`; a
 function that names no generator draws from `numpy.random`, `random` or `torch`. Rows are lists of Fractions, and where the
 function cannot compute with those, numpy rows of float64, or else torch's.
 """
@@ -29,7 +29,17 @@ from tinyspec.laws.dice_torch import torch_everywhere
 
 Text = tuple[int, ...]
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
-GENERATORS = ("rng", "generator", "random_state", "uniforms", "random", "u", "us", "chance")
+GENERATORS = (
+    "source",
+    "rng",
+    "generator",
+    "random_state",
+    "uniforms",
+    "random",
+    "u",
+    "us",
+    "chance",
+)
 
 
 class Misfit(TinyspecError):
@@ -96,6 +106,15 @@ def last_parameter(function: Callable[..., Any]) -> str:
     return next(reversed(list(parameters_of(function))), "")
 
 
+def takes_random_source(function: Callable[..., Any]) -> bool:
+    """Return whether a function is written for the library's `RandomSource`, not for a generator of numbers.
+
+    Its first argument is called `tree` (a verifier of the library's form), or its last one `source` or `rng`.
+    """
+    names = list(parameters_of(function))
+    return bool(names) and (names[0] == "tree" or names[-1] in ("source", "chance"))
+
+
 def needed(function: Callable[..., Any]) -> int:
     """How many arguments a function must be given; a large number where that cannot be seen."""
     parameters = parameters_of(function).values()
@@ -130,7 +149,7 @@ class Form:
     def cases(self, seed: int) -> Iterator[Any]:
         raise NotImplementedError
 
-    def play(self, case: Any, numbers: str, dice: Dice, chance: Exhaustive) -> Outcome:
+    def play(self, case: Any, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:
         raise NotImplementedError
 
     def judge(self, case: Any, law: Law) -> Counterexample | None:
@@ -142,7 +161,7 @@ class Form:
     def call(self, dice: Dice, *given: Any) -> Any:
         """The function on these arguments, the generator last, by name, or not at all."""
         keyword = takes(self.function, len(given))
-        generator: Any = dice.chance if last_parameter(self.function) == "chance" else dice
+        generator: Any = dice.rng if takes_random_source(self.function) else dice
         with np.errstate(all="ignore"), everywhere(dice), torch_everywhere(dice):
             if keyword is None:
                 return self.function(*given)
@@ -254,10 +273,10 @@ class Rounds(Form):
     def cases(self, seed: int) -> Iterator[Case]:
         return of_a_round(seed)
 
-    def play(self, case: Case, numbers: str, dice: Dice, chance: Exhaustive) -> Outcome:
+    def play(self, case: Case, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:
         draft: Text = ()
         for _ in range(case.gamma):
-            draft = (*draft, chance.draw(case.q.law(draft)))
+            draft = (*draft, rng.draw(case.q.law(draft)))
         p = plain([case.p.law(draft[:place]) for place in range(case.gamma + 1)], numbers)
         q = plain([case.q.law(draft[:place]) for place in range(case.gamma)], numbers)
         result = self.call(dice, p, q, list(draft))

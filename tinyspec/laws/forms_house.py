@@ -1,10 +1,10 @@
-"""The library's own form of a verifier, verify(tree, p, chance) -> Verdict, judged on four kinds of trees."""
+"""The library's own form of a verifier, verify(tree, p, rng) -> Verdict, judged on four kinds of trees."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.cases import Case, of_a_round
 from tinyspec.laws.dice import Dice
@@ -14,7 +14,7 @@ from tinyspec.tree import ROOT, TokenTree
 
 
 class House(Rounds):
-    """verify(tree, p, chance) -> Verdict, on one kind of tree."""
+    """verify(tree, p, rng) -> Verdict, on one kind of tree."""
 
     kind = "chain"
 
@@ -25,25 +25,21 @@ class House(Rounds):
     def shown(self, case: Case) -> dict[str, Any]:
         return super().shown(case) | {"tree": KINDS[self.kind]}
 
-    def play(self, case: Case, numbers: str, dice: Dice, chance: Exhaustive) -> Outcome:
-        tree = self.tree(case, numbers, chance.split("draft", 0))
-        verdict: Verdict = self.function(
-            tree, Given(tree, case, numbers), chance.split("verify", 0)
-        )
-        if not hasattr(verdict, "path"):
-            raise Misfit(
-                f"verify(tree, p, chance) returns a Verdict; this one returned {verdict!r}"
-            )
-        path, problem, text = tuple(verdict.path), "", tuple[int, ...]()
+    def play(self, case: Case, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:
+        tree = self.tree(case, numbers, rng.split("draft", 0))
+        verdict: Verdict = self.function(tree, Given(tree, case, numbers), rng.split("verify", 0))
+        if not hasattr(verdict, "accepted"):
+            raise Misfit(f"verify(tree, p, rng) returns a Verdict; this one returned {verdict!r}")
+        path, problem, text = tuple(verdict.accepted), "", tuple[int, ...]()
         for node in path:  # siblings may be equal: a child of either goes on
             if (
                 not 0 <= node < len(tree.tokens)
-                or tree.spelled(tree.path(tree.parents[node])) != text
+                or tree.tokens_on(tree.path(tree.parents[node])) != text
             ):
                 problem = f"a path down the tree with parents {list(tree.parents)}, not the nodes {list(path)}"
                 break
             text = (*text, tree.tokens[node])
-        tokens = () if problem else tree.spelled(path)
+        tokens = () if problem else tree.tokens_on(path)
         return Outcome(
             tuple(tree.tokens),
             (*tokens, *(() if verdict.next is None else (verdict.next,))),
@@ -51,12 +47,12 @@ class House(Rounds):
             problem,
         )
 
-    def tree(self, case: Case, numbers: str, chance: Exhaustive) -> TokenTree:
+    def tree(self, case: Case, numbers: str, rng: Exhaustive) -> TokenTree:
         """A draft of this kind; two siblings at the root, each with a child where gamma is 2."""
         if self.kind in ("chain", "point masses"):
             chain: Text = ()
             for _ in range(case.gamma):
-                chain = (*chain, chance.draw(case.q.law(chain)))
+                chain = (*chain, rng.draw(case.q.law(chain)))
             laws = [plain(case.q.law(chain[:place]), numbers) for place in range(case.gamma)]
             return TokenTree.chain(chain, laws if self.kind == "chain" else None)
         tokens, parents, kept = list[int](), list[int](), list[Any]()
@@ -64,13 +60,13 @@ class House(Rounds):
         for _ in range(2):
             if law is None:
                 break
-            tokens.append(chance.draw(law))
+            tokens.append(rng.draw(law))
             parents.append(ROOT)
             kept.append(law)
             law = law if self.kind == "siblings" else but(law, tokens[-1])
         for node, token in enumerate(tuple(tokens)) if case.gamma > 1 else ():
             law = case.q.law((token,))
-            tokens.append(chance.draw(law))
+            tokens.append(rng.draw(law))
             parents.append(node)
             kept.append(law)
         return TokenTree(
@@ -90,10 +86,10 @@ class Given:
     """The target's rows as a house verifier reads them: p[ROOT], p[node]."""
 
     def __init__(self, tree: TokenTree, case: Case, numbers: str):
-        self.tree, self.case, self.numbers, self.warp = tree, case, numbers, Warp()
+        self.tree, self.case, self.numbers, self.sampling = tree, case, numbers, SamplingParams()
 
     def __getitem__(self, node: int) -> Any:
-        return plain(self.case.p.law(self.tree.spelled(self.tree.path(node))), self.numbers)
+        return plain(self.case.p.law(self.tree.tokens_on(self.tree.path(node))), self.numbers)
 
-    def warped(self, node: int, warp: Warp) -> Any:
+    def probs_under(self, node: int, sampling: SamplingParams) -> Any:
         return self[node]

@@ -30,7 +30,7 @@ class Generation(Form):
             shown[name] = laws
         return shown | {"gamma": case.gamma, "n": case.tokens}
 
-    def play(self, case: Case, numbers: str, dice: Dice, chance: Exhaustive) -> Outcome:
+    def play(self, case: Case, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:
         def p(context: Any) -> Any:
             return plain(case.p.law(ids(context, "context")), numbers)
 
@@ -68,7 +68,7 @@ class Drafting(Form):
     def shown(self, case: Case) -> dict[str, Any]:
         return {"q": case.q.shown(case.gamma - 1), "gamma": case.gamma}
 
-    def play(self, case: Case, numbers: str, dice: Dice, chance: Exhaustive) -> Outcome:
+    def play(self, case: Case, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:
         def q(context: Any) -> Any:
             return plain(case.q.law(ids(context, "context")), numbers)
 
@@ -156,5 +156,5 @@ class OwnDrafting(Drafting):
     def shown(self, case: Context) -> dict[str, Any]:  # type: ignore[override]
         return {"context": list(case.text)}
 
-    def play(self, case: Context, numbers: str, dice: Dice, chance: Exhaustive) -> Outcome:  # type: ignore[override]
+    def play(self, case: Context, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:  # type: ignore[override]
         return self.outcome(self.call(dice, list(case.text)))

@@ -84,7 +84,7 @@ NEUTRAL: Case = {
 }
 
 
-def warps() -> Iterator[Case]:
+def samplings() -> Iterator[Case]:
     for size in (1, 2, 3):
         for logits in product(
             (0.0, 1.0, -np.inf) if size > 2 else (0.0, 1.0, -1.0, -np.inf, np.nan), repeat=size
@@ -94,7 +94,7 @@ def warps() -> Iterator[Case]:
 
 
 def draws() -> Iterator[Case]:
-    for case in warps():
+    for case in samplings():
         for u in (0.0, 0.5, LAST):
             yield {**case, "u": u}
 
@@ -182,7 +182,7 @@ GRIDS: dict[str, Callable[[], Iterator[Case]]] = {
     "pick": picks,
     "order": orders,
     "race": races,
-    "warp": warps,
+    "warp": samplings,
     "draw": draws,
     "residual": residuals,
     "without": withouts,

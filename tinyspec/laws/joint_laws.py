@@ -54,11 +54,11 @@ def played(
         if act == "score":
             tree = given[0]
             for node in range(ROOT, len(tree.tokens)):
-                yield tuple(text), tree.spelled(tree.path(node)), made.logits[node + 1]
+                yield tuple(text), tree.tokens_on(tree.path(node)), made.logits[node + 1]
         elif act in ("extend", "append"):
             text += given[0]
         elif act == "commit":
-            text += [*tree.spelled(given[0]), *(() if given[1] is None else given[1:])]
+            text += [*tree.tokens_on(given[0]), *(() if given[1] is None else given[1:])]
         else:
             del text[given[0] if given else 0 :]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import (
     alignment_laws,
     blocks,
@@ -83,20 +83,20 @@ def _slots(parts: Parts, begin: passes.Begin) -> Evidence:
     def make(request: Request) -> Decoder:
         drafter = Wrong(weights("rotations"), 1, wide=True)
         return parts.decoder(
-            request.target, drafter, parts.walk, warp=request.warp, stop=request.stop
+            request.target, drafter, parts.walk, sampling=request.sampling, stop=request.stop
         )
 
     return passes.cache_after_every_round(make, begin, texts=2, tokens=8)
 
 
 def _draw_order(parts: Parts) -> Evidence:
-    def draft(q: Exact, k: int, chance: Chance) -> tuple[Any, Any]:
+    def draft(q: Exact, k: int, rng: RandomSource) -> tuple[Any, Any]:
         drafter = parts.siblings(
             TableModel(vocabulary=len(q), rows=lambda text: q).session(), k, False
         )
         drafter.extend((0,), None)  # type: ignore[arg-type]
-        tree = drafter.propose([0], k, Warp(), chance)
-        return tree.tokens, tree.laws
+        tree = drafter.propose([0], k, SamplingParams(), rng)
+        return tree.tokens, tree.draft_probs
 
     return theorems.draw_order(draft, parts.walk, largest=6, most=2)
 
@@ -107,19 +107,19 @@ def _contract(law: str) -> Law:
     def check(parts: Parts) -> Evidence:
         def chain(request: Request) -> Decoder:
             drafter = parts.drafter(request.drafts[0], 2, frozenset())
-            return parts.decoder(request.target, drafter, parts.walk, warp=request.warp)
+            return parts.decoder(request.target, drafter, parts.walk, sampling=request.sampling)
 
         def siblings(request: Request) -> Decoder:
             drafter = parts.siblings(request.drafts[0], 2, False)
-            return parts.decoder(request.target, drafter, parts.walk, warp=request.warp)
+            return parts.decoder(request.target, drafter, parts.walk, sampling=request.sampling)
 
         def tree(request: Request) -> Decoder:
             drafter = parts.trees(request.drafts[0], (ROOT, ROOT, 0), False)
-            return parts.decoder(request.target, drafter, parts.walk, warp=request.warp)
+            return parts.decoder(request.target, drafter, parts.walk, sampling=request.sampling)
 
         def again(request: Request) -> Decoder:
             drafter = parts.trees(request.drafts[0], (ROOT, ROOT), True)
-            return parts.decoder(request.target, drafter, parts.walk, warp=request.warp)
+            return parts.decoder(request.target, drafter, parts.walk, sampling=request.sampling)
 
         first, *rest = (
             contracts.contracts(make, laws=(law,))[0] for make in (chain, siblings, tree, again)
@@ -133,9 +133,9 @@ def _coupled(parts: Parts) -> Callable[..., Decoder]:
     """A decoder on shared noise."""
 
     def build(request: Request, gamma: int) -> Decoder:
-        drafter = parts.racing(request.drafts[0], gamma) if request.drafts else NoDraft()
+        drafter = parts.racing(request.drafts[0], gamma) if request.drafts else BaseDrafter()
         return parts.decoder(
-            request.target, drafter, parts.match, warp=request.warp, stop=request.stop
+            request.target, drafter, parts.match, sampling=request.sampling, stop=request.stop
         )
 
     return build

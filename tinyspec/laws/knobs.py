@@ -9,7 +9,7 @@ from fractions import Fraction
 from time import perf_counter
 from typing import Any
 
-from tinyspec.decoding.chance import Exhaustive
+from tinyspec.decoding.rng import Exhaustive
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.stage import Stage
 from tinyspec.technique import Card
@@ -48,10 +48,10 @@ def cost(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
     outcomes = 0
     here = Stage(**{**_fields(stage), "knobs": {name: value}})
 
-    def play(chance: Exhaustive) -> tuple[float, int]:
+    def play(rng: Exhaustive) -> tuple[float, int]:
         decoder = here.decoder()
         decoder.extend(here.prompt)
-        round = decoder.step(chance)
+        round = decoder.step(rng)
         return sum(call.row_layers for call in round.calls), len(round.tokens)
 
     for (layers, committed), probability in Exhaustive.walk(play):

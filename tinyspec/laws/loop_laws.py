@@ -1,6 +1,6 @@
 """Laws for the loop: what comes out, and with which noise. Where it ends is in stop_laws.py.
 
-Each takes a `Parts`, searches its cases smallest first, raises `Accused` with the first that breaks it, and returns
+Each takes a `Parts`, searches its cases smallest first, raises `LawViolated` with the first that breaks it, and returns
 `Evidence`. What must come out is worked out here from the tables themselves; no part that is judged has a say in it.
 """
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Drafter, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Law, Reference
 from tinyspec.laws.noise import Name, Noise
@@ -41,23 +41,29 @@ def said(table: Table) -> Any:
     return laws[0] if len(laws) == 1 else {f"after {token}": law for token, law in enumerate(laws)}
 
 
-class Always(NoDraft):
+class Always(BaseDrafter):
     """Proposes the same tokens whatever the text is, one after the other or side by side; no law is declared."""
 
     def __init__(self, tokens: Sequence[int], side_by_side: bool = False):
         self.tokens, self.side_by_side = tuple(tokens), side_by_side
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        if not self.side_by_side or room < 1:
-            return TokenTree.chain(self.tokens[:room])
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        if not self.side_by_side or max_draft_depth < 1:
+            return TokenTree.chain(self.tokens[:max_draft_depth])
         n = len(self.tokens)
         return TokenTree(self.tokens, (ROOT,) * n, (None,) * n, (False,) * n)
 
 
-class Halving(Warp):
+class Halving(SamplingParams):
     """A penalty that is exact: a token that the text holds already has half its weight."""
 
-    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
+    def probs(self, logits: Any, history: Sequence[int] = ()) -> Any:
         weights = [x / 2 if token in history else x for token, x in enumerate(logits)]
         return [x / sum(weights) for x in weights]
 
@@ -73,12 +79,14 @@ class Case:
     q: Table
     draft: str
     tokens: int
-    warp: Warp | None = None
+    sampling: SamplingParams | None = None
 
     def decoder(self, parts: Parts) -> Decoder:
         """The decoder made of these parts."""
-        warp = self.warp or parts.warp()
-        return parts.decoder(model(self.p).session(), self._drafter(parts), parts.walk, warp=warp)
+        sampling = self.sampling or parts.sampling()
+        return parts.decoder(
+            model(self.p).session(), self._drafter(parts), parts.walk, sampling=sampling
+        )
 
     def _drafter(self, parts: Parts) -> Drafter:
         if self.draft == POINTS:
@@ -94,17 +102,17 @@ class Case:
 
     def expected(self, n: int) -> Law:
         """The law of the first n tokens of plain decoding."""
-        if isinstance(self.warp, Halving):
-            warp = self.warp
-            return Reference(lambda text: warp(normal(self.p[0]), text)).law(n)
+        if isinstance(self.sampling, Halving):
+            sampling = self.sampling
+            return Reference(lambda text: sampling.probs(normal(self.p[0]), text)).law(n)
         return Reference(
-            lambda text: normal(self.p[text[-1] % len(self.p)]), self.warp or Warp()
+            lambda text: normal(self.p[text[-1] % len(self.p)]), self.sampling or SamplingParams()
         ).law(n)
 
     def shown(self) -> dict[str, Any]:
         """For a counterexample."""
-        warp = {} if self.warp is None else {"warp": self.warp}
-        return {"p": said(self.p), "q": said(self.q), "draft": self.draft, **warp}
+        sampling = {} if self.sampling is None else {"sampling": self.sampling}
+        return {"p": said(self.p), "q": said(self.q), "draft": self.draft, **sampling}
 
 
 SMALL: list[tuple[Table, Table]] = [
@@ -136,7 +144,7 @@ def cases() -> Iterator[Case]:
     for p, q in SMALL:
         yield Case(p, q, ONE, 2)
     for knobs in WARPS:
-        yield Case(((1, 2),), ((2, 1),), ONE, 2, Warp(**knobs))
+        yield Case(((1, 2),), ((2, 1),), ONE, 2, SamplingParams(**knobs))
     yield Case(((1, 1),), ((1, 1),), ONE, 2, Halving(repetition_penalty=2.0))
     for draft in (POINTS, BESIDE, TWO, BOTH, FEW):
         for p, q in SMALL:
@@ -146,7 +154,7 @@ def cases() -> Iterator[Case]:
     for p, q in (*SMALL[2:6], (((1, 1),), ((1, 3), (3, 1)))):
         yield Case(p, q, FORK, 2)
     for knobs in WARPS:
-        yield Case(WIDE, WIDER, ONE, 2, Warp(**knobs))
+        yield Case(WIDE, WIDER, ONE, 2, SamplingParams(**knobs))
     yield Case(((1, 1, 2),), ((1, 1, 1),), TWO, 2, Halving(repetition_penalty=2.0))
 
 
@@ -154,10 +162,10 @@ def joint(make: Callable[[], Decoder], tokens: int) -> tuple[dict[tuple[int, ...
     """The law of the first tokens over as many rounds as they take, and how many branches it took to see it."""
     branches = 0
 
-    def run(chance: Exhaustive) -> tuple[int, ...]:
+    def run(rng: Exhaustive) -> tuple[int, ...]:
         nonlocal branches
         branches += 1
-        decoder, noise = make(), Noise(chance)
+        decoder, noise = make(), Noise(rng)
         decoder.extend((0,))
         while len(decoder.new) < tokens:
             decoder.step(noise)
@@ -199,8 +207,8 @@ def chance_ledger(parts: Parts) -> Evidence:
     for draft in (ONE, TWO, BOTH, FEW):
         case = Case(((1, 3),), ((3, 1),), draft, 1)
 
-        def request(chance: Exhaustive, case: Case = case) -> list[Name]:
-            decoder, noise = case.decoder(parts), Noise(chance)
+        def request(rng: Exhaustive, case: Case = case) -> list[Name]:
+            decoder, noise = case.decoder(parts), Noise(rng)
             decoder.extend((0,))
             for _ in range(rounds):
                 decoder.step(noise)

@@ -12,11 +12,11 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.refine import Canvas, Refinement, Refiner, refine
+from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import RefineRequest
 
@@ -121,13 +121,13 @@ def begun(
     build: Build, model: Seq2Seq, source: Sequence[int], passes: int, lengths: int
 ) -> Refinement:
     """A translation under way."""
-    request = RefineRequest(model, ledger=[])
+    request = RefineRequest(model, forward_log=[])
     return refine(
         request.model,
         source,
         build(request, iterations=passes, lengths=lengths),
         Seeded(0),
-        request.ledger,
+        request.forward_log,
     )
 
 
@@ -154,7 +154,7 @@ def chooses(build: Build) -> Evidence:
             accuse(CHOICE, tried, got, **shown)
         if run.tokens != best[0]:
             accuse(CHOICE, best[0], run.tokens, **shown)
-        if (calls := _passes(run.ledger)) != (1, passes):
+        if (calls := _passes(run.forward_log)) != (1, passes):
             accuse(
                 CHOICE,
                 (1, passes),
@@ -166,9 +166,9 @@ def chooses(build: Build) -> Evidence:
     return Evidence(CHOICE, seen)
 
 
-def _passes(ledger: Sequence[Call]) -> tuple[int, int]:
-    encoder = sum(call.model.endswith("/encoder") for call in ledger)
-    return encoder, len(ledger) - encoder
+def _passes(forward_log: Sequence[ForwardRecord]) -> tuple[int, int]:
+    encoder = sum(call.model.endswith("/encoder") for call in forward_log)
+    return encoder, len(forward_log) - encoder
 
 
 def hides(hide: Hide) -> Evidence:

@@ -6,8 +6,8 @@ Whoever finalised a token has to be the one whose law it declares. Judged on thr
 from collections.abc import Callable
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import Reference, law
 from tinyspec.laws.loop_laws import Table, model, said
@@ -55,11 +55,13 @@ def drafted(parts: Parts) -> Any:
     seen = []
     for tables in CASES:
         for seed in range(6):
-            decoder, chance = cascade(parts, tables), Seeded(seed)
+            decoder, rng = cascade(parts, tables), Seeded(seed)
             decoder.extend((0,))
             for _ in range(3):
-                round = decoder.step(chance)
-                laws = [None if row is None else [str(x) for x in row] for row in round.tree.laws]
+                round = decoder.step(rng)
+                laws = [
+                    None if row is None else [str(x) for x in row] for row in round.tree.draft_probs
+                ]
                 seen.append((tuple(round.tree.tokens), laws, round.tokens))
     return seen
 

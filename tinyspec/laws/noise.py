@@ -11,7 +11,7 @@ from typing import Any
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.uniform import Span
-from tinyspec.tree import Row
+from tinyspec.tree import Probs
 
 Name = tuple[Any, ...]
 """Where a uniform stands: ((role, round), ..., index)."""
@@ -55,7 +55,7 @@ class Noise:
         """u < ratio."""
         return self._below(self._next(), ratio)
 
-    def draw(self, row: Row) -> int:
+    def draw(self, row: Probs) -> int:
         """Inverse CDF: the token whose interval of the cumulative sum holds u."""
         name, mass, reached = self._next(), sum(row), 0
         support = [token for token, x in enumerate(row) if x > 0]
@@ -67,7 +67,7 @@ class Noise:
                 return token
         return support[-1]
 
-    def order(self, row: Row, k: int) -> list[int]:
+    def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
         """Without replacement, one uniform a token."""
         left, drawn = list(row), list[int]()
         while len(drawn) < k and any(x > 0 for x in left):
@@ -75,7 +75,7 @@ class Noise:
             left[drawn[-1]] = 0 * left[drawn[-1]]
         return drawn
 
-    def race(self, row: Row, position: int) -> int:
+    def exponential_race(self, row: Probs, position: int) -> int:
         raise TinyspecError(
             "a race shares continuous noise between rows, so its outcomes cannot be enumerated"
         )
@@ -84,5 +84,5 @@ class Noise:
         """None: decisions must be asked for one by one."""
         return None
 
-    def unread(self, count: int) -> None:
+    def push_back(self, count: int) -> None:
         raise TinyspecError("an enumerated chance gives no uniforms")

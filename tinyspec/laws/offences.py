@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.tree import Row, TokenTree
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.tree import Probs, TokenTree
 
 TRUTHFUL, PRESENCE, EXAMINED = "truthful drafter", "presence", "examined tokens"
 LAWS = (TRUTHFUL, PRESENCE, EXAMINED)
@@ -43,19 +43,19 @@ class Offence(NamedTuple):
 class _Watched:
     """A chance that notes which token was drawn from which row."""
 
-    def __init__(self, chance: Any, log: Counter[tuple[Any, int]]):
-        self._chance, self._log = chance, log
+    def __init__(self, rng: Any, log: Counter[tuple[Any, int]]):
+        self._rng, self._log = rng, log
 
     def split(self, role: str, round: int) -> "_Watched":
-        return _Watched(self._chance.split(role, round), self._log)
+        return _Watched(self._rng.split(role, round), self._log)
 
-    def draw(self, row: Row) -> int:
-        token: int = self._chance.draw(row)
+    def draw(self, row: Probs) -> int:
+        token: int = self._rng.draw(row)
         self._log[_key(row), token] += 1
         return token
 
-    def order(self, row: Row, k: int) -> list[int]:
-        tokens: list[int] = self._chance.order(row, k)
+    def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
+        tokens: list[int] = self._rng.sample_without_replacement(row, k)
         left = list(row)
         for token in tokens:
             self._log[_key(left), token] += 1
@@ -63,25 +63,25 @@ class _Watched:
         return tokens
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._chance, name)
+        return getattr(self._rng, name)
 
 
 class _Draws:
     """The chance of a decoder whose draws for drafting are noted, round by round."""
 
-    def __init__(self, chance: Exhaustive):
-        self._chance = chance
+    def __init__(self, rng: Exhaustive):
+        self._rng = rng
         self.log: list[Counter[tuple[Any, int]]] = []
 
     def split(self, role: str, round: int) -> Any:
-        stream = self._chance.split(role, round)
+        stream = self._rng.split(role, round)
         if role != "draft":
             return stream
         self.log.append(Counter())
         return _Watched(stream, self.log[-1])
 
 
-def _key(row: Row) -> tuple[Any, ...]:
+def _key(row: Probs) -> tuple[Any, ...]:
     """A law as something that can be looked up: normalised, floats to twelve digits."""
     numbers = row.tolist() if hasattr(row, "tolist") else list(row)
     mass = sum(numbers)
@@ -94,7 +94,7 @@ def looked_at(tree: TokenTree, node: int) -> list[int]:
     >>> looked_at(TokenTree((5, 7, 7, 4, 3), (-1, -1, -1, 1, 2), (None,) * 5, (False,) * 5), 4)
     [0, 1, 3]
     """
-    spelled = [tree.spelled(tree.path(parent)) for parent in tree.parents]
+    spelled = [tree.tokens_on(tree.path(parent)) for parent in tree.parents]
     text, tested = spelled[node], list[int]()
     for depth in range(len(text) + 1):
         for other, above in enumerate(spelled):
@@ -116,9 +116,9 @@ def offences(
     names: dict[Any, set[str]] = {}
     runs = 0
 
-    def run(chance: Exhaustive) -> list[tuple[Any, int, str]]:
+    def run(rng: Exhaustive) -> list[tuple[Any, int, str]]:
         decoder, events = factory(), list[tuple[Any, int, str]]()
-        draws: Any = _Draws(chance)
+        draws: Any = _Draws(rng)
         if not decoder.context:
             decoder.extend(prompt)
         for number in range(rounds):
@@ -128,12 +128,14 @@ def offences(
             if number + 1 < rounds:
                 tree = decoder.step(draws).tree
             else:
-                stream: Chance = draws.split("draft", decoder.rounds)
-                tree = decoder.drafter.propose(decoder.context, decoder.room, decoder.warp, stream)
+                stream: RandomSource = draws.split("draft", decoder.rounds)
+                tree = decoder.drafter.propose(
+                    decoder.context, decoder.max_draft_depth, decoder.sampling, stream
+                )
             left = Counter(draws.log[-1])
-            for node, law in enumerate(tree.laws):
+            for node, law in enumerate(tree.draft_probs):
                 if law is not None and not tree.probe[node]:
-                    before = tuple((tree.tokens[i], None if tree.laws[i] is None else _key(tree.laws[i]))
+                    before = tuple((tree.tokens[i], None if tree.draft_probs[i] is None else _key(tree.draft_probs[i]))
                                    for i in looked_at(tree, node))  # fmt: skip
                     declared = _key(law)
                     drawn = (declared, tree.tokens[node])

@@ -12,23 +12,23 @@ from torch import Generator, Tensor
 
 from tinyspec import _core
 from tinyspec._core import Forest, NgramIndex
-from tinyspec.decoding import sampling, trace
+from tinyspec.decoding import trace
 from tinyspec.decoding.calibrate import Calibrated, PValue, calibrate, hoeffding
-from tinyspec.decoding.chance import Replay, Seeded
 from tinyspec.decoding.decode import Decoder, Drafter, Round, Target, Verifier
 from tinyspec.decoding.exits import ExitTarget
 from tinyspec.decoding.joint import Joint
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.rescore import judge
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Replay, Seeded
+from tinyspec.decoding.sampling import SamplingParams, exponential_race
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics
-from tinyspec.decoding.treedraft import Shape, TreeDraft
-from tinyspec.decoding.verify import residual, walk
+from tinyspec.decoding.treedraft import Shape, TreeDrafter
+from tinyspec.decoding.verify import residual, verify_tree
 from tinyspec.early_exit.ppd import Pipeline
-from tinyspec.lm.feed import Feed, Scores
+from tinyspec.lm.feed import ForwardBatch, Scores
 from tinyspec.lm.given import Given
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
@@ -42,24 +42,24 @@ from tinyspec.speculative.verification.gumbel_coupling import RaceDraft, match
 from tinyspec.speculative.verification.spectr import k_seq
 from tinyspec.training.aligner import Aligned, align
 from tinyspec.training.exit_losses import Course
-from tinyspec.tree import ROOT, Row
+from tinyspec.tree import ROOT, Probs
 
-Forward = Callable[[Sequence[Feed]], list[Scores]]
+Forward = Callable[[Sequence[ForwardBatch]], list[Scores]]
 
 
-def trees(model: Target, shape: Shape, replace: bool) -> TreeDraft:
+def trees(model: Target, shape: Shape, replace: bool) -> TreeDrafter:
     """A tree of this shape drawn from a model."""
-    return TreeDraft(model, shape, replace=replace)
+    return TreeDrafter(model, shape, replace=replace)
 
 
-class Siblings(TreeDraft):
+class Siblings(TreeDrafter):
     """Proposes k tokens side by side from a model's next law: drawn independently, or without replacement."""
 
     def __init__(self, model: Target, k: int, replace: bool):
         super().__init__(model, (ROOT,) * k, replace=replace)
 
 
-def through(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+def through(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
     """What stands between sessions and their model: nothing."""
     return forward(feeds)
 
@@ -112,10 +112,10 @@ class Parts:
     align       (source, target): who produced which word
     """
 
-    walk: Verifier = walk
-    residual: Callable[[Row, Row], Row] = residual
-    warp: Callable[..., Warp] = Warp
-    drafter: Callable[[Target, int, frozenset[int]], Drafter] = ModelDraft
+    walk: Verifier = verify_tree
+    residual: Callable[[Probs, Probs], Probs] = residual
+    sampling: Callable[..., SamplingParams] = SamplingParams
+    drafter: Callable[[Target, int, frozenset[int]], Drafter] = ModelDrafter
     siblings: Callable[[Target, int, bool], Drafter] = Siblings
     trees: Callable[[Target, Shape, bool], Drafter] = trees
     index: Callable[[int], Any] = NgramIndex
@@ -135,17 +135,17 @@ class Parts:
     judge: Callable[..., Any] = judge
     refine: Callable[..., Refinement] = refine
     decoder: type[Decoder] = Decoder
-    stop: Callable[..., Stop] = Stop
+    stop: Callable[..., StoppingCriteria] = StoppingCriteria
     replay: Callable[[Sequence[Any]], Replay] = Replay
     seeded: Callable[[int], Seeded] = Seeded
-    race: Callable[[Row, Any], int] = sampling.race
+    race: Callable[[Probs, Any], int] = exponential_race
     kernels: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: KERNELS)
     statistics: Callable[[], Statistics] = Statistics
     origins: Callable[[Round], tuple[str, ...]] = trace.origins
     logprobs: Callable[[Round], list[float]] = trace.compute_logprobs
     session: Callable[[Model], Session] = session
     view: Callable[..., View] = View
-    forward: Callable[[Forward, Sequence[Feed]], list[Scores]] = through
+    forward: Callable[[Forward, Sequence[ForwardBatch]], list[Scores]] = through
     exits: Callable[..., ExitTarget] = ExitTarget
     calibrate: Callable[..., Calibrated] = calibrate
     p_value: PValue = hoeffding

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.dense import Array, dense
@@ -48,7 +48,10 @@ def reordered(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, list[int]
     new = {old: i for i, old in enumerate(order)} | {ROOT: ROOT}
     moved = [new[tree.parents[old]] for old in order]
     return TokenTree(
-        tree.spelled(order), moved, [tree.laws[i] for i in order], [tree.probe[i] for i in order]
+        tree.tokens_on(order),
+        moved,
+        [tree.draft_probs[i] for i in order],
+        [tree.probe[i] for i in order],
     ), order
 
 
@@ -70,7 +73,9 @@ def node_logits(
             text = session.text
             scores = session.score(tree)
             for node in range(ROOT, size):
-                expected = dense(session.model, [*text, *tree.spelled(tree.path(node))]).logits[-1]
+                expected = dense(session.model, [*text, *tree.tokens_on(tree.path(node))]).logits[
+                    -1
+                ]
                 _agree(NODES, expected, scores.logits[node + 1], tolerance, text, tree, node=node)
                 looked += 1
             session.commit(
@@ -97,7 +102,7 @@ def row_identity(begin: Begin, *, cases: int = 8) -> Evidence:
         for node in range(ROOT, len(tree.tokens)):
             plain = begin()
             plain.extend(text[:1])
-            for token in (*text[1:], *tree.spelled(tree.path(node))):
+            for token in (*text[1:], *tree.tokens_on(tree.path(node))):
                 plain.score(TokenTree())
                 plain.commit((), token)
             alone, looked = plain.score(TokenTree()).logits[0], looked + 1
@@ -107,7 +112,7 @@ def row_identity(begin: Begin, *, cases: int = 8) -> Evidence:
 
 def sibling_order(
     begin: Begin,
-    verifier: Callable[[TokenTree, Any, Chance], Verdict],
+    verifier: Callable[[TokenTree, Any, RandomSource], Verdict],
     *,
     cases: int = 30,
     nodes: int = 6,
@@ -148,7 +153,7 @@ def sibling_order(
         for shape, logits in ((tree, rows), (other, moved)):
             sharp = {node: _one_hot(logits[node + 1]) for node in range(ROOT, size)}
             verdict = verifier(shape, sharp, Seeded(case))
-            said = (*shape.spelled(verdict.path), verdict.next)
+            said = (*shape.tokens_on(verdict.accepted), verdict.next)
             if said != spelled:
                 accuse(
                     SIBLINGS,
@@ -163,7 +168,7 @@ def sibling_order(
 
 def _greedily(session: Session, text: Sequence[int], tree: TokenTree) -> tuple[int, ...]:
     """Follow the best token of the plain pass as long as some node spells it, one token beyond."""
-    paths = {tree.spelled(tree.path(node)) for node in range(len(tree.tokens))}
+    paths = {tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))}
     said: tuple[int, ...] = ()
     while True:
         said = (*said, int(dense(session.model, [*text, *said]).logits[-1].argmax()))
@@ -189,7 +194,7 @@ def committed_slots(session: Session, tolerance: float = 1e-10, run: bool = True
         if not (lawful or node.exact):
             continue
         for layer in np.flatnonzero(cache.present[slot]):
-            if not lawful and layer >= (node.reach + 1) // 2:
+            if not lawful and layer >= (node.sublayers_done + 1) // 2:
                 break  # copied up
             for name, expected, held in (
                 ("key", fresh.keys, cache.keys),
@@ -233,15 +238,15 @@ def cache_after_every_round(
         request = Request(
             session,
             small,
-            warp=Warp(temperature=float(case % 2)),
-            stop=Stop(max_new_tokens=tokens),
+            sampling=SamplingParams(temperature=float(case % 2)),
+            stop=StoppingCriteria(max_new_tokens=tokens),
             references=references,
             positions=session.model.config.max_positions,
         )
-        decoder, chance = make(request), Seeded(case)
+        decoder, source = make(request), Seeded(case)
         decoder.extend([rng.choice(names) for _ in range(2 + 3 * case)])
         while not decoder.finished:
-            decoder.step(chance)
+            decoder.step(source)
             rounds += 1
             compared += committed_slots(session, tolerance)
             for other in small:

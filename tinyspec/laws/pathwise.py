@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import perf_counter
 
-from tinyspec.decoding.chance import Chance, Replay, Seeded
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import RandomSource, Replay, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import Text
 from tinyspec.laws.stage import DRAFTS, Stage, told_warp
@@ -20,24 +20,28 @@ from tinyspec.technique import Card
 PATHS = "same noise, same tokens"
 RACE = "a race has the law of its row"
 TOKENS, SEEDS = 8, 12
-WARPS = (Warp(), Warp(0.0), Warp(0.7, top_p=0.9))
+WARPS = (SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, top_p=0.9))
 
 
 def coupled(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
     """Every kind of draft, then the race itself."""
-    for warp in WARPS:
+    for sampling in WARPS:
         stage = Stage(
             card,
             seed=seed,
             prompt=(0, 1),
-            warp=warp,
+            sampling=sampling,
             floats=True,
-            stop=Stop(max_new_tokens=TOKENS),
+            stop=StoppingCriteria(max_new_tokens=TOKENS),
             deep=card.hidden,
         )
         for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
             here = replace(stage, draft=draft)
-            yield PATHS, f"{told_warp(warp)}, {draft} draft", lambda here=here: same_tokens(here)  # type: ignore[misc]
+            yield (
+                PATHS,
+                f"{told_warp(sampling)}, {draft} draft",
+                lambda here=here: same_tokens(here),  # type: ignore[misc]
+            )
     yield RACE, "two tokens", lambda: race_law(lambda uniforms: Replay(uniforms))
 
 
@@ -45,13 +49,13 @@ def same_tokens(stage: Stage, seeds: int = SEEDS) -> Evidence:
     """The decoder's tokens are those that win the races of the target's rows, position by position, on the same seed."""
     begun, reference = perf_counter(), stage.reference()
     for seed in range(seeds):
-        decoder, chance, races = stage.decoder(), Seeded(seed), Seeded(seed)
+        decoder, rng, races = stage.decoder(), Seeded(seed), Seeded(seed)
         decoder.extend(stage.prompt)
         while not decoder.finished:
-            decoder.step(chance)
+            decoder.step(rng)
         text: Text = stage.prompt
         while len(text) < len(stage.prompt) + TOKENS:
-            text = (*text, races.race(reference.next(text), len(text)))
+            text = (*text, races.exponential_race(reference.next(text), len(text)))
         expected, got = text[len(stage.prompt) :], tuple(decoder.new)
         if got != expected:
             accuse(
@@ -66,7 +70,7 @@ def same_tokens(stage: Stage, seeds: int = SEEDS) -> Evidence:
     return Evidence(PATHS, seeds, seeds, perf_counter() - begun)
 
 
-def race_law(chance: Callable[[list[float]], Chance], grid: int = 40) -> Evidence:
+def race_law(rng: Callable[[list[float]], RandomSource], grid: int = 40) -> Evidence:
     """Over two tokens the winner changes where theory says: with u0 given, token 1 wins until u1 = 1 - (1 - u0)^(p1/p0).
 
     The exponential noise of a uniform is -log(1 - u), and the integral over u0 of 1 less those thresholds is p0. They are
@@ -82,7 +86,7 @@ def race_law(chance: Callable[[list[float]], Chance], grid: int = 40) -> Evidenc
                 # token 1 wins while its own noise is small
                 low, high = (
                     (middle, high)
-                    if chance([u0, middle]).race([p, 1 - p], 0) == 1
+                    if rng([u0, middle]).exponential_race([p, 1 - p], 0) == 1
                     else (low, middle)
                 )
             expected, seen = 1 - (1 - u0) ** ((1 - p) / p), seen + 1

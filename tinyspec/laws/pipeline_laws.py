@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.ppd import Announces, steps
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.tables import TableModel
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan
 from tinyspec.technique import Request
 
@@ -57,12 +57,18 @@ def due(
     return found
 
 
-def _runs(build: Build) -> Iterator[tuple[dict[str, Any], list[Told], list[tuple[Call, ...]]]]:
+def _runs(
+    build: Build,
+) -> Iterator[tuple[dict[str, Any], list[Told], list[tuple[ForwardRecord, ...]]]]:
     for (depth, layer, k), seed, temperature in product(SHAPES, range(3), (1.0, 0.0)):
-        model, ledger = TableModel(seed, V, depth, zeros=False), list[Call]()
-        warp, stop = Warp(temperature), Stop(max_new_tokens=TOKENS)
+        model, forward_log = TableModel(seed, V, depth, zeros=False), list[ForwardRecord]()
+        sampling, stop = SamplingParams(temperature), StoppingCriteria(max_new_tokens=TOKENS)
         decoder = build(
-            Request(model.session(ledger), warp=warp, stop=stop, ledger=ledger), layer=layer, k=k
+            Request(
+                model.session(forward_log), sampling=sampling, stop=stop, forward_log=forward_log
+            ),
+            layer=layer,
+            k=k,
         )
         decoder.extend(PROMPT)
         calls = []
@@ -117,7 +123,12 @@ def built(parts: Parts) -> Build:
         pipeline: Any = parts.pipeline(request.target, layer, k)
         told = Announces(pipeline)
         return parts.decoder(
-            pipeline, told, parts.walk, warp=request.warp, stop=request.stop, ledger=request.ledger
+            pipeline,
+            told,
+            parts.walk,
+            sampling=request.sampling,
+            stop=request.stop,
+            forward_log=request.forward_log,
         )
 
     return build

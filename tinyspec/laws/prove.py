@@ -21,7 +21,7 @@ from typing import Any
 
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import exit_laws  # noqa: F401  (enters CALM's oracle)
-from tinyspec.laws.accused import Accused, Counterexample, Evidence
+from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
 from tinyspec.laws.contracts import of_technique
 from tinyspec.laws.suites import Case, cases
 from tinyspec.plugins import describe_error, locate_error
@@ -55,7 +55,7 @@ Watch = Callable[[Card, int, int, Case], None]
 def prove(
     card: Card, profile: Profile = CI, state: "State | None" = None, watch: Watch | None = None
 ) -> list[Evidence]:
-    """What was proved, one Evidence a law. Raises Accused at the first case that fails, the smallest first.
+    """What was proved, one Evidence a law. Raises LawViolated at the first case that fails, the smallest first.
 
     A technique of kind "analysis" decodes nothing, so there is nothing to prove: the list is empty.
     """
@@ -63,7 +63,7 @@ def prove(
     for case, run in _runs(card, questions(card, profile), state, watch):
         try:
             _add(found, run())
-        except Accused as accused:
+        except LawViolated as accused:
             accused.add_note(f"case: {case.title}")
             raise
     if state is not None:
@@ -170,7 +170,7 @@ class State:
         if monotonic() - self._written > 2:
             self.write()
 
-    def blame(self, method: str, seed: int, accused: Accused) -> None:
+    def blame(self, method: str, seed: int, accused: LawViolated) -> None:
         """Note a counterexample."""
         entry = {"method": method, "seed": seed, **accused.counterexample.as_dict()}
         if entry not in self.accused:
@@ -242,7 +242,7 @@ def report(
             continue
         try:
             _add(found, run())
-        except Accused as accused:
+        except LawViolated as accused:
             broken[law] = {"title": case.title, **accused.counterexample.as_dict()}
         except caught as error:
             broken[law] = {"title": case.title, **_crash(card, law, error).as_dict()}
@@ -287,7 +287,7 @@ def nothing_correct_is_accused(
                         prove(card, Profile("five-second", (seed,), FIVE_SECONDS.sample)),
                         Evidence("all"),
                     )
-                except Accused as accused:
+                except LawViolated as accused:
                     state.blame(card.name, seed, accused)
                     known = Evidence("all")
                 state.enter(card.name, str(seed), known)

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.tables import TableModel
 from tinyspec.technique import Request
 
@@ -31,9 +31,9 @@ def recited(
     **knobs: Any,
 ) -> Decoder:
     """The decoder after it has made `wanted` tokens of a text whose first two are the prompt."""
-    stop, warp = Stop(max_new_tokens=wanted), Warp(temperature=0.0)
+    stop, sampling = StoppingCriteria(max_new_tokens=wanted), SamplingParams(temperature=0.0)
     decoder = build(
-        Request(Reciter(poem).session(), (), warp, stop, references=references), **knobs
+        Request(Reciter(poem).session(), (), sampling, stop, references=references), **knobs
     )
     decoder.extend(poem[:2])
     while not decoder.finished:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.refine import Canvas, Pass, Refinement, Refiner, refine
+from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import Card, RefineRequest
@@ -71,7 +71,9 @@ class Scene:
     def run(self) -> tuple[RefineRequest, Refinement, list[Pass]]:
         """The whole request."""
         request, refiner = self.begin()
-        running = refine(request.model, self.source, refiner, Seeded(self.seed), request.ledger)
+        running = refine(
+            request.model, self.source, refiner, Seeded(self.seed), request.forward_log
+        )
         return request, running, list(self.steps(running))
 
     def steps(self, running: Refinement) -> Iterator[Pass]:
@@ -94,7 +96,7 @@ class Scene:
 def passes_of_a_rewriting(scene: Scene) -> None:
     """By the ledger: the source is encoded once; a rewriting is one decoder pass over the whole canvas, nothing else is one."""
     request, _, passes = scene.run()
-    named = [call.model for call in request.ledger]
+    named = [call.model for call in request.forward_log]
     name = request.model.name
     counts = {"encoder": named.count(f"{name}/encoder"), "decoder": named.count(name)}
     if counts != {"encoder": 1, "decoder": len(passes)}:
@@ -118,7 +120,7 @@ def passes_of_a_rewriting(scene: Scene) -> None:
 def a_candidate_alone(scene: Scene) -> None:
     """What a pass makes of a candidate is what it makes of it by itself, without the others and without padding."""
     request, refiner = scene.begin()
-    running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.ledger)
+    running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.forward_log)
     memory = request.model.encode(torch.tensor([list(scene.source)]))
     for step in scene.steps(running):
         for row in range(len(step.before.tokens)):
@@ -126,9 +128,9 @@ def a_candidate_alone(scene: Scene) -> None:
             if own is None:
                 continue
             _, fresh = scene.begin()  # a refiner that remembers nothing of the others
-            chance = Seeded(scene.seed).split("rewrite", step.iteration)
+            rng = Seeded(scene.seed).split("rewrite", step.iteration)
             with torch.inference_mode():
-                got = fresh.rewrite(own, memory, step.iteration, chance)
+                got = fresh.rewrite(own, memory, step.iteration, rng)
             _compare(
                 ALONE,
                 told(got, 0),
@@ -159,9 +161,9 @@ def padding_decides_nothing(scene: Scene) -> None:
     memory = request.model.encode(torch.tensor([list(scene.source)]))
     for step in passes:
         _, fresh = scene.begin()
-        chance = Seeded(scene.seed).split("rewrite", step.iteration)
+        rng = Seeded(scene.seed).split("rewrite", step.iteration)
         with torch.inference_mode():
-            got = fresh.rewrite(scribbled(step.before), memory, step.iteration, chance)
+            got = fresh.rewrite(scribbled(step.before), memory, step.iteration, rng)
         for row in range(len(got.tokens)):
             _compare(
                 PADDING,
@@ -201,7 +203,7 @@ def only_the_seed_decides(scene: Scene) -> None:
 def a_canvas_in_order(scene: Scene) -> None:
     """Slots, then padding; some slot in what is chosen; tokens of the vocabulary; no pass alters the canvas it was given."""
     request, refiner = scene.begin()
-    running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.ledger)
+    running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.forward_log)
     kept: Canvas | None = None
     for step in scene.steps(running):
         if kept is not None and any(

@@ -1,7 +1,7 @@
 """Laws for what is reported of a request, and for what a request leaves behind.
 
-Each takes a `Parts` and raises `Accused` with the first case that breaks it. Everything is counted anew here from the rounds
-and the text.
+Each takes a `Parts` and raises `LawViolated` with the first case that breaks it. Everything is counted anew from
+the rounds and the text.
 """
 
 import random
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.cache_laws import CLOSE, FAMILIES, greedy, weights
 from tinyspec.laws.dense import dense
@@ -43,11 +43,11 @@ def request(
     return decoder, parts.seeded(seed)
 
 
-def finished(decoder: Decoder, chance: Any) -> list[Round]:
+def finished(decoder: Decoder, rng: Any) -> list[Round]:
     """All rounds of a request."""
     rounds = []
     while not decoder.finished:
-        rounds.append(decoder.step(chance))
+        rounds.append(decoder.step(rng))
     return rounds
 
 
@@ -58,13 +58,13 @@ def trace_identities(parts: Parts) -> Evidence:
     """emitted = accepted + rounds that added a token of their own; tau * calls = emitted; all defined for no tokens."""
     name, seen = "trace identities", 0
     for most, eos, (p, q), gamma, seed in product(range(4), ((), (0,)), TABLES, (0, 1, 2), SEEDS):
-        decoder, chance = request(parts, p, q, gamma, most, seed, eos)
+        decoder, rng = request(parts, p, q, gamma, most, seed, eos)
         stats, seen = parts.statistics(), seen + 1
-        rounds = finished(decoder, chance)
+        rounds = finished(decoder, rng)
         for one in rounds:
             stats.count(one)
         own = sum(one.verdict.next is not None for one in rounds)
-        accepted = sum(len(one.verdict.path) for one in rounds)
+        accepted = sum(len(one.verdict.accepted) for one in rounds)
         n, calls, drafted = (
             len(decoder.new),
             len(rounds),
@@ -98,9 +98,9 @@ def origins_name_what_happened(parts: Parts) -> Evidence:
     """One origin a token: accepted from the draft, recovered after a refusal, a bonus behind a whole draft, or plain."""
     name, seen = "origins name what happened", 0
     for most, (p, q), gamma, seed in product(range(1, 5), TABLES, (0, 1, 2), SEEDS):
-        decoder, chance = request(parts, p, q, gamma, most, seed)
-        for one in finished(decoder, chance):
-            seen, path = seen + 1, one.verdict.path
+        decoder, rng = request(parts, p, q, gamma, most, seed)
+        for one in finished(decoder, rng):
+            seen, path = seen + 1, one.verdict.accepted
             last = (
                 "plain"
                 if not one.tree.tokens
@@ -116,7 +116,7 @@ def origins_name_what_happened(parts: Parts) -> Evidence:
                     expected,
                     got,
                     draft=one.tree.tokens,
-                    accepted=one.tree.spelled(path),
+                    accepted=one.tree.tokens_on(path),
                     emitted=one.tokens,
                 )
     return Evidence(name, seen)
@@ -127,19 +127,19 @@ def round_laws_are_the_targets(parts: Parts) -> Evidence:
     cascade divides by it."""
     name, seen = "round laws are the targets", 0
     for most, (p, q), gamma, seed in product(range(1, 4), TABLES, (0, 1, 2), SEEDS):
-        decoder, chance = request(parts, p, q, gamma, most, seed)
+        decoder, rng = request(parts, p, q, gamma, most, seed)
         text = [0]
-        for one in finished(decoder, chance):
+        for one in finished(decoder, rng):
             seen += 1
             expected = [
                 normal(p[token % len(p)]) for token in (*text, *one.tokens)[len(text) - 1 : -1]
             ]
             text += one.tokens
-            if [list(row) for row in one.laws] != expected:
+            if [list(row) for row in one.output_probs] != expected:
                 accuse(
                     name,
                     expected,
-                    list(one.laws),
+                    list(one.output_probs),
                     p=said(p),
                     q=said(q),
                     gamma=gamma,
@@ -154,8 +154,8 @@ def logprobs_are_the_targets(parts: Parts) -> Evidence:
     for most, family, seed in product((1, 2, 6), FAMILIES, SEEDS):
         target = weights(family)
         drafter = parts.drafter(weights(family, seed=1).session(), 2, frozenset())
-        stop, warp = Stop(max_new_tokens=most), Warp(temperature=0.5)
-        decoder = parts.decoder(target.session(), drafter, parts.walk, warp=warp, stop=stop)
+        stop, sampling = StoppingCriteria(max_new_tokens=most), SamplingParams(temperature=0.5)
+        decoder = parts.decoder(target.session(), drafter, parts.walk, sampling=sampling, stop=stop)
         decoder.extend((1,))
         got = [x for one in finished(decoder, parts.seeded(seed)) for x in parts.logprobs(one)]
         rows, seen = dense(target, [1, *decoder.new]).logits, seen + 1
@@ -176,12 +176,12 @@ def same_seed_same_output(parts: Parts) -> Evidence:
     """A request depends on its seed alone: not on what ran before it, nor on a request that runs between its rounds."""
     name, seen = "same seed same output", 0
     for (p, q), gamma, seed in product(TABLES, (0, 2), SEEDS):
-        alone, chance = request(parts, p, q, gamma, 6, seed)
-        finished(alone, chance)
-        again, chance = request(parts, p, q, gamma, 6, seed)
+        alone, rng = request(parts, p, q, gamma, 6, seed)
+        finished(alone, rng)
+        again, rng = request(parts, p, q, gamma, 6, seed)
         other, between = request(parts, p, q, gamma, None, seed + 1)
         while not again.finished:
-            again.step(chance)
+            again.step(rng)
             other.step(between)
         seen += 1
         if again.new != alone.new:
@@ -194,9 +194,9 @@ def global_randomness_is_untouched(parts: Parts) -> Evidence:
     """The generators of random, numpy and torch are where they were: a user's own draws do not change."""
     name, seen = "global randomness is untouched", 0
     for gamma in (0, 1, 2):
-        decoder, chance = request(parts, WIDE, WIDER, gamma, 4)
+        decoder, rng = request(parts, WIDE, WIDER, gamma, 4)
         before, seen = _globals(), seen + 1
-        finished(decoder, chance)
+        finished(decoder, rng)
         moved = [library for library, state in _globals().items() if state != before[library]]
         if moved:
             accuse(
@@ -231,8 +231,8 @@ def a_request_leaves_no_trace(parts: Parts) -> Evidence:
                 session,
                 Always((2, 2)),
                 parts.walk,
-                warp=Warp(temperature=0.0),
-                stop=Stop(max_new_tokens=3),
+                sampling=SamplingParams(temperature=0.0),
+                stop=StoppingCriteria(max_new_tokens=3),
             )
             decoder.extend(prompt)
             for at in range(3):

@@ -18,10 +18,10 @@ import torch
 
 from tinyspec import _core
 from tinyspec.decoding import trace
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, Trace
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.accused import Evidence, accuse
@@ -45,12 +45,12 @@ LETTERS = "abcdefgh"
 
 def stages(card: Card, seeds: Sequence[int] = range(4), tokens: int = 8) -> Iterator[Stage]:
     """Small models under a technique, with drafts that are always right and drafts that are not; ends of text too."""
-    warp = Warp(0.0) if card.guarantee is Guarantee.GREEDY else Warp()
+    sampling = SamplingParams(0.0) if card.guarantee is Guarantee.GREEDY else SamplingParams()
     base = Stage(
-        card, deep=card.hidden, vocabulary=4 if card.hidden else 3, warp=warp, prompt=(0, 1)
+        card, deep=card.hidden, vocabulary=4 if card.hidden else 3, sampling=sampling, prompt=(0, 1)
     )
     for seed, draft, eos in product(seeds, ("another", "right"), ((), (2,))):
-        stop = Stop(eos=frozenset(eos), max_new_tokens=tokens + seed)
+        stop = StoppingCriteria(eos=frozenset(eos), max_new_tokens=tokens + seed)
         yield replace(base, seed=seed, draft=draft, stop=stop)
 
 
@@ -63,16 +63,17 @@ def begun(stage: Stage, prompt: Sequence[int] = ()) -> Decoder:
 
 def finished(decoder: Decoder, seed: int = 0) -> list[Round]:
     """All rounds of a request."""
-    rounds, chance = list[Round](), Seeded(seed)
+    rounds, rng = list[Round](), Seeded(seed)
     while not decoder.finished:
-        rounds.append(decoder.step(chance))
+        rounds.append(decoder.step(rng))
     return rounds
 
 
 def said(rounds: Sequence[Round]) -> list[Any]:
     """What can be seen of rounds: drafts, verdicts, tokens."""
     return [
-        (tuple(one.tree.tokens), one.verdict.path, one.verdict.next, one.tokens) for one in rounds
+        (tuple(one.tree.tokens), one.verdict.accepted, one.verdict.next, one.tokens)
+        for one in rounds
     ]
 
 
@@ -97,9 +98,9 @@ def trace_identities(
         verifier = decoder.verifier
 
         def listening(
-            tree: Any, p: Any, chance: Any, verifier: Any = verifier, verdicts: Any = verdicts
+            tree: Any, p: Any, rng: Any, verifier: Any = verifier, verdicts: Any = verdicts
         ) -> Verdict:
-            verdicts.append(verifier(tree, p, chance))
+            verdicts.append(verifier(tree, p, rng))
             return verdicts[-1]  # type: ignore[no-any-return]
 
         decoder.verifier = listening
@@ -110,7 +111,7 @@ def trace_identities(
         case = {**stage.words(), "rounds": [one.tokens for one in rounds]}
         for number, (one, verdict) in enumerate(zip(rounds, verdicts, strict=True)):
             seen += 1
-            allowed = len(verdict.path) + (verdict.next is not None)
+            allowed = len(verdict.accepted) + (verdict.next is not None)
             last = number + 1 == len(rounds)
             _equal(
                 TRACE,
@@ -130,7 +131,7 @@ def trace_identities(
                 )
             kinds = list(origins(one))
             expected = {
-                "accepted": len(one.verdict.path),
+                "accepted": len(one.verdict.accepted),
                 "other": int(one.verdict.next is not None),
             }
             told = {
@@ -140,13 +141,15 @@ def trace_identities(
             _equal(TRACE, expected, told, **case, round=number, of="origins")
         accepted, own = (
             sum(counts)
-            for counts in zip(*((len(v.path), v.next is not None) for v in verdicts), strict=True)
+            for counts in zip(
+                *((len(v.accepted), v.next is not None) for v in verdicts), strict=True
+            )
         )
         cut = sum(one.truncated for one in rounds)
         _equal(TRACE, accepted + own - cut, len(decoder.new), **case, of="tokens in all")
         _equal(TRACE, len(decoder.new), stats.emitted, **case, of="emitted")
         _equal(TRACE, len(rounds), stats.target_calls, **case, of="target calls")
-        kept = sum(len(one.verdict.path) for one in rounds)
+        kept = sum(len(one.verdict.accepted) for one in rounds)
         _equal(
             TRACE,
             (kept, True),
@@ -178,12 +181,12 @@ def every_call_is_in_a_round(card: Card) -> Evidence:
     started, seen = perf_counter(), 0
     for stage in stages(card) if decodes(card) else ():
         decoder = begun(stage)
-        prefill = len(decoder.ledger)
+        prefill = len(decoder.forward_log)
         rounds, seen = finished(decoder), seen + 1
         told = [call for one in rounds for call in (*one.draft_calls, *one.calls)]
         case = {**stage.words(), "rounds": [one.tokens for one in rounds]}
-        _equal(LEDGER, len(decoder.ledger) - prefill, len(told), **case, of="calls")
-        _equal(LEDGER, decoder.ledger[prefill:], told, **case, of="calls, in order")
+        _equal(LEDGER, len(decoder.forward_log) - prefill, len(told), **case, of="calls")
+        _equal(LEDGER, decoder.forward_log[prefill:], told, **case, of="calls, in order")
     return Evidence(LEDGER, seen, seconds=perf_counter() - started)
 
 
@@ -246,21 +249,25 @@ def a_batch_row_is_the_row_alone(
     where the compiled transformer computes (float32 and bfloat16 on a CPU), by no bit."""
     started, seen = perf_counter(), 0
     prompts = [(0, 1), (2,), (1, 3, 0, 2, 1), (3, 3)]
-    warp = Warp(0.0) if card.guarantee is Guarantee.GREEDY else Warp(0.8, top_p=0.9)
+    sampling = (
+        SamplingParams(0.0)
+        if card.guarantee is Guarantee.GREEDY
+        else SamplingParams(0.8, top_p=0.9)
+    )
     narrow = [] if _core.compute is None else [torch.float32, torch.bfloat16]
     for seed, dtype in product(range(2), [torch.float64, *narrow]) if decodes(card) else ():
-        stage = Stage(card, deep=True, vocabulary=4, seed=seed, warp=warp)
+        stage = Stage(card, deep=True, vocabulary=4, seed=seed, sampling=sampling)
         models = [network(number, 4).to(dtype=dtype) for number in (seed, seed + 2)]
 
         def row(number: int, gate: Any, stage: Stage = stage, models: Any = models) -> list[Round]:
-            ledger: list[Any] = []
+            forward_log: list[Any] = []
             request = Request(
-                target=models[0].session(ledger, gate),
-                drafts=[models[1].session(ledger, gate) for _ in range(card.hosted)],
-                warp=stage.warp,
-                stop=Stop(max_new_tokens=4 + 2 * number),
+                target=models[0].session(forward_log, gate),
+                drafts=[models[1].session(forward_log, gate) for _ in range(card.hosted)],
+                sampling=stage.sampling,
+                stop=StoppingCriteria(max_new_tokens=4 + 2 * number),
                 references=stage.references,
-                ledger=ledger,
+                forward_log=forward_log,
             )
             decoder = card.make(request, **stage.settings)
             decoder.extend(prompts[number])
@@ -293,16 +300,22 @@ def stop(card: Card, tokens: int = 6) -> Evidence:
     several), sequences and strings, wherever in a block they fall."""
     started, seen = perf_counter(), 0
     base = Stage(
-        card, deep=card.hidden, vocabulary=4 if card.hidden else 3, warp=Warp(0.0), prompt=(0, 1)
+        card,
+        deep=card.hidden,
+        vocabulary=4 if card.hidden else 3,
+        sampling=SamplingParams(0.0),
+        prompt=(0, 1),
     )
     for seed, draft in product(range(4), ("another", "right")) if decodes(card) else ():
-        stage = replace(base, seed=seed, draft=draft, stop=Stop(max_new_tokens=tokens))
+        stage = replace(base, seed=seed, draft=draft, stop=StoppingCriteria(max_new_tokens=tokens))
         free = begun(stage)
         finished(free)
         for rule in _rules(free.new, base.vocabulary):
             expected, seen = _ended(free.new, rule), seen + 1
             decode = lambda ids: "".join(LETTERS[token] for token in ids)  # noqa: E731
-            decoder = begun(replace(stage, stop=Stop(**rule, max_new_tokens=tokens, decode=decode)))
+            decoder = begun(
+                replace(stage, stop=StoppingCriteria(**rule, max_new_tokens=tokens, decode=decode))
+            )
             rounds = finished(decoder)
             case = {**stage.words(), "stop": rule, "text without a stop": free.new}
             drafts = [tuple(one.tree.tokens) for one in rounds]

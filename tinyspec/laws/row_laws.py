@@ -1,6 +1,6 @@
 """Laws for what acts on one row: the warpers, the residual, drawing at the edges, ids outside of the vocabulary, look-up.
 
-Each law takes a `Parts`, searches its cases smallest first, raises `Accused` with the first that breaks it, and returns
+Each law takes a `Parts`, searches its cases smallest first, raises `LawViolated` with the first that breaks it, and returns
 `Evidence`. The definitions they compare with are written here from the papers' formulas and call nothing of the library.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import warped
@@ -63,28 +63,28 @@ def warp_is_its_definition(parts: Parts) -> Evidence:
     got: Any
     for weights in ((1, 2), (2, 2), (1, 1, 1), (1, 2, 3), (2, 1, 2), (3, 1, 2, 3)):
         for knobs in WARPS:
-            warp, cases = parts.warp(**knobs), cases + 1
-            expected = warped(normal(weights), (), Warp(**knobs))
-            got = list(warp([Fraction(w) for w in weights]))
+            sampling, cases = parts.sampling(**knobs), cases + 1
+            expected = warped(normal(weights), (), SamplingParams(**knobs))
+            got = list(sampling.probs([Fraction(w) for w in weights]))
             if got != expected:
-                accuse(name, expected, got, weights=weights, warp=knobs)
-            floats = warp(np.log(np.array(weights, np.float64)))
+                accuse(name, expected, got, weights=weights, sampling=knobs)
+            floats = sampling.probs(np.log(np.array(weights, np.float64)))
             if not np.allclose(floats, np.array(expected, np.float64), rtol=0, atol=1e-12):
-                accuse(name, expected, floats, logits=[f"log {w}" for w in weights], warp=knobs)
+                accuse(name, expected, floats, logits=[f"log {w}" for w in weights], sampling=knobs)
     for logits, history in product(([1.0, -1.0], [2.0, 0.5, -1.0]), ((), (0,), (1, 1), (0, 0, 1))):
         for knobs in PENALTIES:
-            cases, got = cases + 1, parts.warp(**knobs)(np.array(logits), history)
-            expected = warped(np.array(logits), history, Warp(**knobs))
+            cases, got = cases + 1, parts.sampling(**knobs).probs(np.array(logits), history)
+            expected = warped(np.array(logits), history, SamplingParams(**knobs))
             if not np.allclose(got, expected, rtol=0, atol=1e-12):
-                accuse(name, expected, got, logits=logits, history=history, warp=knobs)
+                accuse(name, expected, got, logits=logits, history=history, sampling=knobs)
     for logits in ([math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf]):
         for knobs in ({}, {"temperature": 0.0}):
             cases += 1
             try:
-                got = list(parts.warp(**knobs)(np.array(logits)))
+                got = list(parts.sampling(**knobs).probs(np.array(logits)))
             except TinyspecError:
                 continue
-            accuse(name, "an error: these logits define no law", got, logits=logits, warp=knobs)
+            accuse(name, "an error: these logits define no law", got, logits=logits, sampling=knobs)
     return Evidence(name, cases)
 
 
@@ -137,7 +137,7 @@ def support(parts: Parts) -> Evidence:
         for x in (x for x in range(len(q)) if q[x] > 0):
             cases += 1
             verdict = parts.walk(TokenTree.chain([x], [q]), [p, p], parts.replay([*us, 0.0]))  # type: ignore[arg-type]
-            said = [x] * len(verdict.path) + ([] if verdict.next is None else [verdict.next])
+            said = [x] * len(verdict.accepted) + ([] if verdict.next is None else [verdict.next])
             if any(p[token] == 0 for token in said):
                 accuse(name, "tokens that p allows", said, p=p, q=q, draft=[x], uniforms=us)
     return Evidence(name, cases)

@@ -62,10 +62,10 @@ def least_factor(verifier: Verifier, largest: int = 5, ks: Sequence[int] = (1, 2
 def _taken(verifier: Verifier, p: Exact, q: Exact, k: int) -> tuple[float, int]:
     rows, law = dict.fromkeys(range(ROOT, k), np.array(p, float)), np.array(q, float)
 
-    def play(chance: Exhaustive) -> bool:
-        tokens = [chance.draw(law) for _ in range(k)]
+    def play(rng: Exhaustive) -> bool:
+        tokens = [rng.draw(law) for _ in range(k)]
         return bool(
-            verifier(TokenTree(tokens, (ROOT,) * k, (law,) * k, (False,) * k), rows, chance).path
+            verifier(TokenTree(tokens, (ROOT,) * k, (law,) * k, (False,) * k), rows, rng).accepted
         )
 
     outcomes = list(Exhaustive.walk(play))

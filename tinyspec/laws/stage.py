@@ -12,10 +12,10 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import accuse
 from tinyspec.laws.exact import JOINT, Law, Reference, Text, law
 from tinyspec.laws.network import greedy, network
@@ -43,8 +43,8 @@ class Stage:
 
     card: Card
     knobs: dict[str, Any] = field(default_factory=dict)
-    warp: Warp = field(default_factory=Warp)
-    stop: Stop = field(default_factory=Stop)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StoppingCriteria = field(default_factory=StoppingCriteria)
     prompt: Text = (0,)
     vocabulary: int = 3
     seed: int = 0
@@ -104,7 +104,7 @@ class Stage:
             self.floats,
             self.deep,
             self.draft,
-            self.warp,
+            self.sampling,
             self.stop,
             self.positions,
         )
@@ -122,15 +122,15 @@ class Stage:
 
     def made(self) -> Decoder:
         """A new decoder, with nothing behind it."""
-        ledger: list[Any] = []
+        forward_log: list[Any] = []
         request = Request(
-            target=self.target.session(ledger),
-            drafts=[model.session(ledger) for model in self.drafts],
-            warp=self.warp,
+            target=self.target.session(forward_log),
+            drafts=[model.session(forward_log) for model in self.drafts],
+            sampling=self.sampling,
             stop=self.stop,
             references=self.references,
             positions=self.positions,
-            ledger=ledger,
+            forward_log=forward_log,
             choose=adversary,
         )
         return self.card.make(request, **self.settings)
@@ -144,7 +144,7 @@ class Stage:
 
     def reference(self) -> Reference:
         """What its law must be."""
-        return Reference(self.row, self.warp, self.stop, self.positions)
+        return Reference(self.row, self.sampling, self.stop, self.positions)
 
     def law(self, tokens: int, rounds: int | None = None) -> Law:
         """The exact law of what comes after the prompt."""
@@ -156,7 +156,7 @@ class Stage:
     def judge(
         self, expected: Law, got: Law, prompt: Text, within: float, name: str = JOINT
     ) -> None:
-        """Raise Accused unless the laws agree; tells the shortest text that differs, and p and q along it."""
+        """Raise LawViolated unless the laws agree; tells the shortest text that differs, and p and q along it."""
         for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):
             ours, theirs = got.get(text, 0), expected.get(text, 0)
             if ours == theirs or (within and abs(ours - theirs) <= within):
@@ -167,7 +167,7 @@ class Stage:
             case["p along the text"] = [reference.next(context) for context in contexts]
             for number, model in enumerate(self.drafts):
                 which = f"q of draft {number}" if len(self.drafts) > 1 else "q"
-                law = Reference(partial(_conditional, model), self.warp)
+                law = Reference(partial(_conditional, model), self.sampling)
                 case[f"{which} along the text"] = [law.next(context) for context in contexts]
             accuse(name, theirs, ours, **case)
 
@@ -176,11 +176,11 @@ class Stage:
         told: dict[str, Any] = {
             "method": self.card.name,
             "knobs": self.settings,
-            "warp": told_warp(self.warp),
+            "sampling": told_warp(self.sampling),
         }
         if self.card.copies:
             told["references"] = self.references
-        if self.stop != Stop():
+        if self.stop != StoppingCriteria():
             told["stop"] = {k: v for k, v in vars(self.stop).items() if v}
         return told
 
@@ -234,20 +234,20 @@ def small(knob: Knob, largest: int) -> Any:
     return max(min(knob.default, largest), int(knob.low if knob.low is not None else 0))
 
 
-def adversary(ways: int, chance: Any) -> int:
+def adversary(ways: int, source: Any) -> int:
     """Who chooses for a technique that plans: anything may be chosen, so an exact law walks every choice."""
-    return int(chance.draw([Fraction(1, ways)] * ways))
+    return int(source.draw([Fraction(1, ways)] * ways))
 
 
-def told_warp(warp: Warp) -> str:
+def told_warp(sampling: SamplingParams) -> str:
     """The settings that differ from plain sampling.
 
-    >>> told_warp(Warp(0.5, top_k=2)), told_warp(Warp())
+    >>> told_warp(SamplingParams(0.5, top_k=2)), told_warp(SamplingParams())
     ('temperature 0.5, top_k 2', 'temperature 1')
     """
-    plain = Warp()
+    plain = SamplingParams()
     told = [
-        f"{name} {value}" for name, value in vars(warp).items() if value != getattr(plain, name)
+        f"{name} {value}" for name, value in vars(sampling).items() if value != getattr(plain, name)
     ]
     return ", ".join(told) or "temperature 1"
 
@@ -271,7 +271,7 @@ def taken_back(stage: Stage, decoder: Decoder) -> None:
 
 def _run(decoder: Decoder, prompt: Text, seed: int, rounds: int) -> None:
     decoder.extend(prompt)
-    chance = Seeded(seed)
+    source = Seeded(seed)
     for number in range(rounds):
         if not decoder.finished:
-            decoder.step(chance.split("past", number))
+            decoder.step(source.split("past", number))

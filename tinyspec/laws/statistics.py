@@ -25,11 +25,11 @@ import torch
 
 from tinyspec import generation
 from tinyspec.arguments import Prompt
-from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.dense import dense
 from tinyspec.laws.evalues import EValue
@@ -37,7 +37,7 @@ from tinyspec.laws.gtest import detectable, g_test, moved, power, simulated_powe
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import Draft, drafts_for
 from tinyspec.technique import Request, find
-from tinyspec.tree import Row, TokenTree
+from tinyspec.tree import Probs, TokenTree
 
 OTHER = -1
 """In a cell: any token but the likeliest ones. The cell ends there."""
@@ -97,15 +97,21 @@ class Cells:
 # ------------------------------------------------------------------------------------------------------- the texts
 
 
-class SoftGreedy(ModelDraft):
+class SoftGreedy(ModelDrafter):
     """The negative control: proposes the draft's best token and declares the law it might have been drawn from."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        return super().propose(context, room, warp, _Best())  # type: ignore[arg-type]
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        return super().propose(context, max_draft_depth, sampling, _Best())  # type: ignore[arg-type]
 
 
 class _Best:
-    def draw(self, row: Row) -> int:
+    def draw(self, row: Probs) -> int:
         return int(np.argmax(row))
 
 
@@ -114,9 +120,9 @@ def texts(decoder: Decoder, seed: int) -> Iterator[tuple[int, ...]]:
     prompt = len(decoder.context)
     number = 0
     while True:
-        chance = Seeded((seed << 64) + number)
+        rng = Seeded((seed << 64) + number)
         while not decoder.finished:
-            decoder.step(chance)
+            decoder.step(rng)
         text = tuple(decoder.new)
         decoder.rewind(prompt)
         yield text
@@ -216,8 +222,8 @@ def demo(
         begun.decoder,
         begun.decoder.stop,
     )  # `begun` is kept: a request that nobody holds is closed
-    broken = Request(model.session(), warp=Warp(temperature), stop=stop).decoder(
-        SoftGreedy(model.session(), tokens, stop.eos), walk
+    broken = Request(model.session(), sampling=SamplingParams(temperature), stop=stop).decoder(
+        SoftGreedy(model.session(), tokens, stop.eos), verify_tree
     )  # the model drafts for itself: every draft passes
     broken.extend(ids)
     found = sample(real, cells, samples=samples, seed=seed, alpha=alpha, watch=watch)

@@ -1,17 +1,17 @@
 """Laws for where a text ends: one rule at every alignment of blocks and stops, and nothing of what was cut stays.
 
-Each takes a `Parts`, searches its cases smallest first, and raises `Accused` with the first that breaks it. The target recites
-a given text, so that what must come out is plain to see.
+Each takes a `Parts`, searches its cases smallest first, and raises `LawViolated` with the first that breaks it. The
+target recites a given text, so that what must come out is plain to see.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.tables import TableModel
@@ -50,7 +50,7 @@ def ended(
             return new, "stop"
 
 
-class Reciting(NoDraft):
+class Reciting(BaseDrafter):
     """Proposes the next tokens of the text to come, and others after them. `deaf`: however little room there is."""
 
     def __init__(
@@ -58,10 +58,16 @@ class Reciting(NoDraft):
     ):
         self.poem, self.gamma, self.then, self.deaf = poem, gamma, then, deaf
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         at = len(context) - 1
         chain = [*self.poem[at : at + self.gamma], *self.then]
-        return TokenTree.chain(chain if self.deaf else chain[:room])
+        return TokenTree.chain(chain if self.deaf else chain[:max_draft_depth])
 
 
 def endings() -> Iterator[
@@ -86,7 +92,7 @@ def recite(
         rows=lambda text: [int(x == (*poem, 0)[min(len(text) - 1, len(poem))]) for x in range(3)],
     )
     ends = {"eos": frozenset(rule.get("eos", ())), **{k: v for k, v in rule.items() if k != "eos"}}
-    stop: Stop = parts.stop(
+    stop: StoppingCriteria = parts.stop(
         **ends, max_new_tokens=most, decode=lambda ids: "".join(LETTERS[x] for x in ids)
     )
     positions = None if limit is None else 1 + limit

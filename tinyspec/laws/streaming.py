@@ -7,7 +7,7 @@ tokenizer. Texts are drawn from all of Unicode, ids from the whole vocabulary, a
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.search import search, st
 from tinyspec.lm.detokenise import Detokeniser
@@ -70,7 +70,9 @@ def streaming(
 
 
 def stop_strings(
-    tokenizer: Tokenizer, stop: Callable[..., Stop] = Stop, examples: int = 200
+    tokenizer: Tokenizer,
+    stop: Callable[..., StoppingCriteria] = StoppingCriteria,
+    examples: int = 200,
 ) -> Evidence:
     """Law: a text ends with the token that completes a stop string, wherever the string lies in tokens and blocks; what is
     kept is the text before it; what is withheld while it grows is all that may become one."""

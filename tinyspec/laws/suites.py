@@ -13,9 +13,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import refine_laws
 from tinyspec.laws.accused import Evidence, accuse
@@ -31,24 +31,35 @@ FLOATS = 1e-12
 ROUND = "the laws of a round"
 
 SINGLE = [
-    Warp(),
-    *(Warp(t) for t in (0.0, 0.5, 1 / 3)),
-    Warp(top_k=2),
-    Warp(top_p=0.7),
-    Warp(min_p=0.4),
+    SamplingParams(),
+    *(SamplingParams(t) for t in (0.0, 0.5, 1 / 3)),
+    SamplingParams(top_k=2),
+    SamplingParams(top_p=0.7),
+    SamplingParams(min_p=0.4),
 ]
 PAIRS = [
-    *(Warp(t, k, p, m) for t in (0.5, 1 / 3, 0.0) for k, p, m in ((2, None, None), (None, 0.7, None), (None, None, 0.4))),
-    Warp(top_k=2, top_p=0.6), Warp(top_k=2, min_p=0.5), Warp(top_p=0.8, min_p=0.3),
-]  # fmt: skip
-IRRATIONAL = [
-    Warp(0.7),
-    Warp(1.3, top_p=0.8),
-    Warp(repetition_penalty=1.3),
-    Warp(0.7, 2, repetition_penalty=0.8),
+    *(
+        SamplingParams(t, k, p, m)
+        for t in (0.5, 1 / 3, 0.0)
+        for k, p, m in ((2, None, None), (None, 0.7, None), (None, None, 0.4))
+    ),
+    SamplingParams(top_k=2, top_p=0.6),
+    SamplingParams(top_k=2, min_p=0.5),
+    SamplingParams(top_p=0.8, min_p=0.3),
 ]
-DEEP = [Warp(top_k=2), Warp(0.7, top_p=0.6)]
-HIDDEN = [*DEEP, Warp(0.0), Warp(min_p=0.5), Warp(2.0, top_k=2, repetition_penalty=1.2)]
+IRRATIONAL = [
+    SamplingParams(0.7),
+    SamplingParams(1.3, top_p=0.8),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(0.7, 2, repetition_penalty=0.8),
+]
+DEEP = [SamplingParams(top_k=2), SamplingParams(0.7, top_p=0.6)]
+HIDDEN = [
+    *DEEP,
+    SamplingParams(0.0),
+    SamplingParams(min_p=0.5),
+    SamplingParams(2.0, top_k=2, repetition_penalty=1.2),
+]
 
 Oracle = Callable[[Card], Evidence]
 ORACLES: dict[str, Oracle] = {}
@@ -57,7 +68,7 @@ ORACLES: dict[str, Oracle] = {}
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to look at: the law it belongs to, what is special about it, and how it is done. Raises Accused."""
+    """One thing to look at: the law it belongs to, what is special about it, and how it is done. Raises LawViolated."""
 
     law: str
     title: str
@@ -133,46 +144,57 @@ def _exact(card: Card, seed: int) -> Iterator[Case]:
         card, seed=seed, prompt=_prompt(seed), deep=card.hidden, vocabulary=4 if card.hidden else 3
     )
     if card.hidden:
-        for number, warp in enumerate(HIDDEN):
+        for number, sampling in enumerate(HIDDEN):
             yield _joint(
-                replace(base, warp=warp, seed=seed + 100 * number),
+                replace(base, sampling=sampling, seed=seed + 100 * number),
                 2 + (number == 0),
-                told_warp(warp),
+                told_warp(sampling),
             )
-        base = replace(base, warp=DEEP[0])
+        base = replace(base, sampling=DEEP[0])
     else:
         tiny = replace(base, vocabulary=2)
         yield _joint(tiny, 1, "V = 2, one token")
         yield _joint(tiny, 2, "V = 2, two tokens")
-        for number, warp in enumerate(
+        for number, sampling in enumerate(
             [*SINGLE, *PAIRS, *SINGLE]
         ):  # the single ones on two pairs of tables
-            stage = replace(base, warp=warp, seed=seed + 100 * number, stop=Stop(max_new_tokens=3))
-            again = number >= len(SINGLE) + len(PAIRS)
-            yield _joint(stage, 3, told_warp(warp) + (", again" if again else ""))
-        yield _joint(replace(base, seed=seed + 7), 2, "no end in sight")
-        for number, warp in enumerate(IRRATIONAL):
             stage = replace(
-                base, warp=warp, floats=True, seed=seed + 100 * number, stop=Stop(max_new_tokens=3)
+                base,
+                sampling=sampling,
+                seed=seed + 100 * number,
+                stop=StoppingCriteria(max_new_tokens=3),
             )
-            yield _joint(stage, 3, f"{told_warp(warp)}, in floats")
-        four = replace(base, largest=3, seed=seed + 8, stop=Stop(max_new_tokens=4))
+            again = number >= len(SINGLE) + len(PAIRS)
+            yield _joint(stage, 3, told_warp(sampling) + (", again" if again else ""))
+        yield _joint(replace(base, seed=seed + 7), 2, "no end in sight")
+        for number, sampling in enumerate(IRRATIONAL):
+            stage = replace(
+                base,
+                sampling=sampling,
+                floats=True,
+                seed=seed + 100 * number,
+                stop=StoppingCriteria(max_new_tokens=3),
+            )
+            yield _joint(stage, 3, f"{told_warp(sampling)}, in floats")
+        four = replace(base, largest=3, seed=seed + 8, stop=StoppingCriteria(max_new_tokens=4))
         yield _joint(four, 4, "four tokens, whole numbers to 3")
         yield _single(replace(base, vocabulary=5, seed=seed + 9), "V = 5, one round")
-        for number, warp in enumerate(DEEP[:1]):
+        for number, sampling in enumerate(DEEP[:1]):
             wanted = 3 if card.hosted < 2 else 2
-            end = Stop(max_new_tokens=wanted)
-            deep = replace(base, deep=True, vocabulary=4, warp=warp, seed=seed + number, stop=end)
-            yield _joint(deep, wanted, f"a transformer, {told_warp(warp)}")
+            end = StoppingCriteria(max_new_tokens=wanted)
+            deep = replace(
+                base, deep=True, vocabulary=4, sampling=sampling, seed=seed + number, stop=end
+            )
+            yield _joint(deep, wanted, f"a transformer, {told_warp(sampling)}")
     for number, draft in enumerate(DRAFTS[1:]):
         if card.hosted or card.copies:
             yield _joint(replace(base, draft=draft, seed=seed + 20 + number), 2, f"{draft} draft")
-    ends = Stop(eos=frozenset({base.vocabulary - 1}), max_new_tokens=3)
+    ends = StoppingCriteria(eos=frozenset({base.vocabulary - 1}), max_new_tokens=3)
     for draft in ("another", "stubborn"):
         yield _joint(
             replace(base, stop=ends, draft=draft, seed=seed + 30), 3, f"end of text, {draft} draft"
         )
-    stops = Stop(sequences=((0, 1), (1, 1, 0)), max_new_tokens=3)
+    stops = StoppingCriteria(sequences=((0, 1), (1, 1, 0)), max_new_tokens=3)
     yield _joint(replace(base, stop=stops, seed=seed + 31), 3, "stop sequences")
     yield _joint(
         replace(base, positions=len(base.prompt) + 2, seed=seed + 32), 3, "the context's limit"
@@ -241,11 +263,11 @@ def rounds(stage: Stage, tokens: int = 12) -> Evidence:
     begun = perf_counter()
     reference, seen = stage.reference(), 0
     for seed in range(3):
-        decoder, chance, text = stage.decoder(), Seeded(seed), stage.prompt
+        decoder, rng, text = stage.decoder(), Seeded(seed), stage.prompt
         decoder.extend(text)
         while len(decoder.new) < tokens:
-            round = decoder.step(chance)
-            for token, law in zip(round.tokens, round.laws, strict=True):
+            round = decoder.step(rng)
+            for token, law in zip(round.tokens, round.output_probs, strict=True):
                 expected, got, seen = reference.next(text), list(law), seen + 1
                 if any(abs(a - b) > _within(stage) for a, b in zip(expected, got, strict=True)):
                     accuse(ROUND, expected, got, **stage.words(), context=text, token=token)
@@ -275,12 +297,21 @@ def _knobs(card: Card, seed: int) -> Iterator[Case]:
         deep=card.hidden,
         vocabulary=4 if card.hidden else 3,
     )
-    warp = (
-        Warp(0.0) if card.guarantee is Guarantee.GREEDY else DEEP[0] if card.hidden else Warp(0.5)
+    sampling = (
+        SamplingParams(0.0)
+        if card.guarantee is Guarantee.GREEDY
+        else DEEP[0]
+        if card.hidden
+        else SamplingParams(0.5)
     )
     for knob in card.knobs:
         for value in _others(knob):
-            stage = replace(base, knobs={knob.name: value}, warp=warp, stop=Stop(max_new_tokens=3))
+            stage = replace(
+                base,
+                knobs={knob.name: value},
+                sampling=sampling,
+                stop=StoppingCriteria(max_new_tokens=3),
+            )
             if not card.coupled and not (card.lossy and card.lossy[0] == knob.name):
                 yield _joint(stage, 3, f"{knob.name} {value}")
     if card.lossy is not None:

@@ -9,11 +9,11 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.network import greedy
 from tinyspec.laws.tables import TableModel
@@ -92,16 +92,19 @@ def places(vocabulary: int = 16) -> TableModel:
 
 def begun(
     build: Build, model: TableModel, start: Sequence[int], form: str, block: int, prefix: int, wanted: int,
-    ends: frozenset[int] = frozenset(), ledger: list[Any] | None = None,
+    ends: frozenset[int] = frozenset(), forward_log: list[Any] | None = None,
 ) -> Decoder:  # fmt: skip
     """A decoder behind its prompt, whose blocks all begin with these tokens."""
-    ledger = [] if ledger is None else ledger
+    forward_log = [] if forward_log is None else forward_log
     request = Request(
-        model.session(ledger), warp=Warp(0.0), stop=Stop(ends, max_new_tokens=wanted), ledger=ledger
+        model.session(forward_log),
+        sampling=SamplingParams(0.0),
+        stop=StoppingCriteria(ends, max_new_tokens=wanted),
+        forward_log=forward_log,
     )
     decoder = build(request, form=form, block=block, prefix=prefix)
     drafter: Any = decoder.drafter
-    drafter.start = lambda n, text, chance: list(start[:n])
+    drafter.start = lambda n, text, rng: list(start[:n])
     decoder.extend(PROMPT)
     return decoder
 
@@ -180,12 +183,12 @@ def costs_what_is_left(build: Build, wanted: int = 6) -> Evidence:
     """A sweep is one call, over the newest token and the guesses of the block that are not final; nothing is called beside."""
     seen = 0
     for model, (form, block, prefix) in product(tables(2), (*FORMS, ("pgj", 4, 0))):
-        ledger: list[Any] = []
+        forward_log: list[Any] = []
         start = (1, 0, 1, 0, 1, 0)
-        decoder = begun(build, model, start, form, block, prefix, wanted, ledger=ledger)
+        decoder = begun(build, model, start, form, block, prefix, wanted, forward_log=forward_log)
         while not decoder.finished:
             decoder.step(Seeded(decoder.rounds))
-        got = [call.rows for call in ledger if not call.prefill]
+        got = [call.rows for call in forward_log if not call.prefill]
         expected = [
             1 + len(guess) for guess, _ in by_hand(model, start, form, block, prefix, wanted)
         ]
@@ -261,6 +264,6 @@ def through(drafter: Callable[..., Any]) -> Build:
 
     def build(request: Request, *, form: str, block: int, prefix: int) -> Decoder:
         sized = None if form == "pj" else block
-        return request.decoder(drafter(sized, prefix if form == "hgj" else None), walk)
+        return request.decoder(drafter(sized, prefix if form == "hgj" else None), verify_tree)
 
     return build

@@ -18,7 +18,7 @@ import numpy as np
 from tinyspec.laws.hashes import Given, Hashes, seen
 from tinyspec.laws.tablesession import TableSession
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan
 
 __all__ = ["TableModel", "TableSession"]
@@ -72,9 +72,11 @@ class TableModel:
         what = "by hand" if self.rows is not None else f"seed={self.seed}"
         return f"TableModel({what}, V={self.vocabulary}, {self.config.n_layers} layers)"
 
-    def session(self, ledger: list[Call] | None = None, gate: Any = None) -> TableSession:
+    def session(
+        self, forward_log: list[ForwardRecord] | None = None, gate: Any = None
+    ) -> TableSession:
         """A new text. There is nothing to batch, so a gate is let stand."""
-        return TableSession(self, ledger=ledger)
+        return TableSession(self, forward_log=forward_log)
 
     def head(self, state: Any) -> Any:
         """The row of a state: [V] Fractions that sum to one, or float64 logits."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.hashes import seen
 from tinyspec.laws.tabletext import FULL, TableNode, TableText
-from tinyspec.lm.feed import Call, Scores
+from tinyspec.lm.feed import ForwardRecord, Scores
 from tinyspec.lm.plan import Plan
 from tinyspec.tree import TokenTree
 
@@ -26,10 +26,14 @@ class TableSession(TableText):
     """One text on a table model, under one plan. The same promises as `lm.session.Session`."""
 
     def __init__(
-        self, model: "TableModel", *, plan: Plan | None = None, ledger: list[Call] | None = None
+        self,
+        model: "TableModel",
+        *,
+        plan: Plan | None = None,
+        forward_log: list[ForwardRecord] | None = None,
     ):
         super().__init__(model, plan or FULL)
-        self.ledger: list[Call] = [] if ledger is None else ledger
+        self.forward_log: list[ForwardRecord] = [] if forward_log is None else forward_log
         self.prefixed: Any = None  # what probes alone see
 
     # ------------------------------------------------------------------ the text
@@ -44,15 +48,17 @@ class TableSession(TableText):
                 break
         return True
 
-    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         """Commit forced tokens and run all but the last; shows the states from the one that was newest before."""
-        self._check_taps(taps, self._end)
+        self._check_taps(hidden_layers, self._end)
         first = max(len(self) - 1, 0)
         self.append(tokens)
         shown = self.committed[first:-1]
-        behind = [node for node in self._behind(self._end) if node.position < first]
+        behind = [node for node in self._unfinished_tokens(self._end) if node.position < first]
         self._pass([(behind, self._end, self.plan), (shown, self._end, self.plan)], prefill=True)
-        return Scores([], self._hidden(shown, taps, self._end), [self._end // 2] * len(shown))  # type: ignore[arg-type]
+        no_logits: Any = []
+        hidden: Any = self._hidden(shown, hidden_layers, self._end)
+        return Scores(no_logits, hidden, [self._end // 2] * len(shown))
 
     def end(self) -> None:
         """Close the request: forget the text."""
@@ -60,7 +66,7 @@ class TableSession(TableText):
 
     def fork(self) -> "TableSession":
         """Another text with the same prefix; what is uncommitted stays here."""
-        twin = TableSession(self.model, plan=self.plan, ledger=self.ledger)
+        twin = TableSession(self.model, plan=self.plan, forward_log=self.forward_log)
         last: TableNode | None = None
         for node in self.committed:
             copy = TableNode(node.token, last, self._layers)
@@ -80,20 +86,22 @@ class TableSession(TableText):
 
     # ------------------------------------------------------------------ computing
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """Rows of the newest token and of every node; runs what is missing."""
-        scores, self.scored = self.grow(tree, taps, self.plan)
+        scores, self.scored = self.score_tree(tree, hidden_layers, self.plan)
         return scores
 
     def advance(
-        self, tree: TokenTree, layer: int, taps: Sequence[int] = (), head: bool = False
+        self, tree: TokenTree, layer: int, hidden_layers: Sequence[int] = (), head: bool = False
     ) -> Scores:
         """Run a tree up to the end of `layer` layers; with `head`, the rows an exit there would give."""
         if not 0 <= layer <= self._layers:
             raise TinyspecError(
                 f"layer {layer} is out of range: {self.model.name} has {self._layers}"
             )
-        scores, self.scored = self.grow(tree, taps, self.plan, stop=2 * layer, head=head)
+        scores, self.scored = self.score_tree(
+            tree, hidden_layers, self.plan, stop=2 * layer, head=head
+        )
         return scores
 
     def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
@@ -102,7 +110,9 @@ class TableSession(TableText):
             self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))
         ]
         todo = [
-            node for node in chosen if node.reach > 0 and self._lacks(node, self.plan, self._end)
+            node
+            for node in chosen
+            if node.sublayers_done > 0 and self._lacks(node, self.plan, self._end)
         ]
         if how == "recompute":
             self._pass([(todo, self._end, self.plan)])
@@ -110,8 +120,8 @@ class TableSession(TableText):
         todo = [node for node in todo if not node.filled]
         fills = 0
         for node in todo:
-            node.part(self.plan, self._layers)
-            for layer in range((node.reach + 1) // 2, self._end // 2):
+            node.invalidate_beyond(self.plan, self._layers)
+            for layer in range((node.sublayers_done + 1) // 2, self._end // 2):
                 if 2 * layer not in self.plan.skip:
                     node.keys[layer] = self.model.network.keys(
                         layer, node.states[-1], node.position
@@ -119,9 +129,9 @@ class TableSession(TableText):
                     fills += 1
             node.filled = True
         if todo:
-            self.ledger.append(Call(self.model.name, len(todo), 0.0, 0, fills))
+            self.forward_log.append(ForwardRecord(self.model.name, len(todo), 0.0, 0, fills))
 
-    def adopt(self, rows: Any, prefix: Any = None) -> None:
+    def set_probe_embeddings(self, rows: Any, prefix: Any = None) -> None:
         """Probe ids V, V + 1, ...; and a prefix that probes alone see."""
         self.adopted = 0 if rows is None else len(rows)
         self.prefixed = None if prefix is None else 17
@@ -136,10 +146,10 @@ class TableSession(TableText):
 
         return TableView(self, plan)
 
-    def grow(
+    def score_tree(
         self,
         tree: TokenTree,
-        taps: Sequence[int],
+        hidden_layers: Sequence[int],
         plan: Plan,
         stop: int | None = None,
         head: bool = True,
@@ -148,12 +158,12 @@ class TableSession(TableText):
         """Hang the tree below the newest token (or a view's trunk), run what is missing, and read it off."""
         end = plan.sublayers(self._layers)
         stop = end if stop is None else min(stop, end)
-        self._check_taps(taps, stop)
+        self._check_taps(hidden_layers, stop)
         above = [self._newest(), *trunk]
-        nodes = self._plant(above[-1], tree)
+        nodes = self._attach(above[-1], tree)
         rows = [above[-1], *nodes]
         late = min(stop, self._end)
-        behind: list[Work] = [(self._behind(late), late, self.plan)]
+        behind: list[Work] = [(self._unfinished_tokens(late), late, self.plan)]
         if plan != self.plan:  # another plan is another pass
             self._pass(behind)
             behind = []
@@ -161,8 +171,9 @@ class TableSession(TableText):
             [*behind, (above[:-1], stop, plan), (list(dict.fromkeys(rows)), stop, plan)],
             rows if head else (),
         )
-        logits = [self.model.head(node.states[stop]) for node in rows] if head else []
-        return Scores(logits, self._hidden(rows, taps, stop), [stop // 2] * len(rows)), nodes  # type: ignore[arg-type]
+        logits: Any = [self.model.head(node.states[stop]) for node in rows] if head else []
+        hidden: Any = self._hidden(rows, hidden_layers, stop)
+        return Scores(logits, hidden, [stop // 2] * len(rows)), nodes
 
     # ------------------------------------------------------------------ inside
 
@@ -170,23 +181,23 @@ class TableSession(TableText):
     def _end(self) -> int:
         return self.plan.sublayers(self._layers)
 
-    def _check_taps(self, taps: Sequence[int], stop: int) -> None:
-        for tap in taps:
+    def _check_taps(self, hidden_layers: Sequence[int], stop: int) -> None:
+        for tap in hidden_layers:
             if not (0 <= 2 * tap <= stop or tap == self._layers):
                 raise ValueError(f"tap {tap} is not among the {stop // 2} layers that are run")
 
     def _hidden(
-        self, nodes: Sequence[TableNode], taps: Sequence[int], stop: int
+        self, nodes: Sequence[TableNode], hidden_layers: Sequence[int], stop: int
     ) -> list[list[Any]]:
         return [
             [node.states[stop if tap == self._layers else 2 * tap] for node in nodes]
-            for tap in taps
+            for tap in hidden_layers
         ]
 
     def _lacks(self, node: TableNode, plan: Plan, stop: int) -> bool:
-        return node.plan != plan or node.reach < stop or not node.states
+        return node.plan != plan or node.sublayers_done < stop or not node.states
 
-    def _behind(self, stop: int) -> list[TableNode]:
+    def _unfinished_tokens(self, stop: int) -> list[TableNode]:
         """Committed tokens before the newest that are not at `stop` yet: appended, or left early and not filled."""
         return [
             node
@@ -211,20 +222,20 @@ class TableSession(TableText):
                     rows, sublayers = rows + 1, sublayers + self._run_one(node, plan, stop)
                     node.row_at = stop if node in read else node.row_at
         if rows:
-            self.ledger.append(
-                Call(self.model.name, rows, sublayers / 2, len(read), prefill=prefill)
+            self.forward_log.append(
+                ForwardRecord(self.model.name, rows, sublayers / 2, len(read), prefill=prefill)
             )
 
     def _run_one(self, node: TableNode, plan: Plan, stop: int) -> int:
         """Run a token from where it is to `stop` under `plan`; returns the sublayers it took."""
         network = self.model.network
-        node.part(plan, self._layers)
+        node.invalidate_beyond(plan, self._layers)
         if node.filled:  # it is run after all
-            node.cut(node.reach)
+            node.cut(node.sublayers_done)
         node.plan = plan
         if not node.states:
             node.states = [network.embed(node.token)]
-        begun, above = node.reach, node.parent
+        begun, above = node.sublayers_done, node.parent
         node.exact = (node.exact or begun == 0) and (
             above is None or (above.exact and not above.filled)
         )

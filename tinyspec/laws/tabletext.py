@@ -42,21 +42,21 @@ class TableNode:
         self.filled, self.exact = False, True
 
     @property
-    def reach(self) -> int:
+    def sublayers_done(self) -> int:
         """Sublayers done."""
         return max(len(self.states) - 1, 0)
 
-    def part(self, plan: Plan, n_layers: int) -> None:
+    def invalidate_beyond(self, plan: Plan, n_layers: int) -> None:
         """Keep only what also holds under this plan."""
-        agreed = self.reach if self.plan == plan else self.plan.differs(plan, n_layers)
-        if agreed < self.reach:
+        agreed = self.sublayers_done if self.plan == plan else self.plan.differs(plan, n_layers)
+        if agreed < self.sublayers_done:
             self.plan = plan
             self.cut(agreed)
 
     def cut(self, reach: int) -> None:
         """Take back what was run beyond `reach` sublayers."""
         del self.states[reach + 1 :]
-        first = (self.reach + 1) // 2  # an odd reach keeps the attention half of its layer
+        first = (self.sublayers_done + 1) // 2  # an odd reach keeps the attention half of its layer
         self.keys[first:] = [None] * (len(self.keys) - first)
         self.row_at, self.filled = -1, False
 
@@ -151,9 +151,9 @@ class TableText:
                 self.committed[-1].children = {}
             self.committed.append(node)
         for node in (nodes[-1], *nodes[-1].descendants()) if nodes else ():
-            node.part(self.plan, self._layers)
+            node.invalidate_beyond(self.plan, self._layers)
 
-    def _plant(self, root: TableNode, tree: TokenTree) -> list[TableNode]:
+    def _attach(self, root: TableNode, tree: TokenTree) -> list[TableNode]:
         """The node of every tree entry: found, or made; probes are always made anew."""
         planted: list[TableNode] = []
         for token, up, probe in zip(tree.tokens, tree.parents, tree.probe, strict=True):

@@ -58,7 +58,7 @@ class TableView:
                 continue
             tip = self._tip()
             tree = TokenTree.chain((token,))
-            self._trunk += session._plant(tip, tree)
+            self._trunk += session._attach(tip, tree)
 
     def _tip(self) -> TableNode:
         if not self.session.committed:
@@ -67,17 +67,19 @@ class TableView:
             )
         return self._trunk[-1] if self._trunk else self.session.committed[-1]
 
-    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         """Commit forced tokens to the trunk; they run with the next tree."""
         self.append(tokens)
-        return self.session.extend((), taps)
+        return self.session.extend((), hidden_layers)
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """Rows of the newest token and the tree under the view's plan."""
         self._follow()
         if self._at is not None:
             raise ValueError("the view stands inside its session's text: extend it first")
-        scores, self._nodes = self.session.grow(tree, taps, self.plan, trunk=self._trunk)
+        scores, self._nodes = self.session.score_tree(
+            tree, hidden_layers, self.plan, trunk=self._trunk
+        )
         return scores
 
     def commit(self, path: Sequence[int], next: int | None) -> None:

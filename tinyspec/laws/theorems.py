@@ -2,7 +2,7 @@
 
 A verifier is judged on small rational p and q, every outcome of chance walked, so "with probability" means exactly that.
 The oracles are a few lines of fractions of their own and call nothing that is judged. A law that finds a counterexample
-raises `Accused` with the first, which is the smallest; a crash of the implementation is its own and goes through.
+raises `LawViolated` with the first, which is the smallest; a crash of the implementation is its own and goes through.
 The theorems about a transformer's passes are in `passes`.
 """
 
@@ -12,8 +12,8 @@ from itertools import product
 from time import perf_counter
 from typing import Any
 
-from tinyspec.decoding.chance import Exhaustive
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.rng import Exhaustive
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.small import Exact, but, overlap, pairs, positive_part
@@ -44,21 +44,21 @@ class Given(dict[int, Sequence[Fraction]]):
     def __init__(self, rows: dict[int, Exact], soft: dict[int, Exact] | None = None):
         super().__init__({node: list(row) for node, row in rows.items()})
         self.soft = soft or rows
-        self.warp = Warp(temperature=0.0 if soft else 1.0)
+        self.sampling = SamplingParams(temperature=0.0 if soft else 1.0)
 
-    def warped(self, node: int, warp: Warp) -> list[Fraction]:
+    def probs_under(self, node: int, sampling: SamplingParams) -> list[Fraction]:
         return list(self.soft[node])
 
 
 def with_replacement(
-    q: Exact, k: int, chance: Exhaustive
+    q: Exact, k: int, rng: Exhaustive
 ) -> tuple[Sequence[int], Sequence[Exact | None]]:
     """k i.i.d. siblings."""
-    return [chance.draw(q) for _ in range(k)], [q] * k
+    return [rng.draw(q) for _ in range(k)], [q] * k
 
 
 def without_replacement(
-    q: Exact, k: int, chance: Exhaustive
+    q: Exact, k: int, rng: Exhaustive
 ) -> tuple[Sequence[int], Sequence[Exact | None]]:
     """k siblings, each from what its earlier siblings left of q; fewer where q is used up."""
     tokens: list[int] = []
@@ -66,7 +66,7 @@ def without_replacement(
     row: Exact | None = q
     while row is not None and len(tokens) < k:
         laws.append(row)
-        tokens.append(chance.draw(row))
+        tokens.append(rng.draw(row))
         row = but(row, tokens[-1])
     return tokens, laws
 
@@ -76,14 +76,16 @@ def siblings(
 ) -> tuple[Fraction, dict[int, Fraction], int]:
     """One position with k siblings: (probability that one is accepted, law of the first token, branches walked)."""
 
-    def play(chance: Exhaustive) -> tuple[bool, int | None]:
-        tokens, laws = draft(q, k, chance.split("draft", 0))
+    def play(rng: Exhaustive) -> tuple[bool, int | None]:
+        tokens, laws = draft(q, k, rng.split("draft", 0))
         n = len(tokens)
         tree = TokenTree(
             tokens, (ROOT,) * n, [None if law is None else list(law) for law in laws], (False,) * n
         )
-        verdict = verifier(tree, Given(dict.fromkeys(range(ROOT, n), p)), chance.split("verify", 0))
-        return bool(verdict.path), tokens[verdict.path[0]] if verdict.path else verdict.next
+        verdict = verifier(tree, Given(dict.fromkeys(range(ROOT, n), p)), rng.split("verify", 0))
+        return bool(verdict.accepted), tokens[
+            verdict.accepted[0]
+        ] if verdict.accepted else verdict.next
 
     accepted, law, branches = Fraction(0), dict[int, Fraction](), 0
     for (passed, token), probability in Exhaustive.walk(play):
@@ -110,13 +112,13 @@ def tokens_of_a_round(verifier: Verifier, gamma: int = 3, largest: int = 5) -> E
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), length in product(pairs(largest=largest), range(1, gamma + 1)):
 
-        def count(chance: Exhaustive, p: Exact = p, q: Exact = q, length: int = length) -> int:
-            stream = chance.split("draft", 0)
+        def count(rng: Exhaustive, p: Exact = p, q: Exact = q, length: int = length) -> int:
+            stream = rng.split("draft", 0)
             tree = TokenTree.chain([stream.draw(q) for _ in range(length)], [list(q)] * length)
             verdict = verifier(
-                tree, Given(dict.fromkeys(range(ROOT, length), p)), chance.split("verify", 0)
+                tree, Given(dict.fromkeys(range(ROOT, length), p)), rng.split("verify", 0)
             )
-            return len(verdict.path) + (verdict.next is not None)
+            return len(verdict.accepted) + (verdict.next is not None)
 
         outcomes = list(Exhaustive.walk(count))
         got = sum(n * probability for n, probability in outcomes)
@@ -199,17 +201,20 @@ def lenience_cap(lenient: Callable[[Any], Verifier], largest: int = 5) -> Eviden
         verifier = lenient(lenience)
 
         def play(
-            chance: Exhaustive,
+            rng: Exhaustive,
             p: Exact = p,
             q: Exact = q,
             behind: Exact = behind,
             verifier: Verifier = verifier,
         ) -> tuple[bool, tuple[int, ...]]:
-            stream = chance.split("draft", 0)
+            stream = rng.split("draft", 0)
             tree = TokenTree.chain([stream.draw(q), stream.draw(q)], [list(q)] * 2)
-            verdict = verifier(tree, Given({ROOT: p, 0: behind, 1: p}), chance.split("verify", 0))
-            said = (*tree.spelled(verdict.path), *(() if verdict.next is None else (verdict.next,)))
-            return bool(verdict.path), said[:2]
+            verdict = verifier(tree, Given({ROOT: p, 0: behind, 1: p}), rng.split("verify", 0))
+            said = (
+                *tree.tokens_on(verdict.accepted),
+                *(() if verdict.next is None else (verdict.next,)),
+            )
+            return bool(verdict.accepted), said[:2]
 
         law: dict[tuple[int, ...], Fraction] = {}
         passed = Fraction(0)
@@ -249,9 +254,9 @@ def _lenient_greedy(verifier: Verifier, lenience: Fraction, p: Exact, q: Exact) 
         for verdict, _ in Exhaustive.walk(
             lambda c: verifier(tree, Given(rows, dict.fromkeys((ROOT, 0), p)), c)  # noqa: B023
         ):
-            said = token if verdict.path else verdict.next
+            said = token if verdict.accepted else verdict.next
             if (
-                bool(verdict.path) != (p[token] >= lenience * max(p))
+                bool(verdict.accepted) != (p[token] >= lenience * max(p))
                 or said is None
                 or p[said] < lenience * max(p)
             ):

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import blocks, couplings, passes, selection, theorems
 from tinyspec.laws.accused import Evidence
 from tinyspec.lm.config import Config
@@ -35,20 +35,20 @@ GPT2 = replace(
 
 
 def theory() -> dict[str, Callable[[], Evidence]]:
-    """Every theorem by name; called, it says what it looked at or raises `Accused`."""
+    """Every theorem by name; called, it says what it looked at or raises `LawViolated`."""
     laws: dict[str, Callable[[], Evidence]] = {
-        "acceptance": lambda: theorems.acceptance(walk),
-        "tokens of a round": lambda: theorems.tokens_of_a_round(walk),
+        "acceptance": lambda: theorems.acceptance(verify_tree),
+        "tokens of a round": lambda: theorems.tokens_of_a_round(verify_tree),
         "predicted tokens": lambda: theorems.predicted_tokens(expected_tokens),
         "planner": lambda: theorems.planner(best_gamma),
         "lenience": lambda: theorems.lenience_cap(lenient),
-        "recursive rejection": lambda: theorems.recursive_rejection(walk),
-        "several drafts": lambda: theorems.several_drafts(walk),
+        "recursive rejection": lambda: theorems.recursive_rejection(verify_tree),
+        "several drafts": lambda: theorems.several_drafts(verify_tree),
         "block verification": lambda: blocks.block(verify_block, gamma=2),
         "K-SEQ's share": lambda: theorems.kseq(k_seq, largest=4),
         "K-SEQ's factor": lambda: selection.least_factor(k_seq, largest=4),
         "Gumbel coupling": lambda: couplings.formula(agreement),
-        "draw order": lambda: theorems.draw_order(theorems.without_replacement, walk),
+        "draw order": lambda: theorems.draw_order(theorems.without_replacement, verify_tree),
     }
     for config in (
         LLAMA,
@@ -57,7 +57,7 @@ def theory() -> dict[str, Callable[[], Evidence]]:
         target, draft = (Model.random(config, seed, torch.float64, scale=0.4) for seed in (0, 1))
         on = f"on a random {config.family}"
         laws[f"node logits {on}"] = partial(passes.node_logits, target.session)
-        laws[f"siblings {on}"] = partial(passes.sibling_order, target.session, walk)
+        laws[f"siblings {on}"] = partial(passes.sibling_order, target.session, verify_tree)
         for card in (card for card in techniques().values() if card.kind == "decoder"):
             texts = (
                 [[token for _ in range(2) for token in range(config.vocab_size)]]

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.refine import Canvas, blank
+from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.refine_laws import SOURCES, reader
-from tinyspec.lm.feed import Call
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.tree import ROOT, TokenTree
 
 LISTENS = "a session that has read a source"
@@ -92,26 +92,33 @@ class Scripted:
     def __init__(self, model: Seq2Seq, passes: int):
         self.model, self.passes, self.log = model, passes, list[Any]()
 
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
-        self._note("start", chance, tuple(source), memory)
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
+        self._note("start", rng, tuple(source), memory)
         return blank([2, 2], self.model.config.mask)
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
-        self._note("rewrite", chance, iteration, memory, canvas)
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
+        self._note("rewrite", rng, iteration, memory, canvas)
         self.model.logits(self.model.decode(self.model.embed(canvas.tokens), memory))
         return canvas._replace(tokens=canvas.tokens + 1)
 
     def finished(self, canvas: Canvas, iteration: int) -> bool:
         return iteration >= self.passes
 
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         self.log.append(("choose", tuple(source), int(canvas.tokens[0, 0])))
         return 1
 
     def _note(
-        self, what: str, chance: Chance, number: Any, memory: Memory, canvas: Canvas | None = None
+        self,
+        what: str,
+        rng: RandomSource,
+        number: Any,
+        memory: EncoderOutput,
+        canvas: Canvas | None = None,
     ) -> None:
-        uniforms = chance.uniforms(1)
+        uniforms = rng.uniforms(1)
         drawn = None if uniforms is None else round(float(uniforms[0]), 6)
         where = None if canvas is None else int(canvas.tokens[0, 0])
         self.log.append((what, number, where, float(memory.states.sum()), drawn))
@@ -122,9 +129,9 @@ def in_order(parts: Parts) -> Evidence:
     begun, seen = perf_counter(), 0
     for seed, source in enumerate(SOURCES):
         for passes in (0, 1, 3):
-            model, ledger, root = reader(seed), list[Call](), Seeded(seed)
-            refiner = Scripted(model.counting(ledger), passes)
-            running = parts.refine(model, source, refiner, Seeded(seed), ledger)
+            model, forward_log, root = reader(seed), list[ForwardRecord](), Seeded(seed)
+            refiner = Scripted(model.counting(forward_log), passes)
+            running = parts.refine(model, source, refiner, Seeded(seed), forward_log)
             events = [
                 (step.iteration, int(step.before.tokens[0, 0]), len(step.calls)) for step in running
             ]
@@ -150,7 +157,7 @@ def in_order(parts: Parts) -> Evidence:
             )
             _compare([mask + passes] * 2, running.tokens, told, "the text that is kept")
             _compare(1, running.chosen, told, "the candidate that is kept")
-            names = [call.model for call in ledger]
+            names = [call.model for call in forward_log]
             _compare([f"{model.name}/encoder", *[model.name] * passes], names, told, "the ledger")
             seen += 1
     return Evidence(LOOP, seen, 0, perf_counter() - begun)

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference
 from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
@@ -34,7 +34,7 @@ def joint_law(
     wide: Sequence[dict[str, Any]],
     deep: Sequence[dict[str, Any]] = (),
     drafts: int = 1,
-    warps: Sequence[Warp] = (Warp(),),
+    samplings: Sequence[SamplingParams] = (SamplingParams(),),
     tokens: int = 2,
 ) -> Evidence:
     """The tokens of several rounds are distributed as the target's, also where the same noise is used twice.
@@ -44,24 +44,29 @@ def joint_law(
     seen, branches = 0, 0
     for setting in (*wide, *deep):
         pairs = tables(drafts, 3 if setting in wide else 2)
-        for (p, qs), warp in ((pair, warp) for pair in pairs for warp in warps):
+        for (p, qs), sampling in ((pair, sampling) for pair in pairs for sampling in samplings):
 
             def make(
-                p: Table = p, qs: list[Table] = qs, warp: Warp = warp, s: dict[str, Any] = setting
+                p: Table = p,
+                qs: list[Table] = qs,
+                sampling: SamplingParams = sampling,
+                s: dict[str, Any] = setting,
             ) -> Decoder:
                 return build(
-                    Request(model(p).session(), [model(q).session() for q in qs], warp), **s
+                    Request(model(p).session(), [model(q).session() for q in qs], sampling), **s
                 )
 
             got, walked = joint(make, tokens)
-            expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)]), warp).law(tokens)  # type: ignore[misc]
+            expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)]), sampling).law(  # type: ignore[misc]
+                tokens
+            )
             seen, branches = seen + 1, branches + walked
             if got != expected:
                 case = {
                     "p": said(p),
                     "q": [said(q) for q in qs],
                     **setting,
-                    **({} if warp == Warp() else {"warp": warp}),
+                    **({} if sampling == SamplingParams() else {"sampling": sampling}),
                 }
                 accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
     return Evidence(JOINT, seen, branches)
@@ -70,15 +75,17 @@ def joint_law(
 def own_children(build: Build, setting: Callable[[str], dict[str, Any]]) -> Evidence:
     """2x2 is two nodes with two each below them: six, from two calls of the draft model. `setting`: the knobs of a shape."""
     for shape, nodes in (("2x2", 6), ("2x1x2", 8), ("1x2", 3)):
-        ledger: list[Any] = []
-        request = Request(model(THREE).session(), [model(OTHERS[0]).session(ledger)], ledger=ledger)
+        forward_log: list[Any] = []
+        request = Request(
+            model(THREE).session(), [model(OTHERS[0]).session(forward_log)], forward_log=forward_log
+        )
         decoder = build(request, **setting(shape))
         decoder.extend((0,))
-        del ledger[:]
-        tree = decoder.drafter.propose([0], 9, request.warp, Seeded(0))
+        del forward_log[:]
+        tree = decoder.drafter.propose([0], 9, request.sampling, Seeded(0))
         expected, got = (
             {"nodes": n, "calls": c}
-            for n, c in ((nodes, shape.count("x") + 1), (len(tree.tokens), len(ledger)))
+            for n, c in ((nodes, shape.count("x") + 1), (len(tree.tokens), len(forward_log)))
         )
         if got != expected:
             accuse(NODES, expected, got, **setting(shape))

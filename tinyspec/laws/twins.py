@@ -144,7 +144,7 @@ def races(draw: st.DrawFn, size: int) -> Case:
 
 
 @st.composite
-def warps(draw: st.DrawFn, size: int) -> Case:
+def samplings(draw: st.DrawFn, size: int) -> Case:
     scores = draw(strategies.logits(size))
     if draw(st.integers(0, 19)) == 19:
         scores = draw(
@@ -159,7 +159,7 @@ def warps(draw: st.DrawFn, size: int) -> Case:
 
 @st.composite
 def draws(draw: st.DrawFn, size: int) -> Case:
-    return {**draw(warps(size)), "u": draw(strategies.uniforms())}
+    return {**draw(samplings(size)), "u": draw(strategies.uniforms())}
 
 
 @st.composite
@@ -238,7 +238,7 @@ TWINS: dict[str, Twin] = {
     "pick": Twin(fallback.pick, picks),
     "order": Twin(fallback.order, orders),
     "race": Twin(fallback.race, races),
-    "warp": Twin(fallback.warp, warps),
+    "warp": Twin(fallback.warp, samplings),
     "draw": Twin(fallback.draw, draws),
     "residual": Twin(fallback.residual, residuals),
     "without": Twin(fallback.without, withouts),

@@ -27,10 +27,10 @@ class NotEnumerable(TinyspecError):
 class Span:
     """The interval [low, high) that holds one uniform; a pinned one is exactly 0, which a generator may return."""
 
-    __slots__ = ("chance", "high", "low", "pinned")
+    __slots__ = ("high", "low", "pinned", "rng")
 
-    def __init__(self, chance: Exhaustive, pinned: bool = False) -> None:
-        self.chance, self.pinned = chance, pinned
+    def __init__(self, rng: Exhaustive, pinned: bool = False) -> None:
+        self.rng, self.pinned = rng, pinned
         self.low: Any = Fraction(0)
         self.high: Any = Fraction(0 if pinned else 1)
 
@@ -41,7 +41,7 @@ class Span:
         ratio = (cut - self.low) / (self.high - self.low)
         if isinstance(ratio, float) and not TINY < ratio < 1 - TINY:
             return ratio > 0.5
-        answer = self.chance.accept(ratio)
+        answer = self.rng.accept(ratio)
         if answer:
             self.high = cut
         else:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Feed
-from tinyspec.lm.ops import attend, attend_causal, linear, spread
+from tinyspec.lm.feed import ForwardBatch
+from tinyspec.lm.ops import attend, attend_causal, linear, scatter_logits
 from tinyspec.lm.rope import rotate, rotations
 
 
@@ -83,11 +83,11 @@ class Blocks:
             h = activation(h)
         return linear(h, block.down, block.down_bias)
 
-    def teach(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
+    def training_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
         """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what joins the stream."""
-        return spread(self.said(ids, dropout), self.says, self.config.vocab_size)
+        return scatter_logits(self.head_logits(ids, dropout), self.says, self.config.vocab_size)
 
-    def said(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
+    def head_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
         """The same for the ids that the head has rows for: [B, T, len(says) or V]."""
         return linear(self.states(ids, dropout), self.vocabulary)
 
@@ -137,7 +137,7 @@ class Blocks:
 
     # ------------------------------------------------------------------ inference
 
-    def enter(self, feed: Feed) -> Tensor:
+    def enter(self, feed: ForwardBatch) -> Tensor:
         """The state each row starts from, [n, d]: its embedding, or what it had when it was left."""
         ids = (
             feed.tokens
@@ -156,16 +156,21 @@ class Blocks:
             )
         return x
 
-    def run(self, feed: Feed) -> tuple[Tensor, Tensor, Tensor] | None:
+    def run(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
         """A whole pass in one go: not here."""
         return None
 
     def span(
-        self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int
+        self,
+        feeds: Sequence[ForwardBatch],
+        active: list[Sequence[int]],
+        x: Tensor,
+        first: int,
+        last: int,
     ) -> Tensor:
         """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""
         places = [
-            feed.places(rows) if rows else slice(0)
+            feed.slot_mapping(rows) if rows else slice(0)
             for feed, rows in zip(feeds, active, strict=True)
         ]
         turn = self.cos, self.sin
@@ -196,7 +201,7 @@ class Blocks:
         self,
         block: Block,
         layer: int,
-        feeds: Sequence[Feed],
+        feeds: Sequence[ForwardBatch],
         active: list[Sequence[int]],
         places: list[slice | Tensor],
         h: Tensor,
@@ -219,7 +224,9 @@ class Blocks:
                 feed.cache.keys[layer][:, : feed.high],
                 feed.cache.values[layer][:, : feed.high],
             )
-            mask = feed.looks(layer, rows, self.config.n_heads // self.config.n_kv_heads)
+            mask = feed.cached_attention_mask(
+                layer, rows, self.config.n_heads // self.config.n_kv_heads
+            )
             if feed.prefix is not None:  # only probes look at it; it stands before everything
                 keys = torch.cat((feed.prefix[0][layer].to(keys.dtype), keys), dim=1)
                 values = torch.cat((feed.prefix[1][layer].to(values.dtype), values), dim=1)
@@ -233,7 +240,7 @@ class Blocks:
     def head(self, x: Tensor) -> Tensor:
         """Logits [n, V] of rows x [n, d] before the final norm: float32, float64 for a float64 model."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return spread(
+        return scatter_logits(
             linear(self.final(x), self.vocabulary).to(wide), self.says, self.config.vocab_size
         )
 

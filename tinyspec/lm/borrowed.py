@@ -46,7 +46,9 @@ def rows(lender: Mapping[str, Tensor], says: tuple[int, ...]) -> dict[str, Tenso
     return {"embed": lender["embed"], "head": head[torch.tensor(says)]}
 
 
-def lender(config: Config, folder: Path, find: Callable[[str], Path | None] | None) -> Path:
+def find_target_folder(
+    config: Config, folder: Path, find: Callable[[str], Path | None] | None
+) -> Path:
     """The folder of the checkpoint that lends: beside the draft's own, or where `find` says."""
     name = config.extra[FROM]
     if not isinstance(name, str) or not name:
@@ -68,7 +70,7 @@ def lender(config: Config, folder: Path, find: Callable[[str], Path | None] | No
     return found
 
 
-def lend(
+def load_shared_weights(
     config: Config, tensors: Tensors, file: str, theirs: Config, lent: Tensors, lender: Path
 ) -> tuple[Config, Tensors]:
     """The draft's config and tensors with what `lender` (config `theirs`, tensors `lent`) lends. TinyspecError where it is

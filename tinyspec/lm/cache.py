@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyspec.lm.config import Config
-from tinyspec.lm.host import copied, words, zeros
+from tinyspec.lm.host import copied, view_as_ints, zeros
 
 
 class Cache:
@@ -29,7 +29,7 @@ class Cache:
         )
 
     def _hold(self, store: Tensor) -> None:
-        self.store, self.address, self.words = store, store.data_ptr(), words(store)
+        self.store, self.address, self.words = store, store.data_ptr(), view_as_ints(store)
         self.keys = [layer[0] for layer in store]  # views, each [KV, capacity, hd]
         self.values = [layer[1] for layer in store]
 
@@ -47,7 +47,7 @@ class Cache:
 
     def settle(self, store: Tensor, room: int) -> None:
         """Move into a store with `room` slots, or more: what lies behind them is not the cache's."""
-        here = words(store)
+        here = view_as_ints(store)
         if here is not None and self.words is not None:
             here[:, :, :, : self.capacity] = self.words[:, :, :, : self.capacity]
         else:

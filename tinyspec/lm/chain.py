@@ -8,18 +8,18 @@ more. What is special in any way is left to `Session.grow`.
 
 from typing import TYPE_CHECKING
 
-from tinyspec.lm.engine import Choose
+from tinyspec.lm.engine import NextTokenFn
 from tinyspec.lm.feed import Scores
-from tinyspec.lm.host import numbers, stack
+from tinyspec.lm.host import stack, to_numpy
 from tinyspec.lm.node import Node
-from tinyspec.lm.runner import SLAB
+from tinyspec.lm.runner import PREFILL_CHUNK
 from tinyspec.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from tinyspec.lm.session import Session
 
 
-def seated(session: "Session", tree: TokenTree) -> list[Node] | None:
+def match_chain(session: "Session", tree: TokenTree) -> list[Node] | None:
     """The newest token and the nodes of a chain, each in the slot of its position. None: not for the short way."""
     session._advance_ready()
     tokens, n, committed, c = tree.tokens, len(tree.tokens), session.committed, session.model.config
@@ -38,12 +38,12 @@ def seated(session: "Session", tree: TokenTree) -> list[Node] | None:
     while (
         not late
         and done < len(rows)
-        and not rows[done].lacks(session.plan, stop, c.n_layers, (), True)
+        and not rows[done].needs_compute(session.plan, stop, c.n_layers, (), True)
     ):
         done += 1
     if any(node.slot != node.position for node in (*late, *rows)):
         return None
-    if any(node.reach or node.states or node.filled for node in (*late, *rows[done:])):
+    if any(node.sublayers_done or node.states or node.filled for node in (*late, *rows[done:])):
         return None  # begun, and to be gone on with from there
     fresh, high = tokens[len(rows) - 1 :], len(committed) + n
     if fresh and (
@@ -53,7 +53,7 @@ def seated(session: "Session", tree: TokenTree) -> list[Node] | None:
         or not 0 <= min(fresh) <= max(fresh) < c.vocab_size
     ):
         return None  # slots that others hold, or something to complain of
-    if len(late) + n >= SLAB:
+    if len(late) + n >= PREFILL_CHUNK:
         return None
     session.cache.reserve(high)
     for token in fresh:
@@ -62,18 +62,18 @@ def seated(session: "Session", tree: TokenTree) -> list[Node] | None:
     return rows
 
 
-def lengthened(session: "Session", rows: list[Node]) -> Scores:
+def score_chain(session: "Session", rows: list[Node]) -> Scores:
     """The scores of what was seated: run the rows that were not, and read all off."""
     late = session.committed[session._ready : -1]
-    todo = [*late, *(node for node in rows if not node.reach)]
-    logits = session.runner.follow(todo, len(late)).logits if todo else None
+    todo = [*late, *(node for node in rows if not node.sublayers_done)]
+    logits = session.runner.run_chain(todo, len(late)).logits if todo else None
     if logits is None or len(logits) < len(rows):
         logits = stack([node.row for node in rows if node.row is not None])
     session._advance_ready()
     return Scores(logits, session._states(rows, ()), [session.model.config.n_layers] * len(rows))
 
 
-def draw(session: "Session", most: int, choose: Choose) -> bool:
+def draft_chain(session: "Session", most: int, choose: NextTokenFn) -> bool:
     """Guesses one behind the other from the newest token on, `most` rows in all: choose(logits [V]) names the guess behind each
     row; None: no more. The session holds those that were run, as if it had scored them as trees.
 
@@ -85,8 +85,8 @@ def draw(session: "Session", most: int, choose: Choose) -> bool:
         session._ready < len(session) - 1
     ):  # behind a draft that was kept whole, its last guess is missing too
         session.score(TokenTree())
-    stop, begun = 2 * c.n_layers, tip.reach or tip.states or tip.filled
-    if begun and tip.lacks(session.plan, stop, c.n_layers, (), True):
+    stop, begun = 2 * c.n_layers, tip.sublayers_done or tip.states or tip.filled
+    if begun and tip.needs_compute(session.plan, stop, c.n_layers, (), True):
         return False
     first = len(session) - (not begun)  # slot of the first row that is run
     usual = (
@@ -105,17 +105,22 @@ def draw(session: "Session", most: int, choose: Choose) -> bool:
     above, row = tip.parent, tip.row
     token: int | None = tip.token
     if row is not None:
-        above, most, token = tip, most - 1, choose(numbers(row))
+        above, most, token = tip, most - 1, choose(to_numpy(row))
     if token is None or most == 0:
         return True
     session.cache.reserve(first + most)
-    ran = session.model.chain(session.cache, token, first, most, choose, session.runner.ledger)
+    ran = session.model.chain(session.cache, token, first, most, choose, session.runner.forward_log)
     session.cache.present[first : first + len(ran)] = True
     session.scored = []
     for token, row, state in ran:
         node = tip if above is tip.parent else Node(token, above)
         node.exact = above is None or (above.exact and not above.filled)
-        node.slot, node.plan, node.reach, node.row_at = node.position, session.plan, stop, stop
+        node.slot, node.plan, node.sublayers_done, node.row_at = (
+            node.position,
+            session.plan,
+            stop,
+            stop,
+        )
         node.row, node.states = row, {stop: state}
         session.scored += [] if node is tip else [node]
         above = node

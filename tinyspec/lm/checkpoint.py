@@ -92,7 +92,7 @@ def read_folder(
     config = read_config(folder)
     tokenizer, source = None, folder
     if borrowed.borrows(config):
-        lender = source = borrowed.lender(config, folder, find)
+        lender = source = borrowed.find_target_folder(config, folder, find)
     if any(
         (source / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")
     ):
@@ -101,8 +101,8 @@ def read_folder(
     tensors, file = _tensors(folder)
     if borrowed.borrows(config):
         lent = read_config(lender), _tensors(lender)[0], lender
-        config, tensors = borrowed.lend(config, tensors, str(file), *lent)
-    weights = naming.to_ours(config, tensors, str(file), dtype=dtype)
+        config, tensors = borrowed.load_shared_weights(config, tensors, str(file), *lent)
+    weights = naming.from_checkpoint(config, tensors, str(file), dtype=dtype)
     return Parts(config, weights, tokenizer, name, read_extras(folder))
 
 
@@ -253,7 +253,7 @@ def write(
     """
     target = Path(folder)
     config = borrowed.marked(config, weights)
-    theirs = borrowed.own(config, naming.to_theirs(config, weights))
+    theirs = borrowed.own(config, naming.to_checkpoint(config, weights))
     dtype = str(weights["embed"].dtype)[len("torch.") :]
     values = to_hf(config, dtype)
     generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": values["eos_token_id"]}

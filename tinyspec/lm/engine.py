@@ -19,11 +19,11 @@ from torch import Tensor
 from tinyspec import _core
 from tinyspec.lm.cache import Cache
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import Feed, Seen
-from tinyspec.lm.host import give_back
+from tinyspec.lm.feed import ForwardBatch, Seen
+from tinyspec.lm.host import trim_heap
 from tinyspec.lm.rope import rotations
 
-Choose = Callable[[NDArray[np.float32]], int | None]
+NextTokenFn = Callable[[NDArray[np.float32]], int | None]
 """The token that comes behind a row of logits [V]; None: no more."""
 
 _NOTHING = torch.empty(0, 0, 0)
@@ -73,7 +73,7 @@ def unpack(packed: Tensor, out: int) -> Tensor:
     return packed.transpose(1, 2).reshape(blocks * BLOCK, steps * together)[:out]
 
 
-def rooms(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+def aligned_zeros(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Zeros, so many of each, in one piece of memory and each at the beginning of a cache line.
 
     For so much at once numpy asks for large pages, of which a pass over all weights has to look fewer up.
@@ -86,7 +86,7 @@ def rooms(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
-class Opened(Mapping[str, Tensor]):
+class UnpackedWeights(Mapping[str, Tensor]):
     """Weights by name, the packed ones unpacked when they are asked for."""
 
     def __init__(self, packed: Mapping[str, Tensor], plain: Mapping[str, Tensor], config: Config):
@@ -119,7 +119,7 @@ class Engine:
             name for name, shape in shapes.items() if len(shape) == 2 and name != "positions"
         ]
         sizes = [-(-shapes[name][0] // BLOCK) * BLOCK * shapes[name][1] for name in matrices]
-        room = dict(zip(matrices, rooms(sizes, weights["embed"].dtype), strict=True))
+        room = dict(zip(matrices, aligned_zeros(sizes, weights["embed"].dtype), strict=True))
         moved = 0
         for name in shapes:
             weight = weights.pop(name).detach()
@@ -130,10 +130,10 @@ class Engine:
             moved += weight.nbytes
             del weight
             if moved > SPARE:
-                give_back()
+                trim_heap()
                 moved = 0
-        give_back()
-        self.weights = Opened(packed, plain, config)
+        trim_heap()
+        self.weights = UnpackedWeights(packed, plain, config)
         self.embed, self._positions = packed["embed"], plain.get("positions")
         assert _core.compute is not None
         self.matrices = ours = {name: self._matrix(name, packed, plain) for name in packed}
@@ -183,19 +183,23 @@ class Engine:
             bits.numpy(), out, inputs, None if bias is None else bias.float().numpy()
         )
 
-    def run(self, feed: Feed) -> tuple[Tensor, Tensor, Tensor] | None:
+    def run(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
         """A whole pass in as few steps as may be: states behind the last layer [n, d], taps [taps, n, d], logits [heads, V].
 
         None where a state between layers is wanted, or positions are added.
         """
         n, n_layers = len(feed.tokens), self.config.n_layers
-        if self._positions is not None or any(tap != n_layers for tap in feed.taps):
+        if self._positions is not None or any(tap != n_layers for tap in feed.hidden_layers):
             return None
         x = np.empty((n, self.config.d_model), np.float32)
         self._lookup.rows(feed.tokens, x)
-        self.layers(x, feed.cache, feed.slots, feed.positions, feed.paths(0, range(n)))
+        self.layers(x, feed.cache, feed.slots, feed.positions, feed.visible_slots(0, range(n)))
         states = torch.from_numpy(x)
-        hidden = torch.stack([self.final(states)] * len(feed.taps)) if feed.taps else _NOTHING
+        hidden = (
+            torch.stack([self.final(states)] * len(feed.hidden_layers))
+            if feed.hidden_layers
+            else _NOTHING
+        )
         return (
             states,
             hidden,
@@ -203,7 +207,7 @@ class Engine:
         )
 
     def chain(
-        self, cache: Cache, token: int, slot: int, most: int, choose: Choose
+        self, cache: Cache, token: int, slot: int, most: int, choose: NextTokenFn
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Rows one behind the other, up to `most`, from `token` in `slot` on, where slots are positions; each chooses the next.
 
@@ -233,11 +237,11 @@ class Engine:
         positions: list[int],
         paths: tuple[int, list[Seen]],
     ) -> None:
-        """All layers over rows x [n, d] of one text, in place; `paths` says what each row sees, as `Feed.paths` does."""
+        """Run all layers over rows x [n, d] of one text, in place. `paths`: what `ForwardBatch.visible_slots` returns."""
         session = cache.address, cache.capacity, slots, positions, paths, None
         self._compiled.run(x, 0, 2 * self.config.n_layers, [session], torch.get_num_threads())
 
-    def enter(self, feed: Feed) -> Tensor:
+    def enter(self, feed: ForwardBatch) -> Tensor:
         """The state each row starts from: [n, d]."""
         ids, given = feed.tokens, feed.given
         if given is not None:
@@ -253,7 +257,7 @@ class Engine:
 
     def span(
         self,
-        feeds: Sequence[Feed],
+        feeds: Sequence[ForwardBatch],
         active: Sequence[Sequence[int]],
         x: Tensor,
         first: int,
@@ -265,7 +269,7 @@ class Engine:
             self._run(x, [(feeds[0], active[0])], first, last, feeds[0].copying)
             return x
         at = 0
-        groups: dict[bool, list[tuple[Feed, Sequence[int]]]] = {False: [], True: []}
+        groups: dict[bool, list[tuple[ForwardBatch, Sequence[int]]]] = {False: [], True: []}
         spans: dict[bool, list[int]] = {False: [], True: []}
         for feed, chosen in zip(feeds, active, strict=True):
             if chosen:
@@ -284,7 +288,7 @@ class Engine:
     def _run(
         self,
         x: Tensor,
-        group: list[tuple[Feed, Sequence[int]]],
+        group: list[tuple[ForwardBatch, Sequence[int]]],
         first: int,
         last: int,
         copying: bool,
@@ -298,7 +302,7 @@ class Engine:
             sessions = [self._session(feed, chosen, begin // 2) for feed, chosen in group]
             self._compiled.run(numbers, begin, end, sessions, torch.get_num_threads(), copying)
 
-    def _session(self, feed: Feed, chosen: Sequence[int], layer: int) -> tuple[Any, ...]:
+    def _session(self, feed: ForwardBatch, chosen: Sequence[int], layer: int) -> tuple[Any, ...]:
         lead = None
         if feed.prefix is not None and feed.probes is not None:
             keys, values = (part.float().contiguous().numpy() for part in feed.prefix)
@@ -307,7 +311,14 @@ class Engine:
         if len(chosen) != len(slots):
             slots, positions = [slots[row] for row in chosen], [positions[row] for row in chosen]
         cache = feed.cache
-        return cache.address, cache.capacity, slots, positions, feed.paths(layer, chosen), lead
+        return (
+            cache.address,
+            cache.capacity,
+            slots,
+            positions,
+            feed.visible_slots(layer, chosen),
+            lead,
+        )
 
     def final(self, x: Tensor) -> Tensor:
         """The final norm of rows x [n, d], as the head reads it."""

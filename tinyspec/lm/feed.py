@@ -33,7 +33,7 @@ class Scores(NamedTuple):
     layers: Sequence[int]
 
 
-class Call(NamedTuple):
+class ForwardRecord(NamedTuple):
     """One entry of the ledger, from which every cost figure, counter and simulated clock comes.
 
     row_layers counts (row, layer) evaluations, a skipped sublayer being half a layer less; head_rows are products with
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 @dataclass
-class Feed:
+class ForwardBatch:
     """The rows of one session for one pass.
 
     tokens, positions, slots  [n]
@@ -78,20 +78,20 @@ class Feed:
     entering: Tensor | None = None
     given: list[bool] | None = None
     heads: list[int] = field(default_factory=list)
-    taps: tuple[int, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
     snapshot: tuple[int, ...] = ()
     probes: Tensor | None = None
     prefix: tuple[Tensor, Tensor] | None = None
     copying: bool = False
     prefill: bool = False
-    ledger: list[Call] | None = None
+    forward_log: list[ForwardRecord] | None = None
     kept: dict[int, Tensor] = field(
         default_factory=dict
     )  # written by forward: sublayer -> states [n, d]
     _lists: dict[Heads, list[list[Seen]]] = field(default_factory=dict)
     _stacked: Tensor | None = None
 
-    def whole(self, n_layers: int) -> bool:
+    def is_full_pass(self, n_layers: int) -> bool:
         """Whether all rows go from their embeddings through every layer, each seeing its path: the usual pass."""
         end = 2 * n_layers
         if (
@@ -106,14 +106,16 @@ class Feed:
             self.prefix is None and not any(self.starts) and all(at == end for at in self.snapshot)
         )
 
-    def events(self) -> set[int]:
+    def sublayer_boundaries(self) -> set[int]:
         """The sublayers where the rows that are computed may change, or a state is wanted."""
         turns = {self.stop, *self.starts, *self.plan.skip, *(s + 1 for s in self.plan.skip)}
         return turns.union(
-            self.snapshot, (2 * tap for tap in self.taps), range(self.stop) if self.copying else ()
+            self.snapshot,
+            (2 * tap for tap in self.hidden_layers),
+            range(self.stop) if self.copying else (),
         )
 
-    def active(self, sublayer: int) -> Sequence[int]:
+    def active_rows(self, sublayer: int) -> Sequence[int]:
         """The rows that are computed in this sublayer."""
         if sublayer >= self.stop or sublayer in self.plan.skip or (self.copying and sublayer % 2):
             return ()
@@ -121,7 +123,7 @@ class Feed:
             return range(len(self.starts))
         return [row for row, start in enumerate(self.starts) if start <= sublayer]
 
-    def places(self, rows: Sequence[int]) -> slice | Tensor:
+    def slot_mapping(self, rows: Sequence[int]) -> slice | Tensor:
         """The slots of these rows, to index the cache with; neighbours are a slice, which is cheaper."""
         slots = self.slots if len(rows) == len(self.slots) else [self.slots[row] for row in rows]
         first, n = slots[0], len(slots)
@@ -129,19 +131,19 @@ class Feed:
             return slice(first, first + n)
         return torch.tensor(slots, device=self.cache.store.device)
 
-    def looks(self, layer: int, rows: Sequence[int], groups: int) -> Tensor | None:
+    def cached_attention_mask(self, layer: int, rows: Sequence[int], groups: int) -> Tensor | None:
         """The mask `ops.attend` takes for these rows in this layer; where no layer differs it is made once."""
         if (
             self.plan.visible is not None
             or self.prefix is not None
             or len(rows) != len(self.tokens)
         ):
-            return self.sees(layer, rows)
-        if self._stacked is None and (mask := self.sees(layer, rows)) is not None:
+            return self.attention_mask(layer, rows)
+        if self._stacked is None and (mask := self.attention_mask(layer, rows)) is not None:
             self._stacked = stacked(mask, groups, self.cache.store.dtype)
         return self._stacked
 
-    def paths(self, layer: int, rows: Sequence[int]) -> tuple[int, list[Seen]]:
+    def visible_slots(self, layer: int, rows: Sequence[int]) -> tuple[int, list[Seen]]:
         """What these rows see in this layer, in the order of their paths: (1, one entry a row), or (KV, one a row and head)."""
         visible = self.plan.visible
         heads = visible.layers[layer] if visible else None
@@ -154,9 +156,9 @@ class Feed:
             ]
         return len(heads), [entry for row in rows for entry in self._lists[heads][row]]
 
-    def sees(self, layer: int, rows: Sequence[int]) -> Tensor | None:
+    def attention_mask(self, layer: int, rows: Sequence[int]) -> Tensor | None:
         """`paths` as a mask: bool [n, P + high], [KV, n, P + high] by head, or None where all rows see slots 0..high-1."""
-        heads, entries = self.paths(layer, rows)
+        heads, entries = self.visible_slots(layer, rows)
         lead = 0 if self.prefix is None or self.probes is None else self.prefix[0].shape[2]
         if heads == 1 and not lead and all(seen == (self.high, ()) for seen in entries):
             return None

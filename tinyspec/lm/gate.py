@@ -15,25 +15,25 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TypeVar
 
-from tinyspec.lm.feed import Feed, Scores
-from tinyspec.lm.runner import Gate as Pass
+from tinyspec.lm.feed import ForwardBatch, Scores
+from tinyspec.lm.runner import ForwardFn as Pass
 from tinyspec.lm.transformer import Model
 
 T = TypeVar("T")
 
 
-class Closed(Exception):
+class BatchAborted(Exception):
     """The gate was shut because another request failed."""
 
 
-class Gate:
+class BatchBarrier:
     """Where `workers` requests meet. Each worker works inside `with gate.worker(i):`."""
 
     def __init__(self, workers: int):
         self.alive = set(range(workers))
         self.failure: BaseException | None = None
         self._changed = threading.Condition()
-        self._waiting: dict[int, tuple[Model, Sequence[Feed]]] = {}
+        self._waiting: dict[int, tuple[Model, Sequence[ForwardBatch]]] = {}
         self._done: dict[int, list[Scores]] = {}
         self._me = threading.local()
 
@@ -46,12 +46,12 @@ class Gate:
         return lambda feeds: self._pass(model, feeds)
 
     def shut(self, failure: BaseException) -> None:
-        """Let nobody through any more: who waits, or comes, gets `Closed`."""
+        """Let nobody through any more: who waits, or comes, gets `BatchAborted`."""
         with self._changed:
             self.failure = self.failure or failure
             self._changed.notify_all()
 
-    def _pass(self, model: Model, feeds: Sequence[Feed]) -> list[Scores]:
+    def _pass(self, model: Model, feeds: Sequence[ForwardBatch]) -> list[Scores]:
         number: int | None = getattr(self._me, "number", None)
         if number is None:  # not one of the batch: a session that outlived it, or warms up before
             return model.forward(feeds)
@@ -60,7 +60,7 @@ class Gate:
             self._run_if_complete()
             self._changed.wait_for(lambda: number in self._done or self.failure is not None)
             if self.failure is not None:
-                raise Closed from self.failure
+                raise BatchAborted from self.failure
             return self._done.pop(number)
 
     def _run_if_complete(self) -> None:
@@ -91,7 +91,7 @@ class Gate:
 
 
 class _Worker:
-    def __init__(self, gate: Gate, number: int):
+    def __init__(self, gate: BatchBarrier, number: int):
         self.gate, self.number = gate, number
 
     def __enter__(self) -> None:
@@ -109,12 +109,12 @@ class _Worker:
         self.gate._leave(self.number)
 
 
-def run_together(jobs: Sequence[Callable[[Gate], T]]) -> list[T]:
+def run_together(jobs: Sequence[Callable[[BatchBarrier], T]]) -> list[T]:
     """Run every job in a thread of its own, their forwards batched; their results in order.
 
     The first failure ends all jobs and is raised here, and so does Ctrl-C.
     """
-    gate = Gate(len(jobs))
+    gate = BatchBarrier(len(jobs))
     results: dict[int, T] = {}
 
     def work(number: int) -> None:

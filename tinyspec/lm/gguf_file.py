@@ -58,7 +58,7 @@ def read(
     }
     if config.family == "llama":
         _unpermute_all(config, theirs)
-    weights = naming.to_ours(config, theirs, str(path), gguf=True)
+    weights = naming.from_checkpoint(config, theirs, str(path), gguf=True)
     try:
         tokenizer = rebuild(metadata, str(path))
     except TinyspecError:

@@ -17,21 +17,21 @@ from torch.nn import functional as F
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.engine import Engine, packable
-from tinyspec.lm.feed import Feed
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.feed import ForwardBatch
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.lm.transformer import Model
 
 
-class Listening(Blocks):
+class CrossAttentionBlocks(Blocks):
     """Decoder blocks that also look at a source: cross-attention is part of a layer's attention sublayer."""
 
-    def __init__(self, host: Seq2Seq, memory: Memory):
+    def __init__(self, host: Seq2Seq, memory: EncoderOutput):
         super().__init__(host.decoder.config, host.decoder.weights)
         self.host, self.memory = host, memory
         assert memory.heard is not None
         self.heard = memory.heard
 
-    def enter(self, feed: Feed) -> Tensor:
+    def enter(self, feed: ForwardBatch) -> Tensor:
         """The state each row starts from, [n, d]: embeddings are scaled by sqrt(d) here."""
         x = (
             self.embed[torch.tensor(_looked_up(feed), device=self.device)]
@@ -44,7 +44,12 @@ class Listening(Blocks):
         return torch.addcmul(x, fresh.to(x.dtype), places)
 
     def span(
-        self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int
+        self,
+        feeds: Sequence[ForwardBatch],
+        active: list[Sequence[int]],
+        x: Tensor,
+        first: int,
+        last: int,
     ) -> Tensor:
         """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""
         copied = [feed.copying for feed, rows in zip(feeds, active, strict=True) for _ in rows]
@@ -63,7 +68,7 @@ class Listening(Blocks):
         return self.host.decode(self.host.embed(ids), self.memory, causal, dropout)
 
 
-def _looked_up(feed: Feed) -> list[int]:
+def _looked_up(feed: ForwardBatch) -> list[int]:
     """The tokens whose embeddings are wanted; rows that bring a state of their own take any."""
     return (
         feed.tokens
@@ -72,7 +77,7 @@ def _looked_up(feed: Feed) -> list[int]:
     )
 
 
-class Heard(Engine):
+class CompiledCrossAttention(Engine):
     """The same on the compiled path: a row of a pass gets the same bits whatever is computed beside it.
 
     To the kernels, cross-attention is the attention sublayer of a second stack, whose cache holds the source: rows see its
@@ -86,7 +91,7 @@ class Heard(Engine):
         )
         self.source = torch.empty(0)
 
-    def listening(self, memory: Memory) -> "Heard":
+    def listening(self, memory: EncoderOutput) -> "CompiledCrossAttention":
         """The same weights, and this source."""
         assert memory.heard is not None
         pairs = [torch.cat((k, v)).transpose(1, 2) for k, v in memory.heard]  # each [2, H, S, hd]
@@ -94,7 +99,7 @@ class Heard(Engine):
         twin.source = F.pad(torch.stack(pairs), (0, 0, 0, 1)).contiguous()  # [L, 2, H, S + 1, hd]
         return twin
 
-    def enter(self, feed: Feed) -> Tensor:
+    def enter(self, feed: ForwardBatch) -> Tensor:
         """The state each row starts from, [n, d]: embeddings are scaled by sqrt(d) here."""
         assert self._positions is not None
         x = torch.empty(len(feed.tokens), self.config.d_model)
@@ -108,7 +113,7 @@ class Heard(Engine):
     def _run(
         self,
         x: Tensor,
-        group: list[tuple[Feed, Sequence[int]]],
+        group: list[tuple[ForwardBatch, Sequence[int]]],
         first: int,
         last: int,
         copying: bool,
@@ -170,7 +175,7 @@ class Given(Model):
         self.pad = host.config.pad  # what stands where nothing is known yet
         with torch.inference_mode():
             memory = host.encode(torch.tensor([self.source], device=host.device))
-        self._listening = Listening(host, memory)
+        self._listening = CrossAttentionBlocks(host, memory)
         super().__init__(
             self._listening.config, self._listening.weights, host._tokenizer, host.name
         )
@@ -191,7 +196,7 @@ class Given(Model):
         )
 
 
-def _packed(host: Seq2Seq) -> Heard | None:
+def _packed(host: Seq2Seq) -> CompiledCrossAttention | None:
     """The compiled path of these weights, made once and made anew when they were written to; None: there is none for them."""
     if host.dtype != torch.float32 or not packable(host.decoder.config, host.weights):
         return None
@@ -201,7 +206,7 @@ def _packed(host: Seq2Seq) -> Heard | None:
         return None
     state = tuple(w._version for w in host.weights.values())
     if host.compiled.get("state") != state:
-        host.compiled.update(state=state, path=Heard(host))
+        host.compiled.update(state=state, path=CompiledCrossAttention(host))
     path = host.compiled["path"]
-    assert isinstance(path, Heard)
+    assert isinstance(path, CompiledCrossAttention)
     return path

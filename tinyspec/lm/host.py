@@ -25,7 +25,7 @@ def stack(rows: Sequence[Tensor]) -> Tensor:
     return torch.from_numpy(np.stack([row.numpy() for row in rows]))
 
 
-def numbers(row: Tensor) -> NDArray[Any]:
+def to_numpy(row: Tensor) -> NDArray[Any]:
     """A tensor as numpy has it, in memory; bfloat16, which numpy does not know, as float32 (exact)."""
     row = row.detach().cpu()
     return (row.float() if row.dtype == torch.bfloat16 else row).numpy()
@@ -40,16 +40,16 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 def copied(store: Tensor) -> Tensor:
     """A tensor of the same numbers in memory of its own."""
-    held = words(store)
+    held = view_as_ints(store)
     return store.clone() if held is None else torch.from_numpy(held.copy()).view(store.dtype)
 
 
-def words(store: Tensor) -> NDArray[Any] | None:
+def view_as_ints(store: Tensor) -> NDArray[Any] | None:
     """A tensor of whatever type as numpy sees its memory: whole numbers of the same width. None on a device."""
     return store.view(WORDS[store.dtype.itemsize]).numpy() if store.device.type == "cpu" else None
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Let the system have what was freed. glibc keeps pieces of a few megabytes; elsewhere there is nothing to do."""
     if (
         sys.platform == "linux"

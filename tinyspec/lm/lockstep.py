@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.ops import linear
-from tinyspec.lm.seq2seq import Memory, Seq2Seq, attend_dense
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, attend_dense
 
 
 class Lockstep:
     """The decoder of `model` over the sources of `memory`, one row each; `room` tokens at most."""
 
-    def __init__(self, model: Seq2Seq, memory: Memory, room: int):
+    def __init__(self, model: Seq2Seq, memory: EncoderOutput, room: int):
         c = model.config
         model.fits(room, "target")
         self.model, self.memory, self.length, self.room = model, memory, 0, room

@@ -90,7 +90,7 @@ def layout(config: Config, gguf: bool = False) -> dict[str, Source]:
     return sources
 
 
-def to_ours(
+def from_checkpoint(
     config: Config,
     theirs: Mapping[str, Callable[[], Tensor]],
     file: str,
@@ -151,7 +151,7 @@ def layout_head(config: Config, gguf: bool) -> str:
     return ("output.weight" if gguf else "lm_head.weight") if config.tied else ""
 
 
-def to_theirs(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_checkpoint(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A Hugging Face checkpoint's tensors, contiguous, without shared memory."""
     theirs: dict[str, Tensor] = {}
     for ours, shape in config.shapes().items():

@@ -22,8 +22,20 @@ class Node:
     """
 
     __slots__ = (
-        "children", "exact", "filled", "parent", "plan", "position", "probe", "reach", "row", "row_at", "shown", "slot",
-        "states", "token",
+        "children",
+        "exact",
+        "filled",
+        "parent",
+        "plan",
+        "position",
+        "probe",
+        "row",
+        "row_at",
+        "shown",
+        "slot",
+        "states",
+        "sublayers_done",
+        "token",
     )  # fmt: skip
 
     def __init__(self, token: int, parent: "Node | None", probe: bool = False):
@@ -37,64 +49,71 @@ class Node:
 
     def forget(self) -> None:
         """Back to not computed at all."""
-        self.plan, self.reach, self.row_at = FULL, 0, 0
+        self.plan, self.sublayers_done, self.row_at = FULL, 0, 0
         self.states: dict[int, Tensor] = {}
         self.row: Tensor | None = None
         self.shown: dict[int, Tensor] = {}
         self.filled, self.exact = False, True
 
-    def agrees(self, plan: Plan, n_layers: int) -> int:
+    def sublayers_valid(self, plan: Plan, n_layers: int) -> int:
         """How many of the sublayers it has done hold under this plan."""
         return (
-            self.reach if plan == self.plan else min(self.reach, self.plan.differs(plan, n_layers))
+            self.sublayers_done
+            if plan == self.plan
+            else min(self.sublayers_done, self.plan.differs(plan, n_layers))
         )
 
-    def lacks(self, plan: Plan, stop: int, n_layers: int, taps: Iterable[int], head: bool) -> bool:
+    def needs_compute(
+        self, plan: Plan, stop: int, n_layers: int, hidden_layers: Iterable[int], head: bool
+    ) -> bool:
         """Whether it must be run to show these taps, and the head's row, at `stop` under `plan`."""
         if (
             self.plan != plan
-            or self.reach < stop
+            or self.sublayers_done < stop
             or (head and (self.row is None or self.row_at != stop))
         ):
             return True
         return any(
-            tap not in self.shown or (tap == n_layers and self.row_at != stop) for tap in taps
+            tap not in self.shown or (tap == n_layers and self.row_at != stop)
+            for tap in hidden_layers
         )
 
-    def entry(
-        self, plan: Plan, stop: int, n_layers: int, taps: Iterable[int] = ()
+    def resume_point(
+        self, plan: Plan, stop: int, n_layers: int, hidden_layers: Iterable[int] = ()
     ) -> tuple[int, Tensor | None]:
         """The last sublayer it can enter at on the way to `stop` under `plan`, with the state (None: the embedding).
 
         A tap that was not asked for before lies on the way, so it is entered below it.
         """
-        agreed = min(self.agrees(plan, n_layers), stop)
-        for tap in taps:
+        agreed = min(self.sublayers_valid(plan, n_layers), stop)
+        for tap in hidden_layers:
             if tap < n_layers and (tap not in self.shown or 2 * tap > agreed):
                 agreed = min(agreed, 2 * tap)
         at = max((at for at in self.states if at <= agreed), default=0)
         return at, self.states.get(at)
 
-    def arrive(self, plan: Plan, start: int, stop: int, states: Mapping[int, Tensor]) -> None:
+    def mark_computed(
+        self, plan: Plan, start: int, stop: int, states: Mapping[int, Tensor]
+    ) -> None:
         """Was run from `start` to `stop` under `plan`, leaving these states; what lies beyond stays if it agrees."""
-        if plan != self.plan or self.filled or stop > self.reach:
-            self.plan, self.reach, self.row, self.filled = plan, stop, None, False
+        if plan != self.plan or self.filled or stop > self.sublayers_done:
+            self.plan, self.sublayers_done, self.row, self.filled = plan, stop, None, False
             self.states = {at: state for at, state in self.states.items() if 0 < at <= start}
         for at, state in states.items():
             if at > start:  # before `start` the row had not entered
                 self.states[at] = state
 
-    def part(self, plan: Plan, n_layers: int) -> bool:
+    def invalidate_beyond(self, plan: Plan, n_layers: int) -> bool:
         """Keep only what also holds under this plan; whether anything had to go."""
-        agreed = self.agrees(plan, n_layers)
-        if agreed == self.reach:
+        agreed = self.sublayers_valid(plan, n_layers)
+        if agreed == self.sublayers_done:
             return False
-        self.plan, self.reach, self.row, self.row_at = plan, agreed, None, 0
+        self.plan, self.sublayers_done, self.row, self.row_at = plan, agreed, None, 0
         self.states = {at: state for at, state in self.states.items() if at <= agreed}
         self.shown = {tap: state for tap, state in self.shown.items() if 2 * tap <= agreed}
         return True
 
-    def settle(self) -> None:
+    def drop_outputs(self) -> None:
         """Committed and no longer the newest: nobody asks for its row or states again."""
         self.row, self.shown = None, {}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-TURNED = 6  # rows up to which torch's float32 product is faster turned round
+TRANSPOSE_MAX_ROWS = 6  # rows up to which torch's float32 product is faster turned round
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -19,7 +19,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     n = x.shape[0]
     if (
-        n <= TURNED
+        n <= TRANSPOSE_MAX_ROWS
         and x.ndim == 2
         and x.dtype == torch.float32
         and x.device.type == "cpu"
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def spread(logits: Tensor, says: Tensor | None, vocabulary: int) -> Tensor:
+def scatter_logits(logits: Tensor, says: Tensor | None, vocabulary: int) -> Tensor:
     """Logits [..., len(says)] of some ids as logits [..., V] of all: -inf for those that the head has no row for."""
     if says is None:
         return logits

@@ -8,21 +8,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyspec.lm.cache import Cache
-from tinyspec.lm.feed import Call, Feed, Scores, Seen
+from tinyspec.lm.feed import ForwardBatch, ForwardRecord, Scores, Seen
 from tinyspec.lm.node import Node
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.transformer import Model
 
-SLAB = 512  # rows of a long prompt that run together: bounds the attention mask
+PREFILL_CHUNK = 512  # rows of a long prompt that run together: bounds the attention mask
 
-Gate = Callable[[Sequence[Feed]], list[Scores]]
+ForwardFn = Callable[[Sequence[ForwardBatch]], list[Scores]]
 
 
 class Runner:
     """The computing half of a session: its cache, its ledger, what it adopted, and the gate to the model."""
 
-    def __init__(self, model: Model, plan: Plan, ledger: list[Call], gate: Gate):
-        self.model, self.plan, self.ledger, self.gate = model, plan, ledger, gate
+    def __init__(self, model: Model, plan: Plan, forward_log: list[ForwardRecord], gate: ForwardFn):
+        self.model, self.plan, self.forward_log, self.gate = model, plan, forward_log, gate
         self.cache = Cache(model.config, model.dtype, model.device)
         self.probes: Tensor | None = None  # [m, d] adopted embeddings, ids V..V+m-1
         self.prefix: tuple[Tensor, Tensor] | None = (
@@ -35,7 +35,7 @@ class Runner:
         stop: int,
         *,
         heads: Sequence[Node] = (),
-        taps: tuple[int, ...] = (),
+        hidden_layers: tuple[int, ...] = (),
         plan: Plan | None = None,
         prefill: bool = False,
         copying: bool = False,
@@ -44,7 +44,7 @@ class Runner:
         plan = plan or self.plan
         n_layers, vocabulary = self.model.config.n_layers, self.model.config.vocab_size
         device = self.model.device
-        entries = [node.entry(plan, stop, n_layers, taps) for node in nodes]
+        entries = [node.resume_point(plan, stop, n_layers, hidden_layers) for node in nodes]
         starts = [start for start, _ in entries]
         states = [
             self._embedding(node, vocabulary) if state is None else state
@@ -56,7 +56,7 @@ class Runner:
             self._check(nodes, starts, stop, plan, seen, high)
         probing = self.prefix is not None and any(node.probe for node in nodes)
         wanted = set(heads)
-        feed = Feed(
+        feed = ForwardBatch(
             cache=self.cache,
             plan=plan,
             tokens=[node.token for node in nodes],
@@ -69,14 +69,14 @@ class Runner:
             entering=torch.stack(entering) if entering else None,
             given=[state is not None for state in states] if entering else None,
             heads=[i for i, node in enumerate(nodes) if node in wanted],
-            taps=taps,
+            hidden_layers=hidden_layers,
             # left where the plan stops, and where the session's own plan would go another way
             snapshot=() if prefill else tuple({stop, min(stop, plan.differs(self.plan, n_layers))}),
             probes=torch.tensor([node.probe for node in nodes], device=device) if probing else None,
             prefix=self.prefix if probing else None,
             copying=copying,
             prefill=prefill,
-            ledger=self.ledger,
+            forward_log=self.forward_log,
         )
         scores = self.gate([feed])[0]
         rows = (
@@ -95,12 +95,12 @@ class Runner:
             )
             if node.plan != plan:  # what was shown below the parting still holds
                 node.shown = {tap: state for tap, state in node.shown.items() if 2 * tap <= start}
-            node.arrive(plan, start, stop, {at: kept[i] for at, kept in feed.kept.items()})
+            node.mark_computed(plan, start, stop, {at: kept[i] for at, kept in feed.kept.items()})
             if node.row_at != stop:  # what the head read and said at another exit
                 node.row = None
                 node.shown.pop(n_layers, None)
-            if taps:
-                for tap, state in zip(taps, scores.hidden[:, i], strict=True):
+            if hidden_layers:
+                for tap, state in zip(hidden_layers, scores.hidden[:, i], strict=True):
                     if 2 * tap >= start or tap == n_layers:
                         node.shown[tap] = state
             if node in wanted:
@@ -108,14 +108,14 @@ class Runner:
             node.row_at = stop
         return scores
 
-    def follow(self, nodes: Sequence[Node], first: int) -> Scores:
+    def run_chain(self, nodes: Sequence[Node], first: int) -> Scores:
         """`run` where nothing is special: nodes that follow one another, each in the slot of its position and behind all that
         it sees, none of them begun, through the whole model. Logits from the node `first` on."""
         stop, slots = 2 * self.model.config.n_layers, [node.slot for node in nodes]
         starts = [0] * len(nodes)
         seen: list[Seen] = [(slot + 1, ()) for slot in slots]
         self._check(nodes, starts, stop, self.plan, seen, slots[-1] + 1)
-        feed = Feed(
+        feed = ForwardBatch(
             cache=self.cache,
             plan=self.plan,
             tokens=[node.token for node in nodes],
@@ -127,7 +127,7 @@ class Runner:
             seen=seen,
             heads=list(range(first, len(nodes))),
             snapshot=(stop,),
-            ledger=self.ledger,
+            forward_log=self.forward_log,
         )
         scores = self.gate([feed])[0]
         self.cache.present[slots[0] : slots[-1] + 1] = True
@@ -135,7 +135,7 @@ class Runner:
         for node, row, state in zip(nodes, rows, feed.kept[stop], strict=True):
             above = node.parent
             node.exact = above is None or (above.exact and not above.filled)
-            node.plan, node.reach, node.row, node.row_at, node.states = (
+            node.plan, node.sublayers_done, node.row, node.row_at, node.states = (
                 self.plan,
                 stop,
                 row,

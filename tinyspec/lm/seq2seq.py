@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.ops import attend_dense, linear
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.lm.tokenizer import Tokenizer
@@ -28,10 +28,10 @@ from tinyspec.lm.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tinyspec.lm.given import Given
 
-__all__ = ["Memory", "Seq2Seq", "Seq2SeqConfig", "attend_dense", "sinusoids"]
+__all__ = ["EncoderOutput", "Seq2Seq", "Seq2SeqConfig", "attend_dense", "sinusoids"]
 
 
-class Memory(NamedTuple):
+class EncoderOutput(NamedTuple):
     """What the decoder knows of B sources: made once a sentence, shared by all candidates and iterations.
 
     states [B, S, d], mask [B, S] (True: a token), summary [B, d]: the state of the LENGTH token, where there is one
@@ -43,12 +43,12 @@ class Memory(NamedTuple):
     summary: Tensor | None = None
     heard: tuple[tuple[Tensor, Tensor], ...] | None = None
 
-    def rows(self, which: Sequence[int] | Tensor) -> "Memory":
+    def rows(self, which: Sequence[int] | Tensor) -> "EncoderOutput":
         """The memory of chosen sources, in that order; one may be chosen several times."""
         chosen = torch.as_tensor(which, device=self.states.device)
         summary = None if self.summary is None else self.summary[chosen]
         heard = None if self.heard is None else tuple((k[chosen], v[chosen]) for k, v in self.heard)
-        return Memory(self.states[chosen], self.mask[chosen], summary, heard)
+        return EncoderOutput(self.states[chosen], self.mask[chosen], summary, heard)
 
 
 class Seq2Seq:
@@ -63,14 +63,14 @@ class Seq2Seq:
         weights: Mapping[str, Tensor],
         tokenizer: Tokenizer | None = None,
         name: str = "translator",
-        ledger: list[Call] | None = None,
+        forward_log: list[ForwardRecord] | None = None,
     ):
-        self.config, self.weights, self._tokenizer, self.name, self.ledger = (
+        self.config, self.weights, self._tokenizer, self.name, self.forward_log = (
             config,
             dict(weights),
             tokenizer,
             name,
-            ledger,
+            forward_log,
         )
         self.embedding = self.weights["embed"]
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
@@ -157,10 +157,10 @@ class Seq2Seq:
     def parameters(self) -> list[Tensor]:
         return list(self.weights.values())
 
-    def counting(self, ledger: list[Call], name: str | None = None) -> "Seq2Seq":
+    def counting(self, forward_log: list[ForwardRecord], name: str | None = None) -> "Seq2Seq":
         """The same weights, their passes entered in this ledger (under another name): one for each request."""
         twin = copy(self)
-        twin.ledger, twin.name = ledger, name or self.name
+        twin.forward_log, twin.name = forward_log, name or self.name
         return twin
 
     # ------------------------------------------------------------------ the passes
@@ -178,7 +178,7 @@ class Seq2Seq:
                 f"the {what} has {length} tokens, {self.name} has {self.config.max_positions} positions: shorten it"
             )
 
-    def encode(self, source: Tensor, dropout: float = 0.0) -> Memory:
+    def encode(self, source: Tensor, dropout: float = 0.0) -> EncoderOutput:
         """source [B, S], padded at the end -> Memory. The LENGTH token stands before the source and has no position."""
         mask = source != self.config.pad  # [B, S]
         x, seen = self.embed(source), mask
@@ -195,9 +195,9 @@ class Seq2Seq:
         x = self.encoder.final(x)
         self._enter("/encoder", x, self.config.encoder_layers)
         states, summary = (x[:, 1:], x[:, 0]) if self.config.lengths else (x, None)
-        return self.hear(Memory(states, mask, summary))
+        return self.hear(EncoderOutput(states, mask, summary))
 
-    def hear(self, memory: Memory) -> Memory:
+    def hear(self, memory: EncoderOutput) -> EncoderOutput:
         """The memory with every decoder layer's cross-attention keys and values."""
         heard = []
         for i in range(self.config.decoder_layers):
@@ -209,7 +209,7 @@ class Seq2Seq:
     def decode(
         self,
         inputs: Tensor,
-        memory: Memory,
+        memory: EncoderOutput,
         self_mask: Tensor | None = None,
         dropout: float = 0.0,
         slots: Tensor | None = None,
@@ -239,12 +239,14 @@ class Seq2Seq:
 
     def logits(self, states: Tensor) -> Tensor:
         """What `decode` returned, or some rows of it, [..., d] -> logits [..., V]. Its head rows belong to the last pass."""
-        if self.ledger:
+        if self.forward_log:
             rows = states.shape[:-1].numel()
-            self.ledger[-1] = self.ledger[-1]._replace(head_rows=self.ledger[-1].head_rows + rows)
+            self.forward_log[-1] = self.forward_log[-1]._replace(
+                head_rows=self.forward_log[-1].head_rows + rows
+            )
         return linear(states, self.embedding)
 
-    def length_logits(self, memory: Memory) -> Tensor:
+    def length_logits(self, memory: EncoderOutput) -> Tensor:
         """What the LENGTH token says of the target's length: [B, lengths], class 0 impossible."""
         if memory.summary is None:
             raise TinyspecError(
@@ -253,7 +255,7 @@ class Seq2Seq:
         logits = linear(memory.summary, self.weights["lengths"])
         return torch.cat((torch.full_like(logits[:, :1], -torch.inf), logits[:, 1:]), dim=-1)
 
-    def fertility_logits(self, memory: Memory) -> Tensor:
+    def fertility_logits(self, memory: EncoderOutput) -> Tensor:
         """How many target tokens each source token gives: [B, S, fertilities]."""
         if not self.config.fertilities:
             raise TinyspecError(
@@ -298,10 +300,12 @@ class Seq2Seq:
         return linear(mixed, self.weights[f"{name}.out.weight"])
 
     def _enter(self, part: str, x: Tensor, layers: int) -> None:
-        if self.ledger is not None:
+        if self.forward_log is not None:
             rows = x.shape[:-1].numel()
-            self.ledger.append(
-                Call(self.name + part, rows, float(rows * layers), 0, prefill=part == "/encoder")
+            self.forward_log.append(
+                ForwardRecord(
+                    self.name + part, rows, float(rows * layers), 0, prefill=part == "/encoder"
+                )
             )
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.chain import lengthened, seated
-from tinyspec.lm.feed import Call, Scores
+from tinyspec.lm.chain import match_chain, score_chain
+from tinyspec.lm.feed import ForwardRecord, Scores
 from tinyspec.lm.host import stack
 from tinyspec.lm.node import Node
 from tinyspec.lm.plan import Plan
-from tinyspec.lm.runner import SLAB, Gate, Runner
+from tinyspec.lm.runner import PREFILL_CHUNK, ForwardFn, Runner
 from tinyspec.lm.text import Text
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import TokenTree
@@ -38,13 +38,13 @@ class Session(Text):
         model: Model,
         *,
         plan: Plan | None = None,
-        ledger: list[Call] | None = None,
-        gate: Gate | None = None,
+        forward_log: list[ForwardRecord] | None = None,
+        gate: ForwardFn | None = None,
     ):
         self.plan = plan or Plan()
         self.alone = gate is None
         self.runner = Runner(
-            model, self.plan, [] if ledger is None else ledger, gate or model.forward
+            model, self.plan, [] if forward_log is None else forward_log, gate or model.forward
         )
         super().__init__(model, self.runner.cache)
         self._ready = 0  # committed tokens before this one are done for good; the newest never is: views rerun it
@@ -57,23 +57,33 @@ class Session(Text):
         self._advance_ready()
         return all(node.exact and not node.filled for node in self.committed[: self._ready])
 
-    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         """Commit forced tokens and run all but the last; no logits.
 
         Shows the hidden states of every position from the one that was newest before (the first, in an empty session)
         up to the last but one, whether they had to be run or not.
         """
-        n_layers, taps = self.model.config.n_layers, self._taps(taps, self._end)
+        n_layers, hidden_layers = (
+            self.model.config.n_layers,
+            self._check_hidden_layers(hidden_layers, self._end),
+        )
         first = max(len(self) - 1, 0)
         self.append(tokens)
         shown = self.committed[first:-1]
         late = [
-            node for node in shown if node.lacks(self.plan, self._end, n_layers, taps, head=False)
+            node
+            for node in shown
+            if node.needs_compute(self.plan, self._end, n_layers, hidden_layers, head=False)
         ]
-        todo = [*(node for node in self._behind(self._end) if node.position < first), *late]
-        for at in range(0, len(todo), SLAB):
-            self.runner.run(todo[at : at + SLAB], self._end, taps=taps, prefill=True)
-        states = self._states(shown, taps)
+        todo = [
+            *(node for node in self._unfinished_tokens(self._end) if node.position < first),
+            *late,
+        ]
+        for at in range(0, len(todo), PREFILL_CHUNK):
+            self.runner.run(
+                todo[at : at + PREFILL_CHUNK], self._end, hidden_layers=hidden_layers, prefill=True
+            )
+        states = self._states(shown, hidden_layers)
         self._advance_ready()
         return Scores(self._no_logits(), states, [self._end // 2] * len(shown))
 
@@ -91,7 +101,7 @@ class Session(Text):
         twin = Session(
             self.model,
             plan=self.plan,
-            ledger=self.runner.ledger,
+            forward_log=self.runner.forward_log,
             gate=None if self.alone else self.runner.gate,
         )
         twin.runner.cache = twin.cache = self.cache.clone()
@@ -100,22 +110,22 @@ class Session(Text):
             last = node.copy(last)
             twin.committed.append(last)
         twin._ready = self._ready
-        twin.adopt(self.runner.probes, self.runner.prefix)
+        twin.set_probe_embeddings(self.runner.probes, self.runner.prefix)
         return twin
 
     # ------------------------------------------------------------------ computing
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """The target's rows for the root and every node. Runs only what is missing, in one forward."""
-        rows = None if taps else seated(self, tree)
+        rows = None if hidden_layers else match_chain(self, tree)
         if rows is None:
-            scores, self.scored = self.grow(tree, taps, self.plan)
+            scores, self.scored = self.score_tree(tree, hidden_layers, self.plan)
         else:
-            scores, self.scored = lengthened(self, rows), rows[1:]
+            scores, self.scored = score_chain(self, rows), rows[1:]
         return scores
 
     def advance(
-        self, tree: TokenTree, layer: int, taps: Sequence[int] = (), head: bool = False
+        self, tree: TokenTree, layer: int, hidden_layers: Sequence[int] = (), head: bool = False
     ) -> Scores:
         """Run a tree up to the end of `layer` layers and leave it there; a later `score` continues.
 
@@ -125,7 +135,9 @@ class Session(Text):
             raise TinyspecError(
                 f"layer {layer} is out of range: {self.model.name} has {self.model.config.n_layers}"
             )
-        scores, self.scored = self.grow(tree, taps, self.plan, stop=2 * layer, head=head)
+        scores, self.scored = self.score_tree(
+            tree, hidden_layers, self.plan, stop=2 * layer, head=head
+        )
         return scores
 
     def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
@@ -141,11 +153,12 @@ class Session(Text):
         todo = [
             node
             for node in chosen
-            if node.reach > 0 and node.lacks(self.plan, self._end, n_layers, (), head=False)
+            if node.sublayers_done > 0
+            and node.needs_compute(self.plan, self._end, n_layers, (), head=False)
         ]
         if how == "copy":
             todo = [node for node in todo if not node.filled]
-            if any(node.agrees(self.plan, n_layers) not in node.states for node in todo):
+            if any(node.sublayers_valid(self.plan, n_layers) not in node.states for node in todo):
                 raise ValueError(
                     "the exit states of these tokens are gone: only 'recompute' can fill them"
                 )
@@ -153,7 +166,9 @@ class Session(Text):
             self.runner.run(todo, self._end, copying=how == "copy")
             self._advance_ready()
 
-    def adopt(self, rows: Tensor | None, prefix: tuple[Tensor, Tensor] | None = None) -> None:
+    def set_probe_embeddings(
+        self, rows: Tensor | None, prefix: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """Probe embeddings [m, d], named by ids V, V + 1, ...; and K and V [L, KV, P, hd] that probes alone may see."""
         c = self.model.config
         if rows is not None and rows.shape[-1] != c.d_model:
@@ -186,39 +201,45 @@ class Session(Text):
         wide = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         return torch.empty(0, self.model.config.vocab_size, dtype=wide, device=self.model.device)
 
-    def _taps(self, taps: Sequence[int], stop: int) -> tuple[int, ...]:
+    def _check_hidden_layers(self, hidden_layers: Sequence[int], stop: int) -> tuple[int, ...]:
         """The layers a drafter asks to see: those that are run, or the top (n_layers), which the head reads."""
-        for tap in taps:
+        for tap in hidden_layers:
             if not (0 <= 2 * tap <= stop or tap == self.model.config.n_layers):
                 raise ValueError(f"tap {tap} is not among the {stop // 2} layers that are run")
-        return tuple(taps)
+        return tuple(hidden_layers)
 
-    def _states(self, nodes: Sequence[Node], taps: tuple[int, ...]) -> Tensor:
+    def _states(self, nodes: Sequence[Node], hidden_layers: tuple[int, ...]) -> Tensor:
         """What these nodes show: [taps, n, d]."""
-        if not (nodes and taps):
+        if not (nodes and hidden_layers):
             return torch.empty(
-                len(taps),
+                len(hidden_layers),
                 len(nodes),
                 self.model.config.d_model,
                 dtype=self.model.stream,
                 device=self.model.device,
             )
-        return torch.stack([torch.stack([node.shown[tap] for node in nodes]) for tap in taps])
+        return torch.stack(
+            [torch.stack([node.shown[tap] for node in nodes]) for tap in hidden_layers]
+        )
 
-    def _behind(self, stop: int) -> list[Node]:
+    def _unfinished_tokens(self, stop: int) -> list[Node]:
         """Committed tokens before the newest that are not at `stop` yet: appended, or left early and not filled."""
         n_layers, late = self.model.config.n_layers, self.committed[self._ready : -1]
         return [
-            n for n in late if not n.filled and n.lacks(self.plan, stop, n_layers, (), head=False)
+            n
+            for n in late
+            if not n.filled and n.needs_compute(self.plan, stop, n_layers, (), head=False)
         ]
 
     def _advance_ready(self) -> None:
         n_layers = self.model.config.n_layers
         while self._ready < len(self) - 1:
             node = self.committed[self._ready]
-            if not node.filled and node.lacks(self.plan, self._end, n_layers, (), head=False):
+            if not node.filled and node.needs_compute(
+                self.plan, self._end, n_layers, (), head=False
+            ):
                 break
-            node.settle()
+            node.drop_outputs()
             if not node.filled:  # one that left early may be run further
                 node.states = {}
             self._ready += 1
@@ -227,13 +248,13 @@ class Session(Text):
         """What a view computed above tokens that are committed now looked at them as the view ran them: that goes."""
         super()._adopt_path(nodes)
         for node in (nodes[-1], *nodes[-1].descendants()) if nodes else ():
-            if node.part(self.plan, self.model.config.n_layers):
-                self.cache.present[node.slot, (node.reach + 1) // 2 :] = False
+            if node.invalidate_beyond(self.plan, self.model.config.n_layers):
+                self.cache.present[node.slot, (node.sublayers_done + 1) // 2 :] = False
 
-    def grow(
+    def score_tree(
         self,
         tree: TokenTree,
-        taps: Sequence[int],
+        hidden_layers: Sequence[int],
         plan: Plan,
         stop: int | None = None,
         head: bool = True,
@@ -246,22 +267,28 @@ class Session(Text):
         n_layers = self.model.config.n_layers
         end = plan.sublayers(n_layers)
         stop = end if stop is None else min(stop, end)
-        taps = self._taps(taps, stop)
+        hidden_layers = self._check_hidden_layers(hidden_layers, stop)
         above = [self._newest(), *trunk]
-        nodes = self._plant(above, tree)
+        nodes = self._attach(above, tree)
         rows = [above.pop(), *nodes]
         todo = [
-            n for n in dict.fromkeys(rows) if n.lacks(plan, stop, n_layers, taps, head)
+            n
+            for n in dict.fromkeys(rows)
+            if n.needs_compute(plan, stop, n_layers, hidden_layers, head)
         ]  # equal paths are one row
-        above = [n for n in above if n.lacks(plan, stop, n_layers, (), head=False)]
-        behind = self._behind(min(stop, self._end))
-        while behind and (plan != self.plan or len(behind) > SLAB):
-            self.runner.run(behind[:SLAB], min(stop, self._end))
-            behind = behind[SLAB:]
+        above = [n for n in above if n.needs_compute(plan, stop, n_layers, (), head=False)]
+        behind = self._unfinished_tokens(min(stop, self._end))
+        while behind and (plan != self.plan or len(behind) > PREFILL_CHUNK):
+            self.runner.run(behind[:PREFILL_CHUNK], min(stop, self._end))
+            behind = behind[PREFILL_CHUNK:]
         fresh = None
         if todo or above or behind:
             fresh = self.runner.run(
-                [*behind, *above, *todo], stop, heads=todo if head else (), taps=taps, plan=plan
+                [*behind, *above, *todo],
+                stop,
+                heads=todo if head else (),
+                hidden_layers=hidden_layers,
+                plan=plan,
             )
         if not head:
             logits = self._no_logits()
@@ -269,6 +296,6 @@ class Session(Text):
             logits = fresh.logits
         else:
             logits = stack([n.row for n in rows if n.row is not None])
-        scores = Scores(logits, self._states(rows, taps), [stop // 2] * len(rows))
+        scores = Scores(logits, self._states(rows, hidden_layers), [stop // 2] * len(rows))
         self._advance_ready()
         return scores, nodes

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.cache import Cache
-from tinyspec.lm.feed import Feed
+from tinyspec.lm.feed import ForwardBatch
 from tinyspec.lm.ops import attend, linear, stacked
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of a step
@@ -93,7 +93,7 @@ class Static:
         self._free: dict[int, list[Tensor]] = {}  # by slots
         self._memory = torch.cuda.graph_pool_handle() if self.captures else None
 
-    def run(self, feed: Feed) -> tuple[Tensor, Tensor, Tensor] | None:
+    def run(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
         """A whole pass: states behind the last layer [n, d], taps [taps, n, d], logits [heads, V]; None: too many rows."""
         cache, n, n_layers = feed.cache, len(feed.tokens), self.blocks.config.n_layers
         if n > SIZES[-1]:
@@ -121,7 +121,7 @@ class Static:
             step.capture(self._memory)
             cache.store[:, :, :, feed.slots] = kept
         step.run()  # the next run overwrites what it leaves, so what is handed out is copied
-        shown = [step.normed if tap == n_layers else step.states[tap] for tap in feed.taps]
+        shown = [step.normed if tap == n_layers else step.states[tap] for tap in feed.hidden_layers]
         hidden = torch.stack(shown)[:, :n] if shown else _NOTHING
         logits = step.logits[:n].clone() if len(feed.heads) == n else step.logits[feed.heads]
         return step.states[n_layers, :n].clone(), hidden, logits

@@ -108,9 +108,9 @@ class Text:
         for node, below in pairwise(nodes):
             self._keep_only(node, below)
         self.committed.extend(nodes)
-        self._seat([*nodes, *nodes[-1].descendants()], first)
+        self._assign_slots([*nodes, *nodes[-1].descendants()], first)
         for node in self.committed[max(first - 1, 0) : -1]:
-            node.settle()
+            node.drop_outputs()
 
     def _keep_only(self, node: Node, child: Node) -> None:
         """The text goes on with this child: the other guesses are dropped."""
@@ -124,7 +124,7 @@ class Text:
             probe.release()
         self._extras = []
 
-    def _seat(self, nodes: list[Node], first: int) -> None:
+    def _assign_slots(self, nodes: list[Node], first: int) -> None:
         """Give nodes the slots first, first + 1, ..., moving what they have computed."""
         self.cache.reserve(first + len(nodes))
         kept = [node.slot if node.slot >= 0 else first + i for i, node in enumerate(nodes)]
@@ -134,7 +134,7 @@ class Text:
                 self.cache.present[first + i] = False
             node.slot = first + i
 
-    def _plant(self, above: Sequence[Node], tree: TokenTree) -> list[Node]:
+    def _attach(self, above: Sequence[Node], tree: TokenTree) -> list[Node]:
         """Find or make the node of every tree entry below `above`; probes are always made anew."""
         vocabulary = self.model.config.vocab_size
         self._drop_probes()

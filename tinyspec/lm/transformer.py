@@ -5,7 +5,7 @@ each: LayerNorm or RMSNorm, learned positions or rotations, one key per query he
 biases.
 
 `Model.forward(feeds)` is the only place that computes at inference. It is ragged: every session passes its own rows,
-and a batch is nothing but several feeds. `Model.teach(ids)` is the same blocks over dense text with gradients.
+and a batch is nothing but several feeds. `Model.training_logits(ids)` is the same blocks over dense text with gradients.
 """
 
 import math
@@ -23,14 +23,14 @@ from tinyspec.lm import checkpoint
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.cache import Cache
 from tinyspec.lm.config import Config
-from tinyspec.lm.engine import Choose, Engine, packable
-from tinyspec.lm.feed import Call, Feed, Scores
+from tinyspec.lm.engine import Engine, NextTokenFn, packable
+from tinyspec.lm.feed import ForwardBatch, ForwardRecord, Scores
 from tinyspec.lm.static import Static
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.tree import TokenTree
 
 if TYPE_CHECKING:
-    from tinyspec.lm.gate import Gate
+    from tinyspec.lm.gate import BatchBarrier
     from tinyspec.lm.session import Session
 
 
@@ -155,13 +155,15 @@ class Model:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    def session(self, ledger: "list[Call] | None" = None, gate: "Gate | None" = None) -> "Session":
+    def session(
+        self, forward_log: "list[ForwardRecord] | None" = None, gate: "BatchBarrier | None" = None
+    ) -> "Session":
         """A new text to extend; `gate` stands in front of `forward` (a batch waits there for company)."""
         from tinyspec.lm.session import (
             Session,
         )  # the session stands on the model; this is its front door
 
-        return Session(self, ledger=ledger, gate=gate.through(self) if gate else None)
+        return Session(self, forward_log=forward_log, gate=gate.through(self) if gate else None)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Next-token logits after every prefix of `ids`: [len, V], float32 (float64 for a float64 model)."""
@@ -170,12 +172,12 @@ class Model:
             session.extend(ids[:1])
             return session.score(TokenTree.chain(ids[1:])).logits
         with torch.no_grad():
-            rows = self.teach(torch.tensor([list(ids)], device=self.device))[0]
+            rows = self.training_logits(torch.tensor([list(ids)], device=self.device))[0]
         return rows if rows.dtype == torch.float64 else rows.float()
 
-    def teach(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
+    def training_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
         """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what joins the stream."""
-        return self.dense().teach(ids, dropout)
+        return self.dense().training_logits(ids, dropout)
 
     def dense(self) -> Blocks:
         """The blocks in torch, whichever path inference takes: dense text with gradients, any exit."""
@@ -187,7 +189,7 @@ class Model:
 
     # ------------------------------------------------------------------ inference
 
-    def forward(self, feeds: Sequence[Feed]) -> list[Scores]:
+    def forward(self, feeds: Sequence[ForwardBatch]) -> list[Scores]:
         """Run every feed's rows through the layers its plan names. The only place that computes; writes the ledger.
 
         Rows of all feeds stand in one matrix, so each weight is read once for all of them; only attention is per feed.
@@ -199,17 +201,23 @@ class Model:
             return self._forward(feeds)
 
     def chain(
-        self, cache: Cache, token: int, slot: int, most: int, choose: Choose, ledger: list[Call]
+        self,
+        cache: Cache,
+        token: int,
+        slot: int,
+        most: int,
+        choose: NextTokenFn,
+        forward_log: list[ForwardRecord],
     ) -> list[tuple[int, Tensor, Tensor]]:
         """`forward` of one row after the other, each of which chooses the next, as a draft model does: see `Engine.chain`."""
         assert self.engine is not None
         ran = self.engine.chain(cache, token, slot, most, choose)
-        ledger += [Call(self.name, 1, float(self.config.n_layers), 1)] * len(ran)
+        forward_log += [ForwardRecord(self.name, 1, float(self.config.n_layers), 1)] * len(ran)
         return ran
 
-    def _forward(self, feeds: Sequence[Feed]) -> list[Scores]:
+    def _forward(self, feeds: Sequence[ForwardBatch]) -> list[Scores]:
         path = self._path
-        if len(feeds) == 1 and feeds[0].whole(self.config.n_layers):
+        if len(feeds) == 1 and feeds[0].is_full_pass(self.config.n_layers):
             quick = self._static if self._static is not None else path
             if (done := quick.run(feeds[0])) is not None:
                 return [self._whole(feeds[0], *done)]
@@ -217,18 +225,18 @@ class Model:
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         entered = [path.enter(feed) for feed in feeds]
         x = torch.cat(entered) if len(feeds) > 1 else entered[0]  # [n, d]
-        taps: list[dict[int, Tensor]] = [{} for _ in feeds]
+        hidden_layers: list[dict[int, Tensor]] = [{} for _ in feeds]
         works = [0] * len(feeds)  # (row, sublayer) evaluations
         marks = sorted(
-            {0, 2 * n_layers}.union(*(feed.events() for feed in feeds))
+            {0, 2 * n_layers}.union(*(feed.sublayer_boundaries() for feed in feeds))
         )  # between these, the rows stay the same
         for first, last in zip(marks, [*marks[1:], marks[-1]], strict=True):
-            for feed, seen, start, size in zip(feeds, taps, offsets, sizes, strict=True):
+            for feed, seen, start, size in zip(feeds, hidden_layers, offsets, sizes, strict=True):
                 if first in feed.snapshot:
                     feed.kept[first] = x[start : start + size]
-                if first % 2 == 0 and first // 2 in feed.taps:
+                if first % 2 == 0 and first // 2 in feed.hidden_layers:
                     seen[first // 2] = x[start : start + size]
-            active = [feed.active(first) for feed in feeds]
+            active = [feed.active_rows(first) for feed in feeds]
             counts = [len(rows) for rows in active]
             if not any(counts) or first == last:
                 continue
@@ -244,25 +252,31 @@ class Model:
             h = x if chosen is None else x[chosen]
             h = path.span(feeds, active, h, first, last)
             x = h if chosen is None else x.index_copy(0, chosen, h)
-        return self._leave(feeds, x, taps, works)
+        return self._leave(feeds, x, hidden_layers, works)
 
-    def _whole(self, feed: Feed, x: Tensor, hidden: Tensor, logits: Tensor) -> Scores:
+    def _whole(self, feed: ForwardBatch, x: Tensor, hidden: Tensor, logits: Tensor) -> Scores:
         """A pass of one session's rows from their embeddings through all layers: what `_forward` says of it."""
         for at in feed.snapshot:
             feed.kept[at] = x
         n = len(feed.tokens)
-        if feed.ledger is not None:
+        if feed.forward_log is not None:
             ran = float(n * self.config.n_layers)
-            feed.ledger.append(Call(self.name, n, ran, len(feed.heads), 0, feed.prefill))
+            feed.forward_log.append(
+                ForwardRecord(self.name, n, ran, len(feed.heads), 0, feed.prefill)
+            )
         return Scores(logits, hidden, [feed.stop // 2] * n)
 
     def _leave(
-        self, feeds: Sequence[Feed], x: Tensor, taps: list[dict[int, Tensor]], works: list[int]
+        self,
+        feeds: Sequence[ForwardBatch],
+        x: Tensor,
+        hidden_layers: list[dict[int, Tensor]],
+        works: list[int],
     ) -> list[Scores]:
         """Head, taps and ledger entries: one product with the vocabulary matrix for all feeds."""
         offset, wanted = 0, list[int]()
-        for feed, seen in zip(feeds, taps, strict=True):
-            if self.config.n_layers in feed.taps:
+        for feed, seen in zip(feeds, hidden_layers, strict=True):
+            if self.config.n_layers in feed.hidden_layers:
                 seen[self.config.n_layers] = self._path.final(x[offset : offset + len(feed.tokens)])
             wanted += [offset + row for row in feed.heads]
             offset += len(feed.tokens)
@@ -273,12 +287,18 @@ class Model:
         )
         logits = self._path.head(rows)
         scores, at = list[Scores](), 0
-        for feed, seen, work in zip(feeds, taps, works, strict=True):
-            hidden = torch.stack([seen[t] for t in feed.taps]) if feed.taps else _NOTHING
-            if feed.ledger is not None:
+        for feed, seen, work in zip(feeds, hidden_layers, works, strict=True):
+            hidden = (
+                torch.stack([seen[t] for t in feed.hidden_layers])
+                if feed.hidden_layers
+                else _NOTHING
+            )
+            if feed.forward_log is not None:
                 fills, ran = (work, 0.0) if feed.copying else (0, work / 2)
-                feed.ledger.append(
-                    Call(self.name, len(feed.tokens), ran, len(feed.heads), fills, feed.prefill)
+                feed.forward_log.append(
+                    ForwardRecord(
+                        self.name, len(feed.tokens), ran, len(feed.heads), fills, feed.prefill
+                    )
                 )
             own = logits if len(feeds) == 1 else logits[at : at + len(feed.heads)]
             scores.append(Scores(own, hidden, [feed.stop // 2] * len(feed.tokens)))

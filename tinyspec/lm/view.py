@@ -69,17 +69,19 @@ class View:
                 raise TinyspecError(f"the draft reaches beyond the context of {limit}")
             self._trunk.append(tip.children.get(token) or Node(token, tip))
 
-    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         """Commit forced tokens to the trunk. They run with the next tree; no hidden states are shown."""
         self.append(tokens)
-        return self.session.extend((), taps)
+        return self.session.extend((), hidden_layers)
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """Rows of the newest token and the tree under the view's plan."""
         self._follow()
         if self._at is not None:
             raise ValueError("the view stands inside its session's text: extend it first")
-        scores, self._nodes = self.session.grow(tree, taps, self.plan, trunk=self._trunk)
+        scores, self._nodes = self.session.score_tree(
+            tree, hidden_layers, self.plan, trunk=self._trunk
+        )
         return scores
 
     def commit(self, path: Sequence[int], next: int | None) -> None:

@@ -31,10 +31,10 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from tinyspec.decoding.candidates import candidates
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Round, Target
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, Target, TargetProbs
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -130,7 +130,7 @@ class Sweep(NamedTuple):
     fixed: int
 
 
-class Jacobi(NoDraft):
+class Jacobi(BaseDrafter):
     """Proposes what the last sweep said of the rest of the block.
 
     size      tokens of a block; None: all that are wanted (PJ)
@@ -153,7 +153,7 @@ class Jacobi(NoDraft):
         self.block = list[int]()  # guesses of its tokens that are not final, the last one's too
         self.begun: int | None = None  # where the tokens begin that are made in blocks
         self.length = 0  # of the text
-        self.warp, self.history = Warp(), list[int]()
+        self.sampling, self.history = SamplingParams(), list[int]()
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         self.block, self.begun = [], None
@@ -164,28 +164,36 @@ class Jacobi(NoDraft):
             self.block, self.length = [], length
         self.begun = None if self.begun is None else min(self.begun, length)
 
-    def start(self, n: int, text: Sequence[int], chance: Chance) -> list[int]:
+    def start(self, n: int, text: Sequence[int], rng: RandomSource) -> list[int]:
         """The first guess of n tokens: the padding, random tokens, random tokens of the text, or the newest one again."""
         if self.init in ("random", "prompt"):
             choices = range(self.vocabulary) if self.init == "random" else text
-            uniforms = chance.uniforms(n)
+            uniforms = rng.uniforms(n)
             if uniforms is None:  # every outcome is walked
                 law = [Fraction(1, len(choices))] * len(choices)
-                return [choices[chance.draw(law)] for _ in range(n)]
+                return [choices[rng.draw(law)] for _ in range(n)]
             return [choices[int(u * len(choices))] for u in uniforms]
         return [text[-1] if self.init == "last" else self.pad] * n
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         self.begun = len(context) if self.begun is None else self.begun
         if not self.block:
-            wanted = [room + 1] if self.size is None else [room + 1, self.size]
+            wanted = (
+                [max_draft_depth + 1] if self.size is None else [max_draft_depth + 1, self.size]
+            )
             if self.parallel is not None:
                 wanted.append(self.begun + self.parallel - len(context))
             n = min(wanted)
-            self.block = self.start(n, context, chance) if n > 0 else []
-        self.warp = warp
-        self.history = list(context) if warp.repetition_penalty != 1.0 else []
-        return TokenTree.chain(self.block[:-1][:room])
+            self.block = self.start(n, context, rng) if n > 0 else []
+        self.sampling = sampling
+        self.history = list(context) if sampling.repetition_penalty != 1.0 else []
+        return TokenTree.chain(self.block[:-1][:max_draft_depth])
 
     def said(self, round: Round) -> list[int]:
         """What the model held for likeliest in every place of this round, [n + 1]: after the penalty, which reorders."""
@@ -194,7 +202,7 @@ class Jacobi(NoDraft):
             return []
         if not self.history:
             return [token for (token,) in candidates(scores.logits, range(len(scores.logits)), 1)]
-        laws = Laws(scores, replace(self.warp, temperature=0.0), self.history, tree)
+        laws = TargetProbs(scores, replace(self.sampling, temperature=0.0), self.history, tree)
         return [int(laws[node].argmax()) for node in range(-1, len(tree.tokens))]
 
     def observe(self, round: Round) -> None:
@@ -206,11 +214,11 @@ class Jacobi(NoDraft):
         self.block = [*said, *self.block[len(said) :]][len(round.tokens) :]
 
 
-def sweeps(decoder: Decoder, chance: Chance) -> Iterator[Sweep]:
+def sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
     """Decode to the end, and tell every sweep as plain data."""
     drafter: Any = decoder.drafter
     while not decoder.finished:
-        round = decoder.step(chance)
+        round = decoder.step(rng)
         yield Sweep(tuple(round.tree.tokens), tuple(drafter.said(round)), len(round.tokens))
 
 
@@ -246,4 +254,4 @@ def jacobi(request: Request, *, form: str, block: int, prefix: int, init: str) -
         config.vocab_size,
         pad,
     )
-    return request.decoder(drafter, walk)
+    return request.decoder(drafter, verify_tree)

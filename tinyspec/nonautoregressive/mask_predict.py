@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.lengths import beam, by_token
 from tinyspec.decoding.refine import Canvas, blank
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.technique import Guarantee, Knob, RefineRequest, technique
 
 # ---------------------------------------------------------------------- training (section 2)
@@ -98,7 +98,9 @@ def least(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
     return (rank < count[:, None]) & slots
 
 
-def predict(model: Seq2Seq, tokens: Tensor, slots: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+def predict(
+    model: Seq2Seq, tokens: Tensor, slots: Tensor, memory: EncoderOutput
+) -> tuple[Tensor, Tensor]:
     """One decoder pass over tokens [C, T], some of them masks: the likeliest words, and their log-probabilities."""
     c = model.config
     logits = model.logits(model.decode(model.embed(tokens), memory, None, slots=slots))  # [C, T, V]
@@ -113,13 +115,15 @@ class MaskPredict:
     def __init__(self, model: Seq2Seq, iterations: int, lengths: int):
         self.model, self.iterations, self.width = model, iterations, lengths
 
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Masks, as many as each length says."""
         longest = self.model.config.max_positions
         likeliest = beam(by_token(self.model, memory)[:, : longest + 1], self.width)[0]
         return blank(likeliest, self.model.config.mask, self.model.device)
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         """Mask what is least sure, predict it; everything else keeps its word and the probability it had."""
         again = least(
             canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
@@ -136,7 +140,7 @@ class MaskPredict:
     def finished(self, canvas: Canvas, iteration: int) -> bool:
         return iteration == self.iterations
 
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         """The length with the best mean log-probability; of equals, the likelier length."""
         return int(canvas.means().argmax())
 

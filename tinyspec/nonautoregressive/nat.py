@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.copies import SPARE, by_fertility, guarded
 from tinyspec.decoding.refine import Canvas
 from tinyspec.decoding.rescore import best, check_teacher
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.technique import Guarantee, Knob, RefineRequest, technique
 
 # ---------------------------------------------------------------------- the model (section 3)
@@ -48,7 +48,7 @@ def copied(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def parallel(
-    model: Seq2Seq, read: Tensor, slots: Tensor, memory: Memory, dropout: float = 0.0
+    model: Seq2Seq, read: Tensor, slots: Tensor, memory: EncoderOutput, dropout: float = 0.0
 ) -> Tensor:
     """One pass over all places: states [B, T, d]. A place attends to all others: its own copy is in its residual stream."""
     others = ~torch.eye(read.shape[1], dtype=torch.bool, device=read.device)
@@ -100,7 +100,7 @@ def loss(
 
 
 def _supervised(
-    model: Seq2Seq, batch: Batch, memory: Memory, dropout: float, smoothing: float
+    model: Seq2Seq, batch: Batch, memory: EncoderOutput, dropout: float, smoothing: float
 ) -> Tensor:
     source, target, fertilities = batch
     read, slots = copied(source, fertilities)
@@ -123,8 +123,8 @@ def reverse_kl(
     teacher: Seq2Seq,
     source: Tensor,
     fertilities: Tensor,
-    memory: Memory,
-    heard: Memory,
+    memory: EncoderOutput,
+    heard: EncoderOutput,
 ) -> Tensor:
     """L_RKL(f) = sum_t sum_v p(v|x, f) log(p(v|x, f) / p_teacher(v|y_<t, x)), y being what the student writes given f: [B].
 
@@ -217,7 +217,7 @@ class FertileParallel:
         self.model, self.teacher = model, teacher
         self.first, self.samples, self.temperature = fertility, samples, temperature
 
-    def proposals(self, logits: Tensor, chance: Chance) -> Tensor:
+    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
         """logits [S, L] -> fertility sequences [s, S]: the likeliest of each word and the average, then independent samples.
 
         Sample k has a stream of its own, so that more samples contain the fewer.
@@ -228,16 +228,16 @@ class FertileParallel:
         law = (logits.double() / self.temperature).softmax(dim=-1).tolist()
         drawn = []
         for number in range(self.samples - 2):
-            stream = chance.split("fertilities", number)
+            stream = rng.split("fertilities", number)
             drawn.append([stream.draw(row) for row in law])
         samples = torch.tensor(drawn, dtype=torch.long, device=logits.device).view(-1, len(law))
         return torch.cat((torch.stack(fixed)[: self.samples], samples))
 
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """The source's words, copied by each fertility sequence. `extra` keeps the fertilities [s, S]."""
         logits = self.model.fertility_logits(memory)[0]
         row = torch.tensor([list(source)], device=logits.device)
-        proposed = self.proposals(logits, chance)
+        proposed = self.proposals(logits, rng)
         rows = row.expand(len(proposed), -1)
         chosen = sane(
             self.model, rows, proposed, logits.softmax(dim=-1)[None].expand(len(rows), -1, -1)
@@ -245,7 +245,9 @@ class FertileParallel:
         read, slots = copied(rows, chosen)
         return Canvas(read, slots, logits.new_zeros(read.shape), chosen)
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         """Every slot's likeliest word."""
         logits = self.model.logits(parallel(self.model, canvas.tokens, canvas.mask, memory))
         scores, tokens = words(self.model, logits).log_softmax(dim=-1).max(dim=-1)
@@ -259,7 +261,7 @@ class FertileParallel:
     def finished(self, canvas: Canvas, iteration: int) -> bool:
         return iteration == 1
 
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return 0 if self.teacher is None else best(self.teacher, source, canvas)
 
 

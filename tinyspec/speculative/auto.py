@@ -36,25 +36,25 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.drafts import Looked, merged, replaced
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.drafts import LookupDraft, continue_after_substitution, merge_drafts
 from tinyspec.decoding.goodput import (
     DRAFT,
     LOOKED,
     MARGIN,
     PLAIN,
     STALE,
-    Curve,
+    Candidate,
+    Choice,
+    CostModel,
     Goodput,
-    Offer,
-    Option,
 )
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.remembered import OUTPUTS, memory
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.trust import Trust
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.trust import AcceptanceTracker
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.drafting.suffix_decoding import Suffixes
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -62,42 +62,48 @@ from tinyspec.tree import ROOT, TokenTree
 
 DEPTH, BOUND, ALPHA, FLOOR = 32, 1 << 20, 4.0, 0.1
 """Of suffix decoding: windows, nodes, guesses a token of the match, least frequency. Long drafts: goodput cuts them short."""
-HELD = {8: 0.9, 5: 0.8, 3: 0.65, 2: 0.5, 1: 0.25}
+INITIAL_TRUST = {8: 0.9, 5: 0.8, 3: 0.65, 2: 0.5, 1: 0.25}
 HELD_BEHIND = {8: 0.3, 5: 0.25, 3: 0.2, 2: 0.1, 1: 0.05}
 """What is believed at first, by the length of the match: that a guess holds, and that one behind a replaced token does."""
-HEED = 0.3  # weight of the newest outcome in how far guesses are trusted: drafts are long, so doubt must come soon
+TRUST_EMA_RATE = 0.3  # weight of the newest outcome in how far guesses are trusted: drafts are long, so doubt must come soon
 
 
-class Waiting(ModelDraft):
+class LazyDrafter(ModelDrafter):
     """A draft model that is told of the text when it is asked, not before: an idle one costs nothing."""
 
     def __init__(self, *how: Any):
         super().__init__(*how)
-        self.unread: list[int] = []  # what came since it was last told
+        self.push_back: list[int] = []  # what came since it was last told
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         if self._follow(tokens):
-            self.unread += tokens
+            self.push_back += tokens
 
     def catch_up(self) -> None:
         """Read what is much to read; a little is read with the first guess."""
-        if self.unread:
-            self.model.append(self.unread)
-            if len(self.unread) > STALE:
+        if self.push_back:
+            self.model.append(self.push_back)
+            if len(self.push_back) > STALE:
                 self.model.extend(())
-            self.unread = []
+            self.push_back = []
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         self.catch_up()
-        return super().propose(context, room, warp, chance)
+        return super().propose(context, max_draft_depth, sampling, rng)
 
     def observe(self, round: Round) -> None:
         if self._follow(round.tokens):
-            self.unread += round.tokens
+            self.push_back += round.tokens
 
     def rewind(self, length: int) -> None:
-        read = self.length - len(self.unread)
-        del self.unread[max(length - read, 0) :]
+        read = self.length - len(self.push_back)
+        del self.push_back[max(length - read, 0) :]
         if length < read:
             super().rewind(length)
         elif length <= self.length:
@@ -105,16 +111,19 @@ class Waiting(ModelDraft):
 
     def end(self) -> None:
         super().end()
-        self.unread = []
+        self.push_back = []
 
 
-class Texts(Suffixes):
+class LookupDrafter(Suffixes):
     """What texts have to offer behind this one, the likeliest guess first, and how far each look is trusted."""
 
     def __init__(self, request: Request, most: int, remember: bool):
         forest, numbers = memory(request.target, request.clock, "auto", DEPTH, BOUND, remember)
         super().__init__(forest, numbers, ALPHA, most, FLOOR, MARGIN)
-        self.trusts = [Trust(MARGIN, HEED, prior) for prior in (HELD, HELD_BEHIND)]
+        self.trusts = [
+            AcceptanceTracker(MARGIN, TRUST_EMA_RATE, prior)
+            for prior in (INITIAL_TRUST, HELD_BEHIND)
+        ]
         self.trust, self.references = self.trusts[0], request.references
         self.asked = self.trusts[:1]  # whose looks the coming text judges
         self.tree, self.order = TokenTree(), list[int]()
@@ -124,25 +133,27 @@ class Texts(Suffixes):
         for tokens in self.references:
             self.forest.append(self.forest.open(self.own), tokens)
 
-    def looks(self, context: Sequence[int], room: int, both: bool) -> list[Looked]:
+    def looks(self, context: Sequence[int], max_draft_depth: int, both: bool) -> list[LookupDraft]:
         """Behind any suffix of the text, and, where looks are cheap, behind what stands before its last token."""
-        found = [self.look(context, room)]
+        found = [self.look(context, max_draft_depth)]
         if both:
             trees, before = (self.own, OUTPUTS), context[-DEPTH - 1 : -1]
-            behind = self.forest.best(trees, before, ALPHA, self.most + 2, room + 1, FLOOR / 2)
-            found.append(replaced(behind, context[-1]))
+            behind = self.forest.best(
+                trees, before, ALPHA, self.most + 2, max_draft_depth + 1, FLOOR / 2
+            )
+            found.append(continue_after_substitution(behind, context[-1]))
         return found
 
-    def offer(self, context: Sequence[int], room: int, both: bool = True) -> list[float]:
+    def offer(self, context: Sequence[int], max_draft_depth: int, both: bool = True) -> list[float]:
         """The chances of the guesses, the greatest first: a guess stands behind the one it follows."""
-        looks = self.looks(context, room, both)
+        looks = self.looks(context, max_draft_depth, both)
         self.asked = self.trusts[: len(looks)]
         drafts = list[tuple[Sequence[int], Sequence[int], Sequence[float]]]()
         for trust, (tokens, parents, shares, matches) in zip(self.asked, looks, strict=True):
-            trust.watch(tokens, parents, matches)
+            trust.record_without_running(tokens, parents, matches)
             if tokens:
                 drafts.append((tokens, parents, trust.chances(parents, shares, matches)))
-        tokens, parents, chances = drafts[0] if len(drafts) == 1 else merged(drafts)
+        tokens, parents, chances = drafts[0] if len(drafts) == 1 else merge_drafts(drafts)
         self.tree = TokenTree(tokens, parents)
         # no guess is likelier than the one it follows, and the order is stable: a parent stands before its child
         self.order = sorted(range(len(tokens)), key=chances.__getitem__, reverse=True)
@@ -157,9 +168,9 @@ class Texts(Suffixes):
             (None,) * size, (False,) * size,
         )  # fmt: skip
 
-    def rests(self, room: int) -> bool:
+    def skip_this_round(self, max_draft_depth: int) -> bool:
         """Whether this round is not even looked at; then no look is judged by it."""
-        if resting := self.trust.rests(room):
+        if resting := self.trust.skip_this_round(max_draft_depth):
             self.asked = []
         return resting
 
@@ -175,14 +186,16 @@ class Texts(Suffixes):
         self._refer()
 
 
-class Planned(NoDraft):
+class AutoDrafter(BaseDrafter):
     """Proposes what the policy says, or who was put in its place; that one learns nothing."""
 
-    def __init__(self, policy: Goodput, request: Request, texts: Texts, gamma: int):
+    def __init__(self, policy: Goodput, request: Request, texts: LookupDrafter, gamma: int):
         self.policy, self.pick, self.texts, self.gamma = policy, request.choose, texts, gamma
-        self.draft: Waiting | None = None
+        self.draft: LazyDrafter | None = None
         if request.drafts:
-            self.draft = Waiting(request.drafts[0], gamma, request.stop.eos, *request.reach[:1])
+            self.draft = LazyDrafter(
+                request.drafts[0], gamma, request.stop.eos, *request.draft_max_lengths[:1]
+            )
         self.option = PLAIN
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
@@ -190,22 +203,28 @@ class Planned(NoDraft):
         if self.draft is not None:
             self.draft.extend(tokens, scores)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        offers = self._offers(context, room)
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        offers = self._offers(context, max_draft_depth)
         if self.pick is None:
             self.option = self.policy.choose(offers)
         else:
             ways = [
                 PLAIN,
-                *(Option(source, n + 1) for source, chances in offers for n in range(len(chances))),
+                *(Choice(source, n + 1) for source, chances in offers for n in range(len(chances))),
             ]
-            self.option = ways[self.pick(len(ways), chance)]
+            self.option = ways[self.pick(len(ways), rng)]
         source, size = self.option
         if source == DRAFT and size and self.draft is not None:
             self.draft.catch_up()
             self.policy.begin()
             self.draft.gamma = size
-            tree = self.draft.propose(context, room, warp, chance)
+            tree = self.draft.propose(context, max_draft_depth, sampling, rng)
         elif size:
             if self.policy.gain >= self.policy.look:
                 self.texts.trust.vain = 0
@@ -215,19 +234,21 @@ class Planned(NoDraft):
         self.policy.drafted(self.option, len(tree.tokens))
         return tree
 
-    def _offers(self, context: Sequence[int], room: int) -> list[Offer]:
+    def _offers(self, context: Sequence[int], max_draft_depth: int) -> list[Candidate]:
         """What each source has. Looking up draws nothing; where it seldom gained the time it takes, some rounds rest."""
         offers = []
-        if not self.texts.rests(room):
+        if not self.texts.skip_this_round(max_draft_depth):
             self.policy.begin()
             chances = self.texts.offer(
-                context, room, self.policy.look <= MARGIN * self.policy.curve.costs()[0]
+                context, max_draft_depth, self.policy.look <= MARGIN * self.policy.curve.costs()[0]
             )
             self.policy.looked()
             if chances:
-                offers.append(Offer(LOOKED, chances))
-        if self.draft is not None and room and not self.draft.left_behind:
-            offers.append(Offer(DRAFT, self.policy.curve.chances(min(self.gamma, room))))
+                offers.append(Candidate(LOOKED, chances))
+        if self.draft is not None and max_draft_depth and not self.draft.left_behind:
+            offers.append(
+                Candidate(DRAFT, self.policy.curve.chances(min(self.gamma, max_draft_depth)))
+            )
         return offers
 
     def observe(self, round: Round) -> None:
@@ -248,18 +269,18 @@ class Planned(NoDraft):
             self.draft.end()
 
 
-_curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Curve]] = WeakKeyDictionary()
+_curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, CostModel]] = WeakKeyDictionary()
 
 
-def kept(request: Request, longest: int) -> Curve:
+def kept(request: Request, longest: int) -> CostModel:
     """The curve of this pair of models; a new one where time stands still or the target is no session."""
     target = getattr(request.target, "model", None)
     if request.clock is None or target is None:
-        return Curve(longest)
+        return CostModel(longest)
     pairs = _curves.setdefault(target, WeakKeyDictionary())
     partner = getattr(request.drafts[0], "model", target) if request.drafts else target
     if partner not in pairs or pairs[partner].sizes[-1] != longest:
-        pairs[partner] = Curve(longest)
+        pairs[partner] = CostModel(longest)
     return pairs[partner]
 
 
@@ -283,10 +304,12 @@ def kept(request: Request, longest: int) -> Curve:
 )
 def auto(request: Request, *, k: int, gamma: int, remember: bool) -> Decoder:
     """Guesses looked up in texts, a draft model if there is one, or neither: whatever has the greatest goodput now."""
-    policy = Goodput(kept(request, max(k, gamma)), request.clock or still)
-    return request.decoder(Planned(policy, request, Texts(request, k, remember), gamma), walk)
+    policy = Goodput(kept(request, max(k, gamma)), request.clock or zero_clock)
+    return request.decoder(
+        AutoDrafter(policy, request, LookupDrafter(request, k, remember), gamma), verify_tree
+    )
 
 
-def still() -> float:
+def zero_clock() -> float:
     """The clock of whoever has none."""
     return 0.0

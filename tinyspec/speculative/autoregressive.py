@@ -6,8 +6,8 @@ trained, nothing is left out.
 Guarantee: EXACT, by definition: its law is the reference that the laws compare the others with.
 """
 
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.technique import Guarantee, Request, technique
 
 
@@ -20,4 +20,4 @@ from tinyspec.technique import Guarantee, Request, technique
 )
 def autoregressive(request: Request) -> Decoder:
     """One target call a token."""
-    return request.decoder(NoDraft(), walk)
+    return request.decoder(BaseDrafter(), verify_tree)

@@ -170,7 +170,7 @@ class Dialects:
     def corpus(
         self, count: int, seed: int = 0, without: Collection[tuple[int, ...]] = ()
     ) -> list[Pair]:
-        """So many pairs with the dialects in turn, equally often; sources of `without` are held out."""
+        """So many pairs with the dialects in turn, equally often; sources of `exclude_token` are held out."""
         random = np.random.default_rng(seed)
         first, held = MASK + 1 + self.words, set(without)
         pairs = list[Pair]()

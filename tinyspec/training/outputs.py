@@ -27,7 +27,7 @@ from torch import Tensor
 from tinyspec import data, models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed
-from tinyspec.lm.gate import Gate, run_together
+from tinyspec.lm.gate import BatchBarrier, run_together
 from tinyspec.lm.transformer import Model
 from tinyspec.training import corpus
 from tinyspec.tree import TokenTree
@@ -248,7 +248,7 @@ def batch(model: Model, asks: Sequence[Ask], asking: Asking, first: int) -> list
     return run_together([job(row) for row in range(len(asks))])
 
 
-def _one(model: Model, ask: Ask, asking: Asking, number: int, gate: Gate) -> Output:
+def _one(model: Model, ask: Ask, asking: Asking, number: int, gate: BatchBarrier) -> Output:
     """One text, drawn token by token."""
     generator = torch.Generator(model.device).manual_seed(asking.seed * 1_000_003 + number)
     session = model.session(gate=gate)

@@ -134,12 +134,14 @@ def train_lm(
         judged: Model, documents: list[corpus.Document], shown: Sequence[int]
     ) -> dict[str, float]:
         size = plan.context, plan.context // 2, where
-        bits = corpus.bits_per_byte(judged.teach, documents, *size)
+        bits = corpus.bits_per_byte(judged.training_logits, documents, *size)
         if teacher is not None:
-            alpha = corpus.acceptance(teacher.teach, judged.teach, documents, *size)
+            alpha = corpus.acceptance(
+                teacher.training_logits, judged.training_logits, documents, *size
+            )
             if written is None:
                 return {"refused": 1 - alpha, "alpha": alpha, "valid_bits_per_byte": bits}
-            own = written.alpha(teacher.teach, judged.teach)
+            own = written.alpha(teacher.training_logits, judged.training_logits)
             return {
                 "refused": 1 - (alpha + own) / 2,
                 "alpha": alpha,
@@ -237,14 +239,14 @@ def _loss(
     """
 
     def language(inputs: Tensor, targets: Tensor) -> Tensor:
-        logits = model.teach(inputs, dropout)
+        logits = model.training_logits(inputs, dropout)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def distilled(inputs: Tensor, targets: Tensor, penalty: Tensor | None = None) -> Tensor:
         assert teacher is not None
         with torch.no_grad():
-            law = teacher.teach(inputs)
-        said = model.teach(inputs, dropout)
+            law = teacher.training_logits(inputs)
+        said = model.training_logits(inputs, dropout)
         if penalty is not None:
             law, said = (
                 penalised(law.float(), inputs, penalty),

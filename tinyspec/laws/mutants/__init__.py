@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tinyspec.laws.accused import Accused
+from tinyspec.laws.accused import LawViolated
 from tinyspec.laws.extra import extra
 from tinyspec.laws.judges import Law, judges
 from tinyspec.laws.mutants.catalogue import CATALOGUE
@@ -84,7 +84,7 @@ class Equivalent:
     parts: Parts
 
     def check(self) -> None:
-        """Raises Accused if a law sees it after all."""
+        """Raises LawViolated if a law sees it after all."""
         for law in self.laws:
             (judges()[law] if isinstance(law, str) else law)(self.parts)
 
@@ -116,7 +116,7 @@ def judge(mutant: Mutant) -> dict[str, Any]:
     }
     try:
         evidence = judges()[mutant.law](mutant.parts)
-    except Accused as accused:
+    except LawViolated as accused:
         found = accused.counterexample
         if found.law == mutant.law:
             return {**line, "killed_by": found.law, "counterexample": found.as_dict()}

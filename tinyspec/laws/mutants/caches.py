@@ -15,13 +15,13 @@ from tinyspec.laws.mutants import witnesses as see
 from tinyspec.laws.parts import PARTS, Forward
 from tinyspec.laws.passes import NODES, ROWS, SIBLINGS, SLOTS
 from tinyspec.lm.cache import Cache
-from tinyspec.lm.feed import Feed, Scores
+from tinyspec.lm.feed import ForwardBatch, Scores
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.lm.view import View
 
-Pass = Callable[[Forward, Sequence[Feed]], list[Scores]]
+Pass = Callable[[Forward, Sequence[ForwardBatch]], list[Scores]]
 
 # ------------------------------------------------------------------ sessions
 
@@ -77,7 +77,7 @@ class MarksAsFilled(Session):
 
     def fill(self, how: Any, slots: Sequence[int] | None = None) -> None:
         for node in self.committed[:-1]:
-            node.reach = self._end  # right: run the layers that are missing
+            node.sublayers_done = self._end  # right: run the layers that are missing
             self.cache.present[node.slot] = True
 
 
@@ -118,7 +118,7 @@ def one_layer_later(session: Any, plan: Plan) -> View:
 # ------------------------------------------------------------------ passes
 
 
-def flat_positions(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+def flat_positions(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
     for feed in feeds:
         feed.positions = [
             feed.positions[0] + i for i in range(len(feed.positions))
@@ -126,13 +126,13 @@ def flat_positions(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
     return forward(feeds)
 
 
-def one_position_late(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+def one_position_late(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
     for feed in feeds:
         feed.positions = [position + 1 for position in feed.positions]  # right: from 0
     return forward(feeds)
 
 
-def siblings_seen(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+def siblings_seen(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
     for feed in feeds:
         feed.seen = [
             (slot + 1, ()) for slot in feed.slots
@@ -140,21 +140,21 @@ def siblings_seen(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
     return forward(feeds)
 
 
-def parent_unseen(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+def parent_unseen(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
     for feed in feeds:
         feed.seen = [(text, (*path[:-2], *path[-1:])) for text, path in feed.seen]  # right: path
     return forward(feeds)
 
 
-def rows_one_late(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+def rows_one_late(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
     return [one._replace(logits=one.logits.roll(1, 0)) for one in forward(feeds)]  # right: one
 
 
-def several_rows_elsewhere(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+def several_rows_elsewhere(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
     """One row is multiplied by the vocabulary matrix in our order of summation, several rows in torch's."""
     model: Model = forward.__self__  # type: ignore[attr-defined]
     for feed in feeds:
-        feed.taps = (*feed.taps, model.config.n_layers)
+        feed.hidden_layers = (*feed.hidden_layers, model.config.n_layers)
     made = []
     for one, feed in zip(forward(feeds), feeds, strict=True):
         rows, one = one.hidden[-1], one._replace(hidden=one.hidden[:-1])
@@ -167,7 +167,7 @@ def several_rows_elsewhere(forward: Forward, feeds: Sequence[Feed]) -> list[Scor
     return made
 
 
-def padding_seen(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+def padding_seen(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
     """The rows of a batch are padded to one length, and the padding is looked at."""
     longest = max(feed.high for feed in feeds)
     for feed in feeds:
@@ -178,7 +178,7 @@ def padding_seen(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
     return forward(feeds)
 
 
-def rows_swapped(forward: Forward, feeds: Sequence[Feed]) -> list[Scores]:
+def rows_swapped(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
     """The requests of a batch are sorted by length and not put back."""
     scores = forward(feeds)
     order = sorted(range(len(feeds)), key=lambda i: feeds[i].high)

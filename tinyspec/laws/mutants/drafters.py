@@ -6,9 +6,9 @@ from fractions import Fraction
 from typing import Any
 
 from tinyspec._core import NgramIndex
-from tinyspec.decoding.decode import Laws, Round
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.decode import Round, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import theorems
 from tinyspec.laws.contracts import EXAMINED, PRESENCE, TRUTHFUL
 from tinyspec.laws.exact import JOINT
@@ -18,45 +18,50 @@ from tinyspec.laws.parts import PARTS, Siblings
 from tinyspec.tree import TokenTree
 
 
-class Chain(ModelDraft):
+class Chain(ModelDrafter):
     """A chain from a model, as ModelDraft draws it, with the draw and the declaration left open."""
 
-    def law(self, laws: Laws, node: int, warp: Warp) -> Any:
+    def law(self, laws: TargetProbs, node: int, sampling: SamplingParams) -> Any:
         """What the next token is drawn from."""
         return laws[node]
 
-    def drawn(self, row: Any, chance: Any) -> int:
+    def drawn(self, row: Any, rng: Any) -> int:
         """The next token."""
-        return int(chance.draw(row))
+        return int(rng.draw(row))
 
-    def declared(self, laws: Laws, node: int, row: Any) -> Any:
+    def declared(self, laws: TargetProbs, node: int, row: Any) -> Any:
         """What is said of it."""
         return row
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
         tree = TokenTree()
-        for _ in range(min(self.gamma, room)):
-            laws, node = Laws(self.model.score(tree), warp, context, tree), len(tree.tokens) - 1
-            row = self.law(laws, node, warp)
-            token = self.drawn(row, chance)
+        for _ in range(min(self.gamma, max_draft_depth)):
+            laws, node = (
+                TargetProbs(self.model.score(tree), sampling, context, tree),
+                len(tree.tokens) - 1,
+            )
+            row = self.law(laws, node, sampling)
+            token = self.drawn(row, rng)
             tree = TokenTree.chain(
-                (*tree.tokens, token), (*tree.laws, self.declared(laws, node, row))
+                (*tree.tokens, token), (*tree.draft_probs, self.declared(laws, node, row))
             )
         return tree
 
 
 class ArgmaxSoft(Chain):
-    def drawn(self, row: Any, chance: Any) -> int:
+    def drawn(self, row: Any, rng: Any) -> int:
         return list(row).index(max(row))  # right: chance.draw(row), or declare None
 
 
 class FilteredDrawRawLaw(Chain):
-    def declared(self, laws: Laws, node: int, row: Any) -> Any:
-        return laws.warped(node, Warp())  # right: row, warped as the draw was
+    def declared(self, laws: TargetProbs, node: int, row: Any) -> Any:
+        return laws.probs_under(node, SamplingParams())  # right: row, warped as the draw was
 
 
 class Rounded(Chain):
-    def declared(self, laws: Laws, node: int, row: Any) -> Any:
+    def declared(self, laws: TargetProbs, node: int, row: Any) -> Any:
         coarse = [
             Fraction(round(8 * x) or 1, 8) for x in row
         ]  # a narrow dtype: three bits  # right: row
@@ -66,54 +71,65 @@ class Rounded(Chain):
 class LikelyOnly(Chain):
     """Keeps a guess only if the draft was sure of it, and declares the law it was drawn from."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-        tree = super().propose(context, room, warp, chance)
-        sure = [bool(q[x] > Fraction(1, 3)) for x, q in zip(tree.tokens, tree.laws, strict=True)]  # type: ignore[index]
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        tree = super().propose(context, max_draft_depth, sampling, rng)
+        sure = [
+            bool(q[x] > Fraction(1, 3))  # type: ignore[index]
+            for x, q in zip(tree.tokens, tree.draft_probs, strict=True)
+        ]
         n = [*sure, False].index(False)  # right: ask before the draw, or declare None
-        return TokenTree.chain(tree.tokens[:n], tree.laws[:n])
+        return TokenTree.chain(tree.tokens[:n], tree.draft_probs[:n])
 
 
-class Stubborn(ModelDraft):
+class Stubborn(ModelDrafter):
     """Proposes the guess that was refused once more, with the law it had."""
 
     refused: tuple[int, Any] | None = None
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
         again, self.refused = self.refused, None
-        if again is None or room < 1:
-            return super().propose(context, room, warp, chance)
+        if again is None or max_draft_depth < 1:
+            return super().propose(context, max_draft_depth, sampling, rng)
         return TokenTree.chain(
             [again[0]], [again[1]]
         )  # right: [None], for the verifier has looked at it
 
     def observe(self, round: Round) -> None:
         super().observe(round)
-        for node in round.verdict.refused:
-            self.refused = (round.tree.tokens[node], round.tree.laws[node])
+        for node in round.verdict.rejected:
+            self.refused = (round.tree.tokens[node], round.tree.draft_probs[node])
 
 
 class Unconditional(Siblings):
     """Without replacement; each sibling declares q, as if it had been the first."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-        tree = super().propose(context, room, warp, chance)
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        tree = super().propose(context, max_draft_depth, sampling, rng)
         return tree._replace(
-            laws=[tree.laws[0]] * len(tree.laws)
+            draft_probs=[tree.draft_probs[0]] * len(tree.draft_probs)
         )  # right: q without the earlier siblings
 
 
 class Sorted(Siblings):
     """The most probable sibling first, each with the law it was drawn from."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-        tree = super().propose(context, room, warp, chance)
-        order = sorted(range(len(tree.tokens)), key=lambda i: -tree.laws[0][tree.tokens[i]])  # type: ignore[index]
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        tree = super().propose(context, max_draft_depth, sampling, rng)
+        order = sorted(range(len(tree.tokens)), key=lambda i: -tree.draft_probs[0][tree.tokens[i]])  # type: ignore[index]
         return tree._replace(
-            tokens=tree.spelled(order), laws=[tree.laws[i] for i in order]
+            tokens=tree.tokens_on(order), draft_probs=[tree.draft_probs[i] for i in order]
         )  # right: in draw order
 
 
-class Behind(ModelDraft):
+class Behind(ModelDrafter):
     """The draft's own text lacks the token that came last."""
 
     def observe(self, round: Round) -> None:
@@ -123,8 +139,8 @@ class Behind(ModelDraft):
 class Softer(Chain):
     """Draws without the user's warp, and says so."""
 
-    def law(self, laws: Laws, node: int, warp: Warp) -> Any:
-        return laws.warped(node, Warp())
+    def law(self, laws: TargetProbs, node: int, sampling: SamplingParams) -> Any:
+        return laws.probs_under(node, SamplingParams())
 
 
 class SixteenBits:

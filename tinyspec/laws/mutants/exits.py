@@ -7,10 +7,10 @@ from itertools import product
 from typing import Any
 
 from tinyspec.decoding.calibrate import Calibrated, PValue, Tested
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.exits import Exit, ExitTarget, Rule
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.calibration_laws import CALIBRATED, EXAMPLES, HALF, SEQUENCE, SUPER, chosen, tail
 from tinyspec.laws.exit_laws import ON_TABLES, PROMPT, RULE, of_parts, tables
 from tinyspec.laws.mutants import Mutant
@@ -25,8 +25,8 @@ from tinyspec.tree import TokenTree
 class NextLayersRow(ExitTarget):
     """The word is read one layer above the exit."""
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
-        scores = super().score(tree, taps)
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
+        scores = super().score(tree, hidden_layers)
         layer = scores.layers[0] + 1
         if layer >= self.model.config.n_layers:
             return scores
@@ -36,16 +36,16 @@ class NextLayersRow(ExitTarget):
 class WholeModelsRow(ExitTarget):
     """It leaves early, and the word is the top layer's all the same."""
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
-        super().score(tree, taps)
-        return self.session.score(tree, taps)  # type: ignore[no-any-return]
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
+        super().score(tree, hidden_layers)
+        return self.session.score(tree, hidden_layers)  # type: ignore[no-any-return]
 
 
 class PromptsToo(ExitTarget):
     """Where the new tokens begin is forgotten: the threshold falls with the place in the whole text."""
 
-    def extend(self, tokens: Sequence[int], taps: Sequence[int] = ()) -> Scores:
-        scores = super().extend(tokens, taps)
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
+        scores = super().extend(tokens, hidden_layers)
         self.start = 0
         return scores
 
@@ -77,7 +77,7 @@ def strictly(self: Any) -> Any:
 
 def sharpened(self: Any) -> Any:
     """Under a law that is not the model's own."""
-    return lambda at: self.rule.stops(at._replace(logits=Warp(0.5)(at.logits)))
+    return lambda at: self.rule.stops(at._replace(logits=SamplingParams(0.5).probs(at.logits)))
 
 
 def one_step_late(self: Any) -> Any:
@@ -99,13 +99,13 @@ def decoded(parts: Parts) -> Any:
     told = []
     for model, setting, seed in product(tables(), ON_TABLES, range(4)):
         decoder = of_parts(parts)(
-            Request(model.session(), stop=Stop(max_new_tokens=3)), **setting.knobs
+            Request(model.session(), stop=StoppingCriteria(max_new_tokens=3)), **setting.knobs
         )
         decoder.extend(PROMPT)
-        chance = Seeded(seed)
+        rng = Seeded(seed)
         while not decoder.finished:
-            round = decoder.step(chance)
-            told.append((round.tokens, round.laws, tuple(round.scores.layers)))
+            round = decoder.step(rng)
+            told.append((round.tokens, round.output_probs, tuple(round.scores.layers)))
     return told
 
 

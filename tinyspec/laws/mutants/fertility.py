@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.copies import uniform
 from tinyspec.decoding.refine import Canvas, refine
 from tinyspec.decoding.rescore import judge
+from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.laws.fertility_laws import (
     EXPECTED,
     NESTED,
@@ -22,7 +22,7 @@ from tinyspec.laws.fertility_laws import (
 )
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.parts import PARTS, Parts
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive.nat import (
     FertileParallel,
     copied,
@@ -38,8 +38,8 @@ from tinyspec.technique import RefineRequest
 
 
 class Floored(FertileParallel):
-    def proposals(self, logits: Tensor, chance: Chance) -> Tensor:
-        made = super().proposals(logits, chance)
+    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
+        made = super().proposals(logits, rng)
         mean = logits.softmax(dim=-1) @ torch.arange(logits.shape[-1], dtype=logits.dtype)
         at = int(self.first == "argmax")
         if at < len(made):
@@ -48,37 +48,35 @@ class Floored(FertileParallel):
 
 
 class Lukewarm(FertileParallel):
-    def proposals(self, logits: Tensor, chance: Chance) -> Tensor:
+    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
         self.temperature = 1.0  # right: what was asked
-        return super().proposals(logits, chance)
+        return super().proposals(logits, rng)
 
 
 class OneDraw(FertileParallel):
-    def proposals(self, logits: Tensor, chance: Chance) -> Tensor:
-        made = super().proposals(logits, chance)
+    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
+        made = super().proposals(logits, rng)
         return torch.cat((made[:2], made[2:3].expand(len(made[2:]), -1)))  # right: each its own
 
 
 class OneLaw(FertileParallel):
-    def proposals(self, logits: Tensor, chance: Chance) -> Tensor:
-        made = super().proposals(
-            logits[-1:].expand_as(logits), chance
-        )  # right: each word its own law
+    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
+        made = super().proposals(logits[-1:].expand_as(logits), rng)  # right: each word its own law
         return torch.cat((super().proposals(logits, Seeded(0))[:2], made[2:]))
 
 
 class NewestFirst(FertileParallel):
-    def proposals(self, logits: Tensor, chance: Chance) -> Tensor:
+    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
         return (
-            super().proposals(logits, chance).flip(0)
+            super().proposals(logits, rng).flip(0)
         )  # right: the named ones first, so that more contain the fewer
 
 
 class SharedStream(FertileParallel):
-    def proposals(self, logits: Tensor, chance: Chance) -> Tensor:
-        made, count = super().proposals(logits, chance), self.samples - 2
+    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
+        made, count = super().proposals(logits, rng), self.samples - 2
         if count > 0:  # right: sample by sample
-            stream, rows = chance.split("words first", 0), logits.softmax(dim=-1).tolist()
+            stream, rows = rng.split("words first", 0), logits.softmax(dim=-1).tolist()
             made[2:] = torch.tensor([[stream.draw(row) for _ in range(count)] for row in rows]).T
         return made
 
@@ -90,8 +88,8 @@ def _standing(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> type
     """The first canvas made otherwise from the source [C, S] and the fertilities that were settled [C, S]."""
 
     class Wrong(FertileParallel):
-        def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
-            canvas = super().start(source, memory, chance)
+        def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
+            canvas = super().start(source, memory, rng)
             read, slots = change(torch.tensor([list(source)]).expand_as(canvas.extra), canvas.extra)
             return Canvas(read, slots, torch.zeros(read.shape, dtype=torch.float64), canvas.extra)
 
@@ -120,10 +118,10 @@ def in_turn(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Strict(FertileParallel):
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         room = min(2 * len(source) + 4, self.model.config.max_positions - 1)
         logits, row = self.model.fertility_logits(memory)[0], torch.tensor([list(source)])
-        proposed = self.proposals(logits, chance)
+        proposed = self.proposals(logits, rng)
         proposed = proposed.masked_fill(
             proposed.cumsum(dim=1) >= room, 0
         )  # right: cut what is more than the room
@@ -134,9 +132,9 @@ class Strict(FertileParallel):
 
 
 class FirstWord(FertileParallel):
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         logits, row = self.model.fertility_logits(memory)[0], torch.tensor([list(source)])
-        proposed = self.proposals(logits, chance)
+        proposed = self.proposals(logits, rng)
         law = logits.softmax(dim=-1)[None].expand(len(proposed), -1, -1).clone()
         law[:, 1:, 0] = (
             1.0  # right: none at all becomes one token of the word that most probably gives one
@@ -150,25 +148,29 @@ class FirstWord(FertileParallel):
 # ---------------------------------------------------------------------- the pass and the choice
 
 
-def _passing(change: Callable[[FertileParallel, Canvas, Memory], Tensor]) -> type[FertileParallel]:
+def _passing(
+    change: Callable[[FertileParallel, Canvas, EncoderOutput], Tensor],
+) -> type[FertileParallel]:
     """The pass with other logits."""
 
     class Wrong(FertileParallel):
-        def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+        def rewrite(
+            self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+        ) -> Canvas:
             scores, tokens = change(self, canvas, memory).log_softmax(dim=-1).max(dim=-1)
             return Canvas(tokens.masked_fill(~canvas.mask, 0), canvas.mask, scores, canvas.extra)
 
     return Wrong
 
 
-def own_copy(self: FertileParallel, canvas: Canvas, memory: Memory) -> Tensor:
+def own_copy(self: FertileParallel, canvas: Canvas, memory: EncoderOutput) -> Tensor:
     states = self.model.decode(
         self.model.embed(canvas.tokens), memory, None, slots=canvas.mask
     )  # right: not the diagonal
     return words(self.model, self.model.logits(states))
 
 
-def only_before(self: FertileParallel, canvas: Canvas, memory: Memory) -> Tensor:
+def only_before(self: FertileParallel, canvas: Canvas, memory: EncoderOutput) -> Tensor:
     before = torch.ones(canvas.tokens.shape[1], canvas.tokens.shape[1], dtype=torch.bool).tril(
         -1
     )  # right: behind it too
@@ -176,14 +178,14 @@ def only_before(self: FertileParallel, canvas: Canvas, memory: Memory) -> Tensor
     return words(self.model, self.model.logits(states))
 
 
-def padding_too(self: FertileParallel, canvas: Canvas, memory: Memory) -> Tensor:
+def padding_too(self: FertileParallel, canvas: Canvas, memory: EncoderOutput) -> Tensor:
     everywhere = torch.ones_like(canvas.mask)  # right: canvas.mask
     return words(
         self.model, self.model.logits(parallel(self.model, canvas.tokens, everywhere, memory))
     )
 
 
-def special_too(self: FertileParallel, canvas: Canvas, memory: Memory) -> Tensor:
+def special_too(self: FertileParallel, canvas: Canvas, memory: EncoderOutput) -> Tensor:
     return self.model.logits(
         parallel(self.model, canvas.tokens, canvas.mask, memory)
     )  # right: words alone
@@ -193,7 +195,7 @@ def _choosing(choice: Callable[[Tensor, Canvas], Tensor]) -> type[FertileParalle
     """The candidate by other figures, from what the teacher says of each token and of the end [C, T + 1]."""
 
     class Wrong(FertileParallel):
-        def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+        def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
             if self.teacher is None:
                 return 0
             return int(choice(judge(self.teacher, source, canvas), canvas).argmax())
@@ -261,7 +263,7 @@ def written(parts: Parts) -> Any:
         for temperature in (0.5, 4.0):
             request = RefineRequest(student(seed, 4, positions), teacher(seed, positions))
             refiner = builder(parts)(request, samples=5, temperature=temperature)
-            run = refine(request.model, (4, 7, 5), refiner, Seeded(seed), request.ledger)
+            run = refine(request.model, (4, 7, 5), refiner, Seeded(seed), request.forward_log)
             made.append(
                 (
                     [

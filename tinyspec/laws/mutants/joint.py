@@ -35,14 +35,14 @@ class FirstIsTold(Joint):
 
 
 class RowBehind(Joint):
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
-        first, second = (member.score(tree, taps) for member in self.members)
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
+        first, second = (member.score(tree, hidden_layers) for member in self.members)
         self._tree = tree
         ups = (-1, *tree.parents)
         return first._replace(
             logits=[  # type: ignore[arg-type]
                 self.make(
-                    [row, second.logits[up + 1]], self.text, tree.spelled(tree.path(node - 1))
+                    [row, second.logits[up + 1]], self.text, tree.tokens_on(tree.path(node - 1))
                 )  # right: node
                 for node, (row, up) in enumerate(zip(first.logits, ups, strict=True))
             ]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.stop import Reason, Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.stopping import Reason, StoppingCriteria
 from tinyspec.laws.exact import JOINT
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.mutants import witnesses as see
@@ -21,19 +21,19 @@ from tinyspec.laws.parts import PARTS
 class Renamed:
     """A chance whose streams are asked for under other names."""
 
-    def __init__(self, chance: Any, name: Any):
-        self.chance, self.name = chance, name
+    def __init__(self, rng: Any, name: Any):
+        self.rng, self.name = rng, name
 
     def split(self, role: str, round: int) -> Any:
-        return self.chance.split(*self.name(role, round))
+        return self.rng.split(*self.name(role, round))
 
 
 def streams(name: Any) -> type[Decoder]:
     """A decoder that names its streams so; right: (role, round), which names none twice."""
 
     class Named(Decoder):
-        def step(self, chance: Any) -> Round:
-            return super().step(Renamed(chance, name))  # type: ignore[arg-type]
+        def step(self, rng: Any) -> Round:
+            return super().step(Renamed(rng, name))  # type: ignore[arg-type]
 
     return Named
 
@@ -62,8 +62,8 @@ class GlobalGenerator(Seeded):
 class TrustsDraftedEnd(Decoder):
     """Closes the request when the *draft* ends the text."""
 
-    def step(self, chance: Any) -> Round:
-        round = super().step(chance)
+    def step(self, rng: Any) -> Round:
+        round = super().step(rng)
         if any(token in self.stop.eos for token in round.tree.tokens):
             self.finished = (
                 "eos"  # right: where the stop rule finds an end among the committed tokens
@@ -74,9 +74,12 @@ class TrustsDraftedEnd(Decoder):
 class CutsAfterTheCommit(Decoder):
     """The step commits all that was accepted; what a stop cuts off is only taken out of the answer."""
 
-    def step(self, chance: Any) -> Round:
-        stop, self.stop = self.stop, Stop()  # right: the cut comes first, inside the step
-        round = super().step(chance)
+    def step(self, rng: Any) -> Round:
+        stop, self.stop = (
+            self.stop,
+            StoppingCriteria(),
+        )  # right: the cut comes first, inside the step
+        round = super().step(rng)
         self.stop = stop
         before = self.context[self.start : len(self.context) - len(round.tokens)]
         kept, self.finished = stop.cut(before, round.tokens, self._limit)
@@ -86,20 +89,22 @@ class CutsAfterTheCommit(Decoder):
 
 class RoomForOneMore(Decoder):
     @property
-    def room(self) -> int:
-        return super().room + 1  # right: each round adds a token of its own
+    def max_draft_depth(self) -> int:
+        return super().max_draft_depth + 1  # right: each round adds a token of its own
 
 
 class LawsOneLate(Decoder):
-    def step(self, chance: Any) -> Round:
-        round = super().step(chance)
-        return round._replace(laws=(*round.laws[1:], round.laws[0]))  # right: round.laws
+    def step(self, rng: Any) -> Round:
+        round = super().step(rng)
+        return round._replace(
+            output_probs=(*round.output_probs[1:], round.output_probs[0])
+        )  # right: round.output_probs
 
 
 # ------------------------------------------------------------------ the stop
 
 
-class OnlyTheLastToken(Stop):
+class OnlyTheLastToken(StoppingCriteria):
     """Looks for a stop at the end of a block."""
 
     def cut(
@@ -109,7 +114,7 @@ class OnlyTheLastToken(Stop):
         return len(fresh) - 1 + kept, reason  # right: at every token of the block
 
 
-class OnlyTheBlock(Stop):
+class OnlyTheBlock(StoppingCriteria):
     """Forgets what stood before the block, so that a stop which began there is missed."""
 
     def cut(
@@ -117,38 +122,38 @@ class OnlyTheBlock(Stop):
     ) -> tuple[int, Reason | None]:
         most = None if self.max_new_tokens is None else self.max_new_tokens - len(new)
         left = None if limit is None else limit - len(new)
-        alone = Stop(self.eos, self.strings, self.sequences, most, self.decode)
+        alone = StoppingCriteria(self.eos, self.strings, self.sequences, most, self.decode)
         return alone.cut((), fresh, left)  # right: after `new`
 
 
-class CapFirst(Stop):
+class CapFirst(StoppingCriteria):
     """The budget is looked at before the block."""
 
     def cut(
         self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
     ) -> tuple[int, Reason | None]:
-        room = self.left(len(new), limit)
+        room = self.tokens_left(len(new), limit)
         if room is not None and len(fresh) >= room[0]:
             return room  # right: unless something in these tokens ended the text before
         return super().cut(new, fresh, limit)
 
 
-class Overshoots(Stop):
+class Overshoots(StoppingCriteria):
     """The budget is looked at after the block."""
 
     def cut(
         self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
     ) -> tuple[int, Reason | None]:
-        kept, reason = Stop(self.eos, self.strings, self.sequences, None, self.decode).cut(
-            new, fresh
-        )
-        room = self.left(len(new) + kept, limit)
+        kept, reason = StoppingCriteria(
+            self.eos, self.strings, self.sequences, None, self.decode
+        ).cut(new, fresh)
+        room = self.tokens_left(len(new) + kept, limit)
         if reason is None and room is not None and room[0] <= 0:
             return kept, room[1]  # right: not more than there was room for
         return kept, reason
 
 
-class DropsTheEnd(Stop):
+class DropsTheEnd(StoppingCriteria):
     """An end token is not kept."""
 
     def cut(
@@ -160,7 +165,7 @@ class DropsTheEnd(Stop):
 
 def with_eos(change: Any) -> Any:
     """A stop rule that knows other end tokens than it was given."""
-    return lambda **rule: Stop(**{**rule, "eos": change(rule["eos"])})
+    return lambda **rule: StoppingCriteria(**{**rule, "eos": change(rule["eos"])})
 
 
 def _noise(

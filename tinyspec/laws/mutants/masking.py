@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.lengths import beam, by_token
 from tinyspec.decoding.refine import Canvas, blank
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.laws.masking import CHOICE, HIDDEN, RULE, SOURCES, begun, fillers
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.parts import PARTS, Parts
-from tinyspec.lm.seq2seq import Memory
+from tinyspec.lm.seq2seq import EncoderOutput
 from tinyspec.nonautoregressive.mask_predict import MaskPredict, hide, least, masked, predict
 
 
@@ -24,7 +24,9 @@ def _counting(
     """The rule with another number of masks, or other places for them."""
 
     class Wrong(MaskPredict):
-        def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+        def rewrite(
+            self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+        ) -> Canvas:
             again = choose(
                 canvas.scores,
                 canvas.mask,
@@ -84,7 +86,9 @@ def leftmost(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
 
 
 class SeesTheOld(MaskPredict):
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         again = least(
             canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
         )
@@ -99,7 +103,9 @@ class SeesTheOld(MaskPredict):
 
 
 class SeesThePadding(MaskPredict):
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         again = least(
             canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
         )
@@ -115,32 +121,34 @@ class SeesThePadding(MaskPredict):
 
 
 class KeepsTheFirst(MaskPredict):
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
-        after = super().rewrite(canvas, memory, iteration, chance)
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
+        after = super().rewrite(canvas, memory, iteration, rng)
         return (
             after._replace(scores=canvas.scores) if iteration else after
         )  # right: new words, new probabilities
 
 
 class BySum(MaskPredict):
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return int(
             canvas.scores.masked_fill(~canvas.mask, 0).sum(dim=1).argmax()
         )  # right: the mean
 
 
 class ByWidth(MaskPredict):
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return int(canvas.scores.mean(dim=1).argmax())  # right: the mean over the slots
 
 
 class TheLikeliest(MaskPredict):
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return 0  # right: the best mean log-probability
 
 
 class OneShorter(MaskPredict):
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         lengths = beam(
             by_token(self.model, memory)[:, 1 : self.model.config.max_positions + 1], self.width
         )[0]
@@ -150,7 +158,7 @@ class OneShorter(MaskPredict):
 
 
 class Around(MaskPredict):
-    def start(self, source: Sequence[int], memory: Memory, chance: Chance) -> Canvas:
+    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         first = beam(by_token(self.model, memory), 1)[0][0]  # right: the l likeliest
         longest = self.model.config.max_positions
         return blank(

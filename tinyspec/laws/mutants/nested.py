@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tinyspec.decoding.decode import Decoder, Laws, Round
+from tinyspec.decoding.decode import Decoder, Round, TargetProbs
 from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.mutants import Equivalent, Mutant
@@ -23,7 +23,7 @@ class SmallestLaw(Nested):
 
         def noted(*inner: Any) -> Any:
             tree = propose(*inner)
-            proposed.extend(tree.laws)
+            proposed.extend(tree.draft_probs)
             return tree
 
         draft.propose = noted
@@ -43,14 +43,14 @@ class DrawsAgain(Nested):
         decoder.verifier = self.verify
 
     @staticmethod
-    def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-        for node, (x, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
+    def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+        for node, (x, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
             row: Any = p[node - 1]
-            if not chance.accept(row[x] / q[x]):  # type: ignore[index]
+            if not rng.accept(row[x] / q[x]):  # type: ignore[index]
                 return Verdict(
-                    tuple(range(node)), chance.draw(row), (node,)
+                    tuple(range(node)), rng.draw(row), (node,)
                 )  # right: residual(row, q)
-        return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1]))
+        return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))
 
 
 class OneAhead(Nested):
@@ -80,9 +80,9 @@ class AlwaysAccepted(Nested):
         decoder.verifier = self.verify
 
     @staticmethod
-    def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
+    def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
         return Verdict(
-            tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1])
+            tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1])
         )  # right: walk
 
 

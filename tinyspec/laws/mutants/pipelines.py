@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.early_exit.ppd import ALONE, Pipeline
 from tinyspec.laws.mutants import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS
@@ -16,22 +16,22 @@ from tinyspec.tree import TokenTree
 class TooFar(Pipeline):
     """Branches run as many layers as the newest token has behind it, and not as many as it has before it."""
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         if self.coming is not None and self.layer < self.depth:
             branches = self.guesses(
                 self.session.advance(ALONE, self.layer, head=True), *self.coming
             )
             self.session.advance(branches, self.layer)  # right: self.depth - self.layer
         self.coming = None
-        return super().score(tree, taps)
+        return super().score(tree, hidden_layers)
 
 
 class FromTheTop(Pipeline):
     """Guesses what the whole model says: it always holds, and is known when the time is over."""
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         coming, self.coming = self.coming, None
-        scores = super().score(tree, taps)
+        scores = super().score(tree, hidden_layers)
         if coming is not None and self.layer < self.depth:
             self.session.advance(self.guesses(scores, *coming), self.depth - self.layer)
         return scores
@@ -40,9 +40,9 @@ class FromTheTop(Pipeline):
 class Unlikely(Pipeline):
     """Begins with the k least likely tokens."""
 
-    def guesses(self, scores: Scores, text: Sequence[int], warp: Warp) -> TokenTree:
+    def guesses(self, scores: Scores, text: Sequence[int], sampling: SamplingParams) -> TokenTree:
         rows: Any = [[-x for x in scores.logits[0]]]  # right: scores.logits
-        return super().guesses(scores._replace(logits=rows), text, warp)
+        return super().guesses(scores._replace(logits=rows), text, sampling)
 
 
 class Forgets(Pipeline):
@@ -60,10 +60,10 @@ class BehindTheLast(Pipeline):
 
     heard: Any = None
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         self.heard = self.coming or self.heard
         self.coming = self.heard  # right: nothing behind the last token
-        return super().score(tree, taps)
+        return super().score(tree, hidden_layers)
 
 
 class OneMore(Pipeline):
@@ -76,8 +76,8 @@ class OneMore(Pipeline):
 class OneByOne(Pipeline):
     """A pass for each branch: the same rows and layers, in more calls."""
 
-    def guesses(self, scores: Scores, text: Sequence[int], warp: Warp) -> TokenTree:
-        tree = super().guesses(scores, text, warp)
+    def guesses(self, scores: Scores, text: Sequence[int], sampling: SamplingParams) -> TokenTree:
+        tree = super().guesses(scores, text, sampling)
         for token in tree.tokens:
             self.session.advance(
                 TokenTree((token,), (-1,), (None,), (False,)), self.depth - self.layer

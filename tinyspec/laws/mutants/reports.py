@@ -49,7 +49,7 @@ class OfTheRounds(Statistics):
 
     def count(self, round: Round) -> None:
         super().count(round)
-        self.kept += len(round.verdict.path) > 0
+        self.kept += len(round.verdict.accepted) > 0
 
     @property
     def acceptance(self) -> float:
@@ -64,7 +64,9 @@ def always_a_bonus(round: Round) -> tuple[str, ...]:
 
 def of_the_draft(round: Round) -> list[float]:
     """The draft's own probabilities where a guess was accepted; 0.0 for the token behind them."""
-    accepted = [(round.tree.tokens[node], round.tree.laws[node]) for node in round.verdict.path]
+    accepted = [
+        (round.tree.tokens[node], round.tree.draft_probs[node]) for node in round.verdict.accepted
+    ]
     said = [math.log(q[x]) for x, q in accepted if q is not None]
     return said + [0.0] * (
         len(round.tokens) - len(said)
@@ -72,7 +74,7 @@ def of_the_draft(round: Round) -> list[float]:
 
 
 def of_the_warped(round: Round) -> list[float]:
-    rows = zip(round.laws, round.tokens, strict=True)
+    rows = zip(round.output_probs, round.tokens, strict=True)
     return [math.log(row[x]) for row, x in rows]  # right: from the logits, before the warpers
 
 

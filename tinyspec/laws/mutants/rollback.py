@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tinyspec.decoding.chance import Chance, Seeded
-from tinyspec.decoding.decode import Laws, Verifier
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.decode import TargetProbs, Verifier
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.loop_laws import model
 from tinyspec.laws.mutants import Mutant
@@ -17,14 +17,14 @@ from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 
 
-def right_trust(p: Laws, at: int, node: int, token: int) -> Any:
+def right_trust(p: TargetProbs, at: int, node: int, token: int) -> Any:
     """What the large model gives a token, before temperature and filters."""
-    return p.warped(at, Warp())[token]
+    return p.probs_under(at, SamplingParams())[token]
 
 
-def right_writer(p: Laws, at: int, node: int, chance: Chance) -> int:
+def right_writer(p: TargetProbs, at: int, node: int, rng: RandomSource) -> int:
     """The large model's own token in a place."""
-    return chance.draw(p[at])
+    return rng.draw(p[at])
 
 
 def rollback(
@@ -32,7 +32,7 @@ def rollback(
     writer: Callable[..., int] = right_writer,
     bad: Callable[[Any, float], bool] = lambda trusted, least: trusted < least,
     kept: int = 0,
-    unread: bool = False,
+    push_back: bool = False,
 ) -> Callable[[float, str], Verifier]:
     """A rollback policy that decides so.
 
@@ -43,41 +43,43 @@ def rollback(
     def make(distance: float, rule: str) -> Verifier:
         least = math.exp(-distance)
 
-        def review(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+        def review(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
             for node, token in enumerate(tree.tokens):
                 if bad(trust(p, node - 1, node, token), least):
-                    said = writer(p, node - 1, node, chance)
+                    said = writer(p, node - 1, node, rng)
                     if rule == "paper" or said != token:
                         return Verdict(tuple(range(node + kept)), said, (node,))
-                    if unread:
+                    if push_back:
                         break
             last = len(tree.tokens) - 1 if tree.tokens else ROOT
-            return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[last]))
+            return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[last]))
 
         return review
 
     return make
 
 
-def sharpened(p: Laws, at: int, node: int, token: int) -> Any:
+def sharpened(p: TargetProbs, at: int, node: int, token: int) -> Any:
     return p[at][token]  # right: under the law before temperature and filters
 
 
-def row_behind(p: Laws, at: int, node: int, token: int) -> Any:
-    return p.warped(node, Warp())[token]  # right: the row of the place where the token stands
+def row_behind(p: TargetProbs, at: int, node: int, token: int) -> Any:
+    return p.probs_under(node, SamplingParams())[
+        token
+    ]  # right: the row of the place where the token stands
 
 
-def against_the_best(p: Laws, at: int, node: int, token: int) -> Any:
-    row = p.warped(at, Warp())
+def against_the_best(p: TargetProbs, at: int, node: int, token: int) -> Any:
+    row = p.probs_under(at, SamplingParams())
     return row[token] / max(row)  # right: the probability itself
 
 
-def small_stays(p: Laws, at: int, node: int, chance: Chance) -> int:
+def small_stays(p: TargetProbs, at: int, node: int, rng: RandomSource) -> int:
     return p.tree.tokens[node]  # right: the large model writes where it took back
 
 
-def writes_behind(p: Laws, at: int, node: int, chance: Chance) -> int:
-    return chance.draw(p[node])  # right: the law of the place, not of the one behind it
+def writes_behind(p: TargetProbs, at: int, node: int, rng: RandomSource) -> int:
+    return rng.draw(p[node])  # right: the law of the place, not of the one behind it
 
 
 def _rollback(name: str, bug: str = "slip", **defect: Any) -> Mutant:
@@ -88,7 +90,7 @@ def outcomes(parts: Parts) -> Any:
     """The texts of three rounds at temperature 0, for every setting of the trap."""
     texts = []
     for p, q, fallback, distance, rule in settings():
-        request = Request(model(p).session(), [model(q).session()], Warp(0.0))
+        request = Request(model(p).session(), [model(q).session()], SamplingParams(0.0))
         decoder = policed(parts.rollback)(
             request, fallback=fallback, rollback=distance, rule=rule, gamma=CAP
         )
@@ -105,5 +107,5 @@ MUTANTS = [
     _rollback("the bad token stays", kept=1),
     _rollback("the bad token is written again", writer=small_stays),
     _rollback("the large model writes the place behind", writer=writes_behind),
-    _rollback("the block stays unread behind a bad token", unread=True),
+    _rollback("the block stays unread behind a bad token", push_back=True),
 ]

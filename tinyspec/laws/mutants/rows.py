@@ -8,8 +8,8 @@ import numpy as np
 
 from tinyspec import _core
 from tinyspec.decoding import sampling
-from tinyspec.decoding.chance import Replay
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.rng import Replay
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import pathwise
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.mutants import witnesses as see
@@ -25,31 +25,31 @@ def _scaled(row: Any) -> Any:
     )
 
 
-class ColdIsOff(Warp):
+class ColdIsOff(SamplingParams):
     """Temperature 0 turns the temperature off."""
 
-    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
-        return Warp(self.temperature or 1.0, self.top_k, self.top_p, self.min_p)(
+    def probs(self, logits: Any, history: Sequence[int] = ()) -> Any:
+        return SamplingParams(self.temperature or 1.0, self.top_k, self.top_p, self.min_p).probs(
             logits, history
         )  # right: one-hot
 
 
-class ColdDivides(Warp):
+class ColdDivides(SamplingParams):
     """Logits are divided by a temperature of 0."""
 
-    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
+    def probs(self, logits: Any, history: Sequence[int] = ()) -> Any:
         if self.temperature or isinstance(logits, list):
-            return super().__call__(logits, history)
+            return super().probs(logits, history)
         with np.errstate(all="ignore"):
             weights = np.exp((logits - max(logits)) / 0.0)  # right: one-hot at the highest
             return weights / weights.sum()
 
 
-class TiesStay(Warp):
+class TiesStay(SamplingParams):
     """Top-k keeps all that is as heavy as the k-th."""
 
-    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
-        row = Warp(self.temperature, None, self.top_p, self.min_p)(logits, history)
+    def probs(self, logits: Any, history: Sequence[int] = ()) -> Any:
+        row = SamplingParams(self.temperature, None, self.top_p, self.min_p).probs(logits, history)
         if self.top_k is None:
             return row
         kth = sorted(row, reverse=True)[: self.top_k][-1]
@@ -57,11 +57,11 @@ class TiesStay(Warp):
         return _scaled(np.array(kept) if isinstance(row, np.ndarray) else kept)
 
 
-class NucleusWithoutCrossing(Warp):
+class NucleusWithoutCrossing(SamplingParams):
     """Top-p drops the token that crosses p."""
 
-    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
-        row = super().__call__(logits, history)
+    def probs(self, logits: Any, history: Sequence[int] = ()) -> Any:
+        row = super().probs(logits, history)
         if self.top_p is None:
             return row
         best = sorted((x for x in range(len(row)) if row[x] > 0), key=lambda x: (-row[x], x))
@@ -73,41 +73,41 @@ class NucleusWithoutCrossing(Warp):
         return _scaled(np.array(kept) if isinstance(row, np.ndarray) else kept)
 
 
-class NucleusFirst(Warp):
+class NucleusFirst(SamplingParams):
     """Top-p before top-k: the nucleus of the whole row, not of what top-k left."""
 
-    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
+    def probs(self, logits: Any, history: Sequence[int] = ()) -> Any:
         if self.top_k is None or self.top_p is None:
-            return super().__call__(logits, history)
-        row = Warp(self.temperature, None, self.top_p)(logits, history)
+            return super().probs(logits, history)
+        row = SamplingParams(self.temperature, None, self.top_p).probs(logits, history)
         best = sorted(range(len(row)), key=lambda x: (-row[x], x))[: self.top_k]
         kept = [x if token in best else 0 * x for token, x in enumerate(row)]
         return _scaled(np.array(kept) if isinstance(row, np.ndarray) else kept)
 
 
-class NotANumberPasses(Warp):
+class NotANumberPasses(SamplingParams):
     """NaN counts as the lowest logit."""
 
-    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
+    def probs(self, logits: Any, history: Sequence[int] = ()) -> Any:
         if isinstance(logits, np.ndarray):
             logits = np.nan_to_num(
                 logits, nan=-np.inf, posinf=np.inf, neginf=-np.inf
             )  # right: an error
-        return super().__call__(logits, history)
+        return super().probs(logits, history)
 
 
-class PenaltyPerOccurrence(Warp):
+class PenaltyPerOccurrence(SamplingParams):
     """A token that stands twice in the text is punished twice."""
 
-    def __call__(self, logits: Any, history: Sequence[int] = ()) -> Any:
+    def probs(self, logits: Any, history: Sequence[int] = ()) -> Any:
         if self.repetition_penalty == 1 or len(history) < 2:
-            return super().__call__(logits, history)
+            return super().probs(logits, history)
         scores = np.array(logits, np.float64)
         for token in history:  # right: for token in set(history)
             scores[token] *= (
                 self.repetition_penalty if scores[token] < 0 else 1 / self.repetition_penalty
             )
-        return Warp(self.temperature, self.top_k, self.top_p, self.min_p)(scores)
+        return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p).probs(scores)
 
 
 def divides_by_nothing(p: Any, q: Any) -> Any:
@@ -134,9 +134,9 @@ class LeftEdge(Replay):
 
 
 class UniformRace(Replay):
-    def race(self, row: Any, position: int) -> int:
+    def exponential_race(self, row: Any, position: int) -> int:
         noise = [self._next() for _ in row]  # right: -log(1 - u), which is exponential
-        return sampling.race(row, noise)
+        return sampling.exponential_race(row, noise)
 
 
 def single_precision(row: Any, q: Any) -> Any:
@@ -159,8 +159,8 @@ def fastest(row: Any, noise: Any) -> int:
         return int(np.argmax(row / noise))  # right: only among tokens with row > 0
 
 
-def _warp(name: str, bug: str, warp: Any) -> Mutant:
-    return Mutant(name, bug, "warp is its definition", replace(PARTS, warp=warp), see.rows)
+def _warp(name: str, bug: str, sampling: Any) -> Mutant:
+    return Mutant(name, bug, "warp is its definition", replace(PARTS, sampling=sampling), see.rows)
 
 
 def _other(name: str, bug: str, law: str, parts: Parts) -> Mutant:

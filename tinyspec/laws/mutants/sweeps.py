@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.decode import Round
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws.mutants import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS, Parts
 from tinyspec.laws.sweeps import PUBLISHED, SWEEPS, begun, counting, say, tables, through
@@ -45,17 +45,29 @@ class HalfOfIt(Jacobi):
 class OneBeyond(Jacobi):
     """A block reads one guess more than it has tokens to make."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        super().propose(context, room, warp, chance)
-        return TokenTree.chain(self.block[:room])  # right: self.block[:-1][:room]
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        super().propose(context, max_draft_depth, sampling, rng)
+        return TokenTree.chain(self.block[:max_draft_depth])  # right: self.block[:-1][:room]
 
 
 class CountsThePrompt(Jacobi):
     """The prompt's tokens count as made in blocks."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         self.begun = 0  # right: len(context)
-        return super().propose(context, room, warp, chance)
+        return super().propose(context, max_draft_depth, sampling, rng)
 
 
 # ---------------------------------------------------------------------- as published

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.refine import Canvas, Pass, Refinement, blank
 from tinyspec.decoding.rescore import judge
+from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.parts import PARTS, Parts
 from tinyspec.laws.refine_laws import reader
 from tinyspec.laws.translation_laws import JUDGED, LISTENS, LOOP, Scripted, writer
-from tinyspec.lm.feed import Feed
-from tinyspec.lm.given import Given, Listening
+from tinyspec.lm.feed import ForwardBatch
+from tinyspec.lm.given import CrossAttentionBlocks, Given
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import TokenTree
@@ -23,37 +23,42 @@ from tinyspec.tree import TokenTree
 # ---------------------------------------------------------------------- the session
 
 
-class Unscaled(Listening):
+class Unscaled(CrossAttentionBlocks):
     """Embeddings enter as they are."""
 
-    def enter(self, feed: Feed) -> Tensor:
+    def enter(self, feed: ForwardBatch) -> Tensor:
         x: Tensor = super().enter(feed)
         return x.mul(self.config.d_model**-0.5)  # right: embeddings times sqrt(d), then positions
 
 
-class CountsRows(Listening):
+class CountsRows(CrossAttentionBlocks):
     """A row's position is its number in the pass."""
 
-    def enter(self, feed: Feed) -> Tensor:
+    def enter(self, feed: ForwardBatch) -> Tensor:
         return super().enter(
             replace(feed, positions=list(range(len(feed.positions))))
         )  # right: feed.positions
 
 
-class PlacedAgain(Listening):
+class PlacedAgain(CrossAttentionBlocks):
     """Rows that were run part of the way get their position once more."""
 
-    def enter(self, feed: Feed) -> Tensor:
+    def enter(self, feed: ForwardBatch) -> Tensor:
         return super().enter(
             replace(feed, starts=[0] * len(feed.starts))
         )  # right: only rows that begin
 
 
-class Deaf(Listening):
+class Deaf(CrossAttentionBlocks):
     """Only the first layer hears the source."""
 
     def span(
-        self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int
+        self,
+        feeds: Sequence[ForwardBatch],
+        active: list[Sequence[int]],
+        x: Tensor,
+        first: int,
+        last: int,
     ) -> Tensor:
         heard, self.heard = (
             self.heard,
@@ -65,11 +70,16 @@ class Deaf(Listening):
             self.heard = heard
 
 
-class OneLayerAhead(Listening):
+class OneLayerAhead(CrossAttentionBlocks):
     """Every layer hears with the keys and values of the next."""
 
     def span(
-        self, feeds: Sequence[Feed], active: list[Sequence[int]], x: Tensor, first: int, last: int
+        self,
+        feeds: Sequence[ForwardBatch],
+        active: list[Sequence[int]],
+        x: Tensor,
+        first: int,
+        last: int,
     ) -> Tensor:
         heard, self.heard = self.heard, (*self.heard[1:], self.heard[0])
         try:
@@ -78,12 +88,12 @@ class OneLayerAhead(Listening):
             self.heard = heard
 
 
-def hearing(path: type[Listening]) -> Callable[[Seq2Seq, Sequence[int]], Model]:
+def hearing(path: type[CrossAttentionBlocks]) -> Callable[[Seq2Seq, Sequence[int]], Model]:
     """A model that has read a source, by other blocks."""
 
     def given(host: Seq2Seq, source: Sequence[int]) -> Model:
         model = Given(host, source)
-        assert isinstance(model._path, Listening)
+        assert isinstance(model._path, CrossAttentionBlocks)
         model._path = path(host, model._path.memory)
         return model
 
@@ -124,9 +134,9 @@ class FromTheStart(Refinement):
     def __iter__(self) -> Iterator[Pass]:
         rewrite, kept = self.refiner.rewrite, list[Canvas]()
 
-        def again(canvas: Canvas, memory: Any, iteration: int, chance: Any) -> Canvas:
+        def again(canvas: Canvas, memory: Any, iteration: int, rng: Any) -> Canvas:
             kept.append(canvas)
-            return rewrite(kept[0], memory, iteration, chance)  # right: canvas
+            return rewrite(kept[0], memory, iteration, rng)  # right: canvas
 
         self.refiner.rewrite = again  # type: ignore[method-assign]
         yield from super().__iter__()
@@ -138,11 +148,11 @@ class ReadsAgain(Refinement):
     def __iter__(self) -> Iterator[Pass]:
         rewrite = self.refiner.rewrite
 
-        def reading(canvas: Canvas, memory: Any, iteration: int, chance: Any) -> Canvas:
+        def reading(canvas: Canvas, memory: Any, iteration: int, rng: Any) -> Canvas:
             memory = self.model.encode(
                 torch.tensor([self.source])
             )  # right: the memory that is there
-            return rewrite(canvas, memory, iteration, chance)
+            return rewrite(canvas, memory, iteration, rng)
 
         self.refiner.rewrite = reading  # type: ignore[method-assign]
         yield from super().__iter__()
@@ -153,21 +163,21 @@ class OneNoise(Refinement):
 
     def __iter__(self) -> Iterator[Pass]:
         rewrite = self.refiner.rewrite
-        self.refiner.rewrite = lambda c, m, i, chance: rewrite(c, m, i, Seeded(0))  # type: ignore[method-assign, assignment]
+        self.refiner.rewrite = lambda c, m, i, rng: rewrite(c, m, i, Seeded(0))  # type: ignore[method-assign, assignment]
         yield from super().__iter__()
 
 
 def kept(parts: Parts) -> Any:
     """What a scripted refiner is asked, and what is kept of it."""
-    ledger = list[Any]()
-    refiner = Scripted(reader(0).counting(ledger), 2)
-    running = parts.refine(reader(0), (6, 5, 4), refiner, Seeded(0), ledger)
+    forward_log = list[Any]()
+    refiner = Scripted(reader(0).counting(forward_log), 2)
+    running = parts.refine(reader(0), (6, 5, 4), refiner, Seeded(0), forward_log)
     return (
         len(list(running)),
         refiner.log,
         running.tokens,
         running.chosen,
-        [call.model for call in ledger],
+        [call.model for call in forward_log],
     )
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, Laws, Verifier
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, residual, walk, without
+from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tree
 from tinyspec.laws.blocks import BLOCK, EMITTED, Block, Played, played
 from tinyspec.laws.couplings import AGREE, INVARIANT
 from tinyspec.laws.loop_laws import WIDE, WIDER, model
@@ -55,9 +55,9 @@ def of_block(
     def left(row: Any, q: Any, weight: Any) -> list[Any]:
         return [max(0 * a, weight * a - b) for a, b in zip(row, q, strict=True)]
 
-    def verifier(tree: TokenTree, p: Any, chance: Any) -> Verdict:
+    def verifier(tree: TokenTree, p: Any, rng: Any) -> Verdict:
         n, passed, weights = len(tree.tokens), [True], [1]
-        laws: Any = tree.laws
+        laws: Any = tree.draft_probs
         for place in range(1, n + 1):
             weights.append(
                 weigh(
@@ -66,13 +66,11 @@ def of_block(
                 )
             )
             mass = 0 if place == n else sum(left(p[place - 1], laws[place], weights[place]))
-            passed.append(chance.accept(passes(mass, weights[place], place == n)))
+            passed.append(rng.accept(passes(mass, weights[place], place == n)))
         at = end(passed)
         row = p[at - 1]
         rest = row if at == n else left(row, laws[at], scale(weights[at]))
-        return Verdict(
-            tuple(range(at)), chance.draw(rest if sum(rest) else row), tuple(range(at, n))
-        )
+        return Verdict(tuple(range(at)), rng.draw(rest if sum(rest) else row), tuple(range(at, n)))
 
     return verifier
 
@@ -125,24 +123,24 @@ def of_drafts(
 ) -> Verifier:
     """K-SEQ over texts side by side that decides so."""
 
-    def verifier(tree: TokenTree, p: Any, chance: Any) -> Verdict:
+    def verifier(tree: TokenTree, p: Any, rng: Any) -> Verdict:
         path, here = list[int](), [ROOT]
         widest = sum(up == ROOT for up in tree.parents)
         while True:
             row = p[path[-1] if path else ROOT]
             drafts = [node for node, up in enumerate(tree.parents) if up in here]
             if not drafts:
-                return Verdict(tuple(path), chance.draw(row))
-            q: Any = tree.laws[drafts[0]]
-            tokens, k = tree.spelled(drafts), count(len(drafts), widest)
+                return Verdict(tuple(path), rng.draw(row))
+            q: Any = tree.draft_probs[drafts[0]]
+            tokens, k = tree.tokens_on(drafts), count(len(drafts), widest)
             rho = factor(row, q, k)
             took = next(
-                (i for i, x in enumerate(tokens) if q[x] and chance.accept(row[x] / (rho * q[x]))),
+                (i for i, x in enumerate(tokens) if q[x] and rng.accept(row[x] / (rho * q[x]))),
                 None,
             )
             if took is None:
                 left = rest(row, q, rho, k, tokens)
-                return Verdict(tuple(path), chance.draw(left if sum(left) else row), tuple(drafts))
+                return Verdict(tuple(path), rng.draw(left if sum(left) else row), tuple(drafts))
             path.append(drafts[took])
             here = [drafts[i] for i in alive(tokens, tokens[took])]
 
@@ -156,46 +154,52 @@ def without_its_share(row: Any, q: Any, rho: Any, k: int, refused: Sequence[int]
 # ------------------------------------------------------------------ of a race on shared noise
 
 
-class OwnNoise(ModelDraft):
+class OwnNoise(ModelDrafter):
     """Guesses drawn from the draft's own stream."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-        return TokenTree.chain(super().propose(context, room, warp, chance).tokens)  # right: raced
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        return TokenTree.chain(
+            super().propose(context, max_draft_depth, sampling, rng).tokens
+        )  # right: raced
 
 
 class OneLate(RaceDraft):
     """The first guess races on the noise of the second position."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-        return super().propose(context, room, warp, _Moved(chance, 1))  # right: 0
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        return super().propose(context, max_draft_depth, sampling, _Moved(rng, 1))  # right: 0
 
 
 class _Moved:
     """Races on the noise of a later position, or of an earlier one."""
 
-    def __init__(self, chance: Any, by: int):
-        self.chance, self.by = chance, by
+    def __init__(self, rng: Any, by: int):
+        self.rng, self.by = rng, by
 
-    def race(self, row: Any, position: int) -> int:
-        return int(self.chance.race(row, position + self.by))
+    def exponential_race(self, row: Any, position: int) -> int:
+        return int(self.rng.exponential_race(row, position + self.by))
 
 
 class _Drawn:
     """Draws where it is asked to race."""
 
-    def __init__(self, chance: Any):
-        self.chance = chance
+    def __init__(self, rng: Any):
+        self.rng = rng
 
-    def race(self, row: Any, position: int) -> int:
-        return int(self.chance.draw(row))  # right: the race of the position
-
-
-def drawn(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-    return match(tree, p, _Drawn(chance))  # type: ignore[arg-type]
+    def exponential_race(self, row: Any, position: int) -> int:
+        return int(self.rng.draw(row))  # right: the race of the position
 
 
-def counted_in_the_round(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-    return match(tree, p, _Moved(chance, -len(p.context)))  # type: ignore[arg-type]  # right: by 0
+def drawn(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+    return match(tree, p, _Drawn(rng))  # type: ignore[arg-type]
+
+
+def counted_in_the_round(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+    return match(tree, p, _Moved(rng, -len(p.context)))  # type: ignore[arg-type]  # right: by 0
 
 
 # ------------------------------------------------------------------ what can be seen
@@ -226,9 +230,9 @@ def races_run(parts: Parts) -> list[Any]:
     seen = []
     for seed in range(6):
         target, draft = model(WIDE).session(), parts.racing(model(WIDER).session(), 2)
-        decoder, chance = Decoder(target, draft, parts.match), Seeded(seed)
+        decoder, rng = Decoder(target, draft, parts.match), Seeded(seed)
         decoder.extend((0,))
-        kept = [len(decoder.step(chance).verdict.path) for _ in range(6)]
+        kept = [len(decoder.step(rng).verdict.accepted) for _ in range(6)]
         seen.append((decoder.new, kept))
     return seen
 
@@ -259,9 +263,9 @@ MUTANTS = [
         EMITTED,
         of_block(end=lambda passed: sum(passed) - 1),
     ),
-    _block("a block judged token by token", BLOCK, walk),
+    _block("a block judged token by token", BLOCK, verify_tree),
     _drafts("K-SEQ divides by k", FACTOR, of_drafts(factor=lambda p, q, k: k)),
-    _drafts("K-SEQ is recursive rejection", FACTOR, walk),
+    _drafts("K-SEQ is recursive rejection", FACTOR, verify_tree),
     _drafts(
         "K-SEQ's factor rounded down",
         SELECTED,
@@ -276,7 +280,7 @@ MUTANTS = [
     _drafts(
         "K-SEQ's residual of the last draft alone",
         SELECTED,
-        of_drafts(rest=lambda row, q, rho, k, refused: without(row, refused[-1])),
+        of_drafts(rest=lambda row, q, rho, k, refused: exclude_token(row, refused[-1])),
     ),
     _drafts(
         "K-SEQ for all drafts where some have parted", SELECTED, of_drafts(count=lambda alive, k: k)

@@ -23,7 +23,7 @@ from tinyspec.tree import ROOT, TokenTree
 
 def drawn_from(tree: TokenTree, node: int, vocabulary: int) -> Any:
     """The law a guess was drawn from; of none that was declared, the point mass."""
-    declared = tree.laws[node]
+    declared = tree.draft_probs[node]
     return (
         [Fraction(int(x == tree.tokens[node])) for x in range(vocabulary)]
         if declared is None
@@ -53,7 +53,7 @@ def judge(
 ) -> Verifier:
     """A verifier that decides so."""
 
-    def verifier(tree: TokenTree, p: Any, chance: Any) -> Verdict:
+    def verifier(tree: TokenTree, p: Any, rng: Any) -> Verdict:
         path: tuple[int, ...] = ()
         at, row, here = ROOT, p[ROOT], {ROOT}
         untested = [node for node, parent in enumerate(tree.parents) if parent in here]
@@ -61,7 +61,7 @@ def judge(
             node, *untested = untested
             x = tree.tokens[node]
             q = drawn_from(tree, node, len(row))
-            if chance.accept(ratio(row, q, x, at)):
+            if rng.accept(ratio(row, q, x, at)):
                 path, at, row = (*path, node), node, p[node]
                 here = {
                     twin
@@ -73,7 +73,7 @@ def judge(
                     row = last(p, tree, at)
             else:
                 row = rest(p, at, node, row, q)
-        return Verdict(path, None if row is None else chance.draw(row))
+        return Verdict(path, None if row is None else rng.draw(row))
 
     return verifier
 

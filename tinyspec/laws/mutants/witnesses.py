@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.cache_laws import FAMILIES, Through, trees, weights
 from tinyspec.laws.loop_laws import (
@@ -47,19 +47,19 @@ KNOBS: list[dict[str, Any]] = [
 def outcomes(parts: Parts, cases: Sequence[Case], tokens: int = 2) -> Any:
     """For each case the exact law of (the first tokens, the rounds they took)."""
 
-    def run(chance: Exhaustive, case: Case) -> Any:
-        decoder, noise = case.decoder(parts), Noise(chance)
+    def run(rng: Exhaustive, case: Case) -> Any:
+        decoder, noise = case.decoder(parts), Noise(rng)
         decoder.extend((0,))
         while len(decoder.new) < tokens:
             decoder.step(noise)
         return tuple(decoder.new), decoder.rounds
 
-    return [Exhaustive.law(lambda chance, case=case: run(chance, case)) for case in cases]  # type: ignore[misc]
+    return [Exhaustive.law(lambda rng, case=case: run(rng, case)) for case in cases]  # type: ignore[misc]
 
 
 def chains(parts: Parts) -> Any:
     """Outcomes of a chain of two over two tokens, and of one over three, and under a warper."""
-    warped = Case(((1, 2),), ((2, 1),), ONE, 2, Warp(top_k=1))
+    warped = Case(((1, 2),), ((2, 1),), ONE, 2, SamplingParams(top_k=1))
     return outcomes(
         parts, [Case(*SMALL[4], TWO, 2), Case(*SMALL[7], TWO, 2), Case(*SMALL[9], ONE, 2), warped]
     )
@@ -85,14 +85,16 @@ def trees_drafted(parts: Parts) -> Any:
     for draft, (p, q), seed in product(
         (TWO, BOTH, FEW, FORK), (*SMALL[2:6], (WIDE, WIDER)), range(4)
     ):
-        decoder = Case(p, q, draft, 6, Warp(top_k=2, temperature=0.5)).decoder(parts)
+        decoder = Case(p, q, draft, 6, SamplingParams(top_k=2, temperature=0.5)).decoder(parts)
         decoder.extend((0,))
         tree = decoder.step(parts.seeded(seed)).tree
-        made.append((list(tree.tokens), [row if row is None else list(row) for row in tree.laws]))
+        made.append(
+            (list(tree.tokens), [row if row is None else list(row) for row in tree.draft_probs])
+        )
     for seed in range(4):
         drafter = parts.trees(model(WIDER).session(), (ROOT, ROOT, ROOT, 0), True)
         drafter.extend((0,), None)  # type: ignore[arg-type]
-        made.append(tuple(drafter.propose([0], 2, Warp(), parts.seeded(seed)).tokens))
+        made.append(tuple(drafter.propose([0], 2, SamplingParams(), parts.seeded(seed)).tokens))
     return made
 
 
@@ -114,15 +116,17 @@ def figures(parts: Parts) -> Any:
     """Statistics, origins and round laws of requests on tables; log-probabilities on a transformer."""
     made: list[Any] = []
     for most, eos, seed in product((0, 1, 4), ((), (1,)), range(4)):
-        decoder, chance = request(parts, WIDE, WIDER, 2, most, seed, eos)
+        decoder, rng = request(parts, WIDE, WIDER, 2, most, seed, eos)
         stats = parts.statistics()
-        for one in finished(decoder, chance):
+        for one in finished(decoder, rng):
             stats.count(one)
-            made += [parts.origins(one), [list(row) for row in one.laws]]
+            made += [parts.origins(one), [list(row) for row in one.output_probs]]
         made.append(repr(stats.as_dict()))
     target = weights("rotations")
     small = parts.drafter(weights("rotations", seed=1).session(), 2, frozenset())
-    decoder = parts.decoder(target.session(), small, parts.walk, warp=Warp(temperature=0.5))
+    decoder = parts.decoder(
+        target.session(), small, parts.walk, sampling=SamplingParams(temperature=0.5)
+    )
     decoder.extend((1,))
     return [*made, [parts.logprobs(decoder.step(parts.seeded(at))) for at in range(3)]]
 
@@ -135,7 +139,7 @@ def rows(parts: Parts) -> Any:
     ):
         for knobs in KNOBS:
             try:
-                made.append(parts.warp(**knobs)(np.array(logits), history).tolist())
+                made.append(parts.sampling(**knobs).probs(np.array(logits), history).tolist())
             except TinyspecError:
                 made.append("refused")
     for p, q in product(([1.0, 0.0], [0.5, 0.5]), repeat=2):
@@ -146,7 +150,7 @@ def rows(parts: Parts) -> Any:
         parts.replay([0.5]).draw([0.5, 0.5]),
     ]
     made.append(parts.race(np.array([0.0, 1.0]), np.array([0.0, 1.0])))
-    made.append([parts.replay([u, 0.5]).race([0.8, 0.2], 0) for u in (0.5, 0.95)])
+    made.append([parts.replay([u, 0.5]).exponential_race([0.8, 0.2], 0) for u in (0.5, 0.95)])
     index = parts.index(2)
     index.append(0, [70_000, 4, 70_000, 5, 70_000])
     return repr([*made, index.lookup([70_000], 2)])
@@ -237,8 +241,8 @@ def noise_states(parts: Parts) -> Any:
     made = []
     for _ in range(2):
         before = random.getstate()
-        decoder, chance = request(parts, WIDE, WIDER, 1, 6, 1)
-        finished(decoder, chance)
+        decoder, rng = request(parts, WIDE, WIDER, 1, 6, 1)
+        finished(decoder, rng)
         made.append((decoder.new, random.getstate() == before))
     return made[0] == made[1], made[0][1]
 
@@ -246,8 +250,8 @@ def noise_states(parts: Parts) -> Any:
 def uniforms(parts: Parts) -> Any:
     """The names of the uniforms that eight rounds use."""
 
-    def run(chance: Exhaustive) -> Any:
-        decoder, noise = Case(((1, 3),), ((3, 1),), ONE, 1).decoder(parts), Noise(chance)
+    def run(rng: Exhaustive) -> Any:
+        decoder, noise = Case(((1, 3),), ((3, 1),), ONE, 1).decoder(parts), Noise(rng)
         decoder.extend((0,))
         for _ in range(8):
             decoder.step(noise)
@@ -260,12 +264,12 @@ def greedy_texts(parts: Parts) -> Any:
     """Six tokens at temperature 0 on tables."""
     made = []
     for (p, q), seed in product((*SMALL[2:6], (WIDE, WIDER)), range(3)):
-        decoder, chance = (
-            Case(p, q, TWO, 6, parts.warp(temperature=0.0)).decoder(parts),
+        decoder, rng = (
+            Case(p, q, TWO, 6, parts.sampling(temperature=0.0)).decoder(parts),
             parts.seeded(seed),
         )
         decoder.extend((0,))
         while len(decoder.new) < 6:
-            decoder.step(chance)
+            decoder.step(rng)
         made.append(decoder.new)
     return made

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tinyspec.laws.accused import Accused, Evidence
+from tinyspec.laws.accused import Evidence, LawViolated
 from tinyspec.technique import find
 
 
@@ -22,7 +22,7 @@ class Trap:
     """A check of a technique.
 
     law    the name it accuses under
-    check  what is judged -> Evidence; raises Accused
+    check  what is judged -> Evidence; raises LawViolated
     real   what the technique itself hands to it; a toy hands in something like it
     """
 
@@ -73,7 +73,7 @@ def judge(technique: str, toy: Toy) -> dict[str, Any]:
     trap = next(trap for name, trap in traps() if (name, trap.law) == (technique, toy.law))
     try:
         evidence = trap.check(toy.build)
-    except Accused as accused:
+    except LawViolated as accused:
         found = accused.counterexample
         if found.law == toy.law:
             return {**line, "killed_by": found.law, "counterexample": found.as_dict()}

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.tables import TableSession
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.lm.feed import Scores
-from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 
@@ -42,9 +42,9 @@ class Ticking(TableSession):
         super().__init__(model)
         self.watch, self.seconds = watch, seconds
 
-    def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         self.watch.now += self.seconds(1 + len(tree.tokens))
-        return super().score(tree, taps)
+        return super().score(tree, hidden_layers)
 
 
 def took(
@@ -53,8 +53,8 @@ def took(
     """How long a text of the target took, and the decoder after it. The first two tokens are the prompt."""
     watch = Watch()
     target = Ticking(Reciter(poem), watch, seconds)
-    stop, warp = Stop(max_new_tokens=len(poem) - 2), Warp(temperature=0.0)
-    decoder = build(Request(target, (), warp, stop, references=references, clock=watch))
+    stop, sampling = StoppingCriteria(max_new_tokens=len(poem) - 2), SamplingParams(temperature=0.0)
+    decoder = build(Request(target, (), sampling, stop, references=references, clock=watch))
     decoder.extend(poem[:2])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
@@ -117,12 +117,12 @@ def stops_when_copies_fail(build: Build) -> Evidence:
 
 def always(request: Request, k: int = 16) -> Decoder:
     """Drafts what it can, whatever it costs."""
-    return request.decoder(Copying(request.references, 1, 8, k, "last", own=True), walk)
+    return request.decoder(LlmaDrafter(request.references, 1, 8, k, "last", own=True), verify_tree)
 
 
 def never(request: Request) -> Decoder:
     """Plain decoding under another name: never slower."""
-    return request.decoder(NoDraft(), walk)
+    return request.decoder(BaseDrafter(), verify_tree)
 
 
 def timid(request: Request) -> Decoder:

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.cache_laws import weights
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.technique import Request
 
 ROWS = "every token of the text is run once"
@@ -22,15 +22,21 @@ def runs_each_token_once(build: Callable[..., Decoder]) -> Evidence:
     """The prompt and n new tokens are len(prompt) + n - 1 rows: a cache spares the rest, and the last is never run."""
     seen = 0
     for prompt, n in product(((1,), (1, 2, 3)), (1, 4)):
-        ledger, seen = list[Call](), seen + 1
-        target = weights("rotations").session(ledger)
+        forward_log, seen = list[ForwardRecord](), seen + 1
+        target = weights("rotations").session(forward_log)
         decoder = build(
-            Request(target, (), Warp(temperature=0.0), Stop(max_new_tokens=n), ledger=ledger)
+            Request(
+                target,
+                (),
+                SamplingParams(temperature=0.0),
+                StoppingCriteria(max_new_tokens=n),
+                forward_log=forward_log,
+            )
         )
         decoder.extend(prompt)
         while not decoder.finished:
             decoder.step(Seeded(decoder.rounds))
-        rows = sum(call.rows for call in ledger)
+        rows = sum(call.rows for call in forward_log)
         if rows != len(prompt) + n - 1:
             accuse(
                 ROWS,
@@ -49,17 +55,22 @@ def runs_each_token_once(build: Callable[..., Decoder]) -> Evidence:
 class Rereading(Decoder):
     """Runs the whole text for every token."""
 
-    def step(self, chance: Any) -> Any:
+    def step(self, rng: Any) -> Any:
         text = list(self.context)
         self.target.rewind(0)
         self.target.extend(text)
-        return super().step(chance)
+        return super().step(rng)
 
 
 def without_cache(request: Request) -> Decoder:
     """The first program one writes."""
     return Rereading(
-        request.target, NoDraft(), walk, warp=request.warp, stop=request.stop, ledger=request.ledger
+        request.target,
+        BaseDrafter(),
+        verify_tree,
+        sampling=request.sampling,
+        stop=request.stop,
+        forward_log=request.forward_log,
     )
 
 

@@ -5,10 +5,10 @@ from itertools import product
 from math import exp
 from typing import Any
 
-from tinyspec.decoding.chance import Chance, Seeded
-from tinyspec.decoding.decode import Decoder, Laws, Verifier
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference
 from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
@@ -67,7 +67,7 @@ def follows_the_algorithm(build: Build) -> Evidence:
     seen = 0
     for p, q, fallback, rollback, rule in settings():
         decoder = build(
-            Request(model(p).session(), [model(q).session()], Warp(0.0)),
+            Request(model(p).session(), [model(q).session()], SamplingParams(0.0)),
             fallback=fallback, rollback=rollback, rule=rule, gamma=CAP,
         )  # fmt: skip
         decoder.extend((0,))
@@ -132,7 +132,7 @@ def ratio_test(
     request: Request, fallback: float, rollback: float, rule: str, gamma: int
 ) -> Decoder:
     """Speculative decoding with a confidence stop."""
-    return _with(request, fallback, gamma, walk)
+    return _with(request, fallback, gamma, verify_tree)
 
 
 def keeps_the_unsure(
@@ -141,11 +141,11 @@ def keeps_the_unsure(
     """The token that the small model was unsure of is proposed, and then the large model is called."""
 
     class Unsure(Little):
-        def sure(self, laws: Laws, tip: int) -> bool:
+        def should_draft(self, laws: TargetProbs, tip: int) -> bool:
             return True
 
-        def enough(self, laws: Laws, tip: int, token: int) -> bool:
-            return not super().sure(laws, tip)
+        def should_stop(self, laws: TargetProbs, tip: int, token: int) -> bool:
+            return not super().should_draft(laws, tip)
 
     drafter = Unsure(fallback, request.drafts[0], gamma, frozenset(), None)
     return request.decoder(drafter, big(rollback, rule))
@@ -156,12 +156,14 @@ def worst_first(
 ) -> Decoder:
     """Rolls back to the token that is furthest off, not to the first that is too far."""
 
-    def verify(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
-        trust: list[Any] = [p.warped(node - 1, Warp())[x] for node, x in enumerate(tree.tokens)]
+    def verify(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+        trust: list[Any] = [
+            p.probs_under(node - 1, SamplingParams())[x] for node, x in enumerate(tree.tokens)
+        ]
         if not trust or min(trust) >= exp(-rollback):
-            return Verdict(tuple(range(len(trust))), chance.draw(p[len(trust) - 1]))
+            return Verdict(tuple(range(len(trust))), rng.draw(p[len(trust) - 1]))
         worst = trust.index(min(trust))
-        return Verdict(tuple(range(worst)), chance.draw(p[worst - 1]), (worst,))
+        return Verdict(tuple(range(worst)), rng.draw(p[worst - 1]), (worst,))
 
     return _with(request, fallback, gamma, verify)
 
@@ -171,14 +173,14 @@ def as_released(
 ) -> Decoder:
     """The first bad token decides for all: where the large model would write it too, the whole block stays."""
 
-    def verify(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+    def verify(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         for node, token in enumerate(tree.tokens):
-            if p.warped(node - 1, Warp())[token] < exp(-rollback):
-                said = chance.draw(p[node - 1])
+            if p.probs_under(node - 1, SamplingParams())[token] < exp(-rollback):
+                said = rng.draw(p[node - 1])
                 if said != token:
                     return Verdict(tuple(range(node)), said, (node,))
                 break
-        return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1]))
+        return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))
 
     return _with(request, fallback, gamma, verify)
 

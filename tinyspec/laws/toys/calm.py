@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from tinyspec.decoding.calibrate import Calibrated, PValue, Tested, calibrate
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exits import Exit, ExitTarget
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.calm import Confident, Measure, decayed
 from tinyspec.laws.calibration_laws import CALIBRATED, controls_its_risk
 from tinyspec.laws.exit_laws import MEASURES, RULE, each_measure, follows_the_rule
@@ -28,7 +28,7 @@ def on_target(
         )
 
     target = make(request.target, Confident(Measure(of, row=True), due, layers))
-    return replace(request, target=target).decoder(NoDraft(), walk)
+    return replace(request, target=target).decoder(BaseDrafter(), verify_tree)
 
 
 # ------------------------------------------------------------------ toys
@@ -36,7 +36,7 @@ def on_target(
 
 def greatest_probability(request: Request, **knobs: Any) -> Decoder:
     """The softmax response as many know it: the probability of the likeliest word."""
-    return on_target(request, lambda at: max(Warp()(at.logits)), **knobs)
+    return on_target(request, lambda at: max(SamplingParams().probs(at.logits)), **knobs)
 
 
 def same_keys_above(request: Request, **knobs: Any) -> Decoder:
@@ -45,7 +45,7 @@ def same_keys_above(request: Request, **knobs: Any) -> Decoder:
     class Lazy(ExitTarget):
         def _settle(self) -> None:
             for node in self.session.committed[:-1]:
-                done = node.reach // 2
+                done = node.sublayers_done // 2
                 if 0 < done < len(node.keys) and not node.filled:
                     node.keys[done:] = [node.keys[done - 1]] * (len(node.keys) - done)
                     node.filled = True

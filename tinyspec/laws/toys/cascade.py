@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.nested import Nested
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference, law
 from tinyspec.laws.reciter import Reciter
@@ -34,10 +34,10 @@ def predicted(quotas: str) -> list[int]:
     k = parsed(quotas, quotas.count("/"))
     calls = [0] * len(k)
 
-    def draft(row: int, room: int) -> int:
+    def draft(row: int, max_draft_depth: int) -> int:
         made = 0
         for level, quota in enumerate(k[row] if row < len(k) else (), start=row + 1):
-            n = min(quota, room - made)
+            n = min(quota, max_draft_depth - made)
             made += n
             while n > 0 and level < len(k):
                 calls[level] += 1
@@ -56,16 +56,18 @@ def called_as_k_says(build: Build) -> Evidence:
         models = [Reciter(poem) for _ in range(quotas.count("/") + 1)]
         for number, model in enumerate(models):
             model.name = f"level {number}"
-        ledger: list[Any] = []
-        sessions = [model.session(ledger) for model in models]
+        forward_log: list[Any] = []
+        sessions = [model.session(forward_log) for model in models]
         decoder = build(
-            Request(sessions[0], sessions[1:], Warp(0.0), ledger=ledger), quotas=quotas, **KNOBS
+            Request(sessions[0], sessions[1:], SamplingParams(0.0), forward_log=forward_log),
+            quotas=quotas,
+            **KNOBS,
         )
         decoder.extend(PROMPT)
         decoder.step(Seeded(0))
-        del ledger[:]
+        del forward_log[:]
         made = len(decoder.step(Seeded(1)).tokens)
-        counts = Counter(call.model for call in ledger)
+        counts = Counter(call.model for call in forward_log)
         got = [made, *(counts[model.name] for model in models)]
         expected = [sum(parsed(quotas, len(models) - 1)[0]) + 1, *predicted(quotas)]
         if got != expected:
@@ -108,7 +110,7 @@ def copies_the_longest(make: Callable[[int], MaxGram]) -> Evidence:
     for text in texts:
         level = make(9)
         level.extend(text, None)  # type: ignore[arg-type]
-        got = level.write(text, 1, Warp(), Seeded(0))[0]
+        got = level.write(text, 1, SamplingParams(), Seeded(0))[0]
         lengths = [
             max(n for n in range(at + 1) if text[at - n : at] == text[len(text) - n :])
             for at in range(len(text))
@@ -130,7 +132,7 @@ def _texts() -> Iterator[list[int]]:
 def constant_gamma(request: Request, quotas: str, **knobs: Any) -> Decoder:
     """Speculative decoding with the largest draft."""
     return request.decoder(
-        ModelDraft(request.drafts[0], sum(parsed(quotas, len(request.drafts))[0])), walk
+        ModelDrafter(request.drafts[0], sum(parsed(quotas, len(request.drafts))[0])), verify_tree
     )
 
 
@@ -149,10 +151,10 @@ def smallest_law(request: Request, **knobs: Any) -> Decoder:
     target, middle, small = request.target, *request.drafts
     last: list[Any] = []
 
-    class Small(ModelDraft):
+    class Small(ModelDrafter):
         def propose(self, *args: Any) -> Any:
             tree = super().propose(*args)
-            last[:] = tree.laws or last
+            last[:] = tree.draft_probs or last
             return tree
 
     class Lying(Nested):
@@ -163,7 +165,11 @@ def smallest_law(request: Request, **knobs: Any) -> Decoder:
                 for token, law in zip(tokens, laws, strict=True)
             ]
 
-    return Decoder(target, Lying(Decoder(middle, Small(small, 1), walk, stop=Stop()), 2), walk)
+    return Decoder(
+        target,
+        Lying(Decoder(middle, Small(small, 1), verify_tree, stop=StoppingCriteria()), 2),
+        verify_tree,
+    )
 
 
 def bigrams_alone(longest: int) -> MaxGram:

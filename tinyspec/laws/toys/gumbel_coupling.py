@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.couplings import AGREE, FORMULA, INVARIANT, agree, formula, invariant
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.speculative.verification import gumbel_coupling as gumbel
@@ -15,36 +15,42 @@ from tinyspec.tree import TokenTree
 
 def ratio_test(request: Request, gamma: int) -> Decoder:
     """Speculative decoding: exact, and another text with every drafter."""
-    drafter = ModelDraft(request.drafts[0], gamma) if request.drafts else NoDraft()
-    return request.decoder(drafter, walk)
+    drafter = ModelDrafter(request.drafts[0], gamma) if request.drafts else BaseDrafter()
+    return request.decoder(drafter, verify_tree)
 
 
 class _InTheRound:
     """Positions counted from the beginning of the round, whose noise is its stream's own."""
 
-    def __init__(self, chance: Any, begun: int):
-        self.chance, self.begun = chance, begun
+    def __init__(self, rng: Any, begun: int):
+        self.rng, self.begun = rng, begun
 
-    def race(self, row: Any, position: int) -> int:
-        return int(self.chance.race(row, position - self.begun))
+    def exponential_race(self, row: Any, position: int) -> int:
+        return int(self.rng.exponential_race(row, position - self.begun))
 
 
 def noise_by_round(request: Request, gamma: int) -> Decoder:
     """Draft and target share a noise, numbered from the beginning of the round."""
 
     class Draft(gumbel.RaceDraft):
-        def propose(self, context: Sequence[int], room: int, warp: Any, chance: Any) -> TokenTree:
-            return super().propose(context, room, warp, _InTheRound(chance, len(context)))
+        def propose(
+            self, context: Sequence[int], max_draft_depth: int, sampling: Any, rng: Any
+        ) -> TokenTree:
+            return super().propose(
+                context, max_draft_depth, sampling, _InTheRound(rng, len(context))
+            )
 
-    def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-        return gumbel.match(tree, p, _InTheRound(chance, len(p.context)))  # type: ignore[arg-type]
+    def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+        return gumbel.match(tree, p, _InTheRound(rng, len(p.context)))  # type: ignore[arg-type]
 
-    return request.decoder(Draft(request.drafts[0], gamma) if request.drafts else NoDraft(), verify)
+    return request.decoder(
+        Draft(request.drafts[0], gamma) if request.drafts else BaseDrafter(), verify
+    )
 
 
 def noise_of_its_own(request: Request, gamma: int) -> Decoder:
     """The draft samples as ever; its guess is kept if the target's race has the same winner."""
-    drafter = ModelDraft(request.drafts[0], gamma) if request.drafts else NoDraft()
+    drafter = ModelDrafter(request.drafts[0], gamma) if request.drafts else BaseDrafter()
     return request.decoder(drafter, gumbel.match)
 
 

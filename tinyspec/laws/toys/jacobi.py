@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tinyspec.decoding.chance import Chance, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import sweeps
 from tinyspec.laws.network import greedy
 from tinyspec.laws.sweeps import COST, FIXED, PUBLISHED, SWEEPS, Build
@@ -20,7 +20,7 @@ from tinyspec.tree import TokenTree
 
 def plain(request: Request, **knobs: Any) -> Decoder:
     """Autoregression under another name: no sweep says anything of the places behind the first."""
-    return request.decoder(NoDraft(), walk)
+    return request.decoder(BaseDrafter(), verify_tree)
 
 
 def fixed_number(
@@ -58,11 +58,11 @@ class Impatient(Jacobi):
         super().observe(round)
         self.sweeps += 1
 
-    def verify(self, tree: TokenTree, p: Any, chance: Chance) -> Verdict:
+    def verify(self, tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
         return (
-            walk(tree, p, chance)
+            verify_tree(tree, p, rng)
             if self.sweeps < 2
-            else Verdict(tuple(range(len(tree.tokens))), chance.draw(p[-1]))
+            else Verdict(tuple(range(len(tree.tokens))), rng.draw(p[-1]))
         )
 
 
@@ -71,8 +71,14 @@ class Known(Jacobi):
 
     target: Any = None
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        tree, twin = super().propose(context, room, warp, chance), self.target.fork()
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        tree, twin = super().propose(context, max_draft_depth, sampling, rng), self.target.fork()
         for _ in tree.tokens:
             twin.commit((), greedy(twin.score(TokenTree()).logits[0]))
         return tree
@@ -95,7 +101,9 @@ def _toy(kind: type[Jacobi]) -> Build:
         drafter = kind(None if form == "pj" else block, prefix if form == "hgj" else None)
         if isinstance(drafter, (Known, Forgetful)):
             drafter.target = request.target
-        return request.decoder(drafter, drafter.verify if isinstance(drafter, Impatient) else walk)
+        return request.decoder(
+            drafter, drafter.verify if isinstance(drafter, Impatient) else verify_tree
+        )
 
     return build
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.chance import Chance, Seeded
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Round
-from tinyspec.decoding.modeldraft import GuestDraft, ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import exit_loss_laws
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, law
@@ -20,7 +20,7 @@ from tinyspec.laws.exit_loss_laws import DROPOUT, HEAD, WEIGHTS
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan
 from tinyspec.technique import Request
 from tinyspec.training.exit_losses import Course
@@ -37,21 +37,23 @@ SHAPES = [(3, 1, 1), (3, 1, 3), (3, 2, 2), (4, 3, 2), (5, 2, 3), (3, 3, 2)]
 def joint_law_of_two_tokens(build: Build) -> Evidence:
     """Against plain decoding, sampled and greedy."""
     branches, cases = 0, 0
-    for seed, warp in product((1, 2, 3), (Warp(), Warp(0.0))):
+    for seed, sampling in product((1, 2, 3), (SamplingParams(), SamplingParams(0.0))):
         model = TableModel(seed, zeros=False)
         expected = law(
-            lambda model=model, warp=warp: Decoder(model.session(), NoDraft(), walk, warp=warp),  # type: ignore[misc]
+            lambda model=model, sampling=sampling: Decoder(
+                model.session(), BaseDrafter(), verify_tree, sampling=sampling
+            ),  # type: ignore[misc]
             2,
         )
         got = law(
-            lambda model=model, warp=warp: build(  # type: ignore[misc]
-                Request(model.session(), warp=warp), exit=1, gamma=1
+            lambda model=model, sampling=sampling: build(  # type: ignore[misc]
+                Request(model.session(), sampling=sampling), exit=1, gamma=1
             ),
             2,
         )
         branches, cases = branches + got.branches, cases + 1
         if dict(got) != dict(expected):
-            told = {"model": model, "temperature": warp.temperature, "exit": 1, "gamma": 1}
+            told = {"model": model, "temperature": sampling.temperature, "exit": 1, "gamma": 1}
             accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **told)
     return Evidence(JOINT, cases, branches)
 
@@ -59,8 +61,10 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
 def _runs(build: Build) -> Iterator[tuple[dict[str, Any], list[int], Round]]:
     """Rounds of some texts: the case, the text before the round, the round."""
     for (layers, exit, gamma), seed in product(SHAPES, range(4)):
-        model, ledger = TableModel(seed, 4, layers, zeros=False), list[Call]()
-        decoder = build(Request(model.session(ledger), ledger=ledger), exit=exit, gamma=gamma)
+        model, forward_log = TableModel(seed, 4, layers, zeros=False), list[ForwardRecord]()
+        decoder = build(
+            Request(model.session(forward_log), forward_log=forward_log), exit=exit, gamma=gamma
+        )
         decoder.extend((0, 1, 2))
         for _ in range(5):
             text = list(decoder.context)
@@ -72,7 +76,7 @@ def drafts_are_the_exits(build: Build) -> Evidence:
     """Each guess was drawn from the row of the first E layers after the text so far: in the first round and in the fifth."""
     seen = 0
     for case, text, round in _runs(build):
-        for at, got in enumerate(round.tree.laws):
+        for at, got in enumerate(round.tree.draft_probs):
             before = [*text, *round.tree.tokens[:at]]
             expected, seen = case["model"].row(before, Plan(last=case["exit"])), seen + 1
             if got != expected:
@@ -103,55 +107,65 @@ def _early(request: Request, exit: int) -> Any:
 def _twin(request: Request, exit: int) -> Any:
     """The first layers once more, with a cache of their own."""
     session: Any = request.target
-    return type(session)(session.model, plan=Plan(last=exit), ledger=request.ledger)
+    return type(session)(session.model, plan=Plan(last=exit), forward_log=request.forward_log)
 
 
 def trusts_the_exit(request: Request, exit: int, gamma: int) -> Decoder:
     """Early exit as such: what the exit says, with no layer above to judge it."""
 
-    def keep(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
-        return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1]))
+    def keep(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+        return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))
 
-    return request.decoder(GuestDraft(_early(request, exit), gamma), keep)
+    return request.decoder(SharedSessionDrafter(_early(request, exit), gamma), keep)
 
 
 def whole_pass(request: Request, exit: int, gamma: int) -> Decoder:
     """The cut-off model is a draft model, and the draft is verified from the first layer on."""
-    return request.decoder(ModelDraft(_twin(request, exit), gamma), walk)
+    return request.decoder(ModelDrafter(_twin(request, exit), gamma), verify_tree)
 
 
 def early_cache_uncropped(request: Request, exit: int, gamma: int) -> Decoder:
     """Refused guesses stay in the early layers, and the text goes on behind them."""
 
-    class Uncropped(ModelDraft):
+    class Uncropped(ModelDrafter):
         def propose(
-            self, context: Sequence[int], room: int, warp: Warp, chance: Chance
+            self,
+            context: Sequence[int],
+            max_draft_depth: int,
+            sampling: SamplingParams,
+            rng: RandomSource,
         ) -> TokenTree:
-            self.tree = super().propose(context, room, warp, chance)
+            self.tree = super().propose(context, max_draft_depth, sampling, rng)
             return self.tree
 
         def observe(self, round: Round) -> None:
             self.model.append(self.tree.tokens)  # right: what was accepted
             self.model.append(round.tokens[-1:])
 
-    return request.decoder(Uncropped(_twin(request, exit), gamma), walk)
+    return request.decoder(Uncropped(_twin(request, exit), gamma), verify_tree)
 
 
 def head_of_its_own(request: Request, exit: int, gamma: int) -> Decoder:
     """The exit has another head, which was trained for it: here the model's, its rows in another order."""
 
-    class Own(GuestDraft):
+    class Own(SharedSessionDrafter):
         def propose(
-            self, context: Sequence[int], room: int, warp: Warp, chance: Chance
+            self,
+            context: Sequence[int],
+            max_draft_depth: int,
+            sampling: SamplingParams,
+            rng: RandomSource,
         ) -> TokenTree:
             tree = TokenTree()
-            for _ in range(min(self.gamma, room)):
-                row = Laws(self.model.score(tree), warp, context, tree)[len(tree.tokens) - 1]
+            for _ in range(min(self.gamma, max_draft_depth)):
+                row = TargetProbs(self.model.score(tree), sampling, context, tree)[
+                    len(tree.tokens) - 1
+                ]
                 row = [*row[1:], row[0]]
-                tree = TokenTree.chain((*tree.tokens, chance.draw(row)), (*tree.laws, row))
+                tree = TokenTree.chain((*tree.tokens, rng.draw(row)), (*tree.draft_probs, row))
             return tree
 
-    return request.decoder(Own(_early(request, exit), gamma), walk)
+    return request.decoder(Own(_early(request, exit), gamma), verify_tree)
 
 
 class UniformDropout(Course):

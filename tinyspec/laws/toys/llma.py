@@ -5,14 +5,14 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Counted, recited
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.lm.feed import Scores
-from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 
@@ -88,34 +88,36 @@ def copies_the_longest(build: Build) -> Evidence:
 
 def prompt_lookup(request: Request, k: int) -> Decoder:
     """Searches what the text itself has said."""
-    return request.decoder(Copying([], 1, 8, k, "last", own=True), walk)
+    return request.decoder(LlmaDrafter([], 1, 8, k, "last", own=True), verify_tree)
 
 
 def one_at_a_time(request: Request, k: int) -> Decoder:
     """Copies a token a call: it follows the reference, and gains a factor of two at most."""
-    return request.decoder(Copying(request.references, 1, 8, 1, "last", own=True), walk)
+    return request.decoder(LlmaDrafter(request.references, 1, 8, 1, "last", own=True), verify_tree)
 
 
-class Rebuilding(NoDraft):
+class Rebuilding(BaseDrafter):
     """Builds the index anew for every draft."""
 
     def __init__(self, references: Sequence[Sequence[int]], k: int):
         self.references, self.k = references, k
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-        fresh = Copying(self.references, 1, 8, self.k, "last", own=True)
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        fresh = LlmaDrafter(self.references, 1, 8, self.k, "last", own=True)
         fresh.extend(context, Scores(None, None, ()))  # type: ignore[arg-type]
-        return fresh.propose(context, room, warp, chance)
+        return fresh.propose(context, max_draft_depth, sampling, rng)
 
 
 def rebuilt(request: Request, k: int) -> Decoder:
     """An index that is rebuilt each step."""
-    return request.decoder(Rebuilding(request.references, k), walk)
+    return request.decoder(Rebuilding(request.references, k), verify_tree)
 
 
 def last_token_only(request: Request, k: int) -> Decoder:
     """Continues the last place that agrees with the newest token."""
-    return request.decoder(Copying(request.references, 1, 1, k, "last", own=True), walk)
+    return request.decoder(LlmaDrafter(request.references, 1, 1, k, "last", own=True), verify_tree)
 
 
 def published() -> Build:

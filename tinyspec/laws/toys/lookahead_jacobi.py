@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
@@ -26,14 +26,18 @@ TOKENS = 14
 
 
 def _begun(build: Build, model: TableModel, w: int, n: int, g: int) -> tuple[Decoder, list[Any]]:
-    ledger: list[Any] = []
+    forward_log: list[Any] = []
     request = Request(
-        model.session(ledger), (), Warp(0.0), Stop(max_new_tokens=TOKENS), ledger=ledger
+        model.session(forward_log),
+        (),
+        SamplingParams(0.0),
+        StoppingCriteria(max_new_tokens=TOKENS),
+        forward_log=forward_log,
     )
     decoder = build(request, window=w, n=n, guesses=g, from_prompt=False)
     decoder.extend((0, 1))
-    del ledger[:]
-    return decoder, ledger
+    del forward_log[:]
+    return decoder, forward_log
 
 
 def _by_hand(model: TableModel, texts: Sequence[list[int]], w: int, n: int, g: int) -> list[Grams]:
@@ -85,7 +89,7 @@ def drafts_its_diagonals(build: Build) -> Evidence:
         for text, round, grams in zip(texts, rounds, _by_hand(model, texts, w, n, g), strict=True):
             tree = round.tree
             guesses = [node for node, probe in enumerate(tree.probe) if not probe]
-            got = [(text[-1], *tree.spelled(tree.path(node))) for node in guesses]
+            got = [(text[-1], *tree.tokens_on(tree.path(node))) for node in guesses]
             expected = list(
                 dict.fromkeys(gram[:end] for gram in grams for end in range(2, len(gram) + 1))
             )
@@ -98,14 +102,14 @@ def drafts_its_diagonals(build: Build) -> Evidence:
 def shares_one_call(build: Build) -> Evidence:
     """Every round is one call of the target, window and guesses together."""
     for seed in range(3):
-        decoder, ledger = _begun(build, TableModel(seed, 3), 3, 3, 2)
+        decoder, forward_log = _begun(build, TableModel(seed, 3), 3, 3, 2)
         while not decoder.finished:
             decoder.step(Seeded(decoder.rounds))
-        if len(ledger) != decoder.rounds:
+        if len(forward_log) != decoder.rounds:
             accuse(
                 ONE,
                 f"{decoder.rounds} calls",
-                f"{len(ledger)} calls",
+                f"{len(forward_log)} calls",
                 table=seed,
                 rounds=decoder.rounds,
             )
@@ -137,9 +141,11 @@ class Jacobi(Lookahead):
 
     row: Sequence[int] = ()
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
         guess = self.row or [context[at % len(context)] for at in range(self.width)]
-        return TokenTree.chain(guess[:room])
+        return TokenTree.chain(guess[:max_draft_depth])
 
     def observe(self, round: Round) -> None:
         said = [max(range(len(row)), key=lambda x: row[x]) for row in round.scores.logits]
@@ -149,12 +155,14 @@ class Jacobi(Lookahead):
 class OfTheText(Lookahead):
     """N-grams of what was said, and no window."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
         self.end()
         for at in range(len(context) - self.n + 1):
             self.pool.add(context[at : at + self.n])
         tokens, parents = list[int](), list[int]()
-        self._verification(context[-1], room, tokens, parents)
+        self._verification(context[-1], max_draft_depth, tokens, parents)
         return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
 
     def observe(self, round: Round) -> None:
@@ -168,8 +176,10 @@ class Twice(Lookahead):
         super().__init__(**knobs)
         self.target = target
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-        tree = super().propose(context, room, warp, chance)
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        tree = super().propose(context, max_draft_depth, sampling, rng)
         self.target.score(tree)
         return tree
 
@@ -178,7 +188,7 @@ def _toy(kind: type[Lookahead]) -> Build:
     def build(request: Request, *, window: int, **knobs: Any) -> Decoder:
         given = {"width": window, "ends": request.stop.eos, **knobs}
         return request.decoder(
-            Twice(request.target, **given) if kind is Twice else kind(**given), walk
+            Twice(request.target, **given) if kind is Twice else kind(**given), verify_tree
         )
 
     return build

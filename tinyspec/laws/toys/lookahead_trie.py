@@ -5,16 +5,16 @@ from itertools import count
 from typing import Any
 
 from tinyspec._core import Forest
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.remembered import OUTPUTS, memory
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.speculative.integrated.lookahead_trie import Lookahead
 from tinyspec.technique import Request, find
 
@@ -31,8 +31,8 @@ STAGED = [1, 2, 3, 9, 5, 2, 4, 9, 1, 2]  # 1 2 was followed by 3; 2 alone by 4 a
 
 def said(build: Build, model: Reciter, prompt: int, wanted: int, **knobs: Any) -> Decoder:
     """A whole request: the model's text from its first `prompt` tokens on."""
-    stop = Stop(max_new_tokens=wanted)
-    request = Request(model.session(), (), Warp(temperature=0.0), stop, clock=lambda: 0.0)
+    stop = StoppingCriteria(max_new_tokens=wanted)
+    request = Request(model.session(), (), SamplingParams(temperature=0.0), stop, clock=lambda: 0.0)
     decoder = build(request, price=0.0, **knobs)
     decoder.extend(model.poem[:prompt])
     while not decoder.finished:
@@ -82,7 +82,7 @@ def eliminates(build: Build) -> Evidence:
 def shown(build: Build, model: Reciter, prompt: Sequence[int]) -> list[int]:
     """The first draft behind a prompt."""
     decoder = build(
-        Request(model.session(), (), Warp(temperature=0.0), clock=lambda: 0.0), price=0.0
+        Request(model.session(), (), SamplingParams(temperature=0.0), clock=lambda: 0.0), price=0.0
     )
     decoder.extend(prompt)
     return list(decoder.step(Seeded(0)).tree.tokens)
@@ -115,7 +115,7 @@ def is_bounded(build: Build) -> Evidence:
 
 def table_of_the_prompt(request: Request, **knobs: Any) -> Decoder:
     """The n-grams of the prompt, and what followed them."""
-    return request.decoder(Copying([], 1, 8, 12, "last", own=True), walk)
+    return request.decoder(LlmaDrafter([], 1, 8, 12, "last", own=True), verify_tree)
 
 
 def kept_in(request: Request, bound: int) -> "tuple[Forest, count[int]]":
@@ -137,7 +137,9 @@ class Hoarding(Lookahead):
 
 def hoards(request: Request, **knobs: Any) -> Decoder:
     """Prompts are never eliminated."""
-    return request.decoder(Hoarding(*kept_in(request, 1 << 18), 64, 12, "hierarchical", 0.0), walk)
+    return request.decoder(
+        Hoarding(*kept_in(request, 1 << 18), 64, 12, "hierarchical", 0.0), verify_tree
+    )
 
 
 class Stubborn(Forest):
@@ -150,13 +152,15 @@ class Stubborn(Forest):
 def one_stage(request: Request, **knobs: Any) -> Decoder:
     """Retrieval without stages."""
     return request.decoder(
-        Lookahead(Stubborn(13, 1 << 18), count(1), 64, 12, "hierarchical", 0.0), walk
+        Lookahead(Stubborn(13, 1 << 18), count(1), 64, 12, "hierarchical", 0.0), verify_tree
     )
 
 
 def grows_for_ever(request: Request, bound: int = 0, **knobs: Any) -> Decoder:
     """No node is ever pruned."""
-    return request.decoder(Lookahead(*kept_in(request, 1 << 30), 64, 12, "hierarchical", 0.0), walk)
+    return request.decoder(
+        Lookahead(*kept_in(request, 1 << 30), 64, 12, "hierarchical", 0.0), verify_tree
+    )
 
 
 TRAPS = [

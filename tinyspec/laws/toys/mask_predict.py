@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.refine import Canvas
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.laws.masking import CHOICE, HIDDEN, RULE, chooses, follows_the_rule, hides
 from tinyspec.laws.toys import Toy, Trap
-from tinyspec.lm.seq2seq import Memory
+from tinyspec.lm.seq2seq import EncoderOutput
 from tinyspec.nonautoregressive.mask_predict import MaskPredict, hide, least, masked, predict
 from tinyspec.technique import RefineRequest, find
 
@@ -17,8 +17,10 @@ from tinyspec.technique import RefineRequest, find
 class Refreshing(MaskPredict):
     """Words that stay are given the probability they have now."""
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
-        after = super().rewrite(canvas, memory, iteration, chance)
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
+        after = super().rewrite(canvas, memory, iteration, rng)
         logits = self.model.logits(
             self.model.decode(self.model.embed(after.tokens), memory, None, slots=canvas.mask)
         )
@@ -33,7 +35,9 @@ class Refreshing(MaskPredict):
 class Rewriting(MaskPredict):
     """Iterative refinement: every pass writes every word anew, from the text before it."""
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         words, scores = predict(self.model, canvas.tokens, canvas.mask, memory)
         return Canvas(words, canvas.mask, scores)
 
@@ -41,7 +45,9 @@ class Rewriting(MaskPredict):
 class Random(MaskPredict):
     """As many words as the schedule says, but any."""
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
         noise = torch.rand(canvas.scores.shape, generator=torch.Generator().manual_seed(iteration))
         again = least(
             noise, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
@@ -62,10 +68,12 @@ def one_after_the_other(request: RefineRequest, iterations: int, lengths: int) -
     """Each length is a request of its own: what should be one batch is l decodings."""
 
     class Apart(MaskPredict):
-        def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Chance) -> Canvas:
+        def rewrite(
+            self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+        ) -> Canvas:
             rows = [
                 super(Apart, self).rewrite(
-                    Canvas(*(part[row : row + 1] for part in canvas[:3])), memory, iteration, chance
+                    Canvas(*(part[row : row + 1] for part in canvas[:3])), memory, iteration, rng
                 )
                 for row in range(len(canvas.tokens))
             ]

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws
+from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.treedraft import TreeDraft, likeliest, shape, widths
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.treedraft import TreeDrafter, parse_branching, shape, top_k_tokens
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import treelaws
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT
@@ -39,14 +39,14 @@ def accepts_surely(build: Build) -> Evidence:
     """V candidates of V different tokens hold every token that the target may say."""
     for q in OTHERS:
 
-        def refused(chance: Exhaustive, q: Table = q) -> bool:
+        def refused(rng: Exhaustive, q: Table = q) -> bool:
             decoder = build(
                 Request(model(THREE).session(), [model(q).session()]),
                 configuration="3",
                 replacement=False,
             )
             decoder.extend((0,))
-            return not decoder.step(chance).verdict.path
+            return not decoder.step(rng).verdict.accepted
 
         mass = sum((x for nothing, x in Exhaustive.walk(refused) if nothing), Fraction(0))
         if mass:
@@ -71,7 +71,7 @@ def chance_of_one(formula: Callable[[Any, Any, int], Any]) -> Evidence:
     seen = 0
     for p, q in pairs(largest=6):
         for k in (1, 2, 3):
-            expected, _, _ = siblings(walk, with_replacement, p, q, k)
+            expected, _, _ = siblings(verify_tree, with_replacement, p, q, k)
             got, seen = formula(list(p), list(q), k), seen + 1
             if got != expected:
                 accuse(CHANCE, expected, got, p=p, q=q, k=k)
@@ -84,21 +84,25 @@ def chance_of_one(formula: Callable[[Any, Any, int], Any]) -> Evidence:
 def best_of_q(request: Request, configuration: str, replacement: bool) -> Decoder:
     """The k likeliest candidates, judged by their probability under q."""
 
-    class Draft(TreeDraft):
-        def children(self, laws: Laws, node: int, k: int, chance: Chance) -> Any:
+    class Draft(TreeDrafter):
+        def children(self, laws: TargetProbs, node: int, k: int, rng: RandomSource) -> Any:
             return [
-                (token, laws[node]) for token in likeliest(laws[node], k) if laws[node][token] > 0
+                (token, laws[node])
+                for token in top_k_tokens(laws[node], k)
+                if laws[node][token] > 0
             ]
 
-    return request.decoder(Draft(request.drafts[0], shape(widths(configuration))), walk)
+    return request.decoder(
+        Draft(request.drafts[0], shape(parse_branching(configuration))), verify_tree
+    )
 
 
 def sorted_draws(request: Request, configuration: str, replacement: bool) -> Decoder:
     """The candidates stand in the order of their probability."""
 
-    class Draft(TreeDraft):
-        def children(self, laws: Laws, node: int, k: int, chance: Chance) -> Any:
-            drawn = super().children(laws, node, k, chance)
+    class Draft(TreeDrafter):
+        def children(self, laws: TargetProbs, node: int, k: int, rng: RandomSource) -> Any:
+            drawn = super().children(laws, node, k, rng)
             best = sorted((token for token, _ in drawn), key=lambda token: -laws[node][token])
             return [
                 (x, law)
@@ -107,67 +111,74 @@ def sorted_draws(request: Request, configuration: str, replacement: bool) -> Dec
             ]
 
     return request.decoder(
-        Draft(request.drafts[0], shape(widths(configuration)), replace=replacement), walk
+        Draft(request.drafts[0], shape(parse_branching(configuration)), replace=replacement),
+        verify_tree,
     )
 
 
 def whole_q(request: Request, configuration: str, replacement: bool) -> Decoder:
     """Drawn without replacement, judged as if each had been the first."""
 
-    class Draft(TreeDraft):
-        def children(self, laws: Laws, node: int, k: int, chance: Chance) -> Any:
-            return [(token, laws[node]) for token, _ in super().children(laws, node, k, chance)]
+    class Draft(TreeDrafter):
+        def children(self, laws: TargetProbs, node: int, k: int, rng: RandomSource) -> Any:
+            return [(token, laws[node]) for token, _ in super().children(laws, node, k, rng)]
 
     return request.decoder(
-        Draft(request.drafts[0], shape(widths(configuration)), replace=replacement), walk
+        Draft(request.drafts[0], shape(parse_branching(configuration)), replace=replacement),
+        verify_tree,
     )
 
 
 def forgetful(request: Request, configuration: str, replacement: bool) -> Decoder:
     """Every candidate is tested against p itself; what is left is that of the last one."""
 
-    def verify(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
+    def verify(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
         at, path = ROOT, tuple[int, ...]()
         while below := [node for node, up in enumerate(tree.parents) if up == at]:
             for node in below:
-                one = TokenTree((tree.tokens[node],), (ROOT,), (tree.laws[node],), (False,))
-                verdict = walk(one, {ROOT: p[at], 0: p[node]}, chance)
-                if verdict.path:
+                one = TokenTree((tree.tokens[node],), (ROOT,), (tree.draft_probs[node],), (False,))
+                verdict = verify_tree(one, {ROOT: p[at], 0: p[node]}, rng)
+                if verdict.accepted:
                     at, path = node, (*path, node)
                     break
             else:
-                return verdict._replace(path=path)
-        return Verdict(path, chance.draw(p[at]))
+                return verdict._replace(accepted=path)
+        return Verdict(path, rng.draw(p[at]))
 
     return request.decoder(
-        TreeDraft(request.drafts[0], shape(widths(configuration)), replace=replacement), verify
+        TreeDrafter(request.drafts[0], shape(parse_branching(configuration)), replace=replacement),
+        verify,
     )
 
 
 def collisions(request: Request, configuration: str, replacement: bool) -> Decoder:
     """Always with replacement."""
-    return request.decoder(TreeDraft(request.drafts[0], shape(widths(configuration))), walk)
+    return request.decoder(
+        TreeDrafter(request.drafts[0], shape(parse_branching(configuration))), verify_tree
+    )
 
 
 def batch_of_chains(request: Request, configuration: str, replacement: bool) -> Decoder:
     """As many chains as the tree has leaves, one after the other, side by side in one batch."""
 
-    class Draft(ModelDraft):
-        def propose(self, context: Any, room: int, warp: Any, chance: Chance) -> TokenTree:
+    class Draft(ModelDrafter):
+        def propose(
+            self, context: Any, max_draft_depth: int, sampling: Any, rng: RandomSource
+        ) -> TokenTree:
             tree = TokenTree([], [], [], [])
             for _ in range(leaves):
-                chain = super().propose(context, room, warp, chance)
+                chain = super().propose(context, max_draft_depth, sampling, rng)
                 n = len(tree.tokens)
                 tree.parents.extend(up + n if up != ROOT else ROOT for up in chain.parents)  # type: ignore[attr-defined]
                 for column, more in zip(
-                    (tree.tokens, tree.laws, tree.probe), chain[:1] + chain[2:], strict=True
+                    (tree.tokens, tree.draft_probs, tree.probe), chain[:1] + chain[2:], strict=True
                 ):
                     column.extend(more)  # type: ignore[attr-defined]
             return tree
 
-    children = widths(configuration)
+    children = parse_branching(configuration)
     leaves = len(shape(children)) - len(shape(children[:-1]))
-    return request.decoder(Draft(request.drafts[0], len(children)), walk)
+    return request.decoder(Draft(request.drafts[0], len(children)), verify_tree)
 
 
 def independent_tests(p: Any, q: Any, k: int) -> Any:

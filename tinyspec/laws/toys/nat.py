@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.copies import uniform
 from tinyspec.decoding.refine import Canvas, Refiner
+from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.fertility_laws import (
     EXPECTED,
@@ -32,7 +32,7 @@ from tinyspec.laws.fertility_laws import (
     usable,
 )
 from tinyspec.laws.toys import Toy, Trap
-from tinyspec.lm.seq2seq import Memory, Seq2Seq
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive import nat
 from tinyspec.nonautoregressive.nat import FertileParallel
 from tinyspec.technique import RefineRequest, find
@@ -102,8 +102,8 @@ def the_teacher_chooses(build: Build) -> Evidence:
 class EvenCopies(FertileParallel):
     """A length, and the source spread evenly over it."""
 
-    def start(self, source: Any, memory: Memory, chance: Any) -> Canvas:
-        canvas = super().start(source, memory, chance)
+    def start(self, source: Any, memory: EncoderOutput, rng: Any) -> Canvas:
+        canvas = super().start(source, memory, rng)
         lengths = canvas.mask.sum(dim=1)
         places, slots = uniform(torch.full_like(lengths, len(source)), lengths)
         return canvas._replace(tokens=torch.tensor(list(source))[places].masked_fill(~slots, 0))
@@ -123,7 +123,7 @@ def without_positions(request: RefineRequest, samples: int) -> Refiner:
 class OwnPlace(FertileParallel):
     """Attention over all places, its own too."""
 
-    def rewrite(self, canvas: Canvas, memory: Memory, iteration: int, chance: Any) -> Canvas:
+    def rewrite(self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: Any) -> Canvas:
         states = self.model.decode(self.model.embed(canvas.tokens), memory, None, slots=canvas.mask)
         scores, tokens = (
             nat.words(self.model, self.model.logits(states)).log_softmax(dim=-1).max(dim=-1)
@@ -138,7 +138,7 @@ def own_place_too(request: RefineRequest, samples: int) -> Refiner:
 class Immodest(FertileParallel):
     """The student keeps what it finds likeliest itself."""
 
-    def choose(self, canvas: Canvas, source: Any, memory: Memory) -> int:
+    def choose(self, canvas: Canvas, source: Any, memory: EncoderOutput) -> int:
         return int(canvas.means().argmax())
 
 
@@ -150,9 +150,9 @@ def only_noise(request: RefineRequest, samples: int, fertility: str, temperature
     """Every sequence is sampled: the likeliest and the mean are not among them."""
 
     class Noise(FertileParallel):
-        def proposals(self, logits: Tensor, chance: Any) -> Tensor:
+        def proposals(self, logits: Tensor, rng: Any) -> Tensor:
             law = logits.softmax(dim=-1).tolist()
-            streams = [chance.split("fertilities", number) for number in range(self.samples)]
+            streams = [rng.split("fertilities", number) for number in range(self.samples)]
             return torch.tensor([[stream.draw(row) for row in law] for stream in streams])
 
     return Noise(request.model, request.teacher, fertility, samples, temperature)
@@ -162,8 +162,8 @@ def fresh_noise(request: RefineRequest, samples: int) -> Refiner:
     """Samples depend on how many there are: a tenth translation costs the second."""
 
     class Fresh(FertileParallel):
-        def proposals(self, logits: Tensor, chance: Any) -> Tensor:
-            return super().proposals(logits, chance.split("samples", self.samples))
+        def proposals(self, logits: Tensor, rng: Any) -> Tensor:
+            return super().proposals(logits, rng.split("samples", self.samples))
 
     return Fresh(request.model, request.teacher if samples > 1 else None, "argmax", samples, 1.0)
 

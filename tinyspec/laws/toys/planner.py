@@ -5,7 +5,7 @@ from fractions import Fraction
 from itertools import product
 from typing import Any, NamedTuple
 
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap
@@ -56,7 +56,7 @@ def requests(draft: Draft, slope: float, watch: Watch, texts: int = 8, tokens: i
                 Request(
                     target,
                     [Ticking(always(draft.law), watch, lambda _: draft.step)],
-                    stop=Stop(max_new_tokens=tokens),
+                    stop=StoppingCriteria(max_new_tokens=tokens),
                 ),
                 [text % 4],
             )

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.decoding.decode import Decoder, NoDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.ppd import ALONE, Announces, Pipeline
 from tinyspec.laws import pipeline_laws
 from tinyspec.laws.accused import Evidence, accuse
@@ -24,21 +24,23 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
     """Against plain decoding, sampled and greedy."""
     branches, cases = 0, 0
     for seed in (1, 2, 3):
-        for warp in (Warp(), Warp(0.0)):
+        for sampling in (SamplingParams(), SamplingParams(0.0)):
             model = TableModel(seed, zeros=False)
             expected = law(
-                lambda model=model, warp=warp: Decoder(model.session(), NoDraft(), walk, warp=warp),  # type: ignore[misc]
+                lambda model=model, sampling=sampling: Decoder(
+                    model.session(), BaseDrafter(), verify_tree, sampling=sampling
+                ),  # type: ignore[misc]
                 2,
             )
             got = law(
-                lambda model=model, warp=warp: build(  # type: ignore[misc]
-                    Request(model.session(), warp=warp), layer=2, k=2
+                lambda model=model, sampling=sampling: build(  # type: ignore[misc]
+                    Request(model.session(), sampling=sampling), layer=2, k=2
                 ),
                 2,
             )
             branches, cases = branches + got.branches, cases + 1
             if dict(got) != dict(expected):
-                told = {"model": model, "temperature": warp.temperature, "layer": 2, "k": 2}
+                told = {"model": model, "temperature": sampling.temperature, "layer": 2, "k": 2}
                 accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **told)
     return Evidence(JOINT, cases, branches)
 
@@ -48,14 +50,14 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
 
 def _piped(request: Request, pipeline: Any) -> Decoder:
     request.target = pipeline
-    return request.decoder(Announces(pipeline), walk)
+    return request.decoder(Announces(pipeline), verify_tree)
 
 
 def exits_and_hopes(request: Request, layer: int, k: int) -> Decoder:
     """The likeliest guess is the token; the layers above are run when somebody needs their keys."""
 
     class Hopes(Pipeline):
-        def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
             scores: Scores = self.session.advance(ALONE, self.layer, head=True)
             return scores
 
@@ -66,11 +68,11 @@ def begins_when_it_knows(request: Request, layer: int, k: int) -> Decoder:
     """All in turn: the branches are chosen by what the whole model said, so every guess holds."""
 
     class Knows(Pipeline):
-        def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
             coming, self.coming = self.coming, None
             if coming is not None and self.layer < self.depth:
                 self.session.advance(ALONE, self.layer, head=True)
-            scores: Scores = self.session.score(tree, taps)
+            scores: Scores = self.session.score(tree, hidden_layers)
             if coming is not None and self.layer < self.depth:
                 self.session.advance(self.guesses(scores, *coming), self.depth - self.layer)
             return scores
@@ -82,14 +84,14 @@ def begins_apart(request: Request, layer: int, k: int) -> Decoder:
     """Each branch is a copy of the text, with a cache of its own, and what it has done stays there."""
 
     class Apart(Pipeline):
-        def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
             if self.coming is not None and self.layer < self.depth:
                 branches = self.guesses(
                     self.session.advance(ALONE, self.layer, head=True), *self.coming
                 )
                 self.session.fork().advance(branches, self.depth - self.layer)
             self.coming = None
-            return super().score(tree, taps)
+            return super().score(tree, hidden_layers)
 
     return _piped(request, Apart(request.target, layer, k))
 
@@ -98,13 +100,13 @@ def runs_them_through(request: Request, layer: int, k: int) -> Decoder:
     """Every branch goes through the whole model, as if its token were settled."""
 
     class Through(Pipeline):
-        def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Scores:
+        def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
             coming = self.coming
             if coming is not None and self.layer < self.depth:
                 branches = self.guesses(self.session.advance(ALONE, self.layer, head=True), *coming)
                 self.session.advance(branches, self.depth)
             self.coming = None
-            return super().score(tree, taps)
+            return super().score(tree, hidden_layers)
 
     return _piped(request, Through(request.target, layer, k))
 

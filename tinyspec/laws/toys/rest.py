@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.datastore import indexed
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Verifier
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs, Verifier
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference, law
 from tinyspec.laws.reciter import recited
@@ -49,7 +49,7 @@ def _tree(
     decoder = build(Request(model.session(), references=references), **knobs)
     decoder.extend(prompt)
     tree = decoder.step(Seeded(0)).tree
-    return [tree.spelled(tree.path(node)) for node in range(len(tree.tokens))]
+    return [tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))]
 
 
 def is_the_heaviest(build: Build) -> Evidence:
@@ -94,7 +94,7 @@ def law_of_two_continuations(build: Build) -> Evidence:
 
         got, expected = (
             law(make, 2, (2,)),
-            Reference(lambda text: model.row(text), Warp()).law(2, (2,)),  # noqa: B023
+            Reference(lambda text: model.row(text), SamplingParams()).law(2, (2,)),  # noqa: B023
         )
         seen, branches = seen + 1, branches + got.branches
         if got != expected:
@@ -111,7 +111,7 @@ def law_of_two_continuations(build: Build) -> Evidence:
 # ------------------------------------------------------------------ toys
 
 
-class Table(NoDraft):
+class Table(BaseDrafter):
     """A table of n-grams of one length, each with what followed it last."""
 
     def __init__(self, texts: Sequence[Sequence[int]], n: int, length: int):
@@ -119,29 +119,33 @@ class Table(NoDraft):
         self.n = n
         self.after = {tuple(text[at - n : at]): list(text[at : at + length]) for text, at in places}
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-        return TokenTree.chain(self.after.get(tuple(context[-self.n :]), [])[:room])
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, source: Any
+    ) -> TokenTree:
+        return TokenTree.chain(self.after.get(tuple(context[-self.n :]), [])[:max_draft_depth])
 
 
 def n_gram_table(request: Request, length: int = 10, **knobs: float) -> Decoder:
     """A dictionary of bigrams, each with one continuation."""
-    return request.decoder(Table(request.references, 1, length), walk)
+    return request.decoder(Table(request.references, 1, length), verify_tree)
 
 
 class AsTheyCome(Retrieving):
     """All that followed, until the tree is full."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, source: Any
+    ) -> TokenTree:
         most, self.nodes = self.nodes, 1 << 20  # price 0: all of them are run
-        tree, self.nodes = super().propose(context, room, warp, chance), most
-        spelled = [tree.spelled(tree.path(node)) for node in range(len(tree.tokens))]
+        tree, self.nodes = super().propose(context, max_draft_depth, sampling, source), most
+        spelled = [tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))]
         kept = sorted(range(len(spelled)), key=spelled.__getitem__)[:most]
         place = {node: at for at, node in enumerate(kept)} | {ROOT: ROOT}
         parents, n = [place[tree.parents[node]] for node in kept], len(kept)
-        return TokenTree(tree.spelled(kept), parents, (None,) * n, (False,) * n)
+        return TokenTree(tree.tokens_on(kept), parents, (None,) * n, (False,) * n)
 
 
-def a_draw_a_path(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
+def a_draw_a_path(tree: TokenTree, p: TargetProbs, source: Any) -> Verdict:
     """Each path is judged by draws of its own; after a miss the next path is drawn for anew."""
     for leaf in (node for node in range(len(tree.tokens)) if node not in tree.parents):
         path = tree.path(leaf)
@@ -149,13 +153,13 @@ def a_draw_a_path(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
             (
                 i
                 for i, node in enumerate(path)
-                if chance.draw(p[tree.parents[node]]) != tree.tokens[node]
+                if source.draw(p[tree.parents[node]]) != tree.tokens[node]
             ),
             len(path),
         )
         if n:
-            return Verdict(path[:n], chance.draw(p[path[n - 1]]))
-    return Verdict((), chance.draw(p[ROOT]))
+            return Verdict(path[:n], source.draw(p[path[n - 1]]))
+    return Verdict((), source.draw(p[ROOT]))
 
 
 def _with(kind: type[Retrieving], verifier: Verifier) -> Build:
@@ -181,6 +185,6 @@ TRAPS = [
 ]
 TOYS = [
     Toy("a table of n-grams with one continuation each", LONGEST, n_gram_table),
-    Toy("the continuations that come first", WEIGHED, _with(AsTheyCome, walk)),
+    Toy("the continuations that come first", WEIGHED, _with(AsTheyCome, verify_tree)),
     Toy("a draw a path", JOINT, _with(Retrieving, a_draw_a_path)),
 ]

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft
-from tinyspec.decoding.modeldraft import GuestDraft, ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, law
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.lm.feed import Call
+from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan
 from tinyspec.speculative.drafting.self_speculative import Exit, Search, Skip, skipped
 from tinyspec.technique import Request
@@ -39,7 +39,7 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
     """Against plain decoding, at temperature 1: the draft samples from the law that it declares."""
     branches = 0
     for model in _models():
-        expected = law(lambda model=model: Decoder(model.session(), NoDraft(), walk), 2)  # type: ignore[misc]
+        expected = law(lambda model=model: Decoder(model.session(), BaseDrafter(), verify_tree), 2)  # type: ignore[misc]
         got = law(
             lambda model=model: build(Request(model.session()), skip="m1", gamma=1, threshold=0.0),  # type: ignore[misc]
             2,
@@ -63,7 +63,7 @@ def skips_what_it_is_told(build: Build) -> Evidence:
     for model, skip in product(_models(), ("a1", "m1", "a1+m1", "a0+m2", "none")):
         decoder = build(Request(model.session()), skip=skip, gamma=1, threshold=0.0)
         decoder.extend((0,))
-        got = decoder.step(Seeded(0)).tree.laws[0]
+        got = decoder.step(Seeded(0)).tree.draft_probs[0]
         plan = Plan(
             skip=frozenset(
                 2 * int(word[1]) + (word[0] == "m") for word in skip.split("+") if word != "none"
@@ -78,14 +78,17 @@ def skips_what_it_is_told(build: Build) -> Evidence:
 def runs_once_what_is_the_same(build: Build) -> Evidence:
     """Where the topmost sublayer alone is skipped, prompt, draft and verification cost what the text's rows cost."""
     for gamma in (1, 3):
-        ledger: list[Call] = []
-        session = TableModel(1, zeros=False).session(ledger)
+        forward_log: list[ForwardRecord] = []
+        session = TableModel(1, zeros=False).session(forward_log)
         decoder = build(
-            Request(session, ledger=ledger), skip=f"m{LAYERS - 1}", gamma=gamma, threshold=0.0
+            Request(session, forward_log=forward_log),
+            skip=f"m{LAYERS - 1}",
+            gamma=gamma,
+            threshold=0.0,
         )
         decoder.extend((0, 1, 2))
         decoder.step(Seeded(0))
-        work = sum(call.row_layers for call in ledger)
+        work = sum(call.row_layers for call in forward_log)
         due = LAYERS * (3 + gamma)  # the prompt and gamma guesses
         if work > due:
             accuse(
@@ -112,7 +115,10 @@ def ends_where_it_is_unsure(build: Build) -> Evidence:
             if max(row) < threshold:
                 break
         decoder = build(
-            Request(model.session(), warp=Warp(0.0)), skip="a1+m1", gamma=4, threshold=threshold
+            Request(model.session(), sampling=SamplingParams(0.0)),
+            skip="a1+m1",
+            gamma=4,
+            threshold=threshold,
         )
         decoder.extend((0,))
         got, seen = list(decoder.step(Seeded(0)).tree.tokens), seen + 1
@@ -173,15 +179,21 @@ def search_learns(search: Callable[[int, int], Any]) -> Evidence:
 def greedy_soft(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
     """As released: the draft takes the likeliest token, and the ratio divides by what the softmax gave it."""
 
-    class Greedy(GuestDraft):
-        def propose(self, context: Any, room: int, warp: Warp, chance: Any) -> TokenTree:
+    class Greedy(SharedSessionDrafter):
+        def propose(
+            self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: Any
+        ) -> TokenTree:
             tree = TokenTree()
-            for _ in range(min(self.gamma, room)):
-                q = Laws(self.model.score(tree), warp, context, tree)[len(tree.tokens) - 1]
-                tree = TokenTree.chain((*tree.tokens, list(q).index(max(q))), (*tree.laws, q))
+            for _ in range(min(self.gamma, max_draft_depth)):
+                q = TargetProbs(self.model.score(tree), sampling, context, tree)[
+                    len(tree.tokens) - 1
+                ]
+                tree = TokenTree.chain(
+                    (*tree.tokens, list(q).index(max(q))), (*tree.draft_probs, q)
+                )
             return tree
 
-    return request.decoder(Greedy(_view(request, skip), gamma), walk)
+    return request.decoder(Greedy(_view(request, skip), gamma), verify_tree)
 
 
 def _view(request: Request, skip: Any) -> Any:
@@ -193,21 +205,21 @@ def whole_layers(request: Request, skip: Any, gamma: int, threshold: float) -> D
     """A layer is skipped or run: one bit for its attention and its feed-forward part."""
     layers = {sublayer // 2 for sublayer in skipped(skip, LAYERS)}
     both = [sublayer for layer in layers for sublayer in (2 * layer, 2 * layer + 1)]
-    return request.decoder(GuestDraft(_view(request, both), gamma), walk)
+    return request.decoder(SharedSessionDrafter(_view(request, both), gamma), verify_tree)
 
 
 def own_text(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
     """The same weights loaded as a draft model: it reads the prompt for itself and keeps a cache of its own."""
     session: Any = request.target
     twin = type(session)(
-        session.model, plan=Plan(skip=skipped(skip, LAYERS)), ledger=request.ledger
+        session.model, plan=Plan(skip=skipped(skip, LAYERS)), forward_log=request.forward_log
     )
-    return request.decoder(ModelDraft(twin, gamma), walk)
+    return request.decoder(ModelDrafter(twin, gamma), verify_tree)
 
 
 def always_gamma(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
     """Every draft is as long as the cap."""
-    return request.decoder(GuestDraft(_view(request, skip), gamma), walk)
+    return request.decoder(SharedSessionDrafter(_view(request, skip), gamma), verify_tree)
 
 
 class Fixed(Exit):

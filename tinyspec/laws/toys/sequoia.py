@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.treedraft import Shape, TreeDraft, shape
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.treedraft import Shape, TreeDrafter, shape
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import treelaws
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT
@@ -90,7 +90,7 @@ def shares_of_ranks(hits: Callable[..., Any]) -> Evidence:
     for p, q in pairs(largest=5):
         before = Fraction(0)
         for k in (1, 2):
-            upto, _, _ = siblings(walk, without_replacement, p, q, k)
+            upto, _, _ = siblings(verify_tree, without_replacement, p, q, k)
             expected, before = upto - before, upto
             got: Any = 0
             for order, mass in _orders(q, k):
@@ -136,18 +136,22 @@ def tokens_of_a_tree(formula: Callable[[Shape, Sequence[Any]], Any]) -> Evidence
 def kept_noise(request: Request, **knobs: Any) -> Decoder:
     """The noise of the drafts is drawn once, and every round draws with it."""
 
-    class Draft(TreeDraft):
+    class Draft(TreeDrafter):
         stream: Any = None
 
         def propose(
-            self, context: Sequence[int], room: int, warp: Warp, chance: Chance
+            self,
+            context: Sequence[int],
+            max_draft_depth: int,
+            sampling: SamplingParams,
+            rng: RandomSource,
         ) -> TokenTree:
-            stream: Any = self.stream or chance
+            stream: Any = self.stream or rng
             self.stream, stream._index = stream, 0
-            return super().propose(context, room, warp, stream)
+            return super().propose(context, max_draft_depth, sampling, stream)
 
     tree = (ROOT, ROOT) if knobs["depth"] == 1 else (ROOT, 0)
-    return request.decoder(Draft(request.drafts[0], tree, replace=False), walk)
+    return request.decoder(Draft(request.drafts[0], tree, replace=False), verify_tree)
 
 
 def by_hand(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
@@ -178,7 +182,7 @@ def nodes_alone(tree: Shape, accepts: Sequence[Any]) -> Any:
 TRAPS = [
     Trap(JOINT, joint_law, card("sequoia")),
     Trap(BEST, commits_most, lambda: seq.best_tree),
-    Trap(VECTOR, shares_of_ranks, lambda: seq.hits),
+    Trap(VECTOR, shares_of_ranks, lambda: seq.acceptance_by_rank),
     Trap(TOKENS, tokens_of_a_tree, lambda: seq.expected_tokens),
 ]
 TOYS = [

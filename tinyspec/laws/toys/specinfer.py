@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
 
-from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.decode import Decoder, Verifier
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.treedraft import TreeDraft, shape, widths
-from tinyspec.decoding.verify import Verdict, residual, without
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.treedraft import TreeDrafter, parse_branching, shape
+from tinyspec.decoding.verify import Verdict, exclude_token, residual
 from tinyspec.laws import treelaws
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT
@@ -55,17 +55,20 @@ def tests_each(verifier: Verifier) -> Evidence:
 def runs_a_prefix_once(build: Build) -> Evidence:
     """Two models that are the same, at temperature 0: the target runs the newest token and one path."""
     for depth in (1, 2, 4):
-        ledger: list[Any] = []
+        forward_log: list[Any] = []
         drafts = [model(OTHERS[0]).session() for _ in range(2)]
         request = Request(
-            model(THREE).session(ledger), drafts, Warp(temperature=0.0), ledger=ledger
+            model(THREE).session(forward_log),
+            drafts,
+            SamplingParams(temperature=0.0),
+            forward_log=forward_log,
         )
         decoder = build(request, expansion="x".join("1" * depth))
         decoder.extend((0,))
-        tree = decoder.drafter.propose([0], 9, request.warp, Seeded(0))
-        del ledger[:]
+        tree = decoder.drafter.propose([0], 9, request.sampling, Seeded(0))
+        del forward_log[:]
         decoder.target.score(tree)
-        rows = sum(call.rows for call in ledger)
+        rows = sum(call.rows for call in forward_log)
         if rows != depth + 1:
             accuse(MERGED, depth + 1, rows, depth=depth, models=2)
     return Evidence(MERGED, 3)
@@ -96,43 +99,56 @@ def tested_once(request: Request, expansion: str) -> Decoder:
     """Of equal siblings only the first stays, with the law of the model that drew it."""
 
     class Once(sif.Merged):
-        def propose(self, context: Any, room: int, warp: Warp, chance: Chance) -> TokenTree:
-            tree = super().propose(context, room, warp, chance)
+        def propose(
+            self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: RandomSource
+        ) -> TokenTree:
+            tree = super().propose(context, max_draft_depth, sampling, rng)
             first: dict[Any, int] = {}
-            spelled = [tree.spelled(tree.path(node)) for node in range(len(tree.tokens))]
+            spelled = [tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))]
             kept = [
                 node for node, text in enumerate(spelled) if first.setdefault(text, node) == node
             ]
             at = {text: kept.index(node) for text, node in first.items()}
             parents = [at[spelled[node][:-1]] if len(spelled[node]) > 1 else ROOT for node in kept]
             return TokenTree(
-                tree.spelled(kept), parents, [tree.laws[n] for n in kept], (False,) * len(kept)
+                tree.tokens_on(kept),
+                parents,
+                [tree.draft_probs[n] for n in kept],
+                (False,) * len(kept),
             )
 
-    trees = [TreeDraft(draft, shape(widths(expansion.split("+")[0]))) for draft in request.drafts]
+    trees = [
+        TreeDrafter(draft, shape(parse_branching(expansion.split("+")[0])))
+        for draft in request.drafts
+    ]
     return request.decoder(Once(trees), sif.multi_step)
 
 
 def one_law_for_all(request: Request, expansion: str) -> Decoder:
     """Every proposal is tested against the first model's law."""
 
-    def verify(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
-        firsts = {up: law for law, up in zip(tree.laws[::-1], tree.parents[::-1], strict=True)}
+    def verify(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
+        firsts = {
+            up: law for law, up in zip(tree.draft_probs[::-1], tree.parents[::-1], strict=True)
+        }
         laws = [
             firsts[up] if firsts[up][token] > 0 else law  # type: ignore[index]
-            for token, up, law in zip(tree.tokens, tree.parents, tree.laws, strict=True)
+            for token, up, law in zip(tree.tokens, tree.parents, tree.draft_probs, strict=True)
         ]
-        return sif.multi_step(tree._replace(laws=laws), p, chance)
+        return sif.multi_step(tree._replace(draft_probs=laws), p, rng)
 
-    trees = [TreeDraft(draft, shape(widths(expansion.split("+")[0]))) for draft in request.drafts]
+    trees = [
+        TreeDrafter(draft, shape(parse_branching(expansion.split("+")[0])))
+        for draft in request.drafts
+    ]
     return request.decoder(sif.Merged(trees), verify)
 
 
-def naive_sampling(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
+def naive_sampling(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     """The target draws a token at each node and follows it while it is in the tree."""
     path, here = tuple[int, ...](), {ROOT}
     while True:
-        token = chance.draw(p[path[-1] if path else ROOT])
+        token = rng.draw(p[path[-1] if path else ROOT])
         here = {
             node
             for node, up in enumerate(tree.parents)
@@ -155,15 +171,17 @@ def each_for_itself(request: Request, expansion: str) -> Decoder:
         def __getattr__(self, name: str) -> Any:
             return getattr(target, name)
 
-        def score(self, tree: TokenTree, taps: Sequence[int] = ()) -> Any:
-            scores = target.score(tree, taps)
-            request.ledger[-1] = request.ledger[-1]._replace(rows=len(tree.tokens) + 1)
+        def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Any:
+            scores = target.score(tree, hidden_layers)
+            request.forward_log[-1] = request.forward_log[-1]._replace(rows=len(tree.tokens) + 1)
             return scores
 
     target = request.target
     request.target = Apart()
     return request.decoder(
-        sif.Merged([TreeDraft(draft, shape(widths(expansion))) for draft in request.drafts]),
+        sif.Merged(
+            [TreeDrafter(draft, shape(parse_branching(expansion))) for draft in request.drafts]
+        ),
         sif.multi_step,
     )
 
@@ -173,13 +191,13 @@ def tuned_alike(drafts: Any, prompts: Any, tune: Any, covers: Any) -> Any:
     return [tune(draft, prompts) for draft in drafts]
 
 
-def forgetful(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
+def forgetful(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     """Only the first proposal of a node is tested."""
     row = p[ROOT]
-    token, q = tree.tokens[0], tree.laws[0]
-    if chance.accept(row[token] / q[token]):  # type: ignore[index]
-        return Verdict((0,), chance.draw(p[0]))
-    return Verdict((), chance.draw(without(row, token) if q is None else residual(row, q)), (0,))
+    token, q = tree.tokens[0], tree.draft_probs[0]
+    if rng.accept(row[token] / q[token]):  # type: ignore[index]
+        return Verdict((0,), rng.draw(p[0]))
+    return Verdict((), rng.draw(exclude_token(row, token) if q is None else residual(row, q)), (0,))
 
 
 TRAPS = [

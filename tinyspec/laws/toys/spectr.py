@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder, Verifier
-from tinyspec.decoding.treedraft import TreeDraft, shape
-from tinyspec.decoding.verify import Verdict, residual, walk
+from tinyspec.decoding.treedraft import TreeDrafter, shape
+from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws.accused import Evidence
 from tinyspec.laws.loop_laws import model
 from tinyspec.laws.selection import FACTOR, SELECTED, least_factor, selected
@@ -36,33 +36,29 @@ def divides_by_the_least(build: Build) -> Evidence:
 
 
 def _with(verifier: Verifier, request: Request, k: int, gamma: int) -> Decoder:
-    return request.decoder(TreeDraft(request.drafts[0], shape((k, *[1] * (gamma - 1)))), verifier)
+    return request.decoder(TreeDrafter(request.drafts[0], shape((k, *[1] * (gamma - 1)))), verifier)
 
 
 def _divided(factor: Callable[[int], Any], left: Callable[..., Any]) -> Verifier:
     """Test after test against p / (rho q); where all fail, draw from `left`."""
 
-    def verify(tree: TokenTree, p: Any, chance: Any) -> Verdict:
+    def verify(tree: TokenTree, p: Any, rng: Any) -> Verdict:
         path, here = list[int](), {ROOT}
         while True:
             row, drafts = (
                 p[path[-1] if path else ROOT],
                 [i for i, up in enumerate(tree.parents) if up in here],
             )
-            q: Any = tree.laws[drafts[0]] if drafts else None
+            q: Any = tree.draft_probs[drafts[0]] if drafts else None
             rho = factor(len(drafts))
             took = next(
-                (
-                    i
-                    for i in drafts
-                    if chance.accept(row[tree.tokens[i]] / (rho * q[tree.tokens[i]]))
-                ),
+                (i for i in drafts if rng.accept(row[tree.tokens[i]] / (rho * q[tree.tokens[i]]))),
                 None,
             )
             if took is None:
                 return Verdict(
                     tuple(path),
-                    chance.draw(left(row, q, rho, len(drafts)) if drafts else row),
+                    rng.draw(left(row, q, rho, len(drafts)) if drafts else row),
                     tuple(drafts),
                 )
             path.append(took)
@@ -80,7 +76,7 @@ def _owed(row: Any, q: Any, rho: Any, k: int) -> Any:
 
 def recursive_rejection(request: Request, k: int, gamma: int) -> Decoder:
     """Several drafts, each tested against what the one before it left: exact, and another method."""
-    return _with(walk, request, k, gamma)
+    return _with(verify_tree, request, k, gamma)
 
 
 def divided_by_k(request: Request, k: int, gamma: int) -> Decoder:
@@ -103,14 +99,16 @@ def residual_of_one(request: Request, k: int, gamma: int) -> Decoder:
 def one_text_after_the_other(request: Request, k: int, gamma: int) -> Decoder:
     """The first text that passes whole is taken; behind the last, what it was refused for is mended."""
 
-    def verify(tree: TokenTree, p: Any, chance: Any) -> Verdict:
+    def verify(tree: TokenTree, p: Any, rng: Any) -> Verdict:
         verdict = Verdict((), None)
         for root in (i for i, up in enumerate(tree.parents) if up == ROOT):
             nodes = [i for i in range(len(tree.tokens)) if root in tree.path(i)]
-            chain = TokenTree.chain(tree.spelled(nodes), [tree.laws[i] for i in nodes])
-            verdict = walk(chain, {-1: p[ROOT], **{n: p[i] for n, i in enumerate(nodes)}}, chance)
-            verdict = Verdict(tuple(nodes[n] for n in verdict.path), verdict.next)
-            if len(verdict.path) == len(nodes):
+            chain = TokenTree.chain(tree.tokens_on(nodes), [tree.draft_probs[i] for i in nodes])
+            verdict = verify_tree(
+                chain, {-1: p[ROOT], **{n: p[i] for n, i in enumerate(nodes)}}, rng
+            )
+            verdict = Verdict(tuple(nodes[n] for n in verdict.accepted), verdict.next)
+            if len(verdict.accepted) == len(nodes):
                 break
         return verdict
 

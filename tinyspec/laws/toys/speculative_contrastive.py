@@ -6,13 +6,13 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, Laws
+from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.joint import Joint
-from tinyspec.decoding.modeldraft import GuestDraft, ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import Verdict, residual, walk
+from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import Reference
 from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
@@ -46,28 +46,30 @@ def contrasted(
     return [weights.get(x, Fraction(0)) / sum(weights.values()) for x in range(len(p_e))]
 
 
-def _cases() -> Iterator[tuple[Table, Table, int, float, Warp]]:
+def _cases() -> Iterator[tuple[Table, Table, int, float, SamplingParams]]:
     """Expert, amateur, beta, plausibility, warp."""
     for p, q in SMALL:
-        yield p, q, BETA, 0.25, Warp()
+        yield p, q, BETA, 0.25, SamplingParams()
     for (p, q), plausibility in product(SMALL[3:6], (0.0, 1.0)):
-        yield p, q, BETA, plausibility, Warp()
-    for beta, plausibility, warp in (
-        (0, 0.0, Warp()),
-        (1, 0.3, Warp(0.5)),
-        (2, 0.5, Warp()),
-        (1, 0.1, Warp(0.0)),
+        yield p, q, BETA, plausibility, SamplingParams()
+    for beta, plausibility, sampling in (
+        (0, 0.0, SamplingParams()),
+        (1, 0.3, SamplingParams(0.5)),
+        (2, 0.5, SamplingParams()),
+        (1, 0.1, SamplingParams(0.0)),
     ):
-        yield EXPERT, AMATEUR, beta, plausibility, warp
+        yield EXPERT, AMATEUR, beta, plausibility, sampling
 
 
 def joint_law_of_the_contrast(build: Build) -> Evidence:
     """Two tokens, drafted by the amateur, are distributed as the formula says, warped as the user asked."""
     seen, branches = 0, 0
-    for p, q, beta, plausibility, warp in _cases():
+    for p, q, beta, plausibility, sampling in _cases():
 
-        def make(p: Table = p, q: Table = q, warp: Warp = warp, **knobs: Any) -> Decoder:
-            return build(Request(model(p).session(), [model(q).session()], warp), **knobs)
+        def make(
+            p: Table = p, q: Table = q, sampling: SamplingParams = sampling, **knobs: Any
+        ) -> Decoder:
+            return build(Request(model(p).session(), [model(q).session()], sampling), **knobs)
 
         def row(
             text: Any, p: Table = p, q: Table = q, beta: int = beta, least: float = plausibility
@@ -75,7 +77,7 @@ def joint_law_of_the_contrast(build: Build) -> Evidence:
             expert, amateur = (normal(table[text[-1] % len(table)]) for table in (p, q))
             return contrasted(expert, amateur, beta, Fraction(str(least)))
 
-        expected = Reference(row, warp).law(2)
+        expected = Reference(row, sampling).law(2)
         knobs = {
             "gamma": 2 if p is EXPERT else 1,
             "beta": float(beta),
@@ -88,7 +90,7 @@ def joint_law_of_the_contrast(build: Build) -> Evidence:
                 "expert": said(p),
                 "amateur": said(q),
                 **knobs,
-                **({} if warp == Warp() else {"warp": warp}),
+                **({} if sampling == SamplingParams() else {"sampling": sampling}),
             }
             accuse(CONTRAST, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
     return Evidence(CONTRAST, seen, branches)
@@ -97,20 +99,24 @@ def joint_law_of_the_contrast(build: Build) -> Evidence:
 def amateur_runs_once(build: Build) -> Evidence:
     """Rows of the amateur, the prompt's not counted: one for the newest token of each round and one a guess."""
     for gamma in (1, 3):
-        ledger: list[Any] = []
+        forward_log: list[Any] = []
         amateur = TableModel(2, zeros=False, name="amateur")
         request = Request(
-            TableModel(1, zeros=False).session(ledger), [amateur.session(ledger)], ledger=ledger
+            TableModel(1, zeros=False).session(forward_log),
+            [amateur.session(forward_log)],
+            forward_log=forward_log,
         )
         decoder = build(
-            replace(request, stop=Stop(max_new_tokens=12)), gamma=gamma, beta=float(BETA)
+            replace(request, stop=StoppingCriteria(max_new_tokens=12)),
+            gamma=gamma,
+            beta=float(BETA),
         )
         decoder.extend((0, 1))
-        ledger.clear()
+        forward_log.clear()
         due = 0
         while not decoder.finished:
             due += 1 + len(decoder.step(Seeded(decoder.rounds)).tree.tokens)
-        ran = sum(call.rows for call in ledger if call.model == "amateur")
+        ran = sum(call.rows for call in forward_log if call.model == "amateur")
         if ran > due:
             accuse(
                 ONCE,
@@ -137,24 +143,26 @@ def judged(ratio: str, rest: str, bonus: str) -> Build:
             [request.target, request.drafts[0]], lambda rows, *text: [*rows[0], *make(rows, *text)]
         )
 
-        def law(p: Laws, which: str, node: int) -> Any:
+        def law(p: TargetProbs, which: str, node: int) -> Any:
             row: Any = p.scores.logits[node + 1]  # the expert's, then the contrast's
             half = len(row) // 2
-            return p.warp(row[:half] if which == "expert" else row[half:])
+            return p.sampling.probs(row[:half] if which == "expert" else row[half:])
 
-        def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-            for node, (x, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
-                if not chance.accept(law(p, ratio, node - 1)[x] / q[x]):  # type: ignore[index]
+        def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+            for node, (x, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
+                if not rng.accept(law(p, ratio, node - 1)[x] / q[x]):  # type: ignore[index]
                     return Verdict(
                         tuple(range(node)),
-                        chance.draw(residual(law(p, rest, node - 1), q)),
+                        rng.draw(residual(law(p, rest, node - 1), q)),
                         (node,),
                     )
             return Verdict(
-                tuple(range(len(tree.tokens))), chance.draw(law(p, bonus, len(tree.tokens) - 1))
+                tuple(range(len(tree.tokens))), rng.draw(law(p, bonus, len(tree.tokens) - 1))
             )
 
-        return replace(request, target=both).decoder(GuestDraft(request.drafts[0], gamma), verify)
+        return replace(request, target=both).decoder(
+            SharedSessionDrafter(request.drafts[0], gamma), verify
+        )
 
     return build
 
@@ -164,14 +172,18 @@ def anything_goes(
 ) -> Decoder:
     """No set of plausible tokens: what the expert all but excludes is said, if the amateur excludes it more."""
     target = Joint([request.target, request.drafts[0]], contrast(beta, 0.0))
-    return replace(request, target=target).decoder(GuestDraft(request.drafts[0], gamma), walk)
+    return replace(request, target=target).decoder(
+        SharedSessionDrafter(request.drafts[0], gamma), verify_tree
+    )
 
 
 def second_amateur(request: Request, gamma: int, beta: float) -> Decoder:
     """One amateur drafts; for the contrast the draft is run through another one."""
-    again = request.drafts[0].model.session(request.ledger)  # type: ignore[attr-defined]
+    again = request.drafts[0].model.session(request.forward_log)  # type: ignore[attr-defined]
     target = Joint([request.target, again], contrast(beta, 0.1))
-    return replace(request, target=target).decoder(ModelDraft(request.drafts[0], gamma), walk)
+    return replace(request, target=target).decoder(
+        ModelDrafter(request.drafts[0], gamma), verify_tree
+    )
 
 
 TRAPS = [

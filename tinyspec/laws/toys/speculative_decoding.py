@@ -5,11 +5,11 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, Laws, Verifier
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import Verdict, residual, walk
+from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws import theorems
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference
@@ -31,33 +31,41 @@ FIVE: Table = ((1, 2, 0, 1, 4), (2, 1, 1, 0, 0), (1, 1, 1, 1, 1), (0, 3, 1, 0, 2
 OTHER: Table = ((2, 1, 1, 1, 1), (1, 1, 1, 1, 2), (1, 2, 3, 1, 1), (1, 1, 1, 1, 1), (3, 1, 1, 1, 2))
 
 
-def _chains() -> Iterator[tuple[Table, Table, int, Warp]]:
+def _chains() -> Iterator[tuple[Table, Table, int, SamplingParams]]:
     """p, q, gamma, warp: two tokens first, then Markov tables over five."""
-    for (p, q), warp in product(SMALL, (Warp(), Warp(top_k=1), Warp(temperature=0.5))):
-        yield p, q, 1, warp
+    for (p, q), sampling in product(
+        SMALL, (SamplingParams(), SamplingParams(top_k=1), SamplingParams(temperature=0.5))
+    ):
+        yield p, q, 1, sampling
     for p, q in SMALL[2:6]:
-        yield p, q, 2, Warp()
-    for gamma, warp in ((1, Warp()), (2, Warp(top_p=0.6)), (3, Warp(top_k=2))):
-        yield FIVE, OTHER, gamma, warp
+        yield p, q, 2, SamplingParams()
+    for gamma, sampling in (
+        (1, SamplingParams()),
+        (2, SamplingParams(top_p=0.6)),
+        (3, SamplingParams(top_k=2)),
+    ):
+        yield FIVE, OTHER, gamma, sampling
 
 
 def joint_law_of_a_chain(build: Build) -> Evidence:
     """Two tokens over as many rounds as they take are distributed as the target's."""
     seen, branches = 0, 0
-    for p, q, gamma, warp in _chains():
+    for p, q, gamma, sampling in _chains():
 
-        def make(p: Table = p, q: Table = q, gamma: int = gamma, warp: Warp = warp) -> Decoder:
-            return build(Request(model(p).session(), [model(q).session()], warp), gamma=gamma)
+        def make(
+            p: Table = p, q: Table = q, gamma: int = gamma, sampling: SamplingParams = sampling
+        ) -> Decoder:
+            return build(Request(model(p).session(), [model(q).session()], sampling), gamma=gamma)
 
         got, walked = joint(make, 2)
-        expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)]), warp).law(2)  # type: ignore[misc]
+        expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)]), sampling).law(2)  # type: ignore[misc]
         seen, branches = seen + 1, branches + walked
         if got != expected:
             case = {
                 "p": said(p),
                 "q": said(q),
                 "gamma": gamma,
-                **({} if warp == Warp() else {"warp": warp}),
+                **({} if sampling == SamplingParams() else {"sampling": sampling}),
             }
             accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
     return Evidence(JOINT, seen, branches)
@@ -67,7 +75,7 @@ def earns_a_bonus(build: Build) -> Evidence:
     """Where the draft is the target, at temperature 0, a round makes gamma + 1 tokens."""
     for gamma in (1, 2, 3):
         target, draft = (TableModel(1, zeros=False).session() for _ in range(2))
-        decoder = build(Request(target, [draft], Warp(temperature=0.0)), gamma=gamma)
+        decoder = build(Request(target, [draft], SamplingParams(temperature=0.0)), gamma=gamma)
         decoder.extend((0,))
         got = len(decoder.step(Seeded(0)).tokens)
         if got != gamma + 1:
@@ -95,70 +103,75 @@ def alpha_of_paired_rows(acceptance: Callable[[Sequence[tuple[Any, Any]]], float
 def correction_from_p(request: Request, gamma: int) -> Decoder:
     """After a refusal the target simply draws."""
 
-    def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-        for node, (x, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
+    def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+        for node, (x, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
             row: Any = p[node - 1]
-            if not chance.accept(row[x] / q[x]):  # type: ignore[index]
-                return Verdict(tuple(range(node)), chance.draw(row), (node,))
-        return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1]))
+            if not rng.accept(row[x] / q[x]):  # type: ignore[index]
+                return Verdict(tuple(range(node)), rng.draw(row), (node,))
+        return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))
 
-    return request.decoder(ModelDraft(request.drafts[0], gamma), verify)
+    return request.decoder(ModelDrafter(request.drafts[0], gamma), verify)
 
 
 def unwarped_q(request: Request, gamma: int) -> Decoder:
     """The draft samples with the user's settings, and its plain softmax is what the ratio is made of."""
 
-    class Draft(ModelDraft):
-        def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> TokenTree:
-            tree = super().propose(context, room, warp, chance)
-            laws = Laws(self.model.score(tree), Warp(), context, tree)
-            return tree._replace(laws=[laws[node - 1] for node in range(len(tree.tokens))])
+    class Draft(ModelDrafter):
+        def propose(
+            self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+        ) -> TokenTree:
+            tree = super().propose(context, max_draft_depth, sampling, rng)
+            laws = TargetProbs(self.model.score(tree), SamplingParams(), context, tree)
+            return tree._replace(draft_probs=[laws[node - 1] for node in range(len(tree.tokens))])
 
-    return request.decoder(Draft(request.drafts[0], gamma), walk)
+    return request.decoder(Draft(request.drafts[0], gamma), verify_tree)
 
 
 def one_uniform(request: Request, gamma: int) -> Decoder:
     """One uniform for a round: as many tokens pass as have a ratio above it, up to the first that has not."""
 
-    def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-        columns = zip(range(-1, len(tree.tokens)), tree.tokens, tree.laws, strict=False)
+    def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+        columns = zip(range(-1, len(tree.tokens)), tree.tokens, tree.draft_probs, strict=False)
         lowest, levels = 1, []
         for up, x, q in columns:
             lowest = min(lowest, p[up][x] / q[x])  # type: ignore[index]
             levels.append(lowest)  # passing so far: u < the lowest ratio so far
         cells = [a - b for a, b in zip([1, *levels], [*levels, 0], strict=True)]
-        n = chance.draw(cells)  # the cell that holds u says how many pass
+        n = rng.draw(cells)  # the cell that holds u says how many pass
         row: Any = p[n - 1]
         return Verdict(
-            tuple(range(n)), chance.draw(row if n == len(levels) else residual(row, tree.laws[n]))
+            tuple(range(n)),
+            rng.draw(row if n == len(levels) else residual(row, tree.draft_probs[n])),
         )
 
-    return request.decoder(ModelDraft(request.drafts[0], gamma), verify)
+    return request.decoder(ModelDrafter(request.drafts[0], gamma), verify)
 
 
 def filtered_afterwards(request: Request, gamma: int) -> Decoder:
     """Verify with the plain softmax; apply top-k, top-p and temperature to the bonus token."""
 
-    def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-        plain = {node: p.warped(node, Warp()) for node in range(-1, len(tree.tokens))}
-        verdict = walk(tree, plain, chance)
+    def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+        plain = {
+            node: p.probs_under(node, SamplingParams()) for node in range(-1, len(tree.tokens))
+        }
+        verdict = verify_tree(tree, plain, rng)
         return (
             verdict
-            if verdict.refused
-            else verdict._replace(next=chance.draw(p[len(verdict.path) - 1]))
+            if verdict.rejected
+            else verdict._replace(next=rng.draw(p[len(verdict.accepted) - 1]))
         )
 
-    return request.decoder(ModelDraft(request.drafts[0], gamma), verify)
+    return request.decoder(ModelDrafter(request.drafts[0], gamma), verify)
 
 
 def no_bonus(request: Request, gamma: int) -> Decoder:
     """The round ends with the draft; what the target said behind it is thrown away."""
 
-    def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-        verdict = walk(tree, p, chance)
-        return verdict._replace(next=None) if tree.tokens and not verdict.refused else verdict
+    def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+        verdict = verify_tree(tree, p, rng)
+        return verdict._replace(next=None) if tree.tokens and not verdict.rejected else verdict
 
-    return request.decoder(ModelDraft(request.drafts[0], gamma), verify)
+    return request.decoder(ModelDrafter(request.drafts[0], gamma), verify)
 
 
 # ------------------------------------------------------------------ its analysis
@@ -185,12 +198,12 @@ def as_long_as_likely(alpha: float, c: float) -> int:
 def lucky(lenience: Any) -> Verifier:
     """Lenience as a second chance: what the ratio refuses passes with probability 1 - l."""
 
-    def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-        for node, (x, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
+    def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+        for node, (x, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
             row: Any = p[node - 1]
-            if not (chance.accept(row[x] / q[x]) or chance.accept(1 - lenience)):  # type: ignore[index]
-                return Verdict(tuple(range(node)), chance.draw(residual(row, q)), (node,))
-        return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1]))
+            if not (rng.accept(row[x] / q[x]) or rng.accept(1 - lenience)):  # type: ignore[index]
+                return Verdict(tuple(range(node)), rng.draw(residual(row, q)), (node,))
+        return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))
 
     return verify
 

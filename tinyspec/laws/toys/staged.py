@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from tinyspec.decoding.chance import Chance, Seeded
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.treedraft import TreeDraft, shape
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.treedraft import TreeDrafter, shape
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
@@ -36,11 +36,18 @@ def calls_are_spared(build: Build) -> Evidence:
     """Three leaves in a row get children. Where the n-grams know the likeliest path, one call of the draft shows all; the
     rounds after the first are counted."""
     seen = 0
-    for warp, width in ((Warp(0.0), 1), (Warp(0.0), 2), (Warp(), 1)):
+    for sampling, width in (
+        (SamplingParams(0.0), 1),
+        (SamplingParams(0.0), 2),
+        (SamplingParams(), 1),
+    ):
         knobs = {**KNOBS, "width": width, "budget": 3 * width}
-        ledger: list[Any] = []
+        forward_log: list[Any] = []
         request = Request(
-            _walker().session(ledger), [_walker("draft").session(ledger)], warp, ledger=ledger
+            _walker().session(forward_log),
+            [_walker("draft").session(forward_log)],
+            sampling,
+            forward_log=forward_log,
         )
         decoder = build(request, **knobs)
         decoder.extend((0, 1, 2))
@@ -50,13 +57,13 @@ def calls_are_spared(build: Build) -> Evidence:
             3 * len(rounds),
             seen + 1,
         )
-        most = len(rounds) if warp.greedy else levels - 1
+        most = len(rounds) if sampling.greedy else levels - 1
         if calls > most:
             accuse(
                 AHEAD,
                 f"at most {most} calls",
                 calls,
-                warp=warp,
+                sampling=sampling,
                 **knobs,
                 rounds=len(rounds),
                 levels=levels,
@@ -71,14 +78,15 @@ def guesses_are_the_drafts(build: Build) -> Evidence:
     for seed in range(8):
         draft = TableModel(seed, 4, zeros=False)
         decoder = build(
-            Request(TableModel(seed + 50, 4).session(), [draft.session()], Warp(0.0)), **KNOBS
+            Request(TableModel(seed + 50, 4).session(), [draft.session()], SamplingParams(0.0)),
+            **KNOBS,
         )
         decoder.extend((0, 1))
         for number in range(3):
             context = tuple(decoder.context)
             tree, seen = decoder.step(Seeded(number)).tree, seen + 1
             for node, token in enumerate(tree.tokens):
-                above = tree.spelled(tree.path(node))[:-1]
+                above = tree.tokens_on(tree.path(node))[:-1]
                 row = draft.row((*context, *above))
                 best = sorted(range(4), key=lambda x: (-row[x], x))[:2]
                 if token not in best:
@@ -102,17 +110,17 @@ def beats_fixed_trees(build: Build) -> Evidence:
     made = {}
     for name, children in {"6": (6,), "2x2": (2, 2), "staged": ()}.items():
 
-        def play(chance: Exhaustive, children: tuple[int, ...] = children) -> int:
+        def play(rng: Exhaustive, children: tuple[int, ...] = children) -> int:
             target, draft = (TableModel(vocabulary=3, rows=rows).session() for _ in range(2))
-            request = Request(target, [draft], Warp(0.0))
+            request = Request(target, [draft], SamplingParams(0.0))
             decoder = (
                 build(request, **KNOBS)
                 if not children
-                else Decoder(target, TreeDraft(draft, shape(children)), walk)
+                else Decoder(target, TreeDrafter(draft, shape(children)), verify_tree)
             )
             decoder.extend((0,))
-            tree = decoder.drafter.propose([0], 9, Warp(0.0), chance.split("draft", 0))
-            return _reached(tree, rows, chance)
+            tree = decoder.drafter.propose([0], 9, SamplingParams(0.0), rng.split("draft", 0))
+            return _reached(tree, rows, rng)
 
         made[name] = sum((n * weight for n, weight in Exhaustive.walk(play)), Fraction(0))
         best = max(best, made[name]) if children else best
@@ -127,12 +135,12 @@ def beats_fixed_trees(build: Build) -> Evidence:
     return Evidence(GUIDED, 1)
 
 
-def _reached(tree: TokenTree, rows: Callable[[Sequence[int]], Sequence[int]], chance: Any) -> int:
+def _reached(tree: TokenTree, rows: Callable[[Sequence[int]], Sequence[int]], rng: Any) -> int:
     """Draw from p until the text leaves the tree: nodes passed."""
     passed, at, text = 0, -1, [0]
     while True:
         weights = [Fraction(x) for x in rows(text)]
-        token = chance.draw(weights)
+        token = rng.draw(weights)
         below = [n for n, up in enumerate(tree.parents) if up == at and tree.tokens[n] == token]
         if not below:
             return passed
@@ -149,26 +157,30 @@ def a_tree_alone(request: Request, **knobs: Any) -> Decoder:
 
 def a_fixed_tree(request: Request, **knobs: Any) -> Decoder:
     """Two children everywhere."""
-    return request.decoder(TreeDraft(request.drafts[0], shape((2, 2))), walk)
+    return request.decoder(TreeDrafter(request.drafts[0], shape((2, 2))), verify_tree)
 
 
 def n_grams_for_the_target(request: Request, **knobs: Any) -> Decoder:
     """What the n-grams say is proposed to the target."""
     inner: Any = staged(request, **knobs).drafter
 
-    class Guesses(ModelDraft):
+    class Guesses(ModelDrafter):
         def propose(
-            self, context: Sequence[int], room: int, warp: Warp, chance: Chance
+            self,
+            context: Sequence[int],
+            max_draft_depth: int,
+            sampling: SamplingParams,
+            rng: RandomSource,
         ) -> TokenTree:
             tokens: list[int] = []
             while (
-                len(tokens) < min(3, room)
+                len(tokens) < min(3, max_draft_depth)
                 and (guess := inner.table.likeliest([*context, *tokens])) is not None
             ):
                 tokens.append(guess)
             return TokenTree.chain(tokens)
 
-    return request.decoder(Guesses(request.drafts[0], 3), walk)
+    return request.decoder(Guesses(request.drafts[0], 3), verify_tree)
 
 
 TRAPS = [

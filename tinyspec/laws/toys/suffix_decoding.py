@@ -3,17 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.remembered import memory
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.laws.toys.lookahead_trie import said
 from tinyspec.speculative.drafting.suffix_decoding import Suffixes
-from tinyspec.speculative.integrated.llma import Copying
+from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import Request, find
 
 ADAPTS = "a draft has at most alpha guesses a token of its match"
@@ -29,7 +29,9 @@ SPLIT = [1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, *[8, 2, 3] * 9, 1, 2]
 def draft(build: Build, prompt: Sequence[int], **knobs: Any) -> tuple[int, ...]:
     """The first draft behind a prompt."""
     decoder = build(
-        Request(Reciter([*range(20)]).session(), (), Warp(temperature=0.0)), price=0.0, **knobs
+        Request(Reciter([*range(20)]).session(), (), SamplingParams(temperature=0.0)),
+        price=0.0,
+        **knobs,
     )
     decoder.extend(prompt)
     return tuple(decoder.step(Seeded(0)).tree.tokens)
@@ -90,20 +92,26 @@ def uses_both(build: Build) -> Evidence:
 
 def copies_k(request: Request, **knobs: Any) -> Decoder:
     """A fixed number of tokens behind the longest match."""
-    return request.decoder(Copying([], 1, 8, 8, "frequent", own=True), walk)
+    return request.decoder(LlmaDrafter([], 1, 8, 8, "frequent", own=True), verify_tree)
 
 
 def copies_last(request: Request, **knobs: Any) -> Decoder:
     """What followed the match the last time."""
-    return request.decoder(Copying([], 1, 8, 1, "last", own=True), walk)
+    return request.decoder(LlmaDrafter([], 1, 8, 1, "last", own=True), verify_tree)
 
 
 class Longest(Suffixes):
     """The draft behind the longest match, whatever it can hope for."""
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Any) -> Any:
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> Any:
         found = self.forest.gather(
-            [(self.own, self.most)], context[-self.forest.depth :], self.forest.depth, 1, room
+            [(self.own, self.most)],
+            context[-self.forest.depth :],
+            self.forest.depth,
+            1,
+            max_draft_depth,
         )
         size = max(1, int(self.alpha * max(found[3], default=1)))
         return self.trust.tree(*(column[:size] for column in found))  # type: ignore[arg-type]
@@ -112,7 +120,7 @@ class Longest(Suffixes):
 def longest_match(request: Request, **knobs: Any) -> Decoder:
     """No score: the longest match wins."""
     forest = memory(request.target, None, "toy", 32, 1 << 20, False)
-    return request.decoder(Longest(*forest, alpha=1.0, most=32, floor=0.0, price=0.0), walk)
+    return request.decoder(Longest(*forest, alpha=1.0, most=32, floor=0.0, price=0.0), verify_tree)
 
 
 def forgets(request: Request, **knobs: Any) -> Decoder:

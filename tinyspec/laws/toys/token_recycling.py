@@ -6,10 +6,10 @@ from itertools import product
 from typing import Any
 
 from tinyspec.decoding.candidates import candidates
-from tinyspec.decoding.chance import Seeded
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
@@ -28,7 +28,7 @@ ROWS = ((1, 4, 3, 0), (3, 0, 1, 5), (2, 4, 0, 1), (5, 1, 3, 1))
 
 def _markov(tokens: int) -> Request:
     model = TableModel(vocabulary=4, rows=lambda text: ROWS[text[-1]])
-    return Request(model.session(), stop=Stop(max_new_tokens=tokens))
+    return Request(model.session(), stop=StoppingCriteria(max_new_tokens=tokens))
 
 
 def writes_every_row_back(build: Build) -> Evidence:
@@ -39,7 +39,7 @@ def writes_every_row_back(build: Build) -> Evidence:
         decoder.extend((0,))
         known: dict[int, list[int]] = {}
         while not decoder.finished:
-            newest, room = decoder.context[-1], decoder.room
+            newest, room = decoder.context[-1], decoder.max_draft_depth
             round = decoder.step(Seeded(seed).split("step", decoder.rounds))
             expected = known.get(newest, []) if room else []
             got = [
@@ -125,8 +125,8 @@ class KeptPath(Recycling):
     """Throws the rows of refused nodes away."""
 
     def observe(self, round: Round) -> None:
-        path = (ROOT, *round.verdict.path)
-        tokens = [self.newest, *round.tree.spelled(round.verdict.path)]
+        path = (ROOT, *round.verdict.accepted)
+        tokens = [self.newest, *round.tree.tokens_on(round.verdict.accepted)]
         found = candidates(round.scores.logits, [node + 1 for node in path], self.matrix.k)
         self.matrix.learn(tokens, found, len(round.scores.logits[0]))
 
@@ -148,7 +148,7 @@ class Forgetful(Recycling):
 def _toy(kind: type[Recycling], nodes: int | None = None) -> Build:
     def build(request: Request, *, k: int, **knobs: int) -> Decoder:
         knobs["nodes"] = nodes or knobs["nodes"]
-        return request.decoder(kind(Matrix(k), ends=request.stop.eos, **knobs), walk)
+        return request.decoder(kind(Matrix(k), ends=request.stop.eos, **knobs), verify_tree)
 
     return build
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from tinyspec.decoding.chance import Seeded
-from tinyspec.decoding.decode import Decoder, Laws
+from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.nested import Nested
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference, law
@@ -33,7 +33,10 @@ def finds_the_needle(build: Build) -> Evidence:
     for which, length, at in ((0, 20, 5), (1, 20, 13), (2, 61, 30), (3, 64, 7)):
         models = [needle_model(), needle_model("small")]
         request = Request(
-            models[0].session(), [models[1].session()], Warp(0.0), Stop(max_new_tokens=21)
+            models[0].session(),
+            [models[1].session()],
+            SamplingParams(0.0),
+            StoppingCriteria(max_new_tokens=21),
         )
         decoder = build(request, **KNOBS)
         decoder.extend(haystack(which, length, at))
@@ -68,7 +71,7 @@ def joint_law_of_three_levels(build: Build) -> Evidence:
         )
         expected = Reference(
             lambda text, target=target: target.logits(text)[-1].numpy(),  # type: ignore[misc]
-            Warp(),
+            SamplingParams(),
         ).law(2, (0, 1, 1))
         branches += got.branches
         if any(
@@ -120,12 +123,12 @@ def two_levels(request: Request, **knobs: Any) -> Decoder:
 def middle_draws_again(request: Request, **knobs: Any) -> Decoder:
     """After a refusal the middle level draws from its own row, and declares that row."""
 
-    def verify(tree: TokenTree, p: Laws, chance: Any) -> Verdict:
-        for node, (x, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
+    def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
+        for node, (x, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
             row: Any = p[node - 1]
-            if not chance.accept(row[x] / q[x]):  # type: ignore[index]
-                return Verdict(tuple(range(node)), chance.draw(row), (node,))
-        return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[len(tree.tokens) - 1]))
+            if not rng.accept(row[x] / q[x]):  # type: ignore[index]
+                return Verdict(tuple(range(node)), rng.draw(row), (node,))
+        return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))
 
     decoder = triforce(request, **knobs)
     middle: Nested = decoder.drafter  # type: ignore[assignment]

@@ -22,18 +22,18 @@ from dataclasses import replace
 from typing import Any
 
 from tinyspec._core import NgramIndex
-from tinyspec.decoding.candidates import kept
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Round, Verifier
+from tinyspec.decoding.candidates import per_model_state
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs, Verifier
 from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.ngram import Katz, sampled
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import Verdict, residual, walk, without
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.tree import ROOT, Row, TokenTree
+from tinyspec.tree import ROOT, Probs, TokenTree
 
 PAPER = {1: "13,10/10", 2: "5,14,10/1,10/10"}
 """K for so many draft models: what the authors run beside LLaMA-7B and beside FLAN-T5-XXL."""
@@ -68,15 +68,15 @@ def parsed(quotas: str, drafts: int) -> Quotas:
     return tuple(tuple(int(word) for word in row) for row in rows)
 
 
-class MaxGram(NoDraft):
+class MaxGram(BaseDrafter):
     """The lowest level: what followed the longest match of the newest tokens, else the bigram table's word."""
 
     def __init__(self, longest: int, table: Katz | None):
         self.longest, self.table, self.index = longest, table, NgramIndex(longest)
 
     def write(
-        self, text: Sequence[int], n: int, warp: Warp, chance: Chance
-    ) -> tuple[list[int], list[Row | None]]:
+        self, text: Sequence[int], n: int, sampling: SamplingParams, rng: RandomSource
+    ) -> tuple[list[int], list[Probs | None]]:
         """n tokens that go on with this text, as point masses; fewer where nothing is known of the newest one."""
         line = list(text[-self.longest :])
         begun = len(line)
@@ -101,7 +101,7 @@ class MaxGram(NoDraft):
         self.index.rewind(0, 0)
 
 
-class Horizontal(NoDraft):
+class Horizontal(BaseDrafter):
     """Drafts for one reviewer: each level below it contributes its quota, the largest first.
 
     ends     tokens that nothing comes after
@@ -119,13 +119,19 @@ class Horizontal(NoDraft):
         self.below, self.quotas, self.ends = below, quotas, ends
         self.told: Sequence[Nested | MaxGram] = below if listens else ()
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        text, laws, last = list(context), list[Row | None](), len(context) + room
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        text, laws, last = list(context), list[Probs | None](), len(context) + max_draft_depth
         for number, (level, quota) in enumerate(zip(self.below, self.quotas, strict=True)):
             n = min(quota, last - len(text))
             if n < 1:
                 continue
-            tokens, rows = level.write(text, n, warp, chance.split("level", number))
+            tokens, rows = level.write(text, n, sampling, rng.split("level", number))
             kept = next(
                 (at for at, token in enumerate(tokens, 1) if token in self.ends), len(tokens)
             )
@@ -158,22 +164,24 @@ def forgiving(lenience: float) -> Verifier:
     At temperature 0 the reviewer's law before it is sharpened decides, and a writer's token counts as certain.
     """
 
-    def judge(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+    def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         at = ROOT
-        for node, (token, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
+        for node, (token, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
             row, written = p[at], 1 if q is None else q[token]
-            if p.warp.temperature == 0:
-                soft = p.warped(at, replace(p.warp, temperature=1.0))
+            if p.sampling.temperature == 0:
+                soft = p.probs_under(at, replace(p.sampling, temperature=1.0))
                 passed = bool(row[token] > 0 or lenience * soft[token] > written)
             else:
-                passed = chance.accept(lenience * row[token] / written)
+                passed = rng.accept(lenience * row[token] / written)
             if not passed:
                 rest = (
-                    without(row, token) if q is None else residual(row, [x / lenience for x in q])
+                    exclude_token(row, token)
+                    if q is None
+                    else residual(row, [x / lenience for x in q])
                 )
-                return Verdict(tuple(range(node)), chance.draw(rest), (node,))
+                return Verdict(tuple(range(node)), rng.draw(rest), (node,))
             at = node
-        return Verdict(tuple(range(len(tree.tokens))), chance.draw(p[at]))
+        return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[at]))
 
     return judge
 
@@ -219,22 +227,27 @@ def cascade(
         k = tuple((sum(row), *(0 for _ in row[1:])) for row in k)
     ends, table = request.stop.eos, bigrams(drafts[-1], sample) if sample else None
     below: list[Nested | MaxGram] = [MaxGram(longest, table)]
-    reach: Sequence[int | None] = request.reach or [None] * len(drafts)
+    reach: Sequence[int | None] = request.draft_max_lengths or [None] * len(drafts)
     for model, positions, row in zip(
         reversed(drafts), reversed(reach), reversed(k[1:]), strict=True
     ):
-        drafter = Horizontal(list(below), row, ends) if vertical else NoDraft()
-        verifier, truthful = (walk, True) if lenience == 1 else (forgiving(lenience), False)
+        drafter = Horizontal(list(below), row, ends) if vertical else BaseDrafter()
+        verifier, truthful = (verify_tree, True) if lenience == 1 else (forgiving(lenience), False)
         inner = Decoder(
-            model, drafter, verifier, warp=request.warp, stop=Stop(eos=ends), ledger=request.ledger
+            model,
+            drafter,
+            verifier,
+            sampling=request.sampling,
+            stop=StoppingCriteria(eos=ends),
+            forward_log=request.forward_log,
         )
         below.insert(0, Nested(inner, positions=positions, truthful=truthful))
-    return request.decoder(Horizontal(below, k[0], ends, listens=True), walk)
+    return request.decoder(Horizontal(below, k[0], ends, listens=True), verify_tree)
 
 
 def bigrams(draft: Any, tokens: int) -> Katz:
     """The bigram table, counted once a model."""
     model = draft.model
-    return kept(
+    return per_model_state(
         draft, ("bigrams", tokens), lambda: Katz(sampled(model, tokens), 2, model.config.vocab_size)
     )

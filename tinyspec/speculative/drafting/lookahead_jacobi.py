@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from sys import getsizeof
 
 from tinyspec.decoding.candidates import candidates
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
@@ -68,9 +68,9 @@ class Window:
         length = width + depth - 1
         self.rows = [[text[-1], *(text[at % len(text)] for at in range(length - 1))]]
 
-    def columns(self, room: int) -> int:
-        """How many columns fit where a draft may be `room` deep."""
-        return max(min(len(self.rows[-1]), room - len(self.rows) + 2), 0)
+    def columns(self, max_draft_depth: int) -> int:
+        """How many columns fit where a draft may be `max_draft_depth` deep."""
+        return max(min(len(self.rows[-1]), max_draft_depth - len(self.rows) + 2), 0)
 
     def move_on(self, row: Sequence[int]) -> list[list[int]]:
         """Enter what the model said below the newest row, for the columns that were run; returns the n-grams completed."""
@@ -83,7 +83,7 @@ class Window:
         return columns
 
 
-class Lookahead(NoDraft):
+class Lookahead(BaseDrafter):
     """Proposes the pool's n-grams, and runs the window beside them."""
 
     def __init__(self, width: int, n: int, guesses: int, from_prompt: bool, ends: frozenset[int]):
@@ -107,23 +107,31 @@ class Lookahead(NoDraft):
         for at in range(len(tokens) - self.n + 1 if self.from_prompt else 0):
             self.pool.add(tokens[at : at + self.n])
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         if self.window is None:
             self.window = Window(self.width, self.n - 1, context)
         self.window.rows[0][0] = context[-1]
         tokens, parents = list[int](), list[int]()
-        self._verification(context[-1], room, tokens, parents)
+        self._verification(context[-1], max_draft_depth, tokens, parents)
         guessed = len(tokens)
-        self._lookahead(self.window, room, tokens, parents)
+        self._lookahead(self.window, max_draft_depth, tokens, parents)
         probe = [False] * guessed + [True] * (len(tokens) - guessed)
         return TokenTree(tokens, parents, (None,) * len(tokens), probe)
 
-    def _verification(self, newest: int, room: int, tokens: list[int], parents: list[int]) -> None:
+    def _verification(
+        self, newest: int, max_draft_depth: int, tokens: list[int], parents: list[int]
+    ) -> None:
         """The n-grams that begin with the newest token, the last collected first, as one tree."""
         nodes: dict[tuple[int, int], int] = {}
         for gram in reversed(self.pool.after.get(newest, [])):
             up = ROOT
-            for token in gram[:room]:
+            for token in gram[:max_draft_depth]:
                 if (up, token) not in nodes:
                     nodes[up, token] = len(tokens)
                     tokens.append(token)
@@ -132,9 +140,11 @@ class Lookahead(NoDraft):
                 if token in self.ends:
                     break  # nothing comes after the end of a text
 
-    def _lookahead(self, window: Window, room: int, tokens: list[int], parents: list[int]) -> None:
+    def _lookahead(
+        self, window: Window, max_draft_depth: int, tokens: list[int], parents: list[int]
+    ) -> None:
         """The window's cells: row 0 is a chain from the newest token, every other cell hangs below its column's."""
-        columns = window.columns(room)
+        columns = window.columns(max_draft_depth)
         above = [ROOT] * columns
         for i, row in enumerate(window.rows if columns else ()):
             for j in range(i == 0, columns):  # cell (0, 0) is the root
@@ -182,4 +192,6 @@ def lookahead_jacobi(
     request: Request, *, window: int, n: int, guesses: int, from_prompt: bool
 ) -> Decoder:
     """Verify what the window once said behind the newest token, and let it say more."""
-    return request.decoder(Lookahead(window, n, guesses, from_prompt, request.stop.eos), walk)
+    return request.decoder(
+        Lookahead(window, n, guesses, from_prompt, request.stop.eos), verify_tree
+    )

@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from tinyspec.decoding.chance import Chance, Seeded
-from tinyspec.decoding.decode import Decoder, NoDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.goodput import Clock
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.technique import Guarantee, Request, technique
 from tinyspec.tree import TokenTree
@@ -127,32 +127,47 @@ def recommend(verify: Sequence[float], drafts: Sequence[Profile]) -> list[Advice
 # ---------------------------------------------------------------------- the measurements
 
 
-class Timed(ModelDraft):
+class Timed(ModelDrafter):
     """A draft model that is timed: seconds it drafted, tokens it made."""
 
     def __init__(self, request: Request, n: int, clock: Clock):
         super().__init__(
-            request.drafts[0], n, request.stop.eos, request.reach[0] if request.reach else None
+            request.drafts[0],
+            n,
+            request.stop.eos,
+            request.draft_max_lengths[0] if request.draft_max_lengths else None,
         )
         self.clock, self.seconds, self.made = clock, 0.0, 0
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         begun = self.clock()
-        tree = super().propose(context, room, warp, chance)
+        tree = super().propose(context, max_draft_depth, sampling, rng)
         self.seconds += self.clock() - begun
         self.made += len(tree.tokens)
         return tree
 
 
-class Known(NoDraft):
+class Known(BaseDrafter):
     """Proposes a text that is known, `n` tokens of it, n = 0, 1, ... longest in turn: what a target call costs by its size."""
 
     def __init__(self, text: Sequence[int], longest: int):
         self.text, self.longest, self.n = text, longest, 0
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         self.n = 0 if self.n >= self.longest else self.n + 1
-        return TokenTree.chain(self.text[len(context) :][: min(self.n, room)])
+        return TokenTree.chain(self.text[len(context) :][: min(self.n, max_draft_depth)])
 
 
 def profile_draft(name: str, asked: Asked, longest: int, clock: Clock, seed: int = 0) -> Profile:
@@ -160,12 +175,12 @@ def profile_draft(name: str, asked: Asked, longest: int, clock: Clock, seed: int
     seconds, made, rounds, passed = 0.0, 0, 0, [0] * longest
     for number, (request, prompt) in enumerate(asked()):
         drafter = Timed(request, longest, clock)
-        decoder, chance = begun(request.decoder(drafter, walk), prompt), Seeded(seed + number)
+        decoder, rng = begun(request.decoder(drafter, verify_tree), prompt), Seeded(seed + number)
         while not decoder.finished:
-            whole = decoder.room >= longest and not drafter.left_behind
-            round = decoder.step(chance)
+            whole = decoder.max_draft_depth >= longest and not drafter.left_behind
+            round = decoder.step(rng)
             rounds += whole
-            for at in range(len(round.verdict.path) if whole else 0):
+            for at in range(len(round.verdict.accepted) if whole else 0):
                 passed[at] += 1
         seconds, made = seconds + drafter.seconds, made + drafter.made
         decoder.end()
@@ -182,11 +197,14 @@ def profile_target(asked: Asked, longest: int, clock: Clock, seed: int = 0) -> l
     texts: list[list[int]] = []
     for known in (False, True):  # first plainly, to know the texts; then with drafts from them
         for number, (request, prompt) in enumerate(asked()):
-            drafter = Known(texts[number], longest) if known else NoDraft()
-            decoder, chance = begun(request.decoder(drafter, walk), prompt), Seeded(seed + number)
+            drafter = Known(texts[number], longest) if known else BaseDrafter()
+            decoder, rng = (
+                begun(request.decoder(drafter, verify_tree), prompt),
+                Seeded(seed + number),
+            )
             while not decoder.finished:
                 started = clock()
-                round = decoder.step(chance)
+                round = decoder.step(rng)
                 seconds[len(round.tree.tokens)].append(clock() - started)
             texts.append(list(decoder.context))
             decoder.end()
@@ -217,11 +235,11 @@ def measured(asked: Asked, n: int, clock: Clock, seed: int = 0) -> tuple[float, 
     """Tokens a second of decoding with n drafted tokens a round (0: plain), behind the prompt; and tokens accepted a round."""
     seconds, tokens, accepted, rounds = 0.0, 0, 0, 0
     for number, (request, prompt) in enumerate(asked()):
-        drafter = Timed(request, n, clock) if n else NoDraft()
-        decoder, chance = begun(request.decoder(drafter, walk), prompt), Seeded(seed + number)
+        drafter = Timed(request, n, clock) if n else BaseDrafter()
+        decoder, rng = begun(request.decoder(drafter, verify_tree), prompt), Seeded(seed + number)
         started = clock()
         while not decoder.finished:
-            accepted += len(decoder.step(chance).verdict.path)
+            accepted += len(decoder.step(rng).verdict.accepted)
             rounds += 1
         seconds, tokens = seconds + clock() - started, tokens + len(decoder.new)
         decoder.end()

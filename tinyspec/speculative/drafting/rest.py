@@ -25,12 +25,12 @@ ones are read, not the first.
 
 from collections.abc import Sequence
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.datastore import HOW, Datastore, Found, indexed, opened
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.trust import NOTHING, Trust
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.trust import NOTHING, AcceptanceTracker
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
@@ -38,7 +38,7 @@ from tinyspec.tree import TokenTree
 GLANCE = 16  # places and guesses of the look that decides whether a full one pays
 
 
-class Retrieving(NoDraft):
+class Retrieving(BaseDrafter):
     """Proposes the heaviest continuations of the longest match in any of the stores."""
 
     def __init__(
@@ -52,18 +52,29 @@ class Retrieving(NoDraft):
         price: float,
     ):
         self.stores, self.shortest, self.longest = stores, shortest, longest
-        self.length, self.matches, self.nodes, self.trust = length, matches, nodes, Trust(price)
+        self.length, self.matches, self.nodes, self.trust = (
+            length,
+            matches,
+            nodes,
+            AcceptanceTracker(price),
+        )
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        if self.trust.rests(room):
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        if self.trust.skip_this_round(max_draft_depth):
             return NOTHING
         if self.trust.price > 0:  # a glance: is a draft worth its while?
             found = self._longest(context, 1, min(self.matches, GLANCE), min(self.nodes, GLANCE))
             if not found.match or not self.trust.worth(found.weights, found.match):
-                return self.trust.watch(
+                return self.trust.record_without_running(
                     found.tokens, found.parents, [found.match] * len(found.tokens)
                 )
-        found = self._longest(context, min(self.length, room), self.matches, self.nodes)
+        found = self._longest(context, min(self.length, max_draft_depth), self.matches, self.nodes)
         return self.trust.tree(
             found.tokens, found.parents, found.weights, [found.match] * len(found.tokens)
         )
@@ -132,5 +143,5 @@ def rest(
             f"rest has no datastore: {HOW} and pass --datastore STORE, or give texts by --reference FILE"
         )
     return request.decoder(
-        Retrieving(stores, shortest, longest, length, matches, nodes, price), walk
+        Retrieving(stores, shortest, longest, length, matches, nodes, price), verify_tree
     )

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from tinyspec.decoding.decode import Decoder, Laws, Round
-from tinyspec.decoding.modeldraft import GuestDraft
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import Decoder, Round, TargetProbs
+from tinyspec.decoding.modeldraft import SharedSessionDrafter
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.plan import Plan
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -191,7 +191,7 @@ class Exit(NamedTuple):
         return Exit(self.threshold + (1 - SLOW) * step, passed)
 
 
-class Skipping(GuestDraft):
+class Skipping(SharedSessionDrafter):
     """The target itself without some sublayers. What it learnt of its exit is of the request, not of a place in the text."""
 
     def __init__(
@@ -207,13 +207,13 @@ class Skipping(GuestDraft):
         self.first, self.wanted = Exit(threshold), wanted
         self.exit = self.first
 
-    def enough(self, laws: Laws, tip: int, token: int) -> bool:
-        unsure = laws.warped(tip, Warp())[token] < self.exit.threshold
-        return bool(unsure) or super().enough(laws, tip, token)
+    def should_stop(self, laws: TargetProbs, tip: int, token: int) -> bool:
+        unsure = laws.probs_under(tip, SamplingParams())[token] < self.exit.threshold
+        return bool(unsure) or super().should_stop(laws, tip, token)
 
     def observe(self, round: Round) -> None:
         self.exit = self.exit.after(
-            len(round.verdict.path), len(round.tree.tokens), self.wanted, self.gamma
+            len(round.verdict.accepted), len(round.tree.tokens), self.wanted, self.gamma
         )
 
     def end(self) -> None:
@@ -258,5 +258,5 @@ def self_speculative(
     session: Any = request.target
     chosen = skipped(skip, session.model.config.n_layers)
     return request.decoder(
-        Skipping(session, chosen, gamma, request.stop.eos, threshold, wanted), walk
+        Skipping(session, chosen, gamma, request.stop.eos, threshold, wanted), verify_tree
     )

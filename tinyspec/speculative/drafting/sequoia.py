@@ -29,17 +29,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyspec._core.reference import ratio
-from tinyspec.decoding.candidates import kept
-from tinyspec.decoding.chance import Chance
+from tinyspec.decoding.candidates import per_model_state
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.goodput import STEP, Choose, Clock, Curve, timed
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.treedraft import Shape, TreeDraft, likeliest, shrinking
-from tinyspec.decoding.verify import residual, walk, without
+from tinyspec.decoding.goodput import STEP, Clock, CostModel, PolicyOverride, update_ema
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.treedraft import Shape, TreeDrafter, sample_siblings, top_k_tokens
+from tinyspec.decoding.verify import exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.tree import ROOT, Row, TokenTree
+from tinyspec.tree import ROOT, Probs, TokenTree
 
 PRIOR = (
     0.6,
@@ -57,18 +57,20 @@ WEIGHT = 16  # nodes that the prior counts for
 # ---------------------------------------------------------------------- the acceptance vector
 
 
-def hits(p: Row, children: Iterable[tuple[int, Row | None]]) -> list[Any]:
+def acceptance_by_rank(p: Probs, children: Iterable[tuple[int, Probs | None]]) -> list[Any]:
     """For siblings in draw order, each with its law: the chance that it is the one that is kept."""
     reach, chances = 1, list[Any]()
     for token, q in children:
         passed = min(1, ratio(p, q, token))
         chances.append(reach * passed)
         reach *= 1 - passed
-        p = without(p, token) if q is None else residual(p, q)
+        p = exclude_token(p, token) if q is None else residual(p, q)
     return chances
 
 
-def acceptance(pairs: Iterable[tuple[Row, Row]], ranks: int, chance: Chance | None) -> list[Any]:
+def acceptance(
+    pairs: Iterable[tuple[Probs, Probs]], ranks: int, rng: RandomSource | None
+) -> list[Any]:
     """P: the mean over paired rows (p, q) of how often the first, second, ... child is kept. Nothing is decoded.
 
     chance  draws the children; None: they are the likeliest of q, as at temperature 0 (p is one-hot then, and q is not)
@@ -76,35 +78,38 @@ def acceptance(pairs: Iterable[tuple[Row, Row]], ranks: int, chance: Chance | No
     total, seen = [0 for _ in range(ranks)], 0
     for p, q in pairs:
         drawn = (
-            [(x, None) for x in likeliest(q, ranks)]
-            if chance is None
-            else shrinking(q, ranks, chance)
+            [(x, None) for x in top_k_tokens(q, ranks)]
+            if rng is None
+            else sample_siblings(q, ranks, rng)
         )
-        for rank, share in enumerate(hits(p, drawn)):
+        for rank, share in enumerate(acceptance_by_rank(p, drawn)):
             total[rank] += share
         seen += 1
     return [share / seen for share in total]
 
 
-def measured(
+def estimate_acceptance(
     target: Model,
     draft: Model,
     texts: Sequence[Sequence[int]],
-    warp: Warp,
+    sampling: SamplingParams,
     ranks: int,
-    chance: Chance,
+    rng: RandomSource,
 ) -> list[float]:
     """P of two models at every position of some texts, from one pass of each."""
 
-    def pairs() -> Iterable[tuple[Row, Row]]:
+    def pairs() -> Iterable[tuple[Probs, Probs]]:
         for text in texts:
             for at, (p, q) in enumerate(
                 zip(target.logits(text), draft.logits(text), strict=True), start=1
             ):
-                yield warp(p, text[:at]), (warp if warp.temperature else Warp())(q, text[:at])
+                yield (
+                    sampling.probs(p, text[:at]),
+                    (sampling if sampling.temperature else SamplingParams()).probs(q, text[:at]),
+                )
 
     return [
-        float(share) for share in acceptance(pairs(), ranks, chance if warp.temperature else None)
+        float(share) for share in acceptance(pairs(), ranks, rng if sampling.temperature else None)
     ]
 
 
@@ -125,7 +130,7 @@ def expected_tokens(tree: Shape, accepts: Sequence[Any]) -> Any:
     return sum(reach.values())
 
 
-def programme(
+def solve_tree_dp(
     accepts: tuple[float, ...], nodes: int, depth: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """The dynamic programme, O(depth ranks nodes^2).
@@ -158,7 +163,7 @@ def programme(
     return best, sizes
 
 
-def traced(sizes: NDArray[Any], nodes: int, depth: int) -> Shape:
+def backtrack_tree(sizes: NDArray[Any], nodes: int, depth: int) -> Shape:
     """The tree that the programme chose for so many nodes and this depth."""
     parents: list[int] = []
 
@@ -181,38 +186,38 @@ def best_tree(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
     >>> best_tree((0.6, 0.3), 3, 2)
     (-1, -1, 0)
     """
-    best, sizes = programme(tuple(accepts), nodes, depth)
+    best, sizes = solve_tree_dp(tuple(accepts), nodes, depth)
     n, d = max(
         ((n, d) for n in range(1, nodes + 1) for d in range(1, depth + 1)),
         key=lambda way: best[way[1], way[0] + 1],
     )
-    return traced(sizes, n, d)
+    return backtrack_tree(sizes, n, d)
 
 
-def cheapest(accepts: Sequence[float], curve: Curve, depth: int) -> Shape:
+def fastest_tree(accepts: Sequence[float], curve: CostModel, depth: int) -> Shape:
     """The tree with the least time a token, (d c + t(n)) / F(n, d), over the sizes of the curve and all depths."""
     costs = curve.costs()
     step = STEP * costs[0] if curve.step is None else curve.step
-    best, sizes = programme(tuple(accepts), curve.sizes[-1], depth)
+    best, sizes = solve_tree_dp(tuple(accepts), curve.sizes[-1], depth)
     ways = {
         (n, d): (d * step + cost) / float(best[d, n + 1])
         for n, cost in zip(curve.sizes[1:], costs[1:], strict=True)
         for d in range(1, depth + 1)
         if best[d, n + 1] > 1
     }
-    return traced(sizes, *min(ways, key=lambda way: ways[way])) if ways else (ROOT,)
+    return backtrack_tree(sizes, *min(ways, key=lambda way: ways[way])) if ways else (ROOT,)
 
 
 # ---------------------------------------------------------------------- the drafter
 
 
-class Learnt:
+class OnlineEstimates:
     """What is known of a pair of models: shares kept by rank, and the times."""
 
     def __init__(self, ranks: int, longest: int):
         prior = [*PRIOR, *[PRIOR[-1]] * ranks][:ranks]
         self.shares, self.seen = [WEIGHT * share for share in prior], [float(WEIGHT)] * ranks
-        self.curve = Curve(longest)
+        self.curve = CostModel(longest)
 
     @property
     def accepts(self) -> tuple[float, ...]:
@@ -226,19 +231,27 @@ class Learnt:
             self.seen[rank] += 1
 
 
-class Planned(TreeDraft):
+class SequoiaDrafter(TreeDrafter):
     """A tree drawn without replacement, of the shape that is best for what was measured so far."""
 
-    def __init__(self, request: Request, learnt: Learnt, depth: int, fixed: tuple[bool, bool]):
+    def __init__(
+        self, request: Request, learnt: OnlineEstimates, depth: int, fixed: tuple[bool, bool]
+    ):
         super().__init__(
-            request.drafts[0], (ROOT,), request.stop.eos, *request.reach[:1], replace=False, cover=True
+            request.drafts[0], (ROOT,), request.stop.eos, *request.draft_max_lengths[:1], replace=False, cover=True
         )  # fmt: skip
         self.learnt, self.depth, self.fixed = learnt, depth, fixed
         self.clock: Clock = request.clock or (lambda: 0.0)
-        self.choose: Choose | None = request.choose
+        self.choose: PolicyOverride | None = request.choose
         self.rounds, self.ready = 0, 0.0
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         accepts, nodes = self.learnt.accepts, self.learnt.curve.sizes[-1]
         if self.choose is not None:
             ways = sorted(
@@ -248,17 +261,17 @@ class Planned(TreeDraft):
                     for d in range(1, self.depth + 1)
                 }
             )
-            self.reshape(ways[self.choose(len(ways), chance)])
+            self.reshape(ways[self.choose(len(ways), rng)])
         elif (
             self.rounds & (self.rounds - 1) == 0
         ):  # in round 0, 1, 2, 4, 8, ...: planning takes longer than a guess
-            self.reshape(cheapest(accepts, self.learnt.curve, self.depth))
+            self.reshape(fastest_tree(accepts, self.learnt.curve, self.depth))
         began = self.clock()
-        tree = super().propose(context, room, warp, chance)
+        tree = super().propose(context, max_draft_depth, sampling, rng)
         self.ready = self.clock()
         if tree.tokens and self.ready > began and not self.fixed[1]:
             seconds = (self.ready - began) / max(tree.depths())
-            self.learnt.curve.step = timed(self.learnt.curve.step, seconds)
+            self.learnt.curve.step = update_ema(self.learnt.curve.step, seconds)
         return tree
 
     def observe(self, round: Round) -> None:
@@ -269,10 +282,16 @@ class Planned(TreeDraft):
         if not self.fixed[1]:
             self.learnt.curve.enter(len(round.tree.tokens), self.clock() - self.ready)
         if not self.fixed[0]:
-            for node, p in zip((ROOT, *round.verdict.path), round.laws, strict=False):
+            for node, p in zip((ROOT, *round.verdict.accepted), round.output_probs, strict=False):
                 below = [child for child, up in enumerate(round.tree.parents) if up == node]
                 self.learnt.learn(
-                    hits(p, [(round.tree.tokens[child], round.tree.laws[child]) for child in below])
+                    acceptance_by_rank(
+                        p,
+                        [
+                            (round.tree.tokens[child], round.tree.draft_probs[child])
+                            for child in below
+                        ],
+                    )
                 )
 
 
@@ -325,12 +344,14 @@ def sequoia(
         ranks,
         accepts,
         costs,
-        request.warp,
+        request.sampling,
         id(getattr(request.drafts[0], "model", None)),
     )
     fresh = request.clock is None or getattr(request.target, "model", None) is None
     learnt = (
-        Learnt(ranks, nodes) if fresh else kept(request.target, known, lambda: Learnt(ranks, nodes))
+        OnlineEstimates(ranks, nodes)
+        if fresh
+        else per_model_state(request.target, known, lambda: OnlineEstimates(ranks, nodes))
     )
     if accepts != "":
         learnt.shares = [*_numbers("accepts", accepts), *[0.0] * ranks][:ranks]
@@ -342,4 +363,6 @@ def sequoia(
             calls[min(size, last)] + max(0, size - last) * (calls[-1] - calls[-2])
             for size in learnt.curve.sizes
         ]
-    return request.decoder(Planned(request, learnt, depth, (accepts != "", costs != "")), walk)
+    return request.decoder(
+        SequoiaDrafter(request, learnt, depth, (accepts != "", costs != "")), verify_tree
+    )

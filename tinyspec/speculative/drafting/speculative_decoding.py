@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws, Verifier
-from tinyspec.decoding.modeldraft import ModelDraft
-from tinyspec.decoding.verify import Verdict, residual, walk
+from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.tree import ROOT, Row, TokenTree
+from tinyspec.tree import ROOT, Probs, TokenTree
 
 
 def lenient(lenience: float) -> Verifier:
@@ -36,24 +36,24 @@ def lenient(lenience: float) -> Verifier:
     At temperature 0 a draft token passes where p(x) >= l max p, p being the law before it is sharpened.
     """
 
-    def judge(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+    def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         path: tuple[int, ...] = ()
         at = ROOT
-        for node, (token, q) in enumerate(zip(tree.tokens, tree.laws, strict=True)):
+        for node, (token, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
             row = rest = p[at]
-            if p.warp.temperature == 0:
-                soft = p.warped(at, replace(p.warp, temperature=1.0))
+            if p.sampling.temperature == 0:
+                soft = p.probs_under(at, replace(p.sampling, temperature=1.0))
                 passed = soft[token] >= lenience * max(soft)
             elif q is None:
                 raise TinyspecError(
                     "lenience scales the law a token was drawn from: this draft declares none"
                 )
-            elif not (passed := chance.accept(row[token] / (lenience * q[token]))):
+            elif not (passed := rng.accept(row[token] / (lenience * q[token]))):
                 rest = residual(row, [lenience * x for x in q])
             if not passed:
-                return Verdict(path, chance.draw(rest), (node,))
+                return Verdict(path, rng.draw(rest), (node,))
             path, at = (*path, node), node
-        return Verdict(path, chance.draw(p[at]))
+        return Verdict(path, rng.draw(p[at]))
 
     return judge
 
@@ -79,15 +79,15 @@ def lenient(lenience: float) -> Verifier:
 )
 def speculative_decoding(request: Request, *, gamma: int, lenience: float) -> Decoder:
     """A draft model guesses a chain of gamma tokens; the target walks it."""
-    reach = request.reach[0] if request.reach else None
-    drafter = ModelDraft(request.drafts[0], gamma, request.stop.eos, reach)
-    return request.decoder(drafter, walk if lenience == 1 else lenient(lenience))
+    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
+    drafter = ModelDrafter(request.drafts[0], gamma, request.stop.eos, reach)
+    return request.decoder(drafter, verify_tree if lenience == 1 else lenient(lenience))
 
 
 # ---------------------------------------------------------------------- the analysis (sections 3.1 to 3.5)
 
 
-def acceptance(pairs: Iterable[tuple[Row, Row]]) -> float:
+def acceptance(pairs: Iterable[tuple[Probs, Probs]]) -> float:
     """alpha: the mean of sum_x min(p(x), q(x)) over paired rows, that is 1 - TV on average (section 3.2).
 
     >>> acceptance([([0.5, 0.5], [1.0, 0.0]), ([0.2, 0.8], [0.2, 0.8])])

@@ -18,16 +18,16 @@ from collections.abc import Sequence
 from heapq import heappop, heappush, nsmallest
 from typing import Any
 
-from tinyspec.decoding.candidates import kept
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws, Target
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.candidates import per_model_state
+from tinyspec.decoding.decode import Decoder, Target, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.ngram import Katz, sampled
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.treedraft import likeliest, shrinking
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.treedraft import sample_siblings, top_k_tokens
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.tree import ROOT, Row, TokenTree
+from tinyspec.tree import ROOT, Probs, TokenTree
 
 Path = tuple[int, ...]
 
@@ -35,11 +35,11 @@ Path = tuple[int, ...]
 class Known:
     """What the draft was run over in this round: paths, and the laws behind them. One `run` is one call."""
 
-    def __init__(self, model: Target, warp: Warp, context: Sequence[int]):
-        self.model, self.warp, self.context = model, warp, context
+    def __init__(self, model: Target, sampling: SamplingParams, context: Sequence[int]):
+        self.model, self.sampling, self.context = model, sampling, context
         self.place: dict[Path, int] = {(): -1}  # path -> node of the tree that is run
         self.tokens, self.parents = list[int](), list[int]()
-        self.laws: Laws | None = None
+        self.laws: TargetProbs | None = None
         self.size = -1  # nodes whose laws are there
 
     def add(self, path: Path) -> None:
@@ -58,10 +58,10 @@ class Known:
         """One call: what was added. What was run before is kept by the session."""
         self.size = n = len(self.tokens)
         tree = TokenTree(tuple(self.tokens), tuple(self.parents), (None,) * n, (False,) * n)
-        self.laws = Laws(self.model.score(tree), self.warp, self.context, tree)
+        self.laws = TargetProbs(self.model.score(tree), self.sampling, self.context, tree)
 
 
-class Staged(ModelDraft):
+class Staged(ModelDrafter):
     """Grows a tree of `budget` nodes from a model: the most probable leaf gets `width` children, again and again.
 
     table, guesses  the n-gram model, and how many tokens it guesses ahead (0: stage two is off)
@@ -88,10 +88,20 @@ class Staged(ModelDraft):
             drawn,
         )
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        deepest = room if self.positions is None else min(room, self.positions - self.length)
-        tokens, parents, laws = list[int](), list[int](), list[Row | None]()
-        known = Known(self.model, warp, context)
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        deepest = (
+            max_draft_depth
+            if self.positions is None
+            else min(max_draft_depth, self.positions - self.length)
+        )
+        tokens, parents, laws = list[int](), list[int](), list[Probs | None]()
+        known = Known(self.model, sampling, context)
         leaves: list[
             tuple[Any, int, Path]
         ] = []  # (-probability, node, path): the most probable first
@@ -104,7 +114,7 @@ class Staged(ModelDraft):
             value, node, path = heappop(leaves)
             assert known.laws is not None
             for token, law, share in self.children(
-                known.laws, known.place[path], min(self.width, left), chance
+                known.laws, known.place[path], min(self.width, left), rng
             ):
                 if token not in self.ends and len(path) + 1 < deepest:
                     heappush(leaves, (value * share, len(tokens), (*path, token)))
@@ -134,16 +144,18 @@ class Staged(ModelDraft):
         known.run()
 
     def children(
-        self, laws: Laws, node: int, k: int, chance: Chance
-    ) -> list[tuple[int, Row | None, Any]]:
+        self, laws: TargetProbs, node: int, k: int, rng: RandomSource
+    ) -> list[tuple[int, Probs | None, Any]]:
         """At most k tokens behind a node of the run tree: (token, its declared law, its probability under the draft)."""
-        if laws.warp.temperature == 0:
-            q = laws.warped(node, Warp(repetition_penalty=laws.warp.repetition_penalty))
+        if laws.sampling.temperature == 0:
+            q = laws.probs_under(
+                node, SamplingParams(repetition_penalty=laws.sampling.repetition_penalty)
+            )
         else:
             q = laws[node]
             if self.drawn:
-                return [(token, law, q[token]) for token, law in shrinking(q, k, chance)]
-        return [(token, None, q[token]) for token in likeliest(q, k) if q[token] > 0]
+                return [(token, law, q[token]) for token, law in sample_siblings(q, k, rng)]
+        return [(token, None, q[token]) for token in top_k_tokens(q, k) if q[token] > 0]
 
 
 @technique(
@@ -177,13 +189,13 @@ def staged(
     table = None
     if guesses and sample:
         model = draft.model
-        table = kept(
+        table = per_model_state(
             draft,
             ("n-grams", order, sample),
             lambda: Katz(sampled(model, sample), order, model.config.vocab_size),
         )
-    reach = request.reach[0] if request.reach else None
+    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
     drafter = Staged(
         draft, budget, width, table, guesses, children == "drawn", request.stop.eos, reach
     )
-    return request.decoder(drafter, walk)
+    return request.decoder(drafter, verify_tree)

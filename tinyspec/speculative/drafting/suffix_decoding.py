@@ -25,13 +25,13 @@ from collections.abc import Sequence
 from itertools import count
 
 from tinyspec._core import Forest
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.drafts import Looked
+from tinyspec.decoding.drafts import LookupDraft
 from tinyspec.decoding.remembered import OUTPUTS, Remembered, memory
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.trust import NOTHING, Trust
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.trust import NOTHING, AcceptanceTracker
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
@@ -53,7 +53,7 @@ class Suffixes(Remembered):
         price: float,
     ):
         super().__init__(forest, numbers)
-        self.alpha, self.most, self.floor, self.trust = alpha, most, floor, Trust(price)
+        self.alpha, self.most, self.floor, self.trust = alpha, most, floor, AcceptanceTracker(price)
         self.text = forest.open(self.own)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
@@ -61,15 +61,25 @@ class Suffixes(Remembered):
         self.forest.append(self.text, tokens)
         self.length += len(tokens)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        return NOTHING if self.trust.rests(room) else self.trust.tree(*self.look(context, room))
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        return (
+            NOTHING
+            if self.trust.skip_this_round(max_draft_depth)
+            else self.trust.tree(*self.look(context, max_draft_depth))
+        )
 
-    def look(self, context: Sequence[int], room: int) -> Looked:
+    def look(self, context: Sequence[int], max_draft_depth: int) -> LookupDraft:
         """The best draft: its tokens, parents, D(N), and of each node how long the match is that it stands behind."""
         self.settle()
         suffix, most = context[-self.forest.depth :], self.most
-        found: Looked = self.forest.best(
-            (self.own, OUTPUTS), suffix, self.alpha, most, room, self.floor
+        found: LookupDraft = self.forest.best(
+            (self.own, OUTPUTS), suffix, self.alpha, most, max_draft_depth, self.floor
         )
         return found
 
@@ -146,4 +156,4 @@ def suffix_decoding(
     forest, numbers = memory(
         request.target, request.clock, "suffix_decoding", depth, bound, remember
     )
-    return request.decoder(Suffixes(forest, numbers, alpha, most, floor, price), walk)
+    return request.decoder(Suffixes(forest, numbers, alpha, most, floor, price), verify_tree)

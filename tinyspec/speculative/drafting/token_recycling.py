@@ -26,11 +26,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from tinyspec.decoding.candidates import candidates, kept
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.candidates import candidates, per_model_state
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -92,7 +92,7 @@ class Matrix:
         return row
 
 
-class Recycling(NoDraft):
+class Recycling(BaseDrafter):
     """Reads the static tree off the matrix, and writes every row of every pass back."""
 
     def __init__(self, matrix: Matrix, nodes: int, depth: int, ends: frozenset[int]):
@@ -100,15 +100,21 @@ class Recycling(NoDraft):
         self.shape = static_tree(nodes, depth, matrix.k)
         self.newest = NOTHING  # the token that the tree hangs from
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         self.newest = context[-1]
         tokens, parents = list[int](), list[int]()
         below = {
             ROOT: (ROOT, 0, self.matrix.after(self.newest))
         }  # place in the shape -> (node, its depth, candidates)
         for place, (up, rank) in enumerate(self.shape):
-            parent, level, known = below.get(up, (ROOT, room, []))
-            token = known[rank] if rank < len(known) and level < room else NOTHING
+            parent, level, known = below.get(up, (ROOT, max_draft_depth, []))
+            token = known[rank] if rank < len(known) and level < max_draft_depth else NOTHING
             if token == NOTHING:
                 continue
             ended = token in self.ends  # nothing comes after the end of a text
@@ -118,10 +124,10 @@ class Recycling(NoDraft):
         return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
 
     def observe(self, round: Round) -> None:
-        n, text = len(round.tree.tokens), set(round.verdict.path)
+        n, text = len(round.tree.tokens), set(round.verdict.accepted)
         found = candidates(round.scores.logits, range(n + 1), self.matrix.k)
         refused = [node for node in range(n) if node not in text]
-        order = [*refused, ROOT, *round.verdict.path]  # the text's own rows are written last
+        order = [*refused, ROOT, *round.verdict.accepted]  # the text's own rows are written last
         tokens = [self.newest if node == ROOT else round.tree.tokens[node] for node in order]
         self.matrix.learn(tokens, [found[node + 1] for node in order], len(round.scores.logits[0]))
 
@@ -142,5 +148,9 @@ class Recycling(NoDraft):
 def token_recycling(request: Request, *, k: int, nodes: int, depth: int) -> Decoder:
     """Draft from what was nearly said; a request that runs alone finds what earlier ones left."""
     alone = request.clock is not None
-    matrix = kept(request.target, ("token_recycling", k), lambda: Matrix(k)) if alone else Matrix(k)
-    return request.decoder(Recycling(matrix, nodes, depth, request.stop.eos), walk)
+    matrix = (
+        per_model_state(request.target, ("token_recycling", k), lambda: Matrix(k))
+        if alone
+        else Matrix(k)
+    )
+    return request.decoder(Recycling(matrix, nodes, depth, request.stop.eos), verify_tree)

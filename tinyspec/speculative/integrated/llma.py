@@ -17,11 +17,11 @@ Left out: nothing. The paper reports about 2x on LLaMA 7B-30B with k about 15 (r
 from collections.abc import Sequence
 
 from tinyspec._core import NgramIndex
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, NoDraft, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.trust import FIRST, Trust
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.trust import FIRST, AcceptanceTracker
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
@@ -29,7 +29,7 @@ from tinyspec.tree import TokenTree
 OWN = 0  # the text of the request in the index; references are 1, 2, ...
 
 
-class Copying(NoDraft):
+class LlmaDrafter(BaseDrafter):
     """Proposes what followed the longest recent suffix in any of the texts."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Copying(NoDraft):
             k,
             which,
             own,
-            Trust(price),
+            AcceptanceTracker(price),
         )
         self.index = NgramIndex(longest)
         for text, tokens in enumerate(references, start=OWN + 1):
@@ -57,9 +57,17 @@ class Copying(NoDraft):
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         self.index.append(OWN, tokens)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
         suffix = context[-self.longest :]
-        found = self.index.lookup(suffix, min(self.k, room), self.longest, self.n, self.which)
+        found = self.index.lookup(
+            suffix, min(self.k, max_draft_depth), self.longest, self.n, self.which
+        )
         match = (
             next((n for n in self._matches if self.index.lookup(suffix, 1, self.longest, n)), 1)
             if found
@@ -115,5 +123,5 @@ def llma(
 ) -> Decoder:
     """Copy from the prompt and the references."""
     return request.decoder(
-        Copying(request.references, n, max(n, longest), k, which, own, price), walk
+        LlmaDrafter(request.references, n, max(n, longest), k, which, own, price), verify_tree
     )

@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from itertools import count
 
 from tinyspec._core import Forest
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.remembered import OUTPUTS, Remembered, memory
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.trust import NOTHING, Trust
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.trust import NOTHING, AcceptanceTracker
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -47,17 +47,28 @@ class Lookahead(Remembered):
         price: float,
     ):
         super().__init__(forest, prompts)
-        self.budget, self.branch, self.mode, self.trust = length, branch, mode, Trust(price)
+        self.budget, self.branch, self.mode, self.trust = (
+            length,
+            branch,
+            mode,
+            AcceptanceTracker(price),
+        )
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        if self.trust.rests(room):
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        if self.trust.skip_this_round(max_draft_depth):
             return NOTHING
         self.settle()
-        suffix, deepest = context[-self.branch :], min(self.branch, room)
+        suffix, deepest = context[-self.branch :], min(self.branch, max_draft_depth)
         plan = [(self.own, 2), (OUTPUTS, 4)]  # a glance: is a draft worth its while?
         tokens, parents, shares, matches = self.forest.gather(plan, suffix, self.branch, 1, 1)
         if not tokens or not self.trust.worth(shares, matches[0]):
-            return self.trust.watch(tokens, parents, matches)
+            return self.trust.record_without_running(tokens, parents, matches)
         half = self.budget // 2
         plan = [(OUTPUTS, half), (self.own, self.budget), (OUTPUTS, self.budget)]
         draft = self.forest.gather(
@@ -85,7 +96,7 @@ def shaped(tree: TokenTree, mode: str, budget: int) -> TokenTree:
         return tree
     inner = set(tree.parents)
     branches = [
-        tree.spelled(tree.path(node)) for node in range(len(tree.tokens)) if node not in inner
+        tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens)) if node not in inner
     ]
     if mode == "single":
         return TokenTree.chain(first_branch(tree))
@@ -159,5 +170,5 @@ def lookahead_trie(
         request.target, request.clock, "lookahead_trie", branch_length + 1, bound, remember
     )
     return request.decoder(
-        Lookahead(forest, prompts, decoding_length, branch_length, mode, price), walk
+        Lookahead(forest, prompts, decoding_length, branch_length, mode, price), verify_tree
     )

@@ -26,11 +26,11 @@ import torch
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.joint import Joint, Make
-from tinyspec.decoding.modeldraft import GuestDraft
-from tinyspec.decoding.sampling import is_exact, on_device, rational
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.modeldraft import SharedSessionDrafter
+from tinyspec.decoding.sampling import as_fraction, is_exact, on_device
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.host import numbers
+from tinyspec.lm.host import to_numpy
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 
@@ -43,7 +43,7 @@ def contrast(beta: float, plausibility: float) -> Make:
             return _exact(expert, amateur, beta, plausibility)
         xp: Any = torch if on_device(expert) else np
         e, a = (
-            numbers(row) if xp is np and isinstance(row, torch.Tensor) else xp.asarray(row)
+            to_numpy(row) if xp is np and isinstance(row, torch.Tensor) else xp.asarray(row)
             for row in rows
         )
         floor = e.max() + math.log(plausibility) if plausibility else -math.inf
@@ -66,7 +66,7 @@ def _exact(p_e: list[Any], p_a: list[Any], beta: float, plausibility: float) -> 
         raise TinyspecError(
             f"rational weights have an exact contrast at whole beta only, got {beta}"
         )
-    power, floor = round(beta), rational(plausibility) * max(p_e)
+    power, floor = round(beta), as_fraction(plausibility) * max(p_e)
     said = [e > 0 and e >= floor for e in p_e]
     if power and any(ok and not a for ok, a in zip(said, p_a, strict=True)):
         said, p_a = [ok and not a for ok, a in zip(said, p_a, strict=True)], [1] * len(p_a)
@@ -112,7 +112,9 @@ def speculative_contrastive(
 ) -> Decoder:
     """The draft model is the amateur: it drafts, and the target is the contrast with it."""
     amateur = request.drafts[0]
-    contexts = [held for held in (request.positions, *request.reach[:1]) if held is not None]
+    contexts = [
+        held for held in (request.positions, *request.draft_max_lengths[:1]) if held is not None
+    ]
     target = Joint([request.target, amateur], contrast(beta, plausibility))
     joint = replace(request, target=target, positions=min(contexts, default=None))
-    return joint.decoder(GuestDraft(amateur, gamma, request.stop.eos), walk)
+    return joint.decoder(SharedSessionDrafter(amateur, gamma, request.stop.eos), verify_tree)

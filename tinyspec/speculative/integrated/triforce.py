@@ -18,13 +18,13 @@ whose newest token gives the query; where query heads share keys, their scores a
 import warnings
 from typing import Any
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.nested import Nested
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.stop import Stop
-from tinyspec.decoding.verify import walk
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.plan import Plan, Visible
 from tinyspec.lm.queries import chosen, mean_keys, queries
@@ -33,7 +33,7 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
 
-class Streaming(ModelDraft):
+class Streaming(ModelDrafter):
     """A model that sees the first `sink` tokens and at least the latest `window` (Xiao et al. 2023, arXiv 2309.17453).
 
     The window moves in steps of an eighth of itself: what was run under another plan is run again.
@@ -51,9 +51,11 @@ class Streaming(ModelDraft):
         super().__init__(session, gamma, ends, positions)
         self.session, self.sink, self.window = session, sink, window
 
-    def propose(self, context: Any, room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: RandomSource
+    ) -> TokenTree:
         self.session.replan(self.plan(len(self.session)))
-        return super().propose(context, room, warp, chance)
+        return super().propose(context, max_draft_depth, sampling, rng)
 
     def plan(self, length: int) -> Plan:
         """What is seen of a text of so many tokens."""
@@ -77,27 +79,31 @@ class Retrieval(Nested):
         self.budget, self.chunk, self.rebuild = budget, chunk, rebuild
         self.chosen_at: int | None = None  # length of the text when the chunks were chosen
 
-    def propose(self, context: Any, room: int, warp: Warp, chance: Chance) -> TokenTree:
+    def propose(
+        self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: RandomSource
+    ) -> TokenTree:
         n = len(self.text)
         due = self.chosen_at is None or (self.rebuild and n >= self.chosen_at + self.rebuild)
-        self.taps = (
+        self.hidden_layers = (
             range(self.view.session.model.config.n_layers) if due else ()
         )  # this round shows its states
         return (
-            TokenTree() if self.chosen_at is None else super().propose(context, room, warp, chance)
+            TokenTree()
+            if self.chosen_at is None
+            else super().propose(context, max_draft_depth, sampling, rng)
         )
 
     def observe(self, round: Round) -> None:
         super().observe(round)
-        if self.taps:
-            path = round.verdict.path
+        if self.hidden_layers:
+            path = round.verdict.accepted
             newest = (
                 len(self.text) - 1 - (round.verdict.next is not None)
             )  # the last token that was run
             self.view.plan = self.retrieve(
                 round.scores.hidden[:, path[-1] + 1 if path else 0], newest
             )
-            self.chosen_at, self.taps = len(self.text), ()
+            self.chosen_at, self.hidden_layers = len(self.text), ()
 
     def retrieve(self, states: Any, newest: int) -> Plan:
         """The plan for the text up to position `newest`, whose token entered the layers with these states [L, d]."""
@@ -132,7 +138,7 @@ class Retrieval(Nested):
 
     def end(self) -> None:
         super().end()
-        self.chosen_at, self.view.plan, self.taps = None, Plan(), ()
+        self.chosen_at, self.view.plan, self.hidden_layers = None, Plan(), ()
 
 
 @technique(
@@ -191,14 +197,17 @@ def triforce(
         )
     session: Any = request.target
     small: Any = request.drafts[0]
-    ends, reach = request.stop.eos, request.reach[0] if request.reach else None
+    ends, reach = (
+        request.stop.eos,
+        request.draft_max_lengths[0] if request.draft_max_lengths else None,
+    )
     drafter = Streaming(small, gamma1, ends, reach, sink, window)
     middle = Decoder(
         session.view(Plan()),
         drafter,
-        walk,
-        warp=request.warp,
-        stop=Stop(eos=ends),
-        ledger=request.ledger,
+        verify_tree,
+        sampling=request.sampling,
+        stop=StoppingCriteria(eos=ends),
+        forward_log=request.forward_log,
     )
-    return request.decoder(Retrieval(middle, gamma2, budget, chunk, rebuild), walk)
+    return request.decoder(Retrieval(middle, gamma2, budget, chunk, rebuild), verify_tree)

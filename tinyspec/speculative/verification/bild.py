@@ -22,16 +22,16 @@ models. gamma is a cap on one turn of the small model that only the authors' cod
 import math
 from typing import Any
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws, Verifier
-from tinyspec.decoding.modeldraft import ModelDraft, confidence
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
+from tinyspec.decoding.modeldraft import ModelDrafter, confidence
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
 
-class Little(ModelDraft):
+class Little(ModelDrafter):
     """The small model's turn: it ends where the next token would be one it is unsure of."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Little(ModelDraft):
         super().__init__(model, gamma, ends, positions)
         self.fallback = fallback
 
-    def sure(self, laws: Laws, tip: int) -> bool:
+    def should_draft(self, laws: TargetProbs, tip: int) -> bool:
         """The fallback policy: reads the row, before anything is drawn from it."""
         return bool(confidence(laws, tip) > self.fallback)
 
@@ -49,16 +49,16 @@ def big(rollback: float, rule: str) -> Verifier:
     """The large model's turn: the rollback policy, and one token of its own."""
     least = math.exp(-rollback)  # -log p(x) > rollback
 
-    def review(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+    def review(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         at = ROOT
         path: tuple[int, ...] = ()
         for node, token in enumerate(tree.tokens):
-            if p.warped(at, Warp())[token] < least:
-                said = chance.draw(p[at])
+            if p.probs_under(at, SamplingParams())[token] < least:
+                said = rng.draw(p[at])
                 if rule == "paper" or said != token:
                     return Verdict(path, said, (node,))
             path, at = (*path, node), node
-        return Verdict(path, chance.draw(p[at]))
+        return Verdict(path, rng.draw(p[at]))
 
     return review
 
@@ -93,6 +93,6 @@ def big(rollback: float, rule: str) -> Verifier:
 )
 def bild(request: Request, *, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
     """The draft model writes; the target reads when called, and takes back what is bad."""
-    reach = request.reach[0] if request.reach else None
+    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
     little = Little(fallback, request.drafts[0], gamma, request.stop.eos, reach)
     return request.decoder(little, big(rollback, rule))

@@ -22,9 +22,9 @@ verifier here has no memory, and the first is the best of those that need none.
 
 from typing import Any
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.rows import as_row, ratio, vectors
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
@@ -32,39 +32,39 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
 
-def verify_block(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
+def verify_block(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     """Keep the draft up to the largest place that passes, then draw one more token. The output has exactly the law p.
 
     One `accept` a tested place, from the last to the first, and one `draw`. O(gamma V). Raises TinyspecError where the draft
-    branches, and as `walk` does.
+    branches, and as `verify_tree` does.
     """
     draft = _chain(tree)
     at = [ROOT, *draft]  # the node at each place; the guess behind it is draft[place]
     weights: list[Any] = [1]
     for place, node in enumerate(draft):
         weights.append(
-            min(1, weights[-1] * ratio(p[at[place]], tree.laws[node], tree.tokens[node]))
+            min(1, weights[-1] * ratio(p[at[place]], tree.draft_probs[node], tree.tokens[node]))
         )
         if not weights[-1] > 0:
             break  # what p cannot say is never kept, nor anything behind it
     place = len(weights) - 1
-    if place == len(draft) and (not draft or chance.accept(weights[place])):
-        return Verdict(tuple(draft), chance.draw(p[at[place]]))
+    if place == len(draft) and (not draft or rng.accept(weights[place])):
+        return Verdict(tuple(draft), rng.draw(p[at[place]]))
     # Uniforms are independent, so the largest place that passes is the first from behind: those before it need no test.
     while place > 0:
         place -= 1
         left = _left(p[at[place]], tree, draft[place], weights[place])
-        if not place or chance.accept(_passes(left.sum(), weights[place])):
+        if not place or rng.accept(_passes(left.sum(), weights[place])):
             break
     row = (
         as_row(left) if left.sum() > 0 else p[at[place]]
     )  # nothing left: p and q agree up to rounding
-    return Verdict(tuple(draft[:place]), chance.draw(row), tuple(draft[place:]))
+    return Verdict(tuple(draft[:place]), rng.draw(row), tuple(draft[place:]))
 
 
 def _left(row: Any, tree: TokenTree, node: int, weight: Any) -> Any:
     """max(0, weight p - q), q being what the guess `node` was drawn from."""
-    p, q = vectors(row, tree.laws[node], tree.tokens[node])
+    p, q = vectors(row, tree.draft_probs[node], tree.tokens[node])
     return (weight * p - q).clip(min=0)
 
 
@@ -94,7 +94,7 @@ def _chain(tree: TokenTree) -> list[int]:
 )
 def block_verification(request: Request, *, gamma: int) -> Decoder:
     """A draft model guesses a chain of gamma tokens; the target judges it whole."""
-    reach = request.reach[0] if request.reach else None
+    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
     return request.decoder(
-        ModelDraft(request.drafts[0], gamma, request.stop.eos, reach), verify_block
+        ModelDrafter(request.drafts[0], gamma, request.stop.eos, reach), verify_block
     )

@@ -19,41 +19,43 @@ Left out: the paper's other coupling, by weighted min-wise hashing, and its vari
 
 from typing import Any
 
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Drafter, Laws, NoDraft
-from tinyspec.decoding.modeldraft import ModelDraft
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter, TargetProbs
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.rows import vectors
-from tinyspec.decoding.sampling import Warp
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.tree import ROOT, Row, TokenTree
+from tinyspec.tree import ROOT, Probs, TokenTree
 
 
 class _Races:
     """A chance for a drafter: each draw is the race of the next position of the text."""
 
-    def __init__(self, chance: Chance, position: int):
-        self.chance, self.position = chance, position
+    def __init__(self, rng: RandomSource, position: int):
+        self.rng, self.position = rng, position
 
-    def draw(self, row: Row) -> int:
+    def draw(self, row: Probs) -> int:
         self.position += 1
-        return self.chance.race(row, self.position - 1)
+        return self.rng.exponential_race(row, self.position - 1)
 
 
-class RaceDraft(ModelDraft):
+class RaceDraft(ModelDrafter):
     """Proposes what wins the draft model's races. The verifier runs on the same noise, so no law is declared."""
 
-    def propose(self, context: Any, room: int, warp: Warp, chance: Any) -> TokenTree:
-        races: Any = _Races(chance, len(context))
-        return TokenTree.chain(super().propose(context, room, warp, races).tokens)
+    def propose(
+        self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        races: Any = _Races(rng, len(context))
+        return TokenTree.chain(super().propose(context, max_draft_depth, sampling, races).tokens)
 
 
-def match(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+def match(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
     """What wins the target's race is said; the draft is followed while it says so too. Any tree, whoever made it."""
     path: tuple[int, ...] = ()
     row, here = p[ROOT], {ROOT}
     while True:
-        token = chance.race(row, len(p.context) + len(path))
+        token = rng.exponential_race(row, len(p.context) + len(path))
         below = [
             node for node, up in enumerate(tree.parents) if up in here and not tree.probe[node]
         ]
@@ -76,9 +78,9 @@ def match(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
 )
 def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
     """A draft model races ahead; the target races on the same noise. Without a draft model: the same text, token by token."""
-    drafter: Drafter = NoDraft()
+    drafter: Drafter = BaseDrafter()
     if request.drafts:
-        reach = request.reach[0] if request.reach else None
+        reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
         drafter = RaceDraft(request.drafts[0], gamma, request.stop.eos, reach)
     return request.decoder(drafter, match)
 
@@ -86,7 +88,7 @@ def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
 # ---------------------------------------------------------------------- the analysis
 
 
-def agreement(p: Row, q: Row) -> Any:
+def agreement(p: Probs, q: Probs) -> Any:
     """P(same): the probability that two races on the same noise have one winner. O(V log V).
 
     i wins both where E_j >= E_i max(p_j / p_i, q_j / q_i) for every j: an exponential clock that is the first of several,

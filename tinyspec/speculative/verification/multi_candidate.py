@@ -22,10 +22,10 @@ Left out: a temperature of the draft's own, and training the draft on the target
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.treedraft import TreeDraft, shape, widths
-from tinyspec.decoding.verify import residual, walk
+from tinyspec.decoding.treedraft import TreeDrafter, parse_branching, shape
+from tinyspec.decoding.verify import residual, verify_tree
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.tree import Row
+from tinyspec.tree import Probs
 
 
 @technique(
@@ -51,14 +51,15 @@ from tinyspec.tree import Row
 )
 def multi_candidate(request: Request, *, configuration: str, replacement: bool) -> Decoder:
     """A draft model draws a tree of candidates; the target walks it."""
-    reach = request.reach[0] if request.reach else None
-    tree = shape(widths(configuration))
+    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
+    tree = shape(parse_branching(configuration))
     return request.decoder(
-        TreeDraft(request.drafts[0], tree, request.stop.eos, reach, replace=replacement), walk
+        TreeDrafter(request.drafts[0], tree, request.stop.eos, reach, replace=replacement),
+        verify_tree,
     )
 
 
-def acceptance(p: Row, q: Row, k: int) -> Any:
+def acceptance(p: Probs, q: Probs, k: int) -> Any:
     """The chance that one of k candidates drawn with replacement passes: 1 - (1 - beta_1) ... (1 - beta_k).
 
     beta_i = sum_x min(p_i, q) with p_1 = p and p_i+1 the residual; which token was refused does not matter.

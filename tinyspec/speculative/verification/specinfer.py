@@ -30,11 +30,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec._core.reference import ratio
-from tinyspec.decoding.chance import Chance
-from tinyspec.decoding.decode import Decoder, Laws, NoDraft, Round
-from tinyspec.decoding.sampling import Warp
-from tinyspec.decoding.treedraft import TreeDraft, shape, widths
-from tinyspec.decoding.verify import Verdict, residual, without
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.treedraft import TreeDrafter, parse_branching, shape
+from tinyspec.decoding.verify import Verdict, exclude_token, residual
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.transformer import Model
@@ -47,18 +47,26 @@ D = TypeVar("D")
 P = TypeVar("P")
 
 
-class Merged(NoDraft):
+class Merged(BaseDrafter):
     """The trees of several models, one beside the other; the session that scores them runs an equal prefix once."""
 
-    def __init__(self, drafts: Sequence[TreeDraft]):
+    def __init__(self, drafts: Sequence[TreeDrafter]):
         self.drafts = drafts
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         for draft in self.drafts:
             draft.extend(tokens, scores)
 
-    def propose(self, context: Sequence[int], room: int, warp: Warp, chance: Chance) -> TokenTree:
-        return merged([draft.propose(context, room, warp, chance) for draft in self.drafts])
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        return merged(
+            [draft.propose(context, max_draft_depth, sampling, rng) for draft in self.drafts]
+        )
 
     def observe(self, round: Round) -> None:
         for draft in self.drafts:
@@ -76,7 +84,7 @@ class Merged(NoDraft):
 def merged(trees: Sequence[TokenTree]) -> TokenTree:
     """All nodes of all trees below one root. Equal nodes stay two proposals: each has its own law.
 
-    >>> merged([TokenTree.chain([5, 7]), TokenTree.chain([5, 8])]).parents
+    >>> merge_drafts([TokenTree.chain([5, 7]), TokenTree.chain([5, 8])]).parents
     (-1, 0, -1, 2)
     """
     parents, behind = list[int](), 0
@@ -89,16 +97,16 @@ def merged(trees: Sequence[TokenTree]) -> TokenTree:
     return TokenTree(tokens, tuple(parents), laws, probe)
 
 
-def multi_step(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
+def multi_step(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
     """Multi-step speculative sampling (algorithm 2): at every node, the proposals that stand there in a random order."""
     path, refused = list[int](), list[int]()
     row, here = p[ROOT], {ROOT}
     while untested := [
         node for node, up in enumerate(tree.parents) if up in here and node not in refused
     ]:
-        node = untested[_any(len(untested), chance)]
-        token, q = tree.tokens[node], tree.laws[node]
-        if chance.accept(ratio(row, q, token)):
+        node = untested[_any(len(untested), rng)]
+        token, q = tree.tokens[node], tree.draft_probs[node]
+        if rng.accept(ratio(row, q, token)):
             path.append(node)
             here = {
                 twin
@@ -108,12 +116,12 @@ def multi_step(tree: TokenTree, p: Laws, chance: Chance) -> Verdict:
             row = p[node]
         else:
             refused.append(node)
-            row = without(row, token) if q is None else residual(row, q)
-    return Verdict(tuple(path), chance.draw(row), tuple(refused))
+            row = exclude_token(row, token) if q is None else residual(row, q)
+    return Verdict(tuple(path), rng.draw(row), tuple(refused))
 
 
-def _any(ways: int, chance: Chance) -> int:
-    return chance.draw([Fraction(1, ways)] * ways) if ways > 1 else 0
+def _any(ways: int, rng: RandomSource) -> int:
+    return rng.draw([Fraction(1, ways)] * ways) if ways > 1 else 0
 
 
 @technique(
@@ -135,15 +143,15 @@ def _any(ways: int, chance: Chance) -> int:
 )
 def specinfer(request: Request, *, expansion: str) -> Decoder:
     """Every draft model grows a tree; the target verifies them as one."""
-    trees = [shape(widths(word)) for word in str(expansion).split("+")]
+    trees = [shape(parse_branching(word)) for word in str(expansion).split("+")]
     if len(trees) > len(request.drafts):
         given = f"{len(request.drafts)} draft model" + "s" * (len(request.drafts) > 1)
         raise TinyspecError(
             f"expansion {expansion} names {len(trees)} trees for {given}: give one for each, or more drafts"
         )
-    reach = [*request.reach, *[None] * len(request.drafts)]
+    reach = [*request.draft_max_lengths, *[None] * len(request.drafts)]
     drafts = [
-        TreeDraft(model, trees[min(number, len(trees) - 1)], request.stop.eos, reach[number])
+        TreeDrafter(model, trees[min(number, len(trees) - 1)], request.stop.eos, reach[number])
         for number, model in enumerate(request.drafts)
     ]
     return request.decoder(Merged(drafts), multi_step)
@@ -217,7 +225,7 @@ def boost(
             )
 
         def loss(text: Tensor) -> Tensor:
-            logits = own.teach(text[:, :-1])[:, -length:]  # rows of the answer alone
+            logits = own.training_logits(text[:, :-1])[:, -length:]  # rows of the answer alone
             return F.cross_entropy(logits.flatten(0, 1), text[:, -length:].flatten())
 
         train(
@@ -251,7 +259,7 @@ def boost(
 def answered(target: Model, prompts: Tensor, length: int) -> Tensor:
     """[N, T + length]: each prompt with the target's greedy answer."""
     for _ in range(length):
-        nexts = [target.teach(part)[:, -1:].argmax(dim=-1) for part in _parts(prompts)]
+        nexts = [target.training_logits(part)[:, -1:].argmax(dim=-1) for part in _parts(prompts)]
         prompts = torch.cat([prompts, torch.cat(nexts)], dim=1)
     return prompts
 
@@ -265,7 +273,9 @@ def _parts(rows: Tensor) -> list[Tensor]:
 def agreement(draft: Model, texts: Tensor, length: int) -> Tensor:
     """[N]: whether a draft's greedy answer is the text's, that is whether each token is its likeliest after those before."""
     same = [
-        (draft.teach(part[:, :-1])[:, -length:].argmax(dim=-1) == part[:, -length:]).all(dim=1)
+        (draft.training_logits(part[:, :-1])[:, -length:].argmax(dim=-1) == part[:, -length:]).all(
+            dim=1
+        )
         for part in _parts(texts)
     ]
     return torch.cat(same)

@@ -25,13 +25,13 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from tinyspec.decoding.chance import Chance
 from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.rows import as_row, exact, ratio, same, vectors
-from tinyspec.decoding.treedraft import TreeDraft, shape
+from tinyspec.decoding.treedraft import TreeDrafter, shape
 from tinyspec.decoding.verify import Verdict
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.tree import ROOT, Row, TokenTree
+from tinyspec.tree import ROOT, Probs, TokenTree
 
 HALVINGS, COARSE = (
     50,
@@ -89,23 +89,23 @@ def remainder(p: Any, q: Any, k: int, rho: Any) -> Any:
     return (1 - s) * p + s * (p - rho * q).clip(min=0)
 
 
-def k_seq(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
+def k_seq(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     """Follow the drafts that spell what was taken so far; at every position K-SEQ takes one of their tokens, or none.
 
     One `accept` a tested node, one `draw`. A position with one draft left needs no search: rho is 1. Raises TinyspecError as
-    `walk` does.
+    `verify_tree` does.
     """
     path, refused, row = list[int](), list[int](), p[ROOT]
     siblings = waiting = _below(tree, {ROOT})
     while waiting:
         drafts = _independent(tree, waiting)
-        law, tokens = tree.laws[drafts[0]], [tree.tokens[node] for node in drafts]
+        law, tokens = tree.draft_probs[drafts[0]], [tree.tokens[node] for node in drafts]
         ratios = [
             ratio(row, law, token) for token in tokens
         ]  # refuses what breaks the drafter's contract
         laws = vectors(row, law, tokens[0])
         rho = division(*laws, len(drafts))
-        passed = next((i for i, x in enumerate(ratios) if chance.accept(x / rho)), None)
+        passed = next((i for i, x in enumerate(ratios) if rng.accept(x / rho)), None)
         refused += drafts[:passed]
         if passed is None:
             waiting = [node for node in waiting if node not in drafts]
@@ -119,7 +119,7 @@ def k_seq(tree: TokenTree, p: Any, chance: Chance) -> Verdict:
             siblings = waiting = _below(
                 tree, {node for node in siblings if tree.tokens[node] == tokens[passed]}
             )
-    return Verdict(tuple(path), chance.draw(row), tuple(refused))
+    return Verdict(tuple(path), rng.draw(row), tuple(refused))
 
 
 def _below(tree: TokenTree, parents: set[int]) -> list[int]:
@@ -129,11 +129,11 @@ def _below(tree: TokenTree, parents: set[int]) -> list[int]:
 
 def _independent(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
     """The first of these siblings and all others that declare its law: given that law they are independent draws of it."""
-    first = tree.laws[nodes[0]]
+    first = tree.draft_probs[nodes[0]]
     return [
         node
         for node in nodes
-        if node == nodes[0] or (first is not None and same(first, tree.laws[node]))
+        if node == nodes[0] or (first is not None and same(first, tree.draft_probs[node]))
     ]
 
 
@@ -151,15 +151,15 @@ def _independent(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
 )
 def spectr(request: Request, *, k: int, gamma: int) -> Decoder:
     """A draft model writes k texts of gamma tokens; K-SEQ selects among them."""
-    reach = request.reach[0] if request.reach else None
+    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
     drafts = shape((k, *[1] * (gamma - 1)))
-    return request.decoder(TreeDraft(request.drafts[0], drafts, request.stop.eos, reach), k_seq)
+    return request.decoder(TreeDrafter(request.drafts[0], drafts, request.stop.eos, reach), k_seq)
 
 
 # ---------------------------------------------------------------------- the analysis: what one position accepts
 
 
-def acceptance(p: Row, q: Row, k: int) -> Any:
+def acceptance(p: Probs, q: Probs, k: int) -> Any:
     """The probability that K-SEQ takes one of k drafts: 1 - (1 - beta)^k at its rho.
 
     >>> from fractions import Fraction as F
@@ -171,7 +171,7 @@ def acceptance(p: Row, q: Row, k: int) -> Any:
     return taken(a.clip(max=rho * b).sum() / rho, k)
 
 
-def optimum(p: Row, q: Row, k: int) -> Any:
+def optimum(p: Probs, q: Probs, k: int) -> Any:
     """The most that any lossless selection can accept of k independent drafts: 1 + min_H (p(H) - q(H)^k). O(V log V).
 
     Over all sets of tokens H; P - Q^k is concave, so its least value lies at a corner of the region of all (p(H), q(H)), and

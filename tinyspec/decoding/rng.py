@@ -1,8 +1,8 @@
-"""Where randomness comes from: never from global state, always from a `Chance` that was handed in.
+"""Random numbers: never from global state, always from a `RandomSource` that is handed in.
 
-`Seeded` for use; `Replay` feeds given uniforms, to compare two implementations draw by draw; `Exhaustive` walks every
-outcome with its exact probability, which turns a test into a proof. `split(role, round)` gives each role its own stream in each
-round, so that no two decisions share noise and nothing depends on how much another role consumed.
+`Seeded` is for use. `Replay` feeds given uniforms, to compare two implementations draw by draw. `Exhaustive` walks
+every outcome with its exact probability, which turns a test into a proof. `split(role, round)` gives each role its
+own stream in each round. So no two decisions share noise, and nothing depends on how much another role consumed.
 """
 
 import threading
@@ -16,47 +16,50 @@ from numpy.typing import NDArray
 from tinyspec.decoding import sampling
 from tinyspec.decoding.exhaustive import Exhaustive, claim
 from tinyspec.errors import TinyspecError
-from tinyspec.tree import Row
+from tinyspec.tree import Probs
 
-__all__ = ["Chance", "Exhaustive", "Replay", "Seeded"]
+__all__ = ["Exhaustive", "RandomSource", "Replay", "Seeded"]
 
 Uniforms = NDArray[np.float64]
 
 
-class Chance(Protocol):
+class RandomSource(Protocol):
     """A stream of decisions."""
 
-    def split(self, role: str, round: int) -> "Chance":
-        """An independent stream for a role in a round; asking for one key twice raises TinyspecError."""
+    def split(self, role: str, round: int) -> "RandomSource":
+        """Return an independent stream for a role in a round. Raises TinyspecError if one key is asked for twice."""
         ...
 
     def accept(self, ratio: Any) -> bool:
-        """True with probability min(1, ratio): u < ratio, so a ratio of 0 is never accepted."""
+        """Return True with probability min(1, ratio): u < ratio, so a ratio of 0 is never accepted."""
         ...
 
-    def draw(self, row: Row) -> int:
-        """A token from the law."""
+    def draw(self, row: Probs) -> int:
+        """Return a token sampled from the distribution."""
         ...
 
-    def order(self, row: Row, k: int) -> list[int]:
-        """k tokens drawn without replacement, in draw order; fewer where the support is smaller (Plackett-Luce)."""
+    def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
+        """Return k tokens drawn without replacement (Plackett-Luce), in draw order; fewer if the support is smaller."""
         ...
 
-    def race(self, row: Row, position: int) -> int:
-        """A token from the law by an exponential race whose noise is keyed by the position alone, whoever asks."""
+    def exponential_race(self, row: Probs, position: int) -> int:
+        """Return a token sampled by an exponential race whose noise depends on the position alone, whoever asks."""
         ...
 
     def uniforms(self, n: int) -> Uniforms | None:
-        """The next n uniforms for a compiled kernel (a replay may have fewer left); None: decide by accept and draw."""
+        """Return the next n uniforms for a compiled kernel; None: decide by `accept` and `draw`.
+
+        A replay may have fewer left.
+        """
         ...
 
-    def unread(self, count: int) -> None:
+    def push_back(self, count: int) -> None:
         """Put back the last `count` uniforms, which the kernel did not need."""
         ...
 
 
 class _Stream:
-    """What any stream of uniforms can decide. Subclasses provide `uniforms` and `unread`."""
+    """Decisions made from a stream of uniforms. Subclasses provide `uniforms` and `push_back`."""
 
     def __init__(self) -> None:
         self._asked: set[tuple[str, int]] = set()
@@ -64,7 +67,7 @@ class _Stream:
     def claim(self, role: str, round: int) -> None:
         if (role, round) in self._asked:
             raise TinyspecError(
-                f"the stream {role!r} of round {round} was asked for twice: shared noise biases the law"
+                f"the stream {role!r} of round {round} was asked for twice: shared noise biases the distribution"
             )
         self._asked.add((role, round))
 
@@ -74,20 +77,20 @@ class _Stream:
     def uniforms(self, n: int) -> Uniforms | None:
         raise NotImplementedError
 
-    def unread(self, count: int) -> None:
+    def push_back(self, count: int) -> None:
         raise NotImplementedError
 
     def accept(self, ratio: Any) -> bool:
         return bool(self._next() < ratio)
 
-    def draw(self, row: Row) -> int:
-        return sampling.pick(row, self._next())
+    def draw(self, row: Probs) -> int:
+        return sampling.sample_inverse_cdf(row, self._next())
 
-    def order(self, row: Row, k: int) -> list[int]:
+    def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
         block = self.uniforms(k)
         assert block is not None
-        drawn = sampling.order(row, block)
-        self.unread(len(block) - len(drawn))
+        drawn = sampling.sample_without_replacement(row, block)
+        self.push_back(len(block) - len(drawn))
         return drawn
 
 
@@ -142,10 +145,10 @@ class Seeded(_Stream):
         self._at += n
         return self._buffer[self._at - n : self._at]
 
-    def unread(self, count: int) -> None:
+    def push_back(self, count: int) -> None:
         self._at -= count
 
-    def race(self, row: Row, position: int) -> int:
+    def exponential_race(self, row: Probs, position: int) -> int:
         root = self._root
         noise = root._noise.get(position)
         if noise is None or len(noise) < len(row):  # a longer row continues the same noise
@@ -155,7 +158,7 @@ class Seeded(_Stream):
             while len(root._noise) >= self.KEPT:
                 root._noise.pop(next(iter(root._noise)))
             root._noise[position] = noise
-        return sampling.race(row, noise[: len(row)])
+        return sampling.exponential_race(row, noise[: len(row)])
 
 
 def _derive(key: bytes, role: str, round: int) -> bytes:
@@ -186,8 +189,8 @@ class _Philox(threading.local):
 class Replay(_Stream):
     """Given uniforms, in order; every split draws on the same list.
 
-    >>> chance = Replay([0.2, 0.9])
-    >>> chance.split("verify", 0).accept(0.5), chance.accept(0.5)
+    >>> rng = Replay([0.2, 0.9])
+    >>> rng.split("verify", 0).accept(0.5), rng.accept(0.5)
     (True, False)
     """
 
@@ -219,13 +222,13 @@ class Replay(_Stream):
         self._shared[0] += min(n, self.left)
         return np.array(self._given[start : self._shared[0]], np.float64)
 
-    def unread(self, count: int) -> None:
+    def push_back(self, count: int) -> None:
         self._shared[0] -= count
 
-    def race(self, row: Row, position: int) -> int:
+    def exponential_race(self, row: Probs, position: int) -> int:
         """The first race at a position consumes one uniform a token; later ones share that noise."""
         if position not in self._races:
             self._races[position] = [
                 -float(np.log1p(-float(self._next()))) for _ in range(len(row))
             ]
-        return sampling.race(row, self._races[position])
+        return sampling.exponential_race(row, self._races[position])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyspec.decoding.stop import Stop
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
@@ -14,7 +14,9 @@ def spell(ids: list[int]) -> str:
     return "".join("abcd"[i] for i in ids)
 
 
-def plain(stop: Stop, tokens: list[int], limit: int | None) -> tuple[list[int], str | None]:
+def plain(
+    stop: StoppingCriteria, tokens: list[int], limit: int | None
+) -> tuple[list[int], str | None]:
     """Token by token: what plain decoding does."""
     kept: list[int] = []
     reason = None
@@ -44,7 +46,7 @@ def test_blocks_stop_where_single_tokens_stop(
     most: int | None,
     limit: int | None,
 ) -> None:
-    stop = Stop(eos, tuple(strings), tuple(sequences), most, spell)
+    stop = StoppingCriteria(eos, tuple(strings), tuple(sequences), most, spell)
     kept: list[int] = []
     reason, at = None, 0
     for size in blocks:
@@ -58,42 +60,47 @@ def test_blocks_stop_where_single_tokens_stop(
 
 
 def test_nothing_comes_after_the_first_end_of_text() -> None:
-    assert Stop(eos=frozenset({2, 3})).cut([], [1, 3, 2, 1]) == (2, "eos")
+    assert StoppingCriteria(eos=frozenset({2, 3})).cut([], [1, 3, 2, 1]) == (2, "eos")
 
 
 def test_an_end_of_text_at_the_last_allowed_token_is_eos_not_length() -> None:
-    assert Stop(eos=frozenset({2}), max_new_tokens=2).cut([1], [2]) == (1, "eos")
+    assert StoppingCriteria(eos=frozenset({2}), max_new_tokens=2).cut([1], [2]) == (1, "eos")
 
 
 def test_no_tokens_are_kept_when_none_are_wanted() -> None:
-    assert Stop(max_new_tokens=0).cut([], [1]) == (0, "length")
+    assert StoppingCriteria(max_new_tokens=0).cut([], [1]) == (0, "length")
 
 
 def test_the_context_ends_a_text_before_a_larger_budget() -> None:
-    assert Stop(max_new_tokens=9).cut([1], [2, 3, 4], limit=3) == (2, "context")
+    assert StoppingCriteria(max_new_tokens=9).cut([1], [2, 3, 4], limit=3) == (2, "context")
 
 
 def test_a_stop_string_made_of_bytes_of_one_character_is_found() -> None:
-    stop = Stop(strings=("é",), decode=lambda ids: bytes(ids).decode("utf-8", "replace"))
+    stop = StoppingCriteria(
+        strings=("é",), decode=lambda ids: bytes(ids).decode("utf-8", "replace")
+    )
     assert stop.cut([], [*"aé".encode(), 98]) == (3, "stop")
 
 
 def test_a_string_that_began_long_before_the_block_is_found() -> None:
     long = "abcd" * 8
     ids = ["abcd".index(c) for c in long]
-    assert Stop(strings=(long,), decode=spell).cut(ids[:-1], [ids[-1], 0]) == (1, "stop")
+    assert StoppingCriteria(strings=(long,), decode=spell).cut(ids[:-1], [ids[-1], 0]) == (
+        1,
+        "stop",
+    )
 
 
 @given(text=st.text("abc", max_size=8), stop=st.text("abc", min_size=1, max_size=4))
 def test_what_is_withheld_is_the_longest_beginning_of_a_stop_string(text: str, stop: str) -> None:
-    held = Stop(strings=(stop,), decode=str).withheld(text)
+    held = StoppingCriteria(strings=(stop,), decode=str).withheld(text)
     assert held == max(
         n for n in range(min(len(stop), len(text) + 1)) if text.endswith(stop[:n]) or n == 0
     )
 
 
 def test_text_ends_before_the_first_stop_string() -> None:
-    assert Stop(strings=("zz", "b"), decode=str).trim("aab zz") == "aa"
+    assert StoppingCriteria(strings=("zz", "b"), decode=str).trim("aab zz") == "aa"
 
 
 @pytest.mark.parametrize(
@@ -107,4 +114,4 @@ def test_text_ends_before_the_first_stop_string() -> None:
 )
 def test_unusable_stops_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(TinyspecError):
-        Stop(**wrong)  # type: ignore[arg-type]
+        StoppingCriteria(**wrong)  # type: ignore[arg-type]

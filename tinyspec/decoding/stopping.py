@@ -1,4 +1,4 @@
-"""When a text ends: one rule for every technique, applied inside the step, whatever the alignment of blocks and stops."""
+"""Decide where a text ends: one rule for every method, applied inside the round, wherever blocks and stops fall."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ Reason = str  # "eos", "stop", "length", "context", "interrupted"
 
 
 @dataclass(frozen=True)
-class Stop:
-    """Where to cut the new tokens.
+class StoppingCriteria:
+    """The rules that end a text.
 
     eos             ids that end the text; the id itself is kept as the last token
     strings         texts that end it; the token that completes one is the last token (the text is cut before the string)
@@ -40,17 +40,17 @@ class Stop:
     def cut(
         self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
     ) -> tuple[int, Reason | None]:
-        """How many of the `fresh` tokens to keep after the `new` ones already kept, and why the text ends there if it does.
+        """Return how many of the `fresh` tokens to keep after the `new` ones, and why the text ends there if it does.
 
         limit  the most new tokens that the context still allows in all
 
-        >>> Stop(eos=frozenset({0}), max_new_tokens=9).cut([5], [7, 0, 8])
+        >>> StoppingCriteria(eos=frozenset({0}), max_new_tokens=9).cut([5], [7, 0, 8])
         (2, 'eos')
-        >>> Stop(sequences=((5, 7),)).cut([5], [7, 8])
+        >>> StoppingCriteria(sequences=((5, 7),)).cut([5], [7, 8])
         (1, 'stop')
         """
         seen = list(new)
-        room = self.left(len(seen), limit)
+        room = self.tokens_left(len(seen), limit)
         for kept, token in enumerate(fresh):
             if room is not None and kept >= room[0]:
                 return kept, room[1]
@@ -63,8 +63,8 @@ class Stop:
             return room[0], room[1]
         return len(fresh), None
 
-    def left(self, made: int, limit: int | None) -> tuple[int, Reason] | None:
-        """How many more tokens may come after `made` new ones, and what the reason will be; None: no end in sight."""
+    def tokens_left(self, made: int, limit: int | None) -> tuple[int, Reason] | None:
+        """Return how many tokens may follow `made` new ones and what the reason will be; None: no limit."""
         ends: list[tuple[int, Reason]] = []
         if self.max_new_tokens is not None:
             ends.append((self.max_new_tokens - made, "length"))
@@ -73,21 +73,24 @@ class Stop:
         return min(ends, key=lambda end: end[0]) if ends else None
 
     def _spelled(self, seen: Sequence[int]) -> bool:
-        """Whether the last token completed a stop string. A token may be less than a character, never less than a byte."""
+        """Return whether the last token completed a stop string.
+
+        A token may be less than a character, never less than a byte.
+        """
         if not self.strings or self.decode is None:
             return False
         window = max(len(s.encode()) for s in self.strings) + 8
         return any(s in self.decode(seen[-window:]) for s in self.strings)
 
     def trim(self, text: str) -> str:
-        """The text up to the first stop string."""
+        """Return the text up to the first stop string."""
         ends = [at for s in self.strings if (at := text.find(s)) >= 0]
         return text[: min(ends)] if ends else text
 
     def withheld(self, text: str) -> int:
-        """How many characters at the end could still become a stop string, so that streaming must not show them yet.
+        """Return how many characters at the end could still become a stop string: streaming must not show them yet.
 
-        >>> Stop(strings=("END",), decode=str).withheld("the EN")
+        >>> StoppingCriteria(strings=("END",), decode=str).withheld("the EN")
         2
         """
         longest = 0
