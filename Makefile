@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python
 
-.PHONY: help test fast lint size book notebooks bench ci
+.PHONY: help test fast lint size book notebooks look bench ci
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
 
@@ -25,6 +25,9 @@ book:  ## execute the lessons and bind them as HTML pages
 
 notebooks:  ## write the lessons as executed Jupyter notebooks
 	$(PYTHON) -m tinyspec book --notebooks
+
+look:  ## build the book and test in a headless browser that no code is cut (needs Chromium and `.[book,look]`)
+	$(PYTHON) -m pytest -q -m book tests/test_book.py
 
 bench:  ## measure all methods on SmolLM2 against plain decoding (fetches the model first)
 	$(PYTHON) -m tinyspec models fetch smollm2
