@@ -79,6 +79,10 @@ def test_the_readme_has_at_most_a_thousand_words() -> None:
     assert len(README.split()) <= 1000
 
 
+def test_no_placeholder_is_left() -> None:
+    assert "@@" not in README and "TODO" not in README
+
+
 def test_the_pictures_that_are_shown_are_held_to_be_pictures() -> None:
     from tests.test_replay import SHOWN as pictures
 

@@ -194,6 +194,20 @@ def _has_steps(found: Any, steps: str) -> bool:
     )
 
 
+def tell_written(path: str | Path) -> str:
+    """Return a line that says where the replay is and what to do with it.
+
+    >>> tell_written("tree.html")
+    'wrote tree.html: open it in a browser'
+    """
+    what = (
+        "tinyspec replay makes a page of it"
+        if Path(path).suffix == ".json"
+        else "open it in a browser"
+    )
+    return f"wrote {path}: {what}"
+
+
 def save(record: Record, path: str | Path) -> None:
     """Write the page; the record itself where the name ends in .json."""
     path = Path(path)

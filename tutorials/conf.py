@@ -29,7 +29,7 @@ extensions = [
     "myst_nb",
     "sphinx-mathjax-offline",
 ]  # the second brings MathJax's own files: nothing is fetched
-exclude_patterns = ["_build", "_static", "results", "assignments/*/build"]
+exclude_patterns = ["_build", "jupyter_execute", "_static", "results", "assignments/*/build"]
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 

@@ -137,9 +137,10 @@ def generate(
     else:
         click.echo()
     if replay is not None:
-        from tinyspec.replay import record, save
+        from tinyspec.replay import record, save, tell_written
 
         save(record(target, method, result), replay)
+        click.echo(tell_written(replay), err=True)
     layers = describe_layers(result.trace.layers_run, target.config.n_layers)
     if layers and "exits" not in target.config.extra:
         click.echo(UNTRAINED_EXITS.format(target.name), err=True)

@@ -1,6 +1,7 @@
 """tinyspec race: plain decoding against a technique, measured, then played back."""
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -165,6 +166,8 @@ def race(
             f"--method {PLAIN} would race against itself: choose another (`tinyspec methods`)"
         )
     shares = base.settle(ctx, knobs, contestants)
+    if sys.stdout.isatty() and not (no_live or as_json):
+        click.echo(f"loading {model} ...", err=True)  # a large model takes seconds
     target, small = base.load_all(model, draft, contestants, device, dtype)
 
     from tinyspec import race as racing
@@ -242,7 +245,8 @@ def _race_often(
             repeat or not repeats or time.monotonic() - began < ENOUGH_SECONDS
         ):
             if shown is not None:
-                shown.update(f"measuring race {len(repeats) + 1} of {most} ...", refresh=True)
+                limit = most if repeat else f"at most {most}"
+                shown.update(f"measuring race {len(repeats) + 1} of {limit} ...", refresh=True)
             turn = -1 if len(repeats) % 2 else 1  # who goes first changes with every race
             repeats.append(racing.race(model, starts[::turn])[::turn])
     return repeats

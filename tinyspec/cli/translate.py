@@ -125,13 +125,14 @@ def translate(
             ctx.exit(130)
         _report(running.result(), n_layers, as_json, stats)
         if replay is not None:
-            from tinyspec.replay import record, record_passes, save
+            from tinyspec.replay import record, record_passes, save, tell_written
 
             done, given = running.result(), running.model
             save(
                 record_passes(given, method, done) if done.passes else record(given, method, done),
                 replay,
             )
+            click.echo(tell_written(replay), err=True)
 
 
 def _load(name: str, device: str, dtype: str | None) -> Any:
