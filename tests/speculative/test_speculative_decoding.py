@@ -1,7 +1,7 @@
 """Speculative decoding: the output law, the acceptance rate, and the analysis of Leviathan et al. 2023."""
 
 from fractions import Fraction as F
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -19,6 +19,11 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
+from tinyspec.laws import check
+from tinyspec.laws.cases import of_a_round
+from tinyspec.laws.checking import _Search
+from tinyspec.laws.forms import Rounds
+from tinyspec.laws.forms_house import House
 from tinyspec.lm.gate import BatchBarrier
 from tinyspec.speculative.drafting.speculative_decoding import (
     acceptance,
@@ -26,6 +31,7 @@ from tinyspec.speculative.drafting.speculative_decoding import (
     best_gamma,
     expected_tokens,
     lenient,
+    verify_chain,
     walltime_gain,
 )
 from tinyspec.technique import Guarantee, Request, find
@@ -65,6 +71,25 @@ def test_the_joint_law_of_three_tokens_is_the_targets(sampling: SamplingParams, 
         assert law(lambda p=p, q=q: made(p, q, sampling, gamma=gamma), 3) == law(
             lambda p=p: plain(p, sampling), 3
         )  # type: ignore[misc]
+
+
+def test_the_algorithm_as_printed_is_proved_exact() -> None:
+    assert check(verify_chain)
+
+
+def test_the_algorithm_as_printed_is_what_runs_outcome_by_outcome() -> None:
+    """Each outcome (draft, tokens) of `verify_chain` has the probability that it has under `verify_tree`."""
+    printed, runs = (
+        _Search(form, seconds=0) for form in (Rounds(verify_chain, 0.0), House(verify_tree, 0.0))
+    )
+    printed.until = runs.until = float("inf")
+    compared = 0
+    for case in islice(of_a_round(0), 0, None, 3):
+        if case.gamma < 3:
+            expected = runs.law(case)
+            assert expected and printed.law(case) == expected
+            compared += len(expected)
+    assert compared > 300
 
 
 def test_trap_a_greedy_draft_judged_by_its_soft_law_is_biased_and_the_law_sees_it() -> None:

@@ -1,17 +1,24 @@
-"""Speculative decoding: let a cheap model guess, and keep the expensive model's law.
+"""Speculative decoding: a small model drafts tokens, the large model verifies them in one forward pass.
 
-Leviathan, Kalman, Matias, ICML 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318 (which swaps the letters: their q
-is our p). The draft model samples gamma tokens; the target scores all of them in one call; each is kept with probability
-min(1, p/q), the first refusal is replaced by a draw from the residual, and a draft that passes whole earns a bonus token.
-Draft and target rows are warped alike (temperature, top-k, top-p) before the ratio. Nothing is trained.
+Paper: Leviathan, Kalman, Matias, ICML 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318 (which swaps the
+letters: its q is our p). Nothing is trained.
 
-Leviathan's paper adds the analysis, and so does this file: the acceptance rate alpha = E[sum_x min(p, q)] from paired rows
-without decoding, the tokens, wall time and arithmetic it predicts, and the best gamma for a cost ratio c. It also adds
-lenience l <= 1: accept min(1, p / (l q)), which is faster and keeps only P(x) <= p(x) / l.
+Idea. The draft model samples gamma tokens, one after the other. The target computes its distributions at all gamma + 1
+positions in a single forward pass. Draft tokens are accepted from left to right; the first rejected one is replaced by
+a sample from what the target has beyond the draft. If all are accepted, one bonus token is free.
 
-Guarantee: EXACT at lenience 1, for any q that is positive where it proposes; below, LOSSY. Tested in
-tests/speculative/test_speculative_decoding.py: the joint law, 1 - TV, the predicted tokens per round against brute force,
-and the lenience cap on an enumerated law.
+    P(accept x)  = min(1, p(x) / q(x))              p: target, q: draft
+    residual(x)  = max(0, p(x) - q(x)) / sum over y of max(0, p(y) - q(y))
+    alpha        = E[sum over x of min(p(x), q(x))]                     acceptance rate
+    E[tokens]    = (1 - alpha^(gamma + 1)) / (1 - alpha)                tokens of a round
+
+Draft and target use the same sampling settings (temperature, top-k, top-p) before the ratio is formed.
+
+Guarantee: EXACT at lenience 1, for any q that is positive where it proposes. Lenience l < 1 accepts with
+min(1, p(x) / (l q(x))): it is faster, and the output is only bounded, P(x) <= p(x) / l.
+Pitfall: sampling the recovered token from p instead of the residual; settings applied to one of the two models only.
+Tests: tests/speculative/test_speculative_decoding.py (the joint distribution; `verify_chain` against what runs, outcome
+by outcome; 1 - total variation; the predicted tokens against brute force; the bound of lenience).
 Left out: beam search, which the paper only sketches.
 """
 
@@ -28,6 +35,28 @@ from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
+
+
+def verify_chain(p: Any, q: Any, draft: list[int], rng: Any) -> list[int]:
+    """Accept a prefix of the draft, then sample one more token (Leviathan et al., algorithm 1).
+
+    p      [gamma + 1, V] target probabilities, one row for each draft token and one more
+    q      [gamma, V] draft probabilities
+    draft  [gamma] tokens, each sampled from its row of q
+    rng    a numpy.random.Generator
+
+    The decoder runs `verify_tree`, the same rule on trees. A test compares the two on every outcome.
+    """
+    for i, token in enumerate(draft):
+        accept_prob = min(1, p[i][token] / q[i][token])
+        if (
+            rng.random() >= accept_prob
+        ):  # rejected: sample from what the target has beyond the draft
+            residual = np.maximum(0, np.asarray(p[i]) - np.asarray(q[i]))
+            recovered = rng.choice(len(residual), p=residual / residual.sum())
+            return [*draft[:i], recovered]
+    bonus = rng.choice(len(p[-1]), p=p[-1])  # everything was accepted: one token for free
+    return [*draft, bonus]
 
 
 def lenient(lenience: float) -> Verifier:
