@@ -142,9 +142,9 @@ def _method(results: Mapping[str, dict[str, Any]]) -> list[str]:
     timed = {name: result for name, result in results.items() if name not in UNTIMED}
     return [
         f"**Machine and dates**: {machines(timed)}.",
-        "**Method**: arms take turns in one run, and a ratio is taken within a turn. Ratios are "
-        "medians; *the mean* is "
-        "that of the groups.",
+        "**Method**: arms take turns in one run. Where techniques or peers are compared by task, a "
+        "ratio is taken within a turn, and the median of them is shown; the race, plain decoding and "
+        "the kernels show the ratio of two medians. *The mean* is that of the groups.",
         "**Reading**: 1.31 or 1.31x is 1.31 times as fast. A slow-down is turned round: 4.5x "
         "slower. *After the prompt*: "
         "the time to read the prompt is left out.",

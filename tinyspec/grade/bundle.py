@@ -14,6 +14,7 @@ SETUP = """\
 #!/usr/bin/env bash
 # Run once, when Gradescope builds the container: a Python of 3.11 or newer, and what tinyspec needs.
 set -euo pipefail
+export DEBIAN_FRONTEND=noninteractive
 apt-get update
 apt-get install -y python3 python3-venv
 python=python3
@@ -33,6 +34,7 @@ root="${{AUTOGRADER:-/autograder}}"
 python="${{PYTHON:-$root/venv/bin/python}}"
 results="$root/results/results.json"
 mkdir -p "$root/results"
+rm -f "$results" # of an earlier submission: a grader that fails must not keep its score
 cd "$root/source" || exit 1
 export TINYSPEC_PURE=1 # nothing is compiled here
 "$python" -m tinyspec grade {name} "$root/submission" --final --seed {seed} --quiet --gradescope "$results"
