@@ -29,7 +29,7 @@ def test_a_toy_is_short_and_falls_into_its_trap(technique: str, toy: Toy) -> Non
     assert line["killed_by"] == toy.law, line.get("survived")
     assert line["counterexample"]["expected"] != line["counterexample"]["got"]
     json.dumps(line)
-    assert len(inspect.getsource(toy.build).splitlines()) <= 20
+    assert len(inspect.getsource(toy.build).splitlines()) <= 30  # at 100 columns
 
 
 def test_every_technique_has_a_toy() -> None:
