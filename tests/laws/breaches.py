@@ -117,7 +117,7 @@ class Replaced(Siblings):
         rng: RandomSource,
     ) -> TokenTree:
         tree = super().propose(context, max_draft_depth, sampling, rng)
-        return tree._replace(laws=tuple(tree.draft_probs[:1]) * len(tree.tokens))
+        return tree._replace(draft_probs=tuple(tree.draft_probs[:1]) * len(tree.tokens))
 
 
 # ---------------------------------------------------------------------- of the second

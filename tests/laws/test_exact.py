@@ -103,7 +103,7 @@ def test_the_judges_warpers_are_those_of_the_house(
     np.testing.assert_allclose(warped(logits, (), sampling), sampling.probs(logits), atol=1e-12)
     penalty = SamplingParams(0.7, repetition_penalty=1.3)
     np.testing.assert_allclose(
-        warped(logits, (1, 1, 2), penalty), penalty(logits, (1, 1, 2)), atol=1e-12
+        warped(logits, (1, 1, 2), penalty), penalty.probs(logits, (1, 1, 2)), atol=1e-12
     )
 
 

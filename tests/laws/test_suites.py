@@ -147,7 +147,7 @@ class Late(Decoder):
 
     def step(self, rng: RandomSource) -> Any:
         round = super().step(rng)
-        return round._replace(laws=(*round.output_probs[1:], *round.output_probs[:1]))
+        return round._replace(output_probs=(*round.output_probs[1:], *round.output_probs[:1]))
 
 
 class Unmoved(Session):
