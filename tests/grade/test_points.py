@@ -160,7 +160,7 @@ def test_the_page_s_rows_are_distributions_and_a_student_s_own() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     space: dict[str, Any] = {}
     exec(textwrap.dedent(code), space)
-    for student in ("1", "2"):
+    for student in range(20_000):  # four of these would be given p = q, if it were not drawn again
         p, q = space["draw_rows"](student)
         assert sum(p) == sum(q) == 1 and len(p) == len(q) == 4 and p != q
     assert space["draw_rows"]("1") == space["draw_rows"]("1") != space["draw_rows"]("2")
@@ -187,6 +187,28 @@ def test_four_natural_slips_leave_at_least_half_of_the_points(slips: Any, tmp_pa
     assert 50 <= sum(scores.values()) < 100
     lost = [task.name for task in A1.tasks if scores[task.name] < task.points]
     assert len(lost) == 4
+
+
+REWIND = """            target,
+            draft,
+        ):  # the newest token is no model's yet, and what was rejected must go
+            session.rewind(min(len(session), len(text) - 1))
+"""
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        REWIND.replace("            draft,\n", ""),
+        REWIND.replace("            target,\n", ""),
+        REWIND.replace("min(len(session), len(text) - 1)", "len(text) - 1"),
+    ],
+    ids=["draft", "target", "too far"],
+)
+def test_a_session_that_raises_costs_the_whole_task(slip: str, tmp_path: Path) -> None:
+    """A model that is never rewound is asked to score nothing; the page and the hand-out say what that costs."""
+    assert score_a1(tmp_path, edited((REWIND, slip)), "generate") == {"generate": 0}
+    assert "the 30 points of `generate` are lost" in " ".join(PAGE.split())
 
 
 NO_IDEA = """

@@ -1,4 +1,6 @@
-"""Assignment A1: speculative sampling, from the warper to the loop with its two caches. Hand-out: tutorials/assignments/A1."""
+"""Assignment A1: speculative sampling, from the warper to the loop with its two caches. Hand-out:
+tutorials/assignments/A1.
+"""
 
 from tinyspec.grade import a1_laws, a1_loop, a1_round, a1_stage
 from tinyspec.grade.task import Assignment, GradedLaw, Task
@@ -33,7 +35,7 @@ ASSIGNMENT = Assignment(
             (
                 GradedLaw(2, a1_laws.REST, a1_laws.rest),
                 GradedLaw(5, a1_laws.BEYOND, a1_laws.beyond),
-                GradedLaw(6, a1_laws.WHOLE, a1_laws.whole),
+                GradedLaw(6, a1_laws.WHOLE, a1_laws.whole, needs=(a1_laws.REST,)),
                 GradedLaw(2, a1_laws.EQUAL, a1_laws.equal),
             ),
         ),
