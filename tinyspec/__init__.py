@@ -70,8 +70,8 @@ def _show_types(function: F) -> F:
 def load(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> Model:
     """Return a model, by a bundled name (storyteller), folder, .gguf file, or hub id (org/name).
 
-    dtype None is what the checkpoint stores (on a CPU without compiled kernels: float32); or "float32", "bfloat16",
-    "float16", "float64".
+    dtype None is what the checkpoint stores (on a CPU without compiled kernels: float32); or
+    "float32", "bfloat16", "float16", "float64".
     """
     from tinyspec import models
 
@@ -116,9 +116,9 @@ def generate(
     seed     the same seed gives the same text, whatever ran before (above temperature 0 not by
              methods that plan by the clock)
 
-    Returns a Generation: text, tokens, logprobs, finish_reason, stats, trace. For a batch, a list of
-    them: row i uses seed + i and equals that row run alone; on a CPU in float32 and bfloat16 bit for
-    bit, elsewhere but for ties within rounding.
+    Returns a Generation: text, tokens, logprobs, finish_reason, stats, trace. For a batch, a list
+    of them: row i uses seed + i and equals that row run alone; on a CPU in float32 and bfloat16 bit
+    for bit, elsewhere but for ties within rounding.
 
     Raises tinyspec.errors.TinyspecError, one line, for whatever is wrong with an argument.
     """
@@ -174,16 +174,20 @@ def translate(
     temperature: float | None = None,
     **knobs: Any,
 ) -> Translation | list[Translation]:
-    """Translate a source (text or token ids) and return what `generate` does, and what every pass made of the canvas.
+    """Translate a source (text or token ids) and return what `generate` does, and what every pass
+    made of the canvas.
 
     model    a loaded translation model, or a name or folder: it is loaded once and kept
-    method   one that rewrites a canvas (nat, mask_predict), or, on an autoregressive model, `plain` and any method that
-             extends a text without a draft model (jacobi, lookahead_jacobi, ...); None: what the model was trained for
+    method   one that rewrites a canvas (nat, mask_predict), or, on an autoregressive model, `plain`
+             and any method that extends a text without a draft model (jacobi, lookahead_jacobi,
+             ...); None: what the model was trained for
     seed     the same seed gives the same translation
-    teacher  an autoregressive model that judges the candidates of methods that ask one; None takes the one the model's
-             card names
-    max_new_tokens  of methods that extend a text; None: half as many again as the source has, and 11
-    temperature     of what is drawn; None: methods that extend a text are greedy, others have a default of their own
+    teacher  an autoregressive model that judges the candidates of methods that ask one; None takes
+             the one the model's card names
+    max_new_tokens  of methods that extend a text; None: half as many again as the source has, and
+                    11
+    temperature     of what is drawn; None: methods that extend a text are greedy, others have a
+                    default of their own
 
     A list of sources gives a list, translated one after another; source i uses seed + i.
     """
@@ -202,7 +206,8 @@ def translate(
 def techniques() -> Catalogue:
     """Return the cards of all techniques, a list that prints as a table.
 
-    A card has name, title, summary, paper, family, guarantee, knobs, and `doc`, which its file says.
+    A card has name, title, summary, paper, family, guarantee, knobs, and `doc`, which its file
+    says.
     """
     from tinyspec.notebook import Catalogue
     from tinyspec.technique import techniques

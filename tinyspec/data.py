@@ -1,7 +1,7 @@
 """Texts for training, benchmarks and tests: where they lie, and how they are read.
 
-They lie in the folder that TINYSPEC_DATA names, else in the user's cache, where `tinyspec data fetch` puts them
-(sources.py says from where). Nothing here is needed to generate.
+They lie in the folder that TINYSPEC_DATA names, else in the user's cache, where `tinyspec data
+fetch` puts them (sources.py says from where). Nothing here is needed to generate.
 """
 
 import gzip
@@ -26,7 +26,9 @@ def folder() -> Path:
 
 
 def find(name: str, root: str | Path | None = None) -> Path:
-    """A data file by its path below the data folder. TinyspecError says how to get it when it is not there."""
+    """A data file by its path below the data folder. TinyspecError says how to get it when it is
+    not there.
+    """
     root = Path(root) if root is not None else folder()
     path = root / name
     if not path.is_file():

@@ -1,7 +1,9 @@
-"""What the terminal shows: text in the colours of its origin, a race played back, reports, text as it grows.
+"""What the terminal shows: text in the colours of its origin, a race played back, reports, text as
+it grows.
 
-A token's origin is told by its colour (Okabe and Ito's palette, which the colour-blind tell apart) and by its face, so
-that it survives a terminal without colours. Characters that would steer a terminal are shown, not sent.
+A token's origin is told by its colour (Okabe and Ito's palette, which the colour-blind tell apart)
+and by its face, so that it survives a terminal without colours. Characters that would steer a
+terminal are shown, not sent.
 """
 
 import re
@@ -40,7 +42,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
 
 
 def visible(text: str) -> str:
-    """A model may write anything: control characters become pictures (XML refuses them too); line feeds and tabs stay.
+    """A model may write anything: control characters become pictures (XML refuses them too); line
+    feeds and tabs stay.
 
     >>> visible("a\\x1b[2J")
     'a␛[2J'
@@ -51,7 +54,9 @@ def visible(text: str) -> str:
 
 
 def coloured(pieces: Sequence[str], origins: Sequence[str]) -> Text:
-    """A text, each token in the style of its origin. A line feed keeps no style: a reversed one would paint a bar."""
+    """A text, each token in the style of its origin. A line feed keeps no style: a reversed one
+    would paint a bar.
+    """
     text = Text()
     for piece, origin in zip(pieces, origins, strict=False):
         for part in re.split(r"(\n)", visible(piece)):
@@ -69,7 +74,8 @@ def legend(kinds: Sequence[str]) -> Text:
 
 
 def ratio_in_words(ratio: float, ratios: Sequence[float] = ()) -> str:
-    """Say a ratio as it must be read: a slow-down is called one. `ratios`: of each race, where there were several.
+    """Say a ratio as it must be read: a slow-down is called one. `ratios`: of each race, where
+    there were several.
 
     >>> ratio_in_words(1.5), ratio_in_words(0.8)
     ('1.50x as fast as plain decoding', 'a slow-down: 1.25x the time of plain decoding')
@@ -96,7 +102,9 @@ def name_lane(method: str) -> str:
 
 
 def choose_speed(lanes: Sequence[Lane]) -> float:
-    """Return the speed of a playback: a short race is stretched to `PLAYBACK_SECONDS`, others are played in real time."""
+    """Return the speed of a playback: a short race is stretched to `PLAYBACK_SECONDS`, others are
+    played in real time.
+    """
     longest = max(lane.seconds for lane in lanes)
     return longest / PLAYBACK_SECONDS if 0 < longest < REAL_TIME_SECONDS else 1.0
 
@@ -118,13 +126,17 @@ def pace_in_words(speed: float) -> str:
 
 
 class Stage:
-    """A race on the terminal. `play` shows one that is over; `draw` shows where its lanes stand at one moment."""
+    """A race on the terminal. `play` shows one that is over; `draw` shows where its lanes stand at
+    one moment.
+    """
 
     def __init__(self, console: Console, prompt: str, title: str = "", fps: float = 20.0):
         self.console, self.prompt, self.title, self.fps = console, prompt, title, fps
 
     def play(self, lanes: Sequence[Lane], speed: float) -> None:
-        """Play a race back, `speed` times as fast as it was run: all clocks are stretched by the same factor."""
+        """Play a race back, `speed` times as fast as it was run: all clocks are stretched by the
+        same factor.
+        """
         longest = max(lane.seconds for lane in lanes)
         note = f"measured before, played back {pace_in_words(speed)}"
         with Live(
@@ -149,7 +161,8 @@ class Stage:
         """Return the lanes side by side, or one below the other where the terminal is narrow.
 
         height  rows of the terminal; one stays free for the cursor
-        whole   the lanes at the finish: the picture is as tall as it will be then, and does not jump
+        whole   the lanes at the finish: the picture is as tall as it will be then, and does not
+                jump
         """
         whole = whole or lanes
         beside = self.console.width >= 36 * len(lanes)
@@ -183,14 +196,18 @@ class Stage:
         return Group(*head, *rows, keys)
 
     def tell(self, lane: Lane, lines: int) -> RenderableType:
-        """Return a lane's text in the width of the terminal, at most so many lines of it, and the legend."""
+        """Return a lane's text in the width of the terminal, at most so many lines of it, and the
+        legend.
+        """
         body = self._body(lane, self.console.width + 4, lines)
         while body and not body[0].plain.strip():
             del body[0]
         return Group(Text("\n").join(body), legend(lane.trace.origins))
 
     def _body(self, lane: Lane, wide: int, high: int | None) -> list[Text]:
-        """The lines of a lane's text in a panel of this width; where they are too many, the newest."""
+        """The lines of a lane's text in a panel of this width; where they are too many, the
+        newest.
+        """
         text = Text.assemble(
             (visible(self.prompt), Style(dim=True)), coloured(lane.pieces, lane.trace.origins)
         )
@@ -275,7 +292,8 @@ def verdict(outcome: Outcome, promise: str) -> str:
 
 
 def describe_layers(layers_run: Sequence[int], n_layers: int) -> str:
-    """Return the mean of the layers that ran for each token; nothing if every token ran all of them.
+    """Return the mean of the layers that ran for each token; nothing if every token ran all of
+    them.
 
     >>> describe_layers([2, 10, 3], 10), describe_layers([10, 10], 10)
     (', 5.0 of 10 layers per token', '')

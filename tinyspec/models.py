@@ -1,7 +1,9 @@
-"""Where models come from: the zoo that is shipped, the user's cache, a folder or .gguf file, a hub id.
+"""Where models come from: the zoo that is shipped, the user's cache, a folder or .gguf file, a hub
+id.
 
-Names are looked up in that order: an existing checkpoint path, a model of the zoo, one fetched before, a hub id. This
-module imports no torch until something is loaded, so that `tinyspec models list` answers at once.
+Names are looked up in that order: an existing checkpoint path, a model of the zoo, one fetched
+before, a hub id. This module imports no torch until something is loaded, so that `tinyspec models
+list` answers at once.
 """
 
 import functools
@@ -31,7 +33,9 @@ IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip", "smollm2-draft")
 
 
 class Known(NamedTuple):
-    """A model by name: in the package, in the cache, or to be fetched. `path` is None until it is on this machine."""
+    """A model by name: in the package, in the cache, or to be fetched. `path` is None until it is
+    on this machine.
+    """
 
     name: str
     state: Literal["bundled", "cached", "fetchable"]
@@ -40,14 +44,18 @@ class Known(NamedTuple):
 
 
 def cache() -> Path:
-    """The folder of fetched models: $TINYSPEC_CACHE/models, else the user's cache folder's tinyspec/models."""
+    """The folder of fetched models: $TINYSPEC_CACHE/models, else the user's cache folder's
+    tinyspec/models.
+    """
     if root := os.environ.get("TINYSPEC_CACHE"):
         return Path(root).expanduser() / "models"
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tinyspec" / "models"
 
 
 def _zoos() -> list[Path]:
-    """Return the folders of shipped models: a wheel carries them in the package, a clone beside it."""
+    """Return the folders of shipped models: a wheel carries them in the package, a clone beside
+    it.
+    """
     package = Path(__file__).parent
     return [package / "_models", package.parent / "models"]
 
@@ -57,7 +65,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def find(name: str | Path) -> Path | None:
-    """The path of a model on this machine, or None. A folder that only shares a known model's name is passed over."""
+    """The path of a model on this machine, or None. A folder that only shares a known model's name
+    is passed over.
+    """
     path = Path(name).expanduser()
     if _is_checkpoint(path):
         return path
@@ -126,7 +136,8 @@ def card(name: str) -> str:
 def fetch(name: str, progress: bool = True) -> Path:
     """Bring a model into the cache, and give its folder; at once if it is there already.
 
-    Atomic: an interrupted fetch leaves no half folder and can be run again; a downloaded file is not downloaded twice.
+    Atomic: an interrupted fetch leaves no half folder and can be run again; a downloaded file is
+    not downloaded twice.
     """
     if name not in FETCHABLE:
         raise TinyspecError(f"cannot fetch {name!r}: " + nearest(name, FETCHABLE))
@@ -158,10 +169,11 @@ def load(
     device: "str | torch.device" = "cpu",
     dtype: "str | torch.dtype | None" = None,
 ) -> "Model":
-    """Load a model by name, path or hub id. `dtype` None: the dtype of the stored weights; on a CPU float32 where the
-    compiled kernels are missing or do not know it.
+    """Load a model by name, path or hub id. `dtype` None: the dtype of the stored weights; on a CPU
+    float32 where the compiled kernels are missing or do not know it.
 
-    Raises TinyspecError, one line, for an unknown name, a damaged checkpoint, a device that is not there or too small.
+    Raises TinyspecError, one line, for an unknown name, a damaged checkpoint, a device that is not
+    there or too small.
     """
     import torch
 
@@ -206,7 +218,8 @@ def load(
 
 
 def load_once(name_or_path: str | Path, device: Any = "cpu", dtype: Any = None) -> "Model":
-    """Return the model of this name or path, loaded once and kept; read again when its files change.
+    """Return the model of this name or path, loaded once and kept; read again when its files
+    change.
 
     The four models that were used last are kept, each on its device in its dtype.
     """

@@ -1,7 +1,8 @@
-"""Show results in a notebook: a text coloured by the origin of its tokens, and tables, as plain HTML.
+"""Show results in a notebook: a text coloured by the origin of its tokens, and tables, as plain
+HTML.
 
-There is no script, no style sheet and no frame in it: notebooks that are not trusted strip those, and so
-does GitHub. Whatever a model wrote is escaped.
+There is no script, no style sheet and no frame in it: notebooks that are not trusted strip those,
+and so does GitHub. Whatever a model wrote is escaped.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,8 @@ ROUNDS_SHOWN = 200  # rounds that are listed below a text
 NODES_SHOWN = 12  # draft tokens that are listed in a round
 PROMPT_SHOWN = 300  # characters of the prompt, from its end
 
-# Okabe and Ito's palette, as in the terminal: readable on light and dark, never told by colour alone.
+# Okabe and Ito's palette, as in the terminal: readable on light and dark, never told by colour
+# alone.
 STYLES = {
     "accepted": "color:#009e73;font-weight:bold",
     "recovered": "color:#d55e00;border:1px solid #d55e00",
@@ -86,7 +88,9 @@ def render_passes(
 
 
 def split_text(text: str, trace: Trace, tokenizer: Tokenizer) -> Iterator[tuple[str, str, str]]:
-    """Yield what each token added to a text, its origin, and its round; the pieces make the text."""
+    """Yield what each token added to a text, its origin, and its round; the pieces make the
+    text.
+    """
     stream, left, kind, title = tokenizer.stream(), text, "plain", ""
     for number, entry in enumerate(trace.rounds, 1):
         for token, kind in zip(entry.emitted, entry.origins, strict=True):
@@ -121,7 +125,9 @@ def _rounds(trace: Trace, tokenizer: Tokenizer) -> str:
 
 
 def _round(entry: TraceRound, tokenizer: Tokenizer) -> str:
-    """Return one round: its draft tokens (not accepted: struck through), and the token after them."""
+    """Return one round: its draft tokens (not accepted: struck through), and the token after
+    them.
+    """
     words = []
     for node in range(min(len(entry.tokens), NODES_SHOWN)):
         word = escape_text(tokenizer.token_text(entry.tokens[node]).replace("\n", "\u23ce"))

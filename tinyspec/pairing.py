@@ -15,14 +15,17 @@ Draft: TypeAlias = Model | str | Path | Sequence[Model | str | Path] | None
 """One draft model or several, loaded or by name; None: the one that the model's own card names."""
 
 _named: WeakKeyDictionary[Model, dict[str, Model]] = WeakKeyDictionary()
-"""Drafts that no caller named: they are read once, and live as long as the model that they draft for."""
+"""Drafts that no caller named: they are read once, and live as long as the model that they draft
+for.
+"""
 
 
 def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
-    """The draft models a method needs or can use: what was given, else what the model's own card names.
+    """The draft models a method needs or can use: what was given, else what the model's own card
+    names.
 
-    Of more than it can use, the first; of fewer, the last once more. A name that was given is loaded
-    once and kept, and read again when its files have changed.
+    Of more than it can use, the first; of fewer, the last once more. A name that was given is
+    loaded once and kept, and read again when its files have changed.
     """
     if card.drafts == 0 and not card.optional_draft:
         return []
@@ -61,7 +64,9 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
 
 
 def advised(card: Card, drafts: Sequence[Model]) -> dict[str, int]:
-    """How many tokens a round the first draft's own card advises, for a method that asks for it and was not told."""
+    """How many tokens a round the first draft's own card advises, for a method that asks for it and
+    was not told.
+    """
     length = drafts[0].config.extra.get("gamma") if drafts else None
     return {"gamma": length} if length and any(knob.name == "gamma" for knob in card.knobs) else {}
 

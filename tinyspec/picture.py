@@ -1,9 +1,10 @@
 """The picture of a race, as one self-contained SVG.
 
-Each lane is a skyline over a common time axis: a column is one forward pass of the target, as wide as it took, with a box
-for each token it committed. Plain decoding is one box high. Hollow boxes are draft tokens that were rejected. What a token's
-colour says (Okabe and Ito's palette), its mark says too (slash, dot). No script, no font, no link: it may be embedded
-anywhere. It brings its own background: a page's theme and the browser's need not be the same.
+Each lane is a skyline over a common time axis: a column is one forward pass of the target, as wide
+as it took, with a box for each token it committed. Plain decoding is one box high. Hollow boxes are
+draft tokens that were rejected. What a token's colour says (Okabe and Ito's palette), its mark says
+too (slash, dot). No script, no font, no link: it may be embedded anywhere. It brings its own
+background: a page's theme and the browser's need not be the same.
 """
 
 from collections.abc import Sequence
@@ -98,7 +99,9 @@ def _tallest(track: Track) -> int:
 
 
 def _refused(tokens: Sequence[int], path: Sequence[int]) -> int:
-    """Hollow boxes on a column: the guesses that came to nothing, less the one whose place a token took."""
+    """Hollow boxes on a column: the guesses that came to nothing, less the one whose place a token
+    took.
+    """
     return max(len(tokens) - len(path) - 1, 0)
 
 
@@ -121,7 +124,9 @@ def _heading(track: Track, y: float, judged: bool) -> list[str]:
 
 
 def _skyline(track: Track, floor: float, scale: float) -> list[str]:
-    """One path for each kind of box, one for each kind of mark; then the finish, with its verdict beside it."""
+    """One path for each kind of box, one for each kind of mark; then the finish, with its verdict
+    beside it.
+    """
     boxes: dict[str, list[str]] = {kind: [] for kind in (*KINDS, "refused")}
     slashes: list[str] = []
     dots: list[str] = []
@@ -196,7 +201,9 @@ def _axis(y: float, longest: float, scale: float) -> list[str]:
 
 
 def _excerpt(track: Track, y: float, lines: int) -> list[str]:
-    """Return the first lines of the prompt and the text in one width of letter, each token in its colour."""
+    """Return the first lines of the prompt and the text in one width of letter, each token in its
+    colour.
+    """
     whole = Text()
     for piece, kind in [
         (track.prompt, "quiet"),

@@ -1,7 +1,9 @@
-"""Load technique files from outside: a file that stands anywhere, or a package that announces itself.
+"""Load technique files from outside: a file that stands anywhere, or a package that announces
+itself.
 
-A file is given to `--plugin FILE`, to `tinyspec laws FILE`, to `tinyspec.technique.load_plugin`, or is named
-in TINYSPEC_PLUGINS (several with the separator of PATH). A package names its modules as entry points:
+A file is given to `--plugin FILE`, to `tinyspec laws FILE`, to `tinyspec.technique.load_plugin`, or
+is named in TINYSPEC_PLUGINS (several with the separator of PATH). A package names its modules as
+entry points:
 
     [project.entry-points."tinyspec.techniques"]
     mine = "my_package.mine"
@@ -26,7 +28,9 @@ NAMESPACE = "tinyspec_plugins"  # files are modules of this name: tinyspec_plugi
 
 
 def paths_in_environment() -> list[Path]:
-    """Return the files that TINYSPEC_PLUGINS names; `--plugin` writes there, for child processes."""
+    """Return the files that TINYSPEC_PLUGINS names; `--plugin` writes there, for child
+    processes.
+    """
     return [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
 
 

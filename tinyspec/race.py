@@ -1,9 +1,10 @@
 """A race: several decoders write from the same prompt, each on its own clock.
 
-Each step is timed alone, with nothing else running. The lane whose clock is behind takes the next step. Turning ids into
-text happens between the steps, while every clock stands still, and nothing is drawn until the race is over: `cut_lane` says
-what a lane had written at any moment, and so a race can be played back at any speed. A clock covers the prompt (for a
-technique with a draft model, the draft's prompt too) and every round; loading models is outside.
+Each step is timed alone, with nothing else running. The lane whose clock is behind takes the next
+step. Turning ids into text happens between the steps, while every clock stands still, and nothing
+is drawn until the race is over: `cut_lane` says what a lane had written at any moment, and so a
+race can be played back at any speed. A clock covers the prompt (for a technique with a draft model,
+the draft's prompt too) and every round; loading models is outside.
 """
 
 import gc
@@ -94,7 +95,9 @@ def race(
     starts: Sequence[tuple[str, Start]],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Lane]:
-    """Run the requests against each other, one lane each; among equal clocks the first listed goes first."""
+    """Run the requests against each other, one lane each; among equal clocks the first listed goes
+    first.
+    """
     lanes = [Lane(method) for method, _ in starts]
     running: list[GenerationRun] = []
     gc.collect()
@@ -128,7 +131,9 @@ def race(
 
 
 def cut_lane(lane: Lane, seconds: float) -> Lane:
-    """Return the lane as it stood when its clock showed `seconds`: the rounds that had ended, and what they wrote."""
+    """Return the lane as it stood when its clock showed `seconds`: the rounds that had ended, and
+    what they wrote.
+    """
     if seconds >= lane.seconds:
         return lane
     ended = bisect_right(lane.ends, seconds)
@@ -162,9 +167,11 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 class Outcome:
     """One technique against plain decoding, over all repeats.
 
-    ratio      how many times as fast as plain decoding, in seconds per token: median over the repeats. Below 1: a slow-down
+    ratio      how many times as fast as plain decoding, in seconds per token: median over the
+               repeats. Below 1: a slow-down
     ratios     the same of each repeat
-    identical  whether every text is plain decoding's; None where it need not be (temperature above 0)
+    identical  whether every text is plain decoding's; None where it need not be (temperature above
+               0)
     """
 
     method: str
@@ -175,7 +182,9 @@ class Outcome:
 
 
 def compare(repeats: Sequence[Sequence[Lane]], greedy: bool) -> list[Outcome]:
-    """Judge every lane against the first, which is plain decoding. `repeats[r][i]` is lane i of repeat r."""
+    """Judge every lane against the first, which is plain decoding. `repeats[r][i]` is lane i of
+    repeat r.
+    """
     outcomes: list[Outcome] = []
     for i in range(1, len(repeats[0])):
         pairs = [(lanes[0], lanes[i]) for lanes in repeats]
@@ -195,7 +204,8 @@ def compare(repeats: Sequence[Sequence[Lane]], greedy: bool) -> list[Outcome]:
 
 
 def find_median_race(ratios: Sequence[float]) -> int:
-    """Return the index of the race whose ratio is the median: the one to show. Of two in the middle, the lower ratio.
+    """Return the index of the race whose ratio is the median: the one to show. Of two in the
+    middle, the lower ratio.
 
     >>> find_median_race([1.3, 1.0, 1.1])
     2

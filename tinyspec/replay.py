@@ -1,9 +1,10 @@
 """Make a page that plays a generation back, round by round or pass by pass.
 
-The page needs no network and no other file: the trace lies in it as JSON, and can be saved from it. What a colour says
-(Okabe and Ito's palette), a mark says too. The page opens playing, and says in one sentence what to see. Three pictures,
-shown where the trace has them: the tree of draft tokens of each round, with probabilities; the layers that each token ran
-(early exit); draft tokens or a canvas, one row per round or pass.
+The page needs no network and no other file: the trace lies in it as JSON, and can be saved from it.
+What a colour says (Okabe and Ito's palette), a mark says too. The page opens playing, and says in
+one sentence what to see. Three pictures, shown where the trace has them: the tree of draft tokens
+of each round, with probabilities; the layers that each token ran (early exit); draft tokens or a
+canvas, one row per round or pass.
 """
 
 import html
@@ -30,7 +31,9 @@ Record = dict[str, Any]
 
 
 def record(model: Model | Seq2Seq, method: str, generation: Generation) -> Record:
-    """A generation's trace with the words of its tokens. Probabilities are there if the trace was `detailed`."""
+    """A generation's trace with the words of its tokens. Probabilities are there if the trace was
+    `detailed`.
+    """
     stats, trace, config = generation.stats, generation.trace, model.config
     depth = config.decoder_layers if isinstance(config, Seq2SeqConfig) else config.n_layers
     passes = f"{stats.target_calls} forward passes ({stats.tokens_per_call:.2f} per pass)"
@@ -76,7 +79,9 @@ def record_passes(model: Seq2Seq, method: str, done: Translation) -> Record:
 
 
 def _rounds(tokenizer: Tokenizer, size: int, trace: Trace) -> list[Record]:
-    """Every round with the text of its tokens (what they add to the text) and of its guesses (each on its own)."""
+    """Every round with the text of its tokens (what they add to the text) and of its guesses (each
+    on its own).
+    """
     stream, newest, rounds = tokenizer.stream(), trace.prompt[-1:], list[Record]()
     for entry in trace.rounds:
         guesses, said = (
@@ -145,7 +150,9 @@ def page(record: Record) -> str:
 
 
 def read(path: str | Path) -> Record:
-    """A record that `--replay FILE.json` or the page itself saved. Raises TinyspecError where it is none."""
+    """A record that `--replay FILE.json` or the page itself saved. Raises TinyspecError where it is
+    none.
+    """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

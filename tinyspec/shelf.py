@@ -1,4 +1,5 @@
-"""The books of the classics, by author: files of github.com/mlschmitt/classic-books-markdown, all in the public domain.
+"""The books of the classics, by author: files of github.com/mlschmitt/classic-books-markdown, all
+in the public domain.
 
 The valid books are never trained on, neither by a model nor by its tokenizer.
 """

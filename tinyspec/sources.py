@@ -1,4 +1,6 @@
-"""`tinyspec data fetch`: every data file from its public home, at a fixed commit, checked by its sha256."""
+"""`tinyspec data fetch`: every data file from its public home, at a fixed commit, checked by its
+sha256.
+"""
 
 import gzip
 import hashlib
@@ -147,10 +149,13 @@ def fetch(
     console: Console | None = None,
     data_sets: Mapping[str, DataSet] | None = None,
 ) -> list[Path]:
-    """Bring the named data sets (all of them where none is named) into the data folder; what is there stays.
+    """Bring the named data sets (all of them where none is named) into the data folder; what is
+    there stays.
 
-    Returns the files. Interrupted, it goes on where it was: nothing half-arrived ever has a final name.
-    Raises TinyspecError for an unknown name, an unreachable server, or a file that is not the expected one.
+    Returns the files. Interrupted, it goes on where it was: nothing half-arrived ever has a final
+    name.
+    Raises TinyspecError for an unknown name, an unreachable server, or a file that is not the
+    expected one.
     """
     data_sets = DATA_SETS if data_sets is None else data_sets
     chosen = list(names) or list(data_sets)
@@ -205,7 +210,9 @@ def _library(
     base: str,
     show: Callable[[int, int | None], None],
 ) -> None:
-    """Fetch every book into a folder beside the target, then make one file of JSON lines of them."""
+    """Fetch every book into a folder beside the target, then make one file of JSON lines of
+    them.
+    """
     desk = target.with_name(target.name + ".books")
     rows, size = [], 0
     for author, titles in books.items():

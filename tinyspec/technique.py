@@ -1,7 +1,7 @@
 """The card of a technique and the registry of cards.
 
-A technique is one file with one `@technique(...)` builder. The registry finds the files, so adding a file adds the technique
-to `tinyspec methods`, to `--method`, to the benchmark and to the laws.
+A technique is one file with one `@technique(...)` builder. The registry finds the files, so adding
+a file adds the technique to `tinyspec methods`, to `--method`, to the benchmark and to the laws.
 """
 
 import importlib
@@ -29,7 +29,9 @@ CHAPTERS = ("tinyspec.speculative", "tinyspec.early_exit", "tinyspec.nonautoregr
 
 
 class Guarantee(Enum):
-    """What is promised, relative to plain decoding on the technique's own target under the same warpers."""
+    """What is promised, relative to plain decoding on the technique's own target under the same
+    warpers.
+    """
 
     EXACT = "exact"  # the same joint law at any temperature, over several rounds
     GREEDY = "greedy"  # the same tokens as greedy decoding
@@ -40,14 +42,16 @@ class Guarantee(Enum):
 
 @dataclass
 class Request:
-    """What a builder makes a decoder from. Targets are whatever scores trees: a session, a view, a table of conditionals.
+    """What a builder makes a decoder from. Targets are whatever scores trees: a session, a view, a
+    table of conditionals.
 
     references  texts (token ids) that may be copied from, beside the prompt
     positions   tokens the target's context holds; None: no limit
-    reach       tokens each draft's context holds; empty: no limit
-    ledger      where sessions write their calls
+    draft_max_lengths  tokens each draft's context holds; empty: no limit
+    forward_log  where sessions write their forward passes
     clock       what a technique may plan by, given where text is generated; None: no time passes
-    choose      decides in the place of a technique that plans; its law must be right whatever is chosen
+    choose      decides in the place of a technique that plans; its law must be right whatever is
+                chosen
     """
 
     target: Target
@@ -78,8 +82,9 @@ class Request:
 class RefineRequest:
     """What a builder of kind "refine" makes a refiner from.
 
-    teacher  an autoregressive encoder-decoder with the same vocabulary, to score candidates; None: there is none
-    ledger   where both models enter their passes
+    teacher  an autoregressive encoder-decoder with the same vocabulary, to score candidates; None:
+             there is none
+    forward_log  where both models enter their passes
     """
 
     model: Seq2Seq
@@ -107,7 +112,8 @@ class Card:
 
     summary     what it does, in about six words
     lossy       the knob that trades the guarantee for speed, and its neutral value
-    kind        decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing, so no law
+    kind        decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing, so no
+                law
     hidden      reads hidden states: no table can host it, so all is proved on small transformers
     coupled     draws by `RandomSource.race`, whose noise rounds share: proved path by path
     persistent  its state outlives a request
@@ -115,7 +121,8 @@ class Card:
     several     uses every draft model that it is given, beyond those it needs
     timed       plans by the clock, so above temperature 0 the text of a seed depends on time
     teacher     of kind "refine": an autoregressive model may judge its candidates
-    keeps       whose law is kept where it is not the user's model: in words; the laws then ask its own target
+    keeps       whose law is kept where it is not the user's model: in words; the laws then ask its
+                own target
     """
 
     name: str
@@ -177,7 +184,9 @@ class Card:
         return cast(Refiner, self.build(request, **self.settings(knobs)))
 
     def promise(self, **knobs: Any) -> Guarantee:
-        """What holds at these settings: away from its neutral value, a lossy knob leaves nothing promised."""
+        """What holds at these settings: away from its neutral value, a lossy knob leaves nothing
+        promised.
+        """
         if self.lossy is None:
             return self.guarantee
         neutral = self.settings(knobs)[self.lossy[0]] == self.lossy[1]
@@ -254,7 +263,9 @@ def technique(
 
 
 def techniques() -> dict[str, Card]:
-    """Return every technique by name: the book's in the order of its chapters, then those of plugins."""
+    """Return every technique by name: the book's in the order of its chapters, then those of
+    plugins.
+    """
     files: list[str] = []
     for chapter in CHAPTERS:
         try:

@@ -1,4 +1,6 @@
-"""A translation under way, and what comes of it: extended from left to right, or rewritten on a canvas."""
+"""A translation under way, and what comes of it: extended from left to right, or rewritten on a
+canvas.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +21,11 @@ from tinyspec.technique import Card, RefineRequest
 
 @dataclass
 class Work(Statistics):
-    """Passes of a translation. target_calls are those of its decoder, row_layers their (row, layer) evaluations.
+    """Passes of a translation. target_calls are those of its decoder, row_layers their (row, layer)
+    evaluations.
 
-    encoder_calls  passes of its encoder;  teacher_calls  of a teacher's encoder and decoder, which judged candidates
+    encoder_calls  passes of its encoder;  teacher_calls  of a teacher's encoder and decoder, which
+                   judged candidates
     candidates     canvases that were rewritten side by side
     """
 
@@ -30,13 +34,14 @@ class Work(Statistics):
     candidates: int = 1
 
     def encoded(self, model: Seq2Seq, forward_log: Sequence[ForwardRecord]) -> None:
-        """Read from the ledger what rounds do not tell."""
+        """Read from the forward log what rounds do not tell."""
         self.encoder_calls = sum(call.model == f"{model.name}/encoder" for call in forward_log)
 
 
 @dataclass(repr=False)
 class Translation(Generation):
-    """What came of a source: a Generation, and, where a canvas was rewritten, what every pass made of it.
+    """What came of a source: a Generation, and, where a canvas was rewritten, what every pass made
+    of it.
 
     finish_reason  "length" where a canvas was rewritten: its length was decided before its tokens
     passes         of a technique that rewrites, one entry a decoder pass

@@ -1,7 +1,7 @@
 """translate: from a source to its translation, by any technique.
 
-A technique that extends a text runs in the common loop, on a model that writes from left to right and has read the source
-(`Seq2Seq.given`); a technique that rewrites a canvas runs in `refine`.
+A technique that extends a text runs in the common loop, on a model that writes from left to right
+and has read the source (`Seq2Seq.given`); a technique that rewrites a canvas runs in `refine`.
 """
 
 import time
@@ -106,7 +106,9 @@ def start(
 def translate(
     model: Seq2Seq | str | Path, source: Source | Sequence[Source], **options: Any
 ) -> Translation | list[Translation]:
-    """Translate a source, or several one after another. See `tinyspec.translate` for the options."""
+    """Translate a source, or several one after another. See `tinyspec.translate` for the
+    options.
+    """
     if not is_batch(source):
         return _finish(start(model, source, **options))  # type: ignore[arg-type]
     sources = [check_source_type(one, f"source[{row}]") for row, one in enumerate(source)]
@@ -131,7 +133,9 @@ def _finish(running: Extending | Rewriting) -> Translation:
 
 
 def spelled(model: Seq2Seq, method: str | None) -> str:
-    """The registry's name of a method: `plain` is autoregressive; None: what the model was trained for."""
+    """The registry's name of a method: `plain` is autoregressive; None: what the model was trained
+    for.
+    """
     if method is None:
         method = str(model.config.extra.get("trained_for", "plain"))
     return AUTOREGRESSIVE if method in ("plain", "teacher") else method
@@ -209,7 +213,9 @@ def check_pair(model: Seq2Seq, card: Card) -> None:
 
 
 def teacher_of(model: Seq2Seq, card: Card, teacher: Seq2Seq | str | Path | None) -> Seq2Seq | None:
-    """The model that judges candidates: what was given, else the one that the model's own card names, if it is here."""
+    """The model that judges candidates: what was given, else the one that the model's own card
+    names, if it is here.
+    """
     if teacher is None and card.teacher and (named := model.config.extra.get("teacher")):
         if model not in _judges:
             try:

@@ -1,4 +1,6 @@
-"""Where translation models come from: by name, by folder, or by the method that they were trained for."""
+"""Where translation models come from: by name, by folder, or by the method that they were trained
+for.
+"""
 
 import json
 from collections.abc import Callable
@@ -35,7 +37,9 @@ def trained_for() -> dict[str, str]:
 
 
 def suited(method: str, rewrites: bool) -> str:
-    """The name of a model on this machine that was trained for this method; one that extends a text takes a teacher."""
+    """The name of a model on this machine that was trained for this method; one that extends a text
+    takes a teacher.
+    """
     wanted = method if rewrites else TEACHER
     for name, kind in trained_for().items():
         if kind == wanted:
@@ -53,9 +57,11 @@ def load_translator(
     device: "str | torch.device" = "cpu",
     dtype: "str | torch.dtype | None" = None,
 ) -> "Seq2Seq":
-    """Load an encoder-decoder by name or folder. `dtype` None: float32, in which these small models are quickest.
+    """Load an encoder-decoder by name or folder. `dtype` None: float32, in which these small models
+    are quickest.
 
-    Raises TinyspecError, one line, for an unknown name, a damaged checkpoint, a model that extends texts.
+    Raises TinyspecError, one line, for an unknown name, a damaged checkpoint, a model that extends
+    texts.
     """
     import torch
 

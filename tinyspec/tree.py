@@ -1,19 +1,20 @@
 """The shape of a draft: a tree of draft tokens under the newest committed token.
 
-Nodes stand in topological order: a parent before its children, siblings in the order they were drawn. Siblings
-may be equal. They are proposals, not positions, and the model computes equal paths once.
+Nodes stand in topological order: a parent before its children, siblings in the order they were
+drawn. Siblings may be equal. They are proposals, not positions, and the model computes equal paths
+once.
 
-Each node carries the distribution it was drawn from, *given all the past and its earlier siblings*, or None. A
-node with None is verified as a point mass. None is always safe; a declared distribution is an optimisation that
-the drafter must earn.
+Each node carries the distribution it was drawn from, *given all the past and its earlier siblings*,
+or None. A node with None is verified as a point mass. None is always safe; a declared distribution
+is an optimisation that the drafter must earn.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 Probs: TypeAlias = Any
-"""A distribution over the vocabulary, [V], summing to 1: a float64 ndarray on the CPU, a tensor on a device, a list
-of Fractions in the exact laws. Everything that takes Probs takes all three."""
+"""A distribution over the vocabulary, [V], summing to 1: a float64 ndarray on the CPU, a tensor on
+a device, a list of Fractions in the exact laws. Everything that takes Probs takes all three."""
 
 ROOT = -1
 """The parent of the first draft tokens: the newest committed token."""
@@ -25,8 +26,8 @@ class TokenTree(NamedTuple):
     tokens       [n] ids; an id >= V names one of the session's probe embeddings
     parents      [n] index of the parent node; ROOT for children of the newest committed token
     draft_probs  [n] Probs, or None for a point mass
-    probe        [n] whether the node is a probe: computed and observed, never verified or committed, never the
-                 parent of a draft token
+    probe        [n] whether the node is a probe: computed and observed, never verified or
+                 committed, never the parent of a draft token
     """
 
     tokens: Sequence[int] = ()

@@ -1,4 +1,6 @@
-"""How long work shows that it goes on: one bar, with what is done, how much there is, and the time left."""
+"""How long work shows that it goes on: one bar, with what is done, how much there is, and the time
+left.
+"""
 
 from rich.console import Console
 from rich.progress import (

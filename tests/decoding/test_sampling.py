@@ -1,4 +1,4 @@
-"""Warp: settings, order, ties; equal to transformers' processors, exact over Fractions, the same on a device."""
+"""SamplingParams: settings, order, ties; equal to transformers' processors, exact over Fractions, the same on a device."""
 
 import math
 from fractions import Fraction as F

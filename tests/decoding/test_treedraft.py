@@ -1,4 +1,4 @@
-"""TreeDraft: which nodes there are, what is declared of them, what it costs, and that the walk over it keeps the law."""
+"""TreeDrafter: which nodes there are, what is declared of them, what it costs, and that the walk over it keeps the law."""
 
 from fractions import Fraction as F
 from typing import Any

@@ -200,7 +200,7 @@ def own_draft(plan: Plan, exact: bool = True) -> Card:
 
 
 class Feels(BaseDrafter):
-    """Proposes what a linear head on the target's last hidden state holds for likeliest: it needs taps, so no table."""
+    """Propose the most likely token of a linear head on the target's last hidden state."""
 
     hidden_layers = (2,)
 

@@ -170,7 +170,7 @@ def test_copied_rows_beside_others_leave_what_they_leave_alone(m: Model) -> None
 def test_a_feed_is_the_same_in_a_batch(
     m: Model, requests: list[tuple[list[int], TokenTree, int]]
 ) -> None:
-    """Other lengths, trees, plans and taps beside a feed change no bit of it."""
+    """Other lengths, trees, plans and hidden layers beside a batch change no bit of it."""
     held: list[ForwardBatch] = []
 
     def hold(feeds):  # type: ignore[no-untyped-def]

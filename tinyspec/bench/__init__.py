@@ -1,1 +1,3 @@
-"""The measuring harness: every figure with its raw samples, the machine, the command and the date."""
+"""The measuring harness: every figure with its raw samples, the machine, the command and the
+date.
+"""

@@ -27,7 +27,9 @@ def list_commands(*results: Mapping[str, Any]) -> str:
 
 
 def count_identical(result: Mapping[str, Any], arm: str | None = None) -> int:
-    """Return on how many questions every arm, or this one, wrote plain decoding's text, to its end."""
+    """Return on how many questions every arm, or this one, wrote plain decoding's text, to its
+    end.
+    """
     lines = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
     asked = [line for line in lines if arm in (None, line["arm"])]
     other = {line["question"] for line in asked if line["same"] < result["tokens_each"]}

@@ -8,7 +8,9 @@ from tinyspec.bench.report import Grid, number, ratio
 
 
 def answer_cost(results: Results) -> str:
-    """Return what a forward pass costs: by positions, by its parts, and over the machine's floor."""
+    """Return what a forward pass costs: by positions, by its parts, and over the machine's
+    floor.
+    """
     wide, full, taken = results["bench"], results["bench-float32"], results["parts"]
     cached, of = next(iter(taken["figures"].items()))
     one, eight = of["milliseconds"]["1"], of["milliseconds"]["8"]

@@ -1,9 +1,10 @@
-"""An arm: whoever is asked for the tokens of a job and is timed. Here are ours; `peers.py` and `llamacpp.py` have the others.
+"""An arm: whoever is asked for the tokens of a job and is timed. Here are ours; `peers.py` and
+`llamacpp.py` have the others.
 
-Two spans are timed for every request. `prefill` lasts until the prompt but for its last token has been read, `decode` from
-there until the last token is known. A peer that cannot be asked to stop reading there ends its prefill with its first
-tokens, and these are then not counted as made in `decode`. Tokens are counted from the ids that came back, by one counter
-for all arms.
+Two spans are timed for every request. `prefill` lasts until the prompt but for its last token has
+been read, `decode` from there until the last token is known. A peer that cannot be asked to stop
+reading there ends its prefill with its first tokens, and these are then not counted as made in
+`decode`. Tokens are counted from the ids that came back, by one counter for all arms.
 """
 
 import copy
@@ -29,18 +30,21 @@ Clock = Callable[[], float]
 
 
 class Made(NamedTuple):
-    """What an arm did for one job. Seconds, ids, and counts; a count is None where the arm cannot tell.
+    """What an arm did for one job. Seconds, ids, and counts; a count is None where the arm cannot
+    tell.
 
     calls        rounds: forwards of the target after the prefill
     draft_calls  forwards of a draft model
     nodes        tokens that were proposed, and verified in those calls
     accepted     proposed tokens that were kept
-    silent       rounds that kept no token of their own behind the accepted ones (the stop cut it off)
+    silent       rounds that kept no token of their own behind the accepted ones (the stop cut it
+                 off)
     truncated    tokens that were decided and cut off by the stop
     row_layers   (row, layer) evaluations of the target
     early        ids that were known when `prefill` ended: `decode` is the time of the others
     stopped      rounds in which a guess was refused and none beside it was accepted
-    state        bytes of what the drafter keeps of texts (tries, automata), as they say themselves; None: nothing says so
+    state        bytes of what the drafter keeps of texts (tries, automata), as they say themselves;
+                 None: nothing says so
     held         tokens of the texts that it keeps
     """
 
@@ -61,7 +65,9 @@ class Made(NamedTuple):
 
 
 class Arm(Protocol):
-    """One contestant. `run` may be called any number of times, and owes nothing to earlier calls."""
+    """One contestant. `run` may be called any number of times, and owes nothing to earlier
+    calls.
+    """
 
     @property
     def label(self) -> str: ...
@@ -92,8 +98,8 @@ class Own:
     def run(self, job: Job, seed: int, clock: Clock) -> Made:
         """The bare loop: no text is made of the ids, and no log-probabilities.
 
-        What a persistent technique remembers it may use for other requests of the same round (`seed`); a new round begins
-        with nothing, for it asks the same again.
+        What a persistent technique remembers it may use for other requests of the same round
+        (`seed`); a new round begins with nothing, for it asks the same again.
         """
         if self.persistent and seed != self.round:
             self.model, self.round, self.held = endless(self.base), seed, 0
@@ -132,7 +138,9 @@ class Own:
 
 
 def kept_bytes(drafter: Any) -> int | None:
-    """Bytes of all structures below a drafter that say how large they are (`bytes`); None where none does."""
+    """Bytes of all structures below a drafter that say how large they are (`bytes`); None where
+    none does.
+    """
     found, seen, todo = list[int](), set[int](), [drafter]
     while todo:
         thing = todo.pop()
@@ -150,7 +158,9 @@ def kept_bytes(drafter: Any) -> int | None:
 
 
 def endless(model: Model) -> Model:
-    """The same model, for which no token ends a text: an answer is as long as it was asked to be."""
+    """The same model, for which no token ends a text: an answer is as long as it was asked to
+    be.
+    """
     twin = copy.copy(
         model.pack()
     )  # packing empties the old weights: once, and before there are two of it
@@ -159,17 +169,20 @@ def endless(model: Model) -> Model:
 
 
 def waiting(device: torch.device) -> Callable[[], None]:
-    """What to call before a clock is read: a CUDA device works on after the call that set it to work."""
+    """What to call before a clock is read: a CUDA device works on after the call that set it to
+    work.
+    """
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: None
 
 
 def balance(made: Made, job: Job, label: str) -> None:
-    """Refuse books that do not add up: every arm made what was asked, and every token is accepted or a round's own.
+    """Refuse books that do not add up: every arm made what was asked, and every token is accepted
+    or a round's own.
 
-    tokens = accepted + rounds - silent, after the cut. A benchmark that breaks this counts a bonus twice, or not at
-    all, or tokens that were cut off, and its tau is worth nothing.
+    tokens = accepted + rounds - silent, after the cut. A benchmark that breaks this counts a bonus
+    twice, or not at all, or tokens that were cut off, and its tau is worth nothing.
     """
     tokens = len(made.ids)
     if tokens != job.tokens:
@@ -191,7 +204,9 @@ def collect_garbage() -> None:
 
 
 def load(settings: Settings, any_method: bool = False) -> tuple[Model, list[Model] | None]:
-    """The model, and its draft models where an arm needs one and there is one; with `any_method`, wherever there is one."""
+    """The model, and its draft models where an arm needs one and there is one; with `any_method`,
+    wherever there is one.
+    """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     cards = [find(arm.name) for arm in settings.arms if not arm.peer]
@@ -206,7 +221,9 @@ def load(settings: Settings, any_method: bool = False) -> tuple[Model, list[Mode
 
 
 def draft_names(settings: Settings, model: Model) -> list[str]:
-    """The draft models of a run: those given, else what the model's card names, else a draft of the zoo made for it."""
+    """The draft models of a run: those given, else what the model's card names, else a draft of the
+    zoo made for it.
+    """
     if settings.draft is not None:
         return [name for name in settings.draft.split(",") if name]
     named = model.config.extra.get("draft") or models.drafts_of(settings.model)[:1]

@@ -1,8 +1,9 @@
 """The samples of a run, as they are kept in its file: added whole turns at a time, and never twice.
 
-A turn is one job in one round, done by every arm. Only whole turns are written, so the arms of a turn always met the
-same mood of the machine, and a run that was interrupted repeats the turn it was in. Each sample has one key (task, prompt,
-turn of the conversation, arm, round); a second one under the same key is refused.
+A turn is one job in one round, done by every arm. Only whole turns are written, so the arms of a
+turn always met the same mood of the machine, and a run that was interrupted repeats the turn it was
+in. Each sample has one key (task, prompt, turn of the conversation, arm, round); a second one under
+the same key is refused.
 """
 
 import json
@@ -94,7 +95,9 @@ class Book:
         return all((job.key, arm, round) in self._keys for arm in arms)
 
     def expect(self, jobs: Sequence[Job]) -> None:
-        """Note what is asked. TinyspecError where the file's samples answered another prompt of the same name."""
+        """Note what is asked. TinyspecError where the file's samples answered another prompt of the
+        same name.
+        """
         for job in jobs:
             asked = [
                 len(job.ids),
@@ -133,7 +136,8 @@ class Book:
 
     @classmethod
     def open(cls, path: Path, stamp: Callable[[Settings], Mapping[str, Any]]) -> "Book":
-        """The book of a file, for another sitting, whose stamp may depend on the settings found (the number of threads).
+        """The book of a file, for another sitting, whose stamp may depend on the settings found
+        (the number of threads).
 
         TinyspecError where the file is none of ours, is damaged, or was begun on another machine.
         """
@@ -192,7 +196,8 @@ def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 
 def dumps(result: Mapping[str, Any]) -> str:
-    """JSON with one line for each sample and each short list: a file that a person can read and `git diff` can show.
+    """JSON with one line for each sample and each short list: a file that a person can read and
+    `git diff` can show.
 
     >>> print(dumps({"a": 1, "rows": [[1, 2], [3, 4]]}))
     {

@@ -1,9 +1,11 @@
-"""`tinyspec calibrate`: the lowest of CALM's thresholds whose texts stay within delta, with probability 1 - epsilon.
+"""`tinyspec calibrate`: the lowest of CALM's thresholds whose texts stay within delta, with
+probability 1 - epsilon.
 
-Passages are drawn independently, each place of the texts as likely as any other: what is shown holds for passages drawn so,
-from texts like these. Thresholds 1, 0.95, ... are tested in this order, by Hoeffding's p-values (decoding/calibrate.py), until
-one fails. Textual consistency compares with the full model's text, risk consistency with how the passage really goes on. In
-the end the choice is looked at on fresh passages; that is no part of the guarantee.
+Passages are drawn independently, each place of the texts as likely as any other: what is shown
+holds for passages drawn so, from texts like these. Thresholds 1, 0.95, ... are tested in this
+order, by Hoeffding's p-values (decoding/calibrate.py), until one fails. Textual consistency
+compares with the full model's text, risk consistency with how the passage really goes on. In the
+end the choice is looked at on fresh passages; that is no part of the guarantee.
 """
 
 import math
@@ -47,7 +49,8 @@ def run(
     quiet: bool = False,
     **knobs: Any,
 ) -> dict[str, Any]:
-    """The threshold ("inf" where not even 1 passed: the full model), and everything that was tested.
+    """The threshold ("inf" where not even 1 passed: the full model), and everything that was
+    tested.
 
     knobs  of the technique: measure, decay, tau, min_exit, interval
     """

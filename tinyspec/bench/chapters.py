@@ -1,8 +1,10 @@
-"""A whole chapter on one model: every registered technique with defaults that work, and of the others what each lacks.
+"""A whole chapter on one model: every registered technique with defaults that work, and of the
+others what each lacks.
 
-Drafts are those that the model's card names, or a model of the zoo that was made for it; where a technique needs something
-built (a datastore), it is built (stores.py) and named in the result. Nothing is dropped silently: a technique that cannot run
-on this model stands under `skipped` with the reason.
+Drafts are those that the model's card names, or a model of the zoo that was made for it; where a
+technique needs something built (a datastore), it is built (stores.py) and named in the result.
+Nothing is dropped silently: a technique that cannot run on this model stands under `skipped` with
+the reason.
 """
 
 import time
@@ -32,7 +34,9 @@ def usual_tasks(model: Model) -> tuple[str, ...]:
 
 
 def methods_of(name: str) -> list[str]:
-    """Names of a chapter's techniques that extend a text. A technique's file says which chapter it is of."""
+    """Names of a chapter's techniques that extend a text. A technique's file says which chapter it
+    is of.
+    """
     known = [chapter.rpartition(".")[2] for chapter in CHAPTERS]
     if name not in known:
         raise TinyspecError(f"there is no chapter '{name}': {nearest(name, known)}")
@@ -55,9 +59,11 @@ def _of(card: Card, chapter: str) -> bool:
 def contestants(
     name: str, settings: Settings, model: Model, draft: Draft, job: Job
 ) -> tuple[Settings, list[str], dict[str, str]]:
-    """The settings with every technique that can run here; of the others what each lacks; and what was built for whom.
+    """The settings with every technique that can run here; of the others what each lacks; and what
+    was built for whom.
 
-    job  the longest, on which each is tried: a technique that fails costs its own row, not hours later the table
+    job  the longest, on which each is tried: a technique that fails costs its own row, not hours
+         later the table
     """
     can, cannot, built = list[str](), list[str](), dict[str, str]()
     short = job._replace(tokens=min(job.tokens, TRIED))

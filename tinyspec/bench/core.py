@@ -1,8 +1,9 @@
 """`tinyspec bench core`: the compiled kernels against what others use, from the same logits.
 
-Warp and draw: temperature 0.8 and top-p 0.9 over a vocabulary of 49,152, against transformers' processors and against torch
-with the 1,024 best taken first (which is not exact: it truncates). Verification: five drafted tokens walked, against
-transformers' `_speculative_sampling` from the same rows. Linearity: the same warp at V, 2 V, 4 V.
+Sampling: temperature 0.8 and top-p 0.9 over a vocabulary of 49,152, against transformers'
+processors and against torch with the 1,024 best taken first (which is not exact: it truncates).
+Verification: five drafted tokens walked, against transformers' `_speculative_sampling` from the
+same rows. Linearity: the same warp at V, 2 V, 4 V.
 """
 
 from statistics import median
@@ -23,7 +24,9 @@ TIMES = 20  # calls in a timed sample
 
 
 def logits(vocabulary: int, rows: int, seed: int = 0) -> torch.Tensor:
-    """Rows as peaked as a language model's: a few likely tokens over a wide floor, [rows, V] float32."""
+    """Rows as peaked as a language model's: a few likely tokens over a wide floor, [rows, V]
+    float32.
+    """
     generator = torch.Generator().manual_seed(seed)
     floor = torch.randn(rows, vocabulary, generator=generator) * 2
     peaks = torch.randint(vocabulary, (rows, 40), generator=generator)

@@ -1,10 +1,12 @@
-"""The curve on which speculation lives: what one forward over k new tokens costs, against one over a single token.
+"""The curve on which speculation lives: what one forward over k new tokens costs, against one over
+a single token.
 
-A forward over few tokens waits for the weights to come from memory, one over many for arithmetic. Under both stands a
-floor that no program goes below: max(weight bytes / bandwidth, operations / peak). The two ceilings are measured in the same
-rounds as the curve, by whoever reads or multiplies fastest: a slow meter would flatter. On a shared machine the memory is
-faster in some moments than in others, so there are two floors: of the best moment of the run, which is strict, and of the
-best meter's median, which is like against like.
+A forward over few tokens waits for the weights to come from memory, one over many for arithmetic.
+Under both stands a floor that no program goes below: max(weight bytes / bandwidth, operations /
+peak). The two ceilings are measured in the same rounds as the curve, by whoever reads or multiplies
+fastest: a slow meter would flatter. On a shared machine the memory is faster in some moments than
+in others, so there are two floors: of the best moment of the run, which is strict, and of the best
+meter's median, which is like against like.
 """
 
 import time
@@ -23,14 +25,18 @@ from tinyspec.lm.transformer import Model
 from tinyspec.tree import TokenTree
 
 SETTLE = 0.02
-"""Seconds before each that is timed: threads of whoever ran before keep their cores for some milliseconds."""
+"""Seconds before each that is timed: threads of whoever ran before keep their cores for some
+milliseconds.
+"""
 KS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 CACHED = 256
 MEBIBYTE = 2**20
 
 
 class Forwards(Protocol):
-    """Somebody's forward over k tokens behind a cache. `weights`: bytes it reads for them; None: as many as ours."""
+    """Somebody's forward over k tokens behind a cache. `weights`: bytes it reads for them; None: as
+    many as ours.
+    """
 
     label: str
     weights: int | None
@@ -51,7 +57,9 @@ class OwnForwards:
         self.session.extend(self._some(cached + 1))
 
     def prepare(self, k: int) -> None:
-        """Take the newest token back and give it again: it is the first of the k, and not yet run."""
+        """Take the newest token back and give it again: it is the first of the k, and not yet
+        run.
+        """
         self.session.rewind(self.cached)
         self.session.extend(self._some(1))
         self.wait()
@@ -65,7 +73,8 @@ class OwnForwards:
 
 
 def weight_bytes(config: Config, itemsize: int) -> int:
-    """Bytes of weights that a forward over few tokens reads: all of them, but of a table of rows only some rows.
+    """Bytes of weights that a forward over few tokens reads: all of them, but of a table of rows
+    only some rows.
 
     >>> weight_bytes(Config(vocab_size=8, d_model=4, n_layers=0, n_heads=1, n_kv_heads=1, head_dim=4, d_ff=4,
     ...                     max_positions=9, tied=False), 2)  # the head of 8 x 4 and the last norm's gain
@@ -79,7 +88,9 @@ def weight_bytes(config: Config, itemsize: int) -> int:
 
 
 def operations(config: Config, k: int, cached: int) -> int:
-    """Multiplications and additions of a forward over k tokens behind `cached` others: products and attention."""
+    """Multiplications and additions of a forward over k tokens behind `cached` others: products and
+    attention.
+    """
     matrices = sum(
         s[0] * s[1]
         for n, s in config.shapes().items()
@@ -93,7 +104,9 @@ def operations(config: Config, k: int, cached: int) -> int:
 
 
 class Meter(NamedTuple):
-    """A piece of work that is nothing but reading, or nothing but arithmetic: `amount` bytes, or operations."""
+    """A piece of work that is nothing but reading, or nothing but arithmetic: `amount` bytes, or
+    operations.
+    """
 
     who: str
     kind: str
@@ -102,8 +115,9 @@ class Meter(NamedTuple):
 
 
 def meters(model: Model, mebibytes: int = 256, side: int = 1024) -> list[Meter]:
-    """Weight reads: one row times a matrix of that many MiB, by us and by torch, and torch's sum over it. Products: a square
-    of `side`, by us and by torch, in the model's type and in float32."""
+    """Weight reads: one row times a matrix of that many MiB, by us and by torch, and torch's sum
+    over it. Products: a square of `side`, by us and by torch, in the model's type and in
+    float32."""
     width, device, made = 2048, model.device, list[Meter]()
     for dtype in dict.fromkeys((model.dtype, torch.float32)):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -168,10 +182,11 @@ def measure(
     ks: Sequence[int] = KS,
     settle: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """Raw seconds of every forward and every meter, all in turn, `rounds` times; a first round is run and not kept.
+    """Raw seconds of every forward and every meter, all in turn, `rounds` times; a first round is
+    run and not kept.
 
-    settle(seconds) waits until the threads of whoever ran before sleep. By then everybody's do: each runs twice and the
-    second is timed, as in a text, where a call comes right behind another.
+    settle(seconds) waits until the threads of whoever ran before sleep. By then everybody's do:
+    each runs twice and the second is timed, as in a text, where a call comes right behind another.
     """
     curves: dict[str, dict[str, list[float]]] = {
         f.label: {str(k): [] for k in ks} for f in forwards
@@ -213,7 +228,8 @@ def measure(
 def ceilings(
     raw: Mapping[str, Any], of: Callable[[Sequence[float]], float] = min
 ) -> dict[str, dict[str, float]]:
-    """What each meter reached at its best (or `of` its samples): {"bandwidth": {who: bytes/s}, "peak": {who: operations/s}}.
+    """What each meter reached at its best (or `of` its samples): {"bandwidth": {who: bytes/s},
+    "peak": {who: operations/s}}.
 
     A whole forward over one token reads all weights: it is a meter of bandwidth too.
     """
@@ -229,15 +245,19 @@ def ceilings(
 
 
 def highest(tops: Mapping[str, Mapping[str, float]]) -> tuple[float, float]:
-    """Bandwidth and peak: whoever reads, and whoever multiplies fastest. 0: there was no such meter."""
+    """Bandwidth and peak: whoever reads, and whoever multiplies fastest. 0: there was no such
+    meter.
+    """
     return max(tops["bandwidth"].values(), default=0.0), max(tops["peak"].values(), default=0.0)
 
 
 def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) -> dict[str, Any]:
-    """The curve of each program in figures: milliseconds, quartiles, t(k)/t(1), and how near our own comes to the floor.
+    """The curve of each program in figures: milliseconds, quartiles, t(k)/t(1), and how near our
+    own comes to the floor.
 
-    `over` is the median time over the floor of the run's best moment; `usually`, over that of the best meter's median: 1 is
-    the machine's limit. `falls` lists the k whose cost is below that of a smaller k by more than the quartiles of both explain.
+    `over` is the median time over the floor of the run's best moment; `usually`, over that of the
+    best meter's median: 1 is the machine's limit. `falls` lists the k whose cost is below that of a
+    smaller k by more than the quartiles of both explain.
     """
     tops = ceilings(raw)
     bandwidth, peak = highest(tops)

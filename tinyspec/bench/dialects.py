@@ -1,11 +1,13 @@
-"""`tinyspec bench dialects`: what writing all words at once costs where a source has several right translations.
+"""`tinyspec bench dialects`: what writing all words at once costs where a source has several right
+translations.
 
-On the task of tinyspec/training/dialects.py, where the best a model can do is known exactly: a model that reads what it wrote;
-one that writes in a single parallel pass, trained on the same pairs and on the first one's translations of their sources
-(distillation); and Mask-Predict, by its passes, on the pairs as they are. Every model is judged with the length that it tells
-itself.
+On the task of tinyspec/training/dialects.py, where the best a model can do is known exactly: a
+model that reads what it wrote; one that writes in a single parallel pass, trained on the same pairs
+and on the first one's translations of their sources (distillation); and Mask-Predict, by its
+passes, on the pairs as they are. Every model is judged with the length that it tells itself.
 
-All are Seq2Seq of one shape, trained alike for the same number of steps. A training that was interrupted goes on.
+All are Seq2Seq of one shape, trained alike for the same number of steps. A training that was
+interrupted goes on.
 """
 
 import json
@@ -81,7 +83,9 @@ class Trial:
     def fit(
         self, name: str, loss: Loss, targets: Sequence[Sequence[int]], steps: int = 0
     ) -> Seq2Seq:
-        """A model trained on the sources and these targets; at once, where the folder holds it already."""
+        """A model trained on the sources and these targets; at once, where the folder holds it
+        already.
+        """
         s = self.setup
         config = Seq2SeqConfig(
             self.task.vocab_size, s.width, 4, 2 * s.width, s.layers, s.layers, 2 * self.task.most + 12,
@@ -96,7 +100,9 @@ class Trial:
         source, target = padded([x for x, _ in said]), padded([y for _, y in said])
 
         def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
-            """As many pairs of each dialect: a model that meets one of them more often takes that one for a while."""
+            """As many pairs of each dialect: a model that meets one of them more often takes that
+            one for a while.
+            """
             first = torch.randint(
                 max(1, len(source) // s.modes), (max(1, s.batch // s.modes), 1), generator=generator
             )
@@ -127,7 +133,9 @@ class Trial:
     def judged(
         self, outputs: Sequence[Sequence[int]], passes: float, **more: float
     ) -> dict[str, Any]:
-        """An arm as plain data: a digit a sentence (1 valid + 2 of one dialect + 4 repeats a token), and what it cost."""
+        """An arm as plain data: a digit a sentence (1 valid + 2 of one dialect + 4 repeats a
+        token), and what it cost.
+        """
         marks = (
             self.task.judge(source, output)
             for source, output in zip(self.tests, outputs, strict=True)
@@ -157,7 +165,9 @@ class Trial:
         return model, self.judged(made, sum(map(len, made)) / len(made) + 1, nats=nats)
 
     def one_pass(self, name: str, targets: Sequence[Sequence[int]]) -> dict[str, dict[str, Any]]:
-        """One parallel pass from evenly spread copies of the source; only on the pairs as they are its nats have a floor."""
+        """One parallel pass from evenly spread copies of the source; only on the pairs as they are
+        its nats have a floor.
+        """
         model = self.fit(name, copying, targets, self.setup.student_steps if name == KD else 0)
         found = {name: self.judged(self.ask(model, Copying(model)), 1)}
         if name == RAW:
@@ -171,7 +181,9 @@ class Trial:
         return found
 
     def masked(self, passes: Sequence[int], lengths: Sequence[int]) -> dict[str, dict[str, Any]]:
-        """Mask-Predict by its passes, with the first number of lengths; the most passes with the others."""
+        """Mask-Predict by its passes, with the first number of lengths; the most passes with the
+        others.
+        """
 
         def loss(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
             seed = int(torch.randint(1 << 62, ()))  # the trainer has seeded torch for this step
@@ -194,7 +206,9 @@ def greedy(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def said(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) -> Tensor:
-    """-sum of log p(y_t | x, T) over a batch, all places written in one pass from evenly spread copies of the source."""
+    """-sum of log p(y_t | x, T) over a batch, all places written in one pass from evenly spread
+    copies of the source.
+    """
     places, slots = uniform((source != 0).sum(dim=1), (target != 0).sum(dim=1))
     logits = model.logits(parallel(model, source.gather(1, places), slots, memory)[slots])
     return F.cross_entropy(logits, target[:, : slots.shape[1]][slots], reduction="sum")
@@ -208,7 +222,9 @@ def copying(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
 
 
 class Copying:
-    """One pass from copies of the source, spread evenly over the likeliest length; words likeliest, or drawn one by one."""
+    """One pass from copies of the source, spread evenly over the likeliest length; words likeliest,
+    or drawn one by one.
+    """
 
     def __init__(self, model: Seq2Seq, generator: torch.Generator | None = None):
         self.model, self.generator = model, generator
@@ -251,7 +267,9 @@ def run(
     out: Path | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Every kind with every model. With `out`, each is written as it is done; with `resume`, what is there is kept."""
+    """Every kind with every model. With `out`, each is written as it is done; with `resume`, what
+    is there is kept.
+    """
     for kind in kinds:
         setup.task(kind)
     settings = {**asdict(setup), "passes": list(passes), "lengths": list(lengths)}

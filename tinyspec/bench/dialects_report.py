@@ -1,4 +1,6 @@
-"""What `tinyspec bench dialects` shows: shares recomputed from the verdicts, a table a kind, and a picture."""
+"""What `tinyspec bench dialects` shows: shares recomputed from the verdicts, a table a kind, and a
+picture.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +16,9 @@ KINDS = {
 
 
 def told(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Shares of every arm, from its verdicts alone: a digit a sentence, 1 valid + 2 of one dialect + 4 repeats a token."""
+    """Shares of every arm, from its verdicts alone: a digit a sentence, 1 valid + 2 of one dialect
+    + 4 repeats a token.
+    """
     return {
         kind: {
             arm: {

@@ -1,9 +1,11 @@
-"""`tinyspec bench equality`: lossless means lossless, in bfloat16 too. Greedy speculation against plain greedy decoding.
+"""`tinyspec bench equality`: lossless means lossless, in bfloat16 too. Greedy speculation against
+plain greedy decoding.
 
-Everywhere else a block is verified with other rounding than one-token steps have, so the two texts part sooner or later where
-two logits all but tie. Our kernels sum a row in an order that depends on the row alone, so not one token may differ, on
-any prompt. Beside the methods asked for, `rehearsed` copies from the plain answer itself with every seventh token changed:
-then most of the text is verified in long blocks, which a method that finds little to copy would not do.
+Everywhere else a block is verified with other rounding than one-token steps have, so the two texts
+part sooner or later where two logits all but tie. Our kernels sum a row in an order that depends on
+the row alone, so not one token may differ, on any prompt. Beside the methods asked for, `rehearsed`
+copies from the plain answer itself with every seventh token changed: then most of the text is
+verified in long blocks, which a method that finds little to copy would not do.
 
 Nothing is timed, so the machine may be busy.
 """
@@ -71,7 +73,9 @@ def noisy_reference(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
 
 
 def rows(model: Model, question: Any, tokens: int, methods: Sequence[str]) -> list[list[Any]]:
-    """One line an arm: how many ids at the front are plain decoding's, and how many calls and guesses it took."""
+    """One line an arm: how many ids at the front are plain decoding's, and how many calls and
+    guesses it took.
+    """
     ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)[
         -(model.config.max_positions - tokens) :
     ]
@@ -101,7 +105,9 @@ def measure(
     resume: bool = False,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Every question of Spec-Bench (its first turn), or some spread over it. With `out`, saved after every question."""
+    """Every question of Spec-Bench (its first turn), or some spread over it. With `out`, saved
+    after every question.
+    """
     for method in methods:
         if find(method).drafts:
             raise TinyspecError(

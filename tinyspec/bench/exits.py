@@ -1,13 +1,15 @@
 """`tinyspec bench exits`: what early exits save and what they cost, the survey's second experiment.
 
-CALM's three measures over a sweep of thresholds, and, as what they must beat, one fixed exit for all tokens. Two ways each:
-*forced*, the passage goes on as its book does (is the exit's word the full model's, on the same past? what is the perplexity of
-the book?), and *free*, the model goes on by itself at temperature 0 (is the text the full model's? how likely does the full
-model hold it for?). Past tokens left early in both, and were copied up.
+CALM's three measures over a sweep of thresholds, and, as what they must beat, one fixed exit for
+all tokens. Two ways each: *forced*, the passage goes on as its book does (is the exit's word the
+full model's, on the same past? what is the perplexity of the book?), and *free*, the model goes on
+by itself at temperature 0 (is the text the full model's? how likely does the full model hold it
+for?). Past tokens left early in both, and were copied up.
 
-Work is counted, not timed, and all of it is counted: layers run, keys and values made for layers that were left out, and
-products with the vocabulary matrix, which the softmax measure needs at every layer it looks at. A "layers per token" alone is
-the field's flattering figure. Multiplications of weights are added up; 1 is the full model. Attention's own are left out.
+Work is counted, not timed, and all of it is counted: layers run, keys and values made for layers
+that were left out, and products with the vocabulary matrix, which the softmax measure needs at
+every layer it looks at. A "layers per token" alone is the field's flattering figure.
+Multiplications of weights are added up; 1 is the full model. Attention's own are left out.
 """
 
 import json
@@ -48,9 +50,11 @@ class Passage(NamedTuple):
 class Sample(NamedTuple):
     """One passage, one way, under one setting.
 
-    right    forced: words of the exit that are the full model's; free: tokens that are those of its text
+    right    forced: words of the exit that are the full model's; free: tokens that are those of its
+             text
     bits     of the passage under the exits' rows (forced), of the text under the full model (free)
-    layers, fills, heads   (row, layer) evaluations, keys and values copied up, products with the vocabulary matrix
+    layers, fills, heads   (row, layer) evaluations, keys and values copied up, products with the
+                           vocabulary matrix
     """
 
     way: str
@@ -151,7 +155,9 @@ def run(
     out: Path | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """All samples and what follows from them. With `out`, each setting is written as it comes; `resume` goes on there."""
+    """All samples and what follows from them. With `out`, each setting is written as it comes;
+    `resume` goes on there.
+    """
     model = endless(models.load(name, dtype=dtype))
     found = passages(model, texts, prompts, prompt_tokens, tokens, seed)
     knobs = {"decay": decay, "tau": tau, "min_exit": min_exit}
@@ -283,7 +289,9 @@ def _kept(out: Path | None, settings: Mapping[str, Any]) -> dict[str, list[Any]]
 
 
 def told(result: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Figures by setting and way, from the samples alone; `front`: nothing else is both cheaper and agrees as often."""
+    """Figures by setting and way, from the samples alone; `front`: nothing else is both cheaper and
+    agrees as often.
+    """
     found: dict[str, Any] = {}
     for label, rows in result["samples"].items():
         samples = [Sample(*row) for row in rows]

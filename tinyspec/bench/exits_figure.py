@@ -1,4 +1,6 @@
-"""The picture of `tinyspec bench exits`: agreement and perplexity against all the work that was done, a line a measure."""
+"""The picture of `tinyspec bench exits`: agreement and perplexity against all the work that was
+done, a line a measure.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,8 +1,10 @@
-"""Pictures of a run, as self-contained SVGs that are readable on light and dark pages: no script, no font, no link.
+"""Pictures of a run, as self-contained SVGs that are readable on light and dark pages: no script,
+no font, no link.
 
-`speedups`: a panel for each task and a bar for each arm, from 1 (plain decoding) to the right, or to the left where it is
-slower; the thin line spans the quartiles. `curve`: what k new tokens cost against one, with the floor of the machine. What a
-colour says, a mark or a number beside it says too.
+`speedups`: a panel for each task and a bar for each arm, from 1 (plain decoding) to the right, or
+to the left where it is slower; the thin line spans the quartiles. `curve`: what k new tokens cost
+against one, with the floor of the machine. What a colour says, a mark or a number beside it says
+too.
 """
 
 import math
@@ -39,7 +41,9 @@ text{fill:#e6edf3}.quiet{fill:#9198a1}.line{stroke:#3d444d}.one{stroke:#9198a1}.
 
 
 def write(folder: Path, result: Mapping[str, Any], name: str = "bench") -> list[Path]:
-    """The pictures of a result, NAME-speedups.svg and NAME-curve.svg, into the folder; returns their paths."""
+    """The pictures of a result, NAME-speedups.svg and NAME-curve.svg, into the folder; returns
+    their paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {f"{name}-speedups.svg": speedups(result)}
     if "curve_figures" in result:
@@ -121,7 +125,9 @@ def _panel(
 
 
 def curve(result: Mapping[str, Any]) -> str:
-    """What a forward over k tokens takes, in milliseconds and against one token, with the machine's floor."""
+    """What a forward over k tokens takes, in milliseconds and against one token, with the machine's
+    floor.
+    """
     figures = result["curve_figures"]
     rows = {
         label: {int(k): row for k, row in of["rows"].items()}

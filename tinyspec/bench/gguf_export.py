@@ -1,7 +1,9 @@
-"""Our weights as a .gguf file, for llama.cpp: the same numbers, in float32, bfloat16 or q8_0, without a tokenizer.
+"""Our weights as a .gguf file, for llama.cpp: the same numbers, in float32, bfloat16 or q8_0,
+without a tokenizer.
 
-The benchmark hands llama.cpp token ids and takes ids back, so the file says "no vocabulary". What differs from our own
-layout is undone here: fused matrices are split, and the rows of LLaMA's queries and keys stand in llama.cpp's order.
+The benchmark hands llama.cpp token ids and takes ids back, so the file says "no vocabulary". What
+differs from our own layout is undone here: fused matrices are split, and the rows of LLaMA's
+queries and keys stand in llama.cpp's order.
 """
 
 from pathlib import Path
@@ -22,7 +24,8 @@ KINDS = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 def write(path: Path, model: Model, kind: str) -> None:
     """Write the file. Vectors stay float32, as llama.cpp wants them; matrices are of `kind`.
 
-    TinyspecError for a kind it does not know, or rows that are no multiple of 32 where q8_0 needs blocks of them.
+    TinyspecError for a kind it does not know, or rows that are no multiple of 32 where q8_0 needs
+    blocks of them.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
@@ -86,7 +89,9 @@ def _slower(c: Config) -> Any:
 
 
 def _permuted(rows: Tensor, c: Config, name: str) -> Tensor:
-    """Queries and keys of LLaMA in llama.cpp's order, which turns neighbouring pairs; everything else as it is."""
+    """Queries and keys of LLaMA in llama.cpp's order, which turns neighbouring pairs; everything
+    else as it is.
+    """
     if c.family != "llama":
         return rows
     heads = {"attn_q": c.n_heads, "attn_k": c.n_kv_heads}.get(name.split(".")[-2])

@@ -1,7 +1,9 @@
-"""How things are measured here: warm up, interleave the arms in one run, quote ratios of medians, keep raw samples.
+"""How things are measured here: warm up, interleave the arms in one run, quote ratios of medians,
+keep raw samples.
 
-Machines are shared and noisy. Two arms timed one after the other compare two moods of the machine; timed in turn, they meet
-the same mood. A result file carries the samples it was computed from, and a test recomputes its ratios.
+Machines are shared and noisy. Two arms timed one after the other compare two moods of the machine;
+timed in turn, they meet the same mood. A result file carries the samples it was computed from, and
+a test recomputes its ratios.
 """
 
 import json
@@ -28,7 +30,9 @@ Arms = Mapping[str, Callable[[], Any]]
 def interleaved(
     arms: Arms, rounds: int, *, warm: int = 1, tick: Callable[[], None] | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of each arm, `rounds` times, the arms in turn; the order turns round each time. Warm-up runs are not kept."""
+    """Seconds of each arm, `rounds` times, the arms in turn; the order turns round each time.
+    Warm-up runs are not kept.
+    """
     names = list(arms)
     for _ in range(warm):
         for name in names:
@@ -91,7 +95,8 @@ def machine() -> dict[str, Any]:
 
 
 def machines(results: dict[str, dict[str, Any]]) -> str:
-    """Where and when they were measured; whichever ran elsewhere, or on another number of threads, than most is named.
+    """Where and when they were measured; whichever ran elsewhere, or on another number of threads,
+    than most is named.
 
     >>> here = {"cpu": "Z", "units": [], "cores": 2, "threads": 2, "torch": "2"}
     >>> machines({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "threads": 1}, "date": "7"},

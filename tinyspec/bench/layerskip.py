@@ -1,11 +1,14 @@
-"""`tinyspec bench layerskip`: what the exits of models are worth as drafts, by layer, and what LayerSkip makes of them.
+"""`tinyspec bench layerskip`: what the exits of models are worth as drafts, by layer, and what
+LayerSkip makes of them.
 
-Per model and exit E: *agreement*, how often the exit's likeliest token is the whole model's, and *overlap*, the mean of
-sum min(p, q), which is the chance that a sampled guess is accepted; both at every position of the model's own greedy texts, by
-one dense pass. Then LayerSkip is run on the same openings: guesses kept, tokens a round, and layers a token, counted from the
-ledger. "In a row" are the layers that cannot run side by side: E for each guess, and all L once a round; plain decoding has L
-a token, so L over it is the most that LayerSkip could gain where a pass over some rows takes as long as one over one row. No
-clock is read: the figures are the same on every machine, up to rounding.
+Per model and exit E: *agreement*, how often the exit's likeliest token is the whole model's, and
+*overlap*, the mean of sum min(p, q), which is the chance that a sampled guess is accepted; both at
+every position of the model's own greedy texts, by one dense pass. Then LayerSkip is run on the same
+openings: guesses kept, tokens a round, and layers a token, counted from the forward log. "In a row"
+are the layers that cannot run side by side: E for each guess, and all L once a round; plain
+decoding has L a token, so L over it is the most that LayerSkip could gain where a pass over some
+rows takes as long as one over one row. No clock is read: the figures are the same on every machine,
+up to rounding.
 """
 
 from collections.abc import Sequence
@@ -38,7 +41,9 @@ def run(
     dtype: str | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """All figures of all models, at the exits that each has. TinyspecError for none, and texts that do not fit."""
+    """All figures of all models, at the exits that each has. TinyspecError for none, and texts that
+    do not fit.
+    """
     if not (names and exits):
         raise TinyspecError(
             "there is nothing to measure: name --models and --exits, such as exits-layerskip and 2-8"
@@ -80,7 +85,9 @@ def run(
 
 
 class Ran(NamedTuple):
-    """A finished run: its tokens, and of every round the layers run to draft, to verify, and the guesses."""
+    """A finished run: its tokens, and of every round the layers run to draft, to verify, and the
+    guesses.
+    """
 
     new: list[int]
     rounds: list[tuple[float, float, int, int]]  # drafting, verification, drafted, kept
@@ -112,7 +119,9 @@ def _made(
 def _worth(
     model: Model, prompts: Sequence[Sequence[int]], written: Sequence[Sequence[int]]
 ) -> list[dict[str, float]]:
-    """Agreement and overlap of every exit with the last layer, over the rows that said the written tokens."""
+    """Agreement and overlap of every exit with the last layer, over the rows that said the written
+    tokens.
+    """
     wide = model.to(dtype=torch.float32)
     blocks = Blocks(wide.config, dict(wide.weights))
     same: list[list[float]] = [[] for _ in range(model.config.n_layers)]

@@ -1,10 +1,11 @@
-"""llama.cpp as an arm, through llama-cpp-python: the same weights as a .gguf file made for the run, the same ids.
+"""llama.cpp as an arm, through llama-cpp-python: the same weights as a .gguf file made for the run,
+the same ids.
 
     llama.cpp                  weights in the run's dtype
     llama.cpp:weights=q8_0     or float32, bfloat16
 
-Only its C interface is used: ids in, one forward, its own sampler, id out. Nothing of Python stands between two tokens but
-that loop.
+Only its C interface is used: ids in, one forward, its own sampler, id out. Nothing of Python stands
+between two tokens but that loop.
 """
 
 import ctypes
@@ -46,7 +47,9 @@ def library() -> Any:
 
 
 def export(spec: ArmSpec, settings: Settings, model: Model, folder: Path) -> Path:
-    """The weights that this arm runs on, as a file in the folder. What is wrong with the arm is said before it is written."""
+    """The weights that this arm runs on, as a file in the folder. What is wrong with the arm is
+    said before it is written.
+    """
     library()
     knobs = dict(spec.knobs)
     if strange := next((name for name in knobs if name != "weights"), None):
@@ -60,7 +63,9 @@ def export(spec: ArmSpec, settings: Settings, model: Model, folder: Path) -> Pat
 
 
 class Llama:
-    """A model and a context of llama.cpp for `room` tokens, from a .gguf file that may go once it is loaded."""
+    """A model and a context of llama.cpp for `room` tokens, from a .gguf file that may go once it
+    is loaded.
+    """
 
     def __init__(self, spec: ArmSpec, settings: Settings, path: Path, room: int):
         self.label, self.lib, self.sampling = (
@@ -144,7 +149,9 @@ class Llama:
 
 
 class Forwards:
-    """Forwards over k tokens behind `cached` others; every token's logits are asked for, as a verifier would."""
+    """Forwards over k tokens behind `cached` others; every token's logits are asked for, as a
+    verifier would.
+    """
 
     def __init__(self, llama: Llama, cached: int):
         self.llama, self.cached, self.label, self.weights = (

@@ -1,8 +1,10 @@
-"""The run itself: rounds of turns, in each of which every arm does the same job, in an order that moves on.
+"""The run itself: rounds of turns, in each of which every arm does the same job, in an order that
+moves on.
 
-Machines are shared and noisy. Arms that are timed one after the other compare two moods of the machine; here all arms do a job
-within one turn, who goes first changes with every turn, and ratios are taken within a turn (`tally.py`). The clock is
-handed in, so that the tests of all this need no wall time.
+Machines are shared and noisy. Arms that are timed one after the other compare two moods of the
+machine; here all arms do a job within one turn, who goes first changes with every turn, and ratios
+are taken within a turn (`tally.py`). The clock is handed in, so that the tests of all this need no
+wall time.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +20,8 @@ WARM_UP = 8  # tokens that every arm makes before any is timed: first calls pay 
 
 
 def turned(arms: Sequence[T], turn: int) -> list[T]:
-    """The arms in the order of a turn: rotated by one each turn, and the other way round after every full rotation.
+    """The arms in the order of a turn: rotated by one each turn, and the other way round after
+    every full rotation.
 
     >>> ["".join(turned("abc", turn)) for turn in range(6)]
     ['abc', 'bca', 'cab', 'cba', 'acb', 'bac']
@@ -48,8 +51,8 @@ def run(
     clock: Clock,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Do every turn that the book does not have yet, and save the book after each. Rounds are outermost, so that what an
-    interrupted run leaves is a whole measurement of fewer rounds."""
+    """Do every turn that the book does not have yet, and save the book after each. Rounds are
+    outermost, so that what an interrupted run leaves is a whole measurement of fewer rounds."""
     labels, greedy = [arm.label for arm in arms], book.settings.temperature == 0
     for round in range(book.settings.rounds):
         for number, job in enumerate(jobs):

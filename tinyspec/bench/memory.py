@@ -1,4 +1,6 @@
-"""Peak memory of an arm: the most that a fresh process held, which loaded the model, read a prompt and made some tokens."""
+"""Peak memory of an arm: the most that a fresh process held, which loaded the model, read a prompt
+and made some tokens.
+"""
 
 import json
 import subprocess
@@ -20,7 +22,8 @@ from tinyspec.lm.transformer import Model
 
 
 def peak(spec: ArmSpec, settings: Settings, model: Model, job: Job) -> dict[str, int]:
-    """{"peak": bytes of the process, "device": bytes on a CUDA device or 0}, of one arm doing one job.
+    """{"peak": bytes of the process, "device": bytes on a CUDA device or 0}, of one arm doing one
+    job.
 
     A .gguf file for llama.cpp is written here, outside the process that is measured.
     """
@@ -48,7 +51,9 @@ def peak(spec: ArmSpec, settings: Settings, model: Model, job: Job) -> dict[str,
 
 
 def hold() -> None:
-    """In a process of its own: what standard input describes; prints the figures. A peer is alone in it."""
+    """In a process of its own: what standard input describes; prints the figures. A peer is alone
+    in it.
+    """
     asked: dict[str, Any] = json.load(sys.stdin)
     settings, spec = Settings.from_dict(asked["settings"]), ArmSpec.read(asked["label"])
     job = Job(**{**asked["job"], "ids": tuple(asked["job"]["ids"])})

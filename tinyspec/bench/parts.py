@@ -1,17 +1,22 @@
-"""`tinyspec bench parts`: where the time of a call goes, and how far each part is from what the machine allows.
+"""`tinyspec bench parts`: where the time of a call goes, and how far each part is from what the
+machine allows.
 
-A call over k rows behind a text is taken apart by running its parts alone, on the same weights, rows and cache, in turn with
-the whole of it. Five are timed: the whole (a session scores a chain of k - 1 guesses); its layers; its layers where each row
-sees nothing but itself; the layers' matrices alone, one after another; the head. What lies between two of them is a part too:
+A call over k rows behind a text is taken apart by running its parts alone, on the same weights,
+rows and cache, in turn with the whole of it. Five are timed: the whole (a session scores a chain of
+k - 1 guesses); its layers; its layers where each row sees nothing but itself; the layers' matrices
+alone, one after another; the head. What lies between two of them is a part too:
 
     attention   layers, less layers that see themselves alone: scores and values of the text behind
-    between     layers that see themselves alone, less their matrices: norms, activation, meetings of threads
+    between     layers that see themselves alone, less their matrices: norms, activation, meetings
+                of threads
     around      the whole, less layers and head: Python, from tokens to logits
 
-A sixth is no part of it: k guesses of which each chooses the next, as a draft model makes them. What is left over is Python.
+A sixth is no part of it: k guesses of which each chooses the next, as a draft model makes them.
+What is left over is Python.
 
-Each difference is one of medians, so a small one may come out below zero; and whatever is run alone wakes the threads and fills
-the caches for itself. The floor is the cost curve's, by the meters' medians (`curve.figures`).
+Each difference is one of medians, so a small one may come out below zero; and whatever is run alone
+wakes the threads and fills the caches for itself. The floor is the cost curve's, by the meters'
+medians (`curve.figures`).
 """
 
 import time
@@ -62,7 +67,9 @@ class Alone:
 
 
 def forwards(model: Model, cached: int, most: int = max(KS)) -> list[curve.Forwards]:
-    """The whole call, and the parts that can be run by themselves. Raises TinyspecError where they were not compiled."""
+    """The whole call, and the parts that can be run by themselves. Raises TinyspecError where they
+    were not compiled.
+    """
     engine = model.engine
     if engine is None:
         raise TinyspecError(
@@ -130,12 +137,14 @@ class Layers:
 
 
 def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """For each k the milliseconds of the whole and of its parts, from the samples of `curve.measure`.
+    """For each k the milliseconds of the whole and of its parts, from the samples of
+    `curve.measure`.
 
     >>> part = {"tinyspec": [0.010], "layers": [0.008], "layers that see themselves": [0.006], "matrices": [0.005],
     ...         "head": [0.001], "guesses, one by one": [0.012]}
     >>> [(name, round(ms)) for name, ms in apart({"curves": {n: {"1": s} for n, s in part.items()}})["1"].items()]
-    [('whole', 10), ('matrices', 5), ('head', 1), ('attention', 2), ('between', 1), ('around', 1), ('guesses', 12)]
+    [('whole', 10), ('matrices', 5), ('head', 1), ('attention', 2), ('between', 1), ('around', 1),
+    ('guesses', 12)]
     """
     found: dict[str, dict[str, float]] = {}
     for k in raw["curves"][WHOLE]:
@@ -153,8 +162,9 @@ def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) -> dict[str, Any]:
-    """milliseconds: the parts, and the floor under the whole. reads: bytes a second of the layers' matrices and of the head
-    where one row goes through them, and of the fastest meter; all in medians."""
+    """milliseconds: the parts, and the floor under the whole. reads: bytes a second of the layers'
+    matrices and of the head where one row goes through them, and of the fastest meter; all in
+    medians."""
     whole = {**raw, "curves": {WHOLE: raw["curves"][WHOLE]}}
     found = curve.figures(whole, config, itemsize, cached)
     rows, parts = found["curves"][WHOLE]["rows"], apart(raw)
@@ -222,7 +232,9 @@ def grid(result: Mapping[str, Any]) -> Grid:
 
 
 def told(result: Mapping[str, Any]) -> list[str]:
-    """Return what the page of results says of it: the table, and how each part grows from 1 position to 8."""
+    """Return what the page of results says of it: the table, and how each part grows from 1
+    position to 8.
+    """
     blocks = [
         grid(result).table(),
         f'Milliseconds, {result["model"]}, {result["dtype"]}: "8 after 256" is a forward pass over 8 new tokens after a '
@@ -250,7 +262,9 @@ GUESSES = 4  # of speculative decoding in a round of the race, as the card of th
 
 
 def race(target: Mapping[str, Any], draft: Mapping[str, Any]) -> list[str]:
-    """Return what a round of the race costs in plain steps of the target: a draft must bring more tokens than that."""
+    """Return what a round of the race costs in plain steps of the target: a draft must bring more
+    tokens than that.
+    """
     (cached,), (behind,) = target["figures"], draft["figures"]
     calls, steps = (
         target["figures"][cached]["milliseconds"],

@@ -1,9 +1,11 @@
-"""`tinyspec bench peer`: greedy tokens equal to transformers', in float32, on real questions; or to our own torch path's.
+"""`tinyspec bench peer`: greedy tokens equal to transformers', in float32, on real questions; or to
+our own torch path's.
 
-Greedy equality against a peer is a float32 property, and two programs that sum in another order may still part where the
-two best logits all but tie. A mismatch is therefore allowed only where the gap between our two best logits is under
-`GAP`; it is listed, the peer's token is forced, and the comparison goes on behind it. The torch path is a peer like any
-other: it is what runs under TINYSPEC_PURE=1 and where nothing is compiled, and it sums as torch does.
+Greedy equality against a peer is a float32 property, and two programs that sum in another order may
+still part where the two best logits all but tie. A mismatch is therefore allowed only where the gap
+between our two best logits is under `GAP`; it is listed, the peer's token is forced, and the
+comparison goes on behind it. The torch path is a peer like any other: it is what runs under
+TINYSPEC_PURE=1 and where nothing is compiled, and it sums as torch does.
 """
 
 from collections.abc import Callable
@@ -53,7 +55,9 @@ PEERS = {"transformers": transformers, "torch": pure}
 def compare(
     model: Model, theirs: Peer, ids: list[int], tokens: int, method: str
 ) -> list[dict[str, Any]]:
-    """The mismatches over `tokens` greedy tokens: where, both tokens, and the gap of our two best logits there."""
+    """The mismatches over `tokens` greedy tokens: where, both tokens, and the gap of our two best
+    logits there.
+    """
     expected = theirs(ids, tokens)
     mismatches: list[dict[str, Any]] = []
     done = 0
@@ -80,7 +84,9 @@ def measure(
     against: str = "transformers",
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Compare on Spec-Bench questions, spread over its categories. `passed` is the verdict under the rule above."""
+    """Compare on Spec-Bench questions, spread over its categories. `passed` is the verdict under
+    the rule above.
+    """
     model = models.load(name, dtype="float32")
     theirs = PEERS[against](name)
     bank = data.spec_bench()

@@ -1,11 +1,14 @@
-"""transformers as an arm: plain `generate`, prompt lookup, an assistant model. Same weights, same ids, same number of tokens.
+"""transformers as an arm: plain `generate`, prompt lookup, an assistant model. Same weights, same
+ids, same number of tokens.
 
     transformers               plain decoding
-    transformers:lookup=10     prompt lookup decoding, 10 tokens a guess (and :ngram=2, the longest match)
+    transformers:lookup=10     prompt lookup decoding, 10 tokens a guess (and :ngram=2, the longest
+                               match)
     transformers:assistant=apprentice    assisted decoding (and :tokens=5, how many it guesses)
 
-`generate` reads the prompt and makes its first tokens in one step, so its prefill ends with that step; a cache that was
-filled before is not handed to it, for assisted decoding then makes other tokens (seen with 5.23).
+`generate` reads the prompt and makes its first tokens in one step, so its prefill ends with that
+step; a cache that was filled before is not handed to it, for assisted decoding then makes other
+tokens (seen with 5.23).
 """
 
 import tempfile
@@ -25,8 +28,8 @@ KNOBS = ("lookup", "ngram", "assistant", "tokens")
 
 
 def arms(specs: list[ArmSpec], settings: Settings, model: Model, room: int) -> list[Arm]:
-    """The peers of a run, with room for so many tokens. TinyspecError, in one line, for one that is not installed, or a knob
-    that it does not have."""
+    """The peers of a run, with room for so many tokens. TinyspecError, in one line, for one that is
+    not installed, or a knob that it does not have."""
     made: list[Arm] = []
     theirs: Any = None
     for spec in specs:
@@ -48,7 +51,9 @@ def _known(spec: ArmSpec) -> None:
 
 
 def loaded(name: str, settings: Settings, model: Model | None = None) -> Any:
-    """transformers' model of the same weights; what is no folder that it reads (a .gguf file) is saved as one first."""
+    """transformers' model of the same weights; what is no folder that it reads (a .gguf file) is
+    saved as one first.
+    """
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -98,12 +103,16 @@ class Transformers:
             self.options["assistant_model"] = self.assistant
 
     def run(self, job: Job, seed: int, clock: Clock) -> Made:
-        """`generate`. The mask is passed: without one it hides the prompt's own end-of-turn token."""
+        """`generate`. The mask is passed: without one it hides the prompt's own end-of-turn
+        token.
+        """
         prompt = torch.tensor([job.ids], device=self.device)
         wait, first = waiting(self.device), list[tuple[float, int]]()
 
         def step(ids: Any, *_: Any, **__: Any) -> Any:
-            """Called after every step, as a rule that never stops: notes when the first ended, and its tokens."""
+            """Called after every step, as a rule that never stops: notes when the first ended, and
+            its tokens.
+            """
             if not first:
                 wait()
                 first.append((clock(), ids.shape[1] - len(job.ids)))
@@ -137,7 +146,9 @@ class Transformers:
 
 
 class Counted:
-    """Counts a model's forwards, and the rows that went into them, while it is entered. None: nothing to count."""
+    """Counts a model's forwards, and the rows that went into them, while it is entered. None:
+    nothing to count.
+    """
 
     def __init__(self, model: Any):
         self.model, self.calls, self.rows = model, 0, 0
@@ -159,7 +170,9 @@ class Counted:
 
 
 class Forwards:
-    """Forwards of transformers' model over k tokens behind `cached` others, and how many bytes of weights each reads."""
+    """Forwards of transformers' model over k tokens behind `cached` others, and how many bytes of
+    weights each reads.
+    """
 
     label = "transformers"
 

@@ -1,7 +1,8 @@
-"""`tinyspec bench plain`: plain decoding against transformers' `generate`, same weights, same tokens, batch 1.
+"""`tinyspec bench plain`: plain decoding against transformers' `generate`, same weights, same
+tokens, batch 1.
 
-Both decode greedily from the same prompt for the same number of tokens, ending at nothing else, in turn in one process.
-Peak memory is that of a fresh process which loads the model and decodes once.
+Both decode greedily from the same prompt for the same number of tokens, ending at nothing else, in
+turn in one process. Peak memory is that of a fresh process which loads the model and decodes once.
 """
 
 import resource
@@ -67,7 +68,9 @@ def peer(path: Path, dtype: torch.dtype) -> Any:
 
 
 def peer_decode(theirs: Any, ids: list[int], tokens: int) -> list[int]:
-    """The same decoding by transformers. The mask is passed: without one it hides the prompt's own end-of-turn token."""
+    """The same decoding by transformers. The mask is passed: without one it hides the prompt's own
+    end-of-turn token.
+    """
     prompt = torch.tensor([ids])
     with torch.no_grad():
         out = theirs.generate(
@@ -119,7 +122,9 @@ def hold(name: str, dtype: str, tokens: int) -> None:
 
 
 def high_water() -> int:
-    """The most memory this process has held, in bytes. getrusage would also count what its parent held before it."""
+    """The most memory this process has held, in bytes. getrusage would also count what its parent
+    held before it.
+    """
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith("VmHWM:"):
@@ -133,7 +138,9 @@ def measure(
     name: str = "smollm2", tokens: int = 128, rounds: int = 5, dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     quiet: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Both dtypes: tokens per second of both, their ratio, whether the float32 texts agree, and peak memory."""
+    """Both dtypes: tokens per second of both, their ratio, whether the float32 texts agree, and
+    peak memory.
+    """
     path = folder(name)
     figures: dict[str, Any] = {"model": name, "tokens": tokens, "prompt": PROMPT}
     for dtype in dtypes:

@@ -1,7 +1,8 @@
 """What a run of the harness is: the arms that race, and every setting that a sample depends on.
 
-An arm is written NAME or NAME:knob=value:knob=value. `autoregressive` is plain decoding, the arm that others are measured
-against; it takes part in every run. Two runs whose settings agree may share samples, which is what --resume asks.
+An arm is written NAME or NAME:knob=value:knob=value. `autoregressive` is plain decoding, the arm
+that others are measured against; it takes part in every run. Two runs whose settings agree may
+share samples, which is what --resume asks.
 """
 
 import json
@@ -39,7 +40,8 @@ class ArmSpec:
 
     @classmethod
     def read(cls, text: str) -> "ArmSpec":
-        """Back from its label. Values are numbers, true and false where they look like it, else texts.
+        """Back from its label. Values are numbers, true and false where they look like it, else
+        texts.
 
         >>> ArmSpec.read("llma:k=8:own=false").knobs
         (('k', 8), ('own', False))
@@ -87,9 +89,12 @@ class Settings:
     methods, peers  labels of arms
     tasks           as `tinyspec.bench.tasks.expand` gives them
     prompts         how many of each task, spread over it, where its entry gives no number
-    tokens          new tokens of each answer; an end-of-text id ends nothing, so that all arms make the same number
-    until_eos       answers are as long as plain greedy decoding's up to its first end-of-text id, `tokens` at most
-    draft           the draft model, for arms that need one, or several as A,B; None: the one that the model's card names
+    tokens          new tokens of each answer; an end-of-text id ends nothing, so that all arms make
+                    the same number
+    until_eos       answers are as long as plain greedy decoding's up to its first end-of-text id,
+                    `tokens` at most
+    draft           the draft model, for arms that need one, or several as A,B; None: the one that
+                    the model's card names
     threads         of this process, which every arm uses; None: torch's choice
     """
 
@@ -132,7 +137,9 @@ class Settings:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Settings":
-        """Back from `as_dict`. TinyspecError for a setting that this version does not know, or lacks."""
+        """Back from `as_dict`. TinyspecError for a setting that this version does not know, or
+        lacks.
+        """
         names = {field.name for field in fields(cls)}
         if strange := sorted(names ^ set(given)):
             raise TinyspecError(
@@ -144,7 +151,8 @@ class Settings:
         return cls(**values)
 
     def enlarged(self, given: Mapping[str, Any]) -> "Settings":
-        """These settings with what the command line gave. Only what adds samples may differ: else they would not agree.
+        """These settings with what the command line gave. Only what adds samples may differ: else
+        they would not agree.
 
         >>> Settings(rounds=3).enlarged({"rounds": 5}).rounds
         5

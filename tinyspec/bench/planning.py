@@ -1,7 +1,9 @@
-"""`tinyspec bench plan-draft`: measure candidates, recommend a draft and a length, and hold the forecast against decoding.
+"""`tinyspec bench plan-draft`: measure candidates, recommend a draft and a length, and hold the
+forecast against decoding.
 
-The planner is `tinyspec/speculative/drafting/planner.py`; here are models, prompts and tables. What was measured stands in the
-result under "profile", and a file with it (written by --out, or by hand) can be asked again without a model.
+The planner is `tinyspec/speculative/drafting/planner.py`; here are models, prompts and tables. What
+was measured stands in the result under "profile", and a file with it (written by --out, or by hand)
+can be asked again without a model.
 """
 
 import json
@@ -37,9 +39,11 @@ def measure(
     quiet: bool = False,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """The profile, the advice, and with `check` the measured throughput of every candidate beside its forecast.
+    """The profile, the advice, and with `check` the measured throughput of every candidate beside
+    its forecast.
 
-    The forecast is made from one half of the openings of the valid books, and checked on the other half.
+    The forecast is made from one half of the openings of the valid books, and checked on the other
+    half.
     """
     model = endless(models.load(name, dtype=dtype))
     named = list(dict.fromkeys(drafts)) or [
@@ -104,7 +108,9 @@ def requests(
 
 
 def hold(advice: Sequence[Advice], asked: Mapping[str, Asked], clock: Clock) -> dict[str, Any]:
-    """Measured tokens a second and TAR of each candidate at its best length, and plain decoding's."""
+    """Measured tokens a second and TAR of each candidate at its best length, and plain
+    decoding's.
+    """
     first = next(iter(asked.values()))
     found = {
         (a.draft or "plain"): measured(first if a.draft is None else asked[a.draft], a.n, clock)
@@ -114,7 +120,9 @@ def hold(advice: Sequence[Advice], asked: Mapping[str, Asked], clock: Clock) -> 
 
 
 def advise(path: Path) -> dict[str, Any]:
-    """The recommendation for measured numbers: a file of `measure`, or what stands in it under "profile", by hand."""
+    """The recommendation for measured numbers: a file of `measure`, or what stands in it under
+    "profile", by hand.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         numbers = found.get("profile", found)

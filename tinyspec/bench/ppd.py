@@ -1,13 +1,15 @@
-"""`tinyspec bench ppd`: how often a layer in the middle guesses the next token, what the pipeline's clock makes of it, and what
-two threads do.
+"""`tinyspec bench ppd`: how often a layer in the middle guesses the next token, what the pipeline's
+clock makes of it, and what two threads do.
 
-Three kinds of figures, which are not one. *Match rates*: at every layer, how often the model's own greedy token is among the
-k likeliest there, position by position along one text. *The clock*: layer-steps on k + 1 processors and layer evaluations,
-against plain decoding's, by the theorem from the match rates, and counted from the ledger of real runs at one layer. *Wall
-time*: plain decoding, the pipeline in one thread, where its branches come on top, and in two, where they run beside the newest
-token; each thread computes alone, so the fourth arm is plain decoding that shares out every product between two threads. All
-arms take turns on the same prompts, and their tokens are compared. A clock counts layers; threads also pay for the head, for
-Python and for handing over: where that is more than is saved, the figure is below 1 and says so.
+Three kinds of figures, which are not one. *Match rates*: at every layer, how often the model's own
+greedy token is among the k likeliest there, position by position along one text. *The clock*:
+layer-steps on k + 1 processors and layer evaluations, against plain decoding's, by the theorem from
+the match rates, and counted from the forward log of real runs at one layer. *Wall time*: plain
+decoding, the pipeline in one thread, where its branches come on top, and in two, where they run
+beside the newest token; each thread computes alone, so the fourth arm is plain decoding that shares
+out every product between two threads. All arms take turns on the same prompts, and their tokens are
+compared. A clock counts layers; threads also pay for the head, for Python and for handing over:
+where that is more than is saved, the figure is below 1 and says so.
 """
 
 import time
@@ -55,7 +57,9 @@ def run(
     quiet: bool = False,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """All figures with their samples, at temperature 0. TinyspecError for a layer out of range and too many tokens."""
+    """All figures with their samples, at temperature 0. TinyspecError for a layer out of range and
+    too many tokens.
+    """
     model = endless(models.load(name, dtype=dtype))
     depth, room = model.config.n_layers, model.config.max_positions - tokens
     layer = guessing_layer(layer, depth, model.name)
@@ -93,9 +97,11 @@ def run(
 
 
 def ranked(model: Model, prompt: Sequence[int], text: Sequence[int]) -> list[list[int]]:
-    """For every layer, the rank that it gives to each token of the text but the last, behind which nothing is guessed.
+    """For every layer, the rank that it gives to each token of the text but the last, behind which
+    nothing is guessed.
 
-    Returns [layers][tokens - 1]; 0: its likeliest. Equal logits rank as the guesses do, the lowest id first.
+    Returns [layers][tokens - 1]; 0: its likeliest. Equal logits rank as the guesses do, the lowest
+    id first.
     """
     session, depth = model.session(), model.config.n_layers
     session.extend(prompt)
@@ -142,7 +148,9 @@ def _timed(
     clock: Clock,
     tick: Any,
 ) -> tuple[list[list[Any]], bool]:
-    """Seconds of every arm on every prompt, without the prompt's own pass, in turns; and whether all wrote the same."""
+    """Seconds of every arm on every prompt, without the prompt's own pass, in turns; and whether
+    all wrote the same.
+    """
     samples, said, threads = list[list[Any]](), dict[int, list[int]](), torch.get_num_threads()
     same = True
     try:
@@ -176,9 +184,12 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
     """Every figure from ranks, counts and samples alone.
 
     match        layer -> k -> share of tokens among the k likeliest
-    clock, work  layer -> k -> plain decoding's layer-steps over the pipeline's; its evaluations over plain decoding's
-    counted      the same two from the ledger, at the layer that was run, with what the theorem says there
-    wall         arm -> plain decoding's seconds over its own, in the same round, as five numbers; > 1 is faster
+    clock, work  layer -> k -> plain decoding's layer-steps over the pipeline's; its evaluations
+                 over plain decoding's
+    counted      the same two from the forward log, at the layer that was run, with what the theorem
+                 says there
+    wall         arm -> plain decoding's seconds over its own, in the same round, as five numbers; >
+                 1 is faster
     """
     depth, tokens = result["n_layers"], result["tokens"]
     match: dict[str, dict[str, float]] = {}
@@ -218,7 +229,9 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gains(depth: int, layer: int, k: int, match: float, tokens: int) -> tuple[float, float]:
-    """(times as fast by the clock, times the work), against plain decoding. At the last layer nothing is begun."""
+    """(times as fast by the clock, times the work), against plain decoding. At the last layer
+    nothing is begun.
+    """
     ran, done = expected(depth, layer, k, match, tokens)
     return depth * tokens / ran, done / (depth * tokens)
 
@@ -251,7 +264,9 @@ def grids(result: Mapping[str, Any]) -> list[Grid]:
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Two panels over the layers: match rates, and how many times as fast the clock is; the threads' figure in words."""
+    """Two panels over the layers: match rates, and how many times as fast the clock is; the
+    threads' figure in words.
+    """
     of, ks = result["figures"], [str(k) for k in result["ks"]]
     wide, y = (figures.WIDTH - 2 * figures.MARGIN - 90) / 2, 66.0
     match = {f"k = {k}": {int(layer): row[k] for layer, row in of["match"].items()} for k in ks}

@@ -1,9 +1,11 @@
-"""`tinyspec bench race`: plain decoding against a technique over committed prompts, greedy and sampled.
+"""`tinyspec bench race`: plain decoding against a technique over committed prompts, greedy and
+sampled.
 
-The prompts are ten openings of paragraphs from the three valid books, which no model of the zoo was trained on. For each,
-the two arms race `rounds` times; the ratio is that of their median seconds per token, and the figure is the median over
-prompts. Text that loops is easy to guess: a repetition penalty keeps greedy text from looping, for both arms alike, and the
-share of distinct 4-grams stands beside every ratio.
+The prompts are ten openings of paragraphs from the three valid books, which no model of the zoo was
+trained on. For each, the two arms race `rounds` times; the ratio is that of their median seconds
+per token, and the figure is the median over prompts. Text that loops is easy to guess: a repetition
+penalty keeps greedy text from looping, for both arms alike, and the share of distinct 4-grams
+stands beside every ratio.
 """
 
 import json
@@ -35,7 +37,9 @@ def measure(
     quiet: bool = False,
     **knobs: Any,
 ) -> dict[str, Any]:
-    """Ratios by prompt and temperature, with tokens per call, distinct 4-grams, and raw seconds per token."""
+    """Ratios by prompt and temperature, with tokens per call, distinct 4-grams, and raw seconds per
+    token.
+    """
     model = models.load(name)
     draft = models.load(model.config.extra["draft"]) if "draft" in model.config.extra else None
     texts = prompts()

@@ -16,7 +16,9 @@ Rows = list[list[str]]
 
 
 class Grid:
-    """A table in plain data: a title, a header, rows of texts. The first column is a name, the others are numbers."""
+    """A table in plain data: a title, a header, rows of texts. The first column is a name, the
+    others are numbers.
+    """
 
     def __init__(self, title: str, header: Sequence[str], rows: Rows):
         self.title, self.header, self.rows = title, list(header), rows
@@ -63,7 +65,8 @@ def _slow_down(value: float) -> str:
 
 
 def speed(five: Mapping[str, float] | None) -> str:
-    """Return a speed-up with its quartiles. Where all three are slow-downs, all three are told as such.
+    """Return a speed-up with its quartiles. Where all three are slow-downs, all three are told as
+    such.
 
     >>> speed({"min": 1, "q1": 1.2, "median": 1.5, "q3": 1.75, "max": 2})
     '1.50 (1.20-1.75)'
@@ -303,7 +306,9 @@ def show(result: Mapping[str, Any]) -> RenderableType:
 
 
 def page(result: Mapping[str, Any], grids: Sequence[Grid], notes: Sequence[str] = ()) -> str:
-    """Return a page in Markdown: the command that made the result, its tables, and what must be known beside them."""
+    """Return a page in Markdown: the command that made the result, its tables, and what must be
+    known beside them.
+    """
     return (
         "\n\n".join([f"`{result['command']}`", *(grid.markdown() for grid in grids), *notes]) + "\n"
     )

@@ -1,10 +1,13 @@
-"""`tinyspec bench retrieval`: what it costs to look a draft up and to add a token, by the size of what is known.
+"""`tinyspec bench retrieval`: what it costs to look a draft up and to add a token, by the size of
+what is known.
 
-Four ways to retrieve, each as its technique calls it, the Python call included: the n-gram index of `llma`, the trie of
-`lookahead_trie`, the two trees of `suffix_decoding`, the datastore of `rest` (which is built, not appended to). The text is
-made up from a seed: phrases of two to eleven words that return by Zipf's law, their words drawn by it too, so that it repeats
-itself as text does; nobody's index has seen the text that is asked for. Every question is asked once, so no answer is warm.
-The machine's memory decides how large an index can be: 10 million tokens took up to about 5 GB.
+Four ways to retrieve, each as its technique calls it, the Python call included: the n-gram index of
+`llma`, the trie of `lookahead_trie`, the two trees of `suffix_decoding`, the datastore of `rest`
+(which is built, not appended to). The text is made up from a seed: phrases of two to eleven words
+that return by Zipf's law, their words drawn by it too, so that it repeats itself as text does;
+nobody's index has seen the text that is asked for. Every question is asked once, so no answer is
+warm. The machine's memory decides how large an index can be: 10 million tokens took up to about 5
+GB.
 """
 
 import gc
@@ -81,7 +84,9 @@ class Ngrams:
 
 
 class Grown:
-    """A forest with everything in the tree of outputs, and a tree of the request's own that is empty."""
+    """A forest with everything in the tree of outputs, and a tree of the request's own that is
+    empty.
+    """
 
     def __init__(self, depth: int):
         self.forest = Forest(depth, 1 << 30)
@@ -173,7 +178,9 @@ def resident() -> int | None:
 def timed(
     arm: str, size: int, rounds: int, tick: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """One index of so many tokens: seconds of building, of every round's questions and appended tokens; bytes."""
+    """One index of so many tokens: seconds of building, of every round's questions and appended
+    tokens; bytes.
+    """
     whole = text(size + rounds * (APPENDED + ASKED + LONGEST))
     known, ahead = whole[:size], whole[size:].tolist()
     gc.collect()

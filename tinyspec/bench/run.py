@@ -1,8 +1,10 @@
-"""A whole run of `tinyspec bench`: what is asked, by whom it is answered, what everything costs, in one file.
+"""A whole run of `tinyspec bench`: what is asked, by whom it is answered, what everything costs, in
+one file.
 
-In this order: plain greedy decoding answers every prompt once (that is what texts are compared with, and what a
-conversation's second turn looks back on); every arm warms up; the cost curve and the machine's two ceilings are measured in
-common rounds; the turns; the peak memory of each arm in a process of its own.
+In this order: plain greedy decoding answers every prompt once (that is what texts are compared
+with, and what a conversation's second turn looks back on); every arm warms up; the cost curve and
+the machine's two ceilings are measured in common rounds; the turns; the peak memory of each arm in
+a process of its own.
 """
 
 import sys
@@ -30,7 +32,9 @@ CURVE_ROUNDS = 7
 def begin(
     settings: Settings, out: Path | None = None, resume: Path | None = None, **given: Any
 ) -> Book:
-    """A new book, or that of the file to resume, in which `given` may only enlarge what was settled."""
+    """A new book, or that of the file to resume, in which `given` may only enlarge what was
+    settled.
+    """
     if resume is None:
         return Book(settings, out, _stamp(settings))
     if out is not None and out != resume:
@@ -55,7 +59,9 @@ def bench(
     quiet: bool = False,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Do what the book does not have yet, and return all of it. The book is saved after every part."""
+    """Do what the book does not have yet, and return all of it. The book is saved after every
+    part.
+    """
     model, draft = own.load(book.settings, any_method=chapter is not None)
     if chapter is not None and not book.settings.tasks:
         book.settings = replace(book.settings, tasks=chapters.usual_tasks(model))

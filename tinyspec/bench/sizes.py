@@ -1,9 +1,11 @@
-"""`tinyspec bench sizes`: acceptance and time against the size of the draft, the survey's first experiment.
+"""`tinyspec bench sizes`: acceptance and time against the size of the draft, the survey's first
+experiment.
 
-For each draft: how many weights it reads for a token; alpha = E sum min(p, q), from paired rows over plain continuations of the
-openings of the valid books, at temperature 1 and as decoded; c, a draft step in plain steps. For each draft and gamma: tau and
-time, in turns with plain decoding, beside what Leviathan et al. forecast from alpha and c (theorem 3.8). Larger drafts are
-accepted more often and take longer: where the product is best depends on the machine, and may be nowhere.
+For each draft: how many weights it reads for a token; alpha = E sum min(p, q), from paired rows
+over plain continuations of the openings of the valid books, at temperature 1 and as decoded; c, a
+draft step in plain steps. For each draft and gamma: tau and time, in turns with plain decoding,
+beside what Leviathan et al. forecast from alpha and c (theorem 3.8). Larger drafts are accepted
+more often and take longer: where the product is best depends on the machine, and may be nowhere.
 """
 
 import math
@@ -44,7 +46,9 @@ def run(
     quiet: bool = False,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """All figures with their samples. TinyspecError for no drafts, a wrong vocabulary, and two drafts of one name."""
+    """All figures with their samples. TinyspecError for no drafts, a wrong vocabulary, and two
+    drafts of one name.
+    """
     if not drafts:
         raise TinyspecError(
             "name the drafts to compare: --drafts A,B,... (folders, or models by name)"
@@ -145,7 +149,9 @@ def _draft(
 
 
 def told(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures by draft and gamma, from the samples and the drafts' rows alone: tau, times as fast, and the forecast."""
+    """Figures by draft and gamma, from the samples and the drafts' rows alone: tau, times as fast,
+    and the forecast.
+    """
     samples = [Sample(*row) for row in result["samples"]]
     found: dict[str, Any] = {}
     for label, row in result["drafts"].items():
@@ -199,7 +205,9 @@ def grid(result: Mapping[str, Any]) -> Grid:
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Two panels over the weights read a token: alpha, and how many times as fast as plain decoding at the best gamma."""
+    """Two panels over the weights read a token: alpha, and how many times as fast as plain decoding
+    at the best gamma.
+    """
     rows = sorted(result["drafts"].items(), key=lambda pair: pair[1]["weights"])
     best = {
         label: max(result["figures"][label].values(), key=lambda of: of["speedup"]["median"])

@@ -1,9 +1,11 @@
-"""`tinyspec bench skip`: which sublayers a model's draft leaves out, found by measuring (Draft & Verify, section 3.2).
+"""`tinyspec bench skip`: which sublayers a model's draft leaves out, found by measuring (Draft &
+Verify, section 3.2).
 
-The search is in `tinyspec/speculative/drafting/self_speculative.py`; here are the model, the prompts and the clock. Each
-set is timed in turn with plain decoding, on the same prompts, and counts by the ratio of the two, so that a machine that
-becomes slower meanwhile misleads nobody. The best of many noisy timings flatters itself: in the end it is timed again, on
-prompts that the search has not seen, beside the default set.
+The search is in `tinyspec/speculative/drafting/self_speculative.py`; here are the model, the
+prompts and the clock. Each set is timed in turn with plain decoding, on the same prompts, and
+counts by the ratio of the two, so that a machine that becomes slower meanwhile misleads nobody. The
+best of many noisy timings flatters itself: in the end it is timed again, on prompts that the search
+has not seen, beside the default set.
 """
 
 import json
@@ -28,7 +30,9 @@ CHECKS = 3  # how often the best set is timed in the end
 
 
 def starts(n_layers: int) -> list[Skip]:
-    """What the search is shown first: nothing skipped, the default, and thin, regular sets of either kind."""
+    """What the search is shown first: nothing skipped, the default, and thin, regular sets of
+    either kind.
+    """
     layers = range(1, n_layers - 1)
     regular = [
         *({2 * layer for layer in layers[first::step]} for step in (2, 3) for first in (0, 1)),
@@ -53,7 +57,9 @@ def measure(
     quiet: bool = False,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Search and check. With `out`, every evaluation is written as it comes; with `resume`, the file is gone on with."""
+    """Search and check. With `out`, every evaluation is written as it comes; with `resume`, the
+    file is gone on with.
+    """
     Search(1)  # says at once if the library is missing
     model = endless(models.load(name, dtype=dtype))
     n_layers, room = model.config.n_layers, model.config.max_positions - tokens
@@ -120,7 +126,9 @@ def _turn(
     number: int,
     clock: Clock,
 ) -> dict[str, Any]:
-    """A set and plain decoding on the same prompts, one after the other, in turns: seconds a token, and their ratio."""
+    """A set and plain decoding on the same prompts, one after the other, in turns: seconds a token,
+    and their ratio.
+    """
     ours = {**plain, "method": METHOD, "skip": spelled(skip)}
     timed = [
         _timed(model, prompts, tokens, arm, clock)

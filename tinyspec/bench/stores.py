@@ -1,7 +1,8 @@
-"""What a technique needs to be itself on a model, where the command line does not name it: the datastore of `rest`.
+"""What a technique needs to be itself on a model, where the command line does not name it: the
+datastore of `rest`.
 
-It is made of the texts at hand that no benchmark asks about (the training books, and for a chat model GSM8K's training
-questions with their answers), lies in the cache, and is named in the result.
+It is made of the texts at hand that no benchmark asks about (the training books, and for a chat
+model GSM8K's training questions with their answers), lies in the cache, and is named in the result.
 """
 
 import zlib
@@ -34,7 +35,9 @@ def prepared(spec: ArmSpec, model: Model) -> Prepared:
 
 
 def texts(model: Model) -> tuple[list[str], str]:
-    """Texts at hand in the model's manner, and what they are. TinyspecError where there are none."""
+    """Texts at hand in the model's manner, and what they are. TinyspecError where there are
+    none.
+    """
     found, names = list[str](), list[str]()
     with suppress(TinyspecError):
         books = [corpus.clean(book.text) for book in data.books("train")]

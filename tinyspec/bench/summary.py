@@ -89,7 +89,9 @@ TABLES: dict[str, Callable[[Any], Sequence[Grid]]] = {
     "layerskip": layerskip.grids,
     "ppd": ppd.grids,
 }
-"""The tables of a result by the first word of its name; without those of `tinyspec bench` itself."""
+"""The tables of a result by the first word of its name; without those of `tinyspec bench`
+itself.
+"""
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -99,7 +101,9 @@ def load(folder: Path, name: str) -> dict[str, Any]:
 
 
 def headline(folder: Path, tutorials: str = "tutorials/") -> str:
-    """Return the table of three claims that README.md shows too; links go to the folder `tutorials`."""
+    """Return the table of three claims that README.md shows too; links go to the folder
+    `tutorials`.
+    """
     return _claims({name: load(folder, name) for name in ("equality", "bench", "race")}, tutorials)
 
 

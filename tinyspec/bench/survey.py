@@ -37,7 +37,9 @@ def answer_sizes(results: Results) -> str:
 
 
 def answer_exits(results: Results) -> str:
-    """Return the survey's second experiment: the least work at which exits agree with the full model."""
+    """Return the survey's second experiment: the least work at which exits agree with the full
+    model.
+    """
     result, layerskip = results["exits"], results["layerskip"]
     found = dict[str, Mapping[str, float]]()
     for measure in dict.fromkeys(label.rpartition(" ")[0] for label in result["figures"]):

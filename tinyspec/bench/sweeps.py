@@ -1,8 +1,9 @@
 """`tinyspec bench sweeps`: what Jacobi iteration makes of a model, by the size of its blocks.
 
-For each size: tokens that a sweep fixes (tau), passes and rows a token, and time in turns with plain decoding, on openings of
-the valid books. A pass over b rows is not free, and a model that was trained left to right seldom guesses behind a wrong
-token: a slow-down is printed as one. The file keeps one opening's sweeps over the largest block, whole, for whoever draws them.
+For each size: tokens that a sweep fixes (tau), passes and rows a token, and time in turns with
+plain decoding, on openings of the valid books. A pass over b rows is not free, and a model that was
+trained left to right seldom guesses behind a wrong token: a slow-down is printed as one. The file
+keeps one opening's sweeps over the largest block, whole, for whoever draws them.
 """
 
 import time
@@ -83,7 +84,9 @@ def run(
 
 
 def _traced(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> dict[str, Any]:
-    """Every sweep of one request: what stood in the block, what was said in its place, how much of that is final."""
+    """Every sweep of one request: what stood in the block, what was said in its place, how much of
+    that is final.
+    """
     running = start(
         endless(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
     )
@@ -138,7 +141,9 @@ def grid(result: Mapping[str, Any]) -> Grid:
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Two panels over the size of a block: tokens that a sweep fixes, and how many times as fast as plain decoding."""
+    """Two panels over the size of a block: tokens that a sweep fixes, and how many times as fast as
+    plain decoding.
+    """
     of, y = result["figures"], 70.0
     wide = (figures.WIDTH - 2 * figures.MARGIN - 120) / 2
     taus, times = [f["tau"] for f in of.values()], [f["speedup"]["median"] for f in of.values()]

@@ -1,9 +1,11 @@
-"""From samples to figures. Everything here is a function of the samples alone, so that a test can recompute it.
+"""From samples to figures. Everything here is a function of the samples alone, so that a test can
+recompute it.
 
-A speed-up is taken where it is fair: within a turn, in which both arms did the same job in the same mood of the machine.
-The ratio of a job is the median of its rounds' ratios; that of a task the median of its jobs', with the least, the greatest
-and the quartiles beside it; that of a run the mean of its tasks', each task counting once. A ratio below 1 is a slow-down.
-Two costs are compared: `decode`, seconds a token from the prompt's end on, and `request`, the prompt included.
+A speed-up is taken where it is fair: within a turn, in which both arms did the same job in the same
+mood of the machine. The ratio of a job is the median of its rounds' ratios; that of a task the
+median of its jobs', with the least, the greatest and the quartiles beside it; that of a run the
+mean of its tasks', each task counting once. A ratio below 1 is a slow-down. Two costs are compared:
+`decode`, seconds a token from the prompt's end on, and `request`, the prompt included.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +21,9 @@ Cost = Callable[[Sample], float]
 
 
 def decode(sample: Sample) -> float:
-    """Seconds a token, once the prompt is read. An arm whose prefill made all of its tokens has none."""
+    """Seconds a token, once the prompt is read. An arm whose prefill made all of its tokens has
+    none.
+    """
     return sample.decode / sample.timed if sample.timed else 0.0
 
 
@@ -41,7 +45,9 @@ def five(values: Sequence[float]) -> dict[str, float]:
 
 
 def paired(samples: Iterable[Sample], base: str, arm: str, cost: Cost = decode) -> dict[str, float]:
-    """Of every job that both did, how many times as fast as `base` the arm was: the median over their common rounds."""
+    """Of every job that both did, how many times as fast as `base` the arm was: the median over
+    their common rounds.
+    """
     costs: dict[str, dict[tuple[str, int], float]] = {base: {}, arm: {}}
     for sample in samples:
         if sample.arm in costs and (seconds := cost(sample)) > 0:
@@ -62,7 +68,8 @@ def by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 
 def counts(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """Machine-independent figures of one arm. tau is tokens per target call; a figure is None where a count is.
+    """Machine-independent figures of one arm. tau is tokens per target call; a figure is None where
+    a count is.
 
     acceptance       of the guesses that were run, the share that was kept
     alpha            of the places at which guesses were tested, the share at which one was kept
@@ -133,7 +140,9 @@ def tally(samples: Sequence[Sample], arms: Sequence[str]) -> dict[str, Any]:
 def overall(
     tasks: Mapping[str, Mapping[str, Any]], samples: Sequence[Sample], arm: str
 ) -> dict[str, Any]:
-    """An arm over the tasks: means of their medians, over all, Spec-Bench's six, and those that copy; the worst task."""
+    """An arm over the tasks: means of their medians, over all, Spec-Bench's six, and those that
+    copy; the worst task.
+    """
     ratios = {
         name: arms[arm]["speedup"]["median"] for name, arms in tasks.items() if arms[arm]["speedup"]
     }
@@ -163,8 +172,8 @@ def overall(
 def compare(
     samples: Sequence[Sample], arms: Sequence[str], others: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """How many times as fast as the others each arm is, by task and on the mean. Several others are one in its best setting,
-    and which is best is found for every task anew."""
+    """How many times as fast as the others each arm is, by task and on the mean. Several others are
+    one in its best setting, and which is best is found for every task anew."""
     found: dict[str, dict[str, float]] = {}
     for arm in arms:
         ratios: dict[str, float] = {}
@@ -181,7 +190,8 @@ def families(labels: Sequence[str]) -> dict[str, list[str]]:
     """Labels that differ only in the values of their knobs.
 
     >>> families(["transformers", "transformers:lookup=3", "transformers:lookup=10"])
-    {'transformers': ['transformers'], 'transformers:lookup': ['transformers:lookup=3', 'transformers:lookup=10']}
+    {'transformers': ['transformers'], 'transformers:lookup': ['transformers:lookup=3',
+    'transformers:lookup=10']}
     """
     found: dict[str, list[str]] = {}
     for label in labels:
@@ -193,8 +203,8 @@ def families(labels: Sequence[str]) -> dict[str, list[str]]:
 def texts(
     references: Mapping[str, Sequence[int]], eos: Sequence[int]
 ) -> dict[str, dict[str, float]]:
-    """What plain greedy decoding wrote, by task: the share of distinct 4-grams (text that loops flatters every drafter), and of
-    tokens behind the first end of text."""
+    """What plain greedy decoding wrote, by task: the share of distinct 4-grams (text that loops
+    flatters every drafter), and of tokens behind the first end of text."""
     tasks: dict[str, list[Sequence[int]]] = {}
     for job, ids in references.items():
         tasks.setdefault(job.split("/")[0], []).append(ids)

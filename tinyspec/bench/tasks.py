@@ -1,8 +1,10 @@
-"""What is asked: Spec-Bench in its six groups, HumanEval, GSM8K, 20 edits of our own, and continuations of the valid books.
+"""What is asked: Spec-Bench in its six groups, HumanEval, GSM8K, 20 edits of our own, and
+continuations of the valid books.
 
-Spec-Bench (Xia et al. 2024, arXiv 2401.07851) counts MT-bench's eight categories as one group; its questions have two turns.
-So that every arm reads the same ids, the answer that stands in a second turn's prompt is plain greedy decoding's, up to
-its first end of text. A model with a chat template is asked through it; another one continues the plain text.
+Spec-Bench (Xia et al. 2024, arXiv 2401.07851) counts MT-bench's eight categories as one group; its
+questions have two turns. So that every arm reads the same ids, the answer that stands in a second
+turn's prompt is plain greedy decoding's, up to its first end of text. A model with a chat template
+is asked through it; another one continues the plain text.
 """
 
 import json
@@ -24,7 +26,9 @@ Answer = Callable[["Job"], Sequence[int]]
 
 
 class Item(NamedTuple):
-    """A prompt of a task. `turns` are what the user says; one without `chat` is continued, not answered."""
+    """A prompt of a task. `turns` are what the user says; one without `chat` is continued, not
+    answered.
+    """
 
     task: str
     id: str
@@ -52,7 +56,8 @@ class Job(NamedTuple):
 
 
 def expand(names: Sequence[str]) -> tuple[str, ...]:
-    """Tasks from names of tasks and of several of them, in one order; NAME:20 asks for 20 prompts of it.
+    """Tasks from names of tasks and of several of them, in one order; NAME:20 asks for 20 prompts
+    of it.
 
     >>> expand(["edits:20", "spec_bench"])[-2:]
     ('rag', 'edits:20')
@@ -88,7 +93,9 @@ def spread(entries: Sequence[T], n: int) -> list[T]:
 
 
 def items(task: str, n: int) -> list[Item]:
-    """n prompts of a task, spread over it. TinyspecError, with the command that helps, where its data is not there."""
+    """n prompts of a task, spread over it. TinyspecError, with the command that helps, where its
+    data is not there.
+    """
     if task in SPEC_BENCH:
         named = SPEC_BENCH[1:]
         asked = [
@@ -116,7 +123,9 @@ def items(task: str, n: int) -> list[Item]:
 
 
 def edits() -> list[dict[str, str]]:
-    """The committed edit prompts: [{"id", "kind", "instruction", "text"}]. Their answers mostly copy `text`."""
+    """The committed edit prompts: [{"id", "kind", "instruction", "text"}]. Their answers mostly
+    copy `text`.
+    """
     found: list[dict[str, str]] = json.loads(
         files("tinyspec.bench").joinpath("edits.json").read_text("utf-8")
     )
@@ -124,7 +133,9 @@ def edits() -> list[dict[str, str]]:
 
 
 def openings() -> list[str]:
-    """60 openings of paragraphs from the three books that no model of the zoo was trained on, spread over each."""
+    """60 openings of paragraphs from the three books that no model of the zoo was trained on,
+    spread over each.
+    """
     found = json.loads(files("tinyspec.bench").joinpath("continuations.json").read_text("utf-8"))
     return [entry["text"] for entry in found]
 
@@ -138,8 +149,8 @@ def jobs(
 ) -> list[Job]:
     """The requests of these prompts, a turn each, in order.
 
-    answer  plain greedy decoding's ids for a job: it is what a second turn looks back on, and with `until_eos` it
-            tells how long an answer is
+    answer  plain greedy decoding's ids for a job: it is what a second turn looks back on, and with
+            `until_eos` it tells how long an answer is
     """
     made: list[Job] = []
     for item in items:

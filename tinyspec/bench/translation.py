@@ -1,9 +1,11 @@
-"""`tinyspec bench translation`: BLEU, passes and time of every way to translate, on Multi30k's test sentences.
+"""`tinyspec bench translation`: BLEU, passes and time of every way to translate, on Multi30k's test
+sentences.
 
-At batch 1 each sentence is translated by all arms in turn, from text to text, so that they meet the same mood of the machine;
-what is kept is summed over blocks of sentences, BLEU's counts too, and an interrupted run goes on at the next block. Then the
-first sentences are translated by each arm in large batches, where parallel decoding has least to gain. Two experiments: a table
-of all methods, and the survey's third, Mask-Predict by its iterations.
+At batch 1 each sentence is translated by all arms in turn, from text to text, so that they meet the
+same mood of the machine; what is kept is summed over blocks of sentences, BLEU's counts too, and an
+interrupted run goes on at the next block. Then the first sentences are translated by each arm in
+large batches, where parallel decoding has least to gain. Two experiments: a table of all methods,
+and the survey's third, Mask-Predict by its iterations.
 """
 
 import json
@@ -84,7 +86,9 @@ def run(
     quiet: bool = False,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """All figures with their samples. With `out`, the file is written after every block; with `resume`, it is gone on with."""
+    """All figures with their samples. With `out`, the file is written after every block; with
+    `resume`, it is gone on with.
+    """
     if experiment not in EXPERIMENTS:
         raise TinyspecError(
             f"there is no experiment {experiment}: {nearest(experiment, EXPERIMENTS)}"
@@ -200,7 +204,9 @@ def _batched(arm: Arm, sources: Sequence[Ids], batch: int, clock: Clock) -> floa
 
 
 def told(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures by arm, from the samples alone. Times as fast as plain decoding: by block, and by round for batches."""
+    """Figures by arm, from the samples alone. Times as fast as plain decoding: by block, and by
+    round for batches.
+    """
     by_arm: dict[str, dict[int, Sample]] = {}
     for row in result["samples"]:
         sample = Sample.read(row)

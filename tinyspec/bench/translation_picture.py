@@ -1,4 +1,6 @@
-"""The pictures of `tinyspec bench translation`: bars of all methods, or lines over Mask-Predict's iterations."""
+"""The pictures of `tinyspec bench translation`: bars of all methods, or lines over Mask-Predict's
+iterations.
+"""
 
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,6 @@
-"""The arms of `tinyspec bench translation`: every way to translate a sentence, from text to text, and many at once."""
+"""The arms of `tinyspec bench translation`: every way to translate a sentence, from text to text,
+and many at once.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +29,9 @@ Ids = list[int]
 
 
 class Done(NamedTuple):
-    """A sentence's translation, and the passes that it took: of its decoder, its encoder, and of a teacher that judged."""
+    """A sentence's translation, and the passes that it took: of its decoder, its encoder, and of a
+    teacher that judged.
+    """
 
     text: str
     tokens: Ids
@@ -51,7 +55,9 @@ class Arm(NamedTuple):
 
 
 def loaded(names: Sequence[str]) -> dict[str, Seq2Seq]:
-    """The models by what they were trained for; those on this machine where none is named. There must be a teacher."""
+    """The models by what they were trained for; those on this machine where none is named. There
+    must be a teacher.
+    """
     found: dict[str, Seq2Seq] = {}
     for name in names or translators.trained_for():
         model = translators.load_translator(name)

@@ -1,4 +1,6 @@
-"""The command line: one file a command. Each imports what it needs when it runs, so that --help answers at once."""
+"""The command line: one file a command. Each imports what it needs when it runs, so that --help
+answers at once.
+"""
 
 import click
 
@@ -39,7 +41,8 @@ def main() -> None:
       tinyspec laws --all                       prove them, outcome by outcome
       tinyspec generate --help                  what a command takes, with examples
 
-    Errors are one line on standard error and exit code 2; --debug (or TINYSPEC_DEBUG=1) adds the traceback.
+    Errors are one line on standard error and exit code 2; --debug (or TINYSPEC_DEBUG=1) adds the
+    traceback.
     """
 
 

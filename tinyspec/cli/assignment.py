@@ -1,4 +1,6 @@
-"""tinyspec assignment: what there is to be built, a folder to begin with, and a bundle for Gradescope."""
+"""tinyspec assignment: what there is to be built, a folder to begin with, and a bundle for
+Gradescope.
+"""
 
 import json
 from pathlib import Path
@@ -55,7 +57,8 @@ def list_assignments(as_json: bool) -> None:
 @click.argument("name")
 @click.argument("folder", type=base.OutputPath(folder=True))
 def new(name: str, folder: Path) -> None:
-    """Begin assignment NAME in FOLDER: a hand-out, submission.py with what is to be written, and a README.
+    """Begin assignment NAME in FOLDER: a hand-out, submission.py with what is to be written, and a
+    README.
 
     Nothing that is there already is overwritten.
 
@@ -86,9 +89,9 @@ def new(name: str, folder: Path) -> None:
 def bundle(name: str, out: Path, seed: int | None) -> None:
     """Write OUT, a zip file that Gradescope takes as the autograder of assignment NAME.
 
-    It holds this package's source, setup.sh and run_autograder, which makes the final run on what a student handed in. It
-    installs this package's dependencies and nothing else. The seed of the final run is drawn, printed, and written into
-    run_autograder alone.
+    It holds this package's source, setup.sh and run_autograder, which makes the final run on what a
+    student handed in. It installs this package's dependencies and nothing else. The seed of the
+    final run is drawn, printed, and written into run_autograder alone.
 
     \b
     Examples:

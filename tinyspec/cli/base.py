@@ -1,4 +1,5 @@
-"""What all commands share: how they behave (`command.py`), and the options of models, knobs and sampling.
+"""What all commands share: how they behave (`command.py`), and the options of models, knobs and
+sampling.
 
 No torch here, and none at the top of any command's file: `tinyspec --help` answers at once.
 """
@@ -125,7 +126,9 @@ reference_option = click.option(
 
 
 def given_knobs(ctx: click.Context, pairs: Sequence[str]) -> dict[str, Any]:
-    """Knobs from --knob name=value and from unknown options, as numbers where they look like numbers."""
+    """Knobs from --knob name=value and from unknown options, as numbers where they look like
+    numbers.
+    """
     texts: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -157,7 +160,9 @@ def literal(text: str) -> Any:
 def settle(
     ctx: click.Context, knobs: dict[str, Any], methods: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Each method's share of the knobs. One that no method has may be a misspelt option: say what is close."""
+    """Each method's share of the knobs. One that no method has may be a misspelt option: say what
+    is close.
+    """
     from tinyspec.technique import find
 
     cards = [find(method) for method in methods]
@@ -182,7 +187,9 @@ def settle(
 
 
 def read_prompt(prompt: str | None, missing: str) -> str:
-    """The prompt: as given; `-` or none with a pipe reads standard input. `missing` says what to do at a terminal."""
+    """The prompt: as given; `-` or none with a pipe reads standard input. `missing` says what to do
+    at a terminal.
+    """
     if prompt not in (None, "-"):
         return str(prompt)
     if prompt is None and sys.stdin.isatty():
@@ -208,7 +215,9 @@ def load_all(
 
 
 def console() -> Any:
-    """A rich console on standard output; into a pipe or file it writes long lines, and no control codes."""
+    """A rich console on standard output; into a pipe or file it writes long lines, and no control
+    codes.
+    """
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=200, no_color=True)

@@ -1,4 +1,6 @@
-"""tinyspec bench: the measurements behind every number in `tutorials/results`. `tinyspec/bench/` says what they measure."""
+"""tinyspec bench: the measurements behind every number in `tutorials/results`. `tinyspec/bench/`
+says what they measure.
+"""
 
 import json
 from pathlib import Path
@@ -59,9 +61,10 @@ from tinyspec.cli.measuring import results, rounds, show, tokens
 def bench(ctx: click.Context, /, **options: Any) -> None:
     """Measure: every method and peer on the same prompts, in turns, against plain decoding.
 
-    Ratios are taken within a turn and are medians; a slow-down is printed as one. With --out, all samples are written as
-    they come, and an interrupted run goes on with --resume. --chapter asks a chat model Spec-Bench and any other 60
-    continuations of the valid books, without curve and memory. The commands below measure one thing each.
+    Ratios are taken within a turn and are medians; a slow-down is printed as one. With --out, all
+    samples are written as they come, and an interrupted run goes on with --resume. --chapter asks a
+    chat model Spec-Bench and any other 60 continuations of the valid books, without curve and
+    memory. The commands below measure one thing each.
 
     \b
     Examples:
@@ -239,7 +242,8 @@ def core(**options: Any) -> None:
     results,
 )
 def plain(model: str, **options: Any) -> None:
-    """Plain decoding against transformers' generate: same weights, same tokens, batch 1; and peak memory.
+    """Plain decoding against transformers' generate: same weights, same tokens, batch 1; and peak
+    memory.
 
     \b
     Examples:
@@ -280,7 +284,8 @@ def plain(model: str, **options: Any) -> None:
     results,
 )
 def peer(model: str, **options: Any) -> None:
-    """Greedy tokens against transformers', or our own torch path's, on the same float32 weights, on real questions.
+    """Greedy tokens against transformers', or our own torch path's, on the same float32 weights, on
+    real questions.
 
     \b
     Examples:
@@ -316,7 +321,8 @@ def peer(model: str, **options: Any) -> None:
     results,
 )
 def equality(model: str, **options: Any) -> None:
-    """Greedy speculation against plain greedy decoding, token for token, in bfloat16, on real questions.
+    """Greedy speculation against plain greedy decoding, token for token, in bfloat16, on real
+    questions.
 
     \b
     Examples:

@@ -1,4 +1,6 @@
-"""tinyspec bench dialects: writing all words at once, where a source has several right translations."""
+"""tinyspec bench dialects: writing all words at once, where a source has several right
+translations.
+"""
 
 import json
 from pathlib import Path
@@ -40,15 +42,18 @@ def dialects(
     markdown: Path | None,
     **options: Any,
 ) -> None:
-    """What writing all words at once costs where a source has several right translations, and what mends it.
+    """What writing all words at once costs where a source has several right translations, and what
+    mends it.
 
-    Trains four small models for each kind of dialects: one that reads what it wrote, one that writes in a single pass, the
-    same on the first one's translations, and Mask-Predict. Some ten minutes of a core; Ctrl-C stops, and --resume goes on.
+    Trains four small models for each kind of dialects: one that reads what it wrote, one that
+    writes in a single pass, the same on the first one's translations, and Mask-Predict. Some ten
+    minutes of a core; Ctrl-C stops, and --resume goes on.
 
     \b
     Examples:
       tinyspec bench dialects --kinds lex --words 8 --shortest 4 --longest 6 --steps 400
-      tinyspec bench dialects --out results/dialects.json --markdown results/dialects.md --svg results/dialects.svg
+      tinyspec bench dialects --out results/dialects.json --markdown results/dialects.md --svg
+      results/dialects.svg
     """
     from tinyspec.bench import dialects as experiment
     from tinyspec.bench.dialects_report import grids, picture

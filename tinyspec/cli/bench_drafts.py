@@ -27,7 +27,8 @@ from tinyspec.cli.measuring import results, rounds, show, tokens, write
     results,
 )  # fmt: skip
 def plan_draft(model: str, drafts: tuple[str, ...], numbers: Path | None, **options: Any) -> None:
-    """Which draft model, and how many tokens of it: measured, forecast, recommended (arXiv 2402.01528).
+    """Which draft model, and how many tokens of it: measured, forecast, recommended (arXiv
+    2402.01528).
 
     \b
     Examples:
@@ -88,15 +89,18 @@ def plan_draft(model: str, drafts: tuple[str, ...], numbers: Path | None, **opti
     results,
 )
 def skip(model: str, **options: Any) -> None:
-    """Search the sublayers that self_speculative skips: Bayesian optimisation of the measured time per token.
+    """Search the sublayers that self_speculative skips: Bayesian optimisation of the measured time
+    per token.
 
-    The file of --out is what the knob takes; it is written after every evaluation, and --resume goes on with it.
+    The file of --out is what the knob takes; it is written after every evaluation, and --resume
+    goes on with it.
 
     \b
     Examples:
       tinyspec bench skip --model storyteller --out skip.json
       tinyspec bench skip --model storyteller --out skip.json --resume --evaluations 200
-      tinyspec generate --model storyteller --method self_speculative --skip skip.json "Once upon a time"
+      tinyspec generate --model storyteller --method self_speculative --skip skip.json "Once upon a
+      time"
     """
     from tinyspec.bench.skip import measure
 
@@ -125,12 +129,14 @@ def sizes(
     markdown: Path | None,
     **options: Any,
 ) -> None:
-    """Acceptance and time against the size of the draft: alpha by paired rows, tau, time, and the forecast of both.
+    """Acceptance and time against the size of the draft: alpha by paired rows, tau, time, and the
+    forecast of both.
 
     \b
     Examples:
       tinyspec train lm --distill storyteller --layers 1 --minutes 5 --out drafts/one
-      tinyspec bench sizes --drafts drafts/one,apprentice --out results/sizes.json --svg results/sizes.svg
+      tinyspec bench sizes --drafts drafts/one,apprentice --out results/sizes.json --svg
+      results/sizes.svg
     """
     from tinyspec.bench import sizes as experiment
     from tinyspec.bench.book import dumps
@@ -173,7 +179,8 @@ def retrieval(**options: Any) -> None:
     Examples:
       tinyspec bench retrieval
       tinyspec bench retrieval --size 100000 --method suffix_decoding
-      tinyspec bench retrieval --size 10000 --size 100000 --size 1000000 --size 10000000 --out results/retrieval.json
+      tinyspec bench retrieval --size 10000 --size 100000 --size 1000000 --size 10000000 --out
+      results/retrieval.json
     """
     from tinyspec.bench.retrieval import measure
 

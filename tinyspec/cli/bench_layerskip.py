@@ -26,13 +26,15 @@ from tinyspec.cli.measuring import numbers, results, tokens, write
     results,
 )  # fmt: skip
 def layerskip(models: str, exits: str, markdown: Path | None, **options: Any) -> None:
-    """What the exits of a model are worth as drafts, and what LayerSkip makes of them: counted, no clock is read.
+    """What the exits of a model are worth as drafts, and what LayerSkip makes of them: counted, no
+    clock is read.
 
     \b
     Examples:
       tinyspec bench layerskip
       tinyspec bench layerskip --models storyteller --exits 3,6,9 --gamma 6
-      tinyspec bench layerskip --temperature 1 --out results/layerskip.json --markdown results/layerskip.md
+      tinyspec bench layerskip --temperature 1 --out results/layerskip.json --markdown
+      results/layerskip.md
     """
     from tinyspec.bench import layerskip as experiment
     from tinyspec.bench.book import dumps

@@ -26,15 +26,18 @@ from tinyspec.cli.measuring import numbers, results, rounds, write
     results,
 )
 def parts(model: str, cached: str, markdown: Path | None, **options: Any) -> None:
-    """A call over 1 to 32 new tokens, taken apart: matrices, head, attention, what lies between them, and Python around it.
+    """A call over 1 to 32 new tokens, taken apart: matrices, head, attention, what lies between
+    them, and Python around it.
 
-    The floor beside it is that of `tinyspec bench`, in medians: weights at the greatest bandwidth or arithmetic at the peak.
+    The floor beside it is that of `tinyspec bench`, in medians: weights at the greatest bandwidth
+    or arithmetic at the peak.
 
     \b
     Examples:
       tinyspec bench parts
       tinyspec bench parts --dtype float32 --cached 64,1024
-      tinyspec bench parts --model storyteller --cached 128 --out results/parts.json --markdown results/parts.md
+      tinyspec bench parts --model storyteller --cached 128 --out results/parts.json --markdown
+      results/parts.md
     """
     from tinyspec.bench import parts as experiment
     from tinyspec.bench.book import dumps

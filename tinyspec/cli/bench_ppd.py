@@ -40,13 +40,15 @@ from tinyspec.cli.measuring import results, rounds, tokens, write
     results,
 )
 def ppd(model: str, ks: str, svg: Path | None, markdown: Path | None, **options: Any) -> None:
-    """Guesses in the middle of a model: how often they hold, what the clock of k + 1 processors says, what threads do.
+    """Guesses in the middle of a model: how often they hold, what the clock of k + 1 processors
+    says, what threads do.
 
     \b
     Examples:
       tinyspec bench ppd
       tinyspec bench ppd --model smollm2 --dtype bfloat16 --prompts 3 --tokens 32
-      tinyspec bench ppd --layer 6 --out results/ppd.json --markdown results/ppd.md --svg results/ppd.svg
+      tinyspec bench ppd --layer 6 --out results/ppd.json --markdown results/ppd.md --svg
+      results/ppd.svg
     """
     from tinyspec.bench import ppd as experiment
     from tinyspec.bench.book import dumps

@@ -30,13 +30,15 @@ from tinyspec.cli.measuring import numbers, results, rounds, tokens, write
 def sweeps(
     model: str, blocks: str, svg: Path | None, markdown: Path | None, **options: Any
 ) -> None:
-    """How many tokens a Jacobi sweep fixes, and what that is worth, by the size of a block: in turns with plain decoding.
+    """How many tokens a Jacobi sweep fixes, and what that is worth, by the size of a block: in
+    turns with plain decoding.
 
     \b
     Examples:
       tinyspec bench sweeps
       tinyspec bench sweeps --model smollm2 --dtype bfloat16 --blocks 1,4,16 --no-whole --prompts 3
-      tinyspec bench sweeps --init prompt --out results/sweeps.json --markdown results/sweeps.md --svg results/sweeps.svg
+      tinyspec bench sweeps --init prompt --out results/sweeps.json --markdown results/sweeps.md
+      --svg results/sweeps.svg
     """
     from tinyspec.bench import sweeps as experiment
     from tinyspec.bench.book import dumps

@@ -39,16 +39,19 @@ def translation(
     models: tuple[str, ...], experiment: str, samples: str, iterations: str | None, lengths: str | None,
     svg: Path | None, markdown: Path | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Every way to translate: BLEU, passes of decoder and encoder, time at batch 1 and in large batches, repeated tokens.
+    """Every way to translate: BLEU, passes of decoder and encoder, time at batch 1 and in large
+    batches, repeated tokens.
 
-    All arms translate each sentence in turn. The file of --out is written after every twenty sentences; the same command with
+    All arms translate each sentence in turn. The file of --out is written after every twenty
+    sentences; the same command with
     --resume goes on with it.
 
     \b
     Examples:
       tinyspec data fetch multi30k
       tinyspec bench translation --out results/translation.json --markdown results/translation.md
-      tinyspec bench translation --experiment iterations --out results/iterations.json --svg results/iterations.svg
+      tinyspec bench translation --experiment iterations --out results/iterations.json --svg
+      results/iterations.svg
     """
     from tinyspec.bench import translation as experiments
     from tinyspec.bench.report import page

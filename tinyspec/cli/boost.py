@@ -63,10 +63,12 @@ def boost(
     model: str, draft: list[str], out: Path, data_folder: Path | None, prompts: int, prompt_tokens: int, tokens: int,
     steps: int, lr: float, seed: int, device: str,
 ) -> None:  # fmt: skip
-    """Tune several draft models so that together they say what the target says (SpecInfer's collective boost-tuning).
+    """Tune several draft models so that together they say what the target says (SpecInfer's
+    collective boost-tuning).
 
-    The target continues passages of the training books greedily; each draft is tuned on those that no draft before it
-    continues alike. A draft that is named twice becomes two. An interrupted training goes on from where it was.
+    The target continues passages of the training books greedily; each draft is tuned on those that
+    no draft before it continues alike. A draft that is named twice becomes two. An interrupted
+    training goes on from where it was.
 
     \b
     Examples:

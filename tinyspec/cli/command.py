@@ -1,4 +1,6 @@
-"""How every command behaves: errors in one line, --debug, knobs as options, plugins, and other names of methods."""
+"""How every command behaves: errors in one line, --debug, knobs as options, plugins, and other
+names of methods.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -47,7 +49,9 @@ def _load_plugins(ctx: click.Context, _: click.Parameter, paths: Sequence[Path])
 
 
 def plugin_option(function: F) -> F:
-    """--plugin: techniques from files that stand anywhere, loaded before anything else is looked at."""
+    """--plugin: techniques from files that stand anywhere, loaded before anything else is looked
+    at.
+    """
     return click.option(
         "--plugin",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -63,7 +67,8 @@ def plugin_option(function: F) -> F:
 class Command(click.Command):
     """A command that takes --debug, and whose help keeps the shape of its examples.
 
-    One that takes --method for any technique takes --plugin too, and a name that a technique has elsewhere.
+    One that takes --method for any technique takes --plugin too, and a name that a technique has
+    elsewhere.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -91,7 +96,9 @@ class Command(click.Command):
 
 
 def our_method(name: str) -> str:
-    """Return what a technique is called here; say so on standard error if it was given another library's name."""
+    """Return what a technique is called here; say so on standard error if it was given another
+    library's name.
+    """
     ours = METHODS.get(normalize_method(name), name)
     if ours != name and name != "plain":  # which `translate` and the tables call it too
         click.echo(f"tinyspec: {name} is called {ours} here", err=True)
@@ -100,7 +107,9 @@ def our_method(name: str) -> str:
 
 
 class KnobCommand(Command):
-    """A command whose unknown options are a technique's knobs: `--gamma 4`, `--gamma=4`. Its card checks them later."""
+    """A command whose unknown options are a technique's knobs: `--gamma 4`, `--gamma=4`. Its card
+    checks them later.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known: dict[str, click.Option] = {}
@@ -146,7 +155,9 @@ def close_names(name: str, known: Sequence[str] | dict[str, Any]) -> list[str]:
 
 
 class Group(click.Group):
-    """Commands under one name, in the order they were added. Whatever goes wrong becomes one line and an exit code."""
+    """Commands under one name, in the order they were added. Whatever goes wrong becomes one line
+    and an exit code.
+    """
 
     command_class = Command
 

@@ -1,4 +1,6 @@
-"""tinyspec train exits, calibrate, bench exits: what early exits need beside a model, and what they save."""
+"""tinyspec train exits, calibrate, bench exits: what early exits need beside a model, and what they
+save.
+"""
 
 import json
 from pathlib import Path
@@ -36,14 +38,16 @@ def train_exits(
     model: str, out: Path | None, files: tuple[Path, ...], steps: int, batch: int, context: int, lr: float, seed: int,
     quiet: bool,
 ) -> None:  # fmt: skip
-    """Train CALM's exit classifier: one vector that says whether a layer's word is the top layer's. The model is frozen.
+    """Train CALM's exit classifier: one vector that says whether a layer's word is the top layer's.
+    The model is frozen.
 
     An interrupted training goes on with the same command.
 
     \b
     Examples:
       tinyspec train exits --model storyteller --out models/mine
-      tinyspec generate --model models/mine --method calm --measure classifier --threshold 0.8 "Once upon a time"
+      tinyspec generate --model models/mine --method calm --measure classifier --threshold 0.8 "Once
+      upon a time"
     """
     import shutil
 
@@ -165,7 +169,8 @@ passage_options = base.options(
     results,
 )  # fmt: skip
 def calibrate(model: str, files: tuple[Path, ...], **options: Any) -> None:
-    """Choose CALM's threshold so that texts stay within delta of the full model's, with probability 1 - epsilon.
+    """Choose CALM's threshold so that texts stay within delta of the full model's, with probability
+    1 - epsilon.
 
     Learn then Test: thresholds from 1 down, until the first that cannot be shown to be safe.
 
@@ -227,14 +232,17 @@ def exits(
     markdown: Path | None,
     **options: Any,
 ) -> None:
-    """What early exits save and cost: layers, fills and head products against agreement and perplexity.
+    """What early exits save and cost: layers, fills and head products against agreement and
+    perplexity.
 
-    CALM's measures over thresholds, beside one fixed exit for all tokens; on given text, and writing freely.
+    CALM's measures over thresholds, beside one fixed exit for all tokens; on given text, and
+    writing freely.
 
     \b
     Examples:
       tinyspec bench exits --model storyteller --measures softmax,saturation
-      tinyspec bench exits --model models/exits-loss --out results/exits.json --resume --svg results/exits.svg
+      tinyspec bench exits --model models/exits-loss --out results/exits.json --resume --svg
+      results/exits.svg
     """
     from tinyspec.bench import exits as experiment
     from tinyspec.bench.exits_figure import picture

@@ -81,9 +81,9 @@ def generate(
 ) -> None:
     """Continue PROMPT, by any technique; the text appears as it grows.
 
-    Without PROMPT, or with -, it is read from standard input. Options that are not listed are knobs of the method.
-    Ctrl-C keeps what there is and exits with 130. The prompts of --prompts run as batches; the i-th, counted from 0, uses
-    seed + i and gets the text that it gets alone.
+    Without PROMPT, or with -, it is read from standard input. Options that are not listed are knobs
+    of the method. Ctrl-C keeps what there is and exits with 130. The prompts of --prompts run as
+    batches; the i-th, counted from 0, uses seed + i and gets the text that it gets alone.
 
     \b
     Examples:

@@ -34,15 +34,17 @@ def grade(
     gradescope: Path | None,
     quiet: bool,
 ) -> None:
-    """Judge FOLDER/submission.py, a solution to assignment NAME: its functions are held to the laws of this package.
+    """Judge FOLDER/submission.py, a solution to assignment NAME: its functions are held to the laws
+    of this package.
 
-    Each law has points of its own. Prints them and, for a law that is broken, the smallest case in which it is: yours and
-    what was expected. A task is judged with the reference's functions in the place of your earlier ones, so that a mistake
-    costs once. The same submission gets the same report every time; a final run prints its seed, with which it can be
-    repeated. Exit status 0 is full marks; 1 is less.
+    Each law has points of its own. Prints them and, for a law that is broken, the smallest case in
+    which it is: yours and what was expected. A task is judged with the reference's functions in the
+    place of your earlier ones, so that a mistake costs once. The same submission gets the same
+    report every time; a final run prints its seed, with which it can be repeated. Exit status 0 is
+    full marks; 1 is less.
 
-    The functions run in child processes with limits on time, memory and output. That stops accidents. It is no security
-    boundary: run submissions that you do not trust in a container.
+    The functions run in child processes with limits on time, memory and output. That stops
+    accidents. It is no security boundary: run submissions that you do not trust in a container.
 
     \b
     Examples:

@@ -1,4 +1,6 @@
-"""tinyspec laws: hold techniques to their guarantees by walking every outcome, and the laws to the field's mistakes."""
+"""tinyspec laws: hold techniques to their guarantees by walking every outcome, and the laws to the
+field's mistakes.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -54,11 +56,13 @@ def laws(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Prove a technique: walk every outcome of its decoder on small models and compare the law of its texts, exactly.
+    """Prove a technique: walk every outcome of its decoder on small models and compare the law of
+    its texts, exactly.
 
-    Prints, law by law, how many cases were looked at, how many outcomes were walked, and how long it took. A failure prints
-    the smallest case found (p, q, the text, expected, got), for each law that is broken, and ends with exit code 1. A
-    technique file of your own is held to its card from wherever it stands.
+    Prints, law by law, how many cases were looked at, how many outcomes were walked, and how long
+    it took. A failure prints the smallest case found (p, q, the text, expected, got), for each law
+    that is broken, and ends with exit code 1. A technique file of your own is held to its card from
+    wherever it stands.
 
     \b
     Examples:
@@ -92,7 +96,9 @@ def laws(
 
 
 def find_cards(methods: Sequence[str], everything: bool = False) -> "list[Card]":
-    """Return the cards of techniques, each given by name or by file; after those, with `everything`, all others."""
+    """Return the cards of techniques, each given by name or by file; after those, with
+    `everything`, all others.
+    """
     from tinyspec.technique import find, load_plugin, techniques
 
     cards = list["Card"]()
@@ -178,7 +184,9 @@ def _keep(out: Path | None, result: dict[str, Any]) -> None:
 
 
 def _matrix(what: str, as_json: bool, quiet: bool) -> None:
-    """Defect by defect: the law whose verdict it was, and the counterexample. Exit code 1 where one survived."""
+    """Defect by defect: the law whose verdict it was, and the counterexample. Exit code 1 where one
+    survived.
+    """
     from importlib import import_module
 
     with _bar(quiet or as_json) as show:

@@ -1,9 +1,10 @@
 """Read lessons as files: their cells, what stands below a cell, and the lines below the title.
 
-What a page shows directly below a cell is what that cell draws or prints: an image from pictures/, and a fence of
-the kind `text`. They are committed, so that a lesson reads on any page that renders Markdown; `tinyspec book
---refresh` writes them, the tests compare them with what the cells do, and the book, which executes the cells,
-leaves them out.
+What a page shows directly below a cell is what that cell draws or prints: an image from pictures/,
+and a fence of the kind `text`. They are committed, so that a lesson reads on any page that renders
+Markdown; `tinyspec book
+--refresh` writes them, the tests compare them with what the cells do, and the book, which executes
+the cells, leaves them out.
 """
 
 import io
@@ -34,8 +35,8 @@ class Cell:
     """A code cell of a page, and the committed output below it.
 
     line: number of the file's line that holds the first line of the code. tags: its option lines.
-    picture: file below pictures/ that the page shows as what it draws. printed: text that it is said to print.
-    shown: numbers of the lines that hold this output, counted from 0.
+    picture: file below pictures/ that the page shows as what it draws. printed: text that it is
+    said to print. shown: numbers of the lines that hold this output, counted from 0.
     """
 
     line: int
@@ -93,7 +94,9 @@ def read_cells(text: str) -> Iterator[Cell]:
 
 
 def strip_outputs(text: str) -> str:
-    """Return a page without its committed outputs. Blank lines stand in their place: line numbers stay right."""
+    """Return a page without its committed outputs. Blank lines stand in their place: line numbers
+    stay right.
+    """
     lines = text.splitlines()
     for cell in read_cells(text):
         lines[cell.shown.start : cell.shown.stop] = [""] * len(cell.shown)
@@ -102,7 +105,9 @@ def strip_outputs(text: str) -> str:
 
 @dataclass(frozen=True)
 class Output:
-    """What a cell did: the text that it printed, and its newest figure as SVG where the page shows a picture."""
+    """What a cell did: the text that it printed, and its newest figure as SVG where the page shows
+    a picture.
+    """
 
     printed: str
     picture: str
@@ -193,7 +198,9 @@ def make_table() -> str:
 
 
 def refresh(path: Path) -> list[Path]:
-    """Write into a page what its cells draw and print, where it shows that. Return the files that changed."""
+    """Write into a page what its cells draw and print, where it shows that. Return the files that
+    changed.
+    """
     text = path.read_text(encoding="utf-8")
     lines, changed = text.splitlines(), []
     for cell, output in reversed([*run_page(path)]):

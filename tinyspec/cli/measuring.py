@@ -1,4 +1,6 @@
-"""What the commands of `tinyspec bench` share: options of measurements, and how a result is written and shown."""
+"""What the commands of `tinyspec bench` share: options of measurements, and how a result is written
+and shown.
+"""
 
 import json
 from collections.abc import Mapping
@@ -64,7 +66,9 @@ def numbers(option: str, text: str, what: str) -> list[int]:
 
 
 def show(measure: Any, options: dict[str, Any], kept: bool = False, **more: Any) -> None:
-    """Measure; write the result to --out (`kept`: it does so itself), and print it whole (--json) or without raw samples."""
+    """Measure; write the result to --out (`kept`: it does so itself), and print it whole (--json)
+    or without raw samples.
+    """
     out, as_json = options.pop("out"), options.pop("as_json")
     result: dict[str, Any] = measure(**options, **({"out": out} if kept else {}), **more)
     if out is not None and not kept:

@@ -66,7 +66,9 @@ def methods(name: str | None, as_json: bool, markdown: bool) -> None:
 
 
 def page(cards: "Iterable[Card]") -> str:
-    """Return the registry as a Markdown table: families in the book's order, each name linked to its file."""
+    """Return the registry as a Markdown table: families in the book's order, each name linked to
+    its file.
+    """
     lines = ["|technique|what it does|paper|guarantee|", "|---|---|---|---|"]
     heading = ""
     for card in cards:
@@ -103,7 +105,9 @@ def link_papers(papers: str) -> str:
 
 
 def described(card: "Card") -> str:
-    """A card in full: the technique file's docstring, then its knobs as they are set on the command line."""
+    """A card in full: the technique file's docstring, then its knobs as they are set on the command
+    line.
+    """
     lines = [card.doc.strip(), "", f"guarantee: {card.guarantee.value}" + _neutral(card)]
     if card.drafts:
         lines.append("needs a draft model: --draft NAME")

@@ -27,7 +27,9 @@ def usage_in_one_line(error: click.UsageError) -> click.ClickException:
 
 
 def in_one_line(error: Exception) -> str:
-    """What a user is told of an error. One that nobody foresaw says its kind, and how to see where it came from."""
+    """What a user is told of an error. One that nobody foresaw says its kind, and how to see where
+    it came from.
+    """
     if isinstance(error, TinyspecError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and error.filename is not None:

@@ -25,7 +25,8 @@ def models() -> None:
 def list_models(as_json: bool) -> None:
     """Every model known by name: bundled, fetched before, or to be fetched.
 
-    A checkpoint folder in Hugging Face's format, a .gguf file and a hub id (org/name) serve as --model too.
+    A checkpoint folder in Hugging Face's format, a .gguf file and a hub id (org/name) serve as
+    --model too.
 
     \b
     Examples:
@@ -58,7 +59,8 @@ def list_models(as_json: bool) -> None:
 def fetch_model(name: str, quiet: bool) -> None:
     """Bring model NAME into the cache; prints the folder it is in. One that is here stays as it is.
 
-    The download is verified, and an interrupted one leaves no half model. TINYSPEC_CACHE names another cache folder.
+    The download is verified, and an interrupted one leaves no half model. TINYSPEC_CACHE names
+    another cache folder.
 
     \b
     Examples:
@@ -115,7 +117,8 @@ def data() -> None:
 def fetch_data(names: tuple[str, ...], quiet: bool) -> None:
     """Bring texts into the data folder: all of them, or those NAMED; prints where they are.
 
-    Checksums are verified, what is there stays, and an interrupted fetch goes on. TINYSPEC_DATA names another folder.
+    Checksums are verified, what is there stays, and an interrupted fetch goes on. TINYSPEC_DATA
+    names another folder.
 
     \b
     Examples:
@@ -154,8 +157,9 @@ def build_datastore(
 ) -> None:
     """Index FILES into the datastore OUT, for `--method rest --datastore OUT`.
 
-    A .jsonl file holds a document a line, any other is one document of plain text; both may be .gz or .xz. The datastore
-    serves every model with the same tokenizer. Of ten million tokens it takes 80 MB, and a minute to build.
+    A .jsonl file holds a document a line, any other is one document of plain text; both may be .gz
+    or .xz. The datastore serves every model with the same tokenizer. Of ten million tokens it takes
+    80 MB, and a minute to build.
 
     \b
     Examples:

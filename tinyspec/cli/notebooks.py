@@ -1,7 +1,8 @@
 """Make Jupyter notebooks of the lessons, and run them.
 
-A notebook is made of the same page that the book shows (myst-nb reads it). Its first cell, `ALONE`, lets it run by
-itself: where neither the lessons' folder nor tinyspec is at hand, as on Colab, it fetches the repository.
+A notebook is made of the same page that the book shows (myst-nb reads it). Its first cell, `ALONE`,
+lets it run by itself: where neither the lessons' folder nor tinyspec is at hand, as on Colab, it
+fetches the repository.
 """
 
 import json
@@ -41,7 +42,9 @@ subprocess.run(["git", "clone", "--quiet", "--depth", "1", "{address}", "tinyspe
 
 
 def find_address() -> str | None:
-    """Return the repository's address, if the environment tells it as continuous integration does."""
+    """Return the repository's address, if the environment tells it as continuous integration
+    does.
+    """
     repository = os.environ.get("GITHUB_REPOSITORY")
     return (
         f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}"
@@ -51,7 +54,9 @@ def find_address() -> str | None:
 
 
 def make_standalone(notebook: Any) -> Any:
-    """Return a notebook that runs anywhere, given one that runs in its clone: links and a first cell."""
+    """Return a notebook that runs anywhere, given one that runs in its clone: links and a first
+    cell.
+    """
     import nbformat
 
     address = find_address()
@@ -82,7 +87,9 @@ def make_notebook(path: Path) -> Any:
 
 
 def run_notebook(notebook: Any, path: Path, on_cell: Callable[[], None] = lambda: None) -> None:
-    """Execute a notebook in the lessons' folder. A cell that fails is named by the line of its page."""
+    """Execute a notebook in the lessons' folder. A cell that fails is named by the line of its
+    page.
+    """
     import nbclient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
@@ -104,7 +111,9 @@ def run_notebook(notebook: Any, path: Path, on_cell: Callable[[], None] = lambda
 
 
 def _find_line(notebook: Any, path: Path, failed: list[int], traceback: str) -> int:
-    """Return the page's line at which a notebook failed. The notebook's first cell is not of the page."""
+    """Return the page's line at which a notebook failed. The notebook's first cell is not of the
+    page.
+    """
     if not failed:
         return 1
     before = [cell for cell in notebook.cells[1 : failed[0] + 1] if cell.cell_type == "code"]

@@ -1,6 +1,7 @@
 """Files and folders that commands take: what is wrong with one is said before any work begins.
 
-click converts arguments before a command's own code runs, so nothing is loaded when one of these fails.
+click converts arguments before a command's own code runs, so nothing is loaded when one of these
+fails.
 """
 
 import json

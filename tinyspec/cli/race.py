@@ -22,11 +22,16 @@ PLAIN = "autoregressive"
 MOST_RACES = 9  # without --repeat
 ENOUGH_SECONDS = 10.0  # without --repeat: no further race is begun after so long
 
-# The settings of a race where the command line does not say otherwise, greedy or sampled. The penalty is that of
-# `bench race`: without it a small base model writes one sentence over and over. top-p 0.6 keeps it from inventing words.
-# Prompt and seed were chosen by reading, not by speed. Of some 2,400 seeds over twelve openings a script kept those whose
-# two texts, the plain and the speculative, hold words, pairs and triples of words that the training books hold too. Of
-# these we took one that reads well in both lanes and commits as many tokens per forward pass as most seeds do: 3.76,
+# The settings of a race where the command line does not say otherwise, greedy or sampled. The
+# penalty is that of
+# `bench race`: without it a small base model writes one sentence over and over. top-p 0.6 keeps it
+# from inventing words.
+# Prompt and seed were chosen by reading, not by speed. Of some 2,400 seeds over twelve openings a
+# script kept those whose
+# two texts, the plain and the speculative, hold words, pairs and triples of words that the training
+# books hold too. Of
+# these we took one that reads well in both lanes and commits as many tokens per forward pass as
+# most seeds do: 3.76,
 # where the median of 40 seeds is 3.56.
 STORY: dict[str, Any] = {
     "prompt": 'One evening a fox came to the door of the old woman\'s house. "Good evening," said the fox.',
@@ -37,7 +42,8 @@ STORY: dict[str, Any] = {
     "seed": 7507,
 }
 
-# With --chat. An edit is what a technique that copies is for, and a greedy answer can be compared token by token. The text
+# With --chat. An edit is what a technique that copies is for, and a greedy answer can be compared
+# token by token. The text
 # was chosen because SmolLM2 corrects both of its mistakes.
 EDIT: dict[str, Any] = {
     "prompt": (
@@ -129,15 +135,18 @@ def race(
 
     Options that are not listed are knobs of the method (--gamma 6).
 
-    First it is measured, several times, with nothing on the screen. Each lane has its own clock. The lane whose clock is
-    behind takes the next step, alone. A clock covers the prompt and every step; loading is outside, and a short untimed start
-    warms the caches. The ratio is of seconds per token: the median over the races, and their range.
+    First it is measured, several times, with nothing on the screen. Each lane has its own clock.
+    The lane whose clock is behind takes the next step, alone. A clock covers the prompt and every
+    step; loading is outside, and a short untimed start warms the caches. The ratio is of seconds
+    per token: the median over the races, and their range.
 
-    Then the race whose ratio is the median is played back. If it took less than a second, it is slowed to last 8, all
-    clocks alike; others are played in real time. Ctrl-C ends the playback and prints the report.
+    Then the race whose ratio is the median is played back. If it took less than a second, it is
+    slowed to last 8, all clocks alike; others are played in real time. Ctrl-C ends the playback and
+    prints the report.
 
-    At temperature 0 the texts are compared token by token. Text that loops flatters every technique: hence the repetition
-    penalty (off with --chat), and the share of distinct 4-grams is printed.
+    At temperature 0 the texts are compared token by token. Text that loops flatters every
+    technique: hence the repetition penalty (off with --chat), and the share of distinct 4-grams is
+    printed.
 
     \b
     Examples:
@@ -232,7 +241,9 @@ def race(
 def _race_often(
     model: "Model", starts: "Sequence[tuple[str, Start]]", repeat: int | None, out: Any
 ) -> "list[list[Lane]]":
-    """Run the races. On a terminal (`out`) say how far it is, between them: nothing is drawn while a clock runs."""
+    """Run the races. On a terminal (`out`) say how far it is, between them: nothing is drawn while
+    a clock runs.
+    """
     from rich.live import Live
 
     from tinyspec import race as racing

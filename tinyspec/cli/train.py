@@ -103,10 +103,12 @@ def lm(
     restart: bool,
     quiet: bool,
 ) -> None:
-    """Train the language model of a recipe into a checkpoint folder, with its card; or, with --distill, a draft.
+    """Train the language model of a recipe into a checkpoint folder, with its card; or, with
+    --distill, a draft.
 
-    The state is saved every few minutes and on Ctrl-C; the same command goes on from there (exit code 130 says that it
-    has not finished). --distill writes the recipe that it follows into the folder too.
+    The state is saved every few minutes and on Ctrl-C; the same command goes on from there (exit
+    code 130 says that it has not finished). --distill writes the recipe that it follows into the
+    folder too.
 
     \b
     Examples:

@@ -33,10 +33,12 @@ def mt(
     recipe: Path, out: Path, seed: int | None, settings: tuple[str, ...], distill_only: bool, quiet: bool,
     data_folder: Path | None, minutes: float | None, device: str | None, restart: bool,
 ) -> None:  # fmt: skip
-    """Train the translation model of a recipe, English to German on Multi30k: first the teacher, then what learns from it.
+    """Train the translation model of a recipe, English to German on Multi30k: first the teacher,
+    then what learns from it.
 
-    The state is saved every few minutes and on Ctrl-C; the same command goes on from there (exit code 130 says that it
-    has not finished). What the teacher writes for a student lies in the cache.
+    The state is saved every few minutes and on Ctrl-C; the same command goes on from there (exit
+    code 130 says that it has not finished). What the teacher writes for a student lies in the
+    cache.
 
     \b
     Examples:

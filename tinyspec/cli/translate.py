@@ -81,8 +81,9 @@ def translate(
 ) -> None:
     """Translate SOURCE, by any technique that needs no draft model.
 
-    Without SOURCE, or with -, every line of standard input is a sentence; line i uses seed + i. Options that are not listed
-    are knobs of the method. Models lie in the repository's models/ folder; the wheel carries none of them.
+    Without SOURCE, or with -, every line of standard input is a sentence; line i uses seed + i.
+    Options that are not listed are knobs of the method. Models lie in the repository's models/
+    folder; the wheel carries none of them.
 
     \b
     Examples:
@@ -90,8 +91,9 @@ def translate(
       tinyspec translate --method nat "A dog runs through the snow."
       tinyspec translate --method mask_predict --iterations 4 --trace "Two men are cooking."
       tinyspec translate --method jacobi --model models/mine "A child is sleeping." --json
-      tinyspec translate --method mask_predict "A boy in midair trying to kick a soccer ball" --replay passes.html
-      cat sentences.txt | tinyspec translate --method mask_predict > translations.txt
+      tinyspec translate --method mask_predict "A boy in midair trying to kick a soccer ball"
+      --replay passes.html cat sentences.txt | tinyspec translate --method mask_predict >
+      translations.txt
     """
     knobs = base.given_knobs(ctx, knob)
     text = base.read_prompt(
@@ -142,7 +144,9 @@ def _load(name: str, device: str, dtype: str | None) -> Any:
 
 
 def _run(running: "Extending | Rewriting", shows: bool, grows: bool) -> None:
-    """Run to the end. Shows every pass on standard error, or, at a terminal, the text as it grows on one line."""
+    """Run to the end. Shows every pass on standard error, or, at a terminal, the text as it grows
+    on one line.
+    """
     from tinyspec.display import visible
 
     live = grows and sys.stderr.isatty() and sys.stdout.isatty()

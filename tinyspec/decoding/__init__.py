@@ -1,1 +1,1 @@
-"""What decides: chance, the law a row of logits becomes, and the walk that verifies a draft."""
+"""What all methods share: the loops, sampling, verification, random numbers, drafters."""

@@ -1,11 +1,13 @@
 """Many texts at once: greedy decoding and beam search over rows that grow by one token a step.
 
-This is no loop for techniques (those are decode.py and refine.py, one text at a time): it is how a teacher writes
-thousands of translations. What computes is behind `LazyProbs`; here is only what is kept.
+This is no loop for techniques (those are decode.py and refine.py, one text at a time): it is how a
+teacher writes thousands of translations. What computes is behind `LazyProbs`; here is only what is
+kept.
 
-Beam search keeps the `beam` most probable texts of each length, sets those aside that have ended, and stops when `beam`
-have; the best is the one with the highest log-probability divided by its number of tokens, the end counted, to the power
-`length_power` (0: none, 1: the mean). A text that reaches its limit must end there.
+Beam search keeps the `beam` most probable texts of each length, sets those aside that have ended,
+and stops when `beam` have; the best is the one with the highest log-probability divided by its
+number of tokens, the end counted, to the power `length_power` (0: none, 1: the mean). A text that
+reaches its limit must end there.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,9 @@ class Rows(Protocol):
 
 
 def greedy(rows: Rows, begin: int, eos: int, limits: Sequence[int]) -> list[list[int]]:
-    """The most probable token, again and again, until `eos` or the row's limit. One text a row, without the ends."""
+    """The most probable token, again and again, until `eos` or the row's limit. One text a row,
+    without the ends.
+    """
     texts: list[list[int]] = [[] for _ in limits]
     alive = [i for i, limit in enumerate(limits) if limit > 0]
     if len(alive) < len(texts) and alive:
@@ -58,7 +62,9 @@ def beam_search(
     beam: int = 4,
     length_power: float = 1.0,
 ) -> list[list[int]]:
-    """The best text by the module's rule for each row of `rows`, without the ends; a limit counts tokens before `eos`."""
+    """The best text by the module's rule for each row of `rows`, without the ends; a limit counts
+    tokens before `eos`.
+    """
     ended: list[list[tuple[float, list[int]]]] = [[] for _ in limits]
     alive: list[tuple[int, float, list[int]]] = [
         (i, 0.0, []) for i in range(len(limits))

@@ -1,14 +1,16 @@
 """Learn then Test: choose the fastest setting whose risk is bounded, and mean it.
 
-Angelopoulos et al. 2021, arXiv 2110.01052, as CALM uses it (Schuster et al. 2022, arXiv 2207.07061). The candidates stand in
-an order that was fixed before any data was seen, the safest first. Each has a null hypothesis, "its risk, the expected loss,
-is above delta", and a p-value from n independent examples with losses in [0, 1]. They are tested one after the other
-(fixed-sequence testing): while a hypothesis is rejected at level epsilon, go on; at the first that is not, stop. The last
-rejected candidate is chosen; if there is none, none is.
+Angelopoulos et al. 2021, arXiv 2110.01052, as CALM uses it (Schuster et al. 2022, arXiv
+2207.07061). The candidates stand in an order that was fixed before any data was seen, the safest
+first. Each has a null hypothesis, "its risk, the expected loss, is above delta", and a p-value from
+n independent examples with losses in [0, 1]. They are tested one after the other (fixed-sequence
+testing): while a hypothesis is rejected at level epsilon, go on; at the first that is not, stop.
+The last rejected candidate is chosen; if there is none, none is.
 
-Then P(risk of the chosen one <= delta) >= 1 - epsilon: a wrong choice needs the *first* true null in the order to be
-rejected, which happens with probability at most epsilon. That holds for any order; a risk that grows along it makes the test
-powerful, and is no condition. It is false for whoever goes on behind a failure, or takes what looked best on the examples.
+Then P(risk of the chosen one <= delta) >= 1 - epsilon: a wrong choice needs the *first* true null
+in the order to be rejected, which happens with probability at most epsilon. That holds for any
+order; a risk that grows along it makes the test powerful, and is no condition. It is false for
+whoever goes on behind a failure, or takes what looked best on the examples.
 """
 
 import math
@@ -19,7 +21,9 @@ from typing import Any, NamedTuple
 from tinyspec.errors import TinyspecError
 
 PValue = Callable[[Any, int, Any], Any]
-"""(sum of the losses, how many, delta) -> at most u with probability at most u, where the risk is above delta."""
+"""(sum of the losses, how many, delta) -> at most u with probability at most u, where the risk is
+above delta.
+"""
 
 
 def hoeffding(total: Any, n: int, delta: Any) -> float:
@@ -32,7 +36,8 @@ def hoeffding(total: Any, n: int, delta: Any) -> float:
 
 
 def binomial(total: int, n: int, delta: Any) -> Any:
-    """P(Bin(n, delta) <= total): exact where every loss is 0 or 1, so sharp enough to test the testing with.
+    """P(Bin(n, delta) <= total): exact where every loss is 0 or 1, so sharp enough to test the
+    testing with.
 
     >>> binomial(0, 5, Fraction(1, 2))
     Fraction(1, 32)
@@ -56,7 +61,9 @@ def binomial(total: int, n: int, delta: Any) -> Any:
 
 
 class Tested(NamedTuple):
-    """A candidate, its mean loss, the p-value of "its risk is above delta", and whether that was rejected."""
+    """A candidate, its mean loss, the p-value of "its risk is above delta", and whether that was
+    rejected.
+    """
 
     candidate: Any
     loss: float
@@ -65,14 +72,17 @@ class Tested(NamedTuple):
 
 
 class Calibrated(NamedTuple):
-    """The last candidate that passed, None where not even the first did; and all that were tested."""
+    """The last candidate that passed, None where not even the first did; and all that were
+    tested.
+    """
 
     choice: Any | None
     tested: tuple[Tested, ...]
 
 
 def needed(delta: Any, epsilon: Any, p_value: PValue = hoeffding) -> int:
-    """The fewest examples with which anything can be shown: without a single loss the p-value must reach epsilon.
+    """The fewest examples with which anything can be shown: without a single loss the p-value must
+    reach epsilon.
 
     By Hoeffding that is ln(1 / epsilon) / (2 delta^2).
 
@@ -107,9 +117,11 @@ def calibrate(
     epsilon: Any,
     p_value: PValue = hoeffding,
 ) -> Calibrated:
-    """Fixed-sequence testing of the candidates, in their order. `losses` is asked for no more of them than are tested.
+    """Fixed-sequence testing of the candidates, in their order. `losses` is asked for no more of
+    them than are tested.
 
-    Raises TinyspecError for delta or epsilon outside (0, 1), losses outside [0, 1], and too few examples.
+    Raises TinyspecError for delta or epsilon outside (0, 1), losses outside [0, 1], and too few
+    examples.
     """
     _check(delta, epsilon)  # also where there is no candidate
     tested: list[Tested] = []
@@ -159,5 +171,7 @@ def textual(early: Sequence[int], full: Sequence[int]) -> float:
 
 
 def risk(early: Sequence[int], full: Sequence[int], reference: Sequence[int]) -> float:
-    """Risk consistency: how much further than the full model's text it is from the reference; 0 where it is nearer."""
+    """Risk consistency: how much further than the full model's text it is from the reference; 0
+    where it is nearer.
+    """
     return max(0.0, rouge_l(full, reference) - rouge_l(early, reference))

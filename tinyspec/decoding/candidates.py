@@ -1,4 +1,6 @@
-"""What the target would say next, row by row: the k tokens it holds for likeliest, and what is kept of them over requests."""
+"""What the target would say next, row by row: the k tokens it holds for likeliest, and what is kept
+of them over requests.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -17,7 +19,8 @@ COLUMN = 32  # numbers of which the greatest is looked for first
 
 
 def candidates(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
-    """The ids of the k highest logits of each of these rows, highest first, on the host: [len(rows)][min(k, V)].
+    """The ids of the k highest logits of each of these rows, highest first, on the host:
+    [len(rows)][min(k, V)].
 
     logits  [n, V]: a tensor, or rows of a table's weights
     rows    which of them; only what is asked for is looked at
@@ -53,7 +56,8 @@ def candidates(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
 def top_k_ids(row: NDArray[Any], k: int) -> list[int]:
     """The places of the k highest numbers of a row, the highest first, the lowest place of equals.
 
-    No number below the k-th highest of some maxima can be one of them: what is left after that is sorted.
+    No number below the k-th highest of some maxima can be one of them: what is left after that is
+    sorted.
 
     >>> top_k_ids(np.array([0.2, 0.5, 0.1, 0.2]), 3)
     [1, 0, 3]
@@ -73,7 +77,9 @@ _kept: "WeakKeyDictionary[Any, dict[Hashable, Any]]" = WeakKeyDictionary()
 
 
 def per_model_state(target: Any, key: Hashable, make: Callable[[], T]) -> T:
-    """What a persistent technique learnt of this target's model, for as long as that lives; made when first asked for."""
+    """What a persistent technique learnt of this target's model, for as long as that lives; made
+    when first asked for.
+    """
     known = _kept.setdefault(target.model, {})
     if key not in known:
         known[key] = make()

@@ -1,8 +1,10 @@
-"""A datastore: many texts as one row of token ids with its suffix array, in memory or in a file that is mapped and not read.
+"""A datastore: many texts as one row of token ids with its suffix array, in memory or in a file
+that is mapped and not read.
 
-The file is a line that says what it is, a JSON line (tokens, documents, vocabulary, the tokenizer's fingerprint), zeros up to
-HEADER bytes, then the ids and the sorted places, each int32 [n] in little-endian order. Between documents stands -1. Opening
-costs the same whatever the size; pages are read when they are looked at.
+The file is a line that says what it is, a JSON line (tokens, documents, vocabulary, the tokenizer's
+fingerprint), zeros up to HEADER bytes, then the ids and the sorted places, each int32 [n] in
+little-endian order. Between documents stands -1. Opening costs the same whatever the size; pages
+are read when they are looked at.
 """
 
 import gzip
@@ -67,7 +69,9 @@ class Datastore(NamedTuple):
     def search(
         self, text: Sequence[int], shortest: int, longest: int, length: int, matches: int, most: int
     ) -> Found:
-        """The `most` heaviest beginnings of what followed the longest end of a text that occurs here."""
+        """The `most` heaviest beginnings of what followed the longest end of a text that occurs
+        here.
+        """
         end = text[-longest:]
         return Found(
             *retrieve(self.tokens, self.order, end, shortest, longest, length, matches, most)
@@ -116,7 +120,9 @@ def write(
     vocabulary: int = 0,
     tell: Tell | None = None,
 ) -> int:
-    """Index documents and write them to a file, which appears when it is whole. Returns its number of tokens."""
+    """Index documents and write them to a file, which appears when it is whole. Returns its number
+    of tokens.
+    """
     path, tokens = Path(path), _joined(document for document in documents if len(document))
     if not len(tokens):
         raise TinyspecError("these texts have no tokens: give files with text in them")
@@ -173,9 +179,11 @@ def opened(path: str | Path) -> Datastore:
 def _mapped(
     path: Path, n: int, device: int, inode: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Both arrays of a file, mapped once for all requests: each page of a new mapping is a fault at its first look.
+    """Both arrays of a file, mapped once for all requests: each page of a new mapping is a fault at
+    its first look.
 
-    What is written into the file is seen here, and a file put in its place is another inode: no call gets an old store.
+    What is written into the file is seen here, and a file put in its place is another inode: no
+    call gets an old store.
     """
     columns = np.memmap(path, "<i4", "r", HEADER, (2, n))
     tokens, order = (
@@ -194,7 +202,8 @@ def build(
     field: str = "text",
     tell: Tell | None = None,
 ) -> int:
-    """Tokenize and index files: .jsonl (each line's `field` is a document) or text (a file is one), both also .gz and .xz.
+    """Tokenize and index files: .jsonl (each line's `field` is a document) or text (a file is one),
+    both also .gz and .xz.
 
     Returns the number of tokens.
     """

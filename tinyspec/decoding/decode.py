@@ -1,10 +1,10 @@
-"""The loop that all methods share when they extend a text: draft a tree, score it, verify it, commit.
+"""The loop that all methods share when they extend a text: draft, score, verify, commit.
 
-Three parts can be exchanged. A `Drafter` proposes draft tokens. A `Target` scores them, and may run less than the
-whole model. A `Verifier` decides which of them are accepted.
+Three parts can be exchanged. A `Drafter` proposes draft tokens. A `Target` scores them, and may run
+less than the whole model. A `Verifier` decides which of them are accepted.
 
-A `Decoder` can be rewound, so a decoder can be the drafter of another decoder. Its tokens then declare the
-distribution they were committed under.
+A `Decoder` can be rewound, so a decoder can be the drafter of another decoder. Its tokens then
+declare the distribution they were committed under.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,10 @@ from tinyspec.tree import ROOT, Probs, TokenTree
 
 
 class Target(Protocol):
-    """The model whose distribution the output follows: a `Session`, a view of one, or a table of conditionals.
+    """The model whose distribution the output follows: a `Session`, a view, or a table.
 
-    `extend` commits forced tokens and runs all but the last of them. `append` commits them and runs nothing yet.
+    `extend` commits forced tokens and runs all but the last of them. `append` commits them and runs
+    nothing yet.
     """
 
     @property
@@ -38,8 +39,9 @@ class Target(Protocol):
 class TargetProbs:
     """Next-token distribution of the target at each node, computed lazily and cached.
 
-    `target_probs[ROOT]` follows the newest committed token, `target_probs[node]` follows that node. Sampling
-    settings are applied with the node's own path as history, which repetition penalties need.
+    `target_probs[ROOT]` follows the newest committed token, `target_probs[node]` follows that node.
+    Sampling settings are applied with the node's own path as history, which repetition penalties
+    need.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class TargetProbs:
 
     @property
     def on_device(self) -> tuple[Any, Any] | None:
-        """All distributions [n + 1, V] and their highest logits [n + 1] if the logits live on a device, else None.
+        """All distributions [n + 1, V] and their highest logits [n + 1] if the logits live on a
+        device, else None.
 
-        A device computes all of them in the time of one, and then the verifier waits for it only once.
+        A device computes all of them in the time of one, and then the verifier waits for it only
+        once.
         """
         if self._block is None and on_device(self.scores.logits):
             nodes = range(len(self.tree.tokens)) if self.sampling.repetition_penalty != 1.0 else ()
@@ -72,7 +76,7 @@ class TargetProbs:
         return self._block
 
     def greedy_token(self, node: int) -> int | None:
-        """Return the token that has all the mass after a node, or None if that needs the whole distribution.
+        """Return the token that has all the mass after a node, or None if that is not known.
 
         It is found on the logits, for greedy sampling on the host. No distribution is computed.
         """
@@ -99,7 +103,7 @@ class TargetProbs:
         return self._logits[node + 1]
 
     def ranking_scores(self, node: int) -> Any:
-        """Return what orders the tokens after a node at temperature 0: the logits [V], after the penalty."""
+        """Return the logits [V] after a node, after the penalty: the order at temperature 0."""
         penalty = self.sampling.repetition_penalty
         if penalty == 1.0:
             return self.logits_at(node)
@@ -107,7 +111,7 @@ class TargetProbs:
 
 
 class LazyProbs(Sequence[Probs]):
-    """Distributions at some nodes, computed when they are read: greedy decoding needs none of them."""
+    """Distributions at some nodes, computed when they are read: greedy decoding needs none."""
 
     def __init__(self, target_probs: TargetProbs, nodes: Sequence[int]):
         self.target_probs, self.nodes = target_probs, nodes
@@ -122,7 +126,8 @@ class LazyProbs(Sequence[Probs]):
 
 
 class Round(NamedTuple):
-    """What one round did. Statistics, streaming, replay and drafters read it. Everything is after the cut at a stop.
+    """What one round did. Statistics, streaming, replay and drafters read it. Everything is after
+    the cut at a stop.
 
     tokens        [k] tokens committed in this round
     output_probs  [k] the distribution each of them follows
@@ -149,7 +154,7 @@ class Drafter(Protocol):
     hidden_layers: Sequence[int]
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        """Take note of forced text; `scores.hidden` holds the states of the positions that were run for it."""
+        """Take note of forced text; `scores.hidden` has the states of the positions run for it."""
 
     def propose(
         self,
@@ -176,7 +181,7 @@ class Verifier(Protocol):
 
 
 class BaseDrafter:
-    """A drafter that proposes nothing. Other drafters inherit it and override what they do differently."""
+    """A drafter that proposes nothing: the base class of the others."""
 
     hidden_layers: Sequence[int] = ()
 
@@ -236,7 +241,7 @@ class Decoder:
         return self.context[self.start :]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append forced text: the prompt, or a correction. Stops and max_new_tokens count from here on."""
+        """Append forced text: the prompt, or a correction. Stops and limits count from here on."""
         scores = self.target.extend(tokens, self.drafter.hidden_layers)
         self.drafter.extend(tokens, scores)
         self.context.extend(tokens)
@@ -253,7 +258,7 @@ class Decoder:
 
     @property
     def max_draft_depth(self) -> int:
-        """How deep a draft may be: one less than the tokens still wanted, since each round adds one of its own."""
+        """How deep a draft may be: one less than the tokens still wanted, as a round adds one."""
         left = self.stop.tokens_left(len(self.context) - self.start, self._limit)
         return 1 << 30 if left is None else max(left[0] - 1, 0)
 
@@ -272,7 +277,8 @@ class Decoder:
         # 2. Score: one forward pass of the target over the whole tree.
         scores = self.target.score(tree, self.drafter.hidden_layers)
         passes_scored = len(self.forward_log)
-        # The distributions are computed when they are read, with the text as it is now: a penalty needs a copy.
+        # The distributions are computed when they are read, with the text as it is now: a penalty
+        # needs a copy.
         history = self.context if self.sampling.repetition_penalty == 1.0 else tuple(self.context)
         target_probs = TargetProbs(scores, self.sampling, history, tree)
 
@@ -302,7 +308,7 @@ class Decoder:
         return round
 
     def rewind(self, length: int) -> None:
-        """Forget the text after its first `length` tokens (the outer level of a cascade rejected it)."""
+        """Forget the text after its first `length` tokens: a cascade's outer level rejected it."""
         self.target.rewind(length)
         self.drafter.rewind(length)
         del self.context[length:]

@@ -1,7 +1,8 @@
-"""The kernels of _core as torch ops, for rows that live on a device: nothing vocabulary-sized is copied to the host.
+"""The kernels of _core as torch ops, for rows that live on a device: nothing vocabulary-sized is
+copied to the host.
 
-They decide as the kernels do, unless a uniform or a knob lies within V * eps of a boundary: a device sums in its own
-order. Everything is computed in float64, whatever the dtype of the logits.
+They decide as the kernels do, unless a uniform or a knob lies within V * eps of a boundary: a
+device sums in its own order. Everything is computed in float64, whatever the dtype of the logits.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from tinyspec.errors import TinyspecError
 
 
 class Fault(NamedTuple):
-    """What is wrong with a row, to be asked when the row is needed: `top` is its highest logit (NaN if any is)."""
+    """What is wrong with a row, to be asked when the row is needed: `top` is its highest logit (NaN
+    if any is).
+    """
 
     top: float
 
@@ -53,8 +56,8 @@ def warp_rows(
     min_p: float | None,
     penalty: float,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [n, V] to laws, float64 [n, V], a history each; and the highest logit of each row [n], by which `Fault` knows a
-    row without a law. Nothing is brought to the host."""
+    """Logits [n, V] to laws, float64 [n, V], a history each; and the highest logit of each row [n],
+    by which `Fault` knows a row without a law. Nothing is brought to the host."""
     scores = logits.detach().to(torch.float64, copy=True)
     if penalty != 1.0:
         _penalise(scores, histories, penalty)
@@ -155,7 +158,8 @@ def without(row: Tensor, token: int) -> Tensor:
     return torch.where(mass > 0, left / mass, row)
 
 
-# --- verifying a tree with one synchronisation ------------------------------------------------------------------------
+# --- verifying a tree with one synchronisation
+# ------------------------------------------------------------------------
 
 
 def fetch(*columns: Tensor) -> list[list[float]]:
@@ -175,14 +179,17 @@ def walk(
     tops: Tensor | None,
     uniforms: Sequence[float],
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
-    """reference.walk over the target's rows [n + 1, V], with one synchronisation: (path, token, refused, uniforms used).
+    """reference.walk over the target's rows [n + 1, V], with one synchronisation: (path, token,
+    refused, uniforms used).
 
-    Everything the walk could ask is answered at once. Which law a node meets depends on no decision but those that lead
-    there: the node's place among its siblings says who was refused before it. So the ratios of all nodes, and what a text
-    that ends at each node would draw, are worked out side by side, sibling rank by sibling rank; the host then walks over
-    numbers. The number of uniforms used up on the way is known beforehand too.
+    Everything the walk could ask is answered at once. Which law a node meets depends on no decision
+    but those that lead there: the node's place among its siblings says who was refused before it.
+    So the ratios of all nodes, and what a text that ends at each node would draw, are worked out
+    side by side, sibling rank by sibling rank; the host then walks over numbers. The number of
+    uniforms used up on the way is known beforehand too.
 
-    tops  the highest logit of each row, to refuse a row without a law; None: the rows are known to be laws
+    tops  the highest logit of each row, to refuse a row without a law; None: the rows are known to
+          be laws
     """
     for token in tokens:
         if not 0 <= token < rows.shape[1]:
@@ -236,8 +243,9 @@ Place = dict[int, tuple[int, int]]
 def _places(
     tokens: Sequence[int], parents: Sequence[int], probe: Sequence[bool]
 ) -> tuple[Place, list[int], dict[int, int]]:
-    """Where each node is tested: (its rank, the node behind which it stands), the children of equal siblings together
-    behind the first of them. Where a walk may end, and how many uniforms are used up by then.
+    """Where each node is tested: (its rank, the node behind which it stands), the children of equal
+    siblings together behind the first of them. Where a walk may end, and how many uniforms are used
+    up by then.
 
     Of equal siblings only the first can be accepted: refusing it leaves the token no probability.
     """

@@ -1,17 +1,22 @@
-"""Drafts that were looked up, made into others: several merged into one tree, and one that goes on behind a replaced token."""
+"""Drafts that were looked up, made into others: several merged into one tree, and one that goes on
+behind a replaced token.
+"""
 
 from collections.abc import Sequence
 
 from tinyspec.tree import ROOT
 
 LookupDraft = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
-"""What a look found: tokens, parents, shares, and of each guess how long the match is that it stands behind."""
+"""What a look found: tokens, parents, shares, and of each guess how long the match is that it
+stands behind.
+"""
 
 
 def merge_drafts(
     drafts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]],
 ) -> tuple[list[int], list[int], list[float]]:
-    """One tree of several drafts (tokens, parents, chances): equal paths are one, with the greatest of their chances.
+    """One tree of several drafts (tokens, parents, chances): equal paths are one, with the greatest
+    of their chances.
 
     A parent stands before its children, and is at least as likely.
 
@@ -36,10 +41,12 @@ def merge_drafts(
 
 
 def continue_after_substitution(draft: LookupDraft, newest: int) -> LookupDraft:
-    """What a draft behind the text without its newest token says comes behind that one: it was put in another's place.
+    """What a draft behind the text without its newest token says comes behind that one: it was put
+    in another's place.
 
-    Where a copy changes a word, no suffix of the text is known behind it. So each first guess is taken for what `newest`
-    replaced, and what follows that guess is offered. Guesses behind `newest` itself are what any look finds.
+    Where a copy changes a word, no suffix of the text is known behind it. So each first guess is
+    taken for what `newest` replaced, and what follows that guess is offered. Guesses behind
+    `newest` itself are what any look finds.
 
     >>> continue_after_substitution(([5, 9, 6, 7], [-1, -1, 0, 2], [0.5, 0.5, 0.5, 0.5], [4, 4, 4, 4]), 9)
     ([6, 7], [-1, 0], [0.5, 0.5], [4, 4])

@@ -1,4 +1,6 @@
-"""A `RandomSource` that walks every outcome with its exact probability: it turns a test into a proof."""
+"""A `RandomSource` that walks every outcome with its exact probability: it turns a test into a
+proof.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -20,7 +22,9 @@ def claim(asked: set[tuple[str, int]], role: str, round: int) -> None:
 
 
 class _Script:
-    """One run of a function: follow `choices`, then take first branches, and note how many there were."""
+    """One run of a function: follow `choices`, then take first branches, and note how many there
+    were.
+    """
 
     def __init__(self, choices: Sequence[int]) -> None:
         self.choices = choices
@@ -58,7 +62,8 @@ class Exhaustive:
 
     @staticmethod
     def walk(function: Callable[["Exhaustive"], T]) -> Iterator[tuple[T, Any]]:
-        """Run the function once for each path through its decisions, depth first; outcomes may repeat.
+        """Run the function once for each path through its decisions, depth first; outcomes may
+        repeat.
 
         Branches of probability zero are never taken. The probabilities add up to one.
         """

@@ -1,14 +1,19 @@
-"""Early exits: a target that runs a token's layers one after the other until a rule says stop, and fills what it left out.
+"""Early exits: a target that runs a token's layers one after the other until a rule says stop, and
+fills what it left out.
 
-A token that leaves after layer e has no keys and values above e, which the tokens behind it will read. What is done about that
-has three names, and each is one line on a session:
+A token that leaves after layer e has no keys and values above e, which the tokens behind it will
+read. What is done about that has three names, and each is one line on a session:
 
-    copy       the state at the exit stands for those of the layers above; each layer makes its own keys and values from it
-    recompute  the layers above are run after all, before the next token; the token that left keeps the row of its exit
-    postpone   nothing, until a token goes deeper: then all that wait are run along with it, as far as it goes
+    copy       the state at the exit stands for those of the layers above; each layer makes its own
+               keys and values from it
+    recompute  the layers above are run after all, before the next token; the token that left keeps
+               the row of its exit
+    postpone   nothing, until a token goes deeper: then all that wait are run along with it, as far
+               as it goes
 
-`copy` costs least and is not cache-exact; the other two are. The prompt runs through every layer, but for its last token, from
-whose row the first new token is drawn. The token at the end of a text is never filled: nobody reads it.
+`copy` costs least and is not cache-exact; the other two are. The prompt runs through every layer,
+but for its last token, from whose row the first new token is drawn. The token at the end of a text
+is never filled: nobody reads it.
 
 What a rule is, and where tokens may leave, is the technique's: CALM's is in early_exit/calm.py.
 """
@@ -29,7 +34,8 @@ class Exit(NamedTuple):
     layer   layers that it ran
     step    which new token its row decides: 0 is the first behind the prompt
     logits  [V] the row of an exit here; None where the rule reads none
-    states  what came out of this layer, then out of the layer below, ...: as many as the rule reads, each [d]
+    states  what came out of this layer, then out of the layer below, ...: as many as the rule
+            reads, each [d]
     """
 
     layer: int
@@ -42,7 +48,8 @@ class Rule:
     """When a token leaves. This one: never.
 
     layers  where it is asked, from the lowest up; whoever stays in all of them runs the whole model
-    row     whether it reads the row of an exit: a product with the vocabulary matrix each time it is asked
+    row     whether it reads the row of an exit: a product with the vocabulary matrix each time it
+            is asked
     states  how many states it reads
     """
 
@@ -56,7 +63,9 @@ class Rule:
 
 
 Fill = Callable[[Any, Sequence[int]], None]
-"""(session, positions): gives tokens before the newest, which left early, what the next one will read of them."""
+"""(session, positions): gives tokens before the newest, which left early, what the next one will
+read of them.
+"""
 
 
 def copy(session: Any, positions: Sequence[int]) -> None:
@@ -77,10 +86,11 @@ FILLS: Mapping[str, Fill] = {"copy": copy, "recompute": recompute, "postpone": p
 
 
 class ExitTarget:
-    """A session whose tokens may leave early. `Scores.layers` says after how many layers each row was read.
+    """A session whose tokens may leave early. `Scores.layers` says after how many layers each row
+    was read.
 
-    It decodes one token at a time: a rule that may stop takes no drafts, since the exits of a draft would depend on what is
-    drafted beside it. The rule that never stops is the session itself.
+    It decodes one token at a time: a rule that may stop takes no drafts, since the exits of a draft
+    would depend on what is drafted beside it. The rule that never stops is the session itself.
     """
 
     def __init__(self, session: Any, rule: Rule, fill: str = "copy"):

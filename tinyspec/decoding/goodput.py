@@ -1,8 +1,10 @@
-"""Goodput: which draft, and how long, has the most expected tokens an expected second. The figures and the choice.
+"""Goodput: which draft, and how long, has the most expected tokens an expected second. The figures
+and the choice.
 
-The model of SmartSpec (Liu et al. 2024, arXiv 2406.14066) for one request. What a round costs is learnt by its number of
-guesses, what a guess of a draft model earns by its position; both are exponential averages over priors. What a guess earns that
-was looked up is said by whoever looked (decoding/trust.py). `auto` is the technique.
+The model of SmartSpec (Liu et al. 2024, arXiv 2406.14066) for one request. What a round costs is
+learnt by its number of guesses, what a guess of a draft model earns by its position; both are
+exponential averages over priors. What a guess earns that was looked up is said by whoever looked
+(decoding/trust.py). `auto` is the technique.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +21,9 @@ PolicyOverride = Callable[[int, Any], int]
 """(number of ways to go on, chance) -> which: who stands in for a technique's own judgement."""
 
 GRID = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47)
-"""Guesses in a round: few sizes, so that each is measured often. With the root, 12 rows: what a kernel takes at once."""
+"""Guesses in a round: few sizes, so that each is measured often. With the root, 12 rows: what a
+kernel takes at once.
+"""
 SLOPE, STEP = 0.1, 0.3  # prior cost of a further row, and of a draft model's step, in calls
 RATE, FALL = 0.2, 0.5  # weight of the newest figure, and of a time that is shorter
 SLOW = 0.05  # the least weight of a round in the shape of the curve
@@ -48,7 +52,9 @@ class Choice(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """What a source has: of each guess the chance that it is accepted, never more than that of the one before."""
+    """What a source has: of each guess the chance that it is accepted, never more than that of the
+    one before.
+    """
 
     source: int
     chances: Sequence[float]
@@ -58,11 +64,13 @@ PLAIN = Choice(DRAFT, 0)
 
 
 class CostModel:
-    """Seconds of a round by the number of its guesses, and of a draft model's step, with its acceptance by position.
+    """Seconds of a round by the number of its guesses, and of a draft model's step, with its
+    acceptance by position.
 
-    What else a machine has to do makes rounds of all sizes longer, so pace and shape are learnt apart: the pace from every
-    round, and soon; the seconds of a size at pace 1 from its own rounds, each of which counts alike until there are many. The
-    choice takes the size with the least cost, and with it the errors of figures that were too small: they have to be few.
+    What else a machine has to do makes rounds of all sizes longer, so pace and shape are learnt
+    apart: the pace from every round, and soon; the seconds of a size at pace 1 from its own rounds,
+    each of which counts alike until there are many. The choice takes the size with the least cost,
+    and with it the errors of figures that were too small: they have to be few.
     """
 
     def __init__(self, longest: int):
@@ -108,7 +116,9 @@ class CostModel:
             self._costs = None
 
     def costs(self) -> list[float]:
-        """Seconds of a round of each size: as measured, else on the slope of the next smaller (else larger) size that was."""
+        """Seconds of a round of each size: as measured, else on the slope of the next smaller (else
+        larger) size that was.
+        """
         if self._costs is None:
             base, slope, self._costs = self.seconds[0] or 1.0, None, []
             for size, own in zip(self.sizes[1:], self.seconds[1:], strict=True):
@@ -124,7 +134,9 @@ class CostModel:
 
 
 def update_ema(old: float | None, new: float) -> float:
-    """The exponential average of a time. It falls faster than it rises: whatever disturbs a measurement makes it longer."""
+    """The exponential average of a time. It falls faster than it rises: whatever disturbs a
+    measurement makes it longer.
+    """
     return new if old is None else old + (FALL if new < old else RATE) * (new - old)
 
 

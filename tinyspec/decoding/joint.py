@@ -1,9 +1,10 @@
 """A joint target: several models score one tree, and one function makes the law of their rows.
 
-Contrastive decoding (an expert less an amateur), cascades with deferral (a small model's row where it is good enough, else the
-large one's), grammar masks (one model, and what may come next): each is a function of the members' rows and of the text. The
-decoder sees one target, so every drafter, verifier and law serves it. A member may draft as well (`SharedSessionDrafter`): its
-session keeps the nodes it drafted, so that scoring the tree runs only the rows that drafting left out.
+Contrastive decoding (an expert less an amateur), cascades with deferral (a small model's row where
+it is good enough, else the large one's), grammar masks (one model, and what may come next): each is
+a function of the members' rows and of the text. The decoder sees one target, so every drafter,
+verifier and law serves it. A member may draft as well (`SharedSessionDrafter`): its session keeps
+the nodes it drafted, so that scoring the tree runs only the rows that drafting left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +21,15 @@ from tinyspec.lm.host import stack
 from tinyspec.tree import ROOT, TokenTree
 
 Make: TypeAlias = Callable[[Sequence[Any], Sequence[int], Sequence[int]], Any]
-"""(one row of each member, the committed text, the path below it) -> the joint row: logits, or a table's weights, [V]. A
-function of its arguments alone. The text is shared: it is read, never changed."""
+"""(one row of each member, the committed text, the path below it) -> the joint row: logits, or a
+table's weights, [V]. A function of its arguments alone. The text is shared: it is read, never
+changed."""
 
 
 class Joint:
-    """Members that hold the same text. Hidden states, and the depth that rows ran to, are the first member's."""
+    """Members that hold the same text. Hidden states, and the depth that rows ran to, are the first
+    member's.
+    """
 
     def __init__(self, members: Sequence[Target], make: Make):
         self.members, self.make = tuple(members), make

@@ -1,12 +1,17 @@
-"""How long will the translation be? A model that writes all places at once must know before it writes any.
+"""How long will the translation be? A model that writes all places at once must know before it
+writes any.
 
-A law of lengths is a row of log-probabilities by length, [B, L], length 0 being impossible. Three predictors give one:
+A law of lengths is a row of log-probabilities by length, [B, L], length 0 being impossible. Three
+predictors give one:
 
     by_token       a LENGTH token before the source is a classifier of lengths (Mask-Predict)
-    by_fertility   every source word says how many target words it gives; the length is their sum (NAT)
-    by_difference  a classifier of how much longer than its source the target is, on the mean encoder state
+    by_fertility   every source word says how many target words it gives; the length is their sum
+                   (NAT)
+    by_difference  a classifier of how much longer than its source the target is, on the mean
+                   encoder state
 
-and `beam` takes the likeliest lengths of any of them. Several lengths stand on one canvas, so they cost one batch.
+and `beam` takes the likeliest lengths of any of them. Several lengths stand on one canvas, so they
+cost one batch.
 """
 
 import torch
@@ -22,7 +27,8 @@ def by_token(model: Seq2Seq, memory: EncoderOutput) -> Tensor:
 
 
 def by_fertility(law: Tensor, mask: Tensor) -> Tensor:
-    """The law of the sum of independent fertilities: law [B, S, F], mask [B, S] of source tokens -> [B, S (F - 1) + 1].
+    """The law of the sum of independent fertilities: law [B, S, F], mask [B, S] of source tokens ->
+    [B, S (F - 1) + 1].
 
     Exact, by convolution of one word after the other, and given that not all of them are 0.
 
@@ -42,7 +48,9 @@ def by_fertility(law: Tensor, mask: Tensor) -> Tensor:
 
 
 def by_difference(logits: Tensor, lengths: Tensor, longest: int) -> Tensor:
-    """Classes -R..R of |y| - |x|, logits [B, 2R + 1], of sources of these lengths [B] -> [B, longest + 1]."""
+    """Classes -R..R of |y| - |x|, logits [B, 2R + 1], of sources of these lengths [B] -> [B,
+    longest + 1].
+    """
     reach = logits.shape[1] // 2
     found = logits.new_full((len(logits), longest + 1), -torch.inf)
     at = lengths[:, None] + torch.arange(-reach, reach + 1, device=logits.device)  # [B, 2R + 1]
@@ -53,7 +61,9 @@ def by_difference(logits: Tensor, lengths: Tensor, longest: int) -> Tensor:
 
 
 def difference(lengths: Tensor, targets: Tensor, reach: int) -> Tensor:
-    """The classes that `by_difference` is trained on: |y| - |x| [B], what is beyond the reach at its end."""
+    """The classes that `by_difference` is trained on: |y| - |x| [B], what is beyond the reach at
+    its end.
+    """
     return (targets - lengths).clamp(-reach, reach) + reach
 
 
@@ -65,7 +75,8 @@ def _possible(law: Tensor) -> Tensor:
 
 
 def beam(law: Tensor, width: int) -> list[list[int]]:
-    """The `width` likeliest lengths of each row, the likeliest first, of equals the shorter; fewer where no more can be.
+    """The `width` likeliest lengths of each row, the likeliest first, of equals the shorter; fewer
+    where no more can be.
 
     >>> beam(torch.tensor([[0.0, 0.2, 0.5, 0.3]]).log(), 2)
     [[2, 3]]

@@ -1,4 +1,6 @@
-"""A small model as the drafter: it samples a chain of tokens under the same warp as the target."""
+"""A small model as the drafter: it samples a chain of tokens under the same settings as the
+target.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +15,9 @@ from tinyspec.tree import Probs, TokenTree
 
 
 class IncrementalProbs(TargetProbs):
-    """The laws along a chain whose rows come one by one, in memory. Only the newest is asked for."""
+    """The laws along a chain whose rows come one by one, in memory. Only the newest is asked
+    for.
+    """
 
     def __init__(self, sampling: SamplingParams, context: Sequence[int]):
         super().__init__(Scores((), (), ()), sampling, context, TokenTree())  # type: ignore[arg-type]  # nothing on a device
@@ -30,12 +34,14 @@ class IncrementalProbs(TargetProbs):
 
 
 class ModelDrafter(BaseDrafter):
-    """Draws `gamma` tokens one after the other from a model and declares each law; at temperature 0 it is a point mass, None.
+    """Draws `gamma` tokens one after the other from a model and declares each law; at temperature 0
+    it is a point mass, None.
 
-    The text so far is kept in the draft's own session, so each proposed token costs one row, and tokens that the target
-    accepted are not run again. Behind a fully accepted draft the last token's row is missing: it is run with the next
-    proposal. Where the text outgrows the draft's own context of `positions` tokens (None: no limit), it proposes nothing
-    and the target goes on alone.
+    The text so far is kept in the draft's own session, so each proposed token costs one row, and
+    tokens that the target accepted are not run again. Behind a fully accepted draft the last
+    token's row is missing: it is run with the next proposal. Where the text outgrows the draft's
+    own context of `positions` tokens (None: no limit), it proposes nothing and the target goes on
+    alone.
     """
 
     def __init__(
@@ -105,8 +111,9 @@ class ModelDrafter(BaseDrafter):
         return True
 
     def should_stop(self, laws: TargetProbs, tip: int, token: int) -> bool:
-        """Asked after a token was drawn behind `tip`: whether it is the draft's last. It stays in the draft either way, for
-        a node whose presence depends on the token drawn at it would not have its declared law."""
+        """Asked after a token was drawn behind `tip`: whether it is the draft's last. It stays in
+        the draft either way, for a node whose presence depends on the token drawn at it would not
+        have its declared law."""
         return token in self.ends  # nothing comes after the end of a text
 
     def observe(self, round: Round) -> None:
@@ -124,7 +131,9 @@ class ModelDrafter(BaseDrafter):
 
 
 class SharedSessionDrafter(ModelDrafter):
-    """Drafts on a session whose text somebody else keeps: a view of the target's own, or a member of a joint target."""
+    """Drafts on a session whose text somebody else keeps: a view of the target's own, or a member
+    of a joint target.
+    """
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         return None
@@ -140,6 +149,8 @@ class SharedSessionDrafter(ModelDrafter):
 
 
 def confidence(laws: TargetProbs, tip: int) -> Any:
-    """The greatest probability of a draft's row, before the user's settings sharpen or cut it: how sure the model is."""
+    """The greatest probability of a draft's row, before the user's settings sharpen or cut it: how
+    sure the model is.
+    """
     row = laws.probs_under(tip, SamplingParams())
     return max(row) if is_exact(row) else row.max()

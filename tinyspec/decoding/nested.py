@@ -1,10 +1,12 @@
 """A decoder as the drafter of another: a cascade is a decoder inside a decoder.
 
-The inner decoder is exact for its own model, so what it commits is distributed as that model's rows, and these rows
-(`Round.laws`) are what its tokens declare: the middle's law, not that of the smaller drafter inside. A round of the inner
-decoder may end at any token, for whether a token is there depends on the tokens before it alone.
+The inner decoder is exact for its own model, so what it commits is distributed as that model's
+rows, and these rows (`Round.laws`) are what its tokens declare: the middle's law, not that of the
+smaller drafter inside. A round of the inner decoder may end at any token, for whether a token is
+there depends on the tokens before it alone.
 
-`write` is the whole of it: bring the inner text to the outer one, then step until so many tokens stand.
+`write` is the whole of it: bring the inner text to the outer one, then step until so many tokens
+stand.
 """
 
 from collections.abc import Sequence
@@ -35,15 +37,19 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def told(tokens: Sequence[int]) -> Round:
-    """The event by which an inner drafter hears of tokens that came from outside; it shows no rows."""
+    """The event by which an inner drafter hears of tokens that came from outside; it shows no
+    rows.
+    """
     return Round(TokenTree(), UNSEEN, Verdict((), None), tuple(tokens), ())
 
 
 class Nested(BaseDrafter):
     """Lets a decoder make `gamma` tokens a round, and declares the laws it made them under.
 
-    decoder    its target and drafter write to the outer request's ledger; its stop names the ends of a text, no more
-    guest      its target is a view of the outer target's own session, whose text somebody else keeps
+    decoder    its target and drafter write to the outer request's forward log; its stop names the
+               ends of a text, no more
+    guest      its target is a view of the outer target's own session, whose text somebody else
+               keeps
     positions  tokens its target's context holds (None: no limit); beyond, nothing is proposed
     truthful   whether its verifier is exact; if not, its tokens are proposed as point masses
     """
@@ -83,14 +89,17 @@ class Nested(BaseDrafter):
     def write(
         self, text: Sequence[int], n: int, sampling: SamplingParams, rng: RandomSource
     ) -> tuple[list[int], list[Probs | None]]:
-        """At most n tokens that go on with this text, and the law of each; fewer at an end of text or of the context."""
+        """At most n tokens that go on with this text, and the law of each; fewer at an end of text
+        or of the context.
+        """
         tokens, laws = list[int](), list[Probs | None]()
         n = n if self.positions is None else min(n, self.positions - len(text))
         if n < 1:
             return tokens, laws
         self.follow(text)
         inner = self.decoder
-        # the chance is new each round, so its rounds are counted anew; the budget keeps drafts from running over it
+        # the chance is new each round, so its rounds are counted anew; the budget keeps drafts from
+        # running over it
         inner.sampling, inner.rounds, inner.stop = sampling, 0, replace(self.ends, max_new_tokens=n)
         while not inner.finished:
             round = inner.step(rng)

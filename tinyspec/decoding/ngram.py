@@ -1,9 +1,10 @@
-"""A statistical model as the lowest level of a cascade: Katz's back-off n-grams, counted in text that a model said.
+"""A statistical model as the lowest level of a cascade: Katz's back-off n-grams, counted in text
+that a model said.
 
-Katz 1987: after a context that was seen, a continuation has its count less a discount; the mass this frees goes to the
-others, as the context shorter by one token shares it out. The discount is absolute (one half), for Good-Turing's is
-undefined on small counts. Its guesses are point masses, so nothing that it says can change a law; and it is counted once, so it
-is no state of a request.
+Katz 1987: after a context that was seen, a continuation has its count less a discount; the mass
+this frees goes to the others, as the context shorter by one token shares it out. The discount is
+absolute (one half), for Good-Turing's is undefined on small counts. Its guesses are point masses,
+so nothing that it says can change a law; and it is counted once, so it is no state of a request.
 """
 
 from collections import Counter, defaultdict
@@ -72,13 +73,15 @@ class Katz:
         return self.share[seen] * (self.law(token, seen[1:]) if seen else 1)
 
     def likeliest(self, context: Sequence[int]) -> int | None:
-        """The likeliest next token. None where not even the newest token was ever continued: what knows nothing of the
-        context is no guess."""
+        """The likeliest next token. None where not even the newest token was ever continued: what
+        knows nothing of the context is no guess."""
         seen = self._seen(context)
         return self.best[seen] if seen else None
 
     def _seen(self, context: Sequence[int]) -> Context | None:
-        """The longest end of the context that was continued; None where nothing was counted at all."""
+        """The longest end of the context that was continued; None where nothing was counted at
+        all.
+        """
         for n in range(min(self.order - 1, len(context)), -1, -1):
             found = tuple(context[len(context) - n :])
             if found in self.counts:
@@ -88,7 +91,9 @@ class Katz:
     def _best(
         self, context: Context, but: frozenset[int], ranked: dict[Context, list[int]]
     ) -> tuple[Fraction, int]:
-        """The likeliest token after a context that is none of these, with its probability; the lowest id of equals."""
+        """The likeliest token after a context that is none of these, with its probability; the
+        lowest id of equals.
+        """
         first = next((token for token in ranked[context] if token not in but), None)
         found = [] if first is None else [(self.law(first, context), first)]
         but = but.union(self.counts[context])
@@ -107,7 +112,8 @@ def _others(tokens: Container[int]) -> Iterator[int]:
 
 
 def sampled(model: Any, tokens: int, seed: int = 0) -> list[list[int]]:
-    """So many tokens that a model says of itself at temperature 1, in several texts; the same for the same seed.
+    """So many tokens that a model says of itself at temperature 1, in several texts; the same for
+    the same seed.
 
     model  with `session` and `config`: a transformer or a table
     """

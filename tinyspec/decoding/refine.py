@@ -1,10 +1,12 @@
 """The second loop: a canvas is rewritten.
 
-`decode` extends a text; here the whole target is on the canvas from the beginning, and every pass of the decoder rewrites
-some or all of it. A `Refiner` makes the first canvas (how long? what stands on it?), rewrites it, says when it is done, and
-chooses among its candidates (lengths, fertilities, samples), which stand on the canvas together and are one batch.
+`decode` extends a text; here the whole target is on the canvas from the beginning, and every pass
+of the decoder rewrites some or all of it. A `Refiner` makes the first canvas (how long? what stands
+on it?), rewrites it, says when it is done, and chooses among its candidates (lengths, fertilities,
+samples), which stand on the canvas together and are one batch.
 
-The source is encoded once. Every pass is entered in the ledger by the model itself, and is one `Pass` event here.
+The source is encoded once. Every pass is entered in the forward log by the model itself, and is one
+`Pass` event here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +25,10 @@ from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 class Canvas(NamedTuple):
     """C candidates of up to T slots each, padded at the end.
 
-    tokens [C, T]; mask [C, T], True: a slot, False: padding; scores [C, T] log-probabilities, as the technique keeps them
-    extra  what a technique remembers beside them (which slots it re-masked, the decoder's input); nobody else reads it
+    tokens [C, T]; mask [C, T], True: a slot, False: padding; scores [C, T] log-probabilities, as
+    the technique keeps them
+    extra  what a technique remembers beside them (which slots it re-masked, the decoder's input);
+           nobody else reads it
     """
 
     tokens: Tensor
@@ -53,7 +57,9 @@ def blank(lengths: Sequence[int], token: int, device: torch.device | None = None
 
 
 class Refiner(Protocol):
-    """A technique that rewrites: what to begin with, what a pass changes, when to stop, which candidate to keep."""
+    """A technique that rewrites: what to begin with, what a pass changes, when to stop, which
+    candidate to keep.
+    """
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """The first canvas. No decoder pass."""
@@ -76,8 +82,8 @@ class Refiner(Protocol):
 
 @dataclass
 class Written:
-    """A pass as plain data: every candidate's tokens behind it, and the slots whose token is another than before; how sure
-    the technique is of each (log-probabilities, as it keeps them)."""
+    """A pass as plain data: every candidate's tokens behind it, and the slots whose token is
+    another than before; how sure the technique is of each (log-probabilities, as it keeps them)."""
 
     tokens: list[list[int]]
     changed: list[list[int]]
@@ -109,7 +115,7 @@ class Pass(NamedTuple):
 class Refinement:
     """One request under way: iterate it for its passes, then read `tokens`.
 
-    ledger  where passes are entered; None: where the model enters them
+    forward_log  where passes are entered; None: where the model enters them
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """Many canvases at once: the second loop over a batch of sources.
 
-One encoder pass and, each iteration, one decoder pass for all candidates of all sources. For techniques that draw nothing
-while they rewrite, and that stop after a fixed number of iterations; what comes out is what `refine` gives source by source
-(a test). A large batch is where parallel decoding has least to gain, and measuring it is what this is for.
+One encoder pass and, each iteration, one decoder pass for all candidates of all sources. For
+techniques that draw nothing while they rewrite, and that stop after a fixed number of iterations;
+what comes out is what `refine` gives source by source (a test). A large batch is where parallel
+decoding has least to gain, and measuring it is what this is for.
 """
 
 from collections.abc import Sequence

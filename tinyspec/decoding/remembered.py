@@ -1,4 +1,6 @@
-"""What was asked and said, in a forest of counted tries: one tree for the outputs of all requests, one for each that runs."""
+"""What was asked and said, in a forest of counted tries: one tree for the outputs of all requests,
+one for each that runs.
+"""
 
 from collections.abc import Sequence
 from itertools import count
@@ -14,10 +16,11 @@ OUTPUTS = 0  # the tree of what was said; those of requests are 1, 2, ...
 
 
 class Remembered(BaseDrafter):
-    """The texts of a request in a forest: prompts in a tree of its own, outputs in that of all requests.
+    """The texts of a request in a forest: prompts in a tree of its own, outputs in that of all
+    requests.
 
-    `runs` are the pieces of the text in their order: (number in the forest, its tree, where it begins). No window crosses from
-    one to the next.
+    `runs` are the pieces of the text in their order: (number in the forest, its tree, where it
+    begins). No window crosses from one to the next.
     """
 
     def __init__(self, forest: Forest, numbers: "count[int]"):
@@ -82,7 +85,8 @@ def memory(
 ) -> "tuple[Forest, count[int]]":
     """The forest of this model under these knobs, and the numbers of its requests.
 
-    A new one where nothing is to be kept, and in a batch (no clock), where a row must equal the row run alone.
+    A new one where nothing is to be kept, and in a batch (no clock), where a row must equal the row
+    run alone.
     """
 
     def make() -> "tuple[Forest, count[int]]":

@@ -1,7 +1,9 @@
-"""Candidates judged by an autoregressive teacher: one teacher-forced pass over all of them, whatever their lengths.
+"""Candidates judged by an autoregressive teacher: one teacher-forced pass over all of them,
+whatever their lengths.
 
-Gu et al. 2018, arXiv 1711.02281, call it noisy parallel decoding. The teacher knows what a parallel model cannot: which
-tokens belong together. Writing costs it a pass for every token, judging costs one.
+Gu et al. 2018, arXiv 1711.02281, call it noisy parallel decoding. The teacher knows what a parallel
+model cannot: which tokens belong together. Writing costs it a pass for every token, judging costs
+one.
 """
 
 from collections.abc import Sequence
@@ -15,16 +17,20 @@ from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 
 
 def judge(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> Tensor:
-    """`said` for the candidates of one source. One pass of the encoder (its source is the only one) and one of the decoder."""
+    """`said` for the candidates of one source. One pass of the encoder (its source is the only one)
+    and one of the decoder.
+    """
     return token_logprobs(
         teacher, teacher.encode(torch.tensor([list(source)], device=teacher.device)), canvas
     )
 
 
 def token_logprobs(teacher: Seq2Seq, memory: EncoderOutput, canvas: Canvas) -> Tensor:
-    """log p of every token of every candidate, and of the end behind its last, given its source: [C, T + 1], 0 at padding.
+    """log p of every token of every candidate, and of the end behind its last, given its source:
+    [C, T + 1], 0 at padding.
 
-    memory  of one source for all candidates, or of each candidate's. What a padding slot holds does not matter.
+    memory  of one source for all candidates, or of each candidate's. What a padding slot holds does
+            not matter.
     """
     config, device = teacher.config, teacher.device
     tokens, mask = canvas.tokens.to(device), canvas.mask.to(device)

@@ -1,8 +1,9 @@
 """Random numbers: never from global state, always from a `RandomSource` that is handed in.
 
-`Seeded` is for use. `Replay` feeds given uniforms, to compare two implementations draw by draw. `Exhaustive` walks
-every outcome with its exact probability, which turns a test into a proof. `split(role, round)` gives each role its
-own stream in each round. So no two decisions share noise, and nothing depends on how much another role consumed.
+`Seeded` is for use. `Replay` feeds given uniforms, to compare two implementations draw by draw.
+`Exhaustive` walks every outcome with its exact probability, which turns a test into a proof.
+`split(role, round)` gives each role its own stream in each round. So no two decisions share noise,
+and nothing depends on how much another role consumed.
 """
 
 import threading
@@ -27,11 +28,15 @@ class RandomSource(Protocol):
     """A stream of decisions."""
 
     def split(self, role: str, round: int) -> "RandomSource":
-        """Return an independent stream for a role in a round. Raises TinyspecError if one key is asked for twice."""
+        """Return an independent stream for a role in a round. Raises TinyspecError if one key is
+        asked for twice.
+        """
         ...
 
     def accept(self, ratio: Any) -> bool:
-        """Return True with probability min(1, ratio): u < ratio, so a ratio of 0 is never accepted."""
+        """Return True with probability min(1, ratio): u < ratio, so a ratio of 0 is never
+        accepted.
+        """
         ...
 
     def draw(self, row: Probs) -> int:
@@ -39,11 +44,15 @@ class RandomSource(Protocol):
         ...
 
     def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
-        """Return k tokens drawn without replacement (Plackett-Luce), in draw order; fewer if the support is smaller."""
+        """Return k tokens drawn without replacement (Plackett-Luce), in draw order; fewer if the
+        support is smaller.
+        """
         ...
 
     def exponential_race(self, row: Probs, position: int) -> int:
-        """Return a token sampled by an exponential race whose noise depends on the position alone, whoever asks."""
+        """Return a token sampled by an exponential race whose noise depends on the position alone,
+        whoever asks.
+        """
         ...
 
     def uniforms(self, n: int) -> Uniforms | None:
@@ -95,7 +104,8 @@ class _Stream:
 
 
 class Seeded(_Stream):
-    """Philox streams keyed by a hash of (seed, path of roles and rounds): the same on any machine, in any order of use.
+    """Philox streams keyed by a hash of (seed, path of roles and rounds): the same on any machine,
+    in any order of use.
 
     >>> a, b = Seeded(7), Seeded(7)
     >>> used_first = b.split("verify", 0).uniforms(3)
@@ -166,14 +176,18 @@ def _derive(key: bytes, role: str, round: int) -> bytes:
 
 
 class _Philox(threading.local):
-    """One generator a thread and root, set to a key and a place when needed: making one takes ten times as long."""
+    """One generator a thread and root, set to a key and a place when needed: making one takes ten
+    times as long.
+    """
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
         self._generator = np.random.Generator(self._bits)
 
     def at(self, key: bytes, index: int) -> np.random.Generator:
-        """The generator of stream `key`, about to make number `index`, a multiple of four (a counter makes four)."""
+        """The generator of stream `key`, about to make number `index`, a multiple of four (a
+        counter makes four).
+        """
         counter = np.array([index // 4, 0, 0, 0], np.uint64)
         self._bits.state = {
             "bit_generator": "Philox",
@@ -226,7 +240,9 @@ class Replay(_Stream):
         self._shared[0] -= count
 
     def exponential_race(self, row: Probs, position: int) -> int:
-        """The first race at a position consumes one uniform a token; later ones share that noise."""
+        """The first race at a position consumes one uniform a token; later ones share that
+        noise.
+        """
         if position not in self._races:
             self._races[position] = [
                 -float(np.log1p(-float(self._next()))) for _ in range(len(row))

@@ -1,7 +1,9 @@
-"""Laws as vectors: for verifiers that scale, subtract and clip whole rows, over floats, tensors and Fractions alike.
+"""Laws as vectors: for verifiers that scale, subtract and clip whole rows, over floats, tensors and
+Fractions alike.
 
-A vector here is a float64 ndarray, a tensor on its device, or an ndarray of Fractions; `+ - * /`, `.clip(min=0)` and `.sum()`
-mean the same on all three, so a formula is written once and the exact laws walk the very lines that serve a model.
+A vector here is a float64 ndarray, a tensor on its device, or an ndarray of Fractions; `+ - * /`,
+`.clip(min=0)` and `.sum()` mean the same on all three, so a formula is written once and the exact
+laws walk the very lines that serve a model.
 """
 
 from typing import Any
@@ -17,7 +19,8 @@ __all__ = ["as_row", "exact", "ratio", "same", "vectors"]
 
 
 def vectors(row: Probs, q: Probs | None, token: int) -> tuple[Any, Any]:
-    """The target's row and the law that `token` was drawn from, [V] each; a law of None is a point mass.
+    """The target's row and the law that `token` was drawn from, [V] each; a law of None is a point
+    mass.
 
     >>> [v.tolist() for v in vectors([0.5, 0.5], None, 1)]
     [[0.5, 0.5], [0, 1]]
@@ -41,7 +44,9 @@ def exact(vector: Any) -> bool:
 
 
 def same(one: Probs | None, other: Probs | None) -> bool:
-    """Whether two declared laws are one: the same object, or the same numbers in the same kind of row."""
+    """Whether two declared laws are one: the same object, or the same numbers in the same kind of
+    row.
+    """
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

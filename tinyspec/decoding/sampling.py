@@ -1,8 +1,9 @@
 """Turn logits into a distribution, and a distribution into a token.
 
-`SamplingParams` holds the user's settings: repetition penalty, temperature, top-k, top-p, min-p. Draft and target
-use the same object. A distribution (`Probs`) is a float64 ndarray on the CPU, a tensor on a device, or a list of
-Fractions in the exact laws; every function here accepts all three. Ties go to the lowest id everywhere.
+`SamplingParams` holds the user's settings: repetition penalty, temperature, top-k, top-p, min-p.
+Draft and target use the same object. A distribution (`Probs`) is a float64 ndarray on the CPU, a
+tensor on a device, or a list of Fractions in the exact laws; every function here accepts all three.
+Ties go to the lowest id everywhere.
 """
 
 import math
@@ -42,7 +43,9 @@ def on_host(row: Any) -> NDArray[np.float64]:
 
 
 def in_memory(logits: Any) -> Any:
-    """Return logits [n, V] as a numpy array if they are a CPU tensor: indexing an array is ten times as fast."""
+    """Return logits [n, V] as a numpy array if they are a CPU tensor: indexing an array is ten
+    times as fast.
+    """
     if (
         isinstance(logits, torch.Tensor)
         and logits.device.type == "cpu"
@@ -53,7 +56,9 @@ def in_memory(logits: Any) -> Any:
 
 
 def as_fraction(knob: float | Fraction) -> Fraction:
-    """Return a setting as the number that was written: 0.9 is nine tenths, not the nearest double."""
+    """Return a setting as the number that was written: 0.9 is nine tenths, not the nearest
+    double.
+    """
     return knob if isinstance(knob, Fraction) else Fraction(str(knob))
 
 
@@ -63,9 +68,11 @@ class SamplingParams:
 
     temperature         0 is greedy: all mass on the highest logit
     top_k               keep exactly the k highest
-    top_p               then the smallest set of highest probabilities whose mass reaches top_p, the crossing one included
+    top_p               then the smallest set of highest probabilities whose mass reaches top_p, the
+                        crossing one included
     min_p               then drop what is below min_p times the highest probability
-    repetition_penalty  first of all: logits of tokens in the history times it where negative, else divided by it
+    repetition_penalty  first of all: logits of tokens in the history times it where negative, else
+                        divided by it
 
     >>> SamplingParams(temperature=0.0).probs(np.array([1.0, 3.0, 3.0])).tolist()
     [0.0, 1.0, 0.0]
@@ -104,11 +111,14 @@ class SamplingParams:
         return self.temperature == 0
 
     def probs(self, logits: Any, history: Sequence[int] = ()) -> Probs:
-        """Return the distribution under these settings. Raises TinyspecError for NaN, +inf, or nothing but -inf.
+        """Return the distribution under these settings. Raises TinyspecError for NaN, +inf, or
+        nothing but -inf.
 
-        logits  [V]: CPU tensor or ndarray -> float64 ndarray; device tensor -> float64 tensor there; a list of Fractions
-                is a table model's unnormalised weights (temperature 1/n is the n-th power) -> Fractions
-        history ids so far, prompt included, with the node's own path; read by the repetition penalty alone
+        logits  [V]: CPU tensor or ndarray -> float64 ndarray; device tensor -> float64 tensor
+                there; a list of Fractions is a table model's unnormalised weights (temperature 1/n
+                is the n-th power) -> Fractions
+        history ids so far, prompt included, with the node's own path; read by the repetition
+        penalty alone
         """
         if is_exact(logits):
             return self._exact(logits)
@@ -117,13 +127,17 @@ class SamplingParams:
         return _core.warp(_floats(logits), history, *self._knobs())
 
     def draw(self, logits: Any, history: Sequence[int], u: float) -> int:
-        """Return `sample_inverse_cdf(self.probs(logits, history), u)` in one pass: what plain decoding needs."""
+        """Return `sample_inverse_cdf(self.probs(logits, history), u)` in one pass: what plain
+        decoding needs.
+        """
         if is_exact(logits) or on_device(logits):
             return sample_inverse_cdf(self.probs(logits, history), u)
         return _core.draw(_floats(logits), history, *self._knobs(), u)
 
     def greedy_token(self, logits: Any, history: Sequence[int] = ()) -> int | None:
-        """Return the token that has all the mass if sampling is greedy on the host, else None. No distribution is made."""
+        """Return the token that has all the mass if sampling is greedy on the host, else None. No
+        distribution is made.
+        """
         if self.temperature != 0 or is_exact(logits) or on_device(logits):
             return None
         return self.draw(logits, history, 0.0)
@@ -131,7 +145,8 @@ class SamplingParams:
     def block(
         self, logits: torch.Tensor, histories: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the distributions [n, V] of logits on a device, one history each, and the highest logits [n].
+        """Return the distributions [n, V] of logits on a device, one history each, and the highest
+        logits [n].
 
         Nothing is copied to the host.
         """
@@ -171,7 +186,9 @@ _READ = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def _floats(logits: Any) -> NDArray[np.float32] | NDArray[np.float64]:
-    """Return CPU logits as the kernels read them: float32 and float64 as they are, narrower dtypes as float32 (exact)."""
+    """Return CPU logits as the kernels read them: float32 and float64 as they are, narrower dtypes
+    as float32 (exact).
+    """
     if isinstance(logits, torch.Tensor):
         logits = logits.detach()
         logits = (
@@ -182,14 +199,18 @@ def _floats(logits: Any) -> NDArray[np.float32] | NDArray[np.float64]:
 
 
 def sample_inverse_cdf(row: Probs, u: float) -> int:
-    """Return the token whose interval of the cumulative sum holds u * total, 0 <= u < 1; never one of probability 0."""
+    """Return the token whose interval of the cumulative sum holds u * total, 0 <= u < 1; never one
+    of probability 0.
+    """
     if is_exact(row):
         return reference.pick(row, u)
     return device.pick(row, u) if on_device(row) else _core.pick(on_host(row), u)
 
 
 def sample_without_replacement(row: Probs, uniforms: Any) -> list[int]:
-    """Return tokens drawn without replacement (Plackett-Luce), one for each uniform; fewer if the support is smaller."""
+    """Return tokens drawn without replacement (Plackett-Luce), one for each uniform; fewer if the
+    support is smaller.
+    """
     if is_exact(row):
         return reference.order(row, list(uniforms))
     if on_device(row):
@@ -198,9 +219,11 @@ def sample_without_replacement(row: Probs, uniforms: Any) -> list[int]:
 
 
 def exponential_race(row: Probs, noise: Any) -> int:
-    """Return the token of least noise / probability. With exponential noise it is a sample from the distribution.
+    """Return the token of least noise / probability. With exponential noise it is a sample from the
+    distribution.
 
-    Two distributions on the same noise tend to give the same token (the Gumbel-max trick, Gumbel coupling).
+    Two distributions on the same noise tend to give the same token (the Gumbel-max trick, Gumbel
+    coupling).
     """
     if is_exact(row):
         return reference.race(row, list(noise))

@@ -1,4 +1,6 @@
-"""Decide where a text ends: one rule for every method, applied inside the round, wherever blocks and stops fall."""
+"""Decide where a text ends: one rule for every method, applied inside the round, wherever blocks
+and stops fall.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ class StoppingCriteria:
     """The rules that end a text.
 
     eos             ids that end the text; the id itself is kept as the last token
-    strings         texts that end it; the token that completes one is the last token (the text is cut before the string)
+    strings         texts that end it; the token that completes one is the last token (the text is
+                    cut before the string)
     sequences       token sequences that end it, kept whole
     max_new_tokens  None: no limit
     decode          ids -> text, needed for strings
@@ -40,7 +43,8 @@ class StoppingCriteria:
     def cut(
         self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
     ) -> tuple[int, Reason | None]:
-        """Return how many of the `fresh` tokens to keep after the `new` ones, and why the text ends there if it does.
+        """Return how many of the `fresh` tokens to keep after the `new` ones, and why the text ends
+        there if it does.
 
         limit  the most new tokens that the context still allows in all
 
@@ -64,7 +68,9 @@ class StoppingCriteria:
         return len(fresh), None
 
     def tokens_left(self, made: int, limit: int | None) -> tuple[int, Reason] | None:
-        """Return how many tokens may follow `made` new ones and what the reason will be; None: no limit."""
+        """Return how many tokens may follow `made` new ones and what the reason will be; None: no
+        limit.
+        """
         ends: list[tuple[int, Reason]] = []
         if self.max_new_tokens is not None:
             ends.append((self.max_new_tokens - made, "length"))
@@ -88,7 +94,8 @@ class StoppingCriteria:
         return text[: min(ends)] if ends else text
 
     def withheld(self, text: str) -> int:
-        """Return how many characters at the end could still become a stop string: streaming must not show them yet.
+        """Return how many characters at the end could still become a stop string: streaming must
+        not show them yet.
 
         >>> StoppingCriteria(strings=("END",), decode=str).withheld("the EN")
         2

@@ -16,8 +16,8 @@ Origin = Literal["accepted", "recovered", "bonus", "plain"]
 
 @dataclass
 class Statistics:
-    """Counted after the cut. The prefill is no target call; each round is exactly one; plain decoding makes one token a
-    call."""
+    """Counted after the cut. The prefill is no target call; each round is exactly one; plain
+    decoding makes one token a call."""
 
     target_calls: int = 0
     draft_calls: int = 0
@@ -43,7 +43,9 @@ class Statistics:
 
     @property
     def layers_per_token(self) -> float:
-        """(row, layer) evaluations of the target per token kept: the depth of the model for plain decoding."""
+        """(row, layer) evaluations of the target per token kept: the depth of the model for plain
+        decoding.
+        """
         return self.row_layers / self.emitted if self.emitted else 0.0
 
     @property
@@ -55,7 +57,8 @@ class Statistics:
         """Return the figures of a request on one line; `layers` is put among them as it is.
 
         >>> Statistics(target_calls=2, drafted=4, accepted=3, emitted=5).describe("length")
-        '5 tokens in 2 target calls (2.50 a call, 3 of 4 drafted tokens accepted), 0.00 s; ended by length'
+        '5 tokens in 2 target calls (2.50 a call, 3 of 4 drafted tokens accepted), 0.00 s; ended by
+        length'
         """
         pace = f", {self.emitted / self.seconds:.1f} tokens/s" if self.seconds else ""
         drafts = (
@@ -77,8 +80,8 @@ class Statistics:
 
 
 def origins(round: Round) -> tuple[Origin, ...]:
-    """Where each token of a round came from: accepted from the draft, recovered after a refusal, a bonus behind a draft
-    that passed whole, or plain (there was no draft)."""
+    """Where each token of a round came from: accepted from the draft, recovered after a refusal, a
+    bonus behind a draft that passed whole, or plain (there was no draft)."""
     kinds: list[Origin] = ["accepted"] * len(round.verdict.accepted)
     if round.verdict.next is not None:
         if all(round.tree.probe):
@@ -95,7 +98,8 @@ class TraceRound:
     """One round as plain data: the tree, the path that was kept, what was refused, what came of it.
 
     ran    layers that were run for the row of each emitted token
-    p, q   of a detailed trace: each guess under the target's own law, and under the law it was drawn from (None: a point mass)
+    p, q   of a detailed trace: each guess under the target's own law, and under the law it was
+           drawn from (None: a point mass)
     said   of a detailed trace: each emitted token under the target's own law
     """
 
@@ -117,7 +121,9 @@ class TraceRound:
 
 @dataclass
 class Trace:
-    """A request, replayable: the prompt and every round. `detailed` keeps probabilities too, which takes time."""
+    """A request, replayable: the prompt and every round. `detailed` keeps probabilities too, which
+    takes time.
+    """
 
     prompt: list[int] = field(default_factory=list)
     rounds: list[TraceRound] = field(default_factory=list)
@@ -210,7 +216,8 @@ def compute_logprobs_on_device(round: Round) -> torch.Tensor:
 
 
 def distinct(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of distinct n-grams: text that loops flatters every drafter, so a race prints this beside its ratio.
+    """Share of distinct n-grams: text that loops flatters every drafter, so a race prints this
+    beside its ratio.
 
     >>> distinct([1, 2, 1, 2, 1, 2], n=2)
     0.4

@@ -1,8 +1,10 @@
-"""A small model as the drafter of a tree: several tokens side by side at every node, grown depth by depth.
+"""A small model as the drafter of a tree: several tokens side by side at every node, grown depth by
+depth.
 
-`shape` says which nodes there are before anything is drawn: `widths("4x2x1")` for a configuration (every node of a depth has
-as many children), `shape((4, 2, 1))` for its nodes; any other list of parents is a tree too. The tokens are then drawn, and
-each declares the law it was drawn from given its earlier siblings, so that one walk judges them all.
+`shape` says which nodes there are before anything is drawn: `widths("4x2x1")` for a configuration
+(every node of a depth has as many children), `shape((4, 2, 1))` for its nodes; any other list of
+parents is a tree too. The tokens are then drawn, and each declares the law it was drawn from given
+its earlier siblings, so that one walk judges them all.
 """
 
 from collections import defaultdict
@@ -24,7 +26,9 @@ from tinyspec.lm.host import to_numpy
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 Shape: TypeAlias = tuple[int, ...]
-"""[n] the parent of every node, ROOT for the first ones: a parent before its children, siblings in the order of drawing."""
+"""[n] the parent of every node, ROOT for the first ones: a parent before its children, siblings in
+the order of drawing.
+"""
 
 MOST = 1024  # nodes of a tree: beyond, a configuration was surely mistyped
 
@@ -67,13 +71,15 @@ class TreeDrafter(ModelDrafter):
     """Draws a tree of this shape from a model, with one call of the model a depth.
 
     replace  siblings are drawn independently of each other; else no two of them are equal
-    cover    without replacement: where the draft's law has no token left, go on with any that was not drawn, all alike
+    cover    without replacement: where the draft's law has no token left, go on with any that was
+             not drawn, all alike
     ends     tokens that nothing comes after
     positions  the tokens that the model's context holds (None: no limit), as in `ModelDrafter`
 
-    At temperature 0 the draft's law is one token, so draws would all be the same: the likeliest tokens are proposed in
-    their place, the best first, as point masses. `children` is what another way of drawing overrides.
-    A node without children in the shape is never run; one whose token is drawn twice is run once.
+    At temperature 0 the draft's law is one token, so draws would all be the same: the likeliest
+    tokens are proposed in their place, the best first, as point masses. `children` is what another
+    way of drawing overrides. A node without children in the shape is never run; one whose token is
+    drawn twice is run once.
     """
 
     def __init__(
@@ -150,7 +156,9 @@ class TreeDrafter(ModelDrafter):
     def children(
         self, laws: TargetProbs, node: int, k: int, rng: RandomSource
     ) -> list[tuple[int, Probs | None]]:
-        """At most k tokens below a node whose law is `laws[node]`, each with the law it was drawn from; in draw order."""
+        """At most k tokens below a node whose distribution is `laws[node]`, each with the law it
+        was drawn from; in draw order.
+        """
         if laws.sampling.temperature == 0:
             return [(token, None) for token in top_k_tokens(laws.ranking_scores(node), k)]
         q = laws[node]
@@ -165,7 +173,9 @@ class TreeDrafter(ModelDrafter):
 
 
 def sample_siblings(q: Probs, k: int, rng: RandomSource) -> list[tuple[int, Probs | None]]:
-    """k tokens drawn without replacement, each with q as its earlier siblings leave it; fewer where the support ends."""
+    """k tokens drawn without replacement, each with q as its earlier siblings leave it; fewer where
+    the support ends.
+    """
     drawn: list[tuple[int, Probs | None]] = []
     for token in rng.sample_without_replacement(q, k):
         if drawn:
@@ -187,7 +197,8 @@ def uniform_over_unsampled(q: Probs, seen: Sequence[int]) -> Probs:
 
 
 def top_k_tokens(row: Probs, k: int) -> list[int]:
-    """The k tokens that a law, or a row of logits, holds for likeliest, the best first, the lowest id of equals.
+    """The k tokens that a law, or a row of logits, holds for likeliest, the best first, the lowest
+    id of equals.
 
     >>> top_k_tokens([0.2, 0.5, 0.1, 0.2], 3)
     [1, 0, 3]

@@ -1,15 +1,19 @@
-"""Which guesses of a draft that was looked up are worth a row: how a retrieval drafter switches itself off.
+"""Which guesses of a draft that was looked up are worth a row: how a retrieval drafter switches
+itself off.
 
-A guess is run where it is expected to hold with at least `price`: what a further row costs, in calls. What is expected of it:
+A guess is run where it is expected to hold with at least `price`: what a further row costs, in
+calls. What is expected of it:
 
     share * first(match) * further(match)^(depth - 1)
 
-where share is its frequency among the first guesses of the draft, first(match) how often the text lately went on with one
-of those behind a match so long, and further(match) how often, once it did, it did again. Both are exponential averages over
-what was looked up, run or not: guesses that were not run are compared with the text that came, so trust that was lost comes
-back at no cost. Of a draft found behind several matches, the longest is judged. Lossless: what is proposed depends on the past
-alone, and nothing is drawn. Where nothing was worth a row for a while, only some rounds are looked at until something is: a
-look costs little, and where a token costs little too that is too much. At price 0 all is looked at, and all is run.
+where share is its frequency among the first guesses of the draft, first(match) how often the text
+lately went on with one of those behind a match so long, and further(match) how often, once it did,
+it did again. Both are exponential averages over what was looked up, run or not: guesses that were
+not run are compared with the text that came, so trust that was lost comes back at no cost. Of a
+draft found behind several matches, the longest is judged. Lossless: what is proposed depends on the
+past alone, and nothing is drawn. Where nothing was worth a row for a while, only some rounds are
+looked at until something is: a look costs little, and where a token costs little too that is too
+much. At price 0 all is looked at, and all is run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +50,9 @@ class AcceptanceTracker:
         self.vain = self.rested = 0  # looks without a guess worth a row; rounds since the last look
 
     def skip_this_round(self, max_draft_depth: int) -> bool:
-        """Whether this round, with room for so many guesses, is not even looked at; the last look is judged no more."""
+        """Whether this round, with room for so many guesses, is not even looked at; the last look
+        is judged no more.
+        """
         if max_draft_depth > 0:
             if self.price == 0 or self.vain < PATIENCE or self.rested == EVERY - 1:
                 self.rested = 0
@@ -70,7 +76,9 @@ class AcceptanceTracker:
     def chances(
         self, parents: Sequence[int], shares: Sequence[float], matches: Sequence[int]
     ) -> list[float]:
-        """How likely each guess is to hold, and all above it: what is expected of it by the rule on top of this file."""
+        """How likely each guess is to hold, and all above it: what is expected of it by the rule on
+        top of this file.
+        """
         whole = dict[
             int, float
         ]()  # of the first guesses behind each match: a draft may join trees, or leave some out
@@ -95,7 +103,9 @@ class AcceptanceTracker:
         shares: Sequence[float],
         matches: Sequence[int],
     ) -> TokenTree:
-        """The guesses that are worth a row; all of them are remembered, to be judged by the text."""
+        """The guesses that are worth a row; all of them are remembered, to be judged by the
+        text.
+        """
         self.record_without_running(tokens, parents, matches)
         if not tokens:
             return NOTHING

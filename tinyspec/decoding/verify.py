@@ -1,10 +1,12 @@
 """Verify a draft tree so that the output follows the target's distribution exactly.
 
-One rule serves all of these: the chain of Leviathan et al. (arXiv 2211.17192), several drafts with and without
-replacement (SpecInfer 2305.09781, MCSD 2401.06706), drafts without probabilities, and merged trees. It can,
-because each node carries the distribution it was drawn from given its earlier siblings, or None.
+One rule serves all of these: the chain of Leviathan et al. (arXiv 2211.17192), several drafts with
+and without replacement (SpecInfer 2305.09781, MCSD 2401.06706), drafts without probabilities, and
+merged trees. It can, because each node carries the distribution it was drawn from given its earlier
+siblings, or None.
 
-`verify_tree` is the rule. `residual` and `exclude_token` are its two moves, for verifiers with another rule.
+`verify_tree` is the rule. `residual` and `exclude_token` are its two moves, for verifiers with
+another rule.
 """
 
 from collections.abc import Callable
@@ -25,8 +27,8 @@ class Verdict(NamedTuple):
     """What a verifier decided.
 
     accepted  accepted nodes, from the root down
-    next      the recovered token after a rejection, or the bonus token after a leaf; None: the round ends on an
-              accepted node whose distribution is known
+    next      the recovered token after a rejection, or the bonus token after a leaf; None: the
+              round ends on an accepted node whose distribution is known
     rejected  nodes that were tested and rejected, in order
     """
 
@@ -35,7 +37,7 @@ class Verdict(NamedTuple):
     rejected: tuple[int, ...] = ()
 
     def output_tokens(self, tree: TokenTree) -> tuple[int, ...]:
-        """Return the tokens of a round: those of the accepted nodes, then the recovered or bonus token.
+        """Return the accepted tokens, then the recovered or bonus token.
 
         >>> Verdict((0, 1), 9).output_tokens(TokenTree.chain([5, 7, 8]))
         (5, 7, 9)
@@ -59,8 +61,8 @@ def residual(p: Probs, q: Probs) -> Probs:
 
         residual(x) = max(0, p(x) - q(x)) / sum over y of max(0, p(y) - q(y))
 
-    If nothing is left, p and q agree up to rounding, and the result is p. Raises TinyspecError if the two
-    vocabularies differ.
+    If nothing is left, p and q agree up to rounding, and the result is p. Raises TinyspecError if
+    the two vocabularies differ.
     """
     if is_exact(p) or is_exact(q):
         return reference.residual(p, q)
@@ -68,7 +70,7 @@ def residual(p: Probs, q: Probs) -> Probs:
 
 
 def exclude_token(p: Probs, token: int) -> Probs:
-    """Return p given that the token is not this one: the residual of a point mass. If nothing is left: p."""
+    """Return p without this token: the residual of a point mass. If nothing is left: p."""
     if is_exact(p):
         return reference.without(p, token)
     return device.without(p, token) if on_device(p) else _core.without(on_host(p), token)
@@ -81,20 +83,22 @@ def _reject(p: Probs, q: Probs | None, token: int, last: bool) -> Probs:
 def verify_tree(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     """Accept a path of the draft, then sample one more token. The output follows p exactly.
 
-    At each accepted node the children are tested in draw order. A child with token x is accepted with probability
+    At each accepted node the children are tested in draw order. A child with token x is accepted
+    with probability
 
         min(1, p(x) / q(x))        q: the distribution it was drawn from; a point mass if it is None
 
-    After a rejection p becomes the residual. If no child is accepted, the next token is sampled from what p has
-    become; after a leaf, from the leaf's own distribution.
+    After a rejection p becomes the residual. If no child is accepted, the next token is sampled
+    from what p has become; after a leaf, from the leaf's own distribution.
 
-    tree  draft_probs[i] is the distribution of tokens[i], given all the past and its earlier siblings
+    tree  draft_probs[i] is the distribution of tokens[i], given all the past and its earlier
+          siblings
     p     p[ROOT] and p[node] are the target's distributions; only those of accepted nodes are read
-    rng   one `accept` for each tested node, one `draw`; nothing if sampling is greedy and no node declares
-          a distribution
+    rng   one `accept` for each tested node, one `draw`; nothing if sampling is greedy and no node
+          declares a distribution
 
-    Raises TinyspecError if a token has probability 0 under its own declared distribution, or if the vocabularies
-    differ.
+    Raises TinyspecError if a token has probability 0 under its own declared distribution, or if the
+    vocabularies differ.
     """
     if (on_its_device := getattr(p, "on_device", None)) is not None:
         return _verify_on_device(tree, on_its_device, rng)
@@ -115,9 +119,10 @@ def verify_tree(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
 
 
 def verify_tree_greedy(tree: TokenTree, greedy_token: Callable[[int], int], token: int) -> Verdict:
-    """Verify a tree at temperature 0 by comparing tokens: accept a node if its token is the target's.
+    """Verify a tree at temperature 0: accept a node if its token is the target's.
 
-    greedy_token(node) returns the target's token after an accepted node; `token` is the one after the root.
+    greedy_token(node) returns the target's token after an accepted node; `token` is the one after
+    the root.
     """
     accepted, rejected, here = list[int](), list[int](), {ROOT}
     while True:

@@ -1,26 +1,32 @@
-"""CALM, Confident Adaptive Language Modeling: a token leaves at the first layer that is confident enough.
+"""CALM, Confident Adaptive Language Modeling: a token leaves at the first layer that is confident
+enough.
 
-Schuster et al., NeurIPS 2022, arXiv 2207.07061. After each layer the state is measured; where the confidence reaches a
-threshold lambda, the word is read from that layer by the shared head, and the state is copied up: every layer above makes
-*its own* keys and values from it, so that later tokens miss nothing. What makes it CALM: three measures (the gap of the two
-likeliest words; the cosine with the state one layer below, "saturation"; a trained linear classifier that all layers share); a
-threshold that is stricter at the beginning of a text, where an error spoils all that follows; and a threshold that is not
-chosen but *calibrated*, so that whole texts stay within delta of the full model's, with probability 1 - epsilon
-(`decoding/calibrate.py`; the command is `tinyspec calibrate`).
+Schuster et al., NeurIPS 2022, arXiv 2207.07061. After each layer the state is measured; where the
+confidence reaches a threshold lambda, the word is read from that layer by the shared head, and the
+state is copied up: every layer above makes *its own* keys and values from it, so that later tokens
+miss nothing. What makes it CALM: three measures (the gap of the two likeliest words; the cosine
+with the state one layer below, "saturation"; a trained linear classifier that all layers share); a
+threshold that is stricter at the beginning of a text, where an error spoils all that follows; and a
+threshold that is not chosen but *calibrated*, so that whole texts stay within delta of the full
+model's, with probability 1 - epsilon (`decoding/calibrate.py`; the command is `tinyspec
+calibrate`).
 
-Two published forms of the threshold for token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1), the paper's, and
-lambda (0.9 + 0.1 exp(-tau t / N)), its code's (t5x); they agree at lambda = 1. "constant" is lambda for every token.
+Two published forms of the threshold for token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1),
+the paper's, and lambda (0.9 + 0.1 exp(-tau t / N)), its code's (t5x); they agree at lambda = 1.
+"constant" is lambda for every token.
 
-Trained: the classifier alone, by `tinyspec train exits`; the model is frozen. Label: does this layer's likeliest word agree
-with the top layer's (not with the text). Loss: cross-entropy, in each layer as much for those that agree as for those that do
-not, averaged over the layers below the top. The paper's models were also fine-tuned so that each layer can speak (losses
-weighted by depth); that is `tinyspec train lm` with exit losses, and not needed to run this.
+Trained: the classifier alone, by `tinyspec train exits`; the model is frozen. Label: does this
+layer's likeliest word agree with the top layer's (not with the text). Loss: cross-entropy, in each
+layer as much for those that agree as for those that do not, averaged over the layers below the top.
+The paper's models were also fine-tuned so that each layer can speak (losses weighted by depth);
+that is `tinyspec train lm` with exit losses, and not needed to run this.
 
-Guarantee: LOSSY in `threshold`; at inf no token leaves, whatever the other knobs, and that is EXACT. Tested in
-tests/early_exit/test_calm.py and laws/exit_laws.py: the exact joint law against the rule written out again, on tables and
-transformers, for thresholds that bite; the copied keys and values; both ends; and, exactly, without simulation, that the
-calibrated risk is at most delta with probability 1 - epsilon. Left out: the encoder, which the paper's T5 runs in full, is
-the prompt here; the classifier trained by a geometric-like loss, an ablation of the paper.
+Guarantee: LOSSY in `threshold`; at inf no token leaves, whatever the other knobs, and that is
+EXACT. Tested in tests/early_exit/test_calm.py and laws/exit_laws.py: the exact joint law against
+the rule written out again, on tables and transformers, for thresholds that bite; the copied keys
+and values; both ends; and, exactly, without simulation, that the calibrated risk is at most delta
+with probability 1 - epsilon. Left out: the encoder, which the paper's T5 runs in full, is the
+prompt here; the classifier trained by a geometric-like loss, an ablation of the paper.
 """
 
 import math
@@ -62,7 +68,9 @@ class Measure(NamedTuple):
 
 
 def _saturated(at: Exit) -> float:
-    """Below the second layer there is nothing to compare with, so that only a threshold of 0 lets a token leave there."""
+    """Below the second layer there is nothing to compare with, so that only a threshold of 0 lets a
+    token leave there.
+    """
     return saturation(*at.states) if at.layer > 1 else 0.0
 
 
@@ -165,7 +173,9 @@ def calm(
 
 
 def labels(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a text [B, T]: where a layer's likeliest word is the top's [B, T, L-1]; the states below the top [B, T, L-1, d]."""
+    """Of a text [B, T]: where a layer's likeliest word is the top's [B, T, L-1]; the states below
+    the top [B, T, L-1, d].
+    """
     path = model.dense()
     with torch.no_grad():
         states = list(path.stream(ids))
@@ -174,7 +184,8 @@ def labels(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def balanced_loss(agrees: Tensor, states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Cross-entropy of the classifier on [..., L-1] and [..., L-1, d]: the mean over layers, in which each kind counts half.
+    """Cross-entropy of the classifier on [..., L-1] and [..., L-1, d]: the mean over layers, in
+    which each kind counts half.
 
     A layer where one kind is missing counts by the other alone.
     """
@@ -195,7 +206,9 @@ def fit(
     folder: Path,
     **watch: Any,
 ) -> tuple[Trained, Mapping[str, Tensor]]:
-    """Train the classifier of a frozen model; `crops` draws texts [B, T]. Its state lives in `folder`, as `train` keeps it."""
+    """Train the classifier of a frozen model; `crops` draws texts [B, T]. Its state lives in
+    `folder`, as `train` keeps it.
+    """
     frozen = model.to(dtype=torch.float32)
     weights = {WEIGHT: torch.zeros(model.config.d_model), BIAS: torch.zeros(())}
 

@@ -1,24 +1,31 @@
-"""Predictive Pipelined Decoding: begin with the next token while the newest one is still on its way through the model.
+"""Predictive Pipelined Decoding: begin with the next token while the newest one is still on its way
+through the model.
 
-Yang, Lee, Chen, Papailiopoulos, Lee, TMLR 2024, arXiv 2307.05908. A model has d layers. In the middle, behind layer dbar, the
-head is read once: its k likeliest tokens are guesses of what the whole model will say. Each guess is a branch, which runs as
-the next position through the first d - dbar layers, on a processor of its own, while the main process takes the newest token
-through the d - dbar layers that are left. Then the whole model has spoken. If it said one of the guesses, that branch is the
-next token, half run already; if not, all branches go, and the next token starts from its embedding.
+Yang, Lee, Chen, Papailiopoulos, Lee, TMLR 2024, arXiv 2307.05908. A model has d layers. In the
+middle, behind layer dbar, the head is read once: its k likeliest tokens are guesses of what the
+whole model will say. Each guess is a branch, which runs as the next position through the first d -
+dbar layers, on a processor of its own, while the main process takes the newest token through the d
+- dbar layers that are left. Then the whole model has spoken. If it said one of the guesses, that
+branch is the next token, half run already; if not, all branches go, and the next token starts from
+its embedding.
 
-What makes it PPD: nothing is skipped and nothing is decided by a guess. Of every text the tokens are those of the whole model,
-greedy or sampled; what is saved is time, by more processors, never work. A branch in layer j needs the newest token's keys of
-layer j alone, and those are there, for the main process is dbar layers ahead. The pipeline has two stages: below half of the
-layers a branch would come to its own layer dbar, and would have to guess, before its own token was settled; that is refused.
-Nothing is trained.
+What makes it PPD: nothing is skipped and nothing is decided by a guess. Of every text the tokens
+are those of the whole model, greedy or sampled; what is saved is time, by more processors, never
+work. A branch in layer j needs the newest token's keys of layer j alone, and those are there, for
+the main process is dbar layers ahead. The pipeline has two stages: below half of the layers a
+branch would come to its own layer dbar, and would have to guess, before its own token was settled;
+that is refused. Nothing is trained.
 
-Guarantee: EXACT. With a share p of guesses that hold, l tokens take d l - (l - 1) p (d - dbar) layer-steps on k + 1 processors
-and d l + (l - 1) (d - dbar) (k - p) layer evaluations. Tested in tests/early_exit/test_ppd.py: the joint law; both formulas,
-round by round from the ledger, and as expectations over all outcomes of a table model; guesses against the cut-off model; the
-cache. On one processor the branches come on top, so it is slower: `tinyspec bench ppd` measures the threads against that.
-Here all branches are rows of one pass, and `threads` runs that pass beside the main process in a thread of its own.
-Left out: a head of its own for layer dbar, which the paper may train; a checkpoint that was trained with losses at its exits
-says more at that layer, with the shared head. The paper calls the layer d-bar and gives no default: two thirds are ours.
+Guarantee: EXACT. With a share p of guesses that hold, l tokens take d l - (l - 1) p (d - dbar)
+layer-steps on k + 1 processors and d l + (l - 1) (d - dbar) (k - p) layer evaluations. Tested in
+tests/early_exit/test_ppd.py: the joint law; both formulas, round by round from the forward log, and
+as expectations over all outcomes of a table model; guesses against the cut-off model; the cache. On
+one processor the branches come on top, so it is slower: `tinyspec bench ppd` measures the threads
+against that. Here all branches are rows of one pass, and `threads` runs that pass beside the main
+process in a thread of its own.
+Left out: a head of its own for layer dbar, which the paper may train; a checkpoint that was trained
+with losses at its exits says more at that layer, with the shared head. The paper calls the layer
+d-bar and gives no default: two thirds are ours.
 """
 
 from collections.abc import Sequence
@@ -39,7 +46,8 @@ ALONE = TokenTree()  # the newest token, and no draft
 
 
 class Pipeline:
-    """A session that starts on guesses of the next token before it has finished the newest. What it scores is the session's.
+    """A session that starts on guesses of the next token before it has finished the newest. What it
+    scores is the session's.
 
     layer    behind which the head is read (dbar)
     k        branches
@@ -85,8 +93,8 @@ class Pipeline:
     def _threaded(
         self, branches: TokenTree, tree: TokenTree, hidden_layers: Sequence[int]
     ) -> Scores:
-        """Main process and branches at the same time. They share the cache: each writes its own slots, and the branches read
-        the newest token's keys of layers that it has left."""
+        """Main process and branches at the same time. They share the cache: each writes its own
+        slots, and the branches read the newest token's keys of layers that it has left."""
         assert self.beside is not None
         self.session.advance(branches, 0)  # gives them slots; from here on nothing moves or grows
         other = self.beside.submit(self.session.advance, branches, self.depth - self.layer)
@@ -98,7 +106,9 @@ class Pipeline:
 
 
 class Announces(BaseDrafter):
-    """Proposes nothing to verify. It tells the pipeline whether a token is to follow: behind the last one nothing is begun."""
+    """Proposes nothing to verify. It tells the pipeline whether a token is to follow: behind the
+    last one nothing is begun.
+    """
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
@@ -118,14 +128,16 @@ class Announces(BaseDrafter):
 
 
 def steps(calls: Sequence[ForwardRecord]) -> float:
-    """Layer-steps of a round on k + 1 processors, from its ledger: the newest token up to layer dbar, then what is left of it
-    beside the branches, each of which has a processor of its own."""
+    """Layer-steps of a round on k + 1 processors, from its forward log: the newest token up to
+    layer dbar, then what is left of it beside the branches, each of which has a processor of its
+    own."""
     alone, *beside = [call.row_layers / call.rows for call in calls]
     return alone + max(beside, default=0.0)
 
 
 def expected(depth: int, layer: int, k: int, match: Any, tokens: int) -> tuple[Any, Any]:
-    """What the theorem says of so many tokens: (layer-steps on k + 1 processors, layer evaluations).
+    """What the theorem says of so many tokens: (layer-steps on k + 1 processors, layer
+    evaluations).
 
     >>> expected(12, 8, 3, 0.5, 11)
     (112.0, 232.0)
@@ -135,7 +147,8 @@ def expected(depth: int, layer: int, k: int, match: Any, tokens: int) -> tuple[A
 
 
 def guessing_layer(layer: int, depth: int, name: str = "the model") -> int:
-    """The knob as a layer; 0 is two thirds of the depth. TinyspecError where the pipeline would need a third stage.
+    """The knob as a layer; 0 is two thirds of the depth. TinyspecError where the pipeline would
+    need a third stage.
 
     >>> guessing_layer(0, 12), guessing_layer(6, 12)
     (8, 6)

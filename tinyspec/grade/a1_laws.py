@@ -1,7 +1,9 @@
-"""What the functions of assignment A1 that look at one place are held to: warp, acceptance, residual.
+"""What the functions of assignment A1 that look at one place are held to: warp, acceptance,
+residual.
 
-Each law searches its cases smallest first and raises LawViolated with the first that breaks it, in the words of the hand-out.
-The expected values come from `laws.exact` and `laws.small`, and never from the reference solution.
+Each law searches its cases smallest first and raises LawViolated with the first that breaks it, in
+the words of the hand-out. The expected values come from `laws.exact` and `laws.small`, and never
+from the reference solution.
 """
 
 import random
@@ -52,7 +54,8 @@ def is_number(value: Any) -> bool:
 
 
 def held_row(row: Any, size: int, law: str, case: dict[str, Any], scaled: bool = True) -> list[Any]:
-    """Return the row if it is a list of `size` numbers, none below 0, that add up to one; accuse it otherwise.
+    """Return the row if it is a list of `size` numbers, none below 0, that add up to one; accuse it
+    otherwise.
 
     scaled  False: the numbers may add up to anything above 0
     """
@@ -84,7 +87,9 @@ def same_row(expected: Sequence[Any], row: Sequence[Any]) -> bool:
 
 
 def weights(cases: Cases, drawn: int) -> Iterator[list[Fraction]]:
-    """Rows of whole weights for two and three tokens first, a few that are not whole, then longer ones that are drawn."""
+    """Rows of whole weights for two and three tokens first, a few that are not whole, then longer
+    ones that are drawn.
+    """
     for size in (2, 3):
         for row in sorted(product(range(4), repeat=size), key=lambda row: (sum(row), row)):
             if any(row):
@@ -206,7 +211,9 @@ def ratio(law: str, acceptance: Function, cases: Cases) -> Evidence:
 def residuals(
     residual: Function, cases: Cases, law: str, scaled: bool = True
 ) -> Iterator[tuple[dict[str, Any], Exact, Exact, list[Any]]]:
-    """Yield (the case, p, q, the residual) for distributions that differ; `scaled` as for `held_row`."""
+    """Yield (the case, p, q, the residual) for distributions that differ; `scaled` as for
+    `held_row`.
+    """
     for p, q in two_laws(cases):
         if p != q:
             case = {"p (target row)": list(p), "q (draft row)": list(q)}

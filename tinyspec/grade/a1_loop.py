@@ -1,9 +1,10 @@
-"""What `generate` of assignment A1 is held to: the whole loop, on two sessions with caches, on every outcome of its chance.
+"""What `generate` of assignment A1 is held to: the whole loop, on two sessions with caches, on
+every outcome of its chance.
 
-The joint law must be that of plain decoding, which `laws.exact` calculates from the target's rows. A cache that is left dirty
-can hide from it: a draft that reads refused tokens is only a worse draft. So the sessions remember what was asked of them,
-and three more laws read that: what stood in the caches, whether each token comes from a call, and how often the target was
-called.
+The joint law must be that of plain decoding, which `laws.exact` calculates from the target's rows.
+A cache that is left dirty can hide from it: a draft that reads refused tokens is only a worse
+draft. So the sessions remember what was asked of them, and three more laws read that: what stood in
+the caches, whether each token comes from a call, and how often the target was called.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,9 @@ CALLS = "one forward pass of the target a round, and rounds as long as the rule 
 
 
 def stops(generate: Function, cases: Cases) -> Evidence:
-    """A target that knows what follows is obeyed: up to n tokens, up to the end token, whatever the draft says."""
+    """A target that knows what follows is obeyed: up to n tokens, up to the end token, whatever the
+    draft says.
+    """
     evidence = Evidence(STOPS)
     for given in smallest_endings(cases):
         evidence.cases += 1
@@ -96,7 +99,8 @@ def shared(one: Text, other: Text) -> int:
 def misread(prompt: Text, outcome: Run) -> tuple[dict[str, Any], Any, Any] | None:
     """The first call whose cache holds something else than it should: (which, expected, got).
 
-    The target has to have read what was kept of its last block. The draft has to have read what the target is about to judge.
+    The target has to have read what was kept of its last block. The draft has to have read what the
+    target is about to judge.
     """
     text: Text = (*prompt, *outcome.new)
     after: Text = ()
@@ -138,7 +142,9 @@ def called(model: str, text: Text, tokens: Text, compared: str) -> dict[str, Any
 
 
 def caches(generate: Function, cases: Cases) -> Evidence:
-    """In every outcome, at every call: the cache holds what was kept. Only cases count in which the draft was called."""
+    """In every outcome, at every call: the cache holds what was kept. Only cases count in which the
+    draft was called.
+    """
     evidence = Evidence(CACHES)
     for given in situations(cases):
         outcomes = every(generate, given, evidence)
@@ -154,8 +160,8 @@ def caches(generate: Function, cases: Cases) -> Evidence:
 def unread(given: Situation, outcome: Run) -> tuple[str, Any, Any] | None:
     """What was said without the call that it needs: (what is compared, expected, got).
 
-    A target that read the text but its last token was asked for the law of every token. What it reads beyond the text that is
-    known by then was drafted, behind tokens that the draft has read.
+    A target that read the text but its last token was asked for the law of every token. What it
+    reads beyond the text that is known by then was drafted, behind tokens that the draft has read.
     """
     text: Text = (*given.prompt, *outcome.new)
     target, draft = (
@@ -214,7 +220,9 @@ def calls(generate: Function, cases: Cases) -> Evidence:
 
 
 def needed(given: Situation) -> Any:
-    """How often the rule calls the target, on average: where both laws agree, with mass min(p, q), the round goes on."""
+    """How often the rule calls the target, on average: where both laws agree, with mass min(p, q),
+    the round goes on.
+    """
 
     def ended(new: Text) -> bool:
         return len(new) >= given.case.tokens or (bool(new) and new[-1] == given.eos)
@@ -240,7 +248,9 @@ def needed(given: Situation) -> Any:
 
 
 def frugal(generate: Function, cases: Cases) -> Evidence:
-    """On average over all outcomes the target is called as often as the rule needs, no oftener and no less often."""
+    """On average over all outcomes the target is called as often as the rule needs, no oftener and
+    no less often.
+    """
     evidence = Evidence(CALLS)
     for given in situations(cases):
         evidence.cases += 1

@@ -1,7 +1,8 @@
 """What `verify` of assignment A1 is held to: one round, on every outcome of its chance.
 
-The first laws look at one draft at a time, so that their counterexamples are small; the last is the theorem: drafted from q
-and verified, the tokens have the law of the target. Its expected values come from `laws.forms`.
+The first laws look at one draft at a time, so that their counterexamples are small; the last is the
+theorem: drafted from q and verified, the tokens have the law of the target. Its expected values
+come from `laws.forms`.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +45,9 @@ class Given(NamedTuple):
 
 
 def said(verify: Function, given: Given, chance: Exhaustive) -> Text:
-    """One run of verify on rows of its own; its tokens, which must be some of the draft and one more."""
+    """One run of verify on rows of its own; its tokens, which must be some of the draft and one
+    more.
+    """
     tokens = verify(
         [list(row) for row in given.p], [list(row) for row in given.q], list(given.draft), chance
     )
@@ -143,7 +146,9 @@ def kept(verify: Function, cases: Cases) -> Evidence:
 
 
 def joint(verify: Function, cases: Cases) -> Evidence:
-    """Over all drafts that q makes, each with its probability, the tokens of a round have the target's joint law."""
+    """Over all drafts that q makes, each with its probability, the tokens of a round have the
+    target's joint law.
+    """
     evidence = Evidence(JOINT)
     form = Rounds(verify)
 

@@ -1,4 +1,6 @@
-"""The situations that `generate` of assignment A1 is judged in, and how it is run in them: small models, all kinds of knobs."""
+"""The situations that `generate` of assignment A1 is judged in, and how it is run in them: small
+models, all kinds of knobs.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,9 @@ PLAIN: Knobs = (ONE, None, None)
 
 @dataclass(frozen=True)
 class Situation:
-    """What generate is given. The rows of both models are the laws of a `Case`, times their denominators."""
+    """What generate is given. The rows of both models are the laws of a `Case`, times their
+    denominators.
+    """
 
     case: Case
     prompt: Text = (0,)
@@ -105,7 +109,9 @@ class Situation:
 
 
 class Run(NamedTuple):
-    """One way a run can go: the new tokens, and the calls of both models, (cache before, tokens) each."""
+    """One way a run can go: the new tokens, and the calls of both models, (cache before, tokens)
+    each.
+    """
 
     new: Text
     target: tuple[tuple[Text, Text], ...]
@@ -113,9 +119,11 @@ class Run(NamedTuple):
 
 
 def run(generate: Function, given: Situation, chance: Exhaustive, law: str = STOPS) -> Run:
-    """Run it on fresh sessions. What comes out must be a list of tokens, and for the law STOPS at most n.
+    """Run it on fresh sessions. What comes out must be a list of tokens, and for the law STOPS at
+    most n.
 
-    Other laws look at the first n tokens of a longer text: to stop too late is one mistake, and costs once.
+    Other laws look at the first n tokens of a longer text: to stop too late is one mistake, and
+    costs once.
     """
     target, draft, case = given.session("p"), given.session("q"), given.case
     new = generate(
@@ -156,7 +164,9 @@ def successors(says: Sequence[int]) -> tuple[Exact, ...]:
 
 
 def endings(cases: Cases) -> Iterator[Situation]:
-    """Models that know what follows each token: the target's, the draft's, n, gamma, prompt and eos."""
+    """Models that know what follows each token: the target's, the draft's, n, gamma, prompt and
+    eos.
+    """
     rng = random.Random(f"endings {cases.seed}")
     small = product(range(5), range(3), ((0,), (0, 1)), (None, 1))
     for (n, gamma, prompt, eos), _ in product(small, range(8 * cases.times)):
@@ -170,7 +180,9 @@ def endings(cases: Cases) -> Iterator[Situation]:
 
 
 def situations(cases: Cases) -> Iterator[Situation]:
-    """Small models under all kinds of knobs; rows by the length of the text first, then by the text."""
+    """Small models under all kinds of knobs; rows by the length of the text first, then by the
+    text.
+    """
     times, seed = cases.times, cases.seed
     warm: Knobs = (HALF, None, None)
     for vocabulary, gamma, n, whole, lengths, by, count, knobs, eos in (

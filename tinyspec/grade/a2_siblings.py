@@ -1,4 +1,6 @@
-"""What A2 holds a verifier of siblings to: whatever was drafted, the token has the target's distribution."""
+"""What A2 holds a verifier of siblings to: whatever was drafted, the token has the target's
+distribution.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -30,7 +32,9 @@ _played: WeakKeyDictionary[Function, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def played(function: Function) -> dict[Any, Any]:
-    """What came of a function's cases so far: its laws ask for the same ones, and playing them is what takes time."""
+    """What came of a function's cases so far: its laws ask for the same ones, and playing them is
+    what takes time.
+    """
     return _played.setdefault(function, {})
 
 
@@ -132,7 +136,9 @@ def kept_is_a_candidate(function: Function, cases: Cases) -> Evidence:
 
 
 def has_the_law(function: Function, cases: Cases) -> Evidence:
-    """Over all that could be drawn and all that can be decided. Only cases count in which a candidate was accepted."""
+    """Over all that could be drawn and all that can be decided. Only cases count in which a
+    candidate was accepted.
+    """
     seen = 0
     for p, q, k in drafts(cases):
         found = said(LAW, function, p, q, k)
@@ -160,7 +166,8 @@ def has_the_law(function: Function, cases: Cases) -> Evidence:
 
 
 def rule(p: Exact, q: Exact, k: int) -> Fraction:
-    """How probable it is that recursive rejection keeps one of k candidates: at each place the overlap of what is left.
+    """How probable it is that recursive rejection keeps one of k candidates: at each place the
+    overlap of what is left.
 
     >>> half, third = Fraction(1, 2), Fraction(1, 3)
     >>> str(rule((half, half, 0 * half), (third, third, third), 1))
@@ -212,7 +219,9 @@ def points(cases: Cases) -> Iterator[tuple[Exact, tuple[int, ...]]]:
 
 
 def keeps_points(function: Function, cases: Cases) -> Evidence:
-    """Then every candidate is kept with its probability under p, and the token has the law p whatever the candidates are."""
+    """Then every candidate is kept with its probability under p, and the token has the law p
+    whatever the candidates are.
+    """
     seen = 0
     for p, candidates in points(cases):
         law: dict[tuple[int | None, int], Any] = {}

@@ -1,4 +1,6 @@
-"""What A2 holds its trees to: where a node stands, what it sees, and that its row is the row of its path alone."""
+"""What A2 holds its trees to: where a node stands, what it sees, and that its row is the row of its
+path alone.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -48,7 +50,9 @@ def path(parents: Sequence[int], node: int) -> list[int]:
 
 
 def shapes(largest: int) -> Iterator[Parents]:
-    """Every tree of up to so many nodes, in every order in which a parent comes before its children."""
+    """Every tree of up to so many nodes, in every order in which a parent comes before its
+    children.
+    """
     for count in range(largest + 1):
         yield from product(*(range(ROOT, node) for node in range(count)))
 
@@ -59,7 +63,9 @@ def drawn(random: Random, largest: int) -> Parents:
 
 
 def deep(random: Random, largest: int) -> Parents:
-    """A tree of up to so many nodes, where a node hangs from one of the last two before it: most of them are far down."""
+    """A tree of up to so many nodes, where a node hangs from one of the last two before it: most of
+    them are far down.
+    """
     return tuple(
         random.randrange(max(ROOT, node - 2), node) for node in range(random.randint(1, largest))
     )
@@ -76,7 +82,9 @@ DEEP: tuple[Parents, ...] = (
 
 
 def trees(cases: Cases) -> Iterator[tuple[Parents, int]]:
-    """Trees and tokens of committed text: all of up to four nodes, then larger ones, of few levels and of many."""
+    """Trees and tokens of committed text: all of up to four nodes, then larger ones, of few levels
+    and of many.
+    """
     for parents in shapes(4):
         for committed in (1, 0, 3):
             yield parents, committed
@@ -176,7 +184,9 @@ ALIKE: tuple[tuple[list[int], list[int], Parents], ...] = (
 
 
 def drafts(cases: Cases) -> Iterator[tuple[int, list[int], list[int], Parents]]:
-    """Seed of a model of three tokens, a text, the tree's tokens and parents; equal siblings too. The smallest first."""
+    """Seed of a model of three tokens, a text, the tree's tokens and parents; equal siblings too.
+    The smallest first.
+    """
     random = Random(f"{cases.seed} drafts")
 
     def some(count: int) -> list[int]:

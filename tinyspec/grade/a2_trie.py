@@ -1,4 +1,6 @@
-"""What A2 holds a trie to: its answers are those of a dictionary of everything that was inserted, run by run."""
+"""What A2 holds a trie to: its answers are those of a dictionary of everything that was inserted,
+run by run.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +79,9 @@ def operations(cases: Cases) -> Iterator[tuple[int, list[Operation]]]:
 def shaped(
     law: str, got: Any, depth: int, run: Sequence[Operation]
 ) -> Iterator[tuple[int, Any, Any]]:
-    """The number of every question and the tokens and parents that answer it; accuses what is no answer."""
+    """The number of every question and the tokens and parents that answer it; accuses what is no
+    answer.
+    """
     if not isinstance(got, (list, tuple)) or len(got) != len(run):
         accuse(law, f"a list of {len(run)} answers", words(got), depth=depth, operations=list(run))
     for number, (operation, answer) in enumerate(zip(run, got, strict=True)):

@@ -1,4 +1,6 @@
-"""What A2 holds a walk to: the text that comes out of a drawn tree has the target's joint law, and the tree is made use of."""
+"""What A2 holds a walk to: the text that comes out of a drawn tree has the target's joint law, and
+the tree is made use of.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +29,9 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Grown(Case):
-    """A case with the tree that is drawn: its shape, and the nodes whose children are point masses."""
+    """A case with the tree that is drawn: its shape, and the nodes whose children are point
+    masses.
+    """
 
     parents: Parents = (ROOT,)
     points: tuple[int, ...] = ()
@@ -53,7 +57,9 @@ SHAPES: tuple[tuple[Parents, tuple[int, ...]], ...] = (
     ((-1, 0, 1), (1,)),
     ((-1, 0, -1, 1, 2, 3), (ROOT, 1, 2)),
 )
-"""Parents, and below which of them (of the root and the nodes) stand point masses. Of three levels are the last ones."""
+"""Parents, and below which of them (of the root and the nodes) stand point masses. Of three levels
+are the last ones.
+"""
 
 
 def cases_of(cases: Cases) -> Iterator[Grown]:
@@ -81,7 +87,9 @@ def cases_of(cases: Cases) -> Iterator[Grown]:
 
 
 def drawn(case: Grown, chance: Exhaustive) -> tuple[TokenTree, list[Any]]:
-    """A tree of this shape, with fewer siblings where no more can be drawn; and what each node's children were drawn from."""
+    """A tree of this shape, with fewer siblings where no more can be drawn; and what each node's
+    children were drawn from.
+    """
     number: dict[int, int] = {ROOT: ROOT}  # of a node of the shape, in the tree
     tokens, parents, laws = list[int](), list[int](), list[Any]()
     left: dict[int, Any] = {}

@@ -1,4 +1,6 @@
-"""What A3 holds Learn then Test to: p-values by exact sums, and the order of tests over every outcome of small calibrations."""
+"""What A3 holds Learn then Test to: p-values by exact sums, and the order of tests over every
+outcome of small calibrations.
+"""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +31,9 @@ TAIL = "the p-value of k losses is P(Bin(n, delta) <= k), exactly"
 
 
 def is_valid(function: Function, cases: Cases) -> Evidence:
-    """By the exact distribution of the losses: a p-value below u must not come oftener than u where the risk is too great."""
+    """By the exact distribution of the losses: a p-value below u must not come oftener than u where
+    the risk is too great.
+    """
 
     is_useful = False
 
@@ -112,13 +116,17 @@ def chosen(
 
 
 def in_order(p_values: Sequence[Fraction], epsilon: Fraction) -> int | None:
-    """The number of the last threshold in front of the first that is not rejected, None where that is the first."""
+    """The number of the last threshold in front of the first that is not rejected, None where that
+    is the first.
+    """
     front = next((at for at, p in enumerate(p_values) if p > epsilon), len(p_values))
     return front - 1 if front else None
 
 
 def controls_its_risk(function: Function, cases: Cases) -> Evidence:
-    """The probability of a wrong choice, summed over every outcome of a small calibration: no simulation."""
+    """The probability of a wrong choice, summed over every outcome of a small calibration: no
+    simulation.
+    """
     wrong: list[tuple[tuple[Fraction, ...], int]] = []
 
     def procedure(

@@ -1,4 +1,6 @@
-"""What A3 holds its functions of single numbers to: confidences, and the layer after which a token leaves."""
+"""What A3 holds its functions of single numbers to: confidences, and the layer after which a token
+leaves.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +36,9 @@ def words(got: Any) -> str:
 
 
 def equal(expected: Any, got: Any) -> bool:
-    """Exactly so between fractions, to nine digits where a float is among them. Not-a-number equals nothing."""
+    """Exactly so between fractions, to nine digits where a float is among them. Not-a-number equals
+    nothing.
+    """
     if isinstance(expected, float) or isinstance(got, float):
         return bool(expected == got or abs(expected - got) <= WITHIN)
     return bool(expected == got)
@@ -197,8 +201,9 @@ def threshold_decays(function: Function, cases: Cases) -> Evidence:
 def threshold_is_cut(function: Function, cases: Cases) -> Evidence:
     """Above 1 it is 1, which a sure token reaches; only inf is never reached.
 
-    lambda = 1.25, tau = 8, t = 2 of 4: 1.125 + 0.1 e^-4 is cut to 1, and 0.95 stays; were lambda cut, 0.9 + 0.1 e^-4 = 0.9018
-    would let it leave. lambda = 1.05, tau = 4, t = 4 of 4: 0.945 + 0.1 e^-4 = 0.9468 is not cut, and 0.95 leaves.
+    lambda = 1.25, tau = 8, t = 2 of 4: 1.125 + 0.1 e^-4 is cut to 1, and 0.95 stays; were lambda
+    cut, 0.9 + 0.1 e^-4 = 0.9018 would let it leave. lambda = 1.05, tau = 4, t = 4 of 4: 0.945 + 0.1
+    e^-4 = 0.9468 is not cut, and 0.95 leaves.
     """
     random, seen = Random(cases.seed), 0
     settings = [(threshold, step, 4.0) for threshold in (math.inf, 1.25, 3.0) for step in (0, 2)]

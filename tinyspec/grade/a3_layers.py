@@ -1,7 +1,9 @@
-"""What A3 holds decoding with early exits to: a model of whole numbers whose every layer, and every stored key, is seen.
+"""What A3 holds decoding with early exits to: a model of whole numbers whose every layer, and every
+stored key, is seen.
 
-The oracle knows no cache: it takes the tokens and the layers after which they left, and runs the text layer by layer. A token
-that has left keeps its state from there on ("copy"), or goes on to the top ("recompute").
+The oracle knows no cache: it takes the tokens and the layers after which they left, and runs the
+text layer by layer. A token that has left keeps its state from there on ("copy"), or goes on to the
+top ("recompute").
 """
 
 import math
@@ -206,12 +208,16 @@ def reads_no_hole(recompute: bool, function: Function, cases: Cases) -> Evidence
 
 
 def has_left_early(case: Case, got: Decoded) -> bool:
-    """Whether a token left before the last layer: else nothing was missing, and nothing had to be filled."""
+    """Whether a token left before the last layer: else nothing was missing, and nothing had to be
+    filled.
+    """
     return any(layer < case.depth for layer in got.layers)
 
 
 def _forced(case: Case, got: Decoded, recompute: bool) -> tuple[list[int], list[int], Text]:
-    """The text that was run, where its tokens left according to the function, and what that ought to give."""
+    """The text that was run, where its tokens left according to the function, and what that ought
+    to give.
+    """
     text, exits = (
         [*case.prompt, *got.tokens[:-1]],
         [case.depth] * (len(case.prompt) - 1) + got.layers,
@@ -236,7 +242,9 @@ def keeps_the_prompt(recompute: bool, function: Function, cases: Cases) -> Evide
 
 
 def fills_what_is_missing(recompute: bool, function: Function, cases: Cases) -> Evidence:
-    """Every state that a layer was given, and every key and value that it read, wherever the tokens chose to leave."""
+    """Every state that a layer was given, and every key and value that it read, wherever the tokens
+    chose to leave.
+    """
     law, seen = RECOMPUTED if recompute else COPIED, 0
     for case in drawn(cases):
         got = decoded(function, case)

@@ -1,4 +1,5 @@
-"""What A3 holds Jacobi iteration to: the greedy text, in blocks, a token a sweep at least, and no sweep too many.
+"""What A3 holds Jacobi iteration to: the greedy text, in blocks, a token a sweep at least, and no
+sweep too many.
 
 The judge asks the model's rule for one token after the other; it knows no blocks and no guesses.
 """
@@ -43,7 +44,9 @@ class Case(NamedTuple):
 
 
 def drawn(cases: Cases) -> Iterator[Case]:
-    """The shortest texts first: without an end, and with one inside a block, at its end, or never said."""
+    """The shortest texts first: without an end, and with one inside a block, at its end, or never
+    said.
+    """
     random = Random(cases.seed)
     for n, block in (
         (1, 1),
@@ -103,7 +106,9 @@ def ends_at_greedy(function: Function, cases: Cases) -> Evidence:
 
 
 def says_what_is_returned(function: Function, cases: Cases) -> Evidence:
-    """By the calls alone: an answer is final where the text and the guesses that it was given are what is returned."""
+    """By the calls alone: an answer is final where the text and the guesses that it was given are
+    what is returned.
+    """
     seen = 0
     for case in drawn(cases):
         got = solved(SAID, function, case)
@@ -125,7 +130,9 @@ def says_what_is_returned(function: Function, cases: Cases) -> Evidence:
 
 
 def sweeps_one_block(function: Function, cases: Cases) -> Evidence:
-    """Blocks begin behind the prompt, one behind the other; a block of one token is plain greedy decoding."""
+    """Blocks begin behind the prompt, one behind the other; a block of one token is plain greedy
+    decoding.
+    """
     seen = 0
     for case in drawn(cases):
         got, whole = solved(BLOCKS, function, case), greedy(case, ends=False)
@@ -158,7 +165,9 @@ def right(case: Case, text: Sequence[int], guesses: Sequence[int], whole: Sequen
 
 
 def progresses(function: Function, cases: Cases) -> Evidence:
-    """What a call made final stands in the next one: all that was right in it, and one token more of its block."""
+    """What a call made final stands in the next one: all that was right in it, and one token more
+    of its block.
+    """
     seen = 0
     for case in drawn(cases):
         got, whole = solved(PROGRESS, function, case), greedy(case, ends=False)
@@ -184,9 +193,11 @@ def progresses(function: Function, cases: Cases) -> Evidence:
 
 
 def guesses_blindly(function: Function, cases: Cases) -> Evidence:
-    """Where a token hangs on all before it, of V tokens one in V guesses comes true, counted over all cases together.
+    """Where a token hangs on all before it, of V tokens one in V guesses comes true, counted over
+    all cases together.
 
-    Who makes a second model and asks that, unseen, guesses all. The last guess of a call is not read, and does not count.
+    Who makes a second model and asks that, unseen, guesses all. The last guess of a call is not
+    read, and does not count.
     """
     true, guessed, first = 0, 0, dict[str, Any]()
     for case in drawn(cases):

@@ -47,7 +47,9 @@ def _labels(assignment: Assignment) -> dict[str, str]:
 
 
 def new(assignment: Assignment, where: Path) -> list[Path]:
-    """Write the starter, the hand-out and a README into a folder; TinyspecError where one of them is there already."""
+    """Write the starter, the hand-out and a README into a folder; TinyspecError where one of them
+    is there already.
+    """
     source = folder(assignment.name)
     texts = {"submission.py": starter_of(assignment), "README.md": readme(assignment)}
     handout = {

@@ -1,25 +1,30 @@
 """The child process of the grader: it runs the submission, and knows nothing of what is expected.
 
-Messages come in on one private pipe and go out on another, a line of JSON each; what the submission prints goes elsewhere.
+Messages come in on one private pipe and go out on another, a line of JSON each; what the submission
+prints goes elsewhere.
 
     {}                                          -> {}: it has started
     {"load": folder, "helpers": h}              -> {"ok": {name of a function: [names of its arguments]},
                                                     "replaced": [name of a function, ...]}
-                                                   or {"problem": text, "summary": the same in a few words}
-    h: null, or {"source": of the reference, "names": of functions in it, "task": that will be called}; the reference's
-    functions stand in the place of the submission's own
-    {"call": name, "args": [...], "chance": how, "script": [answer, ...], "most": n, "again": whether}
-                                                -> {"runs": [...]}: this script, twice if it is to be run again, and then the
-                                                   other branches below it, breadth first, n runs at most
+                                                   or {"problem": text, "summary": the same in a few
+                                                   words}
+    h: null, or {"source": of the reference, "names": of functions in it, "task": that will be
+    called}; the reference's functions stand in the place of the submission's own {"call": name,
+    "args": [...], "chance": how, "script": [answer, ...], "most": n, "again": whether}
+                                                -> {"runs": [...]}: this script, twice if it is to
+                                                be run again, and then the
+                                                   other branches below it, breadth first, n runs at
+                                                   most
     how: null (it takes no chance), "" (behind the arguments) or the name of the argument
     a run: {"script": ..., "asked": [["accept", ratio] or ["draw", row], ...], "traces": [...],
             "value": result or "problem": text, "summary": the same in a few words}
 
-A script is what chance answers: 1 or 0 for accept, a token for draw; behind its end chance takes the first branch. This is
-no security boundary. It stops accidents and plain tricks; run it in a container where submissions may be hostile.
+A script is what chance answers: 1 or 0 for accept, a token for draw; behind its end chance takes
+the first branch. This is no security boundary. It stops accidents and plain tricks; run it in a
+container where submissions may be hostile.
 
-Started by path, without site-packages; it imports the standard library, and its neighbours codec.py, guard.py,
-problems.py and props.py.
+Started by path, without site-packages; it imports the standard library, and its neighbours
+codec.py, guard.py, problems.py and props.py.
 """
 
 import builtins
@@ -62,7 +67,9 @@ if __name__ == "__main__":  # what is here stays as it is, whatever the submissi
 def scripted(
     script: list[int], asked: list[Any], ways: list[list[int]]
 ) -> tuple[object, Callable[[], bool]]:
-    """A chance that follows a script and notes every decision and its possible answers; and whether nobody changed it."""
+    """A chance that follows a script and notes every decision and its possible answers; and whether
+    nobody changed it.
+    """
 
     def decide(kind: str, value: Any, possible: list[int]) -> int:
         if len(asked) == DECISIONS:
@@ -110,7 +117,9 @@ def long(x: Any) -> bool:
 
 
 def noting(record: list[Any]) -> list[Any]:
-    """An empty trace. What is appended is also kept in the record, where the submission does not reach it."""
+    """An empty trace. What is appended is also kept in the record, where the submission does not
+    reach it.
+    """
 
     def append(self: list[Any], event: Any) -> None:
         if len(record) == EVENTS:
@@ -159,7 +168,8 @@ class Submission:
         return {"ok": functions, "replaced": replaced}
 
     def replace(self, name: str, helper: Any) -> bool:
-        """Put a helper in the place of the submission's own function, under every name that its modules have for it.
+        """Put a helper in the place of the submission's own function, under every name that its
+        modules have for it.
 
         The task itself keeps its place: whoever hands in `verify = acceptance` is judged by that.
         """

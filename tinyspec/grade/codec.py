@@ -1,7 +1,9 @@
-"""Plain data as text between the grader and its child: numbers, texts, lists, tuples, dictionaries, and nothing else.
+"""Plain data as text between the grader and its child: numbers, texts, lists, tuples, dictionaries,
+and nothing else.
 
-Strict on purpose: an object that only looks like a number may compare as it likes, so subclasses are refused, and so is what
-is too large or too deep. Runs on both sides of the border: standard library alone.
+Strict on purpose: an object that only looks like a number may compare as it likes, so subclasses
+are refused, and so is what is too large or too deep. Runs on both sides of the border: standard
+library alone.
 """
 
 import json
@@ -22,7 +24,8 @@ class NotPlain(ValueError):
 
 
 def plain(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """What JSON can hold of a value. `other` turns the objects of a Prop into plain data, where there may be any.
+    """What JSON can hold of a value. `other` turns the objects of a Prop into plain data, where
+    there may be any.
 
     >>> plain([(1, Fraction(1, 3)), {"a": None}])
     [{'t': [1, {'q': '1/3'}]}, {'d': [['a', None]]}]

@@ -35,8 +35,8 @@ class Verdict:
     """How one law was judged.
 
     evidence        what the law looked at, where it holds
-    counterexample  the smallest case in which it is broken; or the basic law that is, or RUNS, where
-                    this one could not be judged
+    counterexample  the smallest case in which it is broken; or the basic law that is, or RUNS,
+                    where this one could not be judged
     failed          why there was nothing to judge, where there was not
     """
 
@@ -86,7 +86,9 @@ class Result:
 
     @property
     def sentence(self) -> str:
-        """Return why there was nothing to judge by the first law that does not hold, where there was not."""
+        """Return why there was nothing to judge by the first law that does not hold, where there
+        was not.
+        """
         return (
             str(self.first_broken.failed) if self.first_broken and self.first_broken.failed else ""
         )
@@ -99,7 +101,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a submission. `problem` says why none of it could be judged, where that is so."""
+    """What became of a submission. `problem` says why none of it could be judged, where that is
+    so.
+    """
 
     assignment: Assignment
     results: Sequence[Result]
@@ -116,7 +120,8 @@ class Report:
 
 
 def judge(task: Task, function: Callable[..., Any], cases: Cases = PUBLIC) -> Result:
-    """Hold a function to every law of a task, wherever it runs. Never raises what the function or a law raises.
+    """Hold a function to every law of a task, wherever it runs. Never raises what the function or a
+    law raises.
 
     What the grader does not allow costs all points of the task, whichever law it was seen by.
     """
@@ -178,9 +183,9 @@ def grade(
 ) -> Report:
     """Judge a folder with a submission.py; whatever is wrong with it is in the report.
 
-    A task is judged with the reference's functions in the place of the submission's earlier ones that
-    it uses. Laws that do not hold then are judged once more with the submission's own: who gave a
-    helper another form, and calls it accordingly, loses nothing.
+    A task is judged with the reference's functions in the place of the submission's earlier ones
+    that it uses. Laws that do not hold then are judged once more with the submission's own: who
+    gave a helper another form, and calls it accordingly, loses nothing.
 
     limits  of the child processes; by default a task has more time where it has more cases
     only    the name of the one task to judge

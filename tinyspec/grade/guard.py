@@ -1,4 +1,5 @@
-"""What a submission may not do: noticed by Python's audit hooks, and held to by the limits of the operating system.
+"""What a submission may not do: noticed by Python's audit hooks, and held to by the limits of the
+operating system.
 
 Runs in the child: standard library alone. No security boundary: whoever wants to get around it can.
 """
@@ -83,7 +84,9 @@ def no_thread(*args: Any, **named: Any) -> NoReturn:
 
 
 def limit(memory: int, seconds: int) -> None:
-    """What the operating system holds this process to; where it knows no such limit, the parent's clock remains."""
+    """What the operating system holds this process to; where it knows no such limit, the parent's
+    clock remains.
+    """
     try:
         import resource
     except ImportError:
@@ -96,7 +99,9 @@ def limit(memory: int, seconds: int) -> None:
 
 
 def begin(memory: int, seconds: int) -> None:
-    """From here on: so many bytes of memory, so many seconds of processor time, and nothing that is refused."""
+    """From here on: so many bytes of memory, so many seconds of processor time, and nothing that is
+    refused.
+    """
     limit(memory, seconds)
     for name in random.__all__:
         if name.islower():
@@ -111,13 +116,17 @@ def begin(memory: int, seconds: int) -> None:
 
 
 def keep(folder: str) -> None:
-    """Remember what a submission may not change, and where it lives: elsewhere it reads nothing from now on."""
+    """Remember what a submission may not change, and where it lives: elsewhere it reads nothing
+    from now on.
+    """
     READABLE.append(os.path.realpath(folder))
     kept[:] = [(place, dict(vars(place))) for place in (builtins, fractions, fractions.Fraction)]
 
 
 def offence() -> str | None:
-    """What was done that is not allowed since this was asked last, even where nothing was raised in the end."""
+    """What was done that is not allowed since this was asked last, even where nothing was raised in
+    the end.
+    """
     done = offences[0] if offences else None
     offences.clear()
     for place, before in kept:

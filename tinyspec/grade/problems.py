@@ -12,10 +12,12 @@ class Enough(BaseException):
 
 
 def describe(error: BaseException, folder: str) -> dict[str, str]:
-    """Return {"problem": clause, "summary": a few words}; the subject of both is the function or the file.
+    """Return {"problem": clause, "summary": a few words}; the subject of both is the function or
+    the file.
 
     "problem" is like "raises ZeroDivisionError: division by zero (submission.py, line 154)", and
-    "summary" like "raised ZeroDivisionError at line 154". Lines are those of the files in the folder.
+    "summary" like "raised ZeroDivisionError at line 154". Lines are those of the files in the
+    folder.
     """
     kind = str(type(error).__name__)[:60]
     try:
@@ -46,7 +48,9 @@ def describe(error: BaseException, folder: str) -> dict[str, str]:
 
 
 def locate(error: BaseException, folder: str) -> tuple[str, int | None]:
-    """Return the file of the folder and the line where this was raised; ("", None) where it was raised elsewhere."""
+    """Return the file of the folder and the line where this was raised; ("", None) where it was
+    raised elsewhere.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return os.path.basename(str(error.filename)), error.lineno
     file, line = "", None

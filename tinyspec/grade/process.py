@@ -1,6 +1,8 @@
-"""The parent's end of a child process: started with nothing but limits, asked in lines, and killed with all it started.
+"""The parent's end of a child process: started with nothing but limits, asked in lines, and killed
+with all it started.
 
-No security boundary: a submission that means harm belongs in a container. What is held here is what accidents do.
+No security boundary: a submission that means harm belongs in a container. What is held here is what
+accidents do.
 """
 
 import json
@@ -25,7 +27,8 @@ class Limits(NamedTuple):
 
     call     seconds for one answer
     task     seconds of answering in all, for one task
-    hanging  seconds that a whole run waits for answers that do not come; after that, `least` for each
+    hanging  seconds that a whole run waits for answers that do not come; after that, `least` for
+             each
     memory   bytes of addresses
     output   bytes printed for one task
     answer   bytes of one answer
@@ -49,7 +52,9 @@ class Hung(Gone):
 
 
 class Child:
-    """One process that holds one submission. Use as a context manager: at its end everything it started is killed."""
+    """One process that holds one submission. Use as a context manager: at its end everything it
+    started is killed.
+    """
 
     def __init__(self, limits: Limits):
         self.limits = limits

@@ -1,7 +1,8 @@
 """What a submission to A1 is given: a language model of a few words whose session keeps a cache.
 
-The cache is the text that the model has read. What it says depends on all of it, so that a token which was refused and still
-stands there changes every row behind it. Standard library only: a child process loads this.
+The cache is the text that the model has read. What it says depends on all of it, so that a token
+which was refused and still stands there changes every row behind it. Standard library only: a child
+process loads this.
 """
 
 from collections.abc import Sequence
@@ -29,16 +30,19 @@ def behind(rows: Sequence[Sequence[Fraction]], by: str, text: Sequence[int]) -> 
 
 
 class Session(Prop):
-    """A model and its cache. `len(session)` is the number of tokens that it holds; a new session has read nothing.
+    """A model and its cache. `len(session)` is the number of tokens that it holds; a new session
+    has read nothing.
 
-    rows   the model's rows, [V] weights each (Fractions from 0 on, not all 0, which need not add up to one)
+    rows   the model's rows, [V] weights each (Fractions from 0 on, not all 0, which need not add up
+           to one)
     by     which row stands behind a text:
            "length"  that of its length: rows[len(text) - 1], the last one behind longer texts
            "last"    that of its last token: rows[text[-1]]
-           "text"    every text has its own, as long as there are enough of them: with n = 0, then n = V n + token + 1 for
-                     each token of the text, rows[n % len(rows)]
+           "text"    every text has its own, as long as there are enough of them: with n = 0, then n
+                     = V n + token + 1 for each token of the text, rows[n % len(rows)]
 
-    The trace has an entry for every call: ("score", cache before, tokens) or ("rewind", cache before, length).
+    The trace has an entry for every call: ("score", cache before, tokens) or ("rewind", cache
+    before, length).
 
     >>> model = Session([[Fraction(1), Fraction(3)], [Fraction(2), Fraction(2)]])
     >>> [[str(x) for x in row] for row in model.score([0, 1])], len(model)
@@ -68,9 +72,11 @@ class Session(Prop):
         return len(self._cache)
 
     def score(self, tokens: Sequence[int]) -> list[list[Fraction]]:
-        """Read tokens behind the cache: one call of the model. They stand in the cache from then on.
+        """Read tokens behind the cache: one call of the model. They stand in the cache from then
+        on.
 
-        Returns a row [V] for each token: the weights of the token that follows it. ValueError for no tokens, or none of ours.
+        Returns a row [V] for each token: the weights of the token that follows it. ValueError for
+        no tokens, or none of ours.
         """
         if not isinstance(tokens, (list, tuple)) or not tokens:
             raise ValueError(
@@ -94,7 +100,9 @@ class Session(Prop):
         return rows
 
     def rewind(self, length: int) -> None:
-        """Keep the first `length` tokens of the cache and forget the others. ValueError if there are fewer."""
+        """Keep the first `length` tokens of the cache and forget the others. ValueError if there
+        are fewer.
+        """
         if (
             isinstance(length, bool)
             or not isinstance(length, int)

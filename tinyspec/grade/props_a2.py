@@ -1,7 +1,9 @@
-"""What a submission to A2 is given: a model of one attention layer, which is told what stands where and what sees what.
+"""What a submission to A2 is given: a model of one attention layer, which is told what stands where
+and what sees what.
 
-It believes what it is told. A row attends to whatever its mask shows, at whatever positions are said: a wrong mask or a wrong
-position is no error but a wrong row, as in a real model. Standard library only: a child process loads this.
+It believes what it is told. A row attends to whatever its mask shows, at whatever positions are
+said: a wrong mask or a wrong position is no error but a wrong row, as in a real model. Standard
+library only: a child process loads this.
 """
 
 from collections.abc import Sequence
@@ -15,14 +17,16 @@ FARTHEST = 10_000  # position
 
 
 class TreeSession(Prop):
-    """A model that has read a text but for its newest token. `text` is all of it; what is scored is not kept.
+    """A model that has read a text but for its newest token. `text` is all of it; what is scored is
+    not kept.
 
-    Tokens 0 to V - 1. A row attends to what it sees. A token t_j at position s_j, seen from token t_i at position s_i, weighs
+    Tokens 0 to V - 1. A row attends to what it sees. A token t_j at position s_j, seen from token
+    t_i at position s_i, weighs
 
         (1 + (2 t_i + 3 t_j + seed) mod 5) / (1 + |s_i - s_j|)
 
-    and says 1 + ((v + 1) (t_j + 2) + 3 s_j + seed) mod 7 for the word v as the next one. The weighted sum of what all say,
-    divided by its total, is the row.
+    and says 1 + ((v + 1) (t_j + 2) + 3 s_j + seed) mod 7 for the word v as the next one. The
+    weighted sum of what all say, divided by its total, is the row.
 
     The trace has an entry for every call: [tokens, positions].
 
@@ -32,7 +36,8 @@ class TreeSession(Prop):
     48/121 69/242 7/22
     >>> session.score([1], [2], [[1, 1]])
     Traceback (most recent call last):
-    ValueError: row 0 of the mask has 2 entries: it needs 3, for 2 tokens that were read and 1 that is fed
+    ValueError: row 0 of the mask has 2 entries: it needs 3, for 2 tokens that were read and 1 that
+    is fed
     """
 
     def __init__(self, text: Sequence[int], vocabulary: int = 3, seed: int = 0):
@@ -51,9 +56,11 @@ class TreeSession(Prop):
     ) -> list[list[Fraction]]:
         """One call of the model: k tokens at k positions, k rows of V probabilities.
 
-        mask   [k][c + k]: which of the c = len(text) - 1 tokens that were read, and of the k that are fed, each row sees
+        mask   [k][c + k]: which of the c = len(text) - 1 tokens that were read, and of the k that
+               are fed, each row sees
 
-        ValueError where the three do not fit together, a token is none of the model's, or a row sees nothing.
+        ValueError where the three do not fit together, a token is none of the model's, or a row
+        sees nothing.
         """
         read = len(self.text) - 1
         if len(self.trace) >= MOST_CALLS:
@@ -106,7 +113,9 @@ class TreeSession(Prop):
             )
 
     def _row(self, token: int, position: int, seen: Sequence[tuple[int, int]]) -> list[Fraction]:
-        """What a token at a position says of the next one, of the (token, position) pairs that it sees."""
+        """What a token at a position says of the next one, of the (token, position) pairs that it
+        sees.
+        """
         said = [Fraction(0)] * self.vocabulary
         for other, place in seen:
             weight = Fraction(

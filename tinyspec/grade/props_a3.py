@@ -1,7 +1,9 @@
-"""What a submission to A3 is given: a model of a few layers whose cache can have holes, and a model that counts its calls.
+"""What a submission to A3 is given: a model of a few layers whose cache can have holes, and a model
+that counts its calls.
 
-Both calculate with small whole numbers, so that every judgement is exact and every step can be done by hand; both write down
-what was asked of them (`trace`), and refuse misuse in a sentence. Standard library only: a child process loads this.
+Both calculate with small whole numbers, so that every judgement is exact and every step can be done
+by hand; both write down what was asked of them (`trace`), and refuse misuse in a sentence. Standard
+library only: a child process loads this.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,8 @@ def whole(value: Any, what: str, low: int, high: int) -> int:
 
 
 class LayeredModel(Prop):
-    """A language model whose states are whole numbers, run a layer and a token at a time, with a key/value cache per layer.
+    """A language model whose states are whole numbers, run a layer and a token at a time, with a
+    key/value cache per layer.
 
     seed        which model
     depth       L, its layers are 1 to L
@@ -39,7 +42,8 @@ class LayeredModel(Prop):
     (24, 1)
     >>> model.run(2, 0, 1)
     Traceback (most recent call last):
-    ValueError: a hole: layer 2, run at position 0, reads the keys and values of position 0, which nobody stored there
+    ValueError: a hole: layer 2, run at position 0, reads the keys and values of position 0, which
+    nobody stored there
     """
 
     def __init__(self, seed: int, depth: int, vocabulary: int = 3):
@@ -63,7 +67,9 @@ class LayeredModel(Prop):
         ) % MODULUS
 
     def project(self, layer: int, position: int, state: int) -> int:
-        """The key and value, one number here, that a layer makes of the state that a token brings to it."""
+        """The key and value, one number here, that a layer makes of the state that a token brings
+        to it.
+        """
         whole(layer, "the layer", 1, self.depth), whole(state, "the state", 0, MODULUS - 1)
         return (
             (layer + 1) * state + whole(position, "the position", 0, MOST_CALLS) + self._seed
@@ -76,7 +82,8 @@ class LayeredModel(Prop):
         self.note("store", layer, position, pair)
 
     def run(self, layer: int, position: int, state: int) -> int:
-        """Run a layer for the token at a position: it reads the cache of that layer at positions 0 to `position`.
+        """Run a layer for the token at a position: it reads the cache of that layer at positions 0
+        to `position`.
 
         ValueError where one of them was not stored: a hole.
         """
@@ -93,7 +100,9 @@ class LayeredModel(Prop):
         return out
 
     def row(self, state: int) -> list[Fraction]:
-        """[V] The law of the next word, read from a state: by the one head that all layers share."""
+        """[V] The law of the next word, read from a state: by the one head that all layers
+        share.
+        """
         whole(state, "the state", 0, MODULUS - 1)
         weights = [1 + (state + 7 * token) ** 2 % MODULUS % 9 for token in range(self.vocabulary)]
         return [Fraction(weight, sum(weights)) for weight in weights]
@@ -108,17 +117,20 @@ class LayeredModel(Prop):
 
 
 def _mixed(layer: int, position: int, state: int, pairs: Sequence[int]) -> int:
-    """What a layer makes of a state and of the keys and values of positions 0 to `position`: near ones weigh less."""
+    """What a layer makes of a state and of the keys and values of positions 0 to `position`: near
+    ones weigh less.
+    """
     heard = sum((position - at + 1) * pair for at, pair in enumerate(pairs))
     return (state + heard * heard + layer) % MODULUS
 
 
 class CountedModel(Prop):
-    """A language model at temperature 0: it says the likeliest token, for all places of a block in one call.
+    """A language model at temperature 0: it says the likeliest token, for all places of a block in
+    one call.
 
     rule        what it says after a text:
-                "mixing"    s % V, where s depends on every token: s = seed at first, and s = (5 s + token^2 + token + 1) % 97
-                            for each token after the other
+                "mixing"    s % V, where s depends on every token: s = seed at first, and s = (5 s +
+                            token^2 + token + 1) % 97 for each token after the other
                 "counting"  the number behind the last token, (last + 1) % V
                 "places"    the number of the place, len(text) % V, whatever the tokens are
     vocabulary  V, its tokens are 0 to V - 1
@@ -150,7 +162,9 @@ class CountedModel(Prop):
         return cls(**plain)
 
     def says(self, text: Sequence[int], guesses: Sequence[int]) -> list[int]:
-        """One call of the model: for every i the likeliest token behind text + guesses[:i]. The last guess is not read."""
+        """One call of the model: for every i the likeliest token behind text + guesses[:i]. The
+        last guess is not read.
+        """
         for name, tokens in (("the text", text), ("the guesses", guesses)):
             if not isinstance(tokens, (list, tuple)) or not tokens:
                 raise ValueError(

@@ -1,8 +1,10 @@
-"""A submitted function, as a function: it runs in a child process, and is known here by the table of its decisions.
+"""A submitted function, as a function: it runs in a child process, and is known here by the table
+of its decisions.
 
-Run with the answers of chance fixed beforehand (a script), a function of chance asks, and ends. What it asked after each
-beginning of a script is its table; it is grown breadth first, many scripts a message. Any `Chance` can then be played against
-the table: `Exhaustive` walks it, `Seeded` goes one way. So the laws judge a submission as they judge everything else.
+Run with the answers of chance fixed beforehand (a script), a function of chance asks, and ends.
+What it asked after each beginning of a script is its table; it is grown breadth first, many scripts
+a message. Any `Chance` can then be played against the table: `Exhaustive` walks it, `Seeded` goes
+one way. So the laws judge a submission as they judge everything else.
 """
 
 import inspect
@@ -44,7 +46,9 @@ class Asks(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """An end: a result or a problem (and the problem in a few words), and what happened to the props."""
+    """An end: a result or a problem (and the problem in a few words), and what happened to the
+    props.
+    """
 
     value: Any
     problem: str | None
@@ -67,14 +71,18 @@ class Helpers(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A submission that was imported: its functions and the names of their arguments, and which were replaced."""
+    """A submission that was imported: its functions and the names of their arguments, and which
+    were replaced.
+    """
 
     functions: dict[str, list[str]]
     replaced: list[str]
 
 
 class Table:
-    """What a function does on one case: after every answer of chance, what it asks next, or how it ends."""
+    """What a function does on one case: after every answer of chance, what it asks next, or how it
+    ends.
+    """
 
     def __init__(self) -> None:
         self.nodes: dict[Path, Asks | Ends] = {}

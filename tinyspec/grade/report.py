@@ -1,7 +1,7 @@
 """What a graded submission is told: at a terminal, as JSON, and as Gradescope's results.json.
 
-A task is one row of the table, and one test of Gradescope. Where it lost points, its laws follow with
-the points of each, and the smallest case in which the first one is broken.
+A task is one row of the table, and one test of Gradescope. Where it lost points, its laws follow
+with the points of each, and the smallest case in which the first one is broken.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -161,7 +161,9 @@ def gradescope(report: Report) -> dict[str, Any]:
 
 
 def explain(result: Result) -> list[str]:
-    """Return all that is shown of a task that lost points: its laws, and the first counterexample."""
+    """Return all that is shown of a task that lost points: its laws, and the first
+    counterexample.
+    """
     if result.first_broken is None:
         return []
     lines = law_lines(result) if len(result.verdicts) > 1 and not is_unjudged(result) else []
@@ -173,7 +175,9 @@ def explain(result: Result) -> list[str]:
 
 
 def is_unjudged(result: Result) -> bool:
-    """Return whether no law could be judged, all for the same reason: a list of them would only repeat it."""
+    """Return whether no law could be judged, all for the same reason: a list of them would only
+    repeat it.
+    """
     said = {str(verdict.failed) for verdict in result.verdicts}
     return (
         len(said) == 1

@@ -3,7 +3,8 @@
     # solution            a line of its own, inside the function that is to be written
     # end of solution     at the same depth; everything between becomes `raise NotImplementedError("A1.3 residual: write me")`
 
-At the depth of the file itself a block is left out without a word: helpers and imports that only the solution needs.
+At the depth of the file itself a block is left out without a word: helpers and imports that only
+the solution needs.
 """
 
 import ast
@@ -21,7 +22,8 @@ def starter(reference: str, labels: Mapping[str, str], name: str) -> str:
     """The starter of a reference.
 
     labels  of the functions that are tasks: {"residual": "A1.3"}
-    name    of the assignment, said of the others; methods of a class have the label of the task that uses the class
+    name    of the assignment, said of the others; methods of a class have the label of the task
+            that uses the class
 
     Raises TinyspecError where markers do not match, or a line of the solution would be given away.
 
@@ -78,7 +80,8 @@ def askers(reference: str, tasks: Iterable[str]) -> dict[str, str]:
 
 
 def extract_helpers(reference: str, names: Iterable[str]) -> str:
-    """Return the source of these functions of a reference, with the definitions that they need and no others.
+    """Return the source of these functions of a reference, with the definitions that they need and
+    no others.
 
     >>> print(extract_helpers("A = 1\\nB = 2\\ndef f(): return A\\ndef g(): return f() + B", ["f"]))
     A = 1
@@ -147,7 +150,9 @@ def _marked(reference: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _owner(lines: list[str], depth: int) -> str | None:
-    """The function or class in which a line of this depth stands; a method by the name of its class too: "Pile.add"."""
+    """The function or class in which a line of this depth stands; a method by the name of its class
+    too: "Pile.add".
+    """
     names: list[str] = []
     for line in reversed(lines):
         around = len(line) - len(line.lstrip())

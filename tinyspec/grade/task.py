@@ -21,7 +21,9 @@ class Cases(NamedTuple):
 
 
 Law = Callable[[Callable[..., Any], Cases], Evidence]
-"""Judges a function; raises `tinyspec.laws.accused.LawViolated` with the smallest counterexample in the words of the task."""
+"""Judges a function; raises `tinyspec.laws.accused.LawViolated` with the smallest counterexample in
+the words of the task.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class GradedLaw:
 
     points    earned where the law holds, whatever becomes of the task's other laws
     sentence  what the law says
-    judge     raises LawViolated where it is broken; returns Evidence of no cases where nothing came up
+    judge     raises LawViolated where it is broken; returns Evidence of no cases where nothing came
+              up
     needs     sentences of laws of the same task without which this one says nothing: a fast loop
               earns no points for speed while its text is wrong
     """
@@ -48,7 +51,8 @@ class GradedLaw:
 class Failed(TinyspecError):
     """The submitted function gave no result that could be judged. Laws let it pass.
 
-    said     a sentence without its end: "residual raises ZeroDivisionError (submission.py, line 12)"
+    said     a sentence without its end: "residual raises ZeroDivisionError (submission.py, line
+             12)"
     case     what it was given, by the names of its arguments
     summary  the same in a few words, for a table: "raised ZeroDivisionError at line 12"
     """

@@ -2,7 +2,8 @@
 
 from tinyspec.laws import check
 
-check(my_verifier)              # proves it exact on every small case, or shows the smallest one that it gets wrong
+check(my_verifier)              # proves it exact on every small case, or shows the smallest one
+                                that it gets wrong
 """
 
 from typing import TYPE_CHECKING, Any

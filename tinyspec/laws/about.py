@@ -1,4 +1,6 @@
-"""Numbers that know how wrong they may be, and note every question to which they know no sure answer."""
+"""Numbers that know how wrong they may be, and note every question to which they know no sure
+answer.
+"""
 
 from typing import Any
 
@@ -8,8 +10,9 @@ EPS = 2.0**-52
 class Doubt:
     """A computation over n numbers, and whether any of its comparisons was too close to call.
 
-    A device may add n numbers in any order, which errs by at most n * eps of their sum. The twin adds in eight lanes and in
-    blocks of 256, so every addition is charged n / 8 + 2 eps, and the whole sum at least n.
+    A device may add n numbers in any order, which errs by at most n * eps of their sum. The twin
+    adds in eight lanes and in blocks of 256, so every addition is charged n / 8 + 2 eps, and the
+    whole sum at least n.
 
     >>> doubt = Doubt(3)
     >>> third, row = doubt.about(1 / 3), [doubt.about(x) for x in (0.1, 0.2, 0.3)]

@@ -1,4 +1,6 @@
-"""What a law says when it speaks: nothing of the library's insides, only the smallest case in the words of the task."""
+"""What a law says when it speaks: nothing of the library's insides, only the smallest case in the
+words of the task.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -21,7 +23,9 @@ class Counterexample:
     got: Any
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; numbers that JSON has no word for (fractions) are written as text."""
+        """Plain data for JSON; numbers that JSON has no word for (fractions) are written as
+        text.
+        """
         return {
             "law": self.law,
             "case": {name: _plain(value) for name, value in self.case.items()},
@@ -75,7 +79,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What `check` found. True where everything was kept, so that a test reads `assert check(my_verifier)`.
+    """What `check` found. True where everything was kept, so that a test reads `assert
+    check(my_verifier)`.
 
     evidence        what was looked at and kept, one entry a law
     counterexample  the smallest case that broke a law, or None

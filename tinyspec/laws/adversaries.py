@@ -1,4 +1,5 @@
-"""Greedy equality: in float64, at temperature 0, the tokens are those of plain greedy decoding, whatever is drafted.
+"""Greedy equality: in float64, at temperature 0, the tokens are those of plain greedy decoding,
+whatever is drafted.
 
 The judge is a dense pass for every token: it knows no cache, no tree and no loop of ours.
 """
@@ -27,7 +28,8 @@ EOS = V - 1
 
 
 class Guess(BaseDrafter):
-    """Proposes a chain of three tokens, each of which it would stake everything on; its law says so.
+    """Proposes a chain of three tokens, each of which it would stake everything on; its law says
+    so.
 
     token  the text so far -> the guess
     """
@@ -49,7 +51,9 @@ class Guess(BaseDrafter):
 
 
 def greedy_equality(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
-    """The technique with its own drafter on every kind of draft model, then its verifier under four strange drafters."""
+    """The technique with its own drafter on every kind of draft model, then its verifier under four
+    strange drafters.
+    """
     base = Stage(
         card,
         seed=seed + 50,

@@ -1,4 +1,6 @@
-"""Laws of word alignment: EM never loses likelihood, is what plain loops say, and finds who produced which word."""
+"""Laws of word alignment: EM never loses likelihood, is what plain loops say, and finds who
+produced which word.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -28,7 +30,9 @@ TWICE = (
 
 
 def loops(source: Any, target: Any, rounds: int, placed: int) -> list[float]:
-    """The log-likelihood before each round and after the last, word by word: model 1, then model 2."""
+    """The log-likelihood before each round and after the last, word by word: model 1, then model
+    2.
+    """
     beside: dict[int, set[int]] = defaultdict(set)
     for x, y in zip(source, target, strict=True):
         for s in (NULL, *x):
@@ -61,7 +65,9 @@ def loops(source: Any, target: Any, rounds: int, placed: int) -> list[float]:
 
 
 def rounds_of_em(align: Align) -> Evidence:
-    """The likelihood after each round, against plain loops on tiny corpora; and that none falls, on a random one."""
+    """The likelihood after each round, against plain loops on tiny corpora; and that none falls, on
+    a random one.
+    """
     seen = 0
     for (source, target), (rounds, placed) in (
         (c, r) for c in CORPORA for r in ((3, 0), (0, 3), (2, 2))
@@ -88,7 +94,9 @@ def rounds_of_em(align: Align) -> Evidence:
 
 
 def known_alignments(align: Align) -> Evidence:
-    """More than 95 in 100 of what a task of dialects knows; a word that stands twice is told apart by its place."""
+    """More than 95 in 100 of what a task of dialects knows; a word that stands twice is told apart
+    by its place.
+    """
     for kinds, modes in ((("lex",), 4), (("ord", "fert"), 3)):
         pairs = Dialects(kinds, modes).corpus(800, seed=1)
         links = align([p.source for p in pairs], [p.target for p in pairs]).links

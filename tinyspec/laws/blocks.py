@@ -1,7 +1,8 @@
-"""What block verification proves (Sun et al., ICLR 2025, arXiv 2403.10444), as laws of a verifier that judges a chain.
+"""What block verification proves (Sun et al., ICLR 2025, arXiv 2403.10444), as laws of a verifier
+that judges a chain.
 
-The rows depend on the text, so that a verifier which looks at the wrong row is seen. Every draft and every outcome is walked;
-the oracle is the paper's running ratio in a few lines of fractions.
+The rows depend on the text, so that a verifier which looks at the wrong row is seen. Every draft
+and every outcome is walked; the oracle is the paper's running ratio in a few lines of fractions.
 """
 
 from collections import defaultdict
@@ -37,7 +38,9 @@ class Kept(NamedTuple):
 
 
 class Block(NamedTuple):
-    """p and q at the beginning of the text, whether they change along it, the length of a draft, and how many there are."""
+    """p and q at the beginning of the text, whether they change along it, the length of a draft,
+    and how many there are.
+    """
 
     p: Exact
     q: Exact
@@ -107,8 +110,9 @@ def block(
     gamma: int = 3,
     laws: Sequence[str] = (EMITTED, BLOCK),
 ) -> Evidence:
-    """Whatever text was emitted so far in a round, the next token has the law p; and the tokens kept are as many as the
-    clipped ratio says: never fewer than token verification keeps, never more than any verifier can."""
+    """Whatever text was emitted so far in a round, the next token has the law p; and the tokens
+    kept are as many as the clipped ratio says: never fewer than token verification keeps, never
+    more than any verifier can."""
     began, cases, branches = perf_counter(), 0, 0
     for case in blocks(vocabularies, largest, gamma):
         round = played(verifier, case)
@@ -123,7 +127,9 @@ def block(
 
 
 class Played(NamedTuple):
-    """Every outcome of a round: tokens kept on average, and the probability that each text is emitted, and more behind it."""
+    """Every outcome of a round: tokens kept on average, and the probability that each text is
+    emitted, and more behind it.
+    """
 
     kept: Fraction
     emitted: dict[Text, Fraction]
@@ -162,7 +168,9 @@ def _round(verifier: Verifier, case: Block, rng: Any) -> tuple[int, Text]:
 
 
 def lawful(name: str, case: Block, round: Played) -> None:
-    """A round that goes beyond a text goes on with p: necessary and enough, since later rounds start afresh."""
+    """A round that goes beyond a text goes on with p: necessary and enough, since later rounds
+    start afresh.
+    """
     for text, mass in sorted(round.beyond.items(), key=lambda entry: (len(entry[0]), entry[0])):
         if mass:
             law = tuple(

@@ -1,8 +1,10 @@
-"""Laws for what remembers: cache, positions, exits, rewinds, and rows that share a pass. Trees and masks are in passes.py.
+"""Laws for what remembers: cache, positions, exits, rewinds, and rows that share a pass. Trees and
+masks are in passes.py.
 
-The judge is `dense`, one plain pass over the whole text: no session, no cache, no mask but the causal one. Models are
-float64, random, with weights so large that every layer, position and token changes every row.
-Each law takes a `Parts`, goes from few tokens to many, and raises `LawViolated` with the first case that breaks it.
+The judge is `dense`, one plain pass over the whole text: no session, no cache, no mask but the
+causal one. Models are float64, random, with weights so large that every layer, position and token
+changes every row. Each law takes a `Parts`, goes from few tokens to many, and raises `LawViolated`
+with the first case that breaks it.
 """
 
 from collections.abc import Sequence
@@ -68,7 +70,9 @@ def weights(family: str, seed: int = 0) -> Model:
 
 
 class Through(Model):
-    """A model whose passes go through the part that is judged. `fed` holds what reached the model itself."""
+    """A model whose passes go through the part that is judged. `fed` holds what reached the model
+    itself.
+    """
 
     def __init__(self, inner: Model, parts: Parts):
         super().__init__(inner.config, inner.weights)
@@ -101,7 +105,9 @@ def greedy(model: Model, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def trees() -> list[TokenTree]:
-    """Every shape of up to two guesses, a fork behind a second child, two larger ones, and equal siblings."""
+    """Every shape of up to two guesses, a fork behind a second child, two larger ones, and equal
+    siblings.
+    """
     shapes = [(), (-1,), (-1, -1), (-1, 0), (-1, -1, 1), (-1, -1, 0, 1, 3), (-1, 0, 0, -1, 3, 2)]
     made = [TokenTree(range(1, len(s) + 1), s, (None,) * len(s), (False,) * len(s)) for s in shapes]
     return [*made, TokenTree((2, 2, 3), (-1, -1, 1), (None,) * 3, (False,) * 3)]
@@ -123,7 +129,9 @@ def positions_count_the_text(parts: Parts) -> Evidence:
 
 
 def _judge(law: str, session: Session, text: list[int], case: dict[str, Any]) -> None:
-    """The session's text, what it says next, and its keys in every layer, against one plain pass."""
+    """The session's text, what it says next, and its keys in every layer, against one plain
+    pass.
+    """
     if session.text != text:
         accuse(law, f"the text {text}", f"the text {session.text}", **case)
     row, fresh = session.score(TokenTree()).logits[0], dense(session.model, text)
@@ -136,7 +144,9 @@ def _judge(law: str, session: Session, text: list[int], case: dict[str, Any]) ->
 
 
 def cache_is_a_fresh_forward(parts: Parts) -> Evidence:
-    """After a round the keys of the text are those of one pass over it, whichever path of the tree was kept."""
+    """After a round the keys of the text are those of one pass over it, whichever path of the tree
+    was kept.
+    """
     seen = 0
     for prompt, (family, _, model), tree in product(PROMPTS[:2], models(parts), trees()):
         for node, after in product(range(ROOT, len(tree.tokens)), (None, 6)):
@@ -171,8 +181,8 @@ def cache_is_a_fresh_forward(parts: Parts) -> Evidence:
 
 
 def rewinding_is_never_having_gone(parts: Parts) -> Evidence:
-    """After `rewind(n)` the text has n tokens, whatever n is, and goes on like a text that never was longer; and what a
-    fork does, to its end, is not seen by the session it came from."""
+    """After `rewind(n)` the text has n tokens, whatever n is, and goes on like a text that never
+    was longer; and what a fork does, to its end, is not seen by the session it came from."""
     seen, text = 0, [1, 2, 3, 4]
     for (family, _, model), length in product(models(parts), range(1, len(text) + 1)):
         for then in ((), (5,), (5, 6)):
@@ -196,8 +206,8 @@ def rewinding_is_never_having_gone(parts: Parts) -> Evidence:
 
 
 def an_exit_is_the_truncated_model(parts: Parts) -> Evidence:
-    """A view that leaves after E layers says what the model cut down to E layers says; a token that left early and was
-    run further after all leaves the keys and values of a full pass."""
+    """A view that leaves after E layers says what the model cut down to E layers says; a token that
+    left early and was run further after all leaves the keys and values of a full pass."""
     seen = 0
     for prompt, (family, judge, model), layers in product(
         PROMPTS, models(parts), range(1, LAYERS + 1)
@@ -219,7 +229,9 @@ def an_exit_is_the_truncated_model(parts: Parts) -> Evidence:
 
 
 class Wrong(BaseDrafter):
-    """Proposes two tokens, the first `right` of which are the greedy ones; `wide`: beside a first sibling that is wrong."""
+    """Proposes two tokens, the first `right` of which are the greedy ones; `wide`: beside a first
+    sibling that is wrong.
+    """
 
     def __init__(self, model: Model, right: int, wide: bool):
         self.model, self.right, self.wide = model, right, wide
@@ -267,7 +279,9 @@ def greedy_equality(parts: Parts) -> Evidence:
 
 
 def a_batch_row_is_the_row_alone(parts: Parts) -> Evidence:
-    """Requests of unequal lengths that share passes get what each gets alone, in whatever order they stand."""
+    """Requests of unequal lengths that share passes get what each gets alone, in whatever order
+    they stand.
+    """
     seen, prompts = 0, [(1,), (2, 3), (4, 5, 6, 1, 2)]
 
     def job(model: Through, row: int) -> Any:

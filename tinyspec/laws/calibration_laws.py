@@ -1,8 +1,9 @@
-"""Learn then Test, exactly: every outcome of a small calibration with its probability, no simulation.
+"""Learn then Test, exactly: every outcome of a small calibration with its probability, no
+simulation.
 
-A procedure is a function like `decoding.calibrate.calibrate`. The candidates have known risks and losses of 0 and 1, drawn
-independently, so the number of losses of each is binomial: the probability that the chosen risk is above delta is a finite
-sum of products of binomial weights.
+A procedure is a function like `decoding.calibrate.calibrate`. The candidates have known risks and
+losses of 0 and 1, drawn independently, so the number of losses of each is binomial: the probability
+that the chosen risk is above delta is a finite sum of products of binomial weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +63,9 @@ def chosen(
 def violation(
     procedure: Callable[..., Any], risks: Sequence[Fraction], p_value: Any = tail
 ) -> tuple[Fraction, int]:
-    """The probability that the risk of the chosen candidate is above delta; how many outcomes were walked."""
+    """The probability that the risk of the chosen candidate is above delta; how many outcomes were
+    walked.
+    """
     mass, walked = Fraction(0), 0
     for counts in product(range(EXAMPLES + 1), repeat=len(risks)):
         at, walked = chosen(procedure, counts, EXAMPLES, HALF, p_value), walked + 1
@@ -98,7 +101,9 @@ def controls_its_risk(procedure: Callable[..., Any]) -> Evidence:
 
 
 def accepts_what_passed(procedure: Callable[..., Any]) -> Evidence:
-    """Whoever never accepts anything is safe, and useless: all in front of the first failure counts."""
+    """Whoever never accepts anything is safe, and useless: all in front of the first failure
+    counts.
+    """
     began, seen = perf_counter(), 0
     for counts in product((0, 1, 3), repeat=4):
         passed = [tail(count, EXAMPLES, HALF) <= EPSILON for count in counts]

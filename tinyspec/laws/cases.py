@@ -1,4 +1,6 @@
-"""What a reader's function is tried on: targets and drafts of a few tokens with small denominators, the smallest first."""
+"""What a reader's function is tried on: targets and drafts of a few tokens with small denominators,
+the smallest first.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +16,8 @@ from tinyspec.laws.small import Exact, rows
 class Model:
     """A law for every context, from a short list of laws, [V] each.
 
-    by  "length": the context's length says which (longer ones take the last);  "text": every text up to some length has its own
+    by  "length": the context's length says which (longer ones take the last);  "text": every text
+        up to some length has its own
     """
 
     laws: tuple[Exact, ...]
@@ -89,7 +92,9 @@ def stage(
     count: int,
     seed: int,
 ) -> list[Case]:
-    """Cases of one kind by size: all there are, or `count` of them. `lengths` counts the laws of p and of q."""
+    """Cases of one kind by size: all there are, or `count` of them. `lengths` counts the laws of p
+    and of q.
+    """
     laws = pool(vocabulary, whole)
     n = sum(lengths)
     if len(laws) ** n <= count:
@@ -104,7 +109,9 @@ def stage(
 
 
 def of_a_round(seed: int) -> Iterator[Case]:
-    """For a verifier: one round, gamma + 1 tokens. A law for each place, then a law for each text."""
+    """For a verifier: one round, gamma + 1 tokens. A law for each place, then a law for each
+    text.
+    """
     for vocabulary, gamma, whole, places, texts in (
         (2, 1, 3, 125, 20),
         (2, 2, 2, 243, 0),
@@ -124,7 +131,9 @@ def of_a_round(seed: int) -> Iterator[Case]:
 
 
 def of_rounds(seed: int) -> Iterator[Case]:
-    """For a whole decoding function: several rounds; p and q the same in every context, then not."""
+    """For a whole decoding function: several rounds; p and q the same in every context, then
+    not.
+    """
     for vocabulary, gamma, tokens, whole, lengths, by, count in (
         (2, 1, 2, 3, (1, 1), "length", 25),
         (2, 1, 2, 2, (2, 2), "length", 81),

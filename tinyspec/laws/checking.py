@@ -1,8 +1,10 @@
-"""`tinyspec.laws.check`: prove or refute a reader's own verifier, drafter or decoding function, given as a plain function.
+"""`tinyspec.laws.check`: prove or refute a reader's own verifier, drafter or decoding function,
+given as a plain function.
 
-The function is run on every outcome of its chance, on targets and drafts of two to four tokens, the smallest first. A proof
-is exact on these cases: in Fractions where the function computes with them, else in float64 up to a tolerance. A refutation
-is the smallest case found, in the words of the task.
+The function is run on every outcome of its chance, on targets and drafts of two to four tokens, the
+smallest first. A proof is exact on these cases: in Fractions where the function computes with them,
+else in float64 up to a tolerance. A refutation is the smallest case found, in the words of the
+task.
 """
 
 import time
@@ -40,12 +42,14 @@ def check(
 ) -> CheckResult:
     """Prove functions exact, or find the smallest counterexample; print the verdict and return it.
 
-    The result is true where nothing was broken: in a test write `assert check(my_verifier)`. The counterexample
-    is `check(...).counterexample`: law, case, expected, got.
+    The result is true where nothing was broken: in a test write `assert check(my_verifier)`. The
+    counterexample is `check(...).counterexample`: law, case, expected, got.
 
-    verifier    verify(p_rows, q_rows, draft, rng) -> tokens; rows are [gamma + 1, V] and [gamma, V], draft gamma ids; returns
-                the accepted tokens and one more. Or verify(tree, p, chance) -> Verdict, known by the name `rng`
-    drafter     draft(q, context, gamma, rng) -> (tokens, laws); q(context) -> row; a law is a row or None
+    verifier    verify(p_rows, q_rows, draft, rng) -> tokens; rows are [gamma + 1, V] and [gamma,
+                V], draft gamma ids; returns the accepted tokens and one more. Or verify(tree, p,
+                chance) -> Verdict, known by the name `rng`
+    drafter     draft(q, context, gamma, rng) -> (tokens, laws); q(context) -> row; a law is a row
+                or None
     generate    generate(p, q, gamma, n, rng) -> tokens: the first n, from the empty context
     trees       the trees a house verifier is judged on; a verifier of chains is given ("chain",)
     corners     whether a uniform of exactly 0 must not bring out a token that p forbids
@@ -53,9 +57,10 @@ def check(
     seconds     of computing for each function, after which the search stops and says so
     tolerance   in float64; the largest deviation that passed is noted
 
-    rng stands for numpy.random.Generator, for a function without arguments, or for a list of uniforms (gamma + 1 of them).
-    Raises TinyspecError where no verdict is possible: the function fails on every small case, or draws in a way that cannot
-    be enumerated.
+    rng stands for numpy.random.Generator, for a function without arguments, or for a list of
+    uniforms (gamma + 1 of them).
+    Raises TinyspecError where no verdict is possible: the function fails on every small case, or
+    draws in a way that cannot be enumerated.
     """
     forms: list[Form] = []
     if verifier is not None:
@@ -106,9 +111,11 @@ def prove(
 ) -> Evidence:
     """Judge a function in its form, as `check` does; for laws that are made of forms.
 
-    most     cases that are looked at; the same ones on every machine, where `seconds` of computing leaves time for them
+    most     cases that are looked at; the same ones on every machine, where `seconds` of computing
+             leaves time for them
     numbers  what rows are made of, in the order in which they are offered
-    through  exceptions of the function that end the search, instead of being taken for one case in which it fails
+    through  exceptions of the function that end the search, instead of being taken for one case in
+             which it fails
     """
     search = _Search(form, seconds, most, through)
     search.numbers = numbers
@@ -182,7 +189,9 @@ class _Search:
         return Evidence(self.form.law, cases, self.branches, time.perf_counter() - began, notes)
 
     def give_up(self, case: Any, errors: dict[str, Exception]) -> None:
-        """Say where the function failed, and how: with the numbers that it otherwise computes with, else with each."""
+        """Say where the function failed, and how: with the numbers that it otherwise computes with,
+        else with each.
+        """
         if self.worked in errors:
             errors = {self.worked: errors[self.worked]}
         said = dict[str, list[str]]()
@@ -199,7 +208,9 @@ class _Search:
         )[-1]
 
     def law(self, case: Any, zero: int | None = None) -> Law | None:
-        """The probability of every outcome, in Fractions if it can be; None where the function raises."""
+        """The probability of every outcome, in Fractions if it can be; None where the function
+        raises.
+        """
         errors = dict[str, Exception]()
         for place, numbers in enumerate(self.numbers):
             try:

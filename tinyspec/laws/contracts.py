@@ -1,6 +1,8 @@
-"""The contracts of a drafter as laws: every technique's drafter, under every warper and in every dtype.
+"""The contracts of a drafter as laws: every technique's drafter, under every warper and in every
+dtype.
 
-What the contracts are stands in offences.py, which finds the breaches; here is what drafters are tried on.
+What the contracts are stands in offences.py, which finds the breaches; here is what drafters are
+tried on.
 """
 
 import time
@@ -55,7 +57,9 @@ class _Typed(TableModel):
 
 
 class Setting(NamedTuple):
-    """Rows by hand, the same in every context, or tables from a seed; a warper; what rows are made of; rounds."""
+    """Rows by hand, the same in every context, or tables from a seed; a warper; what rows are made
+    of; rounds.
+    """
 
     rows: tuple[tuple[int, ...], tuple[int, ...]] | int
     sampling: SamplingParams = SamplingParams()
@@ -115,7 +119,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def settings() -> Iterator[Setting]:
-    """The smallest first: two rounds with p and q by hand, then every warper in Fractions and in every dtype."""
+    """The smallest first: two rounds with p and q by hand, then every warper in Fractions and in
+    every dtype.
+    """
     half, third, other, quarter = (1, 1), (1, 2), (2, 1), (1, 3)
     for p, q in ((half, half), (half, third), (third, other), (quarter, other)):
         yield Setting((p, q), rounds=2)
@@ -128,9 +134,11 @@ def settings() -> Iterator[Setting]:
 
 
 def contracts(make: Make, drafts: int = 1, laws: Sequence[str] = LAWS) -> list[Evidence]:
-    """Hold the drafter of a technique to its contracts; raises LawViolated with the smallest case that breaks one of `laws`.
+    """Hold the drafter of a technique to its contracts; raises LawViolated with the smallest case
+    that breaks one of `laws`.
 
-    make    request -> Decoder, as a card's `make`;  drafts: how many draft models the request brings
+    make    request -> Decoder, as a card's `make`;  drafts: how many draft models the request
+            brings
     """
     evidence = {law: Evidence(law) for law in laws}
     for setting in settings():
@@ -157,7 +165,9 @@ def judged(
     laws: Sequence[str] = LAWS,
     case: dict[str, Any] | None = None,
 ) -> list[Evidence]:
-    """The contracts on the first rounds of any decoder; raises LawViolated. `case` says which one it is."""
+    """The contracts on the first rounds of any decoder; raises LawViolated. `case` says which one
+    it is.
+    """
     began = time.perf_counter()
     found, runs = offences(factory, prompt, rounds)
     for offence in found:
@@ -174,9 +184,11 @@ def judged(
 
 
 def of_technique(card: Card) -> list[Evidence]:
-    """The contracts of a registered technique: on tables, or on small transformers where it reads hidden states.
+    """The contracts of a registered technique: on tables, or on small transformers where it reads
+    hidden states.
 
-    None for what has no drafter, and for one that races: shared noise cannot be enumerated, and a raced guess declares no law.
+    None for what has no drafter, and for one that races: shared noise cannot be enumerated, and a
+    raced guess declares no law.
     """
     if card.kind != "decoder" or card.coupled:
         return []
@@ -207,7 +219,9 @@ def truthful(make: Make, drafts: int = 1) -> Evidence:
 
 
 def presence(make: Make, drafts: int = 1) -> Evidence:
-    """Whether a node is in the tree does not depend on the token drawn at it, unless its law is None."""
+    """Whether a node is in the tree does not depend on the token drawn at it, unless its law is
+    None.
+    """
     return contracts(make, drafts, (PRESENCE,))[0]
 
 

@@ -1,7 +1,9 @@
-"""The law of a forest: each of its trees is a count of the windows of its own texts, and of nothing else.
+"""The law of a forest: each of its trees is a count of the windows of its own texts, and of nothing
+else.
 
-What must be counted is counted here anew from the texts, after every history of growing, taking back, closing, halving and
-dropping that is looked at; what a forest tells of it are its drafts: tokens in the order of their counts, with their shares.
+What must be counted is counted here anew from the texts, after every history of growing, taking
+back, closing, halving and dropping that is looked at; what a forest tells of it are its drafts:
+tokens in the order of their counts, with their shares.
 """
 
 from collections import Counter
@@ -35,7 +37,9 @@ def halved(counts: Windows) -> Windows:
 
 
 def told(forest: Any, tree: int, ids: Sequence[int]) -> dict[tuple[int, ...], float]:
-    """All windows of two tokens and more that a forest knows, in its order, with the share of each behind its first token."""
+    """All windows of two tokens and more that a forest knows, in its order, with the share of each
+    behind its first token.
+    """
     found: dict[tuple[int, ...], float] = {}
     for first in ids:
         tokens, parents, shares, _ = forest.gather([(tree, 99)], [first], 1, 1, DEPTH)
@@ -69,7 +73,9 @@ def hold(forest: Any, tree: int, counts: Windows, **case: Any) -> None:
 
 
 def forest_is_a_count(parts: Parts) -> Evidence:
-    """Two owners, texts of up to five tokens, smallest first; ids that do not fit into 16 bits as well."""
+    """Two owners, texts of up to five tokens, smallest first; ids that do not fit into 16 bits as
+    well.
+    """
     cases = 0
     for big in (2, 70_000):
         for text in (t for n in range(2, 6) for t in product((1, big), repeat=n)):

@@ -1,7 +1,7 @@
 """What a coupling on shared noise promises (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
-Noise is continuous, so nothing here is enumerated: tokens are compared seed by seed, guesses uniform by uniform, and the
-probability of agreement with an area that is measured.
+Noise is continuous, so nothing here is enumerated: tokens are compared seed by seed, guesses
+uniform by uniform, and the probability of agreement with an area that is measured.
 """
 
 import math
@@ -35,7 +35,9 @@ DRAFTS: Sequence[Table | None] = (None, P, ((1, 1, 1),), ((3, 1, 0), (0, 1, 1), 
 
 
 def invariant(build: Build, seeds: int = 12, tokens: int = 8) -> Evidence:
-    """The tokens are those that win the races of the target's rows, with each draft model and with none."""
+    """The tokens are those that win the races of the target's rows, with each draft model and with
+    none.
+    """
     begun, seen = perf_counter(), 0
     for seed, gamma, q in product(range(seeds), (1, 3), DRAFTS):
         drafts = [] if q is None else [model(q).session()]
@@ -69,7 +71,9 @@ def invariant(build: Build, seeds: int = 12, tokens: int = 8) -> Evidence:
 
 
 def agree(build: Build, grid: int = 12) -> Evidence:
-    """One guess over two tokens, for a grid of uniforms that make the noise of its position: E = -log(1 - u)."""
+    """One guess over two tokens, for a grid of uniforms that make the noise of its position: E =
+    -log(1 - u).
+    """
     begun, seen = perf_counter(), 0
     for p, q in (((1, 1), (1, 3)), ((1, 4), (3, 2)), ((0, 1), (1, 1))):
         for i, j in product(range(grid), repeat=2):
@@ -88,10 +92,12 @@ def agree(build: Build, grid: int = 12) -> Evidence:
 
 
 def formula(agreement: Callable[[Any, Any], Any], largest: int = 5) -> Evidence:
-    """P(same) as a number, against the share of noise on which both races have one winner, and between its bounds.
+    """P(same) as a number, against the share of noise on which both races have one winner, and
+    between its bounds.
 
-    Over two tokens the noise matters by its ratio alone: the races differ between two thresholds, a set of probability TV.
-    Over three, exponentials divided by their sum are uniform on the triangle, and the share is an area.
+    Over two tokens the noise matters by its ratio alone: the races differ between two thresholds, a
+    set of probability TV. Over three, exponentials divided by their sum are uniform on the
+    triangle, and the share is an area.
     """
     begun, seen = perf_counter(), 0
     for p, q in pairs(largest=largest):
@@ -106,7 +112,9 @@ def formula(agreement: Callable[[Any, Any], Any], largest: int = 5) -> Evidence:
 
 
 def _area(p: Exact, q: Exact, grid: int = 90) -> float:
-    """The share of the triangle where argmin E / p is argmin E / q, by the middles of a grid's cells."""
+    """The share of the triangle where argmin E / p is argmin E / q, by the middles of a grid's
+    cells.
+    """
     at = (np.arange(grid) + 0.5) / grid
     x, y = (side.ravel() for side in np.meshgrid(at, at))
     x, y = (

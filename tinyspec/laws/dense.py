@@ -1,7 +1,8 @@
-"""The transformer once more, as plainly as it can be said: a whole text in numpy float64, no cache, no tree, no rows.
+"""The transformer once more, as plainly as it can be said: a whole text in numpy float64, no cache,
+no tree, no rows.
 
-The judge of sessions. It shares with the code under test nothing but the weights, the frequencies of the rotations and the
-names of things.
+The judge of sessions. It shares with the code under test nothing but the weights, the frequencies
+of the rotations and the names of things.
 """
 
 import math
@@ -20,8 +21,8 @@ Array = NDArray[np.float64]
 
 
 class Pass(NamedTuple):
-    """What one pass over n tokens leaves: logits [n, V]; by layer, keys and values [n, KV, hd] (rotated, where that is
-    done), None where the plan does not run the layer's attention."""
+    """What one pass over n tokens leaves: logits [n, V]; by layer, keys and values [n, KV, hd]
+    (rotated, where that is done), None where the plan does not run the layer's attention."""
 
     logits: Array
     keys: list[Array | None]
@@ -29,15 +30,19 @@ class Pass(NamedTuple):
 
 
 Leaves = Callable[[int, Array, Array], NDArray[np.bool_]]
-"""(layers done, the states after them [n, d], the states before the last [n, d]) -> [n] which tokens leave here."""
+"""(layers done, the states after them [n, d], the states before the last [n, d]) -> [n] which
+tokens leave here.
+"""
 
 
 def dense(
     model: Model, text: Sequence[int], plan: Plan | None = None, leaves: Leaves | None = None
 ) -> Pass:
-    """One causal pass of the model over a text. `plan` may stop early or skip sublayers; what is visible is everything.
+    """One causal pass of the model over a text. `plan` may stop early or skip sublayers; what is
+    visible is everything.
 
-    A token that leaves keeps its state from there on: keys and values of the layers above are made from it.
+    A token that leaves keeps its state from there on: keys and values of the layers above are made
+    from it.
     """
     c, w, plan = model.config, _weights(model), plan or Plan()
     if plan.visible is not None:
@@ -111,7 +116,9 @@ def _norm(model: Model, w: dict[str, Array], name: str, x: Array) -> Array:
 
 
 def _turn(model: Model, x: Array) -> Array:
-    """x [n, heads, hd], row m turned by m times the frequencies: the pair (i, i + hd/2) as one complex number."""
+    """x [n, heads, hd], row m turned by m times the frequencies: the pair (i, i + hd/2) as one
+    complex number.
+    """
     half = x.shape[2] // 2
     angles = np.arange(len(x))[:, None, None] * frequencies(model.config).double().numpy()
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)

@@ -1,9 +1,11 @@
-"""The same decisions by another road: a draft's laws that lie in narrow tensors, and the torch operations that serve a GPU.
+"""The same decisions by another road: a draft's laws that lie in narrow tensors, and the torch
+operations that serve a GPU.
 
-On the CPU every dtype is read as float64 exactly, so the front doors of `decoding` decide as the twin does, to the bit. A
-device adds in its own order: it must decide the same unless a uniform, a ratio or a knob lies within n * eps of a boundary.
-Whether one does is worked out from the case alone: the twin's own lines run over numbers that carry a bound on what
-rounding may have done to them, and every comparison that the bound leaves open is noted.
+On the CPU every dtype is read as float64 exactly, so the front doors of `decoding` decide as the
+twin does, to the bit. A device adds in its own order: it must decide the same unless a uniform, a
+ratio or a knob lies within n * eps of a boundary. Whether one does is worked out from the case
+alone: the twin's own lines run over numbers that carry a bound on what rounding may have done to
+them, and every comparison that the bound leaves open is noted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +41,8 @@ KINDS: dict[str, Callable[[NDArray[Any]], Any]] = {
 """How a draft's law may lie in the memory of the host."""
 
 
-# --- front doors ----------------------------------------------------------------------------------------------------
+# --- front doors ----------------------------------------------------------------------------------
+# ------------------
 
 
 class Given:
@@ -62,8 +65,8 @@ def replayed(
     rng: Callable[..., Any] = Replay,
     examples: int = 120,
 ) -> Evidence:
-    """Law: a walk under `Replay`, whatever the draft's laws lie in, says what the twin says of the numbers in them, and
-    leaves as many uniforms."""
+    """Law: a walk under `Replay`, whatever the draft's laws lie in, says what the twin says of the
+    numbers in them, and leaves as many uniforms."""
 
     def judge(drawn: tuple[str, Walk]) -> None:
         kind, case = drawn
@@ -104,7 +107,9 @@ def replayed(
 
 
 def decided(rng: Callable[..., Any] = Replay, examples: int = 120) -> Evidence:
-    """Law: what a chance makes of its uniforms by `accept`, `draw` and `order` is what the twin's lines make of them."""
+    """Law: what a chance makes of its uniforms by `accept`, `draw` and `order` is what the twin's
+    lines make of them.
+    """
 
     @st.composite
     def questions(draw: st.DrawFn) -> tuple[list[tuple[str, Any, int]], list[float]]:
@@ -154,11 +159,14 @@ def _numbers(row: Any) -> list[float]:
     return [float(x) for x in (row.double().numpy() if isinstance(row, torch.Tensor) else row)]
 
 
-# --- devices --------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
+# ------------------
 
 
 def kernels(where: str = "cpu") -> dict[str, Kernel]:
-    """device.py's operations on a device, as functions of ndarrays like the kernels they stand for."""
+    """device.py's operations on a device, as functions of ndarrays like the kernels they stand
+    for.
+    """
 
     def there(x: Any) -> torch.Tensor:
         return torch.tensor(x, device=where)
@@ -189,7 +197,8 @@ def kernels(where: str = "cpu") -> dict[str, Kernel]:
 
 
 def on_device(name: str, kernel: Kernel, examples: int = 120, large: int = 2) -> Evidence:
-    """Law: an operation on a device decides as the twin does, unless the case lies on a boundary; rows differ by n * eps.
+    """Law: an operation on a device decides as the twin does, unless the case lies on a boundary;
+    rows differ by n * eps.
 
     The notes say how many cases were let off because they lay on one.
     """
@@ -227,7 +236,9 @@ def _equal(case: Case, expected: Any, got: Any) -> bool:
 
 
 def _drawn(case: Case, expected: Any, got: Any) -> bool | None:
-    """Picks and orders: tokens of positive probability, the twin's unless a cumulative sum lies at the uniform."""
+    """Picks and orders: tokens of positive probability, the twin's unless a cumulative sum lies at
+    the uniform.
+    """
     row, last = case["row"], case.get("u", case.get("uniforms"))
     tokens = got if isinstance(got, list) else [got]
     if (
@@ -283,7 +294,9 @@ def _firm(
     min_p: Any,
     penalty: float,
 ) -> bool:
-    """Whether top-p and min-p could move a little, and a power of e round otherwise, without changing who is kept."""
+    """Whether top-p and min-p could move a little, and a power of e round otherwise, without
+    changing who is kept.
+    """
     n = len(scores)
     loose = (
         8 * n * (EPS + 2.0 ** (n.bit_length() - 62))

@@ -1,8 +1,10 @@
-"""A stand-in for a random generator that walks every outcome: numpy's, the module random's, or a list of uniforms.
+"""A stand-in for a random generator that walks every outcome: numpy's, the module random's, or a
+list of uniforms.
 
-A reader's sampler is judged as it was written. Whatever it draws with (`rng.random()`, `rng.choice(V, p=row)`,
-`np.random.rand(n)`, `random.choices(...)`, `uniforms[i]`) is answered by uniforms whose comparisons branch (uniform.py).
-`seed` starts a stream from its beginning, as it does in numpy: code that reseeds in its loop meets the same noise again.
+A reader's sampler is judged as it was written. Whatever it draws with (`rng.random()`,
+`rng.choice(V, p=row)`, `np.random.rand(n)`, `random.choices(...)`, `uniforms[i]`) is answered by
+uniforms whose comparisons branch (uniform.py). `seed` starts a stream from its beginning, as it
+does in numpy: code that reseeds in its loop meets the same noise again.
 """
 
 import math
@@ -25,7 +27,9 @@ MOST = 1000  # numbers that a run on two or three tokens may draw
 
 
 class Negligible(BaseException):
-    """This run is too improbable to matter. Not an Exception, so that the code that is run does not catch it."""
+    """This run is too improbable to matter. Not an Exception, so that the code that is run does not
+    catch it.
+    """
 
 
 class _Shared:
@@ -110,7 +114,9 @@ class Dice:
     def choice(
         self, a: Any, size: Shape = None, replace: bool = True, p: Any = None, **kwargs: Any
     ) -> Any:
-        """One of range(a) or of a sequence, with the probabilities p; raises ValueError for those that numpy refuses."""
+        """One of range(a) or of a sequence, with the probabilities p; raises ValueError for those
+        that numpy refuses.
+        """
         n = a if isinstance(a, (int, np.integer)) else len(a)
         row = [Fraction(1, int(n))] * int(n) if p is None else _law(p, int(n))
 
@@ -192,7 +198,9 @@ class Dice:
         )
 
     def _pick(self, row: Sequence[Any]) -> int:
-        """Inverse CDF with one uniform, as numpy's choice does it: u lies below the cumulative sum for the first time."""
+        """Inverse CDF with one uniform, as numpy's choice does it: u lies below the cumulative sum
+        for the first time.
+        """
         mass = sum(row)
         least = TINY * mass if isinstance(mass, float) else 0
         support = [token for token, x in enumerate(row) if x > least]
@@ -254,7 +262,9 @@ _PYTHON = {name: name for name in ("random", "choice", "choices", "seed")}
 
 @contextmanager
 def everywhere(dice: Dice) -> Iterator[None]:
-    """While it lasts, the global generators of numpy and of the module random are these dice; no global state moves."""
+    """While it lasts, the global generators of numpy and of the module random are these dice; no
+    global state moves.
+    """
     numpys, pythons = (
         {n: getattr(np.random, n) for n in _NUMPY},
         {n: getattr(random, n) for n in _PYTHON},

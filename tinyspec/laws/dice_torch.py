@@ -1,7 +1,8 @@
-"""The stand-in for torch's generator: `torch.rand`, `torch.multinomial` and what is built on them (Categorical).
+"""The stand-in for torch's generator: `torch.rand`, `torch.multinomial` and what is built on them
+(Categorical).
 
-Uniforms cannot live in a tensor, so `torch.rand` gives an array of them that compares with tensors, element by element, and
-answers in tensors of bools.
+Uniforms cannot live in a tensor, so `torch.rand` gives an array of them that compares with tensors,
+element by element, and answers in tensors of bools.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,9 @@ MOVED = {
 
 
 class Uniforms:
-    """What torch.rand gives: uniforms in a shape. Methods that only move or convert a tensor give it back as it is."""
+    """What torch.rand gives: uniforms in a shape. Methods that only move or convert a tensor give
+    it back as it is.
+    """
 
     def __init__(self, array: Any) -> None:
         self.array = np.asarray(array, dtype=object)
@@ -124,7 +127,9 @@ class Uniforms:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """torch asks here when a tensor meets uniforms: `ratio > torch.rand(1)`, torch.searchsorted(cdf, u)."""
+        """torch asks here when a tensor meets uniforms: `ratio > torch.rand(1)`,
+        torch.searchsorted(cdf, u).
+        """
         name = function.__name__.strip("_")
         if name == "searchsorted" and isinstance(args[1], cls):
             right = (kwargs or {}).get("right") or (kwargs or {}).get("side") == "right"

@@ -1,13 +1,17 @@
-"""A digest of everything that a decoder is: two with the same digest will do the same, whatever happens next.
+"""A digest of everything that a decoder is: two with the same digest will do the same, whatever
+happens next.
 
-The exact laws merge branches after a round only where digests agree. If something were left out (noise drawn once and used
-again, a counter, a global), branches that differ in it would be merged and the law of a biased decoder could come out right.
-So the whole object graph is walked: attributes, slots, containers, closures and defaults of functions, data of classes, and
-the globals that their code names (reach.py). What cannot be seen through is an error, never skipped. Shared objects are
-numbered, so that two names for one list differ from two equal lists; floats are rounded to 1e-12.
+The exact laws merge branches after a round only where digests agree. If something were left out
+(noise drawn once and used again, a counter, a global), branches that differ in it would be merged
+and the law of a biased decoder could come out right. So the whole object graph is walked:
+attributes, slots, containers, closures and defaults of functions, data of classes, and the globals
+that their code names (reach.py). What cannot be seen through is an error, never skipped. Shared
+objects are numbered, so that two names for one list differ from two equal lists; floats are rounded
+to 1e-12.
 
-Not followed: modules, the standard library and the numerical libraries (their global random states are compared by `law`
-before and after), and what the caller names as `outside`: ledgers, to which nothing listens.
+Not followed: modules, the standard library and the numerical libraries (their global random states
+are compared by `law` before and after), and what the caller names as `outside`: ledgers, to which
+nothing listens.
 """
 
 import threading
@@ -34,7 +38,8 @@ PYTHONS = {object, *CONTAINERS, int, str, float, bytes, BaseException, Exception
 
 
 def digest(thing: object, outside: Iterable[object] = ()) -> bytes:
-    """The digest of an object and of all that can be reached from it. Raises TinyspecError for what it cannot see through.
+    """The digest of an object and of all that can be reached from it. Raises TinyspecError for what
+    it cannot see through.
 
     outside  objects that are not looked into (compared by identity)
 
@@ -56,7 +61,9 @@ class _Walk:
         self._outside = {id(thing): f"outside {i}" for i, thing in enumerate(outside)}
 
     def see(self, thing: Any) -> None:
-        """Write an object down: values as they are, things with an identity once, then by number."""
+        """Write an object down: values as they are, things with an identity once, then by
+        number.
+        """
         kind = type(thing)
         if kind in _VALUES:
             self.said.append(_VALUES[kind](thing))
@@ -139,7 +146,9 @@ class _Walk:
         self.data(thing)
 
     def data(self, owner: Any) -> None:
-        """What a class or function reaches through names: what can change is seen anew each time."""
+        """What a class or function reaches through names: what can change is seen anew each
+        time.
+        """
         names, places = reach(owner)
         for get, name, before in names:  # many, and nearly always as they were
             if get(name) is not before:
@@ -183,7 +192,9 @@ class _Walk:
     # ------------------------------------------------------------------ everything else
 
     def object(self, thing: Any) -> None:
-        """Attributes and slots; contents, where a class extends a container; else what it says to pickle of itself."""
+        """Attributes and slots; contents, where a class extends a container; else what it says to
+        pickle of itself.
+        """
         kind = type(thing)
         self.see(kind)
         form = _FORMS.get(kind)
@@ -264,7 +275,9 @@ def _bytes(array: Any) -> str:
 
 
 def _alien(kind: type) -> bool:
-    """Whether instances hold more than attributes, slots and contents: memory that only compiled code can see."""
+    """Whether instances hold more than attributes, slots and contents: memory that only compiled
+    code can see.
+    """
     word = object.__basicsize__ // 2
     while kind not in PYTHONS:
         own = vars(kind)

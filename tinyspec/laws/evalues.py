@@ -1,12 +1,14 @@
-"""An e-value for "these texts have that law": evidence that stays valid however often one looks and whenever one stops.
+"""An e-value for "these texts have that law": evidence that stays valid however often one looks and
+whenever one stops.
 
-A gambler with wealth 1 bets on each text before it comes. The bet is a law: the frequencies so far, shrunk towards the null
-p (a Dirichlet prior of some strength m), (n_x + m p(x)) / (n + m); the wealth is multiplied by bet / p at what came. Under
-p a factor is 1 on average whatever came before, so the wealth is a test martingale, and by Ville's inequality it ever
-reaches 1 / alpha with probability at most alpha. If the law is another one, the frequencies learn it and the wealth grows
-exponentially. Nobody knows the best m, so an equal share of the wealth is bet with each of several; a mean of martingales is
-one. (Universal inference, Wasserman, Ramdas and Balakrishnan 2020, with a predictable plug-in for the alternative; the
-multinomial mixture is in Lindon and Malek 2022.)
+A gambler with wealth 1 bets on each text before it comes. The bet is a law: the frequencies so far,
+shrunk towards the null p (a Dirichlet prior of some strength m), (n_x + m p(x)) / (n + m); the
+wealth is multiplied by bet / p at what came. Under p a factor is 1 on average whatever came before,
+so the wealth is a test martingale, and by Ville's inequality it ever reaches 1 / alpha with
+probability at most alpha. If the law is another one, the frequencies learn it and the wealth grows
+exponentially. Nobody knows the best m, so an equal share of the wealth is bet with each of several;
+a mean of martingales is one. (Universal inference, Wasserman, Ramdas and Balakrishnan 2020, with a
+predictable plug-in for the alternative; the multinomial mixture is in Lindon and Malek 2022.)
 """
 
 import math
@@ -26,7 +28,8 @@ MARTINGALE = "the wealth is a martingale under the null (Ville)"
 def wealth(
     outcomes: Sequence[Any], null: Mapping[Any, Any], strengths: Sequence[int] = STRENGTHS
 ) -> Any:
-    """The e-value of outcomes in order, in the numbers of `null`: what the formulas say, for any number type.
+    """The e-value of outcomes in order, in the numbers of `null`: what the formulas say, for any
+    number type.
 
     >>> half = Fraction(1, 2)
     >>> str(wealth(["a", "a"], {"a": half, "b": half}, strengths=[2]))
@@ -44,9 +47,11 @@ def wealth(
 
 
 class EValue:
-    """The running e-value. Under the null, P(highest ever >= 1 / alpha) <= alpha: look as often as you like.
+    """The running e-value. Under the null, P(highest ever >= 1 / alpha) <= alpha: look as often as
+    you like.
 
-    null  probability of each outcome, all positive; an outcome it does not know is impossible, and refutes it at once
+    null  probability of each outcome, all positive; an outcome it does not know is impossible, and
+          refutes it at once
     """
 
     def __init__(self, null: Mapping[Any, float], strengths: Sequence[int] = STRENGTHS):
@@ -89,8 +94,9 @@ class EValue:
 def martingale(
     bet: Callable[[Sequence[int], Mapping[int, Fraction]], Fraction], length: int = 4
 ) -> Evidence:
-    """bet(outcomes, null) is the wealth after these outcomes: it starts at 1, is never negative, and under the null its
-    mean after one more outcome is what it is. Every sequence of up to `length` outcomes, exactly: no simulation."""
+    """bet(outcomes, null) is the wealth after these outcomes: it starts at 1, is never negative,
+    and under the null its mean after one more outcome is what it is. Every sequence of up to
+    `length` outcomes, exactly: no simulation."""
     began, cases = perf_counter(), 0
     for n, whole, cells in product(range(length), range(2, 5), (2, 3)):
         for row in rows(cells, whole):

@@ -1,8 +1,10 @@
-"""The exact law: the joint probability of a decoder's first tokens over several rounds, by walking every outcome.
+"""The exact law: the joint probability of a decoder's first tokens over several rounds, by walking
+every outcome.
 
-`law` executes a whole decoder under `Exhaustive` chance. After each round branches that have come to the same state are
-merged, and sameness is the digest of everything the decoder is. `reference` is what that law must equal: plain decoding,
-written here once more over the rows of the target and over warpers of its own, so that it shares no line with what it judges.
+`law` executes a whole decoder under `Exhaustive` chance. After each round branches that have come
+to the same state are merged, and sameness is the digest of everything the decoder is. `reference`
+is what that law must equal: plain decoding, written here once more over the rows of the target and
+over warpers of its own, so that it shares no line with what it judges.
 """
 
 import math
@@ -53,14 +55,17 @@ def law(
     outside: Callable[[Decoder], Iterable[object]] = lambda decoder: (),
     rounds: int | None = None,
 ) -> Law:
-    """The exact joint law of the first `tokens` new tokens; shorter texts where the decoder stopped.
+    """The exact joint law of the first `tokens` new tokens; shorter texts where the decoder
+    stopped.
 
-    factory  makes the decoder anew for every branch; where its text is empty, the prompt is given to it
+    factory  makes the decoder anew for every branch; where its text is empty, the prompt is given
+             to it
     merge    whether branches that are in the same state after a round are walked on once
-    outside  parts of a decoder that cannot change what it will do (its ledger is one always)
+    outside  parts of a decoder that cannot change what it will do (its forward log is one always)
     rounds   stop after so many rounds; texts are then as long as they are
 
-    Raises LawViolated where the decoder touched a global random state, or did not repeat itself: neither has an exact law.
+    Raises LawViolated where the decoder touched a global random state, or did not repeat itself:
+    neither has an exact law.
     """
     noise = _global_noise()
     joint = Law()
@@ -183,7 +188,7 @@ class Reference:
     """Plain decoding: draw from the target's warped row, until a stop.
 
     row     the target's conditionals
-    warp    the user's sampling settings
+    sampling  the user's sampling settings
     """
 
     row: Conditional
@@ -221,7 +226,9 @@ class Reference:
 
 
 def warped(row: Any, context: Sequence[int], sampling: SamplingParams) -> list[Any]:
-    """The law after the warpers, as design and manual define them: weights of Fractions exactly, logits in floats."""
+    """The law after the warpers, as design and manual define them: weights of Fractions exactly,
+    logits in floats.
+    """
     if isinstance(row, (list, tuple)):
         power = (
             1
@@ -267,7 +274,8 @@ def compare(
     law: str = JOINT,
     **case: Any,
 ) -> None:
-    """Raise LawViolated unless two distributions agree: exactly, or each probability `within` so much.
+    """Raise LawViolated unless two distributions agree: exactly, or each probability `within` so
+    much.
 
     The error names the first text that differs.
     """

@@ -1,7 +1,9 @@
-"""Early exits against their rule, written out again: which layer each row was read from, and what later tokens saw of it.
+"""Early exits against their rule, written out again: which layer each row was read from, and what
+later tokens saw of it.
 
-The oracle knows no session, no cache and no fill: it runs a whole text layer by layer, and a token that has left keeps its
-state from there on, so that the keys above are made from it. On tables that is exact; on transformers it is the dense pass.
+The oracle knows no session, no cache and no fill: it runs a whole text layer by layer, and a token
+that has left keeps its state from there on, so that the keys above are made from it. On tables that
+is exact; on transformers it is the dense pass.
 """
 
 import math
@@ -94,7 +96,9 @@ def with_classifier(seed: int) -> Model:
 
 
 def on_table(model: TableModel, text: Sequence[int], first: int, setting: Setting) -> Any:
-    """The row after a text in which the tokens from position `first` on may leave: [V] Fractions."""
+    """The row after a text in which the tokens from position `first` on may leave: [V]
+    Fractions.
+    """
     net, n = model.network, len(text)
     states, left = [net.embed(token) for token in text], [False] * n
     for layer in range(LAYERS):

@@ -1,7 +1,9 @@
-"""What a training of exits is held to, step by step: LayerSkip's and CALM's weights, LayerSkip's dropout, one head for all.
+"""What a training of exits is held to, step by step: LayerSkip's and CALM's weights, LayerSkip's
+dropout, one head for all.
 
-The judge writes the papers' formulas down once more, in another form (sums are summed, curricula are counted out), and for the
-loss asks each exit as a model of its own: the first layers, with the final norm and the head of the whole.
+The judge writes the papers' formulas down once more, in another form (sums are summed, curricula
+are counted out), and for the loss asks each exit as a model of its own: the first layers, with the
+final norm and the head of the whole.
 """
 
 import math
@@ -131,7 +133,9 @@ def _cut(model: Model, layers: int) -> Model:
 
 
 def one_head(make: Make) -> Evidence:
-    """The loss is the weighted sum of the cross-entropies of as many models, each cut off behind a layer."""
+    """The loss is the weighted sum of the cross-entropies of as many models, each cut off behind a
+    layer.
+    """
     model, seen = Model.random(SMALL, seed=1, dtype=torch.float64, scale=0.5), 0
     cut = [_cut(model, layers) for layers in range(1, 4)]
     for exits, step in product([exits for exits in SECTIONS if not exits.p_max], range(4)):

@@ -1,4 +1,6 @@
-"""Libraries that only the laws need: imported when asked for, so that decoding works without them."""
+"""Libraries that only the laws need: imported when asked for, so that decoding works without
+them.
+"""
 
 import importlib
 from typing import Any

@@ -1,7 +1,8 @@
-"""The exact oracle of noisy parallel decoding, on models so small that all fertility sequences can be walked.
+"""The exact oracle of noisy parallel decoding, on models so small that all fertility sequences can
+be walked.
 
-It decodes each candidate by itself, without padding, and asks the teacher for one token after the other; what a technique does
-in one batch must come to the same, with the same probability.
+It decodes each candidate by itself, without padding, and asks the teacher for one token after the
+other; what a technique does in one batch must come to the same, with the same probability.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -205,7 +206,9 @@ def noisy_parallel(build: Build) -> Evidence:
 
 
 def nested(build: Build) -> Evidence:
-    """The candidates of a smaller s are the first of a larger; so the teacher's best score never falls."""
+    """The candidates of a smaller s are the first of a larger; so the teacher's best score never
+    falls.
+    """
     seen = 0
     for seed, source in product(range(3), ((4, 5), (6, 4, 7, 5))):
         model, judge = student(seed), teacher(seed)
@@ -248,7 +251,9 @@ def nested(build: Build) -> Evidence:
 
 
 def fertilities_are_learnt(loss: Callable[..., Tensor]) -> Evidence:
-    """The loss moves the head's bias by (how likely each fertility is) - (how often it was the aligner's), per target token."""
+    """The loss moves the head's bias by (how likely each fertility is) - (how often it was the
+    aligner's), per target token.
+    """
     source, target = torch.tensor([[4, 6, 5], [7, 5, 0]]), torch.tensor([[5, 5, 6], [4, 4, 0]])
     fertilities = torch.tensor([[2, 0, 1], [0, 2, 0]])
     for seed in range(3):
@@ -269,9 +274,11 @@ def fertilities_are_learnt(loss: Callable[..., Tensor]) -> Evidence:
 
 
 def gradient_of_the_expectation(surrogate: Callable[..., Tensor]) -> Evidence:
-    """By all fertility sequences of two words beside padding: the mean gradient is that of sum_f p(f) cost(f).
+    """By all fertility sequences of two words beside padding: the mean gradient is that of sum_f
+    p(f) cost(f).
 
-    What a cost itself depends on is no part of it: it is learnt by back-propagation, from the aligner's fertilities.
+    What a cost itself depends on is no part of it: it is learnt by back-propagation, from the
+    aligner's fertilities.
     """
     mask, count = torch.tensor([[True, True, False]]), 3
     for seed in range(3):

@@ -5,9 +5,10 @@
     draft(q, context, gamma, rng) -> (tokens, laws)   what is proposed, and the law each token was drawn from (or None)
     generate(p, q, gamma, n, rng) -> tokens           a whole decoding function; p and q are functions from a context to a row
 
-`draft(context, rng)` is a drafter with a model of its own. A last argument called `rng` gets the library's `RandomSource`; a
-function that names no generator draws from `numpy.random`, `random` or `torch`. Rows are lists of Fractions, and where the
-function cannot compute with those, numpy rows of float64, or else torch's.
+`draft(context, rng)` is a drafter with a model of its own. A last argument called `rng` gets the
+library's `RandomSource`; a function that names no generator draws from `numpy.random`, `random` or
+`torch`. Rows are lists of Fractions, and where the function cannot compute with those, numpy rows
+of float64, or else torch's.
 """
 
 import inspect
@@ -47,7 +48,9 @@ class Misfit(TinyspecError):
 
 
 class Outcome(NamedTuple):
-    """One way a run can go: what was drafted, what came out, the laws a drafter declared, and what is wrong in itself."""
+    """One way a run can go: what was drafted, what came out, the laws a drafter declared, and what
+    is wrong in itself.
+    """
 
     draft: Text
     tokens: Text
@@ -107,9 +110,11 @@ def last_parameter(function: Callable[..., Any]) -> str:
 
 
 def takes_random_source(function: Callable[..., Any]) -> bool:
-    """Return whether a function is written for the library's `RandomSource`, not for a generator of numbers.
+    """Return whether a function is written for the library's `RandomSource`, not for a generator of
+    numbers.
 
-    Its first argument is called `tree` (a verifier of the library's form), or its last one `source` or `rng`.
+    Its first argument is called `tree` (a verifier of the library's form), or its last one `source`
+    or `rng`.
     """
     names = list(parameters_of(function))
     return bool(names) and (names[0] == "tree" or names[-1] in ("source", "chance"))
@@ -127,7 +132,9 @@ def needed(function: Callable[..., Any]) -> int:
 
 
 def takes(function: Callable[..., Any], given: int) -> str | None:
-    """How a function takes its generator beside `given` arguments: "" last in line, a name, or None: not at all."""
+    """How a function takes its generator beside `given` arguments: "" last in line, a name, or
+    None: not at all.
+    """
     if needed(function) > given:
         return ""
     return next((name for name in parameters_of(function) if name in GENERATORS), None)
@@ -182,7 +189,9 @@ class Form:
         return True
 
     def too_rare(self, outcome: Outcome, mass: Any) -> bool:
-        """Whether a wrong outcome is below the tolerance (float32 sums miss 1 by 1e-7): then it is only noted."""
+        """Whether a wrong outcome is below the tolerance (float32 sums miss 1 by 1e-7): then it is
+        only noted.
+        """
         if mass > self.tolerance:
             return False
         self.rare = f"a run of probability {float(mass):.0e} returns {list(outcome.tokens)}"
@@ -205,7 +214,9 @@ class Form:
         return None
 
     def compare(self, case: Case, law: Law) -> Counterexample | None:
-        """The law of the first token, of the first two, ...: each must be the target's. Short outputs go on with p."""
+        """The law of the first token, of the first two, ...: each must be the target's. Short
+        outputs go on with p.
+        """
         for count in range(1, case.tokens + 1):
             expected, got = case.p.joint(count), dict[Text, Any]()
             for outcome, mass in law.items():
@@ -225,7 +236,9 @@ class Form:
     def report(
         self, case: Case, law: Law, count: int, expected: dict[Text, Any], got: dict[Text, Any]
     ) -> tuple[dict[str, Any], Any, Any]:
-        """The case, the expected law and the law that came out, as the reader would write them down."""
+        """The case, the expected law and the law that came out, as the reader would write them
+        down.
+        """
         drafts: dict[Text, Any] = {}
         outputs: dict[Text, dict[Text, Any]] = {}
         for outcome, mass in law.items():

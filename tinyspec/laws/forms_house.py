@@ -1,4 +1,6 @@
-"""The library's own form of a verifier, verify(tree, p, rng) -> Verdict, judged on four kinds of trees."""
+"""The library's own form of a verifier, verify(tree, p, rng) -> Verdict, judged on four kinds of
+trees.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -93,7 +93,9 @@ class Drafting(Form):
         return Outcome((), ids(tokens, self.what), kept)
 
     def judge(self, case: Case, law: Law) -> Counterexample | None:
-        """Each token, given those before it and its declared law, is distributed as that law says, wherever it is kept."""
+        """Each token, given those before it and its declared law, is distributed as that law says,
+        wherever it is kept.
+        """
         for place in range(max(len(outcome.tokens) for outcome in law)):
             reached: dict[Text, Any] = {}
             kept: dict[tuple[Text, Any], list[Any]] = {}

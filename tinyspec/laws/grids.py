@@ -1,7 +1,9 @@
-"""The smallest cases of every kernel, all of them, in order of size: the first that fails is the one to read.
+"""The smallest cases of every kernel, all of them, in order of size: the first that fails is the
+one to read.
 
-Rows have one to three tokens and weights with small common denominators; uniforms stand on 0, on the largest below 1, and on
-the edges that decide. What is left to chance (long rows, deep trees, odd floats) is in strategies.py.
+Rows have one to three tokens and weights with small common denominators; uniforms stand on 0, on
+the largest below 1, and on the edges that decide. What is left to chance (long rows, deep trees,
+odd floats) is in strategies.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +25,9 @@ def _float(row: Any) -> Floats:
 
 
 def pairs(largest: int) -> list[tuple[Floats, Floats]]:
-    """Every p and q of two and three tokens whose denominators add up to at most `largest`; few tokens first."""
+    """Every p and q of two and three tokens whose denominators add up to at most `largest`; few
+    tokens first.
+    """
     return [(_float(p), _float(q)) for p, q in small.pairs((2, 3), largest)]
 
 
@@ -111,7 +115,9 @@ def withouts() -> Iterator[Case]:
 
 
 def walks() -> Iterator[Case]:
-    """One guess, drawn from q or a point mass; then two, side by side and in a chain. Rows are the same everywhere."""
+    """One guess, drawn from q or a point mass; then two, side by side and in a chain. Rows are the
+    same everywhere.
+    """
     for parents, largest, size in (
         ([ROOT], 5, 2),
         ([ROOT], 4, 3),

@@ -1,6 +1,8 @@
-"""The G-test of counts against a known law, and its power: what it would have found, had it been there.
+"""The G-test of counts against a known law, and its power: what it would have found, had it been
+there.
 
-A fault is described by a share and a cell: in that share of the texts, this cell stands in place of a draw.
+A fault is described by a share and a cell: in that share of the texts, this cell stands in place of
+a draw.
 """
 
 import math
@@ -12,7 +14,9 @@ import numpy as np
 from tinyspec.laws.extra import extra
 
 LEAST = 5.0
-"""Texts that must be expected in a cell for chi-square to be a fair approximation; smaller cells are put together."""
+"""Texts that must be expected in a cell for chi-square to be a fair approximation; smaller cells
+are put together.
+"""
 
 
 class GTest(NamedTuple):
@@ -59,8 +63,9 @@ def _g(observed: Any, expected: Any) -> Any:
 
 
 def power(law: Mapping[Any, float], share: float, to: Any, texts: int, alpha: float) -> float:
-    """The probability that the G-test finds, at level alpha, that in `share` of the texts the cell `to` stands in place of
-    a draw: G is then noncentral chi-square, with 2 n KL(faulty, law) as its noncentrality."""
+    """The probability that the G-test finds, at level alpha, that in `share` of the texts the cell
+    `to` stands in place of a draw: G is then noncentral chi-square, with 2 n KL(faulty, law) as its
+    noncentrality."""
     stats = extra("scipy.stats")
     null, faulty = _faulty(law, share, to, texts)
     freedom = len(null) - 1
@@ -79,7 +84,9 @@ def simulated_power(
     seed: int = 0,
     runs: int = 2000,
 ) -> float:
-    """The same without the noncentral approximation: how often the test rejects simulated counts of the faulty law."""
+    """The same without the noncentral approximation: how often the test rejects simulated counts of
+    the faulty law.
+    """
     null, faulty = _faulty(law, share, to, texts)
     counts = np.random.default_rng(seed).multinomial(texts, faulty, size=runs)
     critical = extra("scipy.stats").chi2.isf(alpha, len(null) - 1)
@@ -89,7 +96,9 @@ def simulated_power(
 def detectable(
     law: Mapping[Any, float], to: Any, texts: int, alpha: float, wanted: float = 0.9
 ) -> float | None:
-    """The smallest share that is found with probability `wanted`; None where not even a fault in every text is."""
+    """The smallest share that is found with probability `wanted`; None where not even a fault in
+    every text is.
+    """
     low, high = 0.0, 1.0
     if power(law, high, to, texts, alpha) < wanted:
         return None

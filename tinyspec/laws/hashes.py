@@ -1,4 +1,6 @@
-"""The two networks of a table model: one whose states are hashes, and one whose states are the tokens that were seen."""
+"""The two networks of a table model: one whose states are hashes, and one whose states are the
+tokens that were seen.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +11,9 @@ HEAVIEST = 4  # weights are 0..4: small enough that a counterexample can be read
 
 
 class Hashes:
-    """The network whose states are hashes. `hash` of a tuple of integers is the same in every run and process."""
+    """The network whose states are hashes. `hash` of a tuple of integers is the same in every run
+    and process.
+    """
 
     def __init__(self, seed: int, vocabulary: int, zeros: bool):
         self.seed, self.vocabulary, self.zeros = seed, vocabulary, zeros
@@ -63,7 +67,9 @@ class Given:
 
 
 def seen(plan: Plan, layer: int, row: int, at: int) -> bool:
-    """Whether the row at a position may look at another position under a plan (its first head speaks for all)."""
+    """Whether the row at a position may look at another position under a plan (its first head
+    speaks for all).
+    """
     heads = None if plan.visible is None else plan.visible.layers[layer]
     if plan.visible is None or heads is None or at == row or at >= plan.visible.since:
         return True

@@ -1,4 +1,6 @@
-"""The law of a joint target: after whatever happened to the text, its rows are made of its members' own rows there."""
+"""The law of a joint target: after whatever happened to the text, its rows are made of its members'
+own rows there.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -33,7 +35,9 @@ STORIES: tuple[tuple[Act, ...], ...] = (
 
 
 def penalised(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> list[Any]:
-    """The first member's weights, lowered by the second's, and halved for the tokens that the text or the path holds."""
+    """The first member's weights, lowered by the second's, and halved for the tokens that the text
+    or the path holds.
+    """
     first, second = rows
     whole = (*text, *path)
     return [

@@ -1,7 +1,7 @@
 """Every law that judges a `Parts`, by the name it accuses under.
 
-A mutant names the law that is meant for it; the law is looked up here. Laws that judge one function (a verifier, a kernel, the
-beginning of a session) are handed the part they judge.
+A mutant names the law that is meant for it; the law is looked up here. Laws that judge one function
+(a verifier, a kernel, the beginning of a session) are handed the part they judge.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,8 @@
-"""A knob that trades the guarantee for speed must do so: the further it is turned, the less a token costs.
+"""A knob that trades the guarantee for speed must do so: the further it is turned, the less a token
+costs.
 
-In free running this is false of any knob, because the text changes. So it is asked on fixed texts: one round after each of
-them, every outcome walked.
+In free running this is false of any knob, because the text changes. So it is asked on fixed texts:
+one round after each of them, every outcome walked.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,9 @@ def ladder(card: Card) -> list[Any]:
 
 
 def cost(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
-    """Layers that the target ran a row of in one round, by the tokens it committed: expectations; and the outcomes walked."""
+    """Layers that the target ran a row of in one round, by the tokens it committed: expectations;
+    and the outcomes walked.
+    """
     work: Any = Fraction(0)
     tokens: Any = Fraction(0)
     outcomes = 0

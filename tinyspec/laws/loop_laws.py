@@ -1,7 +1,8 @@
 """Laws for the loop: what comes out, and with which noise. Where it ends is in stop_laws.py.
 
-Each takes a `Parts`, searches its cases smallest first, raises `LawViolated` with the first that breaks it, and returns
-`Evidence`. What must come out is worked out here from the tables themselves; no part that is judged has a say in it.
+Each takes a `Parts`, searches its cases smallest first, raises `LawViolated` with the first that
+breaks it, and returns `Evidence`. What must come out is worked out here from the tables themselves;
+no part that is judged has a say in it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,9 @@ FORK = "2 siblings without replacement, one below the first"
 POINTS, BESIDE = "the tokens 1, 0", "the tokens 0 | 1 side by side"
 
 Table = tuple[tuple[int, ...], ...]
-"""Weights of the next token, one row for each token that the text may end with; one row alone: the same everywhere."""
+"""Weights of the next token, one row for each token that the text may end with; one row alone: the
+same everywhere.
+"""
 
 
 def model(table: Table) -> TableModel:
@@ -42,7 +45,9 @@ def said(table: Table) -> Any:
 
 
 class Always(BaseDrafter):
-    """Proposes the same tokens whatever the text is, one after the other or side by side; no law is declared."""
+    """Proposes the same tokens whatever the text is, one after the other or side by side; no law is
+    declared.
+    """
 
     def __init__(self, tokens: Sequence[int], side_by_side: bool = False):
         self.tokens, self.side_by_side = tuple(tokens), side_by_side
@@ -73,7 +78,9 @@ class Halving(SamplingParams):
 
 @dataclass(frozen=True)
 class Case:
-    """A target and a draft, how guesses are made of the draft's law, the warpers, and how many tokens are looked at."""
+    """A target and a draft, how guesses are made of the draft's law, the warpers, and how many
+    tokens are looked at.
+    """
 
     p: Table
     q: Table
@@ -140,7 +147,9 @@ WIDER: Table = ((2, 1, 1), (1, 1, 2), (1, 3, 1))
 
 
 def cases() -> Iterator[Case]:
-    """Smallest first: one guess, and under every warper; then two, in a chain and side by side; then larger tables."""
+    """Smallest first: one guess, and under every warper; then two, in a chain and side by side;
+    then larger tables.
+    """
     for p, q in SMALL:
         yield Case(p, q, ONE, 2)
     for knobs in WARPS:
@@ -159,7 +168,9 @@ def cases() -> Iterator[Case]:
 
 
 def joint(make: Callable[[], Decoder], tokens: int) -> tuple[dict[tuple[int, ...], Any], int]:
-    """The law of the first tokens over as many rounds as they take, and how many branches it took to see it."""
+    """The law of the first tokens over as many rounds as they take, and how many branches it took
+    to see it.
+    """
     branches = 0
 
     def run(rng: Exhaustive) -> tuple[int, ...]:
@@ -175,7 +186,9 @@ def joint(make: Callable[[], Decoder], tokens: int) -> tuple[dict[tuple[int, ...
 
 
 def joint_law(parts: Parts) -> Evidence:
-    """The tokens of several rounds are distributed as the target's own, also where the same noise is used twice."""
+    """The tokens of several rounds are distributed as the target's own, also where the same noise
+    is used twice.
+    """
     seen, branches = 0, 0
     for case in cases():
         law, walked = joint(lambda case=case: case.decoder(parts), case.tokens)  # type: ignore[misc]
@@ -197,7 +210,9 @@ def joint_law(parts: Parts) -> Evidence:
 
 
 def _unlike(x: Any, y: Any) -> bool:
-    """Whether two probabilities differ; only where a part computes in floats may they differ by rounding."""
+    """Whether two probabilities differ; only where a part computes in floats may they differ by
+    rounding.
+    """
     return bool(abs(x - y) > 1e-12 if isinstance(x, float) else x != y)
 
 

@@ -1,7 +1,8 @@
 """The exact oracle of Mask-Predict, and the law of the masks that it is trained on.
 
-The oracle decodes one length after the other, by itself and without padding, in plain lists; what a technique does with all
-lengths in one batch must come to the same words, the same kept probabilities and the same choice, pass by pass.
+The oracle decodes one length after the other, by itself and without padding, in plain lists; what a
+technique does with all lengths in one batch must come to the same words, the same kept
+probabilities and the same choice, pass by pass.
 """
 
 import math
@@ -37,7 +38,9 @@ Hide = Callable[[Tensor, torch.Generator], Tensor]
 
 
 def fillers() -> Iterator[Seq2Seq]:
-    """Random conditional masked language models of 16 words in float64, loud, so that words differ; one of few positions."""
+    """Random conditional masked language models of 16 words in float64, loud, so that words differ;
+    one of few positions.
+    """
     for seed, positions in ((1, 16), (2, 16), (3, 16), (4, 5)):
         config = Seq2SeqConfig(
             20,
@@ -139,7 +142,9 @@ def _told(canvas: Canvas, row: int) -> tuple[list[int], list[float]]:
 
 
 def chooses(build: Build) -> Evidence:
-    """The translation, its candidates and what they cost: T decoder passes for all of them, one of the encoder."""
+    """The translation, its candidates and what they cost: T decoder passes for all of them, one of
+    the encoder.
+    """
     seen = 0
     for model, source, (passes, lengths) in product(fillers(), SOURCES, CHOICES):
         run = begun(build, model, source, passes, lengths)
@@ -172,7 +177,9 @@ def _passes(forward_log: Sequence[ForwardRecord]) -> tuple[int, int]:
 
 
 def hides(hide: Hide) -> Evidence:
-    """The frequencies of all choices of rows of 1 to 4 slots beside padding, in two batches, against their law (chi-square)."""
+    """The frequencies of all choices of rows of 1 to 4 slots beside padding, in two batches,
+    against their law (chi-square).
+    """
     rows, generator = 6000, torch.Generator().manual_seed(0)
     for n in (1, 2, 3, 4):
         slots = (torch.arange(5) < n).expand(rows, -1)

@@ -1,7 +1,9 @@
-"""A transformer by hand whose answer stands far back in its text: what an old key is worth can be read off.
+"""A transformer by hand whose answer stands far back in its text: what an old key is worth can be
+read off.
 
-One layer, one head. A needle names one of four answers; a question attends to the needle, wherever it stands, and answers;
-after an answer the question comes again. Whoever does not see the needle does not know the answer.
+One layer, one head. A needle names one of four answers; a question attends to the needle, wherever
+it stands, and answers; after an answer the question comes again. Whoever does not see the needle
+does not know the answer.
 """
 
 import torch

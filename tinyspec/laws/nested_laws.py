@@ -1,6 +1,8 @@
-"""The law of a cascade: a decoder drafts for a decoder, and what comes out is the outer target's law.
+"""The law of a cascade: a decoder drafts for a decoder, and what comes out is the outer target's
+law.
 
-Whoever finalised a token has to be the one whose law it declares. Judged on three levels of tables by hand, the smallest first.
+Whoever finalised a token has to be the one whose law it declares. Judged on three levels of tables
+by hand, the smallest first.
 """
 
 from collections.abc import Callable

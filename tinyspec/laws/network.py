@@ -1,7 +1,7 @@
 """The second tier: a random transformer in float64, so small that all its outcomes can be walked.
 
-What needs hidden states, and what stands on real caches and views, is enumerated here, to 1e-10. The judge is one dense pass
-over the whole text, which knows no cache, tree or view.
+What needs hidden states, and what stands on real caches and views, is enumerated here, to 1e-10.
+The judge is one dense pass over the whole text, which knows no cache, tree or view.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,9 @@ WITHIN = 1e-10
 
 @lru_cache(maxsize=64)
 def network(seed: int, vocabulary: int = 4, layers: int = 3) -> Model:
-    """A transformer of width 8; its gains are random and its weights large, so that every layer and position tells."""
+    """A transformer of width 8; its gains are random and its weights large, so that every layer and
+    position tells.
+    """
     config = Config(
         vocab_size=vocabulary, d_model=8, n_layers=layers, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12, max_positions=64
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """A chance that enumerates the noise itself, so that noise which is used twice shows in the law.
 
-`Exhaustive` branches on every decision as if each had noise of its own. That proves a technique whose noise is fresh, and
-it is blind to the mistake of Sequoia's code (one draw of noise for all rounds) or of one uniform for all positions. Here a
-uniform has a name, its stream and its place in it; a question narrows the interval it lies in, with the exact probability
-of either answer, and a second question to the same uniform is answered from that interval.
+`Exhaustive` branches on every decision as if each had noise of its own. That proves a technique
+whose noise is fresh, and it is blind to the mistake of Sequoia's code (one draw of noise for all
+rounds) or of one uniform for all positions. Here a uniform has a name, its stream and its place in
+it; a question narrows the interval it lies in, with the exact probability of either answer, and a
+second question to the same uniform is answered from that interval.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ Name = tuple[Any, ...]
 
 
 class Noise:
-    """Uniforms in [0, 1) as intervals. Unlike other chances it lets one stream be asked for twice: laws shall see it.
+    """Uniforms in [0, 1) as intervals. Unlike other chances it lets one stream be asked for twice:
+    laws shall see it.
 
     reads  the name of every uniform, in the order of use
 

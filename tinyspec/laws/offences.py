@@ -1,13 +1,15 @@
-"""What a drafter owes to the verifier, for every token whose law it declares (a law of None owes nothing).
+"""What a drafter owes to the verifier, for every token whose law it declares (a law of None owes
+nothing).
 
     truthful drafter   the token is drawn from the law that is declared for it
     presence           whether it is in the tree does not depend on which token it is
     examined tokens    a token that a verifier has looked at is not proposed again with its law
 
-All three say one thing: among all runs in which the text is the same, the verifier has looked at the same earlier guesses, and
-the same law is declared for a node, the token at that node is distributed as this law says. `offences` tests just that, by
-enumeration, and names the contract by what the drafter drew: from that very law in this round (then something kept or
-dropped it for what it is), in an earlier round (then it has been looked at), or never.
+All three say one thing: among all runs in which the text is the same, the verifier has looked at
+the same earlier guesses, and the same law is declared for a node, the token at that node is
+distributed as this law says. `offences` tests just that, by enumeration, and names the contract by
+what the drafter drew: from that very law in this round (then something kept or dropped it for what
+it is), in an earlier round (then it has been looked at), or never.
 """
 
 from collections import Counter
@@ -30,7 +32,8 @@ ROUNDING = (
 class Offence(NamedTuple):
     """A node whose token is not distributed as declared.
 
-    context  the text when it was proposed;  before: the guesses looked at before it;  got: the law it has
+    context  the text when it was proposed;  before: the guesses looked at before it;  got: the law
+             it has
     """
 
     law: str
@@ -89,7 +92,8 @@ def _key(row: Probs) -> tuple[Any, ...]:
 
 
 def looked_at(tree: TokenTree, node: int) -> list[int]:
-    """The nodes a verifier has tested when it comes to `node`: down its path, siblings in order up to the accepted one.
+    """The nodes a verifier has tested when it comes to `node`: down its path, siblings in order up
+    to the accepted one.
 
     >>> looked_at(TokenTree((5, 7, 7, 4, 3), (-1, -1, -1, 1, 2), (None,) * 5, (False,) * 5), 4)
     [0, 1, 3]
@@ -111,7 +115,9 @@ def looked_at(tree: TokenTree, node: int) -> list[int]:
 def offences(
     factory: Callable[[], Decoder], prompt: Sequence[int] = (0,), rounds: int = 1
 ) -> tuple[list[Offence], int]:
-    """Every offence in the trees of the first `rounds` rounds, the shortest text first; and how many runs there were."""
+    """Every offence in the trees of the first `rounds` rounds, the shortest text first; and how
+    many runs there were.
+    """
     groups: dict[Any, dict[int, Any]] = {}  # what is given -> token -> probability
     names: dict[Any, set[str]] = {}
     runs = 0

@@ -1,7 +1,7 @@
 """The parts a decoder is made of, as one record: a mutant is the record with one part replaced.
 
-A law that judges parts takes a `Parts` and builds what it needs from it, so the same law judges the library, every mutant,
-and a reader's own part.
+A law that judges parts takes a `Parts` and builds what it needs from it, so the same law judges the
+library, every mutant, and a reader's own part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +53,9 @@ def trees(model: Target, shape: Shape, replace: bool) -> TreeDrafter:
 
 
 class Siblings(TreeDrafter):
-    """Proposes k tokens side by side from a model's next law: drawn independently, or without replacement."""
+    """Proposes k tokens side by side from a model's next law: drawn independently, or without
+    replacement.
+    """
 
     def __init__(self, model: Target, k: int, replace: bool):
         super().__init__(model, (ROOT,) * k, replace=replace)
@@ -84,20 +86,23 @@ class Parts:
 
     walk        the verifier
     residual    the law after a refusal
-    warp        from logits to a law
+    sampling    from logits to a distribution
     drafter     (model, gamma, ends): a chain drawn from a model
     siblings    (model, k, replace): tokens drawn side by side
     trees       (model, shape, replace): a tree drawn from a model
-    index       the n-gram index of the drafters that copy;  forest  (depth, bound): the counted tries of those that remember
+    index       the n-gram index of the drafters that copy;  forest  (depth, bound): the counted
+                tries of those that remember
     nested      (decoder, gamma): a decoder as the drafter of another
     joint       (members, make): a target whose rows are made of its members'
     rollback    (distance, rule): what a large model takes back of a small one's text
     block       a chain judged as a whole;  k_seq  independent drafts judged together
     pipeline    (session, layer, k): a target that begins with its next token
-    racing      (model, gamma): a chain raced by a model;  match  the target's race, which follows it
+    racing      (model, gamma): a chain raced by a model;  match  the target's race, which follows
+                it
     jacobi      (size, parallel): sweeps over blocks in the loop;  solve  the same as published
     course      (exits, layers, steps): what a training of exits counts and leaves out, step by step
-    given       (model, source): an encoder-decoder that has read a source;  judge  a teacher's judgement of candidates
+    given       (model, source): an encoder-decoder that has read a source;  judge  a teacher's
+                judgement of candidates
     refine      the loop that rewrites a canvas
     decoder     the loop;  stop  where a text ends
     replay, seeded   where decisions come from;  race  the exponential race on given noise
@@ -106,9 +111,12 @@ class Parts:
     session, view    text, nodes and cache on a model
     forward     what stands between sessions and the model
     exits       (session, rule, fill): a target whose tokens may leave early
-    calibrate   (candidates, losses, delta, epsilon, p_value): fixed-sequence testing;  p_value  (total, n, delta)
-    mask_predict  (model, iterations, lengths): a refiner;  hide  (slots, generator): the masks of a training batch
-    fertile     (model, teacher, fertility, samples, temperature): a refiner;  fertile_loss, reinforce  what it is trained by
+    calibrate   (candidates, losses, delta, epsilon, p_value): fixed-sequence testing;  p_value
+                (total, n, delta)
+    mask_predict  (model, iterations, lengths): a refiner;  hide  (slots, generator): the masks of a
+                  training batch
+    fertile     (model, teacher, fertility, samples, temperature): a refiner;  fertile_loss,
+                reinforce  what it is trained by
     align       (source, target): who produced which word
     """
 

@@ -1,7 +1,9 @@
-"""Laws of what a session computes: a tree in one pass is its paths one by one, and a cache is what a fresh pass leaves.
+"""Laws of what a session computes: a tree in one pass is its paths one by one, and a cache is what
+a fresh pass leaves.
 
-The judge is `dense`: the whole text, prompt and path, in one plain pass. The implementation is a function that begins an
-empty session; whatever the session does with masks, positions, slots, gathered paths and leftovers must not show.
+The judge is `dense`: the whole text, prompt and path, in one plain pass. The implementation is a
+function that begins an empty session; whatever the session does with masks, positions, slots,
+gathered paths and leftovers must not show.
 """
 
 import random
@@ -39,7 +41,9 @@ def random_tree(rng: random.Random, nodes: int, names: Sequence[int]) -> TokenTr
 
 
 def reordered(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, list[int]]:
-    """The same tree with siblings, and with them their subtrees, in another order; and the old index of every node."""
+    """The same tree with siblings, and with them their subtrees, in another order; and the old
+    index of every node.
+    """
     order: list[int] = []
     waiting = [i for i, parent in enumerate(tree.parents) if parent == ROOT]
     while waiting:  # any node whose parent stands already
@@ -88,8 +92,8 @@ def node_logits(
 
 
 def row_identity(begin: Begin, *, cases: int = 8) -> Evidence:
-    """Every row of a tree behind a prefilled text equals, bit for bit, what decoding its path token by token gives: then
-    what is lossless in arithmetic is lossless in float32 and bfloat16 too."""
+    """Every row of a tree behind a prefilled text equals, bit for bit, what decoding its path token
+    by token gives: then what is lossless in arithmetic is lossless in float32 and bfloat16 too."""
     began, looked = perf_counter(), 0
     for case in range(cases):
         rng = random.Random(case)
@@ -118,8 +122,9 @@ def sibling_order(
     nodes: int = 6,
     tolerance: float = 1e-10,
 ) -> Evidence:
-    """The same tree with its siblings in another order: the same row at every node, and greedily the same tokens, which
-    are the ones that the highest logits of the plain pass spell down the tree."""
+    """The same tree with its siblings in another order: the same row at every node, and greedily
+    the same tokens, which are the ones that the highest logits of the plain pass spell down the
+    tree."""
     began = perf_counter()
     for case in range(cases):
         rng = random.Random(case)
@@ -177,13 +182,14 @@ def _greedily(session: Session, text: Sequence[int], tree: TokenTree) -> tuple[i
 
 
 def committed_slots(session: Session, tolerance: float = 1e-10, run: bool = True) -> int:
-    """Compare every committed slot but the newest with a fresh pass over the text, in the layers it has reached; returns
-    how many (slot, layer) were compared.
+    """Compare every committed slot but the newest with a fresh pass over the text, in the layers it
+    has reached; returns how many (slot, layer) were compared.
 
-    run  also demand that each has been run at all (a draft's session may be behind its text, a target's may not)
+    run  also demand that each has been run at all (a draft's session may be behind its text, a
+         target's may not)
 
-    A token that left early, and one that looked at keys copied up for such a token, is compared as far as it was run
-    exactly: such a session does not say `cache_exact`.
+    A token that left early, and one that looked at keys copied up for such a token, is compared as
+    far as it was run exactly: such a session does not say `cache_exact`.
     """
     text, cache = session.text, session.cache
     fresh = dense(session.model, text, session.plan)
@@ -229,7 +235,9 @@ def cache_after_every_round(
     tokens: int = 16,
     tolerance: float = 1e-10,
 ) -> Evidence:
-    """Run whole requests, greedily and by sampling, and look into the caches of target and drafts after every round."""
+    """Run whole requests, greedily and by sampling, and look into the caches of target and drafts
+    after every round.
+    """
     began, rounds, compared = perf_counter(), 0, 0
     for case in range(texts):
         rng = random.Random(case)

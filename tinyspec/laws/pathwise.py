@@ -1,7 +1,9 @@
-"""Techniques that draw by a race on shared noise: proved path by path, since continuous noise has no list of outcomes.
+"""Techniques that draw by a race on shared noise: proved path by path, since continuous noise has
+no list of outcomes.
 
-Two statements make the law. On one seed, whatever is drafted, the tokens are the same, those of racing the target's law at
-every position: so drafting changes nothing. And a race alone has the law: the token that wins is distributed as the row.
+Two statements make the law. On one seed, whatever is drafted, the tokens are the same, those of
+racing the target's law at every position: so drafting changes nothing. And a race alone has the
+law: the token that wins is distributed as the row.
 """
 
 import math
@@ -46,7 +48,9 @@ def coupled(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evid
 
 
 def same_tokens(stage: Stage, seeds: int = SEEDS) -> Evidence:
-    """The decoder's tokens are those that win the races of the target's rows, position by position, on the same seed."""
+    """The decoder's tokens are those that win the races of the target's rows, position by position,
+    on the same seed.
+    """
     begun, reference = perf_counter(), stage.reference()
     for seed in range(seeds):
         decoder, rng, races = stage.decoder(), Seeded(seed), Seeded(seed)
@@ -71,10 +75,12 @@ def same_tokens(stage: Stage, seeds: int = SEEDS) -> Evidence:
 
 
 def race_law(rng: Callable[[list[float]], RandomSource], grid: int = 40) -> Evidence:
-    """Over two tokens the winner changes where theory says: with u0 given, token 1 wins until u1 = 1 - (1 - u0)^(p1/p0).
+    """Over two tokens the winner changes where theory says: with u0 given, token 1 wins until u1 =
+    1 - (1 - u0)^(p1/p0).
 
-    The exponential noise of a uniform is -log(1 - u), and the integral over u0 of 1 less those thresholds is p0. They are
-    found by bisection, so this is the law of the race itself and no sample of it.
+    The exponential noise of a uniform is -log(1 - u), and the integral over u0 of 1 less those
+    thresholds is p0. They are found by bisection, so this is the law of the race itself and no
+    sample of it.
     """
     begun, seen = perf_counter(), 0
     for p in (0.5, 0.2, 0.9):

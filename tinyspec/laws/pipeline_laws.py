@@ -1,7 +1,9 @@
-"""What a pipeline of two stages costs, round by round, from its ledger: the clock of its k + 1 processors, and their work.
+"""What a pipeline of two stages costs, round by round, from its forward log: the clock of its k + 1
+processors, and their work.
 
-The judge asks the table model itself, by fresh passes: which tokens the model cut off behind layer dbar holds for likeliest,
-and whether the text went on with one of them. So a guess that knows more than a guess may know is seen, and one that is wasted.
+The judge asks the table model itself, by fresh passes: which tokens the model cut off behind layer
+dbar holds for likeliest, and whether the text went on with one of them. So a guess that knows more
+than a guess may know is seen, and one that is wasted.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +32,9 @@ SHAPES = [(3, 2, 1), (3, 2, 2), (4, 2, 2), (6, 4, 1), (6, 4, 3), (6, 6, 2), (5, 
 
 
 class Told(NamedTuple):
-    """One round: whether its token was begun before, layer-steps on k + 1 processors, (row, layer) evaluations."""
+    """One round: whether its token was begun before, layer-steps on k + 1 processors, (row, layer)
+    evaluations.
+    """
 
     begun: bool
     steps: float
@@ -86,7 +90,9 @@ def _runs(
 
 
 def clock(build: Build) -> Evidence:
-    """A round takes all layers, less those that a guess which held has done while the token before it was finished."""
+    """A round takes all layers, less those that a guess which held has done while the token before
+    it was finished.
+    """
     seen = 0
     for case, expected, calls in _runs(build):
         for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
@@ -104,7 +110,9 @@ def clock(build: Build) -> Evidence:
 
 
 def work(build: Build) -> Evidence:
-    """A round evaluates what its token still lacks, and the branches' first layers where another token is to follow."""
+    """A round evaluates what its token still lacks, and the branches' first layers where another
+    token is to follow.
+    """
     seen = 0
     for case, expected, calls in _runs(build):
         for at, (round, told) in enumerate(zip(calls, expected, strict=True)):

@@ -1,10 +1,11 @@
 """Hold a technique to its guarantee, and say what was looked at.
 
     from tinyspec.laws.prove import prove
-    prove(find("speculative_decoding"))     # [Evidence(law='joint law', cases=38, branches=1012, ...), ...]
+    prove(find("speculative_decoding"))     # [Evidence(law='joint law', cases=38, branches=1012,
+                                            ...), ...]
 
-A profile says which cases are looked at, on how many seeds. Nothing is random: the same profile asks the same questions, so a
-run that was stopped goes on where it was (`State`).
+A profile says which cases are looked at, on how many seeds. Nothing is random: the same profile
+asks the same questions, so a run that was stopped goes on where it was (`State`).
 """
 
 import json
@@ -49,13 +50,16 @@ FIVE_SECONDS = Profile("five-second", sample=16)
 PROFILES = {profile.name: profile for profile in (CI, THOROUGH, FIVE_SECONDS)}
 
 Watch = Callable[[Card, int, int, Case], None]
-"""Called before each case with the card, how many cases are done, how many there are, and the case."""
+"""Called before each case with the card, how many cases are done, how many there are, and the
+case.
+"""
 
 
 def prove(
     card: Card, profile: Profile = CI, state: "State | None" = None, watch: Watch | None = None
 ) -> list[Evidence]:
-    """What was proved, one Evidence a law. Raises LawViolated at the first case that fails, the smallest first.
+    """What was proved, one Evidence a law. Raises LawViolated at the first case that fails, the
+    smallest first.
 
     A technique of kind "analysis" decodes nothing, so there is nothing to prove: the list is empty.
     """
@@ -121,7 +125,9 @@ def questions(card: Card, profile: Profile) -> list[tuple[str, Case]]:
 
 
 def _contracts(card: Card) -> Evidence:
-    """What its drafter owes, under every warper and in every precision; they ask the same whatever the seed."""
+    """What its drafter owes, under every warper and in every precision; they ask the same whatever
+    the seed.
+    """
     return sum(of_technique(card), Evidence(CONTRACTS))
 
 
@@ -196,8 +202,8 @@ class State:
 
 @cache
 def fingerprint() -> str:
-    """Of the code that is judged and that judges, as it was when this process began: everything below the command line,
-    and the files of plugins."""
+    """Of the code that is judged and that judges, as it was when this process began: everything
+    below the command line, and the files of plugins."""
     package, above = Path(__file__).parent.parent, ("cli", "bench")
     files = [
         file
@@ -222,11 +228,12 @@ def report(
     watch: Watch | None = None,
     strict: bool = False,
 ) -> dict[str, Any]:
-    """Hold a technique to all its laws and return plain data: method, guarantee, what was proved, what was broken.
+    """Hold a technique to all its laws and return plain data: method, guarantee, what was proved,
+    what was broken.
 
-    A broken law is not asked again, and the others are. An exception breaks the law whose case ran, unless `strict`: then it
-    goes through. `broken` has a counterexample for each broken law, with the title of its case; `accused` is the first of
-    them, or None.
+    A broken law is not asked again, and the others are. An exception breaks the law whose case ran,
+    unless `strict`: then it goes through. `broken` has a counterexample for each broken law, with
+    the title of its case; `accused` is the first of them, or None.
     """
     found: dict[str, Evidence] = {}
     broken: dict[str, dict[str, Any]] = {}
@@ -258,7 +265,9 @@ def report(
 
 
 def _crash(card: Card, law: str, error: BaseException) -> Counterexample:
-    """Return an exception of a technique as a counterexample: what was raised, and at which line of its file."""
+    """Return an exception of a technique as a counterexample: what was raised, and at which line of
+    its file.
+    """
     file = getattr(sys.modules.get(card.build.__module__), "__file__", None)
     where = {} if file is None else {"raised at": locate_error(error, Path(file))}
     return Counterexample(law, where, "no exception", describe_error(error))
@@ -270,7 +279,8 @@ def nothing_correct_is_accused(
     state: State,
     watch: Callable[[Card, int], None] | None = None,
 ) -> dict[str, Any]:
-    """The five-second profile on so many seeds of each technique: whoever is accused here is accused wrongly, or has a defect.
+    """The five-second profile on so many seeds of each technique: whoever is accused here is
+    accused wrongly, or has a defect.
 
     Returns what was looked at, by method, and every counterexample. Goes on where `state` was left.
     """

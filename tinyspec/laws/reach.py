@@ -1,7 +1,9 @@
-"""Which data a piece of code can find by name: the globals of its module and of the functions it calls, data of classes.
+"""Which data a piece of code can find by name: the globals of its module and of the functions it
+calls, data of classes.
 
-Worked out once for a class or function. A counter in a module, noise kept in a class attribute or a table behind a helper
-function are state of a decoder as much as its attributes are, and the digest looks at them every time.
+Worked out once for a class or function. A counter in a module, noise kept in a class attribute or a
+table behind a helper function are state of a decoder as much as its attributes are, and the digest
+looks at them every time.
 """
 
 import sys
@@ -45,10 +47,11 @@ Names = list[tuple[Any, str, Any]]
 
 
 def reach(owner: Any) -> tuple[Names, list[Place]]:
-    """The data that a class or function reaches by name; not a function's own defaults and cells, which are its own.
+    """The data that a class or function reaches by name; not a function's own defaults and cells,
+    which are its own.
 
-    First what stays the same as long as the name means the same object, as (get, name, object); then the places whose
-    value must be looked at.
+    First what stays the same as long as the name means the same object, as (get, name, object);
+    then the places whose value must be looked at.
     """
     key = owner.__code__ if isinstance(owner, types.FunctionType) else owner
     if key not in _known:
@@ -65,7 +68,9 @@ def reach(owner: Any) -> tuple[Names, list[Place]]:
 
 
 def _settled(place: Place) -> bool:
-    """Nobody rebinds the defaults of a function that no instance holds, or the class that a generated method encloses."""
+    """Nobody rebinds the defaults of a function that no instance holds, or the class that a
+    generated method encloses.
+    """
     return place.name in ("__defaults__", "__kwdefaults__") or isinstance(place.before, type)
 
 
@@ -100,7 +105,9 @@ def _places(owner: Any) -> Iterator[Place]:
 
 
 def trusted(owner: Any) -> bool:
-    """Whether a class or function is of the standard library or of a library that keeps no state of a decoder."""
+    """Whether a class or function is of the standard library or of a library that keeps no state of
+    a decoder.
+    """
     where = str(getattr(owner, "__module__", None))
     return where.partition(".")[0] in TRUSTED or where in OURSELVES
 

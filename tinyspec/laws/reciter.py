@@ -1,4 +1,6 @@
-"""A target that recites a given text, so that what a copying technique may and must do is plain to see."""
+"""A target that recites a given text, so that what a copying technique may and must do is plain to
+see.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,8 +1,9 @@
 """What every technique that rewrites a canvas is held to, whatever its own rule is.
 
-Its rule is nobody else's, so an oracle of its own proves that. These laws are about what all of them owe: one pass of the
-encoder and one of the decoder a rewriting, by the ledger; candidates that stand side by side and know nothing of each other,
-nor of the padding between them; the seed as the only chance. They run on random float64 encoder-decoders that have every head.
+Its rule is nobody else's, so an oracle of its own proves that. These laws are about what all of
+them owe: one pass of the encoder and one of the decoder a rewriting, by the forward log; candidates
+that stand side by side and know nothing of each other, nor of the padding between them; the seed as
+the only chance. They run on random float64 encoder-decoders that have every head.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,9 @@ Build = Callable[[RefineRequest], Refiner]
 
 @cache
 def reader(seed: int, positional: bool = True, positions: int = POSITIONS) -> Seq2Seq:
-    """A random encoder-decoder of nine tokens with strong opinions, a LENGTH token and a fertility head."""
+    """A random encoder-decoder of nine tokens with strong opinions, a LENGTH token and a fertility
+    head.
+    """
     config = Seq2SeqConfig(
         9, 8, 2, 12, 1, 2, positions, positional=positional, lengths=9, fertilities=4
     )
@@ -94,7 +97,9 @@ class Scene:
 
 
 def passes_of_a_rewriting(scene: Scene) -> None:
-    """By the ledger: the source is encoded once; a rewriting is one decoder pass over the whole canvas, nothing else is one."""
+    """By the forward log: the source is encoded once; a rewriting is one decoder pass over the
+    whole canvas, nothing else is one.
+    """
     request, _, passes = scene.run()
     named = [call.model for call in request.forward_log]
     name = request.model.name
@@ -118,7 +123,9 @@ def passes_of_a_rewriting(scene: Scene) -> None:
 
 
 def a_candidate_alone(scene: Scene) -> None:
-    """What a pass makes of a candidate is what it makes of it by itself, without the others and without padding."""
+    """What a pass makes of a candidate is what it makes of it by itself, without the others and
+    without padding.
+    """
     request, refiner = scene.begin()
     running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.forward_log)
     memory = request.model.encode(torch.tensor([list(scene.source)]))
@@ -142,7 +149,9 @@ def a_candidate_alone(scene: Scene) -> None:
 
 
 def alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
-    """One candidate's canvas without padding; None where `extra` cannot be taken apart (source and canvas are equally long)."""
+    """One candidate's canvas without padding; None where `extra` cannot be taken apart (source and
+    canvas are equally long).
+    """
     length, room = int(canvas.mask[row].sum()), canvas.tokens.shape[1]
     extra = canvas.extra
     if isinstance(extra, Tensor) and len(extra) == len(canvas.tokens):
@@ -187,7 +196,9 @@ def scribbled(canvas: Canvas) -> Canvas:
 
 
 def only_the_seed_decides(scene: Scene) -> None:
-    """The same seed, the same translation, whatever else was drawn in the process; the global state is not drawn from."""
+    """The same seed, the same translation, whatever else was drawn in the process; the global state
+    is not drawn from.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         before = torch.get_rng_state()
@@ -201,7 +212,9 @@ def only_the_seed_decides(scene: Scene) -> None:
 
 
 def a_canvas_in_order(scene: Scene) -> None:
-    """Slots, then padding; some slot in what is chosen; tokens of the vocabulary; no pass alters the canvas it was given."""
+    """Slots, then padding; some slot in what is chosen; tokens of the vocabulary; no pass alters
+    the canvas it was given.
+    """
     request, refiner = scene.begin()
     running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.forward_log)
     kept: Canvas | None = None

@@ -1,7 +1,7 @@
 """Laws for what is reported of a request, and for what a request leaves behind.
 
-Each takes a `Parts` and raises `LawViolated` with the first case that breaks it. Everything is counted anew from
-the rounds and the text.
+Each takes a `Parts` and raises `LawViolated` with the first case that breaks it. Everything is
+counted anew from the rounds and the text.
 """
 
 import random
@@ -55,7 +55,9 @@ def finished(decoder: Decoder, rng: Any) -> list[Round]:
 
 
 def trace_identities(parts: Parts) -> Evidence:
-    """emitted = accepted + rounds that added a token of their own; tau * calls = emitted; all defined for no tokens."""
+    """emitted = accepted + rounds that added a token of their own; tau * calls = emitted; all
+    defined for no tokens.
+    """
     name, seen = "trace identities", 0
     for most, eos, (p, q), gamma, seed in product(range(4), ((), (0,)), TABLES, (0, 1, 2), SEEDS):
         decoder, rng = request(parts, p, q, gamma, most, seed, eos)
@@ -95,7 +97,9 @@ def trace_identities(parts: Parts) -> Evidence:
 
 
 def origins_name_what_happened(parts: Parts) -> Evidence:
-    """One origin a token: accepted from the draft, recovered after a refusal, a bonus behind a whole draft, or plain."""
+    """One origin a token: accepted from the draft, recovered after a refusal, a bonus behind a
+    whole draft, or plain.
+    """
     name, seen = "origins name what happened", 0
     for most, (p, q), gamma, seed in product(range(1, 5), TABLES, (0, 1, 2), SEEDS):
         decoder, rng = request(parts, p, q, gamma, most, seed)
@@ -123,8 +127,8 @@ def origins_name_what_happened(parts: Parts) -> Evidence:
 
 
 def round_laws_are_the_targets(parts: Parts) -> Evidence:
-    """`Round.laws` holds, for each token of the round, the target's row it is distributed under: an outer level of a
-    cascade divides by it."""
+    """`Round.laws` holds, for each token of the round, the target's row it is distributed under: an
+    outer level of a cascade divides by it."""
     name, seen = "round laws are the targets", 0
     for most, (p, q), gamma, seed in product(range(1, 4), TABLES, (0, 1, 2), SEEDS):
         decoder, rng = request(parts, p, q, gamma, most, seed)
@@ -149,7 +153,9 @@ def round_laws_are_the_targets(parts: Parts) -> Evidence:
 
 
 def logprobs_are_the_targets(parts: Parts) -> Evidence:
-    """The log-probability reported for a token is log p(token | text) of the target, before the warpers."""
+    """The log-probability reported for a token is log p(token | text) of the target, before the
+    warpers.
+    """
     name, seen = "logprobs are the targets", 0
     for most, family, seed in product((1, 2, 6), FAMILIES, SEEDS):
         target = weights(family)
@@ -173,7 +179,9 @@ def logprobs_are_the_targets(parts: Parts) -> Evidence:
 
 
 def same_seed_same_output(parts: Parts) -> Evidence:
-    """A request depends on its seed alone: not on what ran before it, nor on a request that runs between its rounds."""
+    """A request depends on its seed alone: not on what ran before it, nor on a request that runs
+    between its rounds.
+    """
     name, seen = "same seed same output", 0
     for (p, q), gamma, seed in product(TABLES, (0, 2), SEEDS):
         alone, rng = request(parts, p, q, gamma, 6, seed)
@@ -191,7 +199,9 @@ def same_seed_same_output(parts: Parts) -> Evidence:
 
 
 def global_randomness_is_untouched(parts: Parts) -> Evidence:
-    """The generators of random, numpy and torch are where they were: a user's own draws do not change."""
+    """The generators of random, numpy and torch are where they were: a user's own draws do not
+    change.
+    """
     name, seen = "global randomness is untouched", 0
     for gamma in (0, 1, 2):
         decoder, rng = request(parts, WIDE, WIDER, gamma, 4)

@@ -1,8 +1,10 @@
-"""Laws of a whole request, for any technique: what is reported adds up, and nothing but its seed decides what it says.
+"""Laws of a whole request, for any technique: what is reported adds up, and nothing but its seed
+decides what it says.
 
-Each takes a card and runs the technique's own decoder on small models (`Stage`), smallest first; what must come out is worked
-out from the rounds, from the text, or from a second run. The exact suites say that a technique's law is right; these say
-that two requests do not hear of each other, which no law of one request can see.
+Each takes a card and runs the technique's own decoder on small models (`Stage`), smallest first;
+what must come out is worked out from the rounds, from the text, or from a second run. The exact
+suites say that a technique's law is right; these say that two requests do not hear of each other,
+which no law of one request can see.
 """
 
 import random
@@ -44,7 +46,9 @@ LETTERS = "abcdefgh"
 
 
 def stages(card: Card, seeds: Sequence[int] = range(4), tokens: int = 8) -> Iterator[Stage]:
-    """Small models under a technique, with drafts that are always right and drafts that are not; ends of text too."""
+    """Small models under a technique, with drafts that are always right and drafts that are not;
+    ends of text too.
+    """
     sampling = SamplingParams(0.0) if card.guarantee is Guarantee.GREEDY else SamplingParams()
     base = Stage(
         card, deep=card.hidden, vocabulary=4 if card.hidden else 3, sampling=sampling, prompt=(0, 1)
@@ -90,8 +94,8 @@ def trace_identities(
     statistics: Callable[[], Statistics] = Statistics,
     origins: Callable[[Round], Sequence[str]] = trace.origins,
 ) -> Evidence:
-    """emitted = accepted + rounds with a `next` - truncated, round by round and in sum; tau * calls = emitted; the trace
-    tells every token once."""
+    """emitted = accepted + rounds with a `next` - truncated, round by round and in sum; tau * calls
+    = emitted; the trace tells every token once."""
     started, seen = perf_counter(), 0
     for stage in stages(card) if decodes(card) else ():
         decoder, verdicts = begun(stage), list[Verdict]()
@@ -177,7 +181,9 @@ def trace_identities(
 
 
 def every_call_is_in_a_round(card: Card) -> Evidence:
-    """What the models ran for a request is its prefill and what its rounds report: no cost is hidden between them."""
+    """What the models ran for a request is its prefill and what its rounds report: no cost is
+    hidden between them.
+    """
     started, seen = perf_counter(), 0
     for stage in stages(card) if decodes(card) else ():
         decoder = begun(stage)
@@ -194,7 +200,9 @@ def every_call_is_in_a_round(card: Card) -> Evidence:
 
 
 def same_seed_same_output(card: Card) -> Evidence:
-    """A request says what its seed says, whatever ran before it and whatever was drawn from global generators."""
+    """A request says what its seed says, whatever ran before it and whatever was drawn from global
+    generators.
+    """
     started, seen = perf_counter(), 0
     for stage in stages(card) if decodes(card) else ():
         alone, seen = said(finished(begun(stage), 5)), seen + 1
@@ -231,7 +239,9 @@ def two_requests_are_the_two_alone(card: Card) -> Evidence:
 
 
 def global_randomness_is_untouched(card: Card) -> Evidence:
-    """The generators of random, numpy and torch stand where they stood: a user's own draws do not change."""
+    """The generators of random, numpy and torch stand where they stood: a user's own draws do not
+    change.
+    """
     started, seen = perf_counter(), 0
     for stage in stages(card) if decodes(card) else ():
         decoder, before, seen = begun(stage), _globals(), seen + 1
@@ -245,8 +255,9 @@ def global_randomness_is_untouched(card: Card) -> Evidence:
 def a_batch_row_is_the_row_alone(
     card: Card, together: Callable[..., list[Any]] = run_together
 ) -> Evidence:
-    """Ragged requests whose forwards run as one say what each says alone. Their logits differ by rounding only in float64;
-    where the compiled transformer computes (float32 and bfloat16 on a CPU), by no bit."""
+    """Ragged requests whose forwards run as one say what each says alone. Their logits differ by
+    rounding only in float64; where the compiled transformer computes (float32 and bfloat16 on a
+    CPU), by no bit."""
     started, seen = perf_counter(), 0
     prompts = [(0, 1), (2,), (1, 3, 0, 2, 1), (3, 3)]
     sampling = (
@@ -296,8 +307,8 @@ def a_batch_row_is_the_row_alone(
 
 
 def stop(card: Card, tokens: int = 6) -> Evidence:
-    """With a stop, the text is what it is without, up to the first place where a stop is complete: end tokens (none, one,
-    several), sequences and strings, wherever in a block they fall."""
+    """With a stop, the text is what it is without, up to the first place where a stop is complete:
+    end tokens (none, one, several), sequences and strings, wherever in a block they fall."""
     started, seen = perf_counter(), 0
     base = Stage(
         card,

@@ -1,7 +1,9 @@
-"""Laws for what acts on one row: the warpers, the residual, drawing at the edges, ids outside of the vocabulary, look-up.
+"""Laws for what acts on one row: the warpers, the residual, drawing at the edges, ids outside of
+the vocabulary, look-up.
 
-Each law takes a `Parts`, searches its cases smallest first, raises `LawViolated` with the first that breaks it, and returns
-`Evidence`. The definitions they compare with are written here from the papers' formulas and call nothing of the library.
+Each law takes a `Parts`, searches its cases smallest first, raises `LawViolated` with the first
+that breaks it, and returns `Evidence`. The definitions they compare with are written here from the
+papers' formulas and call nothing of the library.
 """
 
 import math
@@ -58,7 +60,9 @@ def normal(weights: Sequence[int]) -> list[Fraction]:
 
 
 def warp_is_its_definition(parts: Parts) -> Evidence:
-    """Temperature, top-k, top-p, min-p, in exact and in floating numbers; no law is made of NaN or +inf."""
+    """Temperature, top-k, top-p, min-p, in exact and in floating numbers; no law is made of NaN or
+    +inf.
+    """
     name, cases = "warp is its definition", 0
     got: Any
     for weights in ((1, 2), (2, 2), (1, 1, 1), (1, 2, 3), (2, 1, 2), (3, 1, 2, 3)):
@@ -92,7 +96,9 @@ def warp_is_its_definition(parts: Parts) -> Evidence:
 
 
 def residual_is_a_law(parts: Parts) -> Evidence:
-    """residual(p, q) is max(0, p - q) over its sum; where p and q agree up to rounding, it is still a law within p."""
+    """residual(p, q) is max(0, p - q) over its sum; where p and q agree up to rounding, it is still
+    a law within p.
+    """
     name, cases = "residual is a law", 0
     half = [0.5, 0.5]
     close = [[1.0, 0.0], half, [np.nextafter(0.5, 0), np.nextafter(0.5, 1)], [0.25, 0.75]]
@@ -118,7 +124,9 @@ def residual_is_a_law(parts: Parts) -> Evidence:
 
 
 def support(parts: Parts) -> Evidence:
-    """No token of probability zero, whatever the noise: uniforms of 0 and 1 - 2^-53, race noise of 0 and infinity."""
+    """No token of probability zero, whatever the noise: uniforms of 0 and 1 - 2^-53, race noise of
+    0 and infinity.
+    """
     name, cases = "support", 0
     for row, u in product([(0, 1), (1, 0), (0, 1, 0), (0, 1, 2, 0)], EDGES):
         cases += 1
@@ -144,7 +152,9 @@ def support(parts: Parts) -> Evidence:
 
 
 def vocabulary(parts: Parts) -> Evidence:
-    """A drafted id that the target does not know, or a draft's law of another length, is an error and never a token."""
+    """A drafted id that the target does not know, or a draft's law of another length, is an error
+    and never a token.
+    """
     name, cases = "vocabulary", 0
     half, third = normal((1, 1)), normal((1, 1, 1))
     for token, q in ((-1, None), (2, None), (-1, half), (0, third), (0, normal((1,)))):
@@ -169,7 +179,9 @@ def vocabulary(parts: Parts) -> Evidence:
 
 
 def lookup_is_a_search(parts: Parts) -> Evidence:
-    """What the n-gram index finds is what a search through the text finds: the longest suffix, its last occurrence."""
+    """What the n-gram index finds is what a search through the text finds: the longest suffix, its
+    last occurrence.
+    """
     name, cases = "lookup is a search", 0
     for big in (2, 70_000):  # ids that do not fit into 16 bits as well
         for text in (t for n in range(2, 6) for t in product((1, big), repeat=n)):

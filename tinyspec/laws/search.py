@@ -1,4 +1,5 @@
-"""Where cases come from: Hypothesis, asked the same questions every time, so that a law is a plain function of what it judges.
+"""Where cases come from: Hypothesis, asked the same questions every time, so that a law is a plain
+function of what it judges.
 
 Hypothesis comes with `pip install 'tinyspec[test]'`; the library itself does without.
 """
@@ -22,9 +23,11 @@ __all__ = ["search", "st"]
 def search(
     cases: st.SearchStrategy[Any], judge: Callable[[Any], None], law: str, examples: int
 ) -> Evidence:
-    """Judge as many drawn cases; if one is accused, raise the accusation of the smallest one that is.
+    """Judge as many drawn cases; if one is accused, raise the accusation of the smallest one that
+    is.
 
-    The cases are the same in every run and on every machine. Exceptions that are no accusations pass as they are.
+    The cases are the same in every run and on every machine. Exceptions that are no accusations
+    pass as they are.
     """
     judged = 0
 

@@ -1,7 +1,9 @@
-"""What SpecTr promises of K-SEQ (Sun et al., NeurIPS 2023, arXiv 2310.15141), as laws of a verifier of independent drafts.
+"""What SpecTr promises of K-SEQ (Sun et al., NeurIPS 2023, arXiv 2310.15141), as laws of a verifier
+of independent drafts.
 
-That it reaches its share of the optimal transport, and never more than all, is in `theorems`; here are its two other halves:
-the law is kept, over drafts of several tokens whose texts meet and part, and no smaller factor would have kept it.
+That it reaches its share of the optimal transport, and never more than all, is in `theorems`; here
+are its two other halves: the law is kept, over drafts of several tokens whose texts meet and part,
+and no smaller factor would have kept it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +39,9 @@ def drafts(largest: int) -> Iterator[Block]:
 
 
 def selected(verifier: Verifier, largest: int = 5) -> Evidence:
-    """Behind any text that a round has emitted so far, the next token has the law p. In fractions, every outcome walked."""
+    """Behind any text that a round has emitted so far, the next token has the law p. In fractions,
+    every outcome walked.
+    """
     began, cases, branches = perf_counter(), 0, 0
     for case in drafts(largest):
         round = played(verifier, case)

@@ -1,4 +1,6 @@
-"""Small rational laws, the smallest first, so that the first counterexample a law meets is also the smallest."""
+"""Small rational laws, the smallest first, so that the first counterexample a law meets is also the
+smallest.
+"""
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -30,7 +32,9 @@ def _weights(vocabulary: int, whole: int) -> Iterator[tuple[int, ...]]:
 
 
 def pairs(vocabularies: Sequence[int] = (2, 3), largest: int = 6) -> Iterator[tuple[Exact, Exact]]:
-    """Every pair (p, q) whose denominators add up to at most `largest`: few tokens first, then small denominators."""
+    """Every pair (p, q) whose denominators add up to at most `largest`: few tokens first, then
+    small denominators.
+    """
     for vocabulary in vocabularies:
         for whole in range(2, largest + 1):
             for of_p in range(1, whole):

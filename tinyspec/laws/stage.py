@@ -1,7 +1,8 @@
-"""Where a technique is put to be judged: its builder, small models, adversaries in its draft's place, and the reference.
+"""Where a technique is put to be judged: its builder, small models, adversaries in its draft's
+place, and the reference.
 
-A stage builds the same decoder again and again. Everything is rational or, on a transformer, float64; everything is made from
-a seed, so a case is its name and its number.
+A stage builds the same decoder again and again. Everything is rational or, on a transformer,
+float64; everything is made from a seed, so a case is its name and its number.
 """
 
 import random
@@ -24,8 +25,9 @@ from tinyspec.technique import Card, Knob, Request
 from tinyspec.tree import TokenTree
 
 DRAFTS = ("another", "right", "wrong", "stubborn")
-"""Who stands in for a draft model: another table, the target itself, one that always proposes what the target holds for
-least likely, one that always proposes the last token of the vocabulary (the end of text, where there is one)."""
+"""Who stands in for a draft model: another table, the target itself, one that always proposes what
+the target holds for least likely, one that always proposes the last token of the vocabulary (the
+end of text, where there is one)."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,9 @@ class Stage:
     def judge(
         self, expected: Law, got: Law, prompt: Text, within: float, name: str = JOINT
     ) -> None:
-        """Raise LawViolated unless the laws agree; tells the shortest text that differs, and p and q along it."""
+        """Raise LawViolated unless the laws agree; tells the shortest text that differs, and p and
+        q along it.
+        """
         for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):
             ours, theirs = got.get(text, 0), expected.get(text, 0)
             if ours == theirs or (within and abs(ours - theirs) <= within):
@@ -226,7 +230,9 @@ def _least(row: Sequence[Any]) -> int:
 
 
 def small(knob: Knob, largest: int) -> Any:
-    """A value at which every outcome can be walked: what the knob names, else no whole number above `largest`."""
+    """A value at which every outcome can be walked: what the knob names, else no whole number above
+    `largest`.
+    """
     if knob.small:
         return knob.small[0]
     if isinstance(knob.default, bool) or not isinstance(knob.default, int) or knob.choices:
@@ -235,7 +241,9 @@ def small(knob: Knob, largest: int) -> Any:
 
 
 def adversary(ways: int, source: Any) -> int:
-    """Who chooses for a technique that plans: anything may be chosen, so an exact law walks every choice."""
+    """Who chooses for a technique that plans: anything may be chosen, so an exact law walks every
+    choice.
+    """
     return int(source.draw([Fraction(1, ways)] * ways))
 
 
@@ -256,14 +264,18 @@ def told_warp(sampling: SamplingParams) -> str:
 
 
 def after_a_request(stage: Stage, decoder: Decoder) -> None:
-    """Another text was decoded and closed: nothing of it may be left but what a persistent technique learnt."""
+    """Another text was decoded and closed: nothing of it may be left but what a persistent
+    technique learnt.
+    """
     _run(decoder, (1, 0), stage.seed, 2)
     decoder.end()
     decoder.rewind(0)
 
 
 def taken_back(stage: Stage, decoder: Decoder) -> None:
-    """The text went on for two rounds, was taken back to the prompt, and was corrected from outside by one token."""
+    """The text went on for two rounds, was taken back to the prompt, and was corrected from outside
+    by one token.
+    """
     _run(decoder, stage.prompt, stage.seed, 2)
     decoder.rewind(len(stage.prompt))
     decoder.extend((1,))

@@ -1,14 +1,17 @@
 """A statistical demo for real models: evidence, not proof.
 
-Where a law cannot be enumerated it can be sampled. The exact laws do not need this page; it shows on the model a reader
-cares about what a sample can say, and how little: a test that finds nothing has only excluded faults it had the power to
-find. So three figures are printed together:
+Where a law cannot be enumerated it can be sampled. The exact laws do not need this page; it shows
+on the model a reader cares about what a sample can say, and how little: a test that finds nothing
+has only excluded faults it had the power to find. So three figures are printed together:
 
-- the *G-test* of the first tokens of many texts against the target's own law, with its power: the smallest share of texts in
+- the *G-test* of the first tokens of many texts against the target's own law, with its power: the
+smallest share of texts in
   which the greedy text might stand in place of a draw and be found nine times in ten;
-- a *negative control*, which must fail: the field's commonest mistake, draft tokens chosen greedily and then judged by
+- a *negative control*, which must fail: the field's commonest mistake, draft tokens chosen greedily
+and then judged by
   the probability they would have had (the model drafts for itself here, so all of them pass);
-- an *e-value* (see `evalues`), which stays valid if one looks after every text and goes on as long as one likes; the
+- an *e-value* (see `evalues`), which stays valid if one looks after every text and goes on as long
+as one likes; the
   G-test's p is valid for the number of texts that was chosen beforehand, and for no other.
 
 The law is taken from `dense`, a plain float64 pass: nothing that is judged makes it.
@@ -52,7 +55,8 @@ Cell = tuple[int, ...]
 
 
 class Cells:
-    """The law of the first `tokens` new tokens, coarsened: at each step the `width` likeliest tokens and all others as one.
+    """The law of the first `tokens` new tokens, coarsened: at each step the `width` likeliest
+    tokens and all others as one.
 
     law     probability of each cell; a cell ends after `tokens` tokens, an end of text, or OTHER
     greedy  the cell of the likeliest token at each step
@@ -98,7 +102,9 @@ class Cells:
 
 
 class SoftGreedy(ModelDrafter):
-    """The negative control: proposes the draft's best token and declares the law it might have been drawn from."""
+    """The negative control: proposes the draft's best token and declares the law it might have been
+    drawn from.
+    """
 
     def propose(
         self,
@@ -116,7 +122,9 @@ class _Best:
 
 
 def texts(decoder: Decoder, seed: int) -> Iterator[tuple[int, ...]]:
-    """New texts of a decoder that has read its prompt, for ever: each with noise of its own, and taken back after."""
+    """New texts of a decoder that has read its prompt, for ever: each with noise of its own, and
+    taken back after.
+    """
     prompt = len(decoder.context)
     number = 0
     while True:
@@ -133,7 +141,9 @@ def sample(
     decoder: Decoder, cells: Cells, *, samples: int | None, seed: int, alpha: float,
     watch: Callable[[EValue], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Draw texts and judge them. Without `samples`, until the e-value refutes the law or Ctrl-C: it allows that."""
+    """Draw texts and judge them. Without `samples`, until the e-value refutes the law or Ctrl-C: it
+    allows that.
+    """
     running = EValue(cells.law)
     until = None
     try:
@@ -193,15 +203,16 @@ def demo(
     watch: Callable[[EValue], None] | None = None,
     **knobs: Any,
 ) -> dict[str, Any]:
-    """Sample `method` on a real model and hold the texts against the model's own law; then the control, which must fail.
+    """Sample `method` on a real model and hold the texts against the model's own law; then the
+    control, which must fail.
 
     samples  texts, or None: until refuted or interrupted
     alpha    level of both tests
     watch    called with the running e-value after every text
 
-    bfloat16 rounds the law itself, so a model in it is run in float32, whose rounding no sample that fits into a life can see.
-    The same arguments give the same result, `seconds`
-    apart. Raises TinyspecError at temperature 0, where there is nothing to sample: compare the tokens.
+    bfloat16 rounds the law itself, so a model in it is run in float32, whose rounding no sample
+    that fits into a life can see. The same arguments give the same result, `seconds` apart. Raises
+    TinyspecError at temperature 0, where there is nothing to sample: compare the tokens.
     """
     if temperature <= 0:
         raise TinyspecError(

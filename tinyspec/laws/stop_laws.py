@@ -1,7 +1,8 @@
-"""Laws for where a text ends: one rule at every alignment of blocks and stops, and nothing of what was cut stays.
+"""Laws for where a text ends: one rule at every alignment of blocks and stops, and nothing of what
+was cut stays.
 
-Each takes a `Parts`, searches its cases smallest first, and raises `LawViolated` with the first that breaks it. The
-target recites a given text, so that what must come out is plain to see.
+Each takes a `Parts`, searches its cases smallest first, and raises `LawViolated` with the first
+that breaks it. The target recites a given text, so that what must come out is plain to see.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,9 @@ STOPS: list[dict[str, Any]] = [
 def ended(
     poem: Sequence[int], rule: dict[str, Any], most: int, limit: int | None
 ) -> tuple[list[int], str]:
-    """Token by token, by the definition: where this text ends, and why. The text completes a stop before it runs out."""
+    """Token by token, by the definition: where this text ends, and why. The text completes a stop
+    before it runs out.
+    """
     new: list[int] = []
     while True:
         if limit is not None and len(new) >= limit and limit < most:
@@ -51,7 +54,9 @@ def ended(
 
 
 class Reciting(BaseDrafter):
-    """Proposes the next tokens of the text to come, and others after them. `deaf`: however little room there is."""
+    """Proposes the next tokens of the text to come, and others after them. `deaf`: however little
+    room there is.
+    """
 
     def __init__(
         self, poem: Sequence[int], gamma: int, then: Sequence[int] = (), deaf: bool = False
@@ -73,7 +78,9 @@ class Reciting(BaseDrafter):
 def endings() -> Iterator[
     tuple[tuple[int, ...], dict[str, Any], int, int | None, int, tuple[int, ...]]
 ]:
-    """(the text to come, stop rule, most new tokens, context left, right guesses, guesses after them), small first."""
+    """(the text to come, stop rule, most new tokens, context left, right guesses, guesses after
+    them), small first.
+    """
     for most in range(5):
         yield (0,) * 4, {}, most, None, 4, DEAF
         for poem in product(range(3 if most < 3 else 2), repeat=max(most, 1)):
@@ -108,8 +115,9 @@ def recite(
 
 
 def stop(parts: Parts) -> Evidence:
-    """A text ends at the first end token, stop sequence or stop string, or at the budget, at every alignment of blocks
-    and stops and whatever was drafted; nothing comes after, and the reason is the one plain decoding gives."""
+    """A text ends at the first end token, stop sequence or stop string, or at the budget, at every
+    alignment of blocks and stops and whatever was drafted; nothing comes after, and the reason is
+    the one plain decoding gives."""
     name, seen = "stop", 0
     for poem, rule, most, limit, gamma, then in endings():
         decoder, seen = recite(parts, poem, rule, most, limit, gamma, then), seen + 1
@@ -124,7 +132,9 @@ def stop(parts: Parts) -> Evidence:
 
 
 def room(parts: Parts) -> Evidence:
-    """A draft is never deeper than one less than the tokens that are still wanted or that the context still holds."""
+    """A draft is never deeper than one less than the tokens that are still wanted or that the
+    context still holds.
+    """
     name, seen = "room", 0
     for most, limit in product(range(1, 5), (None, 1, 2, 3)):
         decoder, seen = recite(parts, (0,) * 9, {}, most, limit, 3, ()), seen + 1
@@ -144,7 +154,9 @@ def room(parts: Parts) -> Evidence:
 
 
 def committed_text(parts: Parts) -> Evidence:
-    """After every round the target's text is the prompt and what was made: nothing that a stop cut off, nothing less."""
+    """After every round the target's text is the prompt and what was made: nothing that a stop cut
+    off, nothing less.
+    """
     name, seen = "committed text", 0
     for poem, rule, most, limit, gamma, then in endings():
         if not (gamma or then):

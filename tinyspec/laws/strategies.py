@@ -1,9 +1,11 @@
-"""What to try a sampler on: Hypothesis strategies for laws, drafts, trees, warps and uniforms, for readers too.
+"""What to try a sampler on: Hypothesis strategies for laws, drafts, trees, warps and uniforms, for
+readers too.
 
-Rows begin as small integer weights, so that zeros, ties, point masses and disjoint supports are common, and so that a
-counterexample shrinks to p = [0, 1], q = [1, 0]. Floats then get what integers lack: a neighbour one ulp away, a weight
-that drowns the others, denormal numbers. Uniforms fall on the edges that decide: 0, the largest below 1, the acceptance ratio
-itself, and their neighbours.
+Rows begin as small integer weights, so that zeros, ties, point masses and disjoint supports are
+common, and so that a counterexample shrinks to p = [0, 1], q = [1, 0]. Floats then get what
+integers lack: a neighbour one ulp away, a weight that drowns the others, denormal numbers. Uniforms
+fall on the edges that decide: 0, the largest below 1, the acceptance ratio itself, and their
+neighbours.
 """
 
 from collections.abc import Sequence
@@ -26,7 +28,8 @@ SIZES = st.sampled_from([2, 3, 1, 7, 8, 9, 255, 256, 257, 300])
 """Vocabularies: the smallest, then those around the lanes and blocks in which kernels add."""
 
 
-# --- laws -----------------------------------------------------------------------------------------------------------
+# --- laws -----------------------------------------------------------------------------------------
+# ------------------
 
 
 def weights(size: int, most: int = 4) -> st.SearchStrategy[list[int]]:
@@ -52,7 +55,9 @@ def _noise(size: int, seed: int) -> Floats:
 
 @st.composite
 def rows(draw: st.DrawFn, size: int) -> Floats:
-    """A law, float64 [size]: small weights, repeated where the row is long; some with what only floats have."""
+    """A law, float64 [size]: small weights, repeated where the row is long; some with what only
+    floats have.
+    """
     few = np.array(draw(weights(min(size, 8))), np.float64)
     row = np.resize(few, size)
     at = draw(st.integers(0, size - 1))
@@ -92,11 +97,14 @@ def pairs(draw: st.DrawFn, size: int) -> tuple[Floats, Floats]:
     return p, q
 
 
-# --- uniforms -------------------------------------------------------------------------------------------------------
+# --- uniforms -------------------------------------------------------------------------------------
+# ------------------
 
 
 def uniforms(edges: Sequence[float] = ()) -> st.SearchStrategy[float]:
-    """0 <= u < 1, often on one of the edges that decide, or on the float before or behind it, or a little farther off."""
+    """0 <= u < 1, often on one of the edges that decide, or on the float before or behind it, or a
+    little farther off.
+    """
     marks = st.sampled_from([0.0, 0.5, LAST, *(edge for edge in edges if 0 <= edge < 1)])
     beside = [
         u
@@ -123,7 +131,9 @@ def ratios(
     laws: Sequence[Floats | None],
     p: dict[int, Floats],
 ) -> list[float]:
-    """Every node's acceptance ratio where it is the first sibling that is tested, as far as it is below 1."""
+    """Every node's acceptance ratio where it is the first sibling that is tested, as far as it is
+    below 1.
+    """
     found = []
     with np.errstate(all="ignore"):
         for token, parent, law in zip(tokens, parents, laws, strict=True):
@@ -132,7 +142,8 @@ def ratios(
     return found
 
 
-# --- trees ----------------------------------------------------------------------------------------------------------
+# --- trees ----------------------------------------------------------------------------------------
+# ------------------
 
 
 @st.composite
@@ -142,7 +153,9 @@ def shapes(draw: st.DrawFn, most: int = 6) -> list[int]:
 
 
 class Walk(NamedTuple):
-    """The arguments of a walk: a tree, the target's rows at ROOT and every node, the uniforms it may use."""
+    """The arguments of a walk: a tree, the target's rows at ROOT and every node, the uniforms it
+    may use.
+    """
 
     tokens: list[int]
     parents: list[int]
@@ -154,7 +167,9 @@ class Walk(NamedTuple):
 
 @st.composite
 def walks(draw: st.DrawFn, size: int, most: int = 6) -> Walk:
-    """A tree of drafts drawn from the laws they declare (or from none), siblings equal or not, and where to decide."""
+    """A tree of drafts drawn from the laws they declare (or from none), siblings equal or not, and
+    where to decide.
+    """
     parents = draw(shapes(most))
     tokens: list[int] = []
     laws: list[Floats | None] = []
@@ -172,7 +187,8 @@ def walks(draw: st.DrawFn, size: int, most: int = 6) -> Walk:
     return Walk(tokens, parents, laws, probe, p, np.array(given))
 
 
-# --- warps ----------------------------------------------------------------------------------------------------------
+# --- warps ----------------------------------------------------------------------------------------
+# ------------------
 
 SCORES = st.one_of(
     st.integers(-4, 4).map(float),
@@ -183,7 +199,9 @@ SCORES = st.one_of(
 
 @st.composite
 def logits(draw: st.DrawFn, size: int) -> NDArray[Any]:
-    """Scores float32 or float64 [size] with at least one that is finite: few values, so that ties are common."""
+    """Scores float32 or float64 [size] with at least one that is finite: few values, so that ties
+    are common.
+    """
     few = draw(st.lists(SCORES, min_size=min(size, 10), max_size=min(size, 10)))
     scores = np.resize(np.array(few), size)
     if draw(st.booleans()):
@@ -205,7 +223,9 @@ class Knobs(NamedTuple):
 
 @st.composite
 def knobs(draw: st.DrawFn, size: int) -> Knobs:
-    """Settings of a warp: some turned, the others neutral (all at once, one would hide what the others do)."""
+    """Settings of a warp: some turned, the others neutral (all at once, one would hide what the
+    others do).
+    """
     turned = draw(
         st.sets(st.sampled_from(["temperature", "penalty", "top_k", "top_p", "min_p"]), max_size=4)
     )

@@ -1,7 +1,9 @@
-"""Laws of text that comes in pieces: a stream is the whole decoding, and a stop string is found wherever tokens cut it.
+"""Laws of text that comes in pieces: a stream is the whole decoding, and a stop string is found
+wherever tokens cut it.
 
-Tokens of a byte-level vocabulary end inside of characters; which do depends on the vocabulary, so both laws take a real
-tokenizer. Texts are drawn from all of Unicode, ids from the whole vocabulary, and both are split at any place.
+Tokens of a byte-level vocabulary end inside of characters; which do depends on the vocabulary, so
+both laws take a real tokenizer. Texts are drawn from all of Unicode, ids from the whole vocabulary,
+and both are split at any place.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +24,9 @@ CHARACTERS = st.sampled_from("a b.eé€語🦊\n") | st.characters(exclude_cate
 
 @st.composite
 def spellings(draw: st.DrawFn, tokenizer: Tokenizer, whole: bool = False) -> list[int]:
-    """Ids of some text; unless `whole`, also any ids at all, and texts that begin or end inside a character."""
+    """Ids of some text; unless `whole`, also any ids at all, and texts that begin or end inside a
+    character.
+    """
     kind = "text" if whole else draw(st.sampled_from(["text", "cut", "ids"]))
     if kind == "ids":
         return draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=12))
@@ -42,7 +46,8 @@ def split(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
 def streaming(
     tokenizer: Tokenizer, stream: Callable[[], Detokeniser] | None = None, examples: int = 200
 ) -> Evidence:
-    """Law: the pieces, joined, are the decoding of all ids; nothing shown is taken back; no half character is shown.
+    """Law: the pieces, joined, are the decoding of all ids; nothing shown is taken back; no half
+    character is shown.
 
     A flushed stream begins a new text.
     """
@@ -74,8 +79,9 @@ def stop_strings(
     stop: Callable[..., StoppingCriteria] = StoppingCriteria,
     examples: int = 200,
 ) -> Evidence:
-    """Law: a text ends with the token that completes a stop string, wherever the string lies in tokens and blocks; what is
-    kept is the text before it; what is withheld while it grows is all that may become one."""
+    """Law: a text ends with the token that completes a stop string, wherever the string lies in
+    tokens and blocks; what is kept is the text before it; what is withheld while it grows is all
+    that may become one."""
 
     @st.composite
     def cases(draw: st.DrawFn) -> tuple[list[list[int]], list[str]]:

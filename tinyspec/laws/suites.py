@@ -1,7 +1,8 @@
-"""One suite a guarantee: the cases that a registered technique is held to, found from its card. There is no way to opt out.
+"""One suite a guarantee: the cases that a registered technique is held to, found from its card.
+There is no way to opt out.
 
-A case is a plain function with a name; `prove` runs them and adds up what they looked at. Where a technique's own knobs make
-too large a tree to walk, its card says smaller values (`Knob.small`).
+A case is a plain function with a name; `prove` runs them and adds up what they looked at. Where a
+technique's own knobs make too large a tree to walk, its card says smaller values (`Knob.small`).
 """
 
 import importlib
@@ -63,12 +64,16 @@ HIDDEN = [
 
 Oracle = Callable[[Card], Evidence]
 ORACLES: dict[str, Oracle] = {}
-"""Techniques whose output law is nobody else's (APPROX), and those that rewrite a canvas: each brings its own exact oracle."""
+"""Techniques whose output law is nobody else's (APPROX), and those that rewrite a canvas: each
+brings its own exact oracle.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to look at: the law it belongs to, what is special about it, and how it is done. Raises LawViolated."""
+    """One thing to look at: the law it belongs to, what is special about it, and how it is done.
+    Raises LawViolated.
+    """
 
     law: str
     title: str
@@ -86,7 +91,9 @@ def oracle(name: str) -> Callable[[Oracle], Oracle]:
 
 
 def cases(card: Card, seed: int = 0) -> list[Case]:
-    """Everything that a technique is held to, the smallest first. Another seed: other tables, prompts and references."""
+    """Everything that a technique is held to, the smallest first. Another seed: other tables,
+    prompts and references.
+    """
     if card.kind == "analysis":
         return []
     own = (
@@ -110,7 +117,9 @@ def cases(card: Card, seed: int = 0) -> list[Case]:
 
 
 def _traps(name: str) -> list[Case]:
-    """What tells a technique from its look-alikes: where nobody else's law is kept, exact oracles of its own rule."""
+    """What tells a technique from its look-alikes: where nobody else's law is kept, exact oracles
+    of its own rule.
+    """
     place = f"tinyspec.laws.toys.{name}"
     try:
         found = importlib.import_module(place)  # it stands above this module, and imports it
@@ -242,7 +251,9 @@ def _float_knobs(stage: Stage) -> bool:
 
 
 def _single(stage: Stage, title: str) -> Case:
-    """One round, continued as the reference continues: everything that a round may emit is judged, in a larger vocabulary."""
+    """One round, continued as the reference continues: everything that a round may emit is judged,
+    in a larger vocabulary.
+    """
 
     def run() -> Evidence:
         begun = perf_counter()
@@ -259,7 +270,9 @@ def _single(stage: Stage, title: str) -> Case:
 
 
 def rounds(stage: Stage, tokens: int = 12) -> Evidence:
-    """`Round.laws` is what its tokens are distributed as, so that a decoder can draft for another: the warped rows."""
+    """`Round.laws` is what its tokens are distributed as, so that a decoder can draft for another:
+    the warped rows.
+    """
     begun = perf_counter()
     reference, seen = stage.reference(), 0
     for seed in range(3):
@@ -284,12 +297,16 @@ def _greedy(card: Card, seed: int) -> Iterator[Case]:
 
 
 def _by_paths(card: Card, seed: int) -> Iterator[Case]:
-    """Shared noise cannot be enumerated: same seed, any drafter, same tokens; and the race alone has the law."""
+    """Shared noise cannot be enumerated: same seed, any drafter, same tokens; and the race alone
+    has the law.
+    """
     yield from (Case(law, title, run) for law, title, run in coupled(card, seed))
 
 
 def _knobs(card: Card, seed: int) -> Iterator[Case]:
-    """Each choice and each further small value of a knob once; and a lossy knob costs less the further it is turned."""
+    """Each choice and each further small value of a knob once; and a lossy knob costs less the
+    further it is turned.
+    """
     base = Stage(
         card,
         seed=seed + 40,

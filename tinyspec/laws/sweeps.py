@@ -1,7 +1,8 @@
 """The theorems of Jacobi iteration (Santilli et al. 2023), by trying every start of small blocks.
 
-After k sweeps the first k tokens are the greedy ones; so m sweeps are enough, and the greedy text is the only fixed point.
-The judge asks a table for one row at a time and sweeps by hand; it knows no drafter, no tree and no cache.
+After k sweeps the first k tokens are the greedy ones; so m sweeps are enough, and the greedy text
+is the only fixed point. The judge asks a table for one row at a time and sweeps by hand; it knows
+no drafter, no tree and no cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,9 @@ COST = "what is final is not run again, and nothing else is run"
 PROMPT = (0, 1)
 Text = tuple[int, ...]
 Build = Callable[..., Decoder]
-"""(request, form=, block=, prefix=, init=) -> Decoder, whose drafter's `start(n, text, chance)` makes first guesses."""
+"""(request, form=, block=, prefix=, init=) -> Decoder, whose drafter's `start(n, text, chance)`
+makes first guesses.
+"""
 
 FORMS: tuple[tuple[str, int, int], ...] = (
     ("pj", 1, 0), ("pgj", 1, 0), ("pgj", 2, 0), ("pgj", 3, 0), ("hgj", 2, 0), ("hgj", 2, 3), ("hgj", 3, 1),
@@ -62,7 +65,9 @@ def plain(
 
 
 def counting(vocabulary: int = 16) -> TableModel:
-    """Says the number behind its last token: a wrong token in front makes a wrong token, so nothing is guessed ahead."""
+    """Says the number behind its last token: a wrong token in front makes a wrong token, so nothing
+    is guessed ahead.
+    """
     return TableModel(
         vocabulary=vocabulary,
         rows=lambda text: [int(x == (text[-1] + 1) % vocabulary) for x in range(vocabulary)],
@@ -70,7 +75,9 @@ def counting(vocabulary: int = 16) -> TableModel:
 
 
 def jealous(vocabulary: int = 2) -> TableModel:
-    """Says 1 as long as every token behind the prompt is 1, and 0 ever after: the worst case for any start but 1."""
+    """Says 1 as long as every token behind the prompt is 1, and 0 ever after: the worst case for
+    any start but 1.
+    """
 
     def rows(text: Text) -> list[int]:
         good = all(token == 1 for token in text[len(PROMPT) :])
@@ -129,7 +136,9 @@ def by_hand(
 
 
 def sweeps_by_hand(build: Build, wanted: int = 5, most: int = 60) -> Evidence:
-    """Every start of five tokens, in every form: what is drafted and what is committed, sweep by sweep."""
+    """Every start of five tokens, in every form: what is drafted and what is committed, sweep by
+    sweep.
+    """
     seen = 0
     for model, (form, block, prefix) in product(tables(2), FORMS):
         size = {"pj": wanted}.get(form, min(block, prefix) if form == "hgj" else block)
@@ -156,7 +165,9 @@ def sweeps_by_hand(build: Build, wanted: int = 5, most: int = 60) -> Evidence:
 
 
 def fixes_one_at_least(build: Build, wanted: int = 4) -> Evidence:
-    """Every start: greedy text, a token a sweep at least; on the worst targets just one, on the best all in two sweeps."""
+    """Every start: greedy text, a token a sweep at least; on the worst targets just one, on the
+    best all in two sweeps.
+    """
     every = [
         (model, start)
         for model in tables()
@@ -180,7 +191,9 @@ def fixes_one_at_least(build: Build, wanted: int = 4) -> Evidence:
 
 
 def costs_what_is_left(build: Build, wanted: int = 6) -> Evidence:
-    """A sweep is one call, over the newest token and the guesses of the block that are not final; nothing is called beside."""
+    """A sweep is one call, over the newest token and the guesses of the block that are not final;
+    nothing is called beside.
+    """
     seen = 0
     for model, (form, block, prefix) in product(tables(2), (*FORMS, ("pgj", 4, 0))):
         forward_log: list[Any] = []
@@ -211,7 +224,9 @@ def only_fixed_point(model: TableModel, n: int) -> list[Text]:
 
 
 def ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
-    """Every start: the greedy text, and only that is fixed; k sweeps make k tokens right; n + 1 at most; the end is seen."""
+    """Every start: the greedy text, and only that is fixed; k sweeps make k tokens right; n + 1 at
+    most; the end is seen.
+    """
     seen = 0
     for model, ends in product(tables(), (frozenset[int](), frozenset({1}))):
         says = lambda text, block, model=model: say(model, text, block)  # noqa: E731

@@ -1,11 +1,13 @@
 """Table models: rational conditionals that depend on everything a technique could get wrong.
 
-A table stands where a transformer stands: it has layers, keys and values, views, exits. Its states are hashes. The state of a
-token above a sublayer is a hash of its state below, of its position, and of the keys and values it may look at, *as they were
-written when those tokens were run*; the head turns the last state into small integer weights. So a missing ancestor, a
-sibling that is seen, a wrong position, keys that are stale or from another exit, and a skipped or repeated layer all change
-the law of the next token, and an exact law sees them. Texts and views are in tablesession.py and tableview.py; they are
-written apart from lm.session, whose meaning they share, and compared with it in tests/laws/test_tables.py.
+A table stands where a transformer stands: it has layers, keys and values, views, exits. Its states
+are hashes. The state of a token above a sublayer is a hash of its state below, of its position, and
+of the keys and values it may look at, *as they were written when those tokens were run*; the head
+turns the last state into small integer weights. So a missing ancestor, a sibling that is seen, a
+wrong position, keys that are stale or from another exit, and a skipped or repeated layer all change
+the law of the next token, and an exact law sees them. Texts and views are in tablesession.py and
+tableview.py; they are written apart from lm.session, whose meaning they share, and compared with it
+in tests/laws/test_tables.py.
 """
 
 import math
@@ -34,7 +36,8 @@ class TableModel:
     layers      depth: exits and skips have somewhere to go
     zeros       whether a token may be impossible (a support smaller than V)
     rows        context -> [V] weights, in place of the hashes: p and q by hand
-    floats      rows are float64 logits (-inf where the weight is 0) instead of Fractions, for warpers that are irrational
+    floats      rows are float64 logits (-inf where the weight is 0) instead of Fractions, for
+                warpers that are irrational
     eos         ids that end a text
     """
 
@@ -91,11 +94,15 @@ class TableModel:
         return self._heads[state]
 
     def row(self, context: Sequence[int], plan: Plan = FULL) -> Any:
-        """The row after `context` by one fresh pass, every token under `plan`: the judge of sessions."""
+        """The row after `context` by one fresh pass, every token under `plan`: the judge of
+        sessions.
+        """
         return self.head(self.run(context, plan)[-1])
 
     def run(self, context: Sequence[int], plan: Plan = FULL) -> list[Any]:
-        """The last state of every token of `context`, by one fresh pass: layer by layer, as a transformer does it."""
+        """The last state of every token of `context`, by one fresh pass: layer by layer, as a
+        transformer does it.
+        """
         network, n_layers = self.network, self.config.n_layers
         states = [network.embed(token) for token in context]
         for sublayer in range(plan.sublayers(n_layers)):

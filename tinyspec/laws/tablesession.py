@@ -1,7 +1,9 @@
-"""A session on a table model: what `lm.session.Session` does for a transformer, over hashes, in plain Python.
+"""A session on a table model: what `lm.session.Session` does for a transformer, over hashes, in
+plain Python.
 
-A token remembers its state before every sublayer and its keys in every layer, so that it can be continued, exited, copied up,
-or run again under another plan. What it looks at are the keys as they stand, be they stale or not.
+A token remembers its state before every sublayer and its keys in every layer, so that it can be
+continued, exited, copied up, or run again under another plan. What it looks at are the keys as they
+stand, be they stale or not.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +42,9 @@ class TableSession(TableText):
 
     @property
     def cache_exact(self) -> bool:
-        """Whether the keys are what teacher-forcing the text would give, as far as the text has been run."""
+        """Whether the keys are what teacher-forcing the text would give, as far as the text has
+        been run.
+        """
         for node in self.committed[:-1]:
             if node.filled or not node.exact:
                 return False
@@ -49,7 +53,9 @@ class TableSession(TableText):
         return True
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
-        """Commit forced tokens and run all but the last; shows the states from the one that was newest before."""
+        """Commit forced tokens and run all but the last; shows the states from the one that was
+        newest before.
+        """
         self._check_taps(hidden_layers, self._end)
         first = max(len(self) - 1, 0)
         self.append(tokens)
@@ -94,7 +100,9 @@ class TableSession(TableText):
     def advance(
         self, tree: TokenTree, layer: int, hidden_layers: Sequence[int] = (), head: bool = False
     ) -> Scores:
-        """Run a tree up to the end of `layer` layers; with `head`, the rows an exit there would give."""
+        """Run a tree up to the end of `layer` layers; with `head`, the rows an exit there would
+        give.
+        """
         if not 0 <= layer <= self._layers:
             raise TinyspecError(
                 f"layer {layer} is out of range: {self.model.name} has {self._layers}"
@@ -105,7 +113,9 @@ class TableSession(TableText):
         return scores
 
     def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
-        """Give committed tokens that left early the keys they lack: from the state at their exit, or by running on."""
+        """Give committed tokens that left early the keys they lack: from the state at their exit,
+        or by running on.
+        """
         chosen = [
             self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))
         ]
@@ -155,7 +165,9 @@ class TableSession(TableText):
         head: bool = True,
         trunk: Sequence[TableNode] = (),
     ) -> tuple[Scores, list[TableNode]]:
-        """Hang the tree below the newest token (or a view's trunk), run what is missing, and read it off."""
+        """Hang the tree below the newest token (or a view's trunk), run what is missing, and read
+        it off.
+        """
         end = plan.sublayers(self._layers)
         stop = end if stop is None else min(stop, end)
         self._check_taps(hidden_layers, stop)
@@ -198,7 +210,9 @@ class TableSession(TableText):
         return node.plan != plan or node.sublayers_done < stop or not node.states
 
     def _unfinished_tokens(self, stop: int) -> list[TableNode]:
-        """Committed tokens before the newest that are not at `stop` yet: appended, or left early and not filled."""
+        """Committed tokens before the newest that are not at `stop` yet: appended, or left early
+        and not filled.
+        """
         return [
             node
             for node in self.committed[:-1]
@@ -208,7 +222,9 @@ class TableSession(TableText):
     def _pass(
         self, work: Sequence[Work], heads: Iterable[TableNode] = (), prefill: bool = False
     ) -> None:
-        """One forward over those of these nodes (parents before children) that lack something, and its ledger entry."""
+        """One forward over those of these nodes (parents before children) that lack something, and
+        its forward log entry.
+        """
         read = {
             node
             for nodes, stop, plan in work[-1:]
@@ -265,7 +281,9 @@ class TableSession(TableText):
         return [self.prefixed] if node.probe else []
 
     def _looked_at(self, node: TableNode) -> list[TableNode]:
-        """What stands above a token, itself last: the committed text, then its guessed ancestors."""
+        """What stands above a token, itself last: the committed text, then its guessed
+        ancestors.
+        """
         guesses: list[TableNode] = []
         at: TableNode | None = node
         while at is not None and not (

@@ -1,4 +1,6 @@
-"""The text of a table model: committed tokens and the guesses that hang from them. Nothing here computes."""
+"""The text of a table model: committed tokens and the guesses that hang from them. Nothing here
+computes.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any

@@ -11,7 +11,9 @@ from tinyspec.tree import TokenTree
 
 
 class TableView:
-    """A target on somebody else's text: the session's committed tokens, then a trunk of its uncommitted nodes."""
+    """A target on somebody else's text: the session's committed tokens, then a trunk of its
+    uncommitted nodes.
+    """
 
     cache_exact = False
 
@@ -36,7 +38,9 @@ class TableView:
         return len(self.text)
 
     def _follow(self) -> None:
-        """The session has gone on: what is committed leaves the trunk; if it went another way, all of it."""
+        """The session has gone on: what is committed leaves the trunk; if it went another way, all
+        of it.
+        """
         committed = self.session.committed
         kept = [node for node in self._trunk if node.position >= len(committed)]
         if not (kept and committed and committed[-1].children.get(kept[0].token) is kept[0]):

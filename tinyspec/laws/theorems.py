@@ -1,9 +1,11 @@
-"""What the papers prove, as laws of an implementation: each takes the code to judge and searches for a counterexample.
+"""What the papers prove, as laws of an implementation: each takes the code to judge and searches
+for a counterexample.
 
-A verifier is judged on small rational p and q, every outcome of chance walked, so "with probability" means exactly that.
-The oracles are a few lines of fractions of their own and call nothing that is judged. A law that finds a counterexample
-raises `LawViolated` with the first, which is the smallest; a crash of the implementation is its own and goes through.
-The theorems about a transformer's passes are in `passes`.
+A verifier is judged on small rational p and q, every outcome of chance walked, so "with
+probability" means exactly that. The oracles are a few lines of fractions of their own and call
+nothing that is judged. A law that finds a counterexample raises `LawViolated` with the first, which
+is the smallest; a crash of the implementation is its own and goes through. The theorems about a
+transformer's passes are in `passes`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +24,9 @@ from tinyspec.tree import ROOT, TokenTree
 
 Verifier = Callable[[TokenTree, Any, Any], Verdict]
 Draft = Callable[[Exact, int, Exhaustive], tuple[Sequence[int], Sequence[Exact | None]]]
-"""(q, k, chance) -> the tokens of k siblings, in the order in which they will stand, and the law declared for each."""
+"""(q, k, chance) -> the tokens of k siblings, in the order in which they will stand, and the law
+declared for each.
+"""
 
 ACCEPTANCE = "acceptance = 1 - TV(p, q) (Leviathan et al. 2023, theorem 3.5)"
 TOKENS = (
@@ -39,7 +43,9 @@ ORDER = "siblings without replacement stand in the order they were drawn (MCSD, 
 
 
 class Given(dict[int, Sequence[Fraction]]):
-    """The target's rows by node, as a verifier reads them; `soft` are the rows before temperature 0 sharpened them."""
+    """The target's rows by node, as a verifier reads them; `soft` are the rows before temperature 0
+    sharpened them.
+    """
 
     def __init__(self, rows: dict[int, Exact], soft: dict[int, Exact] | None = None):
         super().__init__({node: list(row) for node, row in rows.items()})
@@ -74,7 +80,9 @@ def without_replacement(
 def siblings(
     verifier: Verifier, draft: Draft, p: Exact, q: Exact, k: int
 ) -> tuple[Fraction, dict[int, Fraction], int]:
-    """One position with k siblings: (probability that one is accepted, law of the first token, branches walked)."""
+    """One position with k siblings: (probability that one is accepted, law of the first token,
+    branches walked).
+    """
 
     def play(rng: Exhaustive) -> tuple[bool, int | None]:
         tokens, laws = draft(q, k, rng.split("draft", 0))
@@ -108,7 +116,9 @@ def acceptance(verifier: Verifier, largest: int = 6) -> Evidence:
 
 
 def tokens_of_a_round(verifier: Verifier, gamma: int = 3, largest: int = 5) -> Evidence:
-    """Where every position has the same p and q, a chain of gamma commits 1 + alpha + ... + alpha^gamma on average."""
+    """Where every position has the same p and q, a chain of gamma commits 1 + alpha + ... +
+    alpha^gamma on average.
+    """
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), length in product(pairs(largest=largest), range(1, gamma + 1)):
 
@@ -152,10 +162,11 @@ def predicted_tokens(
 
 
 def planner(plan: Callable[[float, float], int], longest: int = 64) -> Evidence:
-    """plan(alpha, c) against every gamma up to `longest`; c is what a draft step costs in target calls.
+    """plan(alpha, c) against every gamma up to `longest`; c is what a draft step costs in target
+    calls.
 
-    With gamma = 1 the gain is (1 + alpha) / (1 + c), so the best is at least that; where alpha <= c no gamma gains,
-    because 1 + alpha + ... + alpha^gamma <= 1 + gamma c.
+    With gamma = 1 the gain is (1 + alpha) / (1 + c), so the best is at least that; where alpha <= c
+    no gamma gains, because 1 + alpha + ... + alpha^gamma <= 1 + gamma c.
     """
     began, cases = perf_counter(), 0
     costs = [Fraction(0), *(Fraction(1, n) for n in (100, 20, 10, 5, 3, 2, 1))]
@@ -183,15 +194,18 @@ def planner(plan: Callable[[float, float], int], longest: int = 64) -> Evidence:
 
 
 def lenience_cap(lenient: Callable[[Any], Verifier], largest: int = 5) -> Evidence:
-    """lenient(l) makes a verifier that compares p with l q: it accepts sum min(q, p / l), and no token becomes more than
-    1 / l times as likely, neither the first nor a second behind it. At l = 1 the cap leaves nothing but p.
+    """lenient(l) makes a verifier that compares p with l q: it accepts sum min(q, p / l), and no
+    token becomes more than 1 / l times as likely, neither the first nor a second behind it. At l =
+    1 the cap leaves nothing but p.
 
-    Why, with the residual r = norm(max(0, p - l q)): where q >= p / l, r is 0 and P(x) = min(q, p / l) = p / l. Elsewhere
-    P(x) = q + R (p - l q) / N, N = sum max(0, p - l q), R = P(refused) = sum max(0, l q - p) / l; N - l R = 1 - l >= 0, so
-    R / N <= 1 / l and P(x) <= p / l. With the plain residual norm(max(0, p - q)): R <= sum max(0, q - p), so P(x) <= p
-    where p > q, and P(x) = min(q, p / l) elsewhere.
+    Why, with the residual r = norm(max(0, p - l q)): where q >= p / l, r is 0 and P(x) = min(q, p /
+    l) = p / l. Elsewhere P(x) = q + R (p - l q) / N, N = sum max(0, p - l q), R = P(refused) = sum
+    max(0, l q - p) / l; N - l R = 1 - l >= 0, so R / N <= 1 / l and P(x) <= p / l. With the plain
+    residual norm(max(0, p - q)): R <= sum max(0, q - p), so P(x) <= p where p > q, and P(x) =
+    min(q, p / l) elsewhere.
 
-    At temperature 0 every committed token x has p(x) >= l max p, and a drafted one that has is accepted.
+    At temperature 0 every committed token x has p(x) >= l max p, and a drafted one that has is
+    accepted.
     """
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), lenience in product(
@@ -265,8 +279,9 @@ def _lenient_greedy(verifier: Verifier, lenience: Fraction, p: Exact, q: Exact) 
 
 
 def recursive_rejection(verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
-    """The i-th sibling is tested against what the refusals before it left of p: all k fail with probability
-    TV(p_1, q_1) TV(p_2, q_2) ..., p_i+1 = norm(max(0, p_i - q_i)); without replacement, averaged over the refused draws."""
+    """The i-th sibling is tested against what the refusals before it left of p: all k fail with
+    probability TV(p_1, q_1) TV(p_2, q_2) ..., p_i+1 = norm(max(0, p_i - q_i)); without replacement,
+    averaged over the refused draws."""
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), k, replace in product(pairs(largest=largest), range(1, most + 1), (True, False)):
         draft = with_replacement if replace else without_replacement
@@ -293,11 +308,11 @@ def _all_refused(p: Exact, q: Exact | None, k: int, replace: bool) -> Fraction:
 
 
 def several_drafts(verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
-    """Between two bounds: never above the optimal transport, with or without replacement; with i.i.d. drafts never below
-    sampling y ~ p and keeping it if it is among them.
+    """Between two bounds: never above the optimal transport, with or without replacement; with
+    i.i.d. drafts never below sampling y ~ p and keeping it if it is among them.
 
-    The lower bound by induction on k: max(0, p - q) <= p (1 - q), so TV(p, q) times the bound on what is left of p is at
-    most sum_x max(0, p - q) (1 - q)^(k-1) <= sum_x p (1 - q)^k.
+    The lower bound by induction on k: max(0, p - q) <= p (1 - q), so TV(p, q) times the bound on
+    what is left of p is at most sum_x max(0, p - q) (1 - q)^(k-1) <= sum_x p (1 - q)^k.
     """
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), k, replace in product(pairs(largest=largest), range(1, most + 1), (True, False)):
@@ -326,8 +341,9 @@ def kseq(verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
 
 
 def draw_order(draft: Draft, verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
-    """Each sibling declares the law it was drawn from given the *earlier* ones, so sorting the siblings afterwards, with
-    the laws left in place or taken along, changes what the walk emits. In draw order it emits p."""
+    """Each sibling declares the law it was drawn from given the *earlier* ones, so sorting the
+    siblings afterwards, with the laws left in place or taken along, changes what the walk emits. In
+    draw order it emits p."""
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), k in product(pairs(largest=largest), range(2, most + 1)):
         _, law, walked = siblings(verifier, draft, p, q, k)

@@ -1,6 +1,8 @@
-"""What translation stands on: a session that has read a source, the loop that rewrites, a teacher that judges.
+"""What translation stands on: a session that has read a source, the loop that rewrites, a teacher
+that judges.
 
-The dense decoder is the oracle here; it is itself held to a version written out token by token (tests/lm/test_seq2seq.py).
+The dense decoder is the oracle here; it is itself held to a version written out token by token
+(tests/lm/test_seq2seq.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +47,9 @@ def dense(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> torch.T
 
 
 def listens(parts: Parts) -> Evidence:
-    """Rows of trees, of trees grown by layers, after commits and rewinds, are those of the dense decoder."""
+    """Rows of trees, of trees grown by layers, after commits and rewinds, are those of the dense
+    decoder.
+    """
     begun, seen = perf_counter(), 0
     for seed, source in enumerate(SOURCES):
         model = writer(seed)
@@ -125,7 +129,9 @@ class Scripted:
 
 
 def in_order(parts: Parts) -> Evidence:
-    """start, as many passes as are wanted, choose: each on what the one before left, with its own chance and the one memory."""
+    """start, as many passes as are wanted, choose: each on what the one before left, with its own
+    chance and the one memory.
+    """
     begun, seen = perf_counter(), 0
     for seed, source in enumerate(SOURCES):
         for passes in (0, 1, 3):
@@ -158,7 +164,9 @@ def in_order(parts: Parts) -> Evidence:
             _compare([mask + passes] * 2, running.tokens, told, "the text that is kept")
             _compare(1, running.chosen, told, "the candidate that is kept")
             names = [call.model for call in forward_log]
-            _compare([f"{model.name}/encoder", *[model.name] * passes], names, told, "the ledger")
+            _compare(
+                [f"{model.name}/encoder", *[model.name] * passes], names, told, "the forward log"
+            )
             seen += 1
     return Evidence(LOOP, seen, 0, perf_counter() - begun)
 
@@ -172,7 +180,9 @@ def _compare(expected: Any, got: Any, told: dict[str, Any], what: str) -> None:
 
 
 def judges(parts: Parts) -> Evidence:
-    """log p of each token and of the end, as a dense pass over each candidate alone says it; nothing at padding."""
+    """log p of each token and of the end, as a dense pass over each candidate alone says it;
+    nothing at padding.
+    """
     begun, seen = perf_counter(), 0
     for seed, source in enumerate(SOURCES):
         teacher = writer(seed)

@@ -1,13 +1,16 @@
-"""The most that any lossless verifier can accept of k drafts at one position: optimal transport with membership cost.
+"""The most that any lossless verifier can accept of k drafts at one position: optimal transport
+with membership cost.
 
-SpecTr (Sun et al. 2023, arXiv 2310.15141): couple the draws X = (x_1..x_k) with y ~ p so that P(y is among X) is greatest.
-Whatever a verifier does, the token it emits has the law p and an accepted token is one of the drafts, so its acceptance is
-P(y among X) for *some* coupling, and never above the best.
+SpecTr (Sun et al. 2023, arXiv 2310.15141): couple the draws X = (x_1..x_k) with y ~ p so that P(y
+is among X) is greatest. Whatever a verifier does, the token it emits has the law p and an accepted
+token is one of the drafts, so its acceptance is P(y among X) for *some* coupling, and never above
+the best.
 
-Two oracles that share nothing. `by_linear_program` solves the transport itself. `optimum` is its dual in fractions: the
-transport is a flow from the set of drafted tokens S (capacity P(S)) to tokens y in S (capacity p(y)), and by max-flow
-min-cut it is the least, over sets of tokens H, of p(H) + P(S not inside H): cut the tokens of H behind, the sets that
-reach outside H in front. For k i.i.d. drafts P(S inside H) is q(H)^k, hence the optimum 1 + min_H (p(H) - q(H)^k).
+Two oracles that share nothing. `by_linear_program` solves the transport itself. `optimum` is its
+dual in fractions: the transport is a flow from the set of drafted tokens S (capacity P(S)) to
+tokens y in S (capacity p(y)), and by max-flow min-cut it is the least, over sets of tokens H, of
+p(H) + P(S not inside H): cut the tokens of H behind, the sets that reach outside H in front. For k
+i.i.d. drafts P(S inside H) is q(H)^k, hence the optimum 1 + min_H (p(H) - q(H)^k).
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +63,9 @@ def _reaching_outside(drawn: Drafts, cut: set[int]) -> Fraction:
 
 
 def by_linear_program(p: Sequence[Fraction], drawn: Drafts) -> float:
-    """The same as a linear program (HiGHS): maximise the mass sent from drafted sets to tokens in them. Needs scipy."""
+    """The same as a linear program (HiGHS): maximise the mass sent from drafted sets to tokens in
+    them. Needs scipy.
+    """
     optimise, numpy = extra("scipy.optimize"), extra("numpy")
     sets = list(drawn)
     routes = [(i, y) for i, s in enumerate(sets) for y in sorted(s)]
@@ -79,11 +84,13 @@ def by_linear_program(p: Sequence[Fraction], drawn: Drafts) -> float:
 
 
 def kseq_share(k: int) -> Fraction:
-    """What K-SEQ reaches of the optimum at least, 1 - (1 - 1/k)^k, above 1 - 1/e (SpecTr's guarantee).
+    """What K-SEQ reaches of the optimum at least, 1 - (1 - 1/k)^k, above 1 - 1/e (SpecTr's
+    guarantee).
 
-    Why: it accepts a = 1 - (1 - b)^k, b = sum_x min(q, p / rho), for the least valid rho; a falls in rho, and rho = k is
-    valid, so take rho = k. There k b = sum min(k q, p) is at least the optimum, for that is at most
-    sum_y min(p(y), 1 - (1 - q(y))^k). And b <= 1/k, so by concavity a >= k b (1 - (1 - 1/k)^k).
+    Why: it accepts a = 1 - (1 - b)^k, b = sum_x min(q, p / rho), for the least valid rho; a falls
+    in rho, and rho = k is valid, so take rho = k. There k b = sum min(k q, p) is at least the
+    optimum, for that is at most sum_y min(p(y), 1 - (1 - q(y))^k). And b <= 1/k, so by concavity a
+    >= k b (1 - (1 - 1/k)^k).
 
     >>> [str(kseq_share(k)) for k in (1, 2, 3)]
     ['1', '3/4', '19/27']
@@ -92,10 +99,11 @@ def kseq_share(k: int) -> Fraction:
 
 
 def kseq_acceptance(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> float:
-    """What K-SEQ accepts at its best: 1 - (1 - beta)^k, beta = sum_x min(q, p / rho), at the least lawful rho.
+    """What K-SEQ accepts at its best: 1 - (1 - beta)^k, beta = sum_x min(q, p / rho), at the least
+    lawful rho.
 
-    That rho solves 1 - (1 - beta)^k = rho beta: below it the residual p - min(q, p / rho) (1 - (1 - beta)^k) / beta would be
-    negative where p / rho <= q. Sixty halvings in floats.
+    That rho solves 1 - (1 - beta)^k = rho beta: below it the residual p - min(q, p / rho) (1 - (1 -
+    beta)^k) / beta would be negative where p / rho <= q. Sixty halvings in floats.
 
     >>> round(kseq_acceptance((Fraction(1), Fraction(0)), (Fraction(1, 4), Fraction(3, 4)), 2), 9)
     0.4375
@@ -117,5 +125,7 @@ def kseq_acceptance(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> flo
 
 
 def naive(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> Fraction:
-    """What sampling and matching accepts: y ~ p, kept if it is among k i.i.d. drafts: sum_y p (1 - (1 - q)^k)."""
+    """What sampling and matching accepts: y ~ p, kept if it is among k i.i.d. drafts: sum_y p (1 -
+    (1 - q)^k).
+    """
     return sum((a * (1 - (1 - b) ** k) for a, b in zip(p, q, strict=True)), Fraction(0))

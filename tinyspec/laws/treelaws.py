@@ -1,4 +1,6 @@
-"""Laws of techniques that draft trees, for their traps: what a builder is held to, whatever it builds."""
+"""Laws of techniques that draft trees, for their traps: what a builder is held to, whatever it
+builds.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,7 +39,8 @@ def joint_law(
     samplings: Sequence[SamplingParams] = (SamplingParams(),),
     tokens: int = 2,
 ) -> Evidence:
-    """The tokens of several rounds are distributed as the target's, also where the same noise is used twice.
+    """The tokens of several rounds are distributed as the target's, also where the same noise is
+    used twice.
 
     wide, deep  settings of the knobs, on tables over two and three tokens, and over two alone
     """
@@ -73,7 +76,9 @@ def joint_law(
 
 
 def own_children(build: Build, setting: Callable[[str], dict[str, Any]]) -> Evidence:
-    """2x2 is two nodes with two each below them: six, from two calls of the draft model. `setting`: the knobs of a shape."""
+    """2x2 is two nodes with two each below them: six, from two calls of the draft model. `setting`:
+    the knobs of a shape.
+    """
     for shape, nodes in (("2x2", 6), ("2x1x2", 8), ("1x2", 3)):
         forward_log: list[Any] = []
         request = Request(

@@ -1,8 +1,10 @@
-"""Pathwise twins: a kernel and the plain lines that define it take the same arguments and uniforms, and agree to the bit.
+"""Pathwise twins: a kernel and the plain lines that define it take the same arguments and uniforms,
+and agree to the bit.
 
-An exact twin and an equal kernel are a proved kernel: the laws enumerate the twin over Fractions, and here the compiled
-functions are held to it: on all small cases, then on cases that Hypothesis draws and shrinks, then on a real vocabulary.
-Where the twin refuses (TinyspecError) the kernel must refuse too; any other exception is a crash and no verdict.
+An exact twin and an equal kernel are a proved kernel: the laws enumerate the twin over Fractions,
+and here the compiled functions are held to it: on all small cases, then on cases that Hypothesis
+draws and shrinks, then on a real vocabulary. Where the twin refuses (TinyspecError) the kernel must
+refuse too; any other exception is a crash and no verdict.
 """
 
 import time
@@ -27,7 +29,9 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Twin:
-    """A kernel's definition: the twin, and what it is compared on where the vocabulary has a given size."""
+    """A kernel's definition: the twin, and what it is compared on where the vocabulary has a given
+    size.
+    """
 
     define: Kernel
     cases: Callable[[int], st.SearchStrategy[Case]]
@@ -86,8 +90,8 @@ def same(name: str, kernel: Kernel, define: Kernel, case: Case) -> None:
 
 
 def twin(name: str, kernel: Kernel, examples: int = 120, large: int = 3) -> Evidence:
-    """Law: this kernel equals its twin, bit for bit: on every small case, on `examples` drawn ones, and on `large` with a
-    real vocabulary.
+    """Law: this kernel equals its twin, bit for bit: on every small case, on `examples` drawn ones,
+    and on `large` with a real vocabulary.
 
     >>> from tinyspec import _core
     >>> twin("pick", _core.pick, examples=20, large=1).cases > 60
@@ -112,7 +116,8 @@ def judged(
     return evidence
 
 
-# --- what each is tried on ------------------------------------------------------------------------------------------
+# --- what each is tried on
+# ------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -175,7 +180,9 @@ def withouts(draw: st.DrawFn, size: int) -> Case:
 
 @st.composite
 def walks(draw: st.DrawFn, size: int) -> Case:
-    """Mostly trees that keep the drafter's contract; now and then an impossible token, or too few uniforms."""
+    """Mostly trees that keep the drafter's contract; now and then an impossible token, or too few
+    uniforms.
+    """
     case = draw(strategies.walks(size))
     broken = draw(st.integers(0, 29))
     if broken == 29 and case.tokens:
@@ -249,4 +256,6 @@ TWINS: dict[str, Twin] = {
     "suffix_order": Twin(fallback.suffix_order, texts),
     "retrieve": Twin(fallback.retrieve, retrievals),
 }
-"""Every kernel that is a function, by name; the n-gram index has a history and is held to dictionaries by a machine."""
+"""Every kernel that is a function, by name; the n-gram index has a history and is held to
+dictionaries by a machine.
+"""

@@ -1,8 +1,10 @@
-"""A uniform that is never drawn: what is known of it is an interval, and every comparison splits the interval in two.
+"""A uniform that is never drawn: what is known of it is an interval, and every comparison splits
+the interval in two.
 
-Code that was written for a random generator compares its uniforms with numbers: `u < p / q`, `cdf.searchsorted(u)`. Each
-such question has two answers, with probabilities that follow from the interval in which u is known to lie. To walk both
-answers of every question is to walk every outcome of the code, as it stands, with its exact probability.
+Code that was written for a random generator compares its uniforms with numbers: `u < p / q`,
+`cdf.searchsorted(u)`. Each such question has two answers, with probabilities that follow from the
+interval in which u is known to lie. To walk both answers of every question is to walk every outcome
+of the code, as it stands, with its exact probability.
 """
 
 import math
@@ -25,7 +27,9 @@ class NotEnumerable(TinyspecError):
 
 
 class Span:
-    """The interval [low, high) that holds one uniform; a pinned one is exactly 0, which a generator may return."""
+    """The interval [low, high) that holds one uniform; a pinned one is exactly 0, which a generator
+    may return.
+    """
 
     __slots__ = ("high", "low", "pinned", "rng")
 
@@ -35,7 +39,9 @@ class Span:
         self.high: Any = Fraction(0 if pinned else 1)
 
     def below(self, cut: Any) -> bool:
-        """Whether u < cut, both ways where both are possible. That u == cut has probability zero and is not walked."""
+        """Whether u < cut, both ways where both are possible. That u == cut has probability zero
+        and is not walked.
+        """
         if cut <= self.low or cut >= self.high:
             return bool(cut >= self.high)
         ratio = (cut - self.low) / (self.high - self.low)
@@ -54,7 +60,8 @@ def _same(x: Any) -> Any:
 
 
 class Uniform:
-    """A monotone function of a uniform: it can be compared with numbers, scaled, shifted, and its logarithm taken.
+    """A monotone function of a uniform: it can be compared with numbers, scaled, shifted, and its
+    logarithm taken.
 
     >>> half = Fraction(1, 2)
     >>> def twice(chance):
@@ -80,7 +87,9 @@ class Uniform:
     # ------------------------------------------------------------------ questions
 
     def _less(self, other: Any, equal: bool) -> Any:
-        """Whether this is < other (<= with `equal`); NotImplemented for an array, which asks element by element."""
+        """Whether this is < other (<= with `equal`); NotImplemented for an array, which asks
+        element by element.
+        """
         x = _number(other)
         if x is NotImplemented:
             return x
@@ -209,7 +218,9 @@ def _is_nan(x: Any) -> bool:
 
 
 def _number(x: Any) -> Any:
-    """A plain number: ints as fractions, scalars of numpy and torch as floats; NotImplemented for an array."""
+    """A plain number: ints as fractions, scalars of numpy and torch as floats; NotImplemented for
+    an array.
+    """
     if isinstance(x, (float, Fraction, Uniform)) and not isinstance(x, np.generic):
         return x
     if isinstance(x, int):

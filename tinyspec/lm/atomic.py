@@ -1,4 +1,6 @@
-"""A checkpoint folder appears whole or not at all; in an existing one, each file is replaced whole."""
+"""A checkpoint folder appears whole or not at all; in an existing one, each file is replaced
+whole.
+"""
 
 import os
 import shutil
@@ -32,7 +34,9 @@ def whole(target: Path) -> Iterator[Path]:
 
 
 def _open_to_others(folder: Path) -> None:
-    """Temporary folders, and the files that safetensors writes, are private; a checkpoint is an ordinary folder."""
+    """Temporary folders, and the files that safetensors writes, are private; a checkpoint is an
+    ordinary folder.
+    """
     folder.chmod(0o777 & ~umask())
     for file in folder.iterdir():
         file.chmod(0o666 & ~umask())

@@ -1,8 +1,9 @@
-"""The blocks of the transformer in torch: what the compiled path computes, on any device and in any type, with gradients.
+"""The blocks of the transformer in torch: what the compiled path computes, on any device and in any
+type, with gradients.
 
-Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). What differs between the families is a setting
-each: LayerNorm or RMSNorm, learned positions or rotations, one key per query head or per group, a plain or a gated MLP,
-biases.
+Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). What differs between the
+families is a setting each: LayerNorm or RMSNorm, learned positions or rotations, one key per query
+head or per group, a plain or a gated MLP, biases.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,7 +85,9 @@ class Blocks:
         return linear(h, block.down, block.down_bias)
 
     def training_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
-        """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what joins the stream."""
+        """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what
+        joins the stream.
+        """
         return scatter_logits(self.head_logits(ids, dropout), self.says, self.config.vocab_size)
 
     def head_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
@@ -103,7 +106,8 @@ class Blocks:
     ) -> Iterator[Tensor]:
         """The state after each layer in that pass, as `head` takes it: [B, T, d], L times.
 
-        dropped  chance that a layer is left out for a sample (layer dropout); the sample then passes it unchanged
+        dropped  chance that a layer is left out for a sample (layer dropout); the sample then
+                 passes it unchanged
         """
         x, cos, sin = self._embedded(ids, dropout)
         for block, chance in zip(self.layers, dropped or [0.0] * len(self.layers), strict=True):
@@ -121,7 +125,9 @@ class Blocks:
             yield x
 
     def _embedded(self, ids: Tensor, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
-        """What enters the first layer of a dense pass, [B, T, d], and the rotations of its positions."""
+        """What enters the first layer of a dense pass, [B, T, d], and the rotations of its
+        positions.
+        """
         x = F.embedding(ids, self.embed)
         if self.config.positions == "learned":
             x = x + self.weights["positions"][: ids.shape[1]]
@@ -138,7 +144,9 @@ class Blocks:
     # ------------------------------------------------------------------ inference
 
     def enter(self, feed: ForwardBatch) -> Tensor:
-        """The state each row starts from, [n, d]: its embedding, or what it had when it was left."""
+        """The state each row starts from, [n, d]: its embedding, or what it had when it was
+        left.
+        """
         ids = (
             feed.tokens
             if feed.given is None
@@ -238,7 +246,9 @@ class Blocks:
         return self._norm(x, self.weights["norm.weight"], self.weights.get("norm.bias"))
 
     def head(self, x: Tensor) -> Tensor:
-        """Logits [n, V] of rows x [n, d] before the final norm: float32, float64 for a float64 model."""
+        """Logits [n, V] of rows x [n, d] before the final norm: float32, float64 for a float64
+        model.
+        """
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         return scatter_logits(
             linear(self.final(x), self.vocabulary).to(wide), self.says, self.config.vocab_size

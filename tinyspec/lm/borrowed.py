@@ -1,10 +1,12 @@
-"""A draft that borrows: its layers are its own; its embeddings, the rows of its head and its tokenizer are its target's.
+"""A draft that borrows: its layers are its own; its embeddings, the rows of its head and its
+tokenizer are its target's.
 
-Most of a small model is its vocabulary. A draft of a target whose tokens it shares need not hold it again: config.json's
-section "tinyspec" names the target (`embeddings_from`) with a check sum of its embedding (`embeddings_check`), the file
-holds the layers, the final norm, and under `tinyspec.says` the ids that the draft may say, in rising order. The head is
-the target's rows of these ids; any id may be read, and the logit of one that cannot be said is -inf. So the draft speaks
-the target's vocabulary, and its product with the head costs as many rows as it has words.
+Most of a small model is its vocabulary. A draft of a target whose tokens it shares need not hold it
+again: config.json's section "tinyspec" names the target (`embeddings_from`) with a check sum of its
+embedding (`embeddings_check`), the file holds the layers, the final norm, and under `tinyspec.says`
+the ids that the draft may say, in rising order. The head is the target's rows of these ids; any id
+may be read, and the logit of one that cannot be said is -inf. So the draft speaks the target's
+vocabulary, and its product with the head costs as many rows as it has words.
 """
 
 import zlib
@@ -33,7 +35,9 @@ def borrows(config: Config) -> bool:
 
 
 def check(embed: Tensor) -> int:
-    """A check sum of an embedding [V, d]: of some rows, over all of it, whatever they are stored in."""
+    """A check sum of an embedding [V, d]: of some rows, over all of it, whatever they are stored
+    in.
+    """
     rows = torch.linspace(0, len(embed) - 1, min(ROWS, len(embed))).long()
     return zlib.crc32(
         embed.detach()[rows].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
@@ -73,8 +77,8 @@ def find_target_folder(
 def load_shared_weights(
     config: Config, tensors: Tensors, file: str, theirs: Config, lent: Tensors, lender: Path
 ) -> tuple[Config, Tensors]:
-    """The draft's config and tensors with what `lender` (config `theirs`, tensors `lent`) lends. TinyspecError where it is
-    another model than the draft was made for, or borrows itself."""
+    """The draft's config and tensors with what `lender` (config `theirs`, tensors `lent`) lends.
+    TinyspecError where it is another model than the draft was made for, or borrows itself."""
     name = config.extra[FROM]
     if borrows(theirs):
         raise TinyspecError(f"{file}: {FROM} names {name}, which borrows its own embeddings")

@@ -1,8 +1,8 @@
 """Keys and values by slot, and what is known of each slot.
 
-A session's committed tokens stand in slots 0..n-1 (slot == position), its uncommitted nodes behind them. Each slot has
-keys and values for the layers where `present` says so: a row that left early has fewer, and reading a layer that is
-missing is an error, never silence.
+A session's committed tokens stand in slots 0..n-1 (slot == position), its uncommitted nodes behind
+them. Each slot has keys and values for the layers where `present` says so: a row that left early
+has fewer, and reading a layer that is missing is an error, never silence.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ from tinyspec.lm.host import copied, view_as_ints, zeros
 
 
 class Cache:
-    """K/V of one session: store [L, 2, KV, capacity, hd], grown by doubling; present [capacity, L]."""
+    """K/V of one session: store [L, 2, KV, capacity, hd], grown by doubling; present [capacity,
+    L].
+    """
 
     def __init__(
         self, config: Config, dtype: torch.dtype, device: torch.device, capacity: int = 64
@@ -46,7 +48,9 @@ class Cache:
         self.settle(zeros(shape, self.store.dtype, self.store.device), room)
 
     def settle(self, store: Tensor, room: int) -> None:
-        """Move into a store with `room` slots, or more: what lies behind them is not the cache's."""
+        """Move into a store with `room` slots, or more: what lies behind them is not the
+        cache's.
+        """
         here = view_as_ints(store)
         if here is not None and self.words is not None:
             here[:, :, :, : self.capacity] = self.words[:, :, :, : self.capacity]
@@ -64,7 +68,9 @@ class Cache:
         self.values[layer][:, where] = v.transpose(0, 1)
 
     def move(self, old: Sequence[int], first: int) -> None:
-        """Slots `old`, in this order, become slots first, first + 1, ...: the path gather after a commit."""
+        """Slots `old`, in this order, become slots first, first + 1, ...: the path gather after a
+        commit.
+        """
         stay = next((i for i, slot in enumerate(old) if slot != first + i), len(old))
         old, first = list(old[stay:]), first + stay
         if not old:

@@ -1,9 +1,10 @@
 """The short way through a session: chains of guesses, and plain steps, which are chains of none.
 
-A session finds out for every tree which nodes are new, what may be reused and what each row sees. Most calls are plain steps,
-the chain that a draft model drew, or that model's own steps, where there is little to find out: what is missing stands at the
-end, was not begun, sees all before it, and the whole model runs. A model that takes a tenth of a millisecond has no time for
-more. What is special in any way is left to `Session.grow`.
+A session finds out for every tree which nodes are new, what may be reused and what each row sees.
+Most calls are plain steps, the chain that a draft model drew, or that model's own steps, where
+there is little to find out: what is missing stands at the end, was not begun, sees all before it,
+and the whole model runs. A model that takes a tenth of a millisecond has no time for more. What is
+special in any way is left to `Session.grow`.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def match_chain(session: "Session", tree: TokenTree) -> list[Node] | None:
-    """The newest token and the nodes of a chain, each in the slot of its position. None: not for the short way."""
+    """The newest token and the nodes of a chain, each in the slot of its position. None: not for
+    the short way.
+    """
     session._advance_ready()
     tokens, n, committed, c = tree.tokens, len(tree.tokens), session.committed, session.model.config
     if session._extras or not committed or not session.plan.whole or (n and any(tree.probe)):
@@ -74,8 +77,9 @@ def score_chain(session: "Session", rows: list[Node]) -> Scores:
 
 
 def draft_chain(session: "Session", most: int, choose: NextTokenFn) -> bool:
-    """Guesses one behind the other from the newest token on, `most` rows in all: choose(logits [V]) names the guess behind each
-    row; None: no more. The session holds those that were run, as if it had scored them as trees.
+    """Guesses one behind the other from the newest token on, `most` rows in all: choose(logits [V])
+    names the guess behind each row; None: no more. The session holds those that were run, as if it
+    had scored them as trees.
 
     False where something is special, and nothing was chosen.
     """

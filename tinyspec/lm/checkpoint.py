@@ -1,8 +1,9 @@
-"""A checkpoint: a Hugging Face folder, a hub id, or a .gguf file, to a Config, weights and a tokenizer; and back.
+"""A checkpoint: a Hugging Face folder, a hub id, or a .gguf file, to a Config, weights and a
+tokenizer; and back.
 
-Which BOS and EOS: generation_config.json first, then config.json, then the tokenizer. Whether generation puts BOS
-before a text (`add_bos`): tokenizer_config.json's `add_bos_token`; where it is silent, whether tokenizer.json's own
-post-processor puts BOS before an empty text.
+Which BOS and EOS: generation_config.json first, then config.json, then the tokenizer. Whether
+generation puts BOS before a text (`add_bos`): tokenizer_config.json's `add_bos_token`; where it is
+silent, whether tokenizer.json's own post-processor puts BOS before an empty text.
 """
 
 import json
@@ -34,9 +35,11 @@ _CONVERT = (
 
 
 class Parts(NamedTuple):
-    """What a model is made of. Weights have `Config.shapes()`'s names, the stored dtype, and lie on the CPU.
+    """What a model is made of. Weights have `Config.shapes()`'s names, the stored dtype, and lie on
+    the CPU.
 
-    extras  what was trained on the frozen model and stands beside its weights (an exit classifier): name -> float32 tensor
+    extras  what was trained on the frozen model and stands beside its weights (an exit classifier):
+            name -> float32 tensor
     """
 
     config: Config
@@ -52,12 +55,14 @@ def read(
     dtype: torch.dtype | None = None,
     find: Callable[[str], Path | None] | None = None,
 ) -> Parts:
-    """Read a checkpoint folder, a .gguf file, or (with one "/", and no such path here) a hub id, which is fetched.
+    """Read a checkpoint folder, a .gguf file, or (with one "/", and no such path here) a hub id,
+    which is fetched.
 
-    find says where the checkpoint lies whose embeddings a draft borrows (borrowed.py; None: only below its own folder).
-    dtype converts a folder's tensors as each is read, so that both precisions are never held whole (None: as stored).
-    A folder without tokenizer.json gives `tokenizer=None`. Raises TinyspecError, one line that names the file, the
-    field and what to do, for whatever is missing, damaged, contradictory, or not computed here.
+    find says where the checkpoint lies whose embeddings a draft borrows (borrowed.py; None: only
+    below its own folder). dtype converts a folder's tensors as each is read, so that both
+    precisions are never held whole (None: as stored). A folder without tokenizer.json gives
+    `tokenizer=None`. Raises TinyspecError, one line that names the file, the field and what to do,
+    for whatever is missing, damaged, contradictory, or not computed here.
     """
     path = Path(name_or_path).expanduser()
     if not path.exists() and isinstance(name_or_path, str) and name_or_path.count("/") == 1:
@@ -88,7 +93,9 @@ def read_folder(
     dtype: torch.dtype | None = None,
     find: Callable[[str], Path | None] | None = None,
 ) -> Parts:
-    """Read config.json, the safetensors (one file, or shards with their index) and the tokenizer of a folder."""
+    """Read config.json, the safetensors (one file, or shards with their index) and the tokenizer of
+    a folder.
+    """
     config = read_config(folder)
     tokenizer, source = None, folder
     if borrowed.borrows(config):
@@ -145,7 +152,9 @@ def _with_tokens(config: Config, folder: Path, tokenizer: Tokenizer | None) -> C
 
 
 def _tensors(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], Path]:
-    """Every tensor of the folder by name, as a call that reads it; and the file to name in errors."""
+    """Every tensor of the folder by name, as a call that reads it; and the file to name in
+    errors.
+    """
     single, index = folder / "model.safetensors", folder / _INDEX
     if single.is_file():
         return {name: partial(_get, name, single) for name in _names(single)}, single
@@ -173,7 +182,9 @@ def _tensors(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], Path]:
 
 
 def _index(file: Path) -> dict[str, str]:
-    """The shard of each tensor. A shard must lie beside its index: its name comes from a stranger."""
+    """The shard of each tensor. A shard must lie beside its index: its name comes from a
+    stranger.
+    """
     where = _json(file).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise TinyspecError(f"{file}: weight_map is missing, expected the shard of each tensor")
@@ -209,8 +220,8 @@ def _names(file: Path) -> list[str]:
 
 
 def _get(name: str, file: Path) -> Tensor:
-    """One tensor. The file is opened anew: a tensor is a view into the mapped file, and an open handle would keep all
-    that was read of it in memory after the tensors were converted."""
+    """One tensor. The file is opened anew: a tensor is a view into the mapped file, and an open
+    handle would keep all that was read of it in memory after the tensors were converted."""
     try:
         with safetensors.safe_open(str(file), framework="pt") as handle:
             tensor: Tensor = handle.get_tensor(name)
@@ -226,7 +237,9 @@ def read_extras(folder: Path) -> dict[str, Tensor]:
 
 
 def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
-    """Put these beside the weights of a checkpoint; others that stand there stay. The file is replaced whole."""
+    """Put these beside the weights of a checkpoint; others that stand there stay. The file is
+    replaced whole.
+    """
     folder = Path(folder)
     kept = {
         **read_extras(folder),
@@ -247,9 +260,11 @@ def write(
     weights: dict[str, Tensor],
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write a folder that `read` and transformers load; the stored bytes of each weight are those given.
+    """Write a folder that `read` and transformers load; the stored bytes of each weight are those
+    given.
 
-    Atomic: a new folder appears whole or not at all; in an existing one, each file is replaced whole.
+    Atomic: a new folder appears whole or not at all; in an existing one, each file is replaced
+    whole.
     """
     target = Path(folder)
     config = borrowed.marked(config, weights)

@@ -1,4 +1,6 @@
-"""What a checkpoint says of its shape. GPT-2 and LLaMA are two configurations of one transformer."""
+"""What a checkpoint says of its shape. GPT-2 and LLaMA are two configurations of one
+transformer.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,8 +10,9 @@ from typing import Any, Literal
 class Config:
     """The shape of a decoder-only transformer (pre-norm, residual).
 
-    Attention has `n_heads` query heads sharing `n_kv_heads` keys and values (n_heads == n_kv_heads is plain multi-head
-    attention), each `head_dim` wide. `rope_scaling` is Hugging Face's dictionary with `rope_type` linear or llama3, or None.
+    Attention has `n_heads` query heads sharing `n_kv_heads` keys and values (n_heads == n_kv_heads
+    is plain multi-head attention), each `head_dim` wide. `rope_scaling` is Hugging Face's
+    dictionary with `rope_type` linear or llama3, or None.
     """
 
     vocab_size: int
@@ -51,9 +54,11 @@ class Config:
         return self.n_heads * self.head_dim
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight the transformer has, by its name here, with its shape. Linear weights are [out, in].
+        """Every weight the transformer has, by its name here, with its shape. Linear weights are
+        [out, in].
 
-        Queries, keys and values are one matrix, and so are gate and up: one product instead of three or two.
+        Queries, keys and values are one matrix, and so are gate and up: one product instead of
+        three or two.
         """
         d, f = self.d_model, self.d_ff
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, d)}

@@ -1,8 +1,9 @@
 """Ids to text while the ids are still coming, without ever showing half a character.
 
-One token may end in the middle of a UTF-8 character, and what a token decodes to may depend on its neighbours (a
-SentencePiece decoder drops the first space of a text; a run of byte tokens is judged as a whole). The law both streams
-keep: the pieces, joined, are the decoding of all ids, however the ids were split.
+One token may end in the middle of a UTF-8 character, and what a token decodes to may depend on its
+neighbours (a SentencePiece decoder drops the first space of a text; a run of byte tokens is judged
+as a whole). The law both streams keep: the pieces, joined, are the decoding of all ids, however the
+ids were split.
 """
 
 import codecs
@@ -14,7 +15,9 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokeniser(Protocol):
-    """A growing text. `flush` ends it (a half character becomes U+FFFD, as in a whole decode) and starts a new one."""
+    """A growing text. `flush` ends it (a half character becomes U+FFFD, as in a whole decode) and
+    starts a new one.
+    """
 
     def push(self, ids: Iterable[int]) -> str: ...
 
@@ -22,7 +25,8 @@ class Detokeniser(Protocol):
 
 
 class ByteStream:
-    """For byte-level BPE: every token is a few bytes, and a text is their concatenation read as UTF-8.
+    """For byte-level BPE: every token is a few bytes, and a text is their concatenation read as
+    UTF-8.
 
     >>> stream = ByteStream({0: b"caf", 1: b"\\xc3", 2: b"\\xa9"}.__getitem__)
     >>> [stream.push([0, 1]), stream.push([2]), stream.flush()]
@@ -43,11 +47,13 @@ class ByteStream:
 
 
 class WindowStream:
-    """For every other decoder: decode a short window twice, with and without what is new, and show the difference.
+    """For every other decoder: decode a short window twice, with and without what is new, and show
+    the difference.
 
-    A decoder treats the first token of a text apart, so the window always begins with tokens already shown, and their
-    text is cut off again. Nothing is shown while the end may still change: after a byte token (a run of them that is
-    not UTF-8 turns to U+FFFD as a whole) and after a half character. A push costs a few tokens, not the whole text.
+    A decoder treats the first token of a text apart, so the window always begins with tokens
+    already shown, and their text is cut off again. Nothing is shown while the end may still change:
+    after a byte token (a run of them that is not UTF-8 turns to U+FFFD as a whole) and after a half
+    character. A push costs a few tokens, not the whole text.
     """
 
     def __init__(
@@ -73,7 +79,8 @@ class WindowStream:
 
     def _show(self, text: str) -> str:
         new = text[len(self._decode(self._shown)) :]
-        # Tokens that decode to nothing on their own ("▁" at the start of a text) cannot stand in for what came before.
+        # Tokens that decode to nothing on their own ("▁" at the start of a text) cannot stand in
+        # for what came before.
         self._shown = self._held if self._decode(self._held) else self._shown + self._held
         self._held = []
         return new

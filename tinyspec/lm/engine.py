@@ -1,9 +1,10 @@
-"""The compiled path of the transformer: the same blocks, layers at a time, on packed weights, bit for bit row-invariant.
+"""The compiled path of the transformer: the same blocks, layers at a time, on packed weights, bit
+for bit row-invariant.
 
-On a CPU, in float32 and bfloat16, this is what computes; `transformer.py` says in torch what it computes, and remains the
-path for other devices and types, for gradients, and where nothing was compiled. All arithmetic is float32, also between
-layers: bfloat16 is how weights, keys and values are stored. The packed weights are the only copy; who asks for a weight by
-name gets it unpacked.
+On a CPU, in float32 and bfloat16, this is what computes; `transformer.py` says in torch what it
+computes, and remains the path for other devices and types, for gradients, and where nothing was
+compiled. All arithmetic is float32, also between layers: bfloat16 is how weights, keys and values
+are stored. The packed weights are the only copy; who asks for a weight by name gets it unpacked.
 """
 
 import math
@@ -33,7 +34,9 @@ SPARE = 1 << 24  # bytes that may be held twice while weights are packed
 
 
 def packable(config: Config, weights: Mapping[str, Tensor]) -> bool:
-    """Whether the compiled path can run these weights: on a CPU, float32 or bfloat16, not being trained."""
+    """Whether the compiled path can run these weights: on a CPU, float32 or bfloat16, not being
+    trained.
+    """
     first = weights["embed"]
     if (
         _core.compute is None
@@ -49,7 +52,8 @@ def packable(config: Config, weights: Mapping[str, Tensor]) -> bool:
 
 
 def pack(weight: Tensor, room: Tensor | None = None) -> Tensor:
-    """[out, in] as the kernels read it: float32 [blocks, in, 16], bfloat16 [blocks, in / 2, 16, 2], padded.
+    """[out, in] as the kernels read it: float32 [blocks, in, 16], bfloat16 [blocks, in / 2, 16, 2],
+    padded.
 
     It stands where there is room for it: zeros, as many as it has numbers.
     """
@@ -76,7 +80,8 @@ def unpack(packed: Tensor, out: int) -> Tensor:
 def aligned_zeros(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Zeros, so many of each, in one piece of memory and each at the beginning of a cache line.
 
-    For so much at once numpy asks for large pages, of which a pass over all weights has to look fewer up.
+    For so much at once numpy asks for large pages, of which a pass over all weights has to look
+    fewer up.
     """
     line = LINE // dtype.itemsize
     starts = [0, *accumulate(-(-size // line) * line for size in sizes)]
@@ -107,7 +112,9 @@ class UnpackedWeights(Mapping[str, Tensor]):
 
 
 class Engine:
-    """Packed weights and the compiled layers that run over them. Empties `weights` as it packs them, to hold one copy."""
+    """Packed weights and the compiled layers that run over them. Empties `weights` as it packs
+    them, to hold one copy.
+    """
 
     def __init__(self, config: Config, weights: dict[str, Tensor]):
         self.config = config
@@ -184,7 +191,8 @@ class Engine:
         )
 
     def run(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
-        """A whole pass in as few steps as may be: states behind the last layer [n, d], taps [taps, n, d], logits [heads, V].
+        """A whole pass in as few steps as may be: states behind the last layer [n, d], hidden
+        [layers asked for, n, d], logits [heads, V].
 
         None where a state between layers is wanted, or positions are added.
         """
@@ -209,7 +217,8 @@ class Engine:
     def chain(
         self, cache: Cache, token: int, slot: int, most: int, choose: NextTokenFn
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """Rows one behind the other, up to `most`, from `token` in `slot` on, where slots are positions; each chooses the next.
+        """Rows one behind the other, up to `most`, from `token` in `slot` on, where slots are
+        positions; each chooses the next.
 
         The tokens that were run, each with its logits [V] and the state [d] behind the last layer.
         """
@@ -237,7 +246,9 @@ class Engine:
         positions: list[int],
         paths: tuple[int, list[Seen]],
     ) -> None:
-        """Run all layers over rows x [n, d] of one text, in place. `paths`: what `ForwardBatch.visible_slots` returns."""
+        """Run all layers over rows x [n, d] of one text, in place. `paths`: what
+        `ForwardBatch.visible_slots` returns.
+        """
         session = cache.address, cache.capacity, slots, positions, paths, None
         self._compiled.run(x, 0, 2 * self.config.n_layers, [session], torch.get_num_threads())
 

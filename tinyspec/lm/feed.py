@@ -1,7 +1,8 @@
-"""What goes into `Model.forward`, what comes out, and the ledger entry it leaves.
+"""What goes into `Model.forward`, what comes out, and the forward log entry it leaves.
 
-A feed is the rows that one session wants run in one pass. Feeds are ragged: each has its own number of rows and its own
-cache, and rows may enter at different sublayers (those that were run part of the way before).
+A feed is the rows that one session wants run in one pass. Feeds are ragged: each has its own number
+of rows and its own cache, and rows may enter at different sublayers (those that were run part of
+the way before).
 """
 
 from collections.abc import Sequence
@@ -17,14 +18,17 @@ from tinyspec.lm.ops import stacked
 from tinyspec.lm.plan import Heads, Plan
 
 Seen = tuple[int, tuple[int, ...]]
-"""Slots a row sees: 0..prefix-1, where slot == position, and then others, in the order of their positions."""
+"""Slots a row sees: 0..prefix-1, where slot == position, and then others, in the order of their
+positions.
+"""
 
 
 class Scores(NamedTuple):
-    """What a target says of a tree of n nodes: entry 0 is the root (the newest committed token), entry i + 1 node i.
+    """What a target says of a tree of n nodes: entry 0 is the root (the newest committed token),
+    entry i + 1 node i.
 
     logits [n + 1, V]          float32 (float64 for a float64 model)
-    hidden [taps, n + 1, d]    the states asked for
+    hidden [k, n + 1, d]       the states of the k layers asked for
     layers [n + 1]             how many layers each row ran
     """
 
@@ -34,10 +38,12 @@ class Scores(NamedTuple):
 
 
 class ForwardRecord(NamedTuple):
-    """One entry of the ledger, from which every cost figure, counter and simulated clock comes.
+    """One entry of the forward log, from which every cost figure, counter and simulated clock
+    comes.
 
-    row_layers counts (row, layer) evaluations, a skipped sublayer being half a layer less; head_rows are products with
-    the vocabulary matrix; fills are (row, layer) keys and values written without running the layer.
+    row_layers counts (row, layer) evaluations, a skipped sublayer being half a layer less;
+    head_rows are products with the vocabulary matrix; fills are (row, layer) keys and values
+    written without running the layer.
     """
 
     model: str
@@ -55,11 +61,14 @@ class ForwardBatch:
     tokens, positions, slots  [n]
     starts    [n] sublayer each row enters at (0: from its embedding)
     stop      sublayer where all rows stop
-    seen      [n] what each row sees, itself included, in the order of its path: slots 0..prefix-1, then these
-    entering  [m, d] states of the rows with starts > 0, in order; also of probe rows with an embedding of their own
+    seen      [n] what each row sees, itself included, in the order of its path: slots 0..prefix-1,
+              then these
+    entering  [m, d] states of the rows with starts > 0, in order; also of probe rows with an
+              embedding of their own
     given     [n] whether a row takes its state from `entering`
     heads     rows whose logits are wanted
-    taps      layers whose output is wanted (0: embeddings; n_layers: after the final norm, as the head reads it)
+    hidden_layers  layers whose output is wanted (0: embeddings; n_layers: after the final norm, as
+                   the head reads it)
     snapshot  sublayers whose input is kept (to continue from there, under this plan or another)
     probes    bool [n]: rows that also see `prefix`
     prefix    K and V [L, KV, P, hd] that only probes see
@@ -92,7 +101,9 @@ class ForwardBatch:
     _stacked: Tensor | None = None
 
     def is_full_pass(self, n_layers: int) -> bool:
-        """Whether all rows go from their embeddings through every layer, each seeing its path: the usual pass."""
+        """Whether all rows go from their embeddings through every layer, each seeing its path: the
+        usual pass.
+        """
         end = 2 * n_layers
         if (
             self.stop != end
@@ -124,7 +135,9 @@ class ForwardBatch:
         return [row for row, start in enumerate(self.starts) if start <= sublayer]
 
     def slot_mapping(self, rows: Sequence[int]) -> slice | Tensor:
-        """The slots of these rows, to index the cache with; neighbours are a slice, which is cheaper."""
+        """The slots of these rows, to index the cache with; neighbours are a slice, which is
+        cheaper.
+        """
         slots = self.slots if len(rows) == len(self.slots) else [self.slots[row] for row in rows]
         first, n = slots[0], len(slots)
         if n == 1 or slots == list(range(first, first + n)):
@@ -132,7 +145,9 @@ class ForwardBatch:
         return torch.tensor(slots, device=self.cache.store.device)
 
     def cached_attention_mask(self, layer: int, rows: Sequence[int], groups: int) -> Tensor | None:
-        """The mask `ops.attend` takes for these rows in this layer; where no layer differs it is made once."""
+        """The mask `ops.attend` takes for these rows in this layer; where no layer differs it is
+        made once.
+        """
         if (
             self.plan.visible is not None
             or self.prefix is not None
@@ -144,7 +159,9 @@ class ForwardBatch:
         return self._stacked
 
     def visible_slots(self, layer: int, rows: Sequence[int]) -> tuple[int, list[Seen]]:
-        """What these rows see in this layer, in the order of their paths: (1, one entry a row), or (KV, one a row and head)."""
+        """What these rows see in this layer, in the order of their paths: (1, one entry a row), or
+        (KV, one a row and head).
+        """
         visible = self.plan.visible
         heads = visible.layers[layer] if visible else None
         if visible is None or heads is None:
@@ -157,7 +174,9 @@ class ForwardBatch:
         return len(heads), [entry for row in rows for entry in self._lists[heads][row]]
 
     def attention_mask(self, layer: int, rows: Sequence[int]) -> Tensor | None:
-        """`paths` as a mask: bool [n, P + high], [KV, n, P + high] by head, or None where all rows see slots 0..high-1."""
+        """`paths` as a mask: bool [n, P + high], [KV, n, P + high] by head, or None where all rows
+        see slots 0..high-1.
+        """
         heads, entries = self.visible_slots(layer, rows)
         lead = 0 if self.prefix is None or self.probes is None else self.prefix[0].shape[2]
         if heads == 1 and not lead and all(seen == (self.high, ()) for seen in entries):
@@ -173,7 +192,9 @@ class ForwardBatch:
 
 
 def _visible(seen: Seen, slot: int, chosen: frozenset[int] | None, since: int) -> Seen:
-    """What a visible set leaves of what a row sees. A row always sees itself. Committed tokens stand where slot == position."""
+    """What a visible set leaves of what a row sees. A row always sees itself. Committed tokens
+    stand where slot == position.
+    """
     if chosen is None:
         return seen
     prefix, extra = seen

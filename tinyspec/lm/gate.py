@@ -1,12 +1,13 @@
 """Batching is not a loop but a gate in front of `Model.forward`.
 
-Every request runs its own decoding loop, as if alone, in a thread of its own. Its forward passes wait at the gate until
-every other live request waits there too, or has finished; then all waiting feeds run as one ragged forward per model,
-and each loop goes on with its own scores. So every technique batches without knowing it. Requests that use different
-models in a round (one drafts, one verifies) make one forward each.
+Every request runs its own decoding loop, as if alone, in a thread of its own. Its forward passes
+wait at the gate until every other live request waits there too, or has finished; then all waiting
+feeds run as one ragged forward per model, and each loop goes on with its own scores. So every
+technique batches without knowing it. Requests that use different models in a round (one drafts, one
+verifies) make one forward each.
 
-Only the thread that completes a round computes; the others sleep. Rounds do not depend on which thread is scheduled
-first: feeds run in the order of the jobs.
+Only the thread that completes a round computes; the others sleep. Rounds do not depend on which
+thread is scheduled first: feeds run in the order of the jobs.
 """
 
 import threading
@@ -64,7 +65,9 @@ class BatchBarrier:
             return self._done.pop(number)
 
     def _run_if_complete(self) -> None:
-        """With the lock held: if nobody is still on the way, run what waits, one forward a model."""
+        """With the lock held: if nobody is still on the way, run what waits, one forward a
+        model.
+        """
         if not self._waiting or self._waiting.keys() != self.alive or self.failure is not None:
             return
         batches: dict[int, list[int]] = {}

@@ -1,7 +1,8 @@
-"""Read a .gguf file, llama.cpp's format: metadata to a Config, blocks of quantised weights to float32, and a tokenizer.
+"""Read a .gguf file, llama.cpp's format: metadata to a Config, blocks of quantised weights to
+float32, and a tokenizer.
 
-The `gguf` package reads and dequantises. What is ours: the names, the permutation of LLaMA's queries and keys, and
-the llama3 frequencies, of which the file keeps only the result.
+The `gguf` package reads and dequantises. What is ours: the names, the permutation of LLaMA's
+queries and keys, and the llama3 frequencies, of which the file keeps only the result.
 """
 
 from collections.abc import Callable
@@ -31,8 +32,10 @@ def read(
 ) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     """Config, float32 weights by our names, and the tokenizer (None where the file has none).
 
-    advance is told after each tensor how many bytes of the file's tensors are read, and of how many.
-    Raises TinyspecError naming the file for a damaged file, an unknown architecture, or a setting not computed here.
+    advance is told after each tensor how many bytes of the file's tensors are read, and of how
+    many.
+    Raises TinyspecError naming the file for a damaged file, an unknown architecture, or a setting
+    not computed here.
     """
     try:
         reader = _open(path)
@@ -78,8 +81,9 @@ def _open(path: Path) -> Any:
     class Reader(GGUFReader):
         """The package's reader, made fast and wary.
 
-        It slices a memory map once a string; plain views cost a third. And it takes what lies beyond the end of a
-        file as empty, so that a damaged count of 2**60 entries would be counted up to.
+        It slices a memory map once a string; plain views cost a third. And it takes what lies
+        beyond the end of a file as empty, so that a damaged count of 2**60 entries would be counted
+        up to.
         """
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
@@ -97,8 +101,8 @@ def _open(path: Path) -> Any:
 def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) -> Config:
     """The metadata in Hugging Face's words, and from there by the one reader of those.
 
-    The vocabulary is the embedding's height, the head is tied where there is no output.weight, and biases are where
-    their tensors are.
+    The vocabulary is the embedding's height, the head is tied where there is no output.weight, and
+    biases are where their tensors are.
     """
     family = metadata.get("general.architecture")
     if family not in _KNOWN:
@@ -160,14 +164,16 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
 
 
 def _with_bos(config: Config, metadata: dict[str, Any]) -> Config:
-    # llama.cpp puts BOS before a text where the file is silent and the vocabulary is SentencePiece's.
+    # llama.cpp puts BOS before a text where the file is silent and the vocabulary is
+    # SentencePiece's.
     silent = metadata.get("tokenizer.ggml.model") == "llama"
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", silent))
     return replace(config, add_bos=add_bos and config.bos is not None)
 
 
 def _round(value: float) -> float:
-    """Metadata floats are 32 bits wide: 1e-5 comes back as 9.999999747378752e-06. Take the shortest that rounds to it.
+    """Metadata floats are 32 bits wide: 1e-5 comes back as 9.999999747378752e-06. Take the shortest
+    that rounds to it.
 
     >>> _round(9.999999747378752e-06)
     1e-05
@@ -176,10 +182,11 @@ def _round(value: float) -> float:
 
 
 def _llama3(config: Config, factors: Tensor, source: str) -> dict[str, Any]:
-    """Guess the scaling from the factor that divides each frequency [head_dim / 2], and keep it only if it fits.
+    """Guess the scaling from the factor that divides each frequency [head_dim / 2], and keep it
+    only if it fits.
 
-    Every published llama3 scaling blends between 1 and 4 turns of an old context of 8192; the slowest wave is divided
-    by `factor` itself.
+    Every published llama3 scaling blends between 1 and 4 turns of an old context of 8192; the
+    slowest wave is divided by `factor` itself.
     """
     scaling = {
         "rope_type": "llama3",
@@ -229,9 +236,11 @@ def _unpermuted(get: Callable[[], Tensor], heads: int, head_dim: int) -> Tensor:
 
 
 def unpermute(rows: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's order of the rows of queries or keys, [heads * hd, in] or a bias [heads * hd].
+    """Undo llama.cpp's order of the rows of queries or keys, [heads * hd, in] or a bias [heads *
+    hd].
 
-    It turns neighbouring pairs of dimensions (0, 1), (2, 3), ...; Hugging Face turns (0, hd/2), (1, hd/2 + 1), ...
+    It turns neighbouring pairs of dimensions (0, 1), (2, 3), ...; Hugging Face turns (0, hd/2), (1,
+    hd/2 + 1), ...
 
     >>> unpermute(torch.tensor([0, 2, 1, 3]), heads=1).tolist()
     [0, 1, 2, 3]

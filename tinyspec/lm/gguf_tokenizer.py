@@ -1,9 +1,11 @@
-"""A tokenizer from a .gguf file's metadata: tokens, merges or scores, token types, and the name of a splitting rule.
+"""A tokenizer from a .gguf file's metadata: tokens, merges or scores, token types, and the name of
+a splitting rule.
 
-Byte-level BPE (`tokenizer.ggml.model` gpt2) needs to know how a text is split before merging, and the file says so only
-by a name (`tokenizer.ggml.pre`). Converters that know no name write "default", and readers that know no name fall back
-to GPT-2's rule; SmolLM2 read that way merges nothing wrong in words, but sees "a 7" as an unheard-of token. So a
-vocabulary in which no token holds two characters of which one is a digit is read as one that splits digits one by one.
+Byte-level BPE (`tokenizer.ggml.model` gpt2) needs to know how a text is split before merging, and
+the file says so only by a name (`tokenizer.ggml.pre`). Converters that know no name write
+"default", and readers that know no name fall back to GPT-2's rule; SmolLM2 read that way merges
+nothing wrong in words, but sees "a 7" as an unheard-of token. So a vocabulary in which no token
+holds two characters of which one is a digit is read as one that splits digits one by one.
 """
 
 from typing import Any
@@ -24,7 +26,9 @@ _SILENT = ("default", None)
 
 
 def rebuild(metadata: dict[str, Any], source: str) -> Tokenizer | None:
-    """The tokenizer, or None where the file has none. Raises TinyspecError for a kind or a rule not known here."""
+    """The tokenizer, or None where the file has none. Raises TinyspecError for a kind or a rule not
+    known here.
+    """
     kind = metadata.get("tokenizer.ggml.model")
     if kind in (None, "no_vocab"):
         return None
@@ -97,7 +101,9 @@ def _splitting(name: str | None, ordinary: list[str], source: str) -> pre_tokeni
 
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str], source: str) -> Backend:
-    """SentencePiece's BPE joins the pair whose union has the best score: so its merges, in the order of scores."""
+    """SentencePiece's BPE joins the pair whose union has the best score: so its merges, in the
+    order of scores.
+    """
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise TinyspecError(

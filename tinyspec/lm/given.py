@@ -1,7 +1,8 @@
 """The decoder of an encoder-decoder that has read one source, as an ordinary model.
 
-Its session is an ordinary session: trees, views, rewinds and the ledger are the common ones, and so every technique that
-extends a text runs on it. What differs is one thing: after self-attention a row also looks at the source.
+Its session is an ordinary session: trees, views, rewinds and the forward log are the common ones,
+and so every technique that extends a text runs on it. What differs is one thing: after
+self-attention a row also looks at the source.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from tinyspec.lm.transformer import Model
 
 
 class CrossAttentionBlocks(Blocks):
-    """Decoder blocks that also look at a source: cross-attention is part of a layer's attention sublayer."""
+    """Decoder blocks that also look at a source: cross-attention is part of a layer's attention
+    sublayer.
+    """
 
     def __init__(self, host: Seq2Seq, memory: EncoderOutput):
         super().__init__(host.decoder.config, host.decoder.weights)
@@ -78,10 +81,12 @@ def _looked_up(feed: ForwardBatch) -> list[int]:
 
 
 class CompiledCrossAttention(Engine):
-    """The same on the compiled path: a row of a pass gets the same bits whatever is computed beside it.
+    """The same on the compiled path: a row of a pass gets the same bits whatever is computed beside
+    it.
 
-    To the kernels, cross-attention is the attention sublayer of a second stack, whose cache holds the source: rows see its
-    slots alone, and leave their own keys and values, which nobody wants, in one slot behind them.
+    To the kernels, cross-attention is the attention sublayer of a second stack, whose cache holds
+    the source: rows see its slots alone, and leave their own keys and values, which nobody wants,
+    in one slot behind them.
     """
 
     def __init__(self, host: Seq2Seq):
@@ -197,7 +202,9 @@ class Given(Model):
 
 
 def _packed(host: Seq2Seq) -> CompiledCrossAttention | None:
-    """The compiled path of these weights, made once and made anew when they were written to; None: there is none for them."""
+    """The compiled path of these weights, made once and made anew when they were written to; None:
+    there is none for them.
+    """
     if host.dtype != torch.float32 or not packable(host.decoder.config, host.weights):
         return None
     if any(

@@ -1,7 +1,8 @@
-"""config.json in Hugging Face's words, to and from `Config`. Whatever the transformer would get wrong is refused here.
+"""config.json in Hugging Face's words, to and from `Config`. Whatever the transformer would get
+wrong is refused here.
 
-Three families are known: gpt2, llama (also SmolLM, TinyLlama, ...) and qwen2. Where a field is absent, the default is
-the one of the family's class in transformers.
+Three families are known: gpt2, llama (also SmolLM, TinyLlama, ...) and qwen2. Where a field is
+absent, the default is the one of the family's class in transformers.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,9 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 
 
 class Fields:
-    """A JSON object that checks the type of what is asked, and whose errors name the file and the field."""
+    """A JSON object that checks the type of what is asked, and whose errors name the file and the
+    field.
+    """
 
     def __init__(self, source: str, values: dict[str, Any]) -> None:
         self.source, self.values = source, values
@@ -65,7 +68,9 @@ class Fields:
         return value
 
     def only(self, key: str, *allowed: Any) -> None:
-        """The first allowed value is the default; any other changes what is computed, and we do not compute that."""
+        """The first allowed value is the default; any other changes what is computed, and we do not
+        compute that.
+        """
         if self.values.get(key, allowed[0]) not in allowed:
             raise self.refuse(
                 key, " or ".join(map(repr, allowed)) + "; tinyspec computes nothing else here"
@@ -81,7 +86,9 @@ def token_ids(value: Any, source: str, key: str) -> tuple[int, ...]:
 
 
 def from_hf(values: dict[str, Any], source: str = "config.json") -> Config:
-    """Read config.json's content. Token ids are its own; `checkpoint.read` lets generation_config.json win."""
+    """Read config.json's content. Token ids are its own; `checkpoint.read` lets
+    generation_config.json win.
+    """
     f = Fields(source, values)
     if "quantization_config" in values:
         raise f.refuse(
@@ -200,7 +207,9 @@ def _rotary(f: Fields, context: int, **rest: Any) -> Config:
 
 
 def rope(f: Fields) -> tuple[float, dict[str, Any] | None]:
-    """Theta and scaling, from transformers 5's `rope_parameters`, or from `rope_theta` and `rope_scaling` before it."""
+    """Theta and scaling, from transformers 5's `rope_parameters`, or from `rope_theta` and
+    `rope_scaling` before it.
+    """
     name = "rope_parameters" if f.values.get("rope_parameters") else "rope_scaling"
     inner = f.values.get(name) or {}
     if not isinstance(inner, dict):
@@ -225,7 +234,9 @@ _FAMILIES: dict[str, Callable[[Fields, dict[str, Any]], Config]] = {
 
 
 def to_hf(config: Config, dtype: str) -> dict[str, Any]:
-    """The content of config.json, such that transformers builds the same model and `from_hf` gives `config` back."""
+    """The content of config.json, such that transformers builds the same model and `from_hf` gives
+    `config` back.
+    """
     eos = config.eos[0] if len(config.eos) == 1 else list(config.eos) or None
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[config.family]],

@@ -1,4 +1,6 @@
-"""Fetch a checkpoint by its hub id, through `huggingface_hub`: its cache, its offline mode, its resumed downloads."""
+"""Fetch a checkpoint by its hub id, through `huggingface_hub`: its cache, its offline mode, its
+resumed downloads.
+"""
 
 from importlib import import_module
 from pathlib import Path
@@ -11,11 +13,13 @@ _UNWANTED = ["*/*", "consolidated*"]  # other formats beside the model: onnx/, o
 
 
 def snapshot(repo: str, progress: bool = True) -> Path:
-    """The local folder of a hub id `org/name`; only what is not in the cache is downloaded, with a progress bar.
+    """The local folder of a hub id `org/name`; only what is not in the cache is downloaded, with a
+    progress bar.
 
-    Files arrive under a temporary name and are moved when whole, so that an interrupted download can be run again.
-    HF_HUB_OFFLINE=1, HF_ENDPOINT, HF_HOME and HF_TOKEN mean what they mean to huggingface_hub. Raises TinyspecError
-    for an id that is not there or not allowed, for no network, and offline for what is not in the cache.
+    Files arrive under a temporary name and are moved when whole, so that an interrupted download
+    can be run again. HF_HUB_OFFLINE=1, HF_ENDPOINT, HF_HOME and HF_TOKEN mean what they mean to
+    huggingface_hub. Raises TinyspecError for an id that is not there or not allowed, for no
+    network, and offline for what is not in the cache.
     """
     from huggingface_hub import constants, errors, snapshot_download
 

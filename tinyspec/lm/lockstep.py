@@ -1,7 +1,9 @@
-"""Many translations at once, all of one length, a token a step: an encoder-decoder with a cache per row.
+"""Many translations at once, all of one length, a token a step: an encoder-decoder with a cache per
+row.
 
-A session (`Seq2Seq.given`) writes one translation and can take tokens back; these rows cannot, but a thousand of them are
-one product. What they compute is the dense decoder under a causal mask (a test).
+A session (`Seq2Seq.given`) writes one translation and can take tokens back; these rows cannot, but
+a thousand of them are one product. What they compute is the dense decoder under a causal mask (a
+test).
 """
 
 import math

@@ -1,8 +1,10 @@
-"""Where each of our weights lies in somebody's checkpoint: their names, fused or apart, transposed or not.
+"""Where each of our weights lies in somebody's checkpoint: their names, fused or apart, transposed
+or not.
 
-One table serves reading and writing, so that a round trip is the identity. Our matrices are [out, in], and what is
-always multiplied together is one matrix (`Config.shapes`); LLaMA keeps queries, keys and values apart, GPT-2 has
-them fused but stores [in, out] (its "Conv1D"), and .gguf files have their own names and the [out, in] of LLaMA.
+One table serves reading and writing, so that a round trip is the identity. Our matrices are [out,
+in], and what is always multiplied together is one matrix (`Config.shapes`); LLaMA keeps queries,
+keys and values apart, GPT-2 has them fused but stores [in, out] (its "Conv1D"), and .gguf files
+have their own names and the [out, in] of LLaMA.
 """
 
 import re
@@ -17,7 +19,9 @@ from tinyspec.lm.config import Config
 
 
 class Source(NamedTuple):
-    """One of our weights there: the rows of `names` one after another, `rows` of each; `transposed` if [in, out]."""
+    """One of our weights there: the rows of `names` one after another, `rows` of each; `transposed`
+    if [in, out].
+    """
 
     names: tuple[str, ...]
     rows: tuple[int, ...]
@@ -73,7 +77,9 @@ _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bi
 
 
 def layout(config: Config, gguf: bool = False) -> dict[str, Source]:
-    """Where each weight of `config.shapes()` lies, in a Hugging Face checkpoint or in a .gguf file."""
+    """Where each weight of `config.shapes()` lies, in a Hugging Face checkpoint or in a .gguf
+    file.
+    """
     gpt2 = config.family == "gpt2"
     table = (_GGUF_GPT2 if gpt2 else _GGUF) if gguf else (_GPT2 if gpt2 else _LLAMA)
     pieces = {"qkv": (config.q_dim, config.kv_dim, config.kv_dim), "up": (config.d_ff, config.d_ff)}
@@ -97,10 +103,11 @@ def from_checkpoint(
     gguf: bool = False,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Our weights (in `dtype`, None: as stored) from their tensors, each read by a call: no more than one is held twice.
+    """Our weights (in `dtype`, None: as stored) from their tensors, each read by a call: no more
+    than one is held twice.
 
-    Raises TinyspecError, naming `file` and the tensor, for one that is missing, left over, of another shape than
-    config.json says, not a float, or not finite.
+    Raises TinyspecError, naming `file` and the tensor, for one that is missing, left over, of
+    another shape than config.json says, not a float, or not finite.
     """
     have = {name: name for name in theirs}
     if (

@@ -66,7 +66,9 @@ class Node:
     def needs_compute(
         self, plan: Plan, stop: int, n_layers: int, hidden_layers: Iterable[int], head: bool
     ) -> bool:
-        """Whether it must be run to show these taps, and the head's row, at `stop` under `plan`."""
+        """Whether it must be run to show these hidden layers, and the head's row, at `stop` under
+        `plan`.
+        """
         if (
             self.plan != plan
             or self.sublayers_done < stop
@@ -81,7 +83,8 @@ class Node:
     def resume_point(
         self, plan: Plan, stop: int, n_layers: int, hidden_layers: Iterable[int] = ()
     ) -> tuple[int, Tensor | None]:
-        """The last sublayer it can enter at on the way to `stop` under `plan`, with the state (None: the embedding).
+        """The last sublayer it can enter at on the way to `stop` under `plan`, with the state
+        (None: the embedding).
 
         A tap that was not asked for before lies on the way, so it is entered below it.
         """
@@ -95,7 +98,9 @@ class Node:
     def mark_computed(
         self, plan: Plan, start: int, stop: int, states: Mapping[int, Tensor]
     ) -> None:
-        """Was run from `start` to `stop` under `plan`, leaving these states; what lies beyond stays if it agrees."""
+        """Was run from `start` to `stop` under `plan`, leaving these states; what lies beyond stays
+        if it agrees.
+        """
         if plan != self.plan or self.filled or stop > self.sublayers_done:
             self.plan, self.sublayers_done, self.row, self.filled = plan, stop, None, False
             self.states = {at: state for at, state in self.states.items() if 0 < at <= start}
@@ -118,7 +123,9 @@ class Node:
         self.row, self.shown = None, {}
 
     def release(self) -> None:
-        """Dropped with all below it. Parents and children hold each other, so the large tensors are let go here."""
+        """Dropped with all below it. Parents and children hold each other, so the large tensors are
+        let go here.
+        """
         for node in (self, *self.descendants()):
             node.forget()
             node.parent, node.slot, node.children = None, -1, {}

@@ -1,6 +1,7 @@
 """The two operations that cost anything: a product with a weight matrix, and attention.
 
-Everything the transformer computes goes through `linear` and `attend`, so a faster kernel has one place to stand.
+Everything the transformer computes goes through `linear` and `attend`, so a faster kernel has one
+place to stand.
 """
 
 import torch
@@ -13,9 +14,10 @@ TRANSPOSE_MAX_ROWS = 6  # rows up to which torch's float32 product is faster tur
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., i] times weight [o, i] transposed, plus bias [o]: [..., o].
 
-    torch's float32 product of a few rows runs on one thread of a CPU at a fraction of the memory's speed. The same product
-    turned round (weight @ x) is a matrix product that uses all threads; a single row is doubled, for with one column it
-    would be a vector again. In bfloat16, and on one thread, the plain form is the faster one.
+    torch's float32 product of a few rows runs on one thread of a CPU at a fraction of the memory's
+    speed. The same product turned round (weight @ x) is a matrix product that uses all threads; a
+    single row is doubled, for with one column it would be a vector again. In bfloat16, and on one
+    thread, the plain form is the faster one.
     """
     n = x.shape[0]
     if (
@@ -32,7 +34,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def scatter_logits(logits: Tensor, says: Tensor | None, vocabulary: int) -> Tensor:
-    """Logits [..., len(says)] of some ids as logits [..., V] of all: -inf for those that the head has no row for."""
+    """Logits [..., len(says)] of some ids as logits [..., V] of all: -inf for those that the head
+    has no row for.
+    """
     if says is None:
         return logits
     whole = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
@@ -43,9 +47,10 @@ def scatter_logits(logits: Tensor, says: Tensor | None, vocabulary: int) -> Tens
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of n rows over m keys, each key/value head shared by H / KV query heads.
 
-    q [n, H, hd], k and v [KV, m, hd], mask bool [n, m] or [KV, n, m], True where a row may look (None: everywhere), or what
-    `stacked` made of it.
-    Returns [n, H * hd]. The query heads of a group are stacked as rows, so keys are never copied once per head.
+    q [n, H, hd], k and v [KV, m, hd], mask bool [n, m] or [KV, n, m], True where a row may look
+    (None: everywhere), or what `stacked` made of it.
+    Returns [n, H * hd]. The query heads of a group are stacked as rows, so keys are never copied
+    once per head.
     """
     n, heads, width = q.shape
     shared = k.shape[0]
@@ -60,7 +65,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def stacked(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """A bool mask once for every query head of a group, as what is added to scores: 0 or -inf, [.., groups * n, m].
+    """A bool mask once for every query head of a group, as what is added to scores: 0 or -inf, [..,
+    groups * n, m].
 
     It is the same in every layer, so it is made once a pass.
     """
@@ -69,7 +75,9 @@ def stacked(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dense causal attention for training: q [B, T, H, hd], k and v [B, T, KV, hd] -> [B, T, H * hd]."""
+    """Dense causal attention for training: q [B, T, H, hd], k and v [B, T, KV, hd] -> [B, T, H *
+    hd].
+    """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
@@ -77,7 +85,8 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q [B, T, H, hd] over k and v [B or 1, S, H, hd]; mask bool [B or 1, T or 1, S], True where a row may look. -> [B, T, d].
+    """q [B, T, H, hd] over k and v [B or 1, S, H, hd]; mask bool [B or 1, T or 1, S], True where a
+    row may look. -> [B, T, d].
 
     A row that may look nowhere gets zeros.
     """

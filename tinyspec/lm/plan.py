@@ -1,4 +1,6 @@
-"""How much of the model a row runs: the last layer, the sublayers skipped, the slots each attention sees."""
+"""How much of the model a row runs: the last layer, the sublayers skipped, the slots each attention
+sees.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +10,11 @@ Heads = tuple[frozenset[int] | None, ...]
 
 @dataclass(frozen=True)
 class Visible:
-    """Which old positions attention may read: eviction is a set that is not looked at, never a physical drop.
+    """Which old positions attention may read: eviction is a set that is not looked at, never a
+    physical drop.
 
-    layers  one entry a layer: None (sees everything) or, per key/value head, a set of positions (None: everything)
+    layers  one entry a layer: None (sees everything) or, per key/value head, a set of positions
+            (None: everything)
     since   positions >= since are always visible (what came after the set was chosen)
     """
 
@@ -21,13 +25,16 @@ class Visible:
     def everywhere(
         cls, positions: Sequence[int], since: int, n_layers: int, n_kv_heads: int
     ) -> "Visible":
-        """The same positions in every layer and head (a StreamingLLM window with its sinks, say)."""
+        """The same positions in every layer and head (a StreamingLLM window with its sinks,
+        say).
+        """
         return cls((((frozenset(positions),) * n_kv_heads),) * n_layers, since)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A way through the layers. Sublayer 2l is the attention of layer l, 2l + 1 its feed-forward part.
+    """A way through the layers. Sublayer 2l is the attention of layer l, 2l + 1 its feed-forward
+    part.
 
     last     number of layers run (None: all)
     skip     sublayers that are the identity
@@ -64,7 +71,8 @@ class Plan:
     def differs(self, other: "Plan", n_layers: int) -> int:
         """The first sublayer where the two part; 2 * n_layers if they never do.
 
-        This is the one reuse rule: what was computed under one plan up to here holds under the other.
+        This is the one reuse rule: what was computed under one plan up to here holds under the
+        other.
 
         >>> Plan(last=3).differs(Plan(), 12), Plan(skip=frozenset({4, 9})).differs(Plan(), 12)
         (6, 4)

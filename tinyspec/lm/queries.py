@@ -1,6 +1,8 @@
-"""What attention asks with: the queries of one token in every layer, made again from the states that entered the layers.
+"""What attention asks with: the queries of one token in every layer, made again from the states
+that entered the layers.
 
-Retrieval over the cache (which old keys matter now?) needs them; a pass does not keep them. The states are what a tap shows.
+Retrieval over the cache (which old keys matter now?) needs them; a pass does not keep them. The
+states are what a tap shows.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ from tinyspec.lm.transformer import Model
 def queries(model: Model, states: Tensor, position: int) -> Tensor:
     """The queries of the token at `position`, turned to it: [L, H, hd].
 
-    states  [L, d]: what entered each layer (taps 0 to L - 1)
+    states  [L, d]: what entered each layer (hidden layers 0 to L - 1)
     """
     c, weights = model.config, model.weights
     made: list[Tensor] = []
@@ -45,7 +47,9 @@ def queries(model: Model, states: Tensor, position: int) -> Tensor:
 
 
 def mean_keys(cache: Cache, layer: int, chunk: int, chunks: int) -> Tensor:
-    """The mean key of each of the first `chunks` chunks of so many slots, by key/value head: [KV, chunks, hd]."""
+    """The mean key of each of the first `chunks` chunks of so many slots, by key/value head: [KV,
+    chunks, hd].
+    """
     keys = cache.keys[layer][:, : chunk * chunks].contiguous()
     wide = torch.float64 if keys.dtype == torch.float64 else torch.float32
     means: Tensor = keys.to(wide).view(len(keys), chunks, chunk, -1).mean(dim=2)
@@ -53,8 +57,8 @@ def mean_keys(cache: Cache, layer: int, chunk: int, chunks: int) -> Tensor:
 
 
 def chosen(scores: Tensor, keep: int) -> list[list[int]]:
-    """For every head the `keep` chunks with the highest scores [KV, chunks], the first chunk always among them; of equals
-    the earlier one."""
+    """For every head the `keep` chunks with the highest scores [KV, chunks], the first chunk always
+    among them; of equals the earlier one."""
     order: Sequence[Sequence[int]] = (
         scores[:, 1:].argsort(dim=-1, descending=True, stable=True).tolist()
     )

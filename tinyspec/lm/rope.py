@@ -1,6 +1,8 @@
-"""Rotary positions: a query or key at position m is turned by m * frequency in each pair of its dimensions.
+"""Rotary positions: a query or key at position m is turned by m * frequency in each pair of its
+dimensions.
 
-Su et al. 2021, arXiv 2104.09864; the pairing (i, i + hd/2) and the scalings are those of Hugging Face's LLaMA.
+Su et al. 2021, arXiv 2104.09864; the pairing (i, i + hd/2) and the scalings are those of Hugging
+Face's LLaMA.
 """
 
 import math
@@ -13,7 +15,9 @@ from tinyspec.lm.config import Config
 
 
 def frequencies(config: Config) -> Tensor:
-    """Angle per position of each pair of dimensions, [hd / 2], with linear or llama3 scaling applied."""
+    """Angle per position of each pair of dimensions, [hd / 2], with linear or llama3 scaling
+    applied.
+    """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     freq = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling or {}
@@ -30,7 +34,9 @@ def frequencies(config: Config) -> Tensor:
 
 
 def _llama3(freq: Tensor, scaling: dict[str, float]) -> Tensor:
-    """Slow waves (longer than the old context) are stretched by `factor`, fast ones kept, those between blended."""
+    """Slow waves (longer than the old context) are stretched by `factor`, fast ones kept, those
+    between blended.
+    """
     old = scaling["original_max_position_embeddings"]
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     wavelength = 2 * math.pi / freq
@@ -42,7 +48,8 @@ def _llama3(freq: Tensor, scaling: dict[str, float]) -> Tensor:
 
 
 def rotations(config: Config, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin for every position, each [max_positions, 1, hd], the sign of the rotation folded into sin.
+    """cos and sin for every position, each [max_positions, 1, hd], the sign of the rotation folded
+    into sin.
 
     The axis of size 1 broadcasts over heads. A model with learned positions gets empty tables.
     """

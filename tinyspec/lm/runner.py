@@ -1,4 +1,6 @@
-"""Turns nodes into a feed, passes it through the gate, and writes back how far each node has come."""
+"""Turns nodes into a feed, passes it through the gate, and writes back how far each node has
+come.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +21,9 @@ ForwardFn = Callable[[Sequence[ForwardBatch]], list[Scores]]
 
 
 class Runner:
-    """The computing half of a session: its cache, its ledger, what it adopted, and the gate to the model."""
+    """The computing half of a session: its cache, its forward log, what it adopted, and the gate to
+    the model.
+    """
 
     def __init__(self, model: Model, plan: Plan, forward_log: list[ForwardRecord], gate: ForwardFn):
         self.model, self.plan, self.forward_log, self.gate = model, plan, forward_log, gate
@@ -40,7 +44,9 @@ class Runner:
         prefill: bool = False,
         copying: bool = False,
     ) -> Scores:
-        """One forward over these nodes (parents before children), each from where it was left up to sublayer `stop`."""
+        """One forward over these nodes (parents before children), each from where it was left up to
+        sublayer `stop`.
+        """
         plan = plan or self.plan
         n_layers, vocabulary = self.model.config.n_layers, self.model.config.vocab_size
         device = self.model.device
@@ -109,8 +115,9 @@ class Runner:
         return scores
 
     def run_chain(self, nodes: Sequence[Node], first: int) -> Scores:
-        """`run` where nothing is special: nodes that follow one another, each in the slot of its position and behind all that
-        it sees, none of them begun, through the whole model. Logits from the node `first` on."""
+        """`run` where nothing is special: nodes that follow one another, each in the slot of its
+        position and behind all that it sees, none of them begun, through the whole model. Logits
+        from the node `first` on."""
         stop, slots = 2 * self.model.config.n_layers, [node.slot for node in nodes]
         starts = [0] * len(nodes)
         seen: list[Seen] = [(slot + 1, ()) for slot in slots]
@@ -151,7 +158,9 @@ class Runner:
         return self.probes[node.token - vocabulary].to(self.model.device)
 
     def _mark(self, node: Node, plan: Plan, start: int, stop: int) -> None:
-        """Note the layers whose keys and values the node now has, and forget those that no longer belong to it."""
+        """Note the layers whose keys and values the node now has, and forget those that no longer
+        belong to it.
+        """
         first = (start + 1) // 2  # the first layer whose attention was run
         present = self.cache.present[node.slot : node.slot + 1]
         if node.plan != plan or node.filled:
@@ -172,7 +181,9 @@ class Runner:
         paths: Sequence[Seen],
         high: int,
     ) -> None:
-        """Every attention read has its keys: no position is silently missing in a layer that will be read."""
+        """Every attention read has its keys: no position is silently missing in a layer that will
+        be read.
+        """
         own = {node.slot for node in nodes}
         low = min(own)
         if self.cache.present[:low].all() and all(
@@ -200,10 +211,12 @@ class Runner:
 
 
 def visibility(nodes: Sequence[Node]) -> tuple[int, list[Seen]]:
-    """What each row sees: (slots in use, for each row a prefix of committed slots and the slots of its other ancestors).
+    """What each row sees: (slots in use, for each row a prefix of committed slots and the slots of
+    its other ancestors).
 
-    A row sees every committed slot up to its own, its ancestors, and itself; never a sibling. Ancestors stand in lower
-    slots, so a row whose slot equals its position has nothing but ancestors below it.
+    A row sees every committed slot up to its own, its ancestors, and itself; never a sibling.
+    Ancestors stand in lower slots, so a row whose slot equals its position has nothing but
+    ancestors below it.
     """
     seen: list[Seen] = []
     for node in nodes:

@@ -1,11 +1,14 @@
-"""One small encoder-decoder, from the blocks of `blocks.py`: what every technique of chapter 3 runs on.
+"""One small encoder-decoder, from the blocks of `blocks.py`: what every technique of chapter 3 runs
+on.
 
-Vaswani et al. 2017, arXiv 1706.03762, with the norm before each block, sinusoidal positions, and one matrix for the
-embeddings of both languages and the head. The decoder takes any inputs and any mask and decides neither: a technique is
-a choice of decoder input, self-attention mask, loss and loop.
+Vaswani et al. 2017, arXiv 1706.03762, with the norm before each block, sinusoidal positions, and
+one matrix for the embeddings of both languages and the head. The decoder takes any inputs and any
+mask and decides neither: a technique is a choice of decoder input, self-attention mask, loss and
+loop.
 
-Keys and values of the source are made once, by `encode`; candidates and iterations share them. `given(source)` is the
-decoder as an ordinary model whose texts are translations of that source: the autoregressive teacher, in the common loop.
+Keys and values of the source are made once, by `encode`; candidates and iterations share them.
+`given(source)` is the decoder as an ordinary model whose texts are translations of that source: the
+autoregressive teacher, in the common loop.
 """
 
 import math
@@ -32,10 +35,13 @@ __all__ = ["EncoderOutput", "Seq2Seq", "Seq2SeqConfig", "attend_dense", "sinusoi
 
 
 class EncoderOutput(NamedTuple):
-    """What the decoder knows of B sources: made once a sentence, shared by all candidates and iterations.
+    """What the decoder knows of B sources: made once a sentence, shared by all candidates and
+    iterations.
 
-    states [B, S, d], mask [B, S] (True: a token), summary [B, d]: the state of the LENGTH token, where there is one
-    heard  keys and values [B, S, H, hd] of every decoder layer's cross-attention; None: made when they are needed
+    states [B, S, d], mask [B, S] (True: a token), summary [B, d]: the state of the LENGTH token,
+    where there is one
+    heard  keys and values [B, S, H, hd] of every decoder layer's cross-attention; None: made when
+           they are needed
     """
 
     states: Tensor
@@ -54,7 +60,8 @@ class EncoderOutput(NamedTuple):
 class Seq2Seq:
     """Weights that translate. `weights` is flat, with the names of `Seq2SeqConfig.shapes()`.
 
-    ledger  where every pass of the encoder (as `name` + "/encoder") and of the decoder is entered; None: nowhere
+    forward_log  where every pass of the encoder (as `name` + "/encoder") and of the decoder is
+                 entered; None: nowhere
     """
 
     def __init__(
@@ -97,7 +104,9 @@ class Seq2Seq:
         dtype: torch.dtype = torch.float32,
         tokenizer: Tokenizer | None = None,
     ) -> "Seq2Seq":
-        """Fresh weights: embeddings N(0, 1/d), matrices Xavier-normal, what joins the stream scaled by 1/sqrt(sublayers)."""
+        """Fresh weights: embeddings N(0, 1/d), matrices Xavier-normal, what joins the stream scaled
+        by 1/sqrt(sublayers).
+        """
         weights: dict[str, Tensor] = {}
         for name, shape in config.shapes().items():
             if len(shape) == 1:
@@ -127,7 +136,9 @@ class Seq2Seq:
         return cls(*seq2seq_file.read(folder, dtype))
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write config.json, model.safetensors in `dtype` and tokenizer.json, which `load` reads."""
+        """Write config.json, model.safetensors in `dtype` and tokenizer.json, which `load`
+        reads.
+        """
         from tinyspec.lm import seq2seq_file
 
         stored = {
@@ -158,7 +169,9 @@ class Seq2Seq:
         return list(self.weights.values())
 
     def counting(self, forward_log: list[ForwardRecord], name: str | None = None) -> "Seq2Seq":
-        """The same weights, their passes entered in this ledger (under another name): one for each request."""
+        """The same weights, their passes entered in this forward log (under another name): one for
+        each request.
+        """
         twin = copy(self)
         twin.forward_log, twin.name = forward_log, name or self.name
         return twin
@@ -166,7 +179,9 @@ class Seq2Seq:
     # ------------------------------------------------------------------ the passes
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """tokens [B, T] at positions 0..T-1 -> [B, T, d]: embeddings times sqrt(d), plus the sinusoids."""
+        """tokens [B, T] at positions 0..T-1 -> [B, T, d]: embeddings times sqrt(d), plus the
+        sinusoids.
+        """
         self.fits(tokens.shape[-1])
         x = F.embedding(tokens, self.embedding) * math.sqrt(self.config.d_model)
         return x + self.positions[: tokens.shape[-1]]
@@ -179,7 +194,9 @@ class Seq2Seq:
             )
 
     def encode(self, source: Tensor, dropout: float = 0.0) -> EncoderOutput:
-        """source [B, S], padded at the end -> Memory. The LENGTH token stands before the source and has no position."""
+        """source [B, S], padded at the end -> Memory. The LENGTH token stands before the source and
+        has no position.
+        """
         mask = source != self.config.pad  # [B, S]
         x, seen = self.embed(source), mask
         if self.config.lengths:
@@ -214,10 +231,12 @@ class Seq2Seq:
         dropout: float = 0.0,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """One decoder pass: inputs [B, T, d] (with their positions, as `embed` gives) -> normed states [B, T, d].
+        """One decoder pass: inputs [B, T, d] (with their positions, as `embed` gives) -> normed
+        states [B, T, d].
 
         memory     of B sources, or of one that all rows share
-        self_mask  [T, T] or [B, T, T], True where a row may look; None: everywhere. A row that may look nowhere gets nothing.
+        self_mask  [T, T] or [B, T, T], True where a row may look; None: everywhere. A row that may
+                   look nowhere gets nothing.
         slots      [B, T], False at padding: nobody looks there; None: there is none
         """
         heard = memory.heard or self.hear(memory).heard
@@ -238,7 +257,9 @@ class Seq2Seq:
         return self.decoder.final(x)
 
     def logits(self, states: Tensor) -> Tensor:
-        """What `decode` returned, or some rows of it, [..., d] -> logits [..., V]. Its head rows belong to the last pass."""
+        """What `decode` returned, or some rows of it, [..., d] -> logits [..., V]. Its head rows
+        belong to the last pass.
+        """
         if self.forward_log:
             rows = states.shape[:-1].numel()
             self.forward_log[-1] = self.forward_log[-1]._replace(
@@ -266,7 +287,9 @@ class Seq2Seq:
         )
 
     def given(self, source: Sequence[int]) -> "Given":
-        """The decoder as a model of its own, all of whose texts are translations of this source. Texts begin with bos."""
+        """The decoder as a model of its own, all of whose texts are translations of this source.
+        Texts begin with bos.
+        """
         from tinyspec.lm.given import Given  # it stands on this model; this is its front door
 
         return Given(self, source)
@@ -284,13 +307,17 @@ class Seq2Seq:
     def cross(
         self, layer: int, x: Tensor, heard: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> Tensor:
-        """What rows x [B, T, d] take from the source, whose keys and values [B or 1, S, H, hd] were made before."""
+        """What rows x [B, T, d] take from the source, whose keys and values [B or 1, S, H, hd] were
+        made before.
+        """
         name = f"decoder.{layer}.cross"
         q = self._heads(linear(self._normed(name, x), self.weights[f"{name}.q.weight"]))
         return linear(attend_dense(q, *heard, mask), self.weights[f"{name}.out.weight"])
 
     def _by_position(self, layer: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        """NAT's positional attention: queries and keys from the positions alone, values from the states x [B, T, d]."""
+        """NAT's positional attention: queries and keys from the positions alone, values from the
+        states x [B, T, d].
+        """
         name = f"decoder.{layer}.positional"
         q, k = linear(self.positions[: x.shape[1]], self.weights[f"{name}.qk.weight"]).chunk(
             2, dim=-1

@@ -8,12 +8,16 @@ from tinyspec.lm.config import Config
 
 @dataclass(frozen=True)
 class Seq2SeqConfig:
-    """The shape of an encoder-decoder: the blocks of `blocks.py` with LayerNorm, a plain MLP and no biases in products.
+    """The shape of an encoder-decoder: the blocks of `blocks.py` with LayerNorm, a plain MLP and no
+    biases in products.
 
     positional   every decoder layer also attends by position alone (NAT's extra block)
-    lengths      classes of target lengths that the LENGTH token tells, 0 being none of them; 0: there is no such token
-    fertilities  classes of how many target tokens a source token gives, from 0 on; 0: there is no such head
-    extra        config.json's "tinyspec" section: the method it was trained for, its teacher, licence, recipe
+    lengths      classes of target lengths that the LENGTH token tells, 0 being none of them; 0:
+                 there is no such token
+    fertilities  classes of how many target tokens a source token gives, from 0 on; 0: there is no
+                 such head
+    extra        config.json's "tinyspec" section: the method it was trained for, its teacher,
+                 licence, recipe
     """
 
     vocab_size: int
@@ -53,7 +57,9 @@ class Seq2SeqConfig:
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight by its name, with its shape. Linear weights are [out, in]; the embeddings are the head."""
+        """Every weight by its name, with its shape. Linear weights are [out, in]; the embeddings
+        are the head.
+        """
         d = self.d_model
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, d)}
         for part, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):

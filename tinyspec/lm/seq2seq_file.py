@@ -1,7 +1,8 @@
 """A checkpoint of an encoder-decoder, to a config, weights and a tokenizer; and back.
 
-A folder with config.json (its `model_type` is ours: no library has this architecture), model.safetensors with the names of
-`Seq2SeqConfig.shapes()`, and tokenizer.json. What is missing, damaged or contradictory is refused as in checkpoint.py.
+A folder with config.json (its `model_type` is ours: no library has this architecture),
+model.safetensors with the names of `Seq2SeqConfig.shapes()`, and tokenizer.json. What is missing,
+damaged or contradictory is refused as in checkpoint.py.
 """
 
 import json
@@ -31,7 +32,8 @@ _MAY_BE_ZERO = ("pad", "bos", "eos", "mask", "lengths", "fertilities")
 def read(
     folder: str | Path, dtype: torch.dtype | None = None
 ) -> tuple[Seq2SeqConfig, dict[str, Tensor], Tokenizer | None, str]:
-    """Config, weights (on the CPU; `dtype` None: as stored), tokenizer (None where there is no file), name.
+    """Config, weights (on the CPU; `dtype` None: as stored), tokenizer (None where there is no
+    file), name.
 
     Raises TinyspecError, one line that names the file, the field and what to do.
     """

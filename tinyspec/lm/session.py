@@ -1,9 +1,10 @@
 """A session: one text, the guesses that hang from it, and how far each has been computed.
 
-Guesses are keyed by their path: scoring a tree twice, or growing it depth by depth, runs only what has not been run. A
-node remembers under which plan it was computed, how many sublayers it has reached, and the states it can continue from.
-That makes draft trees, half-run children, LayerSkip's continuation and postponed fills one mechanism. The newest
-committed token is left unrun: it is fed with the first tree.
+Guesses are keyed by their path: scoring a tree twice, or growing it depth by depth, runs only what
+has not been run. A node remembers under which plan it was computed, how many sublayers it has
+reached, and the states it can continue from. That makes draft trees, half-run children, LayerSkip's
+continuation and postponed fills one mechanism. The newest committed token is left unrun: it is fed
+with the first tree.
 """
 
 from collections.abc import Sequence
@@ -53,15 +54,17 @@ class Session(Text):
 
     @property
     def cache_exact(self) -> bool:
-        """Whether the cache is what teacher-forcing the text would give. A session that ran every layer says yes."""
+        """Whether the cache is what teacher-forcing the text would give. A session that ran every
+        layer says yes.
+        """
         self._advance_ready()
         return all(node.exact and not node.filled for node in self.committed[: self._ready])
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         """Commit forced tokens and run all but the last; no logits.
 
-        Shows the hidden states of every position from the one that was newest before (the first, in an empty session)
-        up to the last but one, whether they had to be run or not.
+        Shows the hidden states of every position from the one that was newest before (the first, in
+        an empty session) up to the last but one, whether they had to be run or not.
         """
         n_layers, hidden_layers = (
             self.model.config.n_layers,
@@ -116,7 +119,9 @@ class Session(Text):
     # ------------------------------------------------------------------ computing
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        """The target's rows for the root and every node. Runs only what is missing, in one forward."""
+        """The target's rows for the root and every node. Runs only what is missing, in one
+        forward.
+        """
         rows = None if hidden_layers else match_chain(self, tree)
         if rows is None:
             scores, self.scored = self.score_tree(tree, hidden_layers, self.plan)
@@ -141,10 +146,13 @@ class Session(Text):
         return scores
 
     def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
-        """Give committed tokens that left early the keys and values they lack; all but the newest, unless told which.
+        """Give committed tokens that left early the keys and values they lack; all but the newest,
+        unless told which.
 
-        copy       the state at their exit is copied up: keys and values of the layers above are made from it (CALM)
-        recompute  the layers are run after all; this is also what the next `score` does to whatever is left (postpone)
+        copy       the state at their exit is copied up: keys and values of the layers above are
+                   made from it (CALM)
+        recompute  the layers are run after all; this is also what the next `score` does to whatever
+                   is left (postpone)
         """
         n_layers = self.model.config.n_layers
         chosen = [
@@ -169,7 +177,9 @@ class Session(Text):
     def set_probe_embeddings(
         self, rows: Tensor | None, prefix: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Probe embeddings [m, d], named by ids V, V + 1, ...; and K and V [L, KV, P, hd] that probes alone may see."""
+        """Probe embeddings [m, d], named by ids V, V + 1, ...; and K and V [L, KV, P, hd] that
+        probes alone may see.
+        """
         c = self.model.config
         if rows is not None and rows.shape[-1] != c.d_model:
             raise ValueError(f"probe embeddings are [m, {c.d_model}], got {tuple(rows.shape)}")
@@ -182,7 +192,9 @@ class Session(Text):
         self.adopted = 0 if rows is None else len(rows)
 
     def replan(self, plan: Plan) -> None:
-        """Run what comes from now on under another plan; what was run stays as it is (a window that moves on, say)."""
+        """Run what comes from now on under another plan; what was run stays as it is (a window that
+        moves on, say).
+        """
         self.plan = self.runner.plan = plan
 
     def view(self, plan: Plan) -> "View":
@@ -202,14 +214,16 @@ class Session(Text):
         return torch.empty(0, self.model.config.vocab_size, dtype=wide, device=self.model.device)
 
     def _check_hidden_layers(self, hidden_layers: Sequence[int], stop: int) -> tuple[int, ...]:
-        """The layers a drafter asks to see: those that are run, or the top (n_layers), which the head reads."""
+        """The layers a drafter asks to see: those that are run, or the top (n_layers), which the
+        head reads.
+        """
         for tap in hidden_layers:
             if not (0 <= 2 * tap <= stop or tap == self.model.config.n_layers):
                 raise ValueError(f"tap {tap} is not among the {stop // 2} layers that are run")
         return tuple(hidden_layers)
 
     def _states(self, nodes: Sequence[Node], hidden_layers: tuple[int, ...]) -> Tensor:
-        """What these nodes show: [taps, n, d]."""
+        """Return what these nodes show: [layers asked for, n, d]."""
         if not (nodes and hidden_layers):
             return torch.empty(
                 len(hidden_layers),
@@ -223,7 +237,9 @@ class Session(Text):
         )
 
     def _unfinished_tokens(self, stop: int) -> list[Node]:
-        """Committed tokens before the newest that are not at `stop` yet: appended, or left early and not filled."""
+        """Committed tokens before the newest that are not at `stop` yet: appended, or left early
+        and not filled.
+        """
         n_layers, late = self.model.config.n_layers, self.committed[self._ready : -1]
         return [
             n
@@ -245,7 +261,9 @@ class Session(Text):
             self._ready += 1
 
     def _adopt_path(self, nodes: list[Node]) -> None:
-        """What a view computed above tokens that are committed now looked at them as the view ran them: that goes."""
+        """What a view computed above tokens that are committed now looked at them as the view ran
+        them: that goes.
+        """
         super()._adopt_path(nodes)
         for node in (nodes[-1], *nodes[-1].descendants()) if nodes else ():
             if node.invalidate_beyond(self.plan, self.model.config.n_layers):
@@ -260,7 +278,8 @@ class Session(Text):
         head: bool = True,
         trunk: Sequence[Node] = (),
     ) -> tuple[Scores, list[Node]]:
-        """Hang the tree below the newest token (or a view's trunk), run what is missing, and read it off.
+        """Hang the tree below the newest token (or a view's trunk), run what is missing, and read
+        it off.
 
         Returns the scores, and the node of every tree entry.
         """

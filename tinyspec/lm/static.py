@@ -1,13 +1,16 @@
-"""Steps of fixed shape: on a CUDA device a step of a small model is hundreds of launches, and waiting for them is most of it.
+"""Steps of fixed shape: on a CUDA device a step of a small model is hundreds of launches, and
+waiting for them is most of it.
 
-A CUDA graph is launched once and replays them all, if every shape and every address stays what it was. So here nothing
-depends on the text: the rows of a pass are padded to one of a few sizes; a cache has its full room from the beginning, and
-who may look where is a mask over all of it; padding rows write into a slot that nobody reads; and stores of keys and
-values are never freed but handed from a finished session to the next, so the graphs captured on them serve again.
+A CUDA graph is launched once and replays them all, if every shape and every address stays what it
+was. So here nothing depends on the text: the rows of a pass are padded to one of a few sizes; a
+cache has its full room from the beginning, and who may look where is a mask over all of it; padding
+rows write into a slot that nobody reads; and stores of keys and values are never freed but handed
+from a finished session to the next, so the graphs captured on them serve again.
 
-The arithmetic is `blocks.py`'s own. What does not fit the mould goes there: a long prompt, several sessions in one pass,
-rows that enter late, skipped layers, visible sets, prefixes. Without a device nothing is captured and the same steps run as
-they are written, which is how they are tested on a CPU.
+The arithmetic is `blocks.py`'s own. What does not fit the mould goes there: a long prompt, several
+sessions in one pass, rows that enter late, skipped layers, visible sets, prefixes. Without a device
+nothing is captured and the same steps run as they are written, which is how they are tested on a
+CPU.
 """
 
 import weakref
@@ -33,7 +36,8 @@ class Step:
     """One pass of `size` rows over one store: its inputs, its outputs, and how to run it.
 
     given    int64 [3, size]: tokens, positions, slots;  looks  bool [size, slots]
-    states   [L + 1, size, d] before every layer and behind the last;  normed [size, d], logits [size, V]
+    states   [L + 1, size, d] before every layer and behind the last;  normed [size, d], logits
+             [size, V]
     """
 
     def __init__(self, blocks: Blocks, store: Tensor, size: int):
@@ -69,7 +73,9 @@ class Step:
         self.states, self.normed, self.logits = torch.stack(states), blocks.final(x), blocks.head(x)
 
     def capture(self, pool: Any) -> None:
-        """Record the pass; from now on `run` replays it. It is run before, on a stream of its own, as torch asks."""
+        """Record the pass; from now on `run` replays it. It is run before, on a stream of its own,
+        as torch asks.
+        """
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -94,7 +100,9 @@ class Static:
         self._memory = torch.cuda.graph_pool_handle() if self.captures else None
 
     def run(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
-        """A whole pass: states behind the last layer [n, d], taps [taps, n, d], logits [heads, V]; None: too many rows."""
+        """A whole pass: states behind the last layer [n, d], hidden [layers asked for, n, d],
+        logits [heads, V]; None: too many rows.
+        """
         cache, n, n_layers = feed.cache, len(feed.tokens), self.blocks.config.n_layers
         if n > SIZES[-1]:
             return None
@@ -127,7 +135,9 @@ class Static:
         return step.states[n_layers, :n].clone(), hidden, logits
 
     def _house(self, cache: Cache) -> None:
-        """Move a cache into a store of ours, if it does not live in one: of its own capacity, rounded up, and a spare slot."""
+        """Move a cache into a store of ours, if it does not live in one: of its own capacity,
+        rounded up, and a spare slot.
+        """
         if cache.store.data_ptr() in self._known:
             return
         slots = ROOM

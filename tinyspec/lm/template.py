@@ -1,7 +1,8 @@
 """Chat templates: a checkpoint's own Jinja program that turns messages into one text.
 
-Templates come from strangers, so they run in Jinja's immutable sandbox, with the settings and helpers that
-transformers gives them: trimmed blocks, `tojson`, `raise_exception`, `strftime_now`, loop controls, `{% generation %}`.
+Templates come from strangers, so they run in Jinja's immutable sandbox, with the settings and
+helpers that transformers gives them: trimmed blocks, `tojson`, `raise_exception`, `strftime_now`,
+loop controls, `{% generation %}`.
 """
 
 import json
@@ -53,7 +54,8 @@ def render(
     add_generation_prompt: bool,
     tokens: Mapping[str, str],
 ) -> str:
-    """Messages as the checkpoint's one text. `tokens` are the template's variables (`bos_token`, `eos_token`, ...).
+    """Messages as the checkpoint's one text. `tokens` are the template's variables (`bos_token`,
+    `eos_token`, ...).
 
     Raises TinyspecError for a message without text, and for whatever the template itself refuses.
     """

@@ -1,7 +1,9 @@
-"""The text of a session: committed tokens, the guesses that hang from them, and who stands in which slot.
+"""The text of a session: committed tokens, the guesses that hang from them, and who stands in which
+slot.
 
-Nothing here computes. Committed tokens stand in slots 0..n-1 (slot == position); uncommitted nodes stand behind them, a
-parent before its children. Committing a path moves it, and the guesses below it, to where they belong.
+Nothing here computes. Committed tokens stand in slots 0..n-1 (slot == position); uncommitted nodes
+stand behind them, a parent before its children. Committing a path moves it, and the guesses below
+it, to where they belong.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +35,9 @@ class Text:
         return len(self.committed)
 
     def append(self, tokens: Iterable[int]) -> None:
-        """Commit forced tokens. Nodes that already spell them are kept with what they computed; nothing is run."""
+        """Commit forced tokens. Nodes that already spell them are kept with what they computed;
+        nothing is run.
+        """
         tokens = list(tokens)
         self._admit(tokens)
         fresh: list[Node] = []
@@ -44,7 +48,9 @@ class Text:
         self._adopt_path(fresh)
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
-        """Keep a path of the last scored tree, then `next` (unrun). What hangs below survives, all else is dropped."""
+        """Keep a path of the last scored tree, then `next` (unrun). What hangs below survives, all
+        else is dropped.
+        """
         tip = self._newest()
         nodes = [self.scored[i] for i in path]
         for node in nodes:
@@ -84,7 +90,9 @@ class Text:
         return self.committed[-1]
 
     def _admit(self, tokens: Sequence[int], more: int = 0) -> None:
-        """Refuse what the model cannot read: unknown ids, and a text (`more` guesses stand before) that is too long."""
+        """Refuse what the model cannot read: unknown ids, and a text (`more` guesses stand before)
+        that is too long.
+        """
         c = self.model.config
         for token in tokens:
             if not 0 <= token < c.vocab_size:
@@ -97,7 +105,9 @@ class Text:
             )
 
     def _adopt_path(self, nodes: list[Node]) -> None:
-        """Make nodes committed: they and the subtree below the last move into contiguous slots; other guesses go."""
+        """Make nodes committed: they and the subtree below the last move into contiguous slots;
+        other guesses go.
+        """
         self._drop_probes()
         self.scored = []
         if not nodes:

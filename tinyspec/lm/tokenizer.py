@@ -1,4 +1,6 @@
-"""Text to token ids and back, around Hugging Face's `tokenizers`; ids alone never lose a character of a text."""
+"""Text to token ids and back, around Hugging Face's `tokenizers`; ids alone never lose a character
+of a text.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,7 +17,8 @@ from tinyspec.lm.template import Message, render
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of every byte: itself if it prints, else the next free character from U+0100 on.
+    """GPT-2's printable stand-in of every byte: itself if it prints, else the next free character
+    from U+0100 on.
 
     >>> _byte_alphabet()["Ġ"], _byte_alphabet()["A"]
     (32, 65)
@@ -35,7 +38,9 @@ _BYTE_OF = _byte_alphabet()
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with its tokenizer_config.json and chat template. `encode` adds no special token."""
+    """A `tokenizers.Tokenizer` with its tokenizer_config.json and chat template. `encode` adds no
+    special token.
+    """
 
     def __init__(
         self,
@@ -53,7 +58,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint folder."""
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint
+        folder.
+        """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -104,7 +111,8 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of a text, without BOS or EOS.
 
-        A special token spelled out in a text is text, unless `special`: nobody ends a turn by writing `<|im_end|>`.
+        A special token spelled out in a text is text, unless `special`: nobody ends a turn by
+        writing `<|im_end|>`.
         """
         self.backend.encode_special_tokens = (
             not special
@@ -134,7 +142,9 @@ class Tokenizer:
             return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of these ids. Ids beyond the vocabulary (a padded embedding has some) have no text."""
+        """The text of these ids. Ids beyond the vocabulary (a padded embedding has some) have no
+        text.
+        """
         try:
             return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
         except (OverflowError, TypeError) as error:
@@ -143,7 +153,9 @@ class Tokenizer:
             ) from error
 
     def stream(self, skip_special: bool = True) -> Detokeniser:
-        """An incremental `decode`: the pieces, joined, equal the decoding of all ids; never half a character."""
+        """An incremental `decode`: the pieces, joined, equal the decoding of all ids; never half a
+        character.
+        """
         skipped = self.special_ids if skip_special else frozenset[int]()
 
         def token(id: int) -> str | None:
@@ -180,7 +192,9 @@ class Tokenizer:
         return any(part["type"] == "ByteLevel" for part in kind.get("decoders", [kind]))
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a conversation, by the checkpoint's template; special tokens in the result are parsed."""
+        """Ids of a conversation, by the checkpoint's template; special tokens in the result are
+        parsed.
+        """
         if self.chat_template is None:
             raise TinyspecError(
                 "this model has no chat template; give it a plain text prompt, or use a chat model"
@@ -199,7 +213,9 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of every id and its token: what was made with another vocabulary can be told by it."""
+        """A hash of every id and its token: what was made with another vocabulary can be told by
+        it.
+        """
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         entries = sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0]))
         return blake2b(json.dumps(entries).encode(), digest_size=16).hexdigest()

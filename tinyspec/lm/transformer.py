@@ -1,11 +1,12 @@
 """One decoder-only transformer, of which GPT-2 and LLaMA are configurations.
 
-Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). What differs between the families is a setting
-each: LayerNorm or RMSNorm, learned positions or rotations, one key per query head or per group, a plain or a gated MLP,
-biases.
+Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). What differs between the
+families is a setting each: LayerNorm or RMSNorm, learned positions or rotations, one key per query
+head or per group, a plain or a gated MLP, biases.
 
-`Model.forward(feeds)` is the only place that computes at inference. It is ragged: every session passes its own rows,
-and a batch is nothing but several feeds. `Model.training_logits(ids)` is the same blocks over dense text with gradients.
+`Model.forward(feeds)` is the only place that computes at inference. It is ragged: every session
+passes its own rows, and a batch is nothing but several feeds. `Model.training_logits(ids)` is the
+same blocks over dense text with gradients.
 """
 
 import math
@@ -73,7 +74,9 @@ class Model:
         return path if isinstance(path, Engine) else None
 
     def pack(self) -> "Model":
-        """Turn to the compiled path where there is one for these weights; done at the first forward, or before by `load`."""
+        """Turn to the compiled path where there is one for these weights; done at the first
+        forward, or before by `load`.
+        """
         if isinstance(self.__dict__.get("_path"), Engine):
             return self
         me = (
@@ -101,7 +104,9 @@ class Model:
     def random(
         cls, config: Config, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.02
     ) -> "Model":
-        """Fresh weights as GPT-2 draws them: N(0, scale), what enters the residual stream scaled by 1/sqrt(2 L)."""
+        """Fresh weights as GPT-2 draws them: N(0, scale), what enters the residual stream scaled by
+        1/sqrt(2 L).
+        """
         generator = torch.Generator().manual_seed(seed)
         weights: dict[str, Tensor] = {}
         for name, shape in config.shapes().items():
@@ -158,7 +163,9 @@ class Model:
     def session(
         self, forward_log: "list[ForwardRecord] | None" = None, gate: "BatchBarrier | None" = None
     ) -> "Session":
-        """A new text to extend; `gate` stands in front of `forward` (a batch waits there for company)."""
+        """A new text to extend; `gate` stands in front of `forward` (a batch waits there for
+        company).
+        """
         from tinyspec.lm.session import (
             Session,
         )  # the session stands on the model; this is its front door
@@ -166,7 +173,9 @@ class Model:
         return Session(self, forward_log=forward_log, gate=gate.through(self) if gate else None)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Next-token logits after every prefix of `ids`: [len, V], float32 (float64 for a float64 model)."""
+        """Next-token logits after every prefix of `ids`: [len, V], float32 (float64 for a float64
+        model).
+        """
         if isinstance(self.pack()._path, Engine) and len(ids):
             session = self.session()
             session.extend(ids[:1])
@@ -176,11 +185,15 @@ class Model:
         return rows if rows.dtype == torch.float64 else rows.float()
 
     def training_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
-        """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what joins the stream."""
+        """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what
+        joins the stream.
+        """
         return self.dense().training_logits(ids, dropout)
 
     def dense(self) -> Blocks:
-        """The blocks in torch, whichever path inference takes: dense text with gradients, any exit."""
+        """The blocks in torch, whichever path inference takes: dense text with gradients, any
+        exit.
+        """
         return (
             self._path
             if isinstance(self._path, Blocks)
@@ -190,10 +203,12 @@ class Model:
     # ------------------------------------------------------------------ inference
 
     def forward(self, feeds: Sequence[ForwardBatch]) -> list[Scores]:
-        """Run every feed's rows through the layers its plan names. The only place that computes; writes the ledger.
+        """Run every feed's rows through the layers its plan names. The only place that computes;
+        writes the forward log.
 
-        Rows of all feeds stand in one matrix, so each weight is read once for all of them; only attention is per feed.
-        A row that enters late (`starts` > 0) waits with its state unchanged until its sublayer comes.
+        Rows of all feeds stand in one matrix, so each weight is read once for all of them; only
+        attention is per feed. A row that enters late (`starts` > 0) waits with its state unchanged
+        until its sublayer comes.
         """
         if isinstance(self.pack()._path, Engine):
             return self._forward(feeds)
@@ -209,7 +224,9 @@ class Model:
         choose: NextTokenFn,
         forward_log: list[ForwardRecord],
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """`forward` of one row after the other, each of which chooses the next, as a draft model does: see `Engine.chain`."""
+        """`forward` of one row after the other, each of which chooses the next, as a draft model
+        does: see `Engine.chain`.
+        """
         assert self.engine is not None
         ran = self.engine.chain(cache, token, slot, most, choose)
         forward_log += [ForwardRecord(self.name, 1, float(self.config.n_layers), 1)] * len(ran)
@@ -255,7 +272,9 @@ class Model:
         return self._leave(feeds, x, hidden_layers, works)
 
     def _whole(self, feed: ForwardBatch, x: Tensor, hidden: Tensor, logits: Tensor) -> Scores:
-        """A pass of one session's rows from their embeddings through all layers: what `_forward` says of it."""
+        """A pass of one session's rows from their embeddings through all layers: what `_forward`
+        says of it.
+        """
         for at in feed.snapshot:
             feed.kept[at] = x
         n = len(feed.tokens)
@@ -273,7 +292,9 @@ class Model:
         hidden_layers: list[dict[int, Tensor]],
         works: list[int],
     ) -> list[Scores]:
-        """Head, taps and ledger entries: one product with the vocabulary matrix for all feeds."""
+        """Head, hidden layers and entries of the forward log: one product with the vocabulary
+        matrix for all feeds.
+        """
         offset, wanted = 0, list[int]()
         for feed, seen in zip(feeds, hidden_layers, strict=True):
             if self.config.n_layers in feed.hidden_layers:

@@ -1,8 +1,8 @@
 """A view: the same weights, text and nodes under another plan.
 
-A view has a text of its own beyond the session's: its trunk, a chain of the session's uncommitted nodes. So a decoder
-can run on a view (LayerSkip's draft, TriForce's middle level) while the session knows its trunk as nodes that it may
-verify; what both plans compute alike is computed once.
+A view has a text of its own beyond the session's: its trunk, a chain of the session's uncommitted
+nodes. So a decoder can run on a view (LayerSkip's draft, TriForce's middle level) while the session
+knows its trunk as nodes that it may verify; what both plans compute alike is computed once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,9 @@ from tinyspec.tree import TokenTree
 
 
 class View:
-    """A target on somebody else's session. Its text is the session's committed text plus its trunk."""
+    """A target on somebody else's session. Its text is the session's committed text plus its
+    trunk.
+    """
 
     cache_exact = False  # its nodes are computed under the plan
 
@@ -37,10 +39,13 @@ class View:
         return len(self.session) + len(self._trunk) if self._at is None else self._at
 
     def _follow(self) -> None:
-        """The session has gone on: drop what is committed by now, or everything if it went another way."""
+        """The session has gone on: drop what is committed by now, or everything if it went another
+        way.
+        """
         committed = self.session.committed
         kept = [node for node in self._trunk if node.position >= len(committed)]
-        # its parent would not do: a token that was committed and taken back still names the parent that has dropped it
+        # its parent would not do: a token that was committed and taken back still names the parent
+        # that has dropped it
         hangs = bool(kept and committed) and committed[-1].children.get(kept[0].token) is kept[0]
         self._trunk = kept if hangs else []
         if self._at is not None and self._at >= len(self.session):
@@ -70,7 +75,9 @@ class View:
             self._trunk.append(tip.children.get(token) or Node(token, tip))
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
-        """Commit forced tokens to the trunk. They run with the next tree; no hidden states are shown."""
+        """Commit forced tokens to the trunk. They run with the next tree; no hidden states are
+        shown.
+        """
         self.append(tokens)
         return self.session.extend((), hidden_layers)
 

@@ -1,1 +1,3 @@
-"""Chapter 3: non-autoregressive generation. Many tokens in one pass, and what that costs in dependence."""
+"""Chapter 3: non-autoregressive generation. Many tokens in one pass, and what that costs in
+dependence.
+"""

@@ -1,28 +1,33 @@
 """Parallel decoding: greedy decoding as a system of equations, solved by Jacobi iteration.
 
-Santilli et al., ACL 2023, arXiv 2305.10427. Greedy decoding of m tokens is the system y_i = argmax p(. | x, y_<i). It is
-triangular, so it has one solution, and Jacobi iteration reaches it: guess all m tokens, and in one causal pass replace each
-by what the model says in its place, given the guesses before it; again, until nothing changes. What makes it *this*
-technique: the model is an unchanged autoregressive one, no draft stands beside it, and the guesses of a sweep are the answers
-of the sweep before. PJ sweeps over all m tokens, PGJ over blocks of b from left to right (Gauss-Seidel between blocks, Jacobi
-inside; b = 1 is autoregression), HGJ over the blocks of a prefix, looking for the end of text behind each, and goes on
-autoregressively, so that no length need be known. Nothing is trained.
+Santilli et al., ACL 2023, arXiv 2305.10427. Greedy decoding of m tokens is the system y_i = argmax
+p(. | x, y_<i). It is triangular, so it has one solution, and Jacobi iteration reaches it: guess all
+m tokens, and in one causal pass replace each by what the model says in its place, given the guesses
+before it; again, until nothing changes. What makes it *this* technique: the model is an unchanged
+autoregressive one, no draft stands beside it, and the guesses of a sweep are the answers of the
+sweep before. PJ sweeps over all m tokens, PGJ over blocks of b from left to right (Gauss-Seidel
+between blocks, Jacobi inside; b = 1 is autoregression), HGJ over the blocks of a prefix, looking
+for the end of text behind each, and goes on autoregressively, so that no length need be known.
+Nothing is trained.
 
-Theorem: after k sweeps the first k tokens are final, so m sweeps are enough, and greedy text is the only fixed point. Tested
-in tests/nonautoregressive/test_jacobi.py, with the laws of tinyspec/laws/sweeps.py: every start of small blocks, the only fixed
-point by trying all texts, and targets on which each sweep fixes one token and no more; on language models, and on the
+Theorem: after k sweeps the first k tokens are final, so m sweeps are enough, and greedy text is the
+only fixed point. Tested in tests/nonautoregressive/test_jacobi.py, with the laws of
+tinyspec/laws/sweeps.py: every start of small blocks, the only fixed point by trying all texts, and
+targets on which each sweep fixes one token and no more; on language models, and on the
 autoregressive translator (`Seq2Seq.given`), for which the paper made it.
 
-In the frame a sweep is a draft: what is left of the block hangs below the newest token as a chain. The walk accepts the
-tokens that came true and adds the next, so whatever has a final input is committed in the sweep that computed it, its keys and
-values are kept, and no pass confirms what is known. `solve` is the algorithm as published: it stops at y = y', which may take
-a pass more (m + 1), and is the frame's oracle in the tests.
+In the frame a sweep is a draft: what is left of the block hangs below the newest token as a chain.
+The walk accepts the tokens that came true and adds the next, so whatever has a final input is
+committed in the sweep that computed it, its keys and values are kept, and no pass confirms what is
+known. `solve` is the algorithm as published: it stops at y = y', which may take a pass more (m +
+1), and is the frame's oracle in the tests.
 
-Guarantee: EXACT. At temperature 0 it is Jacobi iteration; above, the same guesses are judged as point masses.
-What to expect: the paper reports up to 38 % more speed on translation, nearly twice the speed on more cores; Kou et al. (arXiv
-2403.00835) report 1.05x for large language models. `tinyspec bench sweeps` measures it here.
-Left out: the authors' dependency visualiser, of which `Sweep` is the data; their code keeps one key a sweep, here all final
-ones are kept.
+Guarantee: EXACT. At temperature 0 it is Jacobi iteration; above, the same guesses are judged as
+point masses. What to expect: the paper reports up to 38 % more speed on translation, nearly twice
+the speed on more cores; Kou et al. (arXiv 2403.00835) report 1.05x for large language models.
+`tinyspec bench sweeps` measures it here.
+Left out: the authors' dependency visualiser, of which `Sweep` is the data; their code keeps one key
+a sweep, here all final ones are kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,14 +48,18 @@ from tinyspec.tree import TokenTree
 # ---------------------------------------------------------------------- the algorithm as published (section 3)
 
 Says = Callable[[Sequence[int], Sequence[int]], list[int]]
-"""(text, block) -> what the model says in every place of the block, given the text and the block's tokens before it: a pass."""
+"""(text, block) -> what the model says in every place of the block, given the text and the block's
+tokens before it: a pass.
+"""
 
 Start = Callable[[int, Sequence[int]], list[int]]
 """(n, text) -> the first guess of the next n tokens."""
 
 
 def iterate(says: Says, text: Sequence[int], block: Sequence[int]) -> list[list[int]]:
-    """PJ: the block and every sweep's answer, until one is equal to its guess. At most m + 1 sweeps for m tokens."""
+    """PJ: the block and every sweep's answer, until one is equal to its guess. At most m + 1 sweeps
+    for m tokens.
+    """
     states = [list(block)]
     while len(states) == 1 or states[-1] != states[-2]:
         states.append(says(text, states[-1]))
@@ -58,7 +67,9 @@ def iterate(says: Says, text: Sequence[int], block: Sequence[int]) -> list[list[
 
 
 class Solved(NamedTuple):
-    """tokens: the text that was made. blocks: of each block its states, the first guess in front."""
+    """tokens: the text that was made. blocks: of each block its states, the first guess in
+    front.
+    """
 
     tokens: list[int]
     blocks: list[list[list[int]]]
@@ -81,7 +92,8 @@ def solve(
     """PGJ; with block >= length PJ, with a prefix HGJ.
 
     length  the most tokens to make
-    prefix  tokens that are solved in blocks; what comes behind them is made one by one (None: all are solved in blocks)
+    prefix  tokens that are solved in blocks; what comes behind them is made one by one (None: all
+            are solved in blocks)
     ends    ids that end a text: looked for behind each block
     """
     made, blocks = list[int](), list[list[list[int]]]()
@@ -102,7 +114,9 @@ def solve(
 
 
 def asked(target: Target) -> Says:
-    """A target as the algorithm sees it, at temperature 0. Its session runs only what it has not run below the same text."""
+    """A target as the algorithm sees it, at temperature 0. Its session runs only what it has not
+    run below the same text.
+    """
     held = list[int]()
 
     def says(text: Sequence[int], block: Sequence[int]) -> list[int]:
@@ -122,7 +136,8 @@ class Sweep(NamedTuple):
 
     guess  [n] what stood there: all but the block's last token, which nothing reads
     said   [n + 1] what the model says in their places
-    fixed  how many of `said` are final now; in sampling the last of these is drawn, and may be another token
+    fixed  how many of `said` are final now; in sampling the last of these is drawn, and may be
+           another token
     """
 
     guess: tuple[int, ...]
@@ -165,7 +180,9 @@ class Jacobi(BaseDrafter):
         self.begun = None if self.begun is None else min(self.begun, length)
 
     def start(self, n: int, text: Sequence[int], rng: RandomSource) -> list[int]:
-        """The first guess of n tokens: the padding, random tokens, random tokens of the text, or the newest one again."""
+        """The first guess of n tokens: the padding, random tokens, random tokens of the text, or
+        the newest one again.
+        """
         if self.init in ("random", "prompt"):
             choices = range(self.vocabulary) if self.init == "random" else text
             uniforms = rng.uniforms(n)
@@ -196,7 +213,9 @@ class Jacobi(BaseDrafter):
         return TokenTree.chain(self.block[:-1][:max_draft_depth])
 
     def said(self, round: Round) -> list[int]:
-        """What the model held for likeliest in every place of this round, [n + 1]: after the penalty, which reorders."""
+        """What the model held for likeliest in every place of this round, [n + 1]: after the
+        penalty, which reorders.
+        """
         scores, tree = round.scores, round.tree
         if not len(scores.logits):  # tokens from outside
             return []

@@ -1,22 +1,29 @@
-"""Mask-Predict: write all words at once, then mask those you were least sure of and write them again, knowing the others.
+"""Mask-Predict: write all words at once, then mask those you were least sure of and write them
+again, knowing the others.
 
-Ghazvininejad, Levy, Liu, Zettlemoyer, EMNLP 2019, arXiv 1904.09324. A conditional masked language model fills in *any* subset
-of the target's words, from the source and the other words. Decoding is T passes: the first fills in everything; before pass
-t = 1..T-1 the n = floor(N (T - t) / T) words with the lowest probabilities are masked, and predicted again together. So a
-translation that the first pass was torn about is settled word by word. What makes it Mask-Predict: training hides 1 to N
-words, each number equally often, so that an empty page is as familiar as a full one (15 %, as BERT hides, never shows one);
-a word that stays keeps the probability it was *given*, stale on purpose; a LENGTH token before the source tells the length,
-the l likeliest lengths are tried as one batch, and the one with the best mean log-probability wins.
+Ghazvininejad, Levy, Liu, Zettlemoyer, EMNLP 2019, arXiv 1904.09324. A conditional masked language
+model fills in *any* subset of the target's words, from the source and the other words. Decoding is
+T passes: the first fills in everything; before pass t = 1..T-1 the n = floor(N (T - t) / T) words
+with the lowest probabilities are masked, and predicted again together. So a translation that the
+first pass was torn about is settled word by word. What makes it Mask-Predict: training hides 1 to N
+words, each number equally often, so that an empty page is as familiar as a full one (15 %, as BERT
+hides, never shows one); a word that stays keeps the probability it was *given*, stale on purpose; a
+LENGTH token before the source tells the length, the l likeliest lengths are tried as one batch, and
+the one with the best mean log-probability wins.
 
-Trained: everything, by `loss`: cross-entropy of the hidden words alone, labels smoothed by 0.1, and that of the length, both
-summed and divided by the number of hidden words, as the released code does. That code never hides all N words (its random
-number ends at N - 1), where the paper says 1 to N: here it is the paper. As published: sentences translated by a teacher.
+Trained: everything, by `loss`: cross-entropy of the hidden words alone, labels smoothed by 0.1, and
+that of the length, both summed and divided by the number of hidden words, as the released code
+does. That code never hides all N words (its random number ends at N - 1), where the paper says 1 to
+N: here it is the paper. As published: sentences translated by a teacher.
 
-Guarantee: APPROX. No setting gives the teacher's law; T = 1 is one parallel pass. Its own rule is proved in laws/masking.py by
-an oracle that decodes each length by itself, without padding; tests/nonautoregressive/test_mask_predict.py has the schedule,
-strictly falling for T <= N, and that words which stay do not change. Passes: T of the decoder, l rows wide, and one of the
-encoder, whose keys and values all rows and passes share; the decoder's own cannot be kept, as every word may change.
-Left out: nothing. Of equally sure words the leftmost is masked, and special tokens are never written: the paper leaves it open.
+Guarantee: APPROX. No setting gives the teacher's law; T = 1 is one parallel pass. Its own rule is
+proved in laws/masking.py by an oracle that decodes each length by itself, without padding;
+tests/nonautoregressive/test_mask_predict.py has the schedule, strictly falling for T <= N, and that
+words which stay do not change. Passes: T of the decoder, l rows wide, and one of the encoder, whose
+keys and values all rows and passes share; the decoder's own cannot be kept, as every word may
+change.
+Left out: nothing. Of equally sure words the leftmost is masked, and special tokens are never
+written: the paper leaves it open.
 """
 
 from collections.abc import Sequence
@@ -44,7 +51,9 @@ class Batch(NamedTuple):
 
 
 def hide(slots: Tensor, generator: torch.Generator) -> Tensor:
-    """Which slots [B, T] are masked: 1 to N of each row, each number equally likely, and each choice of so many."""
+    """Which slots [B, T] are masked: 1 to N of each row, each number equally likely, and each
+    choice of so many.
+    """
     lengths = slots.sum(dim=1)
     share = torch.rand(len(slots), generator=generator, device=slots.device)
     count = (share * lengths).long() + 1  # [B], share < 1
@@ -58,7 +67,9 @@ def loss(
     dropout: float = 0.0,
     smoothing: float = 0.1,
 ) -> Tensor:
-    """-sum over hidden t of log p(y_t | what is not hidden, x), and -log p(N | x), per hidden token."""
+    """-sum over hidden t of log p(y_t | what is not hidden, x), and -log p(N | x), per hidden
+    token.
+    """
     source, target = batch
     config, slots = model.config, target != model.config.pad
     lengths = slots.sum(dim=1)
@@ -83,7 +94,8 @@ def loss(
 
 
 def masked(length: Tensor, iteration: int, iterations: int) -> Tensor:
-    """How many of a row's words pass t of T predicts: all in pass 0, then floor(N (T - t) / T), at least 1.
+    """How many of a row's words pass t of T predicts: all in pass 0, then floor(N (T - t) / T), at
+    least 1.
 
     >>> [int(masked(torch.tensor(6), t, 4)) for t in range(4)]
     [6, 4, 3, 1]
@@ -92,7 +104,9 @@ def masked(length: Tensor, iteration: int, iterations: int) -> Tensor:
 
 
 def least(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
-    """The count [C] slots of each row with the lowest scores [C, T], of equals the leftmost; padding is never among them."""
+    """The count [C] slots of each row with the lowest scores [C, T], of equals the leftmost;
+    padding is never among them.
+    """
     order = scores.masked_fill(~slots, torch.inf).argsort(dim=1, stable=True)
     rank = order.argsort(dim=1)  # the place of each slot in that order
     return (rank < count[:, None]) & slots
@@ -101,7 +115,9 @@ def least(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
 def predict(
     model: Seq2Seq, tokens: Tensor, slots: Tensor, memory: EncoderOutput
 ) -> tuple[Tensor, Tensor]:
-    """One decoder pass over tokens [C, T], some of them masks: the likeliest words, and their log-probabilities."""
+    """One decoder pass over tokens [C, T], some of them masks: the likeliest words, and their
+    log-probabilities.
+    """
     c = model.config
     logits = model.logits(model.decode(model.embed(tokens), memory, None, slots=slots))  # [C, T, V]
     special = torch.tensor([c.pad, c.bos, c.eos, c.mask], device=logits.device)
@@ -110,7 +126,9 @@ def predict(
 
 
 class MaskPredict:
-    """T passes over the l likeliest lengths at once. `extra` of its canvas: the slots that the last pass predicted."""
+    """T passes over the l likeliest lengths at once. `extra` of its canvas: the slots that the last
+    pass predicted.
+    """
 
     def __init__(self, model: Seq2Seq, iterations: int, lengths: int):
         self.model, self.iterations, self.width = model, iterations, lengths
@@ -124,7 +142,9 @@ class MaskPredict:
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
-        """Mask what is least sure, predict it; everything else keeps its word and the probability it had."""
+        """Mask what is least sure, predict it; everything else keeps its word and the probability
+        it had.
+        """
         again = least(
             canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
         )

@@ -1,26 +1,33 @@
-"""NAT: all target words in one pass, because every source word has said how many of them are its own.
+"""NAT: all target words in one pass, because every source word has said how many of them are its
+own.
 
-Gu, Bradbury, Xiong, Li, Socher, ICLR 2018, arXiv 1711.02281. A model that writes all places at once cannot agree with itself:
-each place takes its likeliest word, whatever translation its neighbours have in mind. The paper moves the choice into a latent
-sequence that can be written at once: the *fertility* of each source word, how many target words it produces. The fertilities
-add up to the target's length, and the decoder reads each source word as often as it is fertile. Given them, much less is left
-to agree about. What makes it NAT: the fertilities (not a length and evenly spread copies), self-attention that sees all
-places but its own, a positional attention block in every decoder layer, and, in *noisy parallel decoding*, several fertility
-sequences at once, of whose translations the autoregressive teacher keeps the one it finds likeliest.
+Gu, Bradbury, Xiong, Li, Socher, ICLR 2018, arXiv 1711.02281. A model that writes all places at once
+cannot agree with itself: each place takes its likeliest word, whatever translation its neighbours
+have in mind. The paper moves the choice into a latent sequence that can be written at once: the
+*fertility* of each source word, how many target words it produces. The fertilities add up to the
+target's length, and the decoder reads each source word as often as it is fertile. Given them, much
+less is left to agree about. What makes it NAT: the fertilities (not a length and evenly spread
+copies), self-attention that sees all places but its own, a positional attention block in every
+decoder layer, and, in *noisy parallel decoding*, several fertility sequences at once, of whose
+translations the autoregressive teacher keeps the one it finds likeliest.
 
-Trained: everything, on the sentences as the teacher translates them (sequence-level distillation, Kim, Rush 2016, arXiv
-1606.07947: a student that sees one translation of each sentence has less to agree about; on people's translations NAT mixes
-several). An aligner supplies the fertilities, here `tinyspec/training/aligner.py`: `loss` is -log p_F(f|x) - sum_t log p(y_t|x,
-f). Then `finetune`: the word-level reverse KL to the teacher, for the fertilities by REINFORCE with the average fertilities as
-baseline.
+Trained: everything, on the sentences as the teacher translates them (sequence-level distillation,
+Kim, Rush 2016, arXiv 1606.07947: a student that sees one translation of each sentence has less to
+agree about; on people's translations NAT mixes several). An aligner supplies the fertilities, here
+`tinyspec/training/aligner.py`: `loss` is -log p_F(f|x) - sum_t log p(y_t|x, f). Then `finetune`:
+the word-level reverse KL to the teacher, for the fertilities by REINFORCE with the average
+fertilities as baseline.
 
-Guarantee: APPROX, with s, the number of samples: its own rule is proved by an exact oracle (laws/fertility_laws.py) that walks
-all fertility sequences. Tested in tests/nonautoregressive/test_nat.py: T is the sum of the fertilities, samples of a larger
-s contain those of a smaller, so that the teacher's score never falls; the gradient of fine-tuning is that of the exact
-expectation. Decoder passes: one, s rows wide; for s > 1 the teacher's encoder and decoder pass once more over all s.
-The weight 0.25 of fine-tuning is from memory of the paper; the authors' released code mixes by another constant.
-Left out: nothing. The paper aligned by fast_align. Candidates are compared by the teacher's probability, without the length
-normalisation of the authors' code. Special tokens are never written.
+Guarantee: APPROX, with s, the number of samples: its own rule is proved by an exact oracle
+(laws/fertility_laws.py) that walks all fertility sequences. Tested in
+tests/nonautoregressive/test_nat.py: T is the sum of the fertilities, samples of a larger s contain
+those of a smaller, so that the teacher's score never falls; the gradient of fine-tuning is that of
+the exact expectation. Decoder passes: one, s rows wide; for s > 1 the teacher's encoder and decoder
+pass once more over all s. The weight 0.25 of fine-tuning is from memory of the paper; the authors'
+released code mixes by another constant.
+Left out: nothing. The paper aligned by fast_align. Candidates are compared by the teacher's
+probability, without the length normalisation of the authors' code. Special tokens are never
+written.
 """
 
 from collections.abc import Sequence
@@ -42,7 +49,9 @@ from tinyspec.technique import Guarantee, Knob, RefineRequest, technique
 
 
 def copied(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
-    """source [B, S] by fertilities [B, S] -> what the decoder reads [B, T], and which places are slots [B, T]."""
+    """source [B, S] by fertilities [B, S] -> what the decoder reads [B, T], and which places are
+    slots [B, T].
+    """
     places, slots = by_fertility(fertilities)
     return source.gather(1, places), slots
 
@@ -50,7 +59,9 @@ def copied(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
 def parallel(
     model: Seq2Seq, read: Tensor, slots: Tensor, memory: EncoderOutput, dropout: float = 0.0
 ) -> Tensor:
-    """One pass over all places: states [B, T, d]. A place attends to all others: its own copy is in its residual stream."""
+    """One pass over all places: states [B, T, d]. A place attends to all others: its own copy is in
+    its residual stream.
+    """
     others = ~torch.eye(read.shape[1], dtype=torch.bool, device=read.device)
     return model.decode(model.embed(read), memory, others, dropout, slots)
 
@@ -69,7 +80,9 @@ def average(law: Tensor) -> Tensor:
 
 
 def sane(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: Tensor) -> Tensor:
-    """Fertilities [B, S] of sources [B, S] that can be decoded; law [B, S, L] is p_F. Sums beyond 2 |x| have gone astray."""
+    """Fertilities [B, S] of sources [B, S] that can be decoded; law [B, S, L] is p_F. Sums beyond 2
+    |x| have gone astray.
+    """
     mask = source != model.config.pad
     room = 2 * mask.sum(dim=1, keepdim=True) + SPARE
     room = room.clamp(max=model.config.max_positions - 1)  # the teacher also reads the beginning
@@ -80,7 +93,9 @@ def sane(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: Tensor) -> Te
 
 
 class Batch(NamedTuple):
-    """What `loss` trains on: source [B, S] and target [B, T] padded at the end, fertilities [B, S], 0 at padding."""
+    """What `loss` trains on: source [B, S] and target [B, T] padded at the end, fertilities [B, S],
+    0 at padding.
+    """
 
     source: Tensor
     target: Tensor
@@ -94,7 +109,9 @@ def loss(
     dropout: float = 0.0,
     smoothing: float = 0.0,
 ) -> Tensor:
-    """-log p_F(f|x) - sum_t log p(y_t|x, f), per target token. `generator`: as every loss has; nothing is drawn here."""
+    """-log p_F(f|x) - sum_t log p(y_t|x, f), per target token. `generator`: as every loss has;
+    nothing is drawn here.
+    """
     given = Batch(*batch)
     return _supervised(model, given, model.encode(given.source, dropout), dropout, smoothing)
 
@@ -126,7 +143,8 @@ def reverse_kl(
     memory: EncoderOutput,
     heard: EncoderOutput,
 ) -> Tensor:
-    """L_RKL(f) = sum_t sum_v p(v|x, f) log(p(v|x, f) / p_teacher(v|y_<t, x)), y being what the student writes given f: [B].
+    """L_RKL(f) = sum_t sum_v p(v|x, f) log(p(v|x, f) / p_teacher(v|y_<t, x)), y being what the
+    student writes given f: [B].
 
     heard  the teacher's own memory of the sources
     """
@@ -148,9 +166,11 @@ def reverse_kl(
 
 
 def reinforce(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
-    """A scalar whose gradient is, in the mean over samples, that of the expected cost: the sum of cost times log p_F(f|x).
+    """A scalar whose gradient is, in the mean over samples, that of the expected cost: the sum of
+    cost times log p_F(f|x).
 
-    logits [B, S, L] of p_F, mask [B, S] of the source words, sampled [B, S] ~ p_F, cost [B] (a constant)
+    logits [B, S, L] of p_F, mask [B, S] of the source words, sampled [B, S] ~ p_F, cost [B] (a
+    constant)
     """
     chosen = logits.log_softmax(dim=-1).gather(-1, sampled[..., None])[..., 0]
     return (cost.detach() * chosen.masked_fill(~mask, 0).sum(dim=-1)).sum()
@@ -165,9 +185,11 @@ def finetune(
     smoothing: float = 0.0,
     share: float = 0.25,
 ) -> Tensor:
-    """L_FT = share (E_f[L_RKL(f) - L_RKL(average f)] + L_RKL(aligner's f)) + (1 - share) loss, per target token.
+    """L_FT = share (E_f[L_RKL(f) - L_RKL(average f)] + L_RKL(aligner's f)) + (1 - share) loss, per
+    target token.
 
-    The first term trains the fertilities alone, by one sample a sentence; the second trains the rest by back-propagation.
+    The first term trains the fertilities alone, by one sample a sentence; the second trains the
+    rest by back-propagation.
     """
     given = Batch(*batch)
     source = given.source
@@ -193,7 +215,9 @@ def finetune(
 
 
 def written(model: Seq2Seq, source: Tensor, fertility: str = "argmax") -> list[list[int]]:
-    """Translations of padded sources [B, S], each from one fertility sequence, all in one pass: as validation asks for them."""
+    """Translations of padded sources [B, S], each from one fertility sequence, all in one pass: as
+    validation asks for them.
+    """
     with torch.inference_mode():
         memory = model.encode(source)
         law = model.fertility_logits(memory).softmax(dim=-1)
@@ -218,7 +242,8 @@ class FertileParallel:
         self.first, self.samples, self.temperature = fertility, samples, temperature
 
     def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
-        """logits [S, L] -> fertility sequences [s, S]: the likeliest of each word and the average, then independent samples.
+        """logits [S, L] -> fertility sequences [s, S]: the likeliest of each word and the average,
+        then independent samples.
 
         Sample k has a stream of its own, so that more samples contain the fewer.
         """
@@ -234,7 +259,9 @@ class FertileParallel:
         return torch.cat((torch.stack(fixed)[: self.samples], samples))
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        """The source's words, copied by each fertility sequence. `extra` keeps the fertilities [s, S]."""
+        """The source's words, copied by each fertility sequence. `extra` keeps the fertilities [s,
+        S].
+        """
         logits = self.model.fertility_logits(memory)[0]
         row = torch.tensor([list(source)], device=logits.device)
         proposed = self.proposals(logits, rng)

@@ -1,1 +1,3 @@
-"""Chapter 1: speculative decoding. A draft is guessed cheaply and verified in one pass of the target."""
+"""Chapter 1: speculative decoding. A draft is guessed cheaply and verified in one pass of the
+target.
+"""

@@ -1,35 +1,43 @@
 """auto: measure what a call costs and what a guess earns, and draft as much as pays, or nothing.
 
-No paper of its own: the objective is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066), for one request instead of
-a batch: expected tokens of a round over its expected seconds. A round of s guesses commits 1 + c_1 + ... + c_s tokens, where
-c_i is the chance that guess i is accepted; it costs t(s + 1), the measured time of a call over s + 1 rows, and for a draft
-model s times its measured step. Two sources are weighed. What is looked up, by the frequencies of the text itself, the
-references, and earlier outputs (suffix decoding, Oliaro et al. 2024, arXiv 2411.04975), in two looks that are merged into one
-tree: the best draft behind any suffix of the text, and the best behind what stands before its newest token, as if that had
-replaced another one (where a copy changes a word, no suffix is known behind it). The chance of a guess is its frequency times
-how far guesses of its look lately held (decoding/trust.py), and the likeliest are run. And, where there is one, a draft model,
-whose chances by position are learnt. The best (source, size) is taken if it beats plain decoding by 3 %. Nothing is trained.
+No paper of its own: the objective is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066),
+for one request instead of a batch: expected tokens of a round over its expected seconds. A round of
+s guesses commits 1 + c_1 + ... + c_s tokens, where c_i is the chance that guess i is accepted; it
+costs t(s + 1), the measured time of a call over s + 1 rows, and for a draft model s times its
+measured step. Two sources are weighed. What is looked up, by the frequencies of the text itself,
+the references, and earlier outputs (suffix decoding, Oliaro et al. 2024, arXiv 2411.04975), in two
+looks that are merged into one tree: the best draft behind any suffix of the text, and the best
+behind what stands before its newest token, as if that had replaced another one (where a copy
+changes a word, no suffix is known behind it). The chance of a guess is its frequency times how far
+guesses of its look lately held (decoding/trust.py), and the likeliest are run. And, where there is
+one, a draft model, whose chances by position are learnt. The best (source, size) is taken if it
+beats plain decoding by 3 %. Nothing is trained.
 
-What makes it a planner and not a heuristic: the curve is measured, so the same text is drafted long where extra rows are free
-and not at all where they cost what a token costs; and plain decoding is one of the choices. Guesses that were looked up are
-judged without being run: they are compared with the text that came, so trust that was lost comes back at no cost. The first
-two rounds are plain; sizes never run take the slope of the nearest that was (at first 10 % of a call a row), and a round is at
-most three times as wide as any before it. Sizes not run for long, and a draft model whose gain is unknown, are tried now and
-then, out of a budget of 1 % of the time spent; a draft model reads the prompt when it is first tried, not before.
+What makes it a planner and not a heuristic: the curve is measured, so the same text is drafted long
+where extra rows are free and not at all where they cost what a token costs; and plain decoding is
+one of the choices. Guesses that were looked up are judged without being run: they are compared with
+the text that came, so trust that was lost comes back at no cost. The first two rounds are plain;
+sizes never run take the slope of the nearest that was (at first 10 % of a call a row), and a round
+is at most three times as wide as any before it. Sizes not run for long, and a draft model whose
+gain is unknown, are tried now and then, out of a budget of 1 % of the time spent; a draft model
+reads the prompt when it is first tried, not before.
 
-Guarantee: EXACT, whatever is chosen: the choice is made before anything is drawn, from the past and the clock alone; guesses
-that were looked up are point masses and the draft declares its laws, so the walk is exact under every policy. Proved for all
-policies at once in tests/speculative/test_auto.py, by branching over every choice of every round. The law does not depend on
-time, but above temperature 0 the text of a seed does, since which noise a token meets depends on the draft it was in.
-State: outputs outlive the request (`persistent`), as in suffix decoding; how far they are trusted ends with it. Times, the
-acceptance of the draft model, and what is saved for trials are kept for a pair of models as long as the target lives (`kept`):
-they speak of the machine, not of any text. Without a clock (the laws; a batch, where a call's time is the others' too) no time
-passes, the prior curve stands, and nothing is kept.
-Off by itself: looks are timed too, and in vain where what they are expected to gain is less than they take. After eight in
-vain only every fourth round is looked at: what is nothing beside a large model's call is much beside a small one's. And where
-they take more than 3 % of a call, there is only the first.
-Left out: guesses of both sources in one tree, the load of other requests, and the catching up of a draft model that was idle,
-which is timed but not foreseen.
+Guarantee: EXACT, whatever is chosen: the choice is made before anything is drawn, from the past and
+the clock alone; guesses that were looked up are point masses and the draft declares its laws, so
+the walk is exact under every policy. Proved for all policies at once in
+tests/speculative/test_auto.py, by branching over every choice of every round. The law does not
+depend on time, but above temperature 0 the text of a seed does, since which noise a token meets
+depends on the draft it was in.
+State: outputs outlive the request (`persistent`), as in suffix decoding; how far they are trusted
+ends with it. Times, the acceptance of the draft model, and what is saved for trials are kept for a
+pair of models as long as the target lives (`kept`): they speak of the machine, not of any text.
+Without a clock (the laws; a batch, where a call's time is the others' too) no time passes, the
+prior curve stands, and nothing is kept. Off by itself: looks are timed too, and in vain where what
+they are expected to gain is less than they take. After eight in vain only every fourth round is
+looked at: what is nothing beside a large model's call is much beside a small one's. And where they
+take more than 3 % of a call, there is only the first.
+Left out: guesses of both sources in one tree, the load of other requests, and the catching up of a
+draft model that was idle, which is timed but not foreseen.
 """
 
 from collections.abc import Sequence
@@ -61,15 +69,21 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
 DEPTH, BOUND, ALPHA, FLOOR = 32, 1 << 20, 4.0, 0.1
-"""Of suffix decoding: windows, nodes, guesses a token of the match, least frequency. Long drafts: goodput cuts them short."""
+"""Of suffix decoding: windows, nodes, guesses a token of the match, least frequency. Long drafts:
+goodput cuts them short.
+"""
 INITIAL_TRUST = {8: 0.9, 5: 0.8, 3: 0.65, 2: 0.5, 1: 0.25}
 HELD_BEHIND = {8: 0.3, 5: 0.25, 3: 0.2, 2: 0.1, 1: 0.05}
-"""What is believed at first, by the length of the match: that a guess holds, and that one behind a replaced token does."""
+"""What is believed at first, by the length of the match: that a guess holds, and that one behind a
+replaced token does.
+"""
 TRUST_EMA_RATE = 0.3  # weight of the newest outcome in how far guesses are trusted: drafts are long, so doubt must come soon
 
 
 class LazyDrafter(ModelDrafter):
-    """A draft model that is told of the text when it is asked, not before: an idle one costs nothing."""
+    """A draft model that is told of the text when it is asked, not before: an idle one costs
+    nothing.
+    """
 
     def __init__(self, *how: Any):
         super().__init__(*how)
@@ -115,7 +129,9 @@ class LazyDrafter(ModelDrafter):
 
 
 class LookupDrafter(Suffixes):
-    """What texts have to offer behind this one, the likeliest guess first, and how far each look is trusted."""
+    """What texts have to offer behind this one, the likeliest guess first, and how far each look is
+    trusted.
+    """
 
     def __init__(self, request: Request, most: int, remember: bool):
         forest, numbers = memory(request.target, request.clock, "auto", DEPTH, BOUND, remember)
@@ -134,7 +150,9 @@ class LookupDrafter(Suffixes):
             self.forest.append(self.forest.open(self.own), tokens)
 
     def looks(self, context: Sequence[int], max_draft_depth: int, both: bool) -> list[LookupDraft]:
-        """Behind any suffix of the text, and, where looks are cheap, behind what stands before its last token."""
+        """Behind any suffix of the text, and, where looks are cheap, behind what stands before its
+        last token.
+        """
         found = [self.look(context, max_draft_depth)]
         if both:
             trees, before = (self.own, OUTPUTS), context[-DEPTH - 1 : -1]
@@ -145,7 +163,9 @@ class LookupDrafter(Suffixes):
         return found
 
     def offer(self, context: Sequence[int], max_draft_depth: int, both: bool = True) -> list[float]:
-        """The chances of the guesses, the greatest first: a guess stands behind the one it follows."""
+        """The chances of the guesses, the greatest first: a guess stands behind the one it
+        follows.
+        """
         looks = self.looks(context, max_draft_depth, both)
         self.asked = self.trusts[: len(looks)]
         drafts = list[tuple[Sequence[int], Sequence[int], Sequence[float]]]()
@@ -155,7 +175,8 @@ class LookupDrafter(Suffixes):
                 drafts.append((tokens, parents, trust.chances(parents, shares, matches)))
         tokens, parents, chances = drafts[0] if len(drafts) == 1 else merge_drafts(drafts)
         self.tree = TokenTree(tokens, parents)
-        # no guess is likelier than the one it follows, and the order is stable: a parent stands before its child
+        # no guess is likelier than the one it follows, and the order is stable: a parent stands
+        # before its child
         self.order = sorted(range(len(tokens)), key=chances.__getitem__, reverse=True)
         return [chances[node] for node in self.order]
 
@@ -235,7 +256,9 @@ class AutoDrafter(BaseDrafter):
         return tree
 
     def _offers(self, context: Sequence[int], max_draft_depth: int) -> list[Candidate]:
-        """What each source has. Looking up draws nothing; where it seldom gained the time it takes, some rounds rest."""
+        """What each source has. Looking up draws nothing; where it seldom gained the time it takes,
+        some rounds rest.
+        """
         offers = []
         if not self.texts.skip_this_round(max_draft_depth):
             self.policy.begin()
@@ -273,7 +296,9 @@ _curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, CostModel]] = WeakKeyDict
 
 
 def kept(request: Request, longest: int) -> CostModel:
-    """The curve of this pair of models; a new one where time stands still or the target is no session."""
+    """The curve of this pair of models; a new one where time stands still or the target is no
+    session.
+    """
     target = getattr(request.target, "model", None)
     if request.clock is None or target is None:
         return CostModel(longest)
@@ -303,7 +328,9 @@ def kept(request: Request, longest: int) -> CostModel:
     ),
 )
 def auto(request: Request, *, k: int, gamma: int, remember: bool) -> Decoder:
-    """Guesses looked up in texts, a draft model if there is one, or neither: whatever has the greatest goodput now."""
+    """Guesses looked up in texts, a draft model if there is one, or neither: whatever has the
+    greatest goodput now.
+    """
     policy = Goodput(kept(request, max(k, gamma)), request.clock or zero_clock)
     return request.decoder(
         AutoDrafter(policy, request, LookupDrafter(request, k, remember), gamma), verify_tree

@@ -1,7 +1,7 @@
 """Plain autoregressive decoding: one token a call. What every technique is compared with.
 
-The empty tree is plain decoding: nothing is proposed, the verifier draws from the target's law at the root. Nothing is
-trained, nothing is left out.
+The empty tree is plain decoding: nothing is proposed, the verifier draws from the target's law at
+the root. Nothing is trained, nothing is left out.
 
 Guarantee: EXACT, by definition: its law is the reference that the laws compare the others with.
 """

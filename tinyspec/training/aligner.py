@@ -1,17 +1,20 @@
 """Word alignment by expectation maximisation: IBM models 1 and 2, vectorised.
 
-Brown, Della Pietra, Della Pietra, Mercer, Computational Linguistics 1993. Each target word is produced by one source word, or
-by the empty word NULL. Which one is hidden. Model 1 knows how often source word s gives target word t, t(t|s); model 2 knows
-also how often target place i of m looks at source place j of l, a(j|i, l, m). EM alternates: share each target word among
-the source words that could have produced it, then count the shares. The likelihood of the corpus never falls (a test).
+Brown, Della Pietra, Della Pietra, Mercer, Computational Linguistics 1993. Each target word is
+produced by one source word, or by the empty word NULL. Which one is hidden. Model 1 knows how often
+source word s gives target word t, t(t|s); model 2 knows also how often target place i of m looks at
+source place j of l, a(j|i, l, m). EM alternates: share each target word among the source words that
+could have produced it, then count the shares. The likelihood of the corpus never falls (a test).
 
-Model 1 begins uniform, and its optimum does not depend on where it begins (its log-likelihood is concave); model 2 begins where
-model 1 ended, with uniform places. A link is one (source place, target place) of one sentence pair; all links of a
-corpus lie in flat arrays, so one round of EM is a gather, a sum by target word and a count by table entry. 29,000
-pairs of about twelve words are about five million links.
+Model 1 begins uniform, and its optimum does not depend on where it begins (its log-likelihood is
+concave); model 2 begins where model 1 ended, with uniform places. A link is one (source place,
+target place) of one sentence pair; all links of a corpus lie in flat arrays, so one round of EM is
+a gather, a sum by target word and a count by table entry. 29,000 pairs of about twelve words are
+about five million links.
 
-Used by techniques that need a supervised reading of who produced what: fertilities (NAT) and phrase tables (ENAT). The NAT
-paper ran fast_align, which ties model 2's places to the diagonal by one parameter; here they are counted.
+Used by techniques that need a supervised reading of who produced what: fertilities (NAT) and phrase
+tables (ENAT). The NAT paper ran fast_align, which ties model 2's places to the diagonal by one
+parameter; here they are counted.
 """
 
 from collections.abc import Sequence
@@ -30,7 +33,8 @@ Sentences = Sequence[Sequence[int]]
 class Aligned(NamedTuple):
     """What EM found.
 
-    links       per pair: for each target word the place of the source word it is most likely from (NULL is no answer)
+    links       per pair: for each target word the place of the source word it is most likely from
+                (NULL is no answer)
     likelihood  log-likelihood of the corpus before each round of EM, and after the last
     lexicon     (source word, target word) -> t(t|s)
     """
@@ -84,9 +88,11 @@ def align(source: Sentences, target: Sentences, *, rounds: int = 5, placed: int 
 
 
 def fertilities(links: Sequence[int] | Ints, words: int, most: int | None = None) -> Ints:
-    """How many target words each of `words` source words produced; their sum is the target's length.
+    """How many target words each of `words` source words produced; their sum is the target's
+    length.
 
-    most  the largest fertility that a model knows: what a word has beyond it goes to the nearest word that has room
+    most  the largest fertility that a model knows: what a word has beyond it goes to the nearest
+          word that has room
 
     >>> fertilities([0, 0, 2, 0], 3).tolist(), fertilities([0, 0, 2, 0], 3, most=2).tolist()
     ([3, 0, 1], [2, 1, 1])
@@ -105,17 +111,21 @@ def fertilities(links: Sequence[int] | Ints, words: int, most: int | None = None
 
 
 def _normalised(entry: Ints, share: Floats, group: Ints) -> Floats:
-    """Shares added up by entry, as probabilities within each entry's group; a group without any keeps zeros."""
+    """Shares added up by entry, as probabilities within each entry's group; a group without any
+    keeps zeros.
+    """
     counts = np.bincount(entry, share, len(group)).astype(np.float64)
     total = np.bincount(group, counts)[group]
     return np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
 
 
 class _Links:
-    """All links of a corpus, by target word; within a target word NULL first, then the source from left to right.
+    """All links of a corpus, by target word; within a target word NULL first, then the source from
+    left to right.
 
-    slot [N] which target word of the corpus; entry [N] row of `words` [E, 2] (source - 1 for NULL, target); starts, counts,
-    choices: each target word's block of links, and over how many source words it ranges.
+    slot [N] which target word of the corpus; entry [N] row of `words` [E, 2] (source - 1 for NULL,
+    target); starts, counts, choices: each target word's block of links, and over how many source
+    words it ranges.
     """
 
     def __init__(self, source: Sentences, target: Sentences):
@@ -145,7 +155,9 @@ class _Links:
         self._lengths, self._pair, self._offset = lengths, pair, offset
 
     def place(self) -> None:
-        """What model 2 tells apart: spot [N] numbers (j, i, l, m) densely; looks [places] numbers its (i, l, m)."""
+        """What model 2 tells apart: spot [N] numbers (j, i, l, m) densely; looks [places] numbers
+        its (i, l, m).
+        """
         longest = int(max(self._lengths.max(), self.target_lengths.max())) + 1
         before = np.cumsum(self.target_lengths) - self.target_lengths
         i = np.arange(len(self._pair)) - before[self._pair]

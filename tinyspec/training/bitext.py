@@ -1,9 +1,11 @@
-"""Sentences and their translations become batches: a joint vocabulary, ids, batches of like lengths.
+"""Sentences and their translations become batches: a joint vocabulary, ids, batches of like
+lengths.
 
-Both languages share one byte-level BPE vocabulary, so that source, target and output share one embedding. The tokenizer
-cleans what it reads: Unicode's composed forms (NFC), every run of white space one space, none at the ends. Case stays.
-A sentence begins with a space inside the tokenizer, so that a word is the same token wherever it stands; decoding takes
-that space away, and what is decoded is plain text, ready for sacrebleu: nothing is to be detokenised.
+Both languages share one byte-level BPE vocabulary, so that source, target and output share one
+embedding. The tokenizer cleans what it reads: Unicode's composed forms (NFC), every run of white
+space one space, none at the ends. Case stays. A sentence begins with a space inside the tokenizer,
+so that a word is the same token wherever it stands; decoding takes that space away, and what is
+decoded is plain text, ready for sacrebleu: nothing is to be detokenised.
 """
 
 import json
@@ -31,7 +33,9 @@ class Pair(NamedTuple):
 
 
 def train_joint_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Tokenizer:
-    """Learn byte-level BPE from the sentences of both languages and save it to `folder`; ids 0 to 3 are SPECIAL."""
+    """Learn byte-level BPE from the sentences of both languages and save it to `folder`; ids 0 to 3
+    are SPECIAL.
+    """
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
@@ -84,7 +88,8 @@ def padded(rows: Sequence[Sequence[int]], pad: int = PAD) -> Tensor:
 
 
 def buckets(pairs: Sequence[Pair], tokens: int) -> list[list[int]]:
-    """The numbers of the pairs, by length, in groups that fill at most `tokens` places on either side when padded.
+    """The numbers of the pairs, by length, in groups that fill at most `tokens` places on either
+    side when padded.
 
     >>> buckets([Pair([1] * n, [1] * n) for n in (3, 1, 2, 1)], tokens=4)
     [[1, 3], [2], [0]]
@@ -106,10 +111,12 @@ def buckets(pairs: Sequence[Pair], tokens: int) -> list[list[int]]:
 def drawn(
     pairs: Sequence[Pair], tokens: int, pool: int = 8
 ) -> Callable[[torch.Generator], list[int]]:
-    """Random training batches as numbers of pairs, of like lengths, filling about `tokens` places on either side.
+    """Random training batches as numbers of pairs, of like lengths, filling about `tokens` places
+    on either side.
 
-    A batch is drawn from a pool of `pool` batches' pairs of like lengths, so that it is a new one every time, while a
-    step needs no memory of the steps before it. Every pair is as likely as any other to be in the next batch.
+    A batch is drawn from a pool of `pool` batches' pairs of like lengths, so that it is a new one
+    every time, while a step needs no memory of the steps before it. Every pair is as likely as any
+    other to be in the next batch.
     """
     if not pairs:
         raise TinyspecError("no pairs to train on: all of them are empty or too long for the model")

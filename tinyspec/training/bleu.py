@@ -1,4 +1,6 @@
-"""BLEU by sacrebleu, on raw text: what a translation is measured with, and the signature that says how."""
+"""BLEU by sacrebleu, on raw text: what a translation is measured with, and the signature that says
+how.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +17,8 @@ class Bleu(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What BLEU is computed from, which can be added up: n-grams found in the reference, n-grams, words of the references.
+    """What BLEU is computed from, which can be added up: n-grams found in the reference, n-grams,
+    words of the references.
 
     >>> Counts((2, 1, 0, 0), (2, 1, 0, 0), 3) + Counts((1, 0, 0, 0), (2, 1, 0, 0), 2)
     Counts(hits=(3, 1, 0, 0), all=(4, 2, 0, 0), wanted=5)
@@ -57,7 +60,9 @@ def metric() -> Any:
 
 
 def counts(found: Sequence[str], wanted: Sequence[str]) -> Counts:
-    """What sacrebleu counts in translations against one reference each: case kept, its own tokenisation (13a)."""
+    """What sacrebleu counts in translations against one reference each: case kept, its own
+    tokenisation (13a).
+    """
     if len(found) != len(wanted):
         raise TinyspecError(
             f"{len(found)} translations of {len(wanted)} sentences cannot be scored"
@@ -78,7 +83,8 @@ def bleu(found: Sequence[str], wanted: Sequence[str]) -> Bleu:
 
 
 def repeated(texts: Sequence[Sequence[int]]) -> float:
-    """The share of tokens that equal the one before: what translations whose words were chosen apart are known by.
+    """The share of tokens that equal the one before: what translations whose words were chosen
+    apart are known by.
 
     >>> repeated([[5, 5, 6, 6], [7]])
     0.4

@@ -1,4 +1,6 @@
-"""The card of a trained checkpoint: README.md and loss.svg, written by code from the recipe and the log alone."""
+"""The card of a trained checkpoint: README.md and loss.svg, written by code from the recipe and the
+log alone.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,9 @@ from tinyspec.training.train import Trained
 def sample(
     model: Model, prompt: str, seed: int, temperature: float = 0.8, tokens: int = 120
 ) -> str:
-    """A continuation of `prompt`, drawn plainly: the whole text is run anew for every token. Stops at end of text."""
+    """A continuation of `prompt`, drawn plainly: the whole text is run anew for every token. Stops
+    at end of text.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = start = model.tokenizer.encode(prompt)
     for _ in range(tokens):
@@ -27,7 +31,8 @@ def sample(
 
 
 def curve(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, title: str) -> str:
-    """An SVG line chart, legible on light and dark pages. The first series is solid, the second dashed.
+    """An SVG line chart, legible on light and dark pages. The first series is solid, the second
+    dashed.
 
     >>> curve({"loss": [(0, 2.0), (10, 1.0)]}, "step", "a curve").count("<polyline")
     1

@@ -1,4 +1,6 @@
-"""The card of a translation model: README.md and loss.svg, written by code from the recipe and the log alone."""
+"""The card of a translation model: README.md and loss.svg, written by code from the recipe and the
+log alone.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +33,9 @@ def write_card(
     held: Sequence[tuple[str, str]],
     device: torch.device,
 ) -> None:
-    """Write README.md and loss.svg into `out`. `held`: valid sentences, of which the first are shown."""
+    """Write README.md and loss.svg into `out`. `held`: valid sentences, of which the first are
+    shown.
+    """
     series = {
         "training loss": [(e["tokens"], e["loss"]) for e in ended.log if "loss" in e],
         "valid loss": [(e["tokens"], e["valid_loss"]) for e in ended.log if "valid_loss" in e],

@@ -1,7 +1,8 @@
-"""Text becomes tokens, and tokens become a score: cleaning, the tokenizer, packing, bits per byte, acceptance.
+"""Text becomes tokens, and tokens become a score: cleaning, the tokenizer, packing, bits per byte,
+acceptance.
 
-Bits per UTF-8 byte is the one quality measure here, because it does not depend on the tokenizer: the negative log2
-likelihood of a text divided by its length in bytes.
+Bits per UTF-8 byte is the one quality measure here, because it does not depend on the tokenizer:
+the negative log2 likelihood of a text divided by its length in bytes.
 """
 
 import math
@@ -35,9 +36,11 @@ def clean(text: str) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Tokenizer:
-    """Learn byte-level BPE from `texts` and save it to `folder`. Any string can be encoded; END is id 0.
+    """Learn byte-level BPE from `texts` and save it to `folder`. Any string can be encoded; END is
+    id 0.
 
-    Carriage returns are dropped before a line feed, as they are from the training text: the models never saw one.
+    Carriage returns are dropped before a line feed, as they are from the training text: the models
+    never saw one.
     """
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.normalizer = normalizers.Replace("\r\n", "\n")
@@ -73,9 +76,11 @@ def pack(tokenizer: Tokenizer, texts: Iterable[str], end: int) -> Tensor:
 def crops(
     tokens: Tensor, batch: int, context: int
 ) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
-    """Random training batches of a token row: (inputs, targets), each [batch, context], on the row's device.
+    """Random training batches of a token row: (inputs, targets), each [batch, context], on the
+    row's device.
 
-    The whole corpus is one tensor where the model is, so a batch is one gather and no loader is needed.
+    The whole corpus is one tensor where the model is, so a batch is one gather and no loader is
+    needed.
     """
     if len(tokens) <= context:
         raise ValueError(f"{len(tokens)} tokens are too few for a context of {context}")
@@ -105,7 +110,9 @@ def document(tokenizer: Tokenizer, text: str, end: int, characters: int | None =
 
 
 class Windows(NamedTuple):
-    """A batch of windows: inputs and targets [B, T], and which targets are scored in it (bool [B, T])."""
+    """A batch of windows: inputs and targets [B, T], and which targets are scored in it (bool [B,
+    T]).
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -117,8 +124,9 @@ def windows(
 ) -> Iterator[Windows]:
     """Slide over each document so that every token but the first is scored once.
 
-    The first window of a document scores all it holds, each later one only its last `stride` targets, which have at
-    least context - stride tokens before them. Short windows are filled up on the right: a causal model cannot see it.
+    The first window of a document scores all it holds, each later one only its last `stride`
+    targets, which have at least context - stride tokens before them. Short windows are filled up on
+    the right: a causal model cannot see it.
     """
     rows: list[
         tuple[list[int], int]
@@ -171,7 +179,9 @@ def acceptance(
     device: torch.device | str = "cpu",
     batch: int = 16,
 ) -> float:
-    """alpha: the mean over all scored tokens of sum_x min(p(x), q(x)), the chance that a drafted token is accepted."""
+    """alpha: the mean over all scored tokens of sum_x min(p(x), q(x)), the chance that a drafted
+    token is accepted.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
     for inputs, _, scored in windows(documents, context, stride, batch):

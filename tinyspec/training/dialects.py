@@ -1,16 +1,20 @@
-"""A translation task with several right answers: its multimodality is a knob, and the best a model can do is known exactly.
+"""A translation task with several right answers: its multimodality is a knob, and the best a model
+can do is known exactly.
 
-A source is n distinct words. Whoever translates picks one of K dialects, each with probability 1/K, says nobody which, and
-keeps to it for the whole sentence. Dialects differ in one or several ways:
+A source is n distinct words. Whoever translates picks one of K dialects, each with probability 1/K,
+says nobody which, and keeps to it for the whole sentence. Dialects differ in one or several ways:
 
     lex   words     each dialect has a lexicon of its own
     ord   order     dialect z rotates the sentence by z words
-    fert  fertility a word w is said with two tokens in dialect w mod K and with one in the others, so lengths differ too
+    fert  fertility a word w is said with two tokens in dialect w mod K and with one in the others,
+          so lengths differ too
 
-and each token may be replaced by any other with probability `noise`. A model that reads what it wrote needs H(Y|x) nats for
-a sentence, that is ln K, the choice of the dialect; one that writes all places at once needs the sum of the places' entropies,
-n ln K, and mixes dialects when it takes the likeliest token of each. The choice is uniform on purpose: where one dialect is
-likelier, the likeliest token is of that one everywhere, and a model that knows nothing of its other tokens looks perfect.
+and each token may be replaced by any other with probability `noise`. A model that reads what it
+wrote needs H(Y|x) nats for a sentence, that is ln K, the choice of the dialect; one that writes all
+places at once needs the sum of the places' entropies, n ln K, and mixes dialects when it takes the
+likeliest token of each. The choice is uniform on purpose: where one dialect is likelier, the
+likeliest token is of that one everywhere, and a model that knows nothing of its other tokens looks
+perfect.
 
 Alignments, fertilities and a tree of phrases are known for every pair.
 """
@@ -38,7 +42,8 @@ class Pair(NamedTuple):
     mode         the dialect
     alignment    the place in the source of the word that each target token says
     fertilities  how many target tokens say each source word
-    tree         phrases of words, a word being the span (begin, end) of its target tokens; an even word ends a phrase
+    tree         phrases of words, a word being the span (begin, end) of its target tokens; an even
+                 word ends a phrase
     """
 
     source: tuple[int, ...]
@@ -164,13 +169,17 @@ class Dialects:
         )
 
     def renderings(self, source: Sequence[int]) -> list[Pair]:
-        """All right translations, by dialect; in a few sources of `fert` two dialects say the same."""
+        """All right translations, by dialect; in a few sources of `fert` two dialects say the
+        same.
+        """
         return [self.render(source, mode) for mode in range(self.modes)]
 
     def corpus(
         self, count: int, seed: int = 0, without: Collection[tuple[int, ...]] = ()
     ) -> list[Pair]:
-        """So many pairs with the dialects in turn, equally often; sources of `exclude_token` are held out."""
+        """So many pairs with the dialects in turn, equally often; sources of `exclude_token` are
+        held out.
+        """
         random = np.random.default_rng(seed)
         first, held = MASK + 1 + self.words, set(without)
         pairs = list[Pair]()
@@ -211,7 +220,8 @@ class Dialects:
     def _together(self, group: Sequence[tuple[int, ...]]) -> float:
         """H of a noisy copy of one of these equally long, equally likely texts.
 
-        How likely a text is depends only on how many tokens it shares with each of them, so texts are counted by that.
+        How likely a text is depends only on how many tokens it shares with each of them, so texts
+        are counted by that.
         """
         right, wrong = 1 - self.noise, self.noise / max(self.tokens - 1, 1)
         counted = Counter({(0,) * len(group): 1})

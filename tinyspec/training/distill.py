@@ -1,14 +1,17 @@
-"""`tinyspec train lm --distill TARGET`: a small draft for any checkpoint, from the target's own outputs.
+"""`tinyspec train lm --distill TARGET`: a small draft for any checkpoint, from the target's own
+outputs.
 
-The draft begins as the target's embeddings, first layers and final norm. It is trained on texts that the target wrote
-(outputs.py), at every token towards the target's law there, of which the most probable tokens are known:
+The draft begins as the target's embeddings, first layers and final norm. It is trained on texts
+that the target wrote (outputs.py), at every token towards the target's law there, of which the most
+probable tokens are known:
 
     loss = lambda CE(p, q) + (1 - lambda) (1 - alpha),    alpha = sum min(p, q),    lambda = exp(-3 alpha)
 
-The form is train_lm's, over the known part of p: what is left out can only make alpha larger than it is said to be. The
-target's own texts are where a draft is asked (DistillSpec, Zhou et al. 2024, arXiv 2310.08461). With `draft_vocab`, the draft
-may say the tokens that are most frequent in those texts; embeddings and head stay the target's (lm/borrowed.py) and are not
-trained, so that the file holds nothing but layers.
+The form is train_lm's, over the known part of p: what is left out can only make alpha larger than
+it is said to be. The target's own texts are where a draft is asked (DistillSpec, Zhou et al. 2024,
+arXiv 2310.08461). With `draft_vocab`, the draft may say the tokens that are most frequent in those
+texts; embeddings and head stay the target's (lm/borrowed.py) and are not trained, so that the file
+holds nothing but layers.
 """
 
 import os
@@ -111,10 +114,13 @@ def distill(
     overrides: Mapping[str, str] | None = None,
     console: Console | None = None,
 ) -> tuple[Trained, dict[str, float]]:
-    """Train the draft of a recipe with a section [distill] into the folder `out`; how it ended, and its figures.
+    """Train the draft of a recipe with a section [distill] into the folder `out`; how it ended, and
+    its figures.
 
-    An interrupted training leaves its state in out/.tinyspec, the target's outputs lie in the cache; the same call goes on.
-    Raises TinyspecError for an unusable recipe, a target that is not there, and a folder that holds the finished draft.
+    An interrupted training leaves its state in out/.tinyspec, the target's outputs lie in the
+    cache; the same call goes on.
+    Raises TinyspecError for an unusable recipe, a target that is not there, and a folder that holds
+    the finished draft.
     """
     path, out = Path(recipe), Path(out)
     changed = {
@@ -263,7 +269,9 @@ def shape(plan: Recipe, target: Model, words: int, source: str | Path, out: Path
 
 
 def begin(config: Config, target: Model, seed: int, inherit: bool) -> dict[str, Tensor]:
-    """float32 weights: random, but for those that the target has in the same shape under the same name."""
+    """float32 weights: random, but for those that the target has in the same shape under the same
+    name.
+    """
     weights = dict(Model.random(config, seed).weights)
     theirs = borrowed.rows(target.weights, config.says) if config.says else {}
     names = weights.keys() & set(target.weights) if inherit else set()

@@ -1,10 +1,12 @@
 """Sequence-level distillation: the teacher's translations of the training sentences, kept on disk.
 
-Kim, Rush, EMNLP 2016, arXiv 1606.07947. A student that is trained on what its teacher says, instead of what people said,
-meets one translation of each sentence, not one of many: that is what models without autoregression need most.
+Kim, Rush, EMNLP 2016, arXiv 1606.07947. A student that is trained on what its teacher says, instead
+of what people said, meets one translation of each sentence, not one of many: that is what models
+without autoregression need most.
 
-The translations lie in the cache, a file a batch, in a folder named by a hash of the teacher's weights, the sentences and the
-settings. An interrupted writing goes on where it was; students of several kinds read the same files.
+The translations lie in the cache, a file a batch, in a folder named by a hash of the teacher's
+weights, the sentences and the settings. An interrupted writing goes on where it was; students of
+several kinds read the same files.
 """
 
 import hashlib
@@ -95,7 +97,9 @@ def translations(
     batch: int = 128,
     console: Console | None = None,
 ) -> list[list[int]]:
-    """All translations, in the order of `sources`: those that are in the folder, and the others, written now."""
+    """All translations, in the order of `sources`: those that are in the folder, and the others,
+    written now.
+    """
     where = where or folder(model, sources, writing)
     where.mkdir(parents=True, exist_ok=True)
     order = sorted(

@@ -1,21 +1,25 @@
-"""How early layers learn to speak: exit losses with a curriculum, and layer dropout. Section [exits] of a recipe.
+"""How early layers learn to speak: exit losses with a curriculum, and layer dropout. Section
+[exits] of a recipe.
 
-The state after every layer goes through the one final norm and the one head of the model, and each exit's cross-entropy counts
-with a weight; nothing is added to the model. Layers l are counted from 0 here, as LayerSkip (Elhoushi et al., ACL 2024, arXiv
-2404.16710, section 4.1) counts them; steps t of T likewise.
+The state after every layer goes through the one final norm and the one head of the model, and each
+exit's cross-entropy counts with a weight; nothing is added to the model. Layers l are counted from
+0 here, as LayerSkip (Elhoushi et al., ACL 2024, arXiv 2404.16710, section 4.1) counts them; steps t
+of T likewise.
 
     loss(t) = sum_l e(t, l) CE(head(norm(x_{l+1})), y),    e(t, l) = C(t, l) e(l) / sum_k C(t, k) e(k)
 
     "linear"  e(l) = l + 1: CALM (Schuster et al., NeurIPS 2022, arXiv 2207.07061)
-    "sum"     e(l) = e_scale (0 + 1 + ... + l) below the last layer, (L-1) + e_scale (0 + ... + L-2) at it: LayerSkip.
-              The exit after the first layer has weight 0, as published.
+    "sum"     e(l) = e_scale (0 + 1 + ... + l) below the last layer, (L-1) + e_scale (0 + ... + L-2)
+              at it: LayerSkip. The exit after the first layer has weight 0, as published.
 
-The curriculum C says which exits count at a step; the last always does. "rotational": every R-th layer, moved on by one at each
-step. "gradual": the last, then one more below it each T / (2 L) steps, all from T / 2 on.
+The curriculum C says which exits count at a step; the last always does. "rotational": every R-th
+layer, moved on by one at each step. "gradual": the last, then one more below it each T / (2 L)
+steps, all from T / 2 on.
 
-Layer dropout leaves layer l out for a sample with the chance p(t, l) = S(t) D(l) p_max, where D(l) = 2^{l / (L-1)} - 1 rises
-from 0 to 1 and S(t) = 2^{t / (T-1)} - 1 in a training from scratch, 1 where a trained model is continued. What is left out is
-the identity for that sample; the others are not scaled up.
+Layer dropout leaves layer l out for a sample with the chance p(t, l) = S(t) D(l) p_max, where D(l)
+= 2^{l / (L-1)} - 1 rises from 0 to 1 and S(t) = 2^{t / (T-1)} - 1 in a training from scratch, 1
+where a trained model is continued. What is left out is the identity for that sample; the others are
+not scaled up.
 """
 
 import itertools
@@ -35,7 +39,9 @@ Curriculum = Literal["none", "rotational", "gradual"]
 
 @dataclass(frozen=True)
 class Exits:
-    """Section [exits] of a recipe. Without any loss or dropout it only asks for figures of the exits."""
+    """Section [exits] of a recipe. Without any loss or dropout it only asks for figures of the
+    exits.
+    """
 
     weights: Weights = "none"  # none: the last layer alone is taught
     e_scale: float = 1.0  # what early exits count, against the last
@@ -96,7 +102,9 @@ class Exits:
         ]
 
     def counts(self, layer: int, n_layers: int, step: int, done: float) -> bool:
-        """C(t, l): whether the exit of a layer counts at a step, `done` being the share of the training before it."""
+        """C(t, l): whether the exit of a layer counts at a step, `done` being the share of the
+        training before it.
+        """
         if layer == n_layers - 1 or self.curriculum == "none":
             return True
         if self.curriculum == "rotational":
@@ -130,7 +138,9 @@ class Course:
         self.begin(0, 0.0)
 
     def begin(self, step: int, progress: float) -> None:
-        """Turn to a step, `progress` being the share of the training before it: t / T, or more by the clock."""
+        """Turn to a step, `progress` being the share of the training before it: t / T, or more by
+        the clock.
+        """
         self.shares = self.exits.shares(self.n_layers, step, progress)
         done = min(
             1.0, progress * self.steps / max(self.steps - 1, 1)
@@ -138,7 +148,9 @@ class Course:
         self.dropped = self.exits.dropped(self.n_layers, done)
 
     def loss(self, blocks: Blocks, inputs: Tensor, targets: Tensor, dropout: float = 0.0) -> Tensor:
-        """The loss of a batch, inputs and targets [B, T]. An exit that does not count costs nothing."""
+        """The loss of a batch, inputs and targets [B, T]. An exit that does not count costs
+        nothing.
+        """
         total = torch.zeros((), device=inputs.device)
         for share, x in zip(self.shares, blocks.stream(inputs, dropout, self.dropped), strict=True):
             if share:
@@ -149,5 +161,7 @@ class Course:
 
 
 def exit_logits(blocks: Blocks, ids: Tensor, layers: int) -> Tensor:
-    """What the exit after so many layers says, ids [B, T]: [B, T, V]. The layers above it are not run."""
+    """What the exit after so many layers says, ids [B, T]: [B, T, V]. The layers above it are not
+    run.
+    """
     return blocks.head(next(itertools.islice(blocks.stream(ids), layers - 1, None)))

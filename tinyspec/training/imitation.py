@@ -1,4 +1,6 @@
-"""What a draft is trained with when it imitates a target: the words it may say, the rows of a step, the loss, the figures."""
+"""What a draft is trained with when it imitates a target: the words it may say, the rows of a step,
+the loss, the figures.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +15,9 @@ from tinyspec.training.train import Batch
 
 
 def frequent(texts: Sequence[Output], words: int, config: Config) -> tuple[int, ...]:
-    """The ids that the target wrote most often, ends of text among them; the lower id where two are even. Rising."""
+    """The ids that the target wrote most often, ends of text among them; the lower id where two are
+    even. Rising.
+    """
     counts = torch.zeros(config.vocab_size, dtype=torch.float64)
     for text in texts:
         counts += torch.bincount(text.ids.long()[text.known + 1], minlength=config.vocab_size)
@@ -30,9 +34,11 @@ def frequent(texts: Sequence[Output], words: int, config: Config) -> tuple[int, 
 def rows(
     texts: Sequence[Output], config: Config
 ) -> Callable[[Sequence[int], int, torch.device], Batch]:
-    """What a step is made of: (inputs [B, T], top [B, T, k], law [B, T, k], known [B, T]) of some of the texts.
+    """What a step is made of: (inputs [B, T], top [B, T, k], law [B, T, k], known [B, T]) of some
+    of the texts.
 
-    top are places in the head's rows; where the head has none, the probability is 0. A text is cut on the left.
+    top are places in the head's rows; where the head has none, the probability is 0. A text is cut
+    on the left.
     """
     place = torch.arange(config.vocab_size)
     if config.says:
@@ -67,7 +73,9 @@ def rows(
 def compared(
     blocks: Blocks, inputs: Tensor, top: Tensor, law: Tensor, known: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and alpha against the known part of the target's laws, each a mean over the places where it is known."""
+    """Cross-entropy and alpha against the known part of the target's laws, each a mean over the
+    places where it is known.
+    """
     there = known.bool()
     logits = torch.nn.functional.linear(blocks.states(inputs)[there], blocks.vocabulary).float()
     logq = logits.log_softmax(-1).gather(-1, top[there])
@@ -77,8 +85,9 @@ def compared(
 
 @torch.no_grad()
 def judged(target: Model, draft: Model, texts: Sequence[Output]) -> dict[str, float]:
-    """Over whole laws, at the places where the target wrote: alpha = mean sum min(p, q) at temperature 1, the share of
-    places where both would say the same at temperature 0, and the share of p on tokens that the draft can say."""
+    """Over whole laws, at the places where the target wrote: alpha = mean sum min(p, q) at
+    temperature 1, the share of places where both would say the same at temperature 0, and the share
+    of p on tokens that the draft can say."""
     alpha = agree = sayable = 0.0
     count = 0
     for text in texts:

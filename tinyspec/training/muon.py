@@ -1,9 +1,9 @@
 """Muon: momentum whose update is made orthogonal, for matrices inside the network.
 
-Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); the step is scaled to AdamW's as in Liu et al. 2025,
-arXiv 2502.16982, so that both share one learning rate. torch has a Muon of its own, which iterates in bfloat16: on a
-processor that only emulates bfloat16 that costs more than the step it improves, so here it runs in float32, all layers
-of one shape at once.
+Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); the step is scaled to AdamW's as in
+Liu et al. 2025, arXiv 2502.16982, so that both share one learning rate. torch has a Muon of its
+own, which iterates in bfloat16: on a processor that only emulates bfloat16 that costs more than the
+step it improves, so here it runs in float32, all layers of one shape at once.
 """
 
 from collections import defaultdict
@@ -21,7 +21,9 @@ COEFFICIENTS = (
 
 
 def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrix of each g [n, out, in], roughly: singular values end between 0.7 and 1.2."""
+    """The nearest semi-orthogonal matrix of each g [n, out, in], roughly: singular values end
+    between 0.7 and 1.2.
+    """
     a, b, c = COEFFICIENTS
     wide = g.shape[-2] <= g.shape[-1]
     x: Tensor = g if wide else g.mT

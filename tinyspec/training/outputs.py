@@ -1,12 +1,14 @@
 """A target's own outputs, with its law at every token: what a draft is distilled from.
 
-Texts are sampled from the target in ragged batches, and of every law the most probable tokens are kept, so that a training
-can go over them many times without the target. They lie in the cache, a file a batch; an interrupted writing goes on where it
-was, and drafts of several sizes read the same files. Text i depends on (target, asking, seed, i) alone.
+Texts are sampled from the target in ragged batches, and of every law the most probable tokens are
+kept, so that a training can go over them many times without the target. They lie in the cache, a
+file a batch; an interrupted writing goes on where it was, and drafts of several sizes read the same
+files. Text i depends on (target, asking, seed, i) alone.
 
-Where prompts come from: a file (paragraphs, split at blank lines); else, for a chat model, GSM8K's training questions,
-German captions to translate and paragraphs of the classics to summarise, as far as these are on the machine, and questions that
-the model asks itself; for a plain model, openings in the classics. None of them is in a benchmark.
+Where prompts come from: a file (paragraphs, split at blank lines); else, for a chat model, GSM8K's
+training questions, German captions to translate and paragraphs of the classics to summarise, as far
+as these are on the machine, and questions that the model asks itself; for a plain model, openings
+in the classics. None of them is in a benchmark.
 """
 
 import json
@@ -83,7 +85,9 @@ class Output(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A prompt; with `closing`, the model asks a question behind it first, and these ids follow its question."""
+    """A prompt; with `closing`, the model asks a question behind it first, and these ids follow its
+    question.
+    """
 
     ids: Sequence[int]
     closing: Sequence[int] | None = None
@@ -98,7 +102,9 @@ Kind = Callable[[random.Random], str]
 def asks(
     model: Model, asking: Asking, file: Path | None = None, data_folder: str | Path | None = None
 ) -> list[Ask]:
-    """As many prompts as texts are wanted; prompt i depends on (asking.seed, i) and the data, not on how many there are."""
+    """As many prompts as texts are wanted; prompt i depends on (asking.seed, i) and the data, not
+    on how many there are.
+    """
     chat = model.has_tokenizer and model.tokenizer.has_chat
     if file is not None:
         own = [
@@ -116,7 +122,8 @@ def asks(
     made = []
     for i in range(asking.texts):
         chance = random.Random(f"{asking.seed} {i}")
-        # a batch waits for its longest text, so it is of one kind; the last kind is what the model asks itself
+        # a batch waits for its longest text, so it is of one kind; the last kind is what the model
+        # asks itself
         kind = i // asking.batch % (len(kinds) + (chat and file is None)) if kinds else 0
         if kind >= len(kinds):
             made.append(itself)
@@ -208,7 +215,9 @@ def folder(model: Model, asking: Asking, prompts: Path | None = None) -> Path:
 def write(
     model: Model, asks: Sequence[Ask], asking: Asking, where: Path, console: Console | None = None
 ) -> list[Output]:
-    """All outputs: those that are in the folder already, and the others, written now, a file a batch."""
+    """All outputs: those that are in the folder already, and the others, written now, a file a
+    batch.
+    """
     where.mkdir(parents=True, exist_ok=True)
     (where / "asking.json").write_text(
         json.dumps({"target": model.name, **asdict(asking)}, indent=1) + "\n", encoding="utf-8"

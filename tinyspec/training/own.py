@@ -1,8 +1,10 @@
-"""A draft is trained where it will be asked: on text that its teacher wrote, under the settings of the people who ask.
+"""A draft is trained where it will be asked: on text that its teacher wrote, under the settings of
+the people who ask.
 
-The first is DistillSpec (Zhou et al. 2024, arXiv 2310.08461). The second matters for the repetition penalty: it acts on raw
-logits, so that two models of one law part under it, and it moves the mass to tokens that were hardly likely before. The
-acceptance rate that counts is then that of the penalised laws, and so these are what is compared.
+The first is DistillSpec (Zhou et al. 2024, arXiv 2310.08461). The second matters for the repetition
+penalty: it acts on raw logits, so that two models of one law part under it, and it moves the mass
+to tokens that were hardly likely before. The acceptance rate that counts is then that of the
+penalised laws, and so these are what is compared.
 """
 
 import os
@@ -29,12 +31,15 @@ HELD = 20  # every so many texts, one is held out
 class Own:
     """Section [own] of a recipe with a teacher.
 
-    texts         how many texts it writes, in equal shares for each pair of a temperature and a penalty
+    texts         how many texts it writes, in equal shares for each pair of a temperature and a
+                  penalty
     tokens        length of each, its opening from the books included
     prompt        longest opening
     temperatures  at which they are drawn; 0 is greedy
-    penalties     repetition penalties under which they are drawn, and under which the laws are compared
-    share         of the steps that are made on them; the others are on the books, under one of the penalties
+    penalties     repetition penalties under which they are drawn, and under which the laws are
+                  compared
+    share         of the steps that are made on them; the others are on the books, under one of the
+                  penalties
     """
 
     texts: int = 2000
@@ -75,9 +80,11 @@ class Own:
 def write(
     teacher: Model, books: Tensor, own: Own, folder: Path, console: Console | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The texts [n, tokens + 1] and the penalty of each [n]; a file a batch in `folder`, so that it goes on where it was.
+    """The texts [n, tokens + 1] and the penalty of each [n]; a file a batch in `folder`, so that it
+    goes on where it was.
 
-    Every text opens with a piece of the books, a row of tokens. One that comes to an end before it is long enough is left out.
+    Every text opens with a piece of the books, a row of tokens. One that comes to an end before it
+    is long enough is left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     texts, penalties, batches = list[Tensor](), list[float](), -(-own.texts // own.batch)
@@ -127,7 +134,8 @@ def reached(prompts: Sequence[list[int]], made: Sequence[Generation], length: in
 
 
 def penalised(logits: Tensor, inputs: Tensor, penalty: Tensor) -> Tensor:
-    """Logits [B, T, V] behind inputs [B, T], after the repetition penalty [B] on what was read so far.
+    """Logits [B, T, V] behind inputs [B, T], after the repetition penalty [B] on what was read so
+    far.
 
     >>> penalised(torch.tensor([[[2.0, 3.0, -1.0]] * 3]), torch.tensor([[1, 2, 1]]), torch.tensor([2.0])).tolist()
     [[[2.0, 1.5, -1.0], [2.0, 1.5, -2.0], [2.0, 1.5, -2.0]]]
@@ -144,7 +152,9 @@ def penalised(logits: Tensor, inputs: Tensor, penalty: Tensor) -> Tensor:
 
 
 class Written:
-    """Texts [n, T + 1] with their penalties [n]: every twentieth is held out, the others are trained on."""
+    """Texts [n, T + 1] with their penalties [n]: every twentieth is held out, the others are
+    trained on.
+    """
 
     def __init__(self, texts: Tensor, penalties: Tensor, own: Own):
         out = torch.arange(len(texts), device=texts.device) % HELD == 0
@@ -152,7 +162,9 @@ class Written:
         self.texts, self.penalties = (texts[~out], penalties[~out]) if len(texts) > 1 else self.held
 
     def among(self, books: Draw, rows: int) -> Draw:
-        """Batches (inputs, targets, penalty [B]): what `books` draws, or `rows` of the texts, as the share says."""
+        """Batches (inputs, targets, penalty [B]): what `books` draws, or `rows` of the texts, as
+        the share says.
+        """
         own = self.own
 
         def draw(generator: torch.Generator) -> Batch:

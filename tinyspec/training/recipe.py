@@ -17,8 +17,8 @@ END = 0  # the id of the end-of-text token: the first special token of the token
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what is trained. Sections [shape] (as Config), [train] (Settings), [exits] (Exits), [distill],
-    [own] (Own)."""
+    """All that decides what is trained. Sections [shape] (as Config), [train] (Settings), [exits]
+    (Exits), [distill], [own] (Own)."""
 
     name: str
     shape: Mapping[str, Any]
@@ -89,7 +89,9 @@ def read_sections(
 
 
 def check_names(path: str | Path, given: Iterable[str], kind: type, section: str = "") -> None:
-    """Raise TinyspecError, with the nearest name, where a recipe names something that `kind` has no field for."""
+    """Raise TinyspecError, with the nearest name, where a recipe names something that `kind` has no
+    field for.
+    """
     names = {f.name for f in fields(kind)} - {"shape", "settings"}
     for key in given:
         if key not in names:
@@ -97,7 +99,9 @@ def check_names(path: str | Path, given: Iterable[str], kind: type, section: str
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:
-    """A recipe file. `overrides` sets single values, as {"train.lr": "2e-3"}, each written as TOML."""
+    """A recipe file. `overrides` sets single values, as {"train.lr": "2e-3"}, each written as
+    TOML.
+    """
     values, shape, settings = read_sections(path, overrides)
     check_names(path, values, Recipe)
     check_names(path, settings, Settings, "[train] ")

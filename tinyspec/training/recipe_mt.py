@@ -1,4 +1,6 @@
-"""A recipe of a translation model: the TOML file beside its checkpoint that says how it was trained."""
+"""A recipe of a translation model: the TOML file beside its checkpoint that says how it was
+trained.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,7 +19,9 @@ METHODS = ("teacher", "nat", "mask_predict")
 
 @dataclass(frozen=True)
 class TranslationRecipe:
-    """All that decides what is trained. Sections: [shape] (Seq2SeqConfig), [train] (Settings), [distill] (Writing)."""
+    """All that decides what is trained. Sections: [shape] (Seq2SeqConfig), [train] (Settings),
+    [distill] (Writing).
+    """
 
     name: str
     shape: Mapping[str, Any]
@@ -63,7 +67,9 @@ class TranslationRecipe:
 def read_translation_recipe(
     path: str | Path, overrides: Mapping[str, str] | None = None
 ) -> TranslationRecipe:
-    """A recipe file. `overrides` sets single values, as {"train.lr": "2e-3"}, each written as TOML."""
+    """A recipe file. `overrides` sets single values, as {"train.lr": "2e-3"}, each written as
+    TOML.
+    """
     values, shape, settings = read_sections(path, overrides)
     check_names(path, values, TranslationRecipe)
     check_names(path, settings, Settings, "[train] ")

@@ -1,4 +1,5 @@
-"""What a translation model is taught, method by method: its batches, its loss, and how it is asked while it learns.
+"""What a translation model is taught, method by method: its batches, its loss, and how it is asked
+while it learns.
 
 The loss of a technique stands in the technique's own file; here is what `train mt` needs around it.
 """
@@ -71,9 +72,11 @@ def teacher(
 def forced(
     model: Seq2Seq, source: Tensor, target: Tensor, dropout: float = 0.0, smoothing: float = 0.0
 ) -> Tensor:
-    """Mean cross-entropy of the targets [B, T] and their ends, each token given those before it: a scalar.
+    """Mean cross-entropy of the targets [B, T] and their ends, each token given those before it: a
+    scalar.
 
-    No logits are computed at padding, which nobody sees: it stands at the end, and the mask is causal.
+    No logits are computed at padding, which nobody sees: it stands at the end, and the mask is
+    causal.
     """
     c = model.config
     lengths = (target != c.pad).sum(dim=1, keepdim=True)
@@ -110,7 +113,9 @@ def together(
 def nat(
     plan: TranslationRecipe, seen: Sequence[Pair], valid: Sequence[Pair], judge: Seq2Seq | None
 ) -> Taught:
-    """NAT: the fertilities are an aligner's; asked as it writes in one pass, from each word's likeliest fertility."""
+    """NAT: the fertilities are an aligner's; asked as it writes in one pass, from each word's
+    likeliest fertility.
+    """
     most = int(plan.shape.get("fertilities", 0)) - 1
     if most < 1:
         raise TinyspecError(

@@ -1,13 +1,14 @@
 """One trainer for everything that is trained here: models, drafts, exits, heads.
 
-What differs is the loss. The loop is the same: AdamW with weight decay on matrices only (or Muon for the matrices
-inside), a warm-up, then a cosine or a plateau with a linear end (WSD), clipped gradients, an optional average of the
-weights (EMA), the best weights by validation. The schedule runs on progress, the larger of the share of the steps and
-the share of the minutes, so a clock budget shortens a training without leaving it half annealed.
+What differs is the loss. The loop is the same: AdamW with weight decay on matrices only (or Muon
+for the matrices inside), a warm-up, then a cosine or a plateau with a linear end (WSD), clipped
+gradients, an optional average of the weights (EMA), the best weights by validation. The schedule
+runs on progress, the larger of the share of the steps and the share of the minutes, so a clock
+budget shortens a training without leaving it half annealed.
 
-Batches and dropout of step s are drawn from generators seeded with (seed, s). A training that was interrupted and goes
-on is therefore the training that was never interrupted, bit for bit where the arithmetic is deterministic and no clock
-is set.
+Batches and dropout of step s are drawn from generators seeded with (seed, s). A training that was
+interrupted and goes on is therefore the training that was never interrupted, bit for bit where the
+arithmetic is deterministic and no clock is set.
 """
 
 import json
@@ -39,7 +40,9 @@ Loss = Callable[..., Tensor]  # loss(*batch) -> scalar, the mean over the batch
 
 @dataclass
 class Trained:
-    """How a training ended. The weights now hold the best ones by validation (the last where there is none)."""
+    """How a training ended. The weights now hold the best ones by validation (the last where there
+    is none).
+    """
 
     finished: bool  # False: stopped by Ctrl-C, saved, goes on with the same call
     step: int
@@ -67,9 +70,11 @@ def train(
     batches   draws a batch from a generator: a tuple of tensors [B, ...]
     loss      of a batch: a scalar
     validate  figures to log; the first is what "best" means, lower is better
-    before    told the number of each step and the progress before it, for what changes in the course of a training
+    before    told the number of each step and the progress before it, for what changes in the
+              course of a training
 
-    Raises TinyspecError when the loss is no longer finite, or when the state in `folder` is of another training.
+    Raises TinyspecError when the loss is no longer finite, or when the state in `folder` is of
+    another training.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +216,9 @@ class _Run:
             w.data.copy_(value)
 
     def check(self, figures: Mapping[str, float]) -> None:
-        """Log the figures of a validation; remember the weights if the first figure is the lowest so far."""
+        """Log the figures of a validation; remember the weights if the first figure is the lowest
+        so far.
+        """
         figure = next(iter(figures.values()))
         if self.best is None or figure < self.best:
             self.best, self.best_weights = figure, [w.detach().clone() for w in self.tensors]
@@ -230,7 +237,9 @@ class _Run:
             file.write(json.dumps(self.log[-1]) + "\n")
 
     def save(self) -> None:
-        """Write the state beside its place, then move it there: a reader sees the old one or the new one."""
+        """Write the state beside its place, then move it there: a reader sees the old one or the
+        new one.
+        """
         if not all(bool(w.isfinite().all()) for w in self.weights.values()):
             raise TinyspecError(
                 f"weights are no longer finite at step {self.step}: lower [train] lr, or raise warmup"
@@ -281,7 +290,9 @@ class _Run:
 
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM set the event, so that the step in hand is completed; a second Ctrl-C interrupts at once."""
+    """Ctrl-C and SIGTERM set the event, so that the step in hand is completed; a second Ctrl-C
+    interrupts at once.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may set handlers

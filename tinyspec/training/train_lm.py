@@ -1,16 +1,19 @@
 """`tinyspec train lm`: a recipe and the classics become a checkpoint with its card.
 
-A recipe is a TOML file that stands beside the checkpoint it made. Without a teacher the loss is cross-entropy on random
-crops of the training books. With one, the student is distilled from the teacher's whole law on the same crops:
+A recipe is a TOML file that stands beside the checkpoint it made. Without a teacher the loss is
+cross-entropy on random crops of the training books. With one, the student is distilled from the
+teacher's whole law on the same crops:
 
     loss = lambda KL(p || q) + (1 - lambda) TV(p, q),    lambda = exp(-3 alpha),    alpha = 1 - TV(p, q)
 
-because the acceptance rate of speculative decoding *is* alpha = sum_x min(p(x), q(x)) (Leviathan et al. 2023, theorem
-3.5; DistillSpec, Zhou et al. 2024, arXiv 2310.08461, trains on it). The total variation alone has almost no gradient
-while the two laws hardly overlap, so the divergence leads first, and hands over as they approach.
+because the acceptance rate of speculative decoding *is* alpha = sum_x min(p(x), q(x)) (Leviathan et
+al. 2023, theorem 3.5; DistillSpec, Zhou et al. 2024, arXiv 2310.08461, trains on it). The total
+variation alone has almost no gradient while the two laws hardly overlap, so the divergence leads
+first, and hands over as they approach.
 
-With a section [own], part of it happens on texts of the teacher, and the laws are compared under a repetition penalty (own.py).
-A section [exits] teaches the early layers too (exit_losses.py), and logs what they are worth.
+With a section [own], part of it happens on texts of the teacher, and the laws are compared under a
+repetition penalty (own.py). A section [exits] teaches the early layers too (exit_losses.py), and
+logs what they are worth.
 """
 
 import shutil
@@ -61,7 +64,8 @@ def train_lm(
     overrides: Mapping[str, str] | None = None,
     console: Console | None = None,
 ) -> Trained:
-    """Train the model of a recipe into the folder `out`: checkpoint, log.jsonl, README.md, loss.svg, recipe.toml.
+    """Train the model of a recipe into the folder `out`: checkpoint, log.jsonl, README.md,
+    loss.svg, recipe.toml.
 
     data_folder  where the classics lie (default: `tinyspec.data.folder()`)
     device       default: cuda where there is one
@@ -70,7 +74,8 @@ def train_lm(
     restart      forget an interrupted training, or replace a finished model
 
     An interrupted training leaves its state in out/.tinyspec and goes on when called again.
-    Raises TinyspecError for missing data, an unusable recipe, and a folder that already holds the finished model.
+    Raises TinyspecError for missing data, an unusable recipe, and a folder that already holds the
+    finished model.
     """
     path, out = Path(recipe), Path(out)
     overrides = dict(overrides or {})
@@ -215,7 +220,9 @@ def _fresh(config: Config, seed: int, parent: Model | None) -> Model:
 
 
 def _autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 where the device multiplies it. A processor that emulates it takes ten times as long as in float32."""
+    """bfloat16 where the device multiplies it. A processor that emulates it takes ten times as long
+    as in float32.
+    """
     fast = device.type != "cpu"
     if not fast:
         able: dict[str, Any] = getattr(
@@ -233,9 +240,11 @@ def _loss(
     device: torch.device,
     compiled: bool,
 ) -> Loss:
-    """Cross-entropy, of exits too where there is a course, or distillation where there is a teacher.
+    """Cross-entropy, of exits too where there is a course, or distillation where there is a
+    teacher.
 
-    (inputs, targets), and the penalty of each row where laws are compared under one -> mean over the batch.
+    (inputs, targets), and the penalty of each row where laws are compared under one -> mean over
+    the batch.
     """
 
     def language(inputs: Tensor, targets: Tensor) -> Tensor:

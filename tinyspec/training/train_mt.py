@@ -1,8 +1,10 @@
-"""`tinyspec train mt`: a recipe and Multi30k become a translation model with its card, English to German.
+"""`tinyspec train mt`: a recipe and Multi30k become a translation model with its card, English to
+German.
 
-The teacher is autoregressive and learns what people wrote; the others learn what their teacher says (distilled.py), begin
-as far as their recipe says with its weights, and are trained by the loss that stands in their technique's file. All are
-judged by BLEU on the valid sentences, by which the best weights are chosen; the test sentences are for the benchmark.
+The teacher is autoregressive and learns what people wrote; the others learn what their teacher says
+(distilled.py), begin as far as their recipe says with its weights, and are trained by the loss that
+stands in their technique's file. All are judged by BLEU on the valid sentences, by which the best
+weights are chosen; the test sentences are for the benchmark.
 """
 
 import os
@@ -38,7 +40,8 @@ def train_mt(
     overrides: Mapping[str, str] | None = None,
     console: Console | None = None,
 ) -> Trained:
-    """Train the model of a recipe into the folder `out`: checkpoint, log.jsonl, README.md, loss.svg, recipe.toml.
+    """Train the model of a recipe into the folder `out`: checkpoint, log.jsonl, README.md,
+    loss.svg, recipe.toml.
 
     data_folder  where Multi30k lies (default: `tinyspec.data.folder()`)
     device       default: cuda where there is one
@@ -46,7 +49,8 @@ def train_mt(
     restart      forget an interrupted training, or replace a finished model
 
     An interrupted training leaves its state in out/.tinyspec and goes on when called again.
-    Raises TinyspecError for missing data, an unusable recipe, and a folder that already holds the finished model.
+    Raises TinyspecError for missing data, an unusable recipe, and a folder that already holds the
+    finished model.
     """
     path, out = Path(recipe), Path(out)
     changed = {
@@ -141,7 +145,9 @@ def distill_only(
     overrides: Mapping[str, str] | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Have the teacher of a recipe write its students' targets into the cache; returns the folder they lie in."""
+    """Have the teacher of a recipe write its students' targets into the cache; returns the folder
+    they lie in.
+    """
     plan = read_translation_recipe(recipe, overrides)
     teacher = load_model(plan, plan.teacher, Path(recipe).parent, Path(out))
     if teacher is None or plan.distill is None:
@@ -153,7 +159,9 @@ def distill_only(
 
 
 def load_model(plan: TranslationRecipe, name: str, *beside: Path) -> Seq2Seq | None:
-    """A model that a recipe names, its teacher for one: a folder beside the recipe or the student, or a model by name."""
+    """A model that a recipe names, its teacher for one: a folder beside the recipe or the student,
+    or a model by name.
+    """
     if not name:
         return None
     known = models.find(name)
@@ -171,7 +179,9 @@ def load_model(plan: TranslationRecipe, name: str, *beside: Path) -> Seq2Seq | N
 def begin(
     plan: TranslationRecipe, tokenizer: Tokenizer, parent: Seq2Seq | None, where: torch.device
 ) -> Seq2Seq:
-    """Random weights, but for those that the recipe has a parent lend: same name, same shape. Fine-tuning begins with all."""
+    """Random weights, but for those that the recipe has a parent lend: same name, same shape.
+    Fine-tuning begins with all.
+    """
     config = plan.config(tokenizer.vocab_size)
     fresh = Seq2Seq.create(
         config, torch.Generator().manual_seed(plan.settings.seed), tokenizer=tokenizer

@@ -1,12 +1,13 @@
-"""The field's real mistakes, one small defect each next to what is right, and the law that kills each.
+"""The field's real mistakes, one small defect each next to what is right, and the law that kills
+each.
 
-A mutant is the library's `Parts` with one part replaced. It is killed if the law meant for it accuses it: by its verdict, not
-by a crash, and not by another law. `matrix()` runs them all. To add one, write the wrong part in the file of its
-kind and add one entry to that file's list.
+A mutant is the library's `Parts` with one part replaced. It is killed if the law meant for it
+accuses it: by its verdict, not by a crash, and not by another law. `matrix()` runs them all. To add
+one, write the wrong part in the file of its kind and add one entry to that file's list.
 
-`bug` says where the mistake comes from: B1 to B45 and S1 to S12 are classes found in public implementations (each with its
-thread in the notes of that part of the catalogue that names it), "slip" is the catalogue of small slips every verifier
-and loop should be tried with.
+`bug` says where the mistake comes from: B1 to B45 and S1 to S12 are classes found in public
+implementations (each with its thread in the notes of that part of the catalogue that names it),
+"slip" is the catalogue of small slips every verifier and loop should be tried with.
 """
 
 import importlib
@@ -55,7 +56,8 @@ class Mutant:
     bug      its entries in the catalogue, where it was met
     law      the name of the law meant for it
     parts    the library's parts with the defect
-    witness  something that can be seen of parts, and that the defect changes: it is no equivalent in disguise
+    witness  something that can be seen of parts, and that the defect changes: it is no equivalent
+             in disguise
     """
 
     name: str
@@ -75,7 +77,9 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Equivalent:
-    """A change that no law may accuse, with the proof why. `laws` are those that look at it, by name or made for it."""
+    """A change that no law may accuse, with the proof why. `laws` are those that look at it, by
+    name or made for it.
+    """
 
     name: str
     bug: str
@@ -105,7 +109,9 @@ def equivalents() -> list[Equivalent]:
 
 
 def judge(mutant: Mutant) -> dict[str, Any]:
-    """One line of the matrix: killed_by is the law whose verdict it was, or None (then `survived` says what happened)."""
+    """One line of the matrix: killed_by is the law whose verdict it was, or None (then `survived`
+    says what happened).
+    """
     met = "; ".join(CATALOGUE[bug] for bug in mutant.bug.split(", "))
     line: dict[str, Any] = {
         "mutant": mutant.name,
@@ -142,7 +148,9 @@ def judge(mutant: Mutant) -> dict[str, Any]:
 
 
 def matrix() -> list[dict[str, Any]]:
-    """Every mutant judged by the law meant for it: mutant, bug, met (where), host, law, killed_by, counterexample."""
+    """Every mutant judged by the law meant for it: mutant, bug, met (where), host, law, killed_by,
+    counterexample.
+    """
     for library in (
         "hypothesis",
         "scipy",

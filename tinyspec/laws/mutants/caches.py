@@ -1,7 +1,7 @@
 """Sessions, caches and passes with one defect each.
 
-Two kinds: a session that keeps its text or its slots wrongly, and something between session and model (`forward`) that
-hands on the wrong positions, masks or rows.
+Two kinds: a session that keeps its text or its slots wrongly, and something between session and
+model (`forward`) that hands on the wrong positions, masks or rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +73,9 @@ class SharesWithItsFork(Session):
 
 
 class MarksAsFilled(Session):
-    """Slots of tokens that left early are declared full; what is in them above their exit is zero."""
+    """Slots of tokens that left early are declared full; what is in them above their exit is
+    zero.
+    """
 
     def fill(self, how: Any, slots: Sequence[int] | None = None) -> None:
         for node in self.committed[:-1]:
@@ -151,7 +153,9 @@ def rows_one_late(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Score
 
 
 def several_rows_elsewhere(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
-    """One row is multiplied by the vocabulary matrix in our order of summation, several rows in torch's."""
+    """One row is multiplied by the vocabulary matrix in our order of summation, several rows in
+    torch's.
+    """
     model: Model = forward.__self__  # type: ignore[attr-defined]
     for feed in feeds:
         feed.hidden_layers = (*feed.hidden_layers, model.config.n_layers)

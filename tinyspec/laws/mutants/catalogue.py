@@ -1,7 +1,9 @@
-"""The mistakes a mutant may come from: B1 to B45 were reported in public threads, S1 to S12 found by reading public code.
+"""The mistakes a mutant may come from: B1 to B45 were reported in public threads, S1 to S12 found
+by reading public code.
 
-Facts only, in our words; the thread or the repository where each was met. A mistake without a mutant stands in WAITING with
-what it waits for. "slip" is a mistake nobody reported, of the kind every verifier and loop should be tried with.
+Facts only, in our words; the thread or the repository where each was met. A mistake without a
+mutant stands in WAITING with what it waits for. "slip" is a mistake nobody reported, of the kind
+every verifier and loop should be tried with.
 """
 
 CATALOGUE = {

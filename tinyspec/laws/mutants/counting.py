@@ -1,4 +1,6 @@
-"""Mutants of the forest of counted tries: what is counted, whose it is, and what a halving leaves."""
+"""Mutants of the forest of counted tries: what is counted, whose it is, and what a halving
+leaves.
+"""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
@@ -86,7 +88,9 @@ class SixteenBits(Forest):
 
 
 def trees(parts: Parts) -> Any:
-    """What a forest tells of a text that is halved, goes on and is taken back, and of another owner's."""
+    """What a forest tells of a text that is halved, goes on and is taken back, and of another
+    owner's.
+    """
     forest, made = parts.forest(3, 99), list[Any]()
     one, other = forest.open(0), forest.open(1)
     forest.append(one, [1, 2, 1, 3, 1, 3, 70_000])

@@ -1,4 +1,6 @@
-"""Drafters with one defect each: what they declare is not what they drew from, or what they drew decides what is shown."""
+"""Drafters with one defect each: what they declare is not what they drew from, or what they drew
+decides what is shown.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +21,9 @@ from tinyspec.tree import TokenTree
 
 
 class Chain(ModelDrafter):
-    """A chain from a model, as ModelDraft draws it, with the draw and the declaration left open."""
+    """A chain from a model, as ModelDrafter draws it, with the draw and the declaration left
+    open.
+    """
 
     def law(self, laws: TargetProbs, node: int, sampling: SamplingParams) -> Any:
         """What the next token is drawn from."""

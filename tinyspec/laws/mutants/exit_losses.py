@@ -1,4 +1,6 @@
-"""Trainings of exits with one defect each: a weight, a curriculum or a dropout that is not the published one."""
+"""Trainings of exits with one defect each: a weight, a curriculum or a dropout that is not the
+published one.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -60,7 +62,9 @@ class FromTheBottom(Course):
 
 
 class TwiceTheTime(Course):
-    """The gradual curriculum, or the rise of the dropout, takes the whole training where half, or all, was meant."""
+    """The gradual curriculum, or the rise of the dropout, takes the whole training where half, or
+    all, was meant.
+    """
 
     def begin(self, step: int, progress: float) -> None:
         super().begin(step, progress / 2)  # right: progress

@@ -1,4 +1,6 @@
-"""Early exits and their calibration with one defect each: when a token leaves, what it leaves behind, what is shown of it."""
+"""Early exits and their calibration with one defect each: when a token leaves, what it leaves
+behind, what is shown of it.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -42,7 +44,9 @@ class WholeModelsRow(ExitTarget):
 
 
 class PromptsToo(ExitTarget):
-    """Where the new tokens begin is forgotten: the threshold falls with the place in the whole text."""
+    """Where the new tokens begin is forgotten: the threshold falls with the place in the whole
+    text.
+    """
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         scores = super().extend(tokens, hidden_layers)

@@ -85,7 +85,9 @@ class SharedStream(FertileParallel):
 
 
 def _standing(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> type[FertileParallel]:
-    """The first canvas made otherwise from the source [C, S] and the fertilities that were settled [C, S]."""
+    """The first canvas made otherwise from the source [C, S] and the fertilities that were settled
+    [C, S].
+    """
 
     class Wrong(FertileParallel):
         def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
@@ -192,7 +194,9 @@ def special_too(self: FertileParallel, canvas: Canvas, memory: EncoderOutput) ->
 
 
 def _choosing(choice: Callable[[Tensor, Canvas], Tensor]) -> type[FertileParallel]:
-    """The candidate by other figures, from what the teacher says of each token and of the end [C, T + 1]."""
+    """The candidate by other figures, from what the teacher says of each token and of the end [C, T
+    + 1].
+    """
 
     class Wrong(FertileParallel):
         def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:

@@ -1,4 +1,6 @@
-"""Joint targets with one defect each: a member that was not told, a row of the wrong place, a text that is not the whole."""
+"""Joint targets with one defect each: a member that was not told, a row of the wrong place, a text
+that is not the whole.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

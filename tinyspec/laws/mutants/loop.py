@@ -72,7 +72,9 @@ class TrustsDraftedEnd(Decoder):
 
 
 class CutsAfterTheCommit(Decoder):
-    """The step commits all that was accepted; what a stop cuts off is only taken out of the answer."""
+    """The step commits all that was accepted; what a stop cuts off is only taken out of the
+    answer.
+    """
 
     def step(self, rng: Any) -> Round:
         stop, self.stop = (

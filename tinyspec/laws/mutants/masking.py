@@ -1,4 +1,6 @@
-"""Mask-Predict with one defect each: the wrong number of masks, the wrong places, a probability or a length mistaken."""
+"""Mask-Predict with one defect each: the wrong number of masks, the wrong places, a probability or
+a length mistaken.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Cascades with one defect each: a decoder that drafts for another and says something untrue of its tokens."""
+"""Cascades with one defect each: a decoder that drafts for another and says something untrue of its
+tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Pipelines with one defect each: they guess, begin or forget at the wrong place, and cost what a pipeline does not cost."""
+"""Pipelines with one defect each: they guess, begin or forget at the wrong place, and cost what a
+pipeline does not cost.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +16,9 @@ from tinyspec.tree import TokenTree
 
 
 class TooFar(Pipeline):
-    """Branches run as many layers as the newest token has behind it, and not as many as it has before it."""
+    """Branches run as many layers as the newest token has behind it, and not as many as it has
+    before it.
+    """
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         if self.coming is not None and self.layer < self.depth:

@@ -1,4 +1,6 @@
-"""Suffix arrays and retrievals with one defect each: what is found is not what followed the longest match, by weight."""
+"""Suffix arrays and retrievals with one defect each: what is found is not what followed the longest
+match, by weight.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -47,7 +49,9 @@ def unweighted(tokens: Any, order: Any, suffix: Any, *knobs: int) -> Any:
 
 
 def weighed_at_the_end(tokens: Any, order: Any, suffix: Any, *knobs: int) -> Any:
-    """Only whole continuations are counted, so a common beginning of different ones weighs nothing more."""
+    """Only whole continuations are counted, so a common beginning of different ones weighs nothing
+    more.
+    """
     n, found, up, weights = whole(tokens, order, suffix, *knobs)
     below = Counter[int]()
     for parent, weight in zip(up, weights, strict=True):

@@ -1,4 +1,6 @@
-"""Rollbacks of the Big Little Decoder with one defect each: what is bad, where it is cut, and who writes that place."""
+"""Rollbacks of the Big Little Decoder with one defect each: what is bad, where it is cut, and who
+writes that place.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Jacobi iteration with one defect each: the wrong tokens are guessed next, or it ends too early or not at the end."""
+"""Jacobi iteration with one defect each: the wrong tokens are guessed next, or it ends too early or
+not at the end.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Translation with one defect each: the source is not heard, passes go wrong, a teacher judges something else."""
+"""Translation with one defect each: the source is not heard, passes go wrong, a teacher judges
+something else.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Drafted trees with one defect each: whose law a child is drawn from, what is dropped, and in which order siblings stand."""
+"""Drafted trees with one defect each: whose law a child is drawn from, what is dropped, and in
+which order siblings stand.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +30,9 @@ class Cousin(TreeDrafter):
 
 
 class Reranked(TreeDrafter):
-    """Keeps the guesses that the draft held for likely along their path, and the laws they were drawn from."""
+    """Keeps the guesses that the draft held for likely along their path, and the laws they were
+    drawn from.
+    """
 
     def propose(
         self,
@@ -67,7 +71,9 @@ class Unequal(TreeDrafter):
 
 
 class WithoutAcross(TreeDrafter):
-    """A child is not drawn again where its parent's sibling is that token, and declares its parent's law."""
+    """A child is not drawn again where its parent's sibling is that token, and declares its
+    parent's law.
+    """
 
     def children(
         self, laws: TargetProbs, node: int, k: int, rng: RandomSource

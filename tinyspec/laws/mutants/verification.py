@@ -1,4 +1,6 @@
-"""Verifiers of chapter 1 with one defect each: of a whole block, of several independent drafts, of a race on shared noise."""
+"""Verifiers of chapter 1 with one defect each: of a whole block, of several independent drafts, of
+a race on shared noise.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,8 +1,9 @@
 """Verifiers with one defect each.
 
-`judge` is the walk down a draft tree with its three decisions left open: the ratio a guess is accepted with, the law that is
-left after a refusal, and the law behind the last accepted node. With the defaults it is right (a test holds it to every
-law); a mutant replaces one of them, so that what is wrong stands alone.
+`judge` is the walk down a draft tree with its three decisions left open: the ratio a guess is
+accepted with, the law that is left after a refusal, and the law behind the last accepted node. With
+the defaults it is right (a test holds it to every law); a mutant replaces one of them, so that what
+is wrong stands alone.
 """
 
 import math
@@ -32,7 +33,9 @@ def drawn_from(tree: TokenTree, node: int, vocabulary: int) -> Any:
 
 
 def right_ratio(row: Any, q: Any, x: int, at: int) -> Any:
-    """A guess x from q passes with min(1, row / q), `row` being the law in force behind the node `at`."""
+    """A guess x from q passes with min(1, row / q), `row` being the law in force behind the node
+    `at`.
+    """
     return row[x] / q[x]
 
 
@@ -87,7 +90,9 @@ def softmax_of_difference(p: Any, at: int, node: int, row: Any, q: Any) -> Any:
 
 
 def without_relu(p: Any, at: int, node: int, row: Any, q: Any) -> Any:
-    """p - q sums to 0, so a search in its running sum for any u finds the first place where it is positive."""
+    """p - q sums to 0, so a search in its running sum for any u finds the first place where it is
+    positive.
+    """
     running = [sum(a - b for a, b in zip(row[: x + 1], q, strict=False)) for x in range(len(row))]
     first = next(x for x, so_far in enumerate(running) if so_far > 0 or x == len(row) - 1)
     return [Fraction(int(x == first)) for x in range(len(row))]

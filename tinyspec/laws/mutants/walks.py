@@ -1,4 +1,6 @@
-"""Walks of another shape than the right one, right walks over the wrong rows, and walks that trust what they are given."""
+"""Walks of another shape than the right one, right walks over the wrong rows, and walks that trust
+what they are given.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +41,9 @@ def recovered_token_lost(tree: TokenTree, p: Any, rng: Any) -> Verdict:
 
 
 def sampled_and_matched(tree: TokenTree, p: Any, rng: Any) -> Verdict:
-    """A sample of the target's own says where to go. Exact, and it accepts sum p q instead of sum min(p, q)."""
+    """A sample of the target's own says where to go. Exact, and it accepts sum p q instead of sum
+    min(p, q).
+    """
     path, here = list[int](), {ROOT}
     while True:
         said = rng.draw(p[path[-1] if path else ROOT])
@@ -154,7 +158,9 @@ def soft(laws: TargetProbs, node: int) -> Any:
 
 
 def trusting(tree: TokenTree, p: Any, rng: Any) -> Verdict:
-    """A chain walked with bare Python indexing: row[-1] is the last token, and zip ends with the shorter row."""
+    """A chain walked with bare Python indexing: row[-1] is the last token, and zip ends with the
+    shorter row.
+    """
     path: tuple[int, ...] = ()
     for node, (x, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
         row = p[node - 1]

@@ -1,4 +1,6 @@
-"""What can be seen of parts without asking any law. A defect that changes none of it would be no defect."""
+"""What can be seen of parts without asking any law. A defect that changes none of it would be no
+defect.
+"""
 
 import math
 import random
@@ -99,7 +101,9 @@ def trees_drafted(parts: Parts) -> Any:
 
 
 def ends(parts: Parts) -> Any:
-    """Where a recited text ends under each stop rule, why, what the target holds, and how deep the drafts were."""
+    """Where a recited text ends under each stop rule, why, what the target holds, and how deep the
+    drafts were.
+    """
     made = []
     drafts_of = ((3, ()), (1, ()), (0, (1, 1)), (4, DEAF))
     for rule, poem, most, (gamma, then) in product(
@@ -113,7 +117,9 @@ def ends(parts: Parts) -> Any:
 
 
 def figures(parts: Parts) -> Any:
-    """Statistics, origins and round laws of requests on tables; log-probabilities on a transformer."""
+    """Statistics, origins and round laws of requests on tables; log-probabilities on a
+    transformer.
+    """
     made: list[Any] = []
     for most, eos, seed in product((0, 1, 4), ((), (1,)), range(4)):
         decoder, rng = request(parts, WIDE, WIDER, 2, most, seed, eos)
@@ -164,7 +170,9 @@ def kernels(parts: Parts) -> Any:
 
 
 def drafted_outside(parts: Parts) -> Any:
-    """What a verifier makes of an id that nobody knows, and of a draft with a smaller vocabulary."""
+    """What a verifier makes of an id that nobody knows, and of a draft with a smaller
+    vocabulary.
+    """
     made: list[Any] = []
     for token, q in ((-1, None), (0, [1.0])):
         try:
@@ -176,7 +184,9 @@ def drafted_outside(parts: Parts) -> Any:
 
 
 def states(parts: Parts) -> Any:
-    """Rows of trees, positions, and what a session says after a commit, a rewind, a fork, an exit and an end."""
+    """Rows of trees, positions, and what a session says after a commit, a rewind, a fork, an exit
+    and an end.
+    """
     made: list[Any] = []
 
     def note(what: Any) -> None:

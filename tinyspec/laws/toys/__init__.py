@@ -1,10 +1,12 @@
 """Traps and toys: what makes a technique that technique, and the look-alike that lacks it.
 
-For most papers there is a simpler thing that looks the same in a demonstration: prompt lookup under the name of LLMA, an
-acceptance test without the residual, a formula without the analysis. A *trap* is a check that asks for what the look-alike
-lacks; the technique passes it. A *toy* is the look-alike in at most twenty lines; it must fall into its trap.
+For most papers there is a simpler thing that looks the same in a demonstration: prompt lookup under
+the name of LLMA, an acceptance test without the residual, a formula without the analysis. A *trap*
+is a check that asks for what the look-alike lacks; the technique passes it. A *toy* is the
+look-alike in at most twenty lines; it must fall into its trap.
 
-One file here a technique, under its registry name, with the lists TRAPS and TOYS; a new file is found by itself.
+One file here a technique, under its registry name, with the lists TRAPS and TOYS; a new file is
+found by itself.
 """
 
 import importlib
@@ -37,7 +39,8 @@ class Toy:
 
     name   what it does instead
     law    the trap it falls into
-    build  what stands in the technique's place: a builder (request, **knobs) -> Decoder, or a function of its analysis
+    build  what stands in the technique's place: a builder (request, **knobs) -> Decoder, or a
+           function of its analysis
     """
 
     name: str
@@ -68,7 +71,9 @@ def toys() -> list[tuple[str, Toy]]:
 
 
 def judge(technique: str, toy: Toy) -> dict[str, Any]:
-    """One line of the matrix: killed_by is the trap whose verdict it was, or None (then `survived` says what happened)."""
+    """One line of the matrix: killed_by is the trap whose verdict it was, or None (then `survived`
+    says what happened).
+    """
     line: dict[str, Any] = {"technique": technique, "toy": toy.name, "trap": toy.law}
     trap = next(trap for name, trap in traps() if (name, trap.law) == (technique, toy.law))
     try:

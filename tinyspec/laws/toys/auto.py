@@ -1,4 +1,6 @@
-"""auto: what makes it a planner and not copying with a fixed size. Time is a clock that only a call moves."""
+"""auto: what makes it a planner and not copying with a fixed size. Time is a clock that only a call
+moves.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,7 +52,9 @@ class Ticking(TableSession):
 def took(
     build: Build, poem: list[int], references: Sequence[Sequence[int]], seconds: Seconds
 ) -> tuple[float, Any]:
-    """How long a text of the target took, and the decoder after it. The first two tokens are the prompt."""
+    """How long a text of the target took, and the decoder after it. The first two tokens are the
+    prompt.
+    """
     watch = Watch()
     target = Ticking(Reciter(poem), watch, seconds)
     stop, sampling = StoppingCriteria(max_new_tokens=len(poem) - 2), SamplingParams(temperature=0.0)
@@ -65,12 +69,16 @@ POEM = list(range(1, 99))
 
 
 def astray(begin: int) -> list[list[int]]:
-    """References that say POEM up to there; and then, after any eight of its tokens, something else."""
+    """References that say POEM up to there; and then, after any eight of its tokens, something
+    else.
+    """
     return [POEM[:begin], *(POEM[i : i + 8] + [0] * 16 for i in range(begin - 8, len(POEM) - 8))]
 
 
 def heeds_the_cost(build: Build) -> Evidence:
-    """Every copy holds, but a row takes longer than a token: not much more time than plain decoding may be spent."""
+    """Every copy holds, but a row takes longer than a token: not much more time than plain decoding
+    may be spent.
+    """
     for slope in (1.2, 1.5, 2.0):
         plain = len(POEM) - 2
         time, _ = took(build, POEM, [POEM], lambda rows, slope=slope: 1 + slope * (rows - 1))  # type: ignore[misc]
@@ -95,7 +103,9 @@ def drafts_long(build: Build) -> Evidence:
 
 
 def stops_when_copies_fail(build: Build) -> Evidence:
-    """Copies hold for a while, then never again: what failed is not tried for long. A further row takes a tenth."""
+    """Copies hold for a while, then never again: what failed is not tried for long. A further row
+    takes a tenth.
+    """
     for begin in (24, 48):
         seconds: Seconds = lambda rows: 0.9 + 0.1 * rows  # noqa: E731
         good, _ = took(build, POEM[:begin], astray(begin), seconds)

@@ -19,7 +19,9 @@ ROWS = "every token of the text is run once"
 
 
 def runs_each_token_once(build: Callable[..., Decoder]) -> Evidence:
-    """The prompt and n new tokens are len(prompt) + n - 1 rows: a cache spares the rest, and the last is never run."""
+    """The prompt and n new tokens are len(prompt) + n - 1 rows: a cache spares the rest, and the
+    last is never run.
+    """
     seen = 0
     for prompt, n in product(((1,), (1, 2, 3)), (1, 4)):
         forward_log, seen = list[ForwardRecord](), seen + 1

@@ -1,4 +1,6 @@
-"""BiLD (Kim et al. 2023): no ratio test, no unsure token, the first bad one taken back, and nothing kept unread."""
+"""BiLD (Kim et al. 2023): no ratio test, no unsure token, the first bad one taken back, and nothing
+kept unread.
+"""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -31,7 +33,9 @@ WANTED, CAP = 8, 4
 def turns(
     large: Table, little: Table, fallback: float, rollback: float, rule: str
 ) -> Iterator[list[int]]:
-    """Algorithm 1 at temperature 0, in its own words: the text after each call of the large model."""
+    """Algorithm 1 at temperature 0, in its own words: the text after each call of the large
+    model.
+    """
     least = exp(-rollback)
     best = [row.index(max(row)) for row in large]
     text = [0]
@@ -138,7 +142,9 @@ def ratio_test(
 def keeps_the_unsure(
     request: Request, fallback: float, rollback: float, rule: str, gamma: int
 ) -> Decoder:
-    """The token that the small model was unsure of is proposed, and then the large model is called."""
+    """The token that the small model was unsure of is proposed, and then the large model is
+    called.
+    """
 
     class Unsure(Little):
         def should_draft(self, laws: TargetProbs, tip: int) -> bool:
@@ -171,7 +177,9 @@ def worst_first(
 def as_released(
     request: Request, fallback: float, rollback: float, rule: str, gamma: int
 ) -> Decoder:
-    """The first bad token decides for all: where the large model would write it too, the whole block stays."""
+    """The first bad token decides for all: where the large model would write it too, the whole
+    block stays.
+    """
 
     def verify(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         for node, token in enumerate(tree.tokens):

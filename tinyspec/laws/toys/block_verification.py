@@ -1,4 +1,6 @@
-"""Block verification (Sun et al., ICLR 2025): the block is judged as a whole, the largest place that passes counts."""
+"""Block verification (Sun et al., ICLR 2025): the block is judged as a whole, the largest place
+that passes counts.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +79,9 @@ def plain_residual(request: Request, gamma: int) -> Decoder:
 
 
 def all_or_nothing(request: Request, gamma: int) -> Decoder:
-    """The whole block passes with its clipped ratio; if it does not, the first token is drawn anew."""
+    """The whole block passes with its clipped ratio; if it does not, the first token is drawn
+    anew.
+    """
 
     def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
         weights, n = _places(tree, p)[0], len(tree.tokens)

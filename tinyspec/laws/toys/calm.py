@@ -1,4 +1,6 @@
-"""CALM (Schuster et al. 2022): the gap of the top two, three measures, states copied up, a threshold that was calibrated."""
+"""CALM (Schuster et al. 2022): the gap of the top two, three measures, states copied up, a
+threshold that was calibrated.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Cascade speculative drafting (Chen et al. 2023): recursion, quotas, max-gram, and the law of whoever finalised a token."""
+"""Cascade speculative drafting (Chen et al. 2023): recursion, quotas, max-gram, and the law of
+whoever finalised a token.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +31,9 @@ PROMPT = (1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2)
 
 
 def predicted(quotas: str) -> list[int]:
-    """Calls of the target, the first draft, the second ... in one round: a level that is to make n tokens, with s drafted for
-    it from below, is called ceil(n / (s + 1)) times; the last draft of such a level is as long as is still wanted."""
+    """Calls of the target, the first draft, the second ... in one round: a level that is to make n
+    tokens, with s drafted for it from below, is called ceil(n / (s + 1)) times; the last draft of
+    such a level is as long as is still wanted."""
     k = parsed(quotas, quotas.count("/"))
     calls = [0] * len(k)
 
@@ -105,7 +108,9 @@ def joint_law_of_levels(build: Build) -> Evidence:
 
 
 def copies_the_longest(make: Callable[[int], MaxGram]) -> Evidence:
-    """Against a search by definition: of all places whose past agrees, one that agrees furthest is continued."""
+    """Against a search by definition: of all places whose past agrees, one that agrees furthest is
+    continued.
+    """
     texts = list(_texts())
     for text in texts:
         level = make(9)

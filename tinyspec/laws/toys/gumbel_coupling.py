@@ -1,4 +1,6 @@
-"""Gumbel coupling (Daliri et al. 2024): one noise for draft and target, named by the position; the drafter leaves no trace."""
+"""Gumbel coupling (Daliri et al. 2024): one noise for draft and target, named by the position; the
+drafter leaves no trace.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,6 @@
-"""Parallel decoding (Santilli et al. 2023): all places at once, the answers are the next guesses, and nobody knows the end."""
+"""Parallel decoding (Santilli et al. 2023): all places at once, the answers are the next guesses,
+and nobody knows the end.
+"""
 
 from collections.abc import Sequence
 from typing import Any

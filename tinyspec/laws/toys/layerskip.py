@@ -1,4 +1,6 @@
-"""LayerSkip (Elhoushi et al. 2024): drafts of the model's own exit, computed once, and a training that makes them good."""
+"""LayerSkip (Elhoushi et al. 2024): drafts of the model's own exit, computed once, and a training
+that makes them good.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -73,7 +75,9 @@ def _runs(build: Build) -> Iterator[tuple[dict[str, Any], list[int], Round]]:
 
 
 def drafts_are_the_exits(build: Build) -> Evidence:
-    """Each guess was drawn from the row of the first E layers after the text so far: in the first round and in the fifth."""
+    """Each guess was drawn from the row of the first E layers after the text so far: in the first
+    round and in the fifth.
+    """
     seen = 0
     for case, text, round in _runs(build):
         for at, got in enumerate(round.tree.draft_probs):
@@ -85,7 +89,9 @@ def drafts_are_the_exits(build: Build) -> Evidence:
 
 
 def runs_once(build: Build) -> Evidence:
-    """n guesses: n E layers of a row to draft; E for the last guess and L - E for each of n + 1 rows to verify."""
+    """n guesses: n E layers of a row to draft; E for the last guess and L - E for each of n + 1
+    rows to verify.
+    """
     seen = 0
     for case, _, round in _runs(build):
         n, exit, layers = len(round.tree.tokens), case["exit"], case["layers"]
@@ -146,7 +152,9 @@ def early_cache_uncropped(request: Request, exit: int, gamma: int) -> Decoder:
 
 
 def head_of_its_own(request: Request, exit: int, gamma: int) -> Decoder:
-    """The exit has another head, which was trained for it: here the model's, its rows in another order."""
+    """The exit has another head, which was trained for it: here the model's, its rows in another
+    order.
+    """
 
     class Own(SharedSessionDrafter):
         def propose(

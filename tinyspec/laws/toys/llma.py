@@ -54,7 +54,9 @@ def copies_in_blocks(build: Build) -> Evidence:
 
 
 def reads_once(build: Build) -> Evidence:
-    """However many tokens are made, a reference is gone through once, when the request is prepared."""
+    """However many tokens are made, a reference is gone through once, when the request is
+    prepared.
+    """
     for n in (2, 8):
         poem = list(range(1, n + 3))
         reference = Counted(poem)
@@ -67,7 +69,9 @@ def reads_once(build: Build) -> Evidence:
 
 
 def copies_the_longest(build: Build) -> Evidence:
-    """Of two places that agree with the end of the text, the one that agrees further back is continued."""
+    """Of two places that agree with the end of the text, the one that agrees further back is
+    continued.
+    """
     poem = [1, 2, 7, 8]
     for references in ([[1, 2, 7, 8], [9, 2, 5, 5]], [[9, 2, 5, 5], [1, 2, 7, 8]]):
         rounds = recited(build, poem, 2, references, k=15).rounds

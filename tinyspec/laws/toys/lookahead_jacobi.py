@@ -1,4 +1,6 @@
-"""Lookahead decoding (Fu et al. 2024): a window of Jacobi iterations, and the n-grams of its path."""
+"""Lookahead decoding (Fu et al. 2024): a window of Jacobi iterations, and the n-grams of its
+path.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -41,7 +43,8 @@ def _begun(build: Build, model: TableModel, w: int, n: int, g: int) -> tuple[Dec
 
 
 def _by_hand(model: TableModel, texts: Sequence[list[int]], w: int, n: int, g: int) -> list[Grams]:
-    """The n-grams verified in each round, where `texts` are the texts at its beginning: every cell by a pass of its own.
+    """The n-grams verified in each round, where `texts` are the texts at its beginning: every cell
+    by a pass of its own.
 
     guess[i][p] is what iteration i, the oldest first, said for position p behind the newest token.
     """
@@ -75,7 +78,9 @@ def _by_hand(model: TableModel, texts: Sequence[list[int]], w: int, n: int, g: i
 
 
 def drafts_its_diagonals(build: Build) -> Evidence:
-    """Window and pool simulated cell by cell, each from its own context; the drafts must be those n-grams."""
+    """Window and pool simulated cell by cell, each from its own context; the drafts must be those
+    n-grams.
+    """
     seen = 0
     for (w, n, g), seed in product(
         ((1, 2, 1), (2, 2, 2), (2, 3, 2), (3, 3, 2), (3, 4, 3)), range(4)
@@ -117,7 +122,9 @@ def shares_one_call(build: Build) -> Evidence:
 
 
 def looks_ahead(build: Build) -> Evidence:
-    """A target that numbers the positions says no n-gram twice: only a window that looks ahead of the text can guess it."""
+    """A target that numbers the positions says no n-gram twice: only a window that looks ahead of
+    the text can guess it.
+    """
     model = TableModel(vocabulary=64, rows=lambda text: [int(x == len(text)) for x in range(64)])
     decoder, _ = _begun(build, model, 4, 3, 4)
     while not decoder.finished:

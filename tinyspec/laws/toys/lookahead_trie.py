@@ -1,4 +1,6 @@
-"""Lookahead with a trie (Zhao et al. 2023): what makes it more than a table of the prompt's n-grams."""
+"""Lookahead with a trie (Zhao et al. 2023): what makes it more than a table of the prompt's
+n-grams.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -41,7 +43,9 @@ def said(build: Build, model: Reciter, prompt: int, wanted: int, **knobs: Any) -
 
 
 def remembers(build: Build) -> Evidence:
-    """The same question again takes fewer calls, though nothing of the answer stands in the prompt."""
+    """The same question again takes fewer calls, though nothing of the answer stands in the
+    prompt.
+    """
     for n in (4, 12):
         model = Reciter(range(1, n + 3))
         said(build, model, 2, n).end()

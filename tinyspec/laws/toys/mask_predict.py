@@ -1,4 +1,6 @@
-"""Mask-Predict (Ghazvininejad et al. 2019): any number of words hidden, stale probabilities, several lengths."""
+"""Mask-Predict (Ghazvininejad et al. 2019): any number of words hidden, stale probabilities,
+several lengths.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Multi-candidate speculative decoding (Yang et al. 2024): a tree of draws, each judged as it was drawn."""
+"""Multi-candidate speculative decoding (Yang et al. 2024): a tree of draws, each judged as it was
+drawn.
+"""
 
 from collections.abc import Callable
 from fractions import Fraction

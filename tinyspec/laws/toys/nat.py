@@ -1,4 +1,6 @@
-"""NAT (Gu et al. 2018): fertilities, not a length; a place sees the others and where they stand; the teacher chooses."""
+"""NAT (Gu et al. 2018): fertilities, not a length; a place sees the others and where they stand;
+the teacher chooses.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -61,7 +63,9 @@ def words_stand_by_fertility(build: Build) -> Evidence:
 
 
 def one_pass_as_published(build: Build) -> Evidence:
-    """The translation of one fertility sequence, against the decoder with a mask and inputs written out."""
+    """The translation of one fertility sequence, against the decoder with a mask and inputs written
+    out.
+    """
     seen = 0
     for seed, source in product(range(3), SOURCES):
         model = student(seed)
@@ -177,7 +181,9 @@ def tokens_alone(model: Seq2Seq, batch: Any) -> Tensor:
 
 
 def probability_times_cost(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
-    """A sampled sequence is made less likely by what it costs: it is counted twice, once by being sampled."""
+    """A sampled sequence is made less likely by what it costs: it is counted twice, once by being
+    sampled.
+    """
     chosen = logits.softmax(dim=-1).gather(-1, sampled[..., None])[..., 0]
     return (cost * chosen.prod(dim=-1)).sum()
 

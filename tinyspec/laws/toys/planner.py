@@ -1,4 +1,6 @@
-"""Decoding Speculative Decoding: what makes it a planner and not a formula. Time is a clock that only calls move."""
+"""Decoding Speculative Decoding: what makes it a planner and not a formula. Time is a clock that
+only calls move.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -47,7 +49,9 @@ SCENES = (  # candidates, and the slope of a target call of one second by its ro
 
 
 def requests(draft: Draft, slope: float, watch: Watch, texts: int = 8, tokens: int = 16) -> Asked:
-    """The same texts each time: a target whose calls take 1 + slope (rows - 1) seconds, and this draft."""
+    """The same texts each time: a target whose calls take 1 + slope (rows - 1) seconds, and this
+    draft.
+    """
 
     def make() -> Iterator[tuple[Request, Sequence[int]]]:
         for text in range(texts):
@@ -70,7 +74,9 @@ def always(law: Sequence[int]) -> TableModel:
 
 
 def exact(draft: Draft | None, n: int, slope: float) -> Fraction:
-    """Tokens a second of rounds of n guesses: each passes with probability alpha if those before it did."""
+    """Tokens a second of rounds of n guesses: each passes with probability alpha if those before it
+    did.
+    """
     if draft is None or n == 0:
         return Fraction(1)
     tokens = sum(draft.alpha**i for i in range(n + 1))
@@ -78,7 +84,9 @@ def exact(draft: Draft | None, n: int, slope: float) -> Fraction:
 
 
 def recommends_the_fastest(advise: Advise) -> Evidence:
-    """Against the exact throughput of every draft at every length; 5% below the best is sampling error."""
+    """Against the exact throughput of every draft at every length; 5% below the best is sampling
+    error.
+    """
     for drafts, slope in SCENES:
         watch = Watch()
         pairs: dict[tuple[str | None, int], Fraction] = {
@@ -96,7 +104,9 @@ def recommends_the_fastest(advise: Advise) -> Evidence:
 
 
 def forecasts_tokens_a_second(throughput: Callable[..., float]) -> Evidence:
-    """throughput(TAR, n, step, verify) against the exact mean over rounds of independent guesses."""
+    """throughput(TAR, n, step, verify) against the exact mean over rounds of independent
+    guesses.
+    """
     seen = 0
     for tenths, n, step, verify in product((0, 3, 7, 10), (0, 1, 4), (0.0, 0.25), (1.0, 1.5)):
         alpha = Fraction(tenths, 10)
@@ -128,13 +138,17 @@ def advise(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tuple[str 
 
 
 def best_accepted(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tuple[str | None, int]:
-    """The draft whose tokens are accepted most, as long as allowed: what a ranking by quality recommends."""
+    """The draft whose tokens are accepted most, as long as allowed: what a ranking by quality
+    recommends.
+    """
     profiles = [planner.profile_draft(name, make, longest, watch) for name, make in asked.items()]
     return max(profiles, key=lambda profile: profile.tar(longest)).name, longest
 
 
 def typed_costs(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tuple[str | None, int]:
-    """The formula with a rule of thumb for its costs: a draft's step is a tenth of a call, and a call is a call."""
+    """The formula with a rule of thumb for its costs: a draft's step is a tenth of a call, and a
+    call is a call.
+    """
     profiles = [
         planner.profile_draft(name, make, longest, watch)._replace(step=0.1)
         for name, make in asked.items()

@@ -1,4 +1,6 @@
-"""PPD (Yang et al. 2023): the whole model decides every token, and a guess that holds has been begun in good time."""
+"""PPD (Yang et al. 2023): the whole model decides every token, and a guess that holds has been
+begun in good time.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,7 +83,9 @@ def begins_when_it_knows(request: Request, layer: int, k: int) -> Decoder:
 
 
 def begins_apart(request: Request, layer: int, k: int) -> Decoder:
-    """Each branch is a copy of the text, with a cache of its own, and what it has done stays there."""
+    """Each branch is a copy of the text, with a cache of its own, and what it has done stays
+    there.
+    """
 
     class Apart(Pipeline):
         def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:

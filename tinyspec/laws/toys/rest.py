@@ -1,4 +1,6 @@
-"""REST (He et al. 2024): the longest match decides, its continuations compete by weight, and the law is kept."""
+"""REST (He et al. 2024): the longest match decides, its continuations compete by weight, and the
+law is kept.
+"""
 
 import random
 from collections import Counter
@@ -25,7 +27,9 @@ Build = Callable[..., Decoder]
 
 
 def prefers_the_longest(build: Build) -> Evidence:
-    """A longer match that occurs once is continued rather than a shorter one that occurs more often."""
+    """A longer match that occurs once is continued rather than a shorter one that occurs more
+    often.
+    """
     poem = [1, 2, 7, 8]
     for often in (1, 2, 3):
         references = [poem, *([9, 2, 5, 5] for _ in range(often))]
@@ -53,7 +57,9 @@ def _tree(
 
 
 def is_the_heaviest(build: Build) -> Evidence:
-    """Every match of random texts is read and every beginning counted; the tree must be the heaviest of them."""
+    """Every match of random texts is read and every beginning counted; the tree must be the
+    heaviest of them.
+    """
     rng, seen = random.Random(0), 0
     for number in range(60):
         texts = [[rng.randrange(3) for _ in range(4 + number // 4)] for _ in range(2)]

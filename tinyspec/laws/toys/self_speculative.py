@@ -1,4 +1,6 @@
-"""Draft & Verify (Zhang et al. 2023): one bit a sublayer, one cache, an exit that adapts, a search that learns."""
+"""Draft & Verify (Zhang et al. 2023): one bit a sublayer, one cache, an exit that adapts, a search
+that learns.
+"""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -76,7 +78,9 @@ def skips_what_it_is_told(build: Build) -> Evidence:
 
 
 def runs_once_what_is_the_same(build: Build) -> Evidence:
-    """Where the topmost sublayer alone is skipped, prompt, draft and verification cost what the text's rows cost."""
+    """Where the topmost sublayer alone is skipped, prompt, draft and verification cost what the
+    text's rows cost.
+    """
     for gamma in (1, 3):
         forward_log: list[ForwardRecord] = []
         session = TableModel(1, zeros=False).session(forward_log)
@@ -103,7 +107,9 @@ def runs_once_what_is_the_same(build: Build) -> Evidence:
 
 
 def ends_where_it_is_unsure(build: Build) -> Evidence:
-    """At temperature 0, against the skipping model's own rows: guesses until one is below the threshold, that one too."""
+    """At temperature 0, against the skipping model's own rows: guesses until one is below the
+    threshold, that one too.
+    """
     seen = 0
     plan = Plan(skip=skipped("a1+m1", LAYERS))
     for model, threshold in product(_models(), (0.0, 0.4, 0.5, 0.6, 1.0)):
@@ -151,7 +157,9 @@ def threshold_follows(make: Callable[[float, float], Any]) -> Evidence:
 
 
 def speed(skip: Skip) -> float:
-    """A landscape over ten bits: each sublayer has its own worth, some only with another. None: 1; the best: 2.5."""
+    """A landscape over ten bits: each sublayer has its own worth, some only with another. None: 1;
+    the best: 2.5.
+    """
     worth = [0.3, -0.9, 0.2, -0.8, 0.4, -0.7, 0.25, -0.9, -0.6, 0.15]
     pairs = {(0, 2): 0.1, (4, 6): 0.1, (1, 3): 0.2}
     return (
@@ -162,7 +170,9 @@ def speed(skip: Skip) -> float:
 
 
 def search_learns(search: Callable[[int, int], Any]) -> Evidence:
-    """Of a thousand sets one has the best speed; 24 suggestions come near it, and as many random sets hardly ever do."""
+    """Of a thousand sets one has the best speed; 24 suggestions come near it, and as many random
+    sets hardly ever do.
+    """
     made = search(5, 0)
     made.tell(frozenset(), speed(frozenset()))
     for _ in range(24):
@@ -177,7 +187,9 @@ def search_learns(search: Callable[[int, int], Any]) -> Evidence:
 
 
 def greedy_soft(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
-    """As released: the draft takes the likeliest token, and the ratio divides by what the softmax gave it."""
+    """As released: the draft takes the likeliest token, and the ratio divides by what the softmax
+    gave it.
+    """
 
     class Greedy(SharedSessionDrafter):
         def propose(
@@ -209,7 +221,9 @@ def whole_layers(request: Request, skip: Any, gamma: int, threshold: float) -> D
 
 
 def own_text(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
-    """The same weights loaded as a draft model: it reads the prompt for itself and keeps a cache of its own."""
+    """The same weights loaded as a draft model: it reads the prompt for itself and keeps a cache of
+    its own.
+    """
     session: Any = request.target
     twin = type(session)(
         session.model, plan=Plan(skip=skipped(skip, LAYERS)), forward_log=request.forward_log

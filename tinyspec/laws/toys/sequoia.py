@@ -1,4 +1,6 @@
-"""Sequoia (Chen et al. 2024): the tree is computed from measured figures, and every round has noise of its own."""
+"""Sequoia (Chen et al. 2024): the tree is computed from measured figures, and every round has noise
+of its own.
+"""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -85,7 +87,9 @@ def commits_most(plan: Callable[[Sequence[float], int, int], Shape]) -> Evidence
 
 
 def shares_of_ranks(hits: Callable[..., Any]) -> Evidence:
-    """The shares over all draws add up to the acceptance of that many children without replacement."""
+    """The shares over all draws add up to the acceptance of that many children without
+    replacement.
+    """
     seen = 0
     for p, q in pairs(largest=5):
         before = Fraction(0)

@@ -1,4 +1,6 @@
-"""SpecInfer (Miao et al. 2024): proposals of several models, each tested against its own law; models made for each other."""
+"""SpecInfer (Miao et al. 2024): proposals of several models, each tested against its own law;
+models made for each other.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import permutations
@@ -37,7 +39,9 @@ def expands_every_leaf(build: Build) -> Evidence:
 
 
 def tests_each(verifier: Verifier) -> Evidence:
-    """Of k i.i.d. drafts one passes as often as one test a draft allows; sampling once and looking passes less."""
+    """Of k i.i.d. drafts one passes as often as one test a draft allows; sampling once and looking
+    passes less.
+    """
     seen = 0
     for p, q in pairs(largest=5):
         left: Any = p
@@ -53,7 +57,9 @@ def tests_each(verifier: Verifier) -> Evidence:
 
 
 def runs_a_prefix_once(build: Build) -> Evidence:
-    """Two models that are the same, at temperature 0: the target runs the newest token and one path."""
+    """Two models that are the same, at temperature 0: the target runs the newest token and one
+    path.
+    """
     for depth in (1, 2, 4):
         forward_log: list[Any] = []
         drafts = [model(OTHERS[0]).session() for _ in range(2)]

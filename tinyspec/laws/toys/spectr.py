@@ -1,4 +1,6 @@
-"""SpecTr (Sun et al., NeurIPS 2023): one division factor for all drafts, the least that keeps the law, and its residual."""
+"""SpecTr (Sun et al., NeurIPS 2023): one division factor for all drafts, the least that keeps the
+law, and its residual.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +77,9 @@ def _owed(row: Any, q: Any, rho: Any, k: int) -> Any:
 
 
 def recursive_rejection(request: Request, k: int, gamma: int) -> Decoder:
-    """Several drafts, each tested against what the one before it left: exact, and another method."""
+    """Several drafts, each tested against what the one before it left: exact, and another
+    method.
+    """
     return _with(verify_tree, request, k, gamma)
 
 
@@ -97,7 +101,9 @@ def residual_of_one(request: Request, k: int, gamma: int) -> Decoder:
 
 
 def one_text_after_the_other(request: Request, k: int, gamma: int) -> Decoder:
-    """The first text that passes whole is taken; behind the last, what it was refused for is mended."""
+    """The first text that passes whole is taken; behind the last, what it was refused for is
+    mended.
+    """
 
     def verify(tree: TokenTree, p: Any, rng: Any) -> Verdict:
         verdict = Verdict((), None)

@@ -1,4 +1,6 @@
-"""Speculative contrastive decoding (Yuan et al. 2024): the contrast is the law everywhere, and the amateur runs once."""
+"""Speculative contrastive decoding (Yuan et al. 2024): the contrast is the law everywhere, and the
+amateur runs once.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,8 +38,8 @@ BETA = 1
 def contrasted(
     p_e: Sequence[Fraction], p_a: Sequence[Fraction], beta: int, plausibility: Fraction
 ) -> list[Fraction]:
-    """The formula: p_e^(1+beta) / p_a^beta over the tokens with p_e >= plausibility max p_e, normalised; where the amateur
-    gives such tokens no mass, those alone, by p_e^(1+beta)."""
+    """The formula: p_e^(1+beta) / p_a^beta over the tokens with p_e >= plausibility max p_e,
+    normalised; where the amateur gives such tokens no mass, those alone, by p_e^(1+beta)."""
     said = [x for x, e in enumerate(p_e) if e and e >= plausibility * max(p_e)]
     unheard = [x for x in said if beta and not p_a[x]]
     weights = {
@@ -62,7 +64,9 @@ def _cases() -> Iterator[tuple[Table, Table, int, float, SamplingParams]]:
 
 
 def joint_law_of_the_contrast(build: Build) -> Evidence:
-    """Two tokens, drafted by the amateur, are distributed as the formula says, warped as the user asked."""
+    """Two tokens, drafted by the amateur, are distributed as the formula says, warped as the user
+    asked.
+    """
     seen, branches = 0, 0
     for p, q, beta, plausibility, sampling in _cases():
 
@@ -97,7 +101,9 @@ def joint_law_of_the_contrast(build: Build) -> Evidence:
 
 
 def amateur_runs_once(build: Build) -> Evidence:
-    """Rows of the amateur, the prompt's not counted: one for the newest token of each round and one a guess."""
+    """Rows of the amateur, the prompt's not counted: one for the newest token of each round and one
+    a guess.
+    """
     for gamma in (1, 3):
         forward_log: list[Any] = []
         amateur = TableModel(2, zeros=False, name="amateur")
@@ -133,7 +139,9 @@ def amateur_runs_once(build: Build) -> Evidence:
 
 
 def judged(ratio: str, rest: str, bonus: str) -> Build:
-    """The ratio, the law left after a refusal, and the bonus, each by the contrast or by the expert."""
+    """The ratio, the law left after a refusal, and the bonus, each by the contrast or by the
+    expert.
+    """
 
     def build(
         request: Request, gamma: int, beta: float = BETA, plausibility: float = 0.1
@@ -170,7 +178,9 @@ def judged(ratio: str, rest: str, bonus: str) -> Build:
 def anything_goes(
     request: Request, gamma: int, beta: float = BETA, plausibility: float = 0.1
 ) -> Decoder:
-    """No set of plausible tokens: what the expert all but excludes is said, if the amateur excludes it more."""
+    """No set of plausible tokens: what the expert all but excludes is said, if the amateur excludes
+    it more.
+    """
     target = Joint([request.target, request.drafts[0]], contrast(beta, 0.0))
     return replace(request, target=target).decoder(
         SharedSessionDrafter(request.drafts[0], gamma), verify_tree

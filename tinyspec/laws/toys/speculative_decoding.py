@@ -1,4 +1,6 @@
-"""Speculative decoding (Leviathan et al., Chen et al. 2023): the residual, the warped q, the bonus, and the analysis."""
+"""Speculative decoding (Leviathan et al., Chen et al. 2023): the residual, the warped q, the bonus,
+and the analysis.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -114,7 +116,9 @@ def correction_from_p(request: Request, gamma: int) -> Decoder:
 
 
 def unwarped_q(request: Request, gamma: int) -> Decoder:
-    """The draft samples with the user's settings, and its plain softmax is what the ratio is made of."""
+    """The draft samples with the user's settings, and its plain softmax is what the ratio is made
+    of.
+    """
 
     class Draft(ModelDrafter):
         def propose(
@@ -128,7 +132,9 @@ def unwarped_q(request: Request, gamma: int) -> Decoder:
 
 
 def one_uniform(request: Request, gamma: int) -> Decoder:
-    """One uniform for a round: as many tokens pass as have a ratio above it, up to the first that has not."""
+    """One uniform for a round: as many tokens pass as have a ratio above it, up to the first that
+    has not.
+    """
 
     def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
         columns = zip(range(-1, len(tree.tokens)), tree.tokens, tree.draft_probs, strict=False)

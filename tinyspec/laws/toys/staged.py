@@ -1,4 +1,6 @@
-"""Staged speculative decoding (Spector & Re 2023): a tree that follows the draft's probability, and n-grams ahead of it."""
+"""Staged speculative decoding (Spector & Re 2023): a tree that follows the draft's probability, and
+n-grams ahead of it.
+"""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -33,8 +35,8 @@ def _walker(name: str = "table", more: int = 8) -> TableModel:
 
 
 def calls_are_spared(build: Build) -> Evidence:
-    """Three leaves in a row get children. Where the n-grams know the likeliest path, one call of the draft shows all; the
-    rounds after the first are counted."""
+    """Three leaves in a row get children. Where the n-grams know the likeliest path, one call of
+    the draft shows all; the rounds after the first are counted."""
     seen = 0
     for sampling, width in (
         (SamplingParams(0.0), 1),
@@ -72,8 +74,8 @@ def calls_are_spared(build: Build) -> Evidence:
 
 
 def guesses_are_the_drafts(build: Build) -> Evidence:
-    """At temperature 0, children are the tokens that the draft holds for likeliest: n-grams of another draft's text change
-    no node of the tree."""
+    """At temperature 0, children are the tokens that the draft holds for likeliest: n-grams of
+    another draft's text change no node of the tree."""
     seen = 0
     for seed in range(8):
         draft = TableModel(seed, 4, zeros=False)
@@ -103,8 +105,8 @@ def guesses_are_the_drafts(build: Build) -> Evidence:
 
 
 def beats_fixed_trees(build: Build) -> Evidence:
-    """Tokens of a round, expected over every outcome, against all fixed trees of equal size that are alike at each depth:
-    p = q, sure of itself after token 0 and torn after the others."""
+    """Tokens of a round, expected over every outcome, against all fixed trees of equal size that
+    are alike at each depth: p = q, sure of itself after token 0 and torn after the others."""
     rows = lambda text: [8, 1, 1] if text[-1] == 0 else [1, 1, 1]  # noqa: E731
     best: Any = Fraction(0)
     made = {}

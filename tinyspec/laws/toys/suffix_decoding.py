@@ -1,4 +1,6 @@
-"""Suffix decoding (Oliaro et al. 2024): what makes it more than copying behind the longest match."""
+"""Suffix decoding (Oliaro et al. 2024): what makes it more than copying behind the longest
+match.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -23,7 +23,9 @@ BEST = "no tree of its size is worth more than the static tree"
 
 Build = Callable[..., Decoder]
 ROWS = ((1, 4, 3, 0), (3, 0, 1, 5), (2, 4, 0, 1), (5, 1, 3, 1))
-"""A Markov target: the row depends on the newest token alone, so that one row of the matrix is right wherever it stands."""
+"""A Markov target: the row depends on the newest token alone, so that one row of the matrix is
+right wherever it stands.
+"""
 
 
 def _markov(tokens: int) -> Request:
@@ -32,7 +34,9 @@ def _markov(tokens: int) -> Request:
 
 
 def writes_every_row_back(build: Build) -> Evidence:
-    """After every round the judge notes the candidates of all rows; the next draft's first nodes must be those."""
+    """After every round the judge notes the candidates of all rows; the next draft's first nodes
+    must be those.
+    """
     seen = 0
     for seed in range(6):
         decoder = build(_markov(12), k=2, nodes=6, depth=2)

@@ -27,8 +27,8 @@ KNOBS = {"gamma1": 1, "gamma2": 4, "budget": 8, "chunk": 4, "rebuild": 0, "sink"
 
 
 def finds_the_needle(build: Build) -> Evidence:
-    """An old token decides every second token. The window has left it behind, so each round without retrieval is cut short
-    there; with it, a round of the target makes gamma2 + 1 tokens."""
+    """An old token decides every second token. The window has left it behind, so each round without
+    retrieval is cut short there; with it, a round of the target makes gamma2 + 1 tokens."""
     seen = 0
     for which, length, at in ((0, 20, 5), (1, 20, 13), (2, 61, 30), (3, 64, 7)):
         models = [needle_model(), needle_model("small")]

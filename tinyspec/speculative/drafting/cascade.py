@@ -1,20 +1,23 @@
 """Cascade speculative drafting: drafts are drafted themselves, down to a model that only counts.
 
-Chen et al., NeurIPS 2024, arXiv 2312.11462 (CS Drafting). Two cascades. *Vertical*: a draft model does not generate token by
-token, it reviews what the next smaller model drafted, and so on down to max-gram, which copies what followed the longest match
-of the newest tokens in the text, else the likeliest word by a bigram table: no network at all. *Horizontal*: the first
-guesses of a round are the likeliest to be kept, so the largest draft makes those, and ever smaller ones the rest. A matrix
-of quotas K says both: row 1 is how many tokens each level contributes to the target's draft; what level i contributes it
-makes by recursion, under the rows and columns below i. Nothing is trained.
+Chen et al., NeurIPS 2024, arXiv 2312.11462 (CS Drafting). Two cascades. *Vertical*: a draft model
+does not generate token by token, it reviews what the next smaller model drafted, and so on down to
+max-gram, which copies what followed the longest match of the newest tokens in the text, else the
+likeliest word by a bigram table: no network at all. *Horizontal*: the first guesses of a round are
+the likeliest to be kept, so the largest draft makes those, and ever smaller ones the rest. A matrix
+of quotas K says both: row 1 is how many tokens each level contributes to the target's draft; what
+level i contributes it makes by recursion, under the rows and columns below i. Nothing is trained.
 
-Lenience l between the draft levels: a reviewer also lets pass what it holds for at least 1/l as likely as who wrote it.
-Towards the target it is 1.
+Lenience l between the draft levels: a reviewer also lets pass what it holds for at least 1/l as
+likely as who wrote it. Towards the target it is 1.
 
-Guarantee: EXACT. Each token declares the law it was committed under by the level that finalised it; a copied token, and a
-token that passed a lenient review, is a point mass. (The released code decodes greedily.) Tested in
-tests/speculative/test_cascade.py: calls of every level are those that K predicts where all agree; each cascade alone, both
-and none; the longest match. The law of four levels is enumerated by `tinyspec laws cascade`.
-Left out: the bigram table of Wikipedia. Here the smallest draft model says `sample` tokens once, and these are counted.
+Guarantee: EXACT. Each token declares the law it was committed under by the level that finalised it;
+a copied token, and a token that passed a lenient review, is a point mass. (The released code
+decodes greedily.) Tested in tests/speculative/test_cascade.py: calls of every level are those that
+K predicts where all agree; each cascade alone, both and none; the longest match. The law of four
+levels is enumerated by `tinyspec laws cascade`.
+Left out: the bigram table of Wikipedia. Here the smallest draft model says `sample` tokens once,
+and these are counted.
 """
 
 from collections.abc import Sequence
@@ -42,7 +45,8 @@ Quotas = tuple[tuple[int, ...], ...]
 
 
 def parsed(quotas: str, drafts: int) -> Quotas:
-    """K by rows: the part right of the diagonal, one column for each draft model and one for max-gram.
+    """K by rows: the part right of the diagonal, one column for each draft model and one for
+    max-gram.
 
     >>> parsed("5,14,10/1,10/10", 2)
     ((5, 14, 10), (1, 10), (10,))
@@ -69,7 +73,9 @@ def parsed(quotas: str, drafts: int) -> Quotas:
 
 
 class MaxGram(BaseDrafter):
-    """The lowest level: what followed the longest match of the newest tokens, else the bigram table's word."""
+    """The lowest level: what followed the longest match of the newest tokens, else the bigram
+    table's word.
+    """
 
     def __init__(self, longest: int, table: Katz | None):
         self.longest, self.table, self.index = longest, table, NgramIndex(longest)
@@ -77,7 +83,9 @@ class MaxGram(BaseDrafter):
     def write(
         self, text: Sequence[int], n: int, sampling: SamplingParams, rng: RandomSource
     ) -> tuple[list[int], list[Probs | None]]:
-        """n tokens that go on with this text, as point masses; fewer where nothing is known of the newest one."""
+        """n tokens that go on with this text, as point masses; fewer where nothing is known of the
+        newest one.
+        """
         line = list(text[-self.longest :])
         begun = len(line)
         while len(line) - begun < n:
@@ -105,8 +113,9 @@ class Horizontal(BaseDrafter):
     """Drafts for one reviewer: each level below it contributes its quota, the largest first.
 
     ends     tokens that nothing comes after
-    listens  whether it passes on what happens to the text: levels are shared by all reviewers above them, so only the
-             target's drafter does; the others' texts follow when they are to write
+    listens  whether it passes on what happens to the text: levels are shared by all reviewers above
+             them, so only the target's drafter does; the others' texts follow when they are to
+             write
     """
 
     def __init__(
@@ -159,9 +168,11 @@ class Horizontal(BaseDrafter):
 
 
 def forgiving(lenience: float) -> Verifier:
-    """A review inside the cascade: x passes also where the reviewer holds it for 1/l as likely as its writer did.
+    """A review inside the cascade: x passes also where the reviewer holds it for 1/l as likely as
+    its writer did.
 
-    At temperature 0 the reviewer's law before it is sharpened decides, and a writer's token counts as certain.
+    At temperature 0 the reviewer's law before it is sharpened decides, and a writer's token counts
+    as certain.
     """
 
     def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:

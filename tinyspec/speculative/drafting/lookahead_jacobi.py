@@ -1,24 +1,29 @@
 """Lookahead decoding: Jacobi iteration, and n-grams collected from its path.
 
-Fu et al., ICML 2024, arXiv 2402.02057 (not the trie of the same name: lookahead_trie). Guess a row of coming tokens, replace
-each by what the model says there, and again: that Jacobi iteration reaches the greedy text, but rarely faster than a token
-a pass. Its path, though, passes n-grams that come true elsewhere. A window of W columns keeps the last N - 1 iterations;
-cell (i, j) is the guess of iteration i for position i + j behind the newest token, made as the continuation of the cells
-above it in its column. One pass runs two branches: the *lookahead* branch computes the whole window and makes the next
-iteration, and each column becomes an N-gram in a pool; the *verification* branch checks up to G n-grams of the pool that
-begin with the newest token. The oldest iteration is dropped, and the window moves on by a position, however many tokens the
-pass commits. Nothing is trained.
+Fu et al., ICML 2024, arXiv 2402.02057 (not the trie of the same name: lookahead_trie). Guess a row
+of coming tokens, replace each by what the model says there, and again: that Jacobi iteration
+reaches the greedy text, but rarely faster than a token a pass. Its path, though, passes n-grams
+that come true elsewhere. A window of W columns keeps the last N - 1 iterations; cell (i, j) is the
+guess of iteration i for position i + j behind the newest token, made as the continuation of the
+cells above it in its column. One pass runs two branches: the *lookahead* branch computes the whole
+window and makes the next iteration, and each column becomes an N-gram in a pool; the *verification*
+branch checks up to G n-grams of the pool that begin with the newest token. The oldest iteration is
+dropped, and the window moves on by a position, however many tokens the pass commits. Nothing is
+trained.
 
-In the frame the window is probe rows: computed, shown to `observe`, never verified nor committed. Row 0 is a chain that
-begins with the newest token itself, and cell (i, j) hangs from cell (i - 1, j): so a cell sees just what the paper's mask
-shows it. N-grams of one pass that agree at first share their nodes.
+In the frame the window is probe rows: computed, shown to `observe`, never verified nor committed.
+Row 0 is a chain that begins with the newest token itself, and cell (i, j) hangs from cell (i - 1,
+j): so a cell sees just what the paper's mask shows it. N-grams of one pass that agree at first
+share their nodes.
 
-Guarantee: EXACT. The window takes argmaxes whatever the temperature; a pooled n-gram is point masses, which the walk checks.
-Tested in tests/speculative/test_lookahead_jacobi.py: the draft of every round equals a hand simulation of window and pool; both
-branches share one call; where the text is periodic, a round commits N tokens; more columns and longer n-grams save calls.
+Guarantee: EXACT. The window takes argmaxes whatever the temperature; a pooled n-gram is point
+masses, which the walk checks.
+Tested in tests/speculative/test_lookahead_jacobi.py: the draft of every round equals a hand
+simulation of window and pool; both branches share one call; where the text is periodic, a round
+commits N tokens; more columns and longer n-grams save calls.
 State: window and pool end with the request.
-Left out: several devices, which share out the columns. Where the paper fills the first row at random, here the prompt's tokens
-stand in turn: the same text for the same seed.
+Left out: several devices, which share out the columns. Where the paper fills the first row at
+random, here the prompt's tokens stand in turn: the same text for the same seed.
 """
 
 from collections.abc import Sequence
@@ -57,10 +62,12 @@ class Pool:
 
 
 class Window:
-    """The last iterations: rows[i][j] is the guess for position i + j behind the newest token, which is rows[0][0].
+    """The last iterations: rows[i][j] is the guess for position i + j behind the newest token,
+    which is rows[0][0].
 
-    Of N - 1 = `depth` rows at first only one stands; each pass adds one, and the columns that the text overtakes meanwhile
-    go, so the first row begins longer by as many. Once all stand, a new row pushes the oldest out.
+    Of N - 1 = `depth` rows at first only one stands; each pass adds one, and the columns that the
+    text overtakes meanwhile go, so the first row begins longer by as many. Once all stand, a new
+    row pushes the oldest out.
     """
 
     def __init__(self, width: int, depth: int, text: Sequence[int]):
@@ -73,7 +80,9 @@ class Window:
         return max(min(len(self.rows[-1]), max_draft_depth - len(self.rows) + 2), 0)
 
     def move_on(self, row: Sequence[int]) -> list[list[int]]:
-        """Enter what the model said below the newest row, for the columns that were run; returns the n-grams completed."""
+        """Enter what the model said below the newest row, for the columns that were run; returns
+        the n-grams completed.
+        """
         row = [*row, *self.rows[-1][len(row) :]]
         if len(self.rows) < self.depth:
             self.rows = [cells[1:] for cells in (*self.rows, row)]
@@ -143,7 +152,9 @@ class Lookahead(BaseDrafter):
     def _lookahead(
         self, window: Window, max_draft_depth: int, tokens: list[int], parents: list[int]
     ) -> None:
-        """The window's cells: row 0 is a chain from the newest token, every other cell hangs below its column's."""
+        """The window's cells: row 0 is a chain from the newest token, every other cell hangs below
+        its column's.
+        """
         columns = window.columns(max_draft_depth)
         above = [ROOT] * columns
         for i, row in enumerate(window.rows if columns else ()):

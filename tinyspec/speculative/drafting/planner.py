@@ -1,23 +1,28 @@
-"""Decoding Speculative Decoding: which draft model, and how many tokens of it? A planner that measures before it advises.
+"""Decoding Speculative Decoding: which draft model, and how many tokens of it? A planner that
+measures before it advises.
 
-Yan, Agarwal and Venkataraman 2024, arXiv 2402.01528: over many pairs of models, how well a draft models language says little
-of how much it speeds the target up; its latency decides, and that grows with depth more than with width. Two measurements
-of a candidate suffice: the seconds of one of its steps, and its TAR, the token acceptance rate, a mean *number* of tokens. Here
-TAR(n) counts the drafted tokens that are accepted in a round of n; the token that the target adds to every round is not in
-it. With t(n) the seconds of a target call over n drafted tokens and the newest, d the draft's seconds a step:
+Yan, Agarwal and Venkataraman 2024, arXiv 2402.01528: over many pairs of models, how well a draft
+models language says little of how much it speeds the target up; its latency decides, and that grows
+with depth more than with width. Two measurements of a candidate suffice: the seconds of one of its
+steps, and its TAR, the token acceptance rate, a mean *number* of tokens. Here TAR(n) counts the
+drafted tokens that are accepted in a round of n; the token that the target adds to every round is
+not in it. With t(n) the seconds of a target call over n drafted tokens and the newest, d the
+draft's seconds a step:
 
     throughput = (TAR(n) + 1) / (n d + t(n)),        gain = throughput t(0)
     a gain of s needs TAR(n) >= s (n d + t(n)) / t(0) - 1
 
-What makes it that technique and not a formula: the figures come from running the candidates (`plan`, on any
-clock), one profile at the longest n gives TAR at every n (TAR(n) = sum of the shares of rounds
-in which at least 1, 2, ... n tokens passed), and the forecast is held against measured decoding (`measured`).
+What makes it that technique and not a formula: the figures come from running the candidates
+(`plan`, on any clock), one profile at the longest n gives TAR at every n (TAR(n) = sum of the
+shares of rounds in which at least 1, 2, ... n tokens passed), and the forecast is held against
+measured decoding (`measured`).
 
-Guarantee: none, it decodes nothing; what it recommends is `speculative_decoding`, which is exact. Tested in
-tests/speculative/test_planner.py and by its traps: costs are measured, the recommended pair is the fastest on a clock
-that calls move, and a forecast lies within its sampling error of the throughput measured there.
-User's command: `tinyspec bench plan-draft`.
-Left out: the paper's training of a wide and shallow draft (`tinyspec train lm --distill` makes such drafts).
+Guarantee: none, it decodes nothing; what it recommends is `speculative_decoding`, which is exact.
+Tested in tests/speculative/test_planner.py and by its traps: costs are measured, the recommended
+pair is the fastest on a clock that calls move, and a forecast lies within its sampling error of the
+throughput measured there. User's command: `tinyspec bench plan-draft`.
+Left out: the paper's training of a wide and shallow draft (`tinyspec train lm --distill` makes such
+drafts).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,7 +71,8 @@ class Advice(NamedTuple):
 
     rate     forecast tokens a second
     gain     over plain decoding
-    missing  accepted tokens a round that it would need on top to be as fast as the recommended one; None: no n makes it so
+    missing  accepted tokens a round that it would need on top to be as fast as the recommended one;
+             None: no n makes it so
     """
 
     draft: str | None
@@ -154,7 +160,9 @@ class Timed(ModelDrafter):
 
 
 class Known(BaseDrafter):
-    """Proposes a text that is known, `n` tokens of it, n = 0, 1, ... longest in turn: what a target call costs by its size."""
+    """Proposes a text that is known, `n` tokens of it, n = 0, 1, ... longest in turn: what a target
+    call costs by its size.
+    """
 
     def __init__(self, text: Sequence[int], longest: int):
         self.text, self.longest, self.n = text, longest, 0
@@ -171,7 +179,9 @@ class Known(BaseDrafter):
 
 
 def profile_draft(name: str, asked: Asked, longest: int, clock: Clock, seed: int = 0) -> Profile:
-    """Let the draft guess `longest` tokens a round: its seconds a step, and how far its guesses reach."""
+    """Let the draft guess `longest` tokens a round: its seconds a step, and how far its guesses
+    reach.
+    """
     seconds, made, rounds, passed = 0.0, 0, 0, [0] * longest
     for number, (request, prompt) in enumerate(asked()):
         drafter = Timed(request, longest, clock)
@@ -192,7 +202,9 @@ def profile_draft(name: str, asked: Asked, longest: int, clock: Clock, seed: int
 
 
 def profile_target(asked: Asked, longest: int, clock: Clock, seed: int = 0) -> list[float]:
-    """[longest + 1] median seconds of a round without drafting, over n = 0, 1, ... drafted tokens: call, verdict, commit."""
+    """[longest + 1] median seconds of a round without drafting, over n = 0, 1, ... drafted tokens:
+    call, verdict, commit.
+    """
     seconds: list[list[float]] = [[] for _ in range(longest + 1)]
     texts: list[list[int]] = []
     for known in (False, True):  # first plainly, to know the texts; then with drafts from them
@@ -232,7 +244,9 @@ def plan(
 
 
 def measured(asked: Asked, n: int, clock: Clock, seed: int = 0) -> tuple[float, float]:
-    """Tokens a second of decoding with n drafted tokens a round (0: plain), behind the prompt; and tokens accepted a round."""
+    """Tokens a second of decoding with n drafted tokens a round (0: plain), behind the prompt; and
+    tokens accepted a round.
+    """
     seconds, tokens, accepted, rounds = 0.0, 0, 0, 0
     for number, (request, prompt) in enumerate(asked()):
         drafter = Timed(request, n, clock) if n else BaseDrafter()

@@ -1,26 +1,31 @@
 """REST, retrieval-based speculative decoding: where a corpus once said this, guess how it went on.
 
-He et al., NAACL 2024, arXiv 2311.08252. A datastore holds the ids of many texts and a suffix array over them. The last n tokens
-of the text are looked up, n from `longest` down to `shortest`, and the first n that occurs decides. What followed at each
-of its places (the next `length` tokens, within the document) is counted into a trie, in which a node weighs as many
-places as agree so far; the `nodes` heaviest are the draft, and since a parent weighs at least what its child does, they are
-a tree. One pass of the target verifies all branches. With no match the step is plain decoding. Nothing is trained.
+He et al., NAACL 2024, arXiv 2311.08252. A datastore holds the ids of many texts and a suffix array
+over them. The last n tokens of the text are looked up, n from `longest` down to `shortest`, and the
+first n that occurs decides. What followed at each of its places (the next `length` tokens, within
+the document) is counted into a trie, in which a node weighs as many places as agree so far; the
+`nodes` heaviest are the draft, and since a parent weighs at least what its child does, they are a
+tree. One pass of the target verifies all branches. With no match the step is plain decoding.
+Nothing is trained.
 
-What makes it REST and not an n-gram table: a match may be of any length, and several continuations compete by their weight.
-`tinyspec data datastore STORE FILES...` builds the file, which is mapped and not read: opening it costs the same for 10^4
-tokens and for 10^7, a look-up the logarithm. It names its tokenizer, and a model with another one refuses it. Texts given as
-references are indexed in memory; where there are both, the longer match decides, and the file's where they are equal.
+What makes it REST and not an n-gram table: a match may be of any length, and several continuations
+compete by their weight. `tinyspec data datastore STORE FILES...` builds the file, which is mapped
+and not read: opening it costs the same for 10^4 tokens and for 10^7, a look-up the logarithm. It
+names its tokenizer, and a model with another one refuses it. Texts given as references are indexed
+in memory; where there are both, the longer match decides, and the file's where they are equal.
 
-Guarantee: EXACT. Continuations are point masses, so the walk is exact at any temperature. (The released code draws once a
-path and draws anew after a miss, which is biased: p = (.5, .3, .2) with both children 0 and 1 gives (.675, .255, .07).)
-Tested in tests/speculative/test_rest.py: the longest match decides; the tree is the heaviest by brute force and closed; the
-law with two competing continuations; a datastore of another tokenizer is refused. tests/core/test_suffixes.py holds the
-array to a search through the text.
-Off by itself: of the tree, the guesses are run that are expected to hold with at least `price` (decoding/trust.py), so where
-matches lately failed the step is plain decoding too, and a glance at few places tells that; after glances in vain only every
-fourth round looks at all. `price` 0 is the paper's rule: the whole tree is run.
-Left out: the arbitrary token that the released code verifies where nothing matches. Of more than `matches` places evenly spaced
-ones are read, not the first.
+Guarantee: EXACT. Continuations are point masses, so the walk is exact at any temperature. (The
+released code draws once a path and draws anew after a miss, which is biased: p = (.5, .3, .2) with
+both children 0 and 1 gives (.675, .255, .07).)
+Tested in tests/speculative/test_rest.py: the longest match decides; the tree is the heaviest by
+brute force and closed; the law with two competing continuations; a datastore of another tokenizer
+is refused. tests/core/test_suffixes.py holds the array to a search through the text. Off by itself:
+of the tree, the guesses are run that are expected to hold with at least `price`
+(decoding/trust.py), so where matches lately failed the step is plain decoding too, and a glance at
+few places tells that; after glances in vain only every fourth round looks at all. `price` 0 is the
+paper's rule: the whole tree is run.
+Left out: the arbitrary token that the released code verifies where nothing matches. Of more than
+`matches` places evenly spaced ones are read, not the first.
 """
 
 from collections.abc import Sequence

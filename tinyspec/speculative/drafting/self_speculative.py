@@ -1,20 +1,25 @@
 """Draft & Verify: the model drafts for itself, leaving out the sublayers that it can do without.
 
-Zhang et al., ACL 2024, arXiv 2309.08168. A model of L layers is 2L sublayers, an attention and a feed-forward part each. A bit
-each says which are skipped while drafting (they are the identity there); the draft is a view of the target's own session, so
-it has the same weights, reads the target's keys and values, and what both run alike, below the first skipped sublayer, is
-run once. What makes it Draft & Verify: the bits are found by Bayesian optimisation of the *measured time per token*
-(`Search`; the command is `tinyspec bench skip`), and drafting ends behind the first token that the draft held for less likely
-than a threshold, which adapts so that a wanted share of the drafted tokens passes. Nothing is trained.
+Zhang et al., ACL 2024, arXiv 2309.08168. A model of L layers is 2L sublayers, an attention and a
+feed-forward part each. A bit each says which are skipped while drafting (they are the identity
+there); the draft is a view of the target's own session, so it has the same weights, reads the
+target's keys and values, and what both run alike, below the first skipped sublayer, is run once.
+What makes it Draft & Verify: the bits are found by Bayesian optimisation of the *measured time per
+token* (`Search`; the command is `tinyspec bench skip`), and drafting ends behind the first token
+that the draft held for less likely than a threshold, which adapts so that a wanted share of the
+drafted tokens passes. Nothing is trained.
 
-The authors' sampling code drafts greedily and still divides by the softmax; that is biased above temperature 0. Here the draft
-samples, and declares the law it samples from. Where no search was run, every third layer is skipped whole, from the third on,
-and the last layer is run: a beginning, and no result of the paper. Models of fewer than four layers skip nothing then.
+The authors' sampling code drafts greedily and still divides by the softmax; that is biased above
+temperature 0. Here the draft samples, and declares the law it samples from. Where no search was
+run, every third layer is skipped whole, from the third on, and the last layer is run: a beginning,
+and no result of the paper. Models of fewer than four layers skip nothing then.
 
-Guarantee: EXACT. The token that ends a draft stays in it, so that no token's presence depends on its own draw. Tested in
-tests/speculative/test_self_speculative.py: the joint law, both kinds of sublayer, the shared cache, an empty skip set
-(all is accepted), the threshold's rule, the search against random sets of the same number.
-Left out: nothing. The threshold starts at 0.8, the cap is 8 and the averages are those of the authors' code.
+Guarantee: EXACT. The token that ends a draft stays in it, so that no token's presence depends on
+its own draw. Tested in tests/speculative/test_self_speculative.py: the joint law, both kinds of
+sublayer, the shared cache, an empty skip set (all is accepted), the threshold's rule, the search
+against random sets of the same number.
+Left out: nothing. The threshold starts at 0.8, the cap is 8 and the averages are those of the
+authors' code.
 """
 
 import json
@@ -36,14 +41,17 @@ from tinyspec.lm.plan import Plan
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 Skip: TypeAlias = frozenset[int]
-"""Sublayers that are left out, as `Plan` numbers them: 2l is the attention of layer l, 2l + 1 its feed-forward part."""
+"""Sublayers that are left out, as `Plan` numbers them: 2l is the attention of layer l, 2l + 1 its
+feed-forward part.
+"""
 
 
 # ---------------------------------------------------------------------- which sublayers (section 3.2)
 
 
 def skipped(skip: Any, n_layers: int) -> Skip:
-    """The knob as sublayers: None or "none", "default", "a3+m3+a5-7" (attention, feed-forward), or a search's .json.
+    """The knob as sublayers: None or "none", "default", "a3+m3+a5-7" (attention, feed-forward), or
+    a search's .json.
 
     >>> sorted(skipped("a1-2+m2", 4)), sorted(skipped("default", 9)), skipped(None, 4)
     ([2, 4, 5], [4, 5, 10, 11], frozenset())
@@ -112,11 +120,13 @@ def spelled(skip: Iterable[int]) -> str:
 
 
 class Search:
-    """Bayesian optimisation of 2L bits, each relaxed to [0, 1] and set above one half: ask `suggest`, measure, `tell`.
+    """Bayesian optimisation of 2L bits, each relaxed to [0, 1] and set above one half: ask
+    `suggest`, measure, `tell`.
 
-    By the library that the authors used, bayesian-optimization: a Gaussian process (noise 1e-2) over the sets measured so far,
-    the next one where its upper confidence bound is greatest. A suggestion depends on the seed and on what was told alone, so
-    an interrupted search goes on as it would have gone.
+    By the library that the authors used, bayesian-optimization: a Gaussian process (noise 1e-2)
+    over the sets measured so far, the next one where its upper confidence bound is greatest. A
+    suggestion depends on the seed and on what was told alone, so an interrupted search goes on as
+    it would have gone.
     """
 
     def __init__(self, n_layers: int, seed: int = 0):
@@ -131,11 +141,15 @@ class Search:
         self.told: dict[Skip, list[float]] = {}
 
     def tell(self, skip: Skip, speed: float) -> None:
-        """A set was measured: tokens per second, on any scale. One that is measured again counts by its mean."""
+        """A set was measured: tokens per second, on any scale. One that is measured again counts by
+        its mean.
+        """
         self.told.setdefault(skip, []).append(speed)
 
     def suggest(self) -> Skip:
-        """The next set: one that was not told, as long as there are any, and never all sublayers."""
+        """The next set: one that was not told, as long as there are any, and never all
+        sublayers.
+        """
         if len(self.told) >= 2**self.n - 1:
             return self.best
         random = np.random.default_rng((self.seed, len(self.told)))
@@ -173,7 +187,8 @@ RATE, SLOW, STEP = 0.5, 0.9, 0.01  # beta_1, beta_2, epsilon
 
 
 class Exit(NamedTuple):
-    """When drafting ends: behind the first token whose probability under the draft is below the threshold.
+    """When drafting ends: behind the first token whose probability under the draft is below the
+    threshold.
 
     threshold  starts at 0.8
     passed     running share of drafted tokens that the target accepted (the paper's AR)
@@ -183,7 +198,9 @@ class Exit(NamedTuple):
     passed: float = 0.0
 
     def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> "Exit":
-        """The exit after a round: stricter where too little passed, looser where enough did and the cap was not hit."""
+        """The exit after a round: stricter where too little passed, looser where enough did and the
+        cap was not hit.
+        """
         if not drafted:
             return self
         passed = RATE * self.passed + (1 - RATE) * accepted / drafted
@@ -192,7 +209,9 @@ class Exit(NamedTuple):
 
 
 class Skipping(SharedSessionDrafter):
-    """The target itself without some sublayers. What it learnt of its exit is of the request, not of a place in the text."""
+    """The target itself without some sublayers. What it learnt of its exit is of the request, not
+    of a place in the text.
+    """
 
     def __init__(
         self,

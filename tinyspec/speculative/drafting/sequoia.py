@@ -1,24 +1,30 @@
 """Sequoia: the best tree for what was measured, of the pair of models and of the machine.
 
-Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen 2024, arXiv 2402.12374. Which tree should a draft of n tokens be? Measure
-how often the child that is kept is the first, the second, ... (the acceptance vector P; that only the rank matters is the
-paper's positional assumption). A tree then commits F(T) = sum over its nodes, the root included, of the product of P along
-the path: its expected tokens. Dynamic programming finds the best tree of n nodes and depth d: the first child's subtree takes
-some of the nodes, the later children share the others. Tokens are drawn without replacement and verified by their shrinking
-laws, and where the draft's law ends, the tokens not yet drawn are covered uniformly. The size and depth are those that minimise
-the time of a token, (d c + t(n)) / F(n, d), with the measured times of a draft call and of a target call over n guesses.
+Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen 2024, arXiv 2402.12374. Which tree should a
+draft of n tokens be? Measure how often the child that is kept is the first, the second, ... (the
+acceptance vector P; that only the rank matters is the paper's positional assumption). A tree then
+commits F(T) = sum over its nodes, the root included, of the product of P along the path: its
+expected tokens. Dynamic programming finds the best tree of n nodes and depth d: the first child's
+subtree takes some of the nodes, the later children share the others. Tokens are drawn without
+replacement and verified by their shrinking laws, and where the draft's law ends, the tokens not yet
+drawn are covered uniformly. The size and depth are those that minimise the time of a token, (d c +
+t(n)) / F(n, d), with the measured times of a draft call and of a target call over n guesses.
 
-What makes it Sequoia: P and t are measured, the tree is computed. Nothing is trained. Its released code draws the noise of the
-drafts once and keeps it for all rounds, and then a later round's tokens are not independent of what was refused before: the
-joint law of two tokens is wrong, which no test of one token can see. Here every round has fresh noise, as in the paper.
+What makes it Sequoia: P and t are measured, the tree is computed. Nothing is trained. Its released
+code draws the noise of the drafts once and keeps it for all rounds, and then a later round's tokens
+are not independent of what was refused before: the joint law of two tokens is wrong, which no test
+of one token can see. Here every round has fresh noise, as in the paper.
 
-Guarantee: EXACT, whatever the tree: it is chosen from the past and the clock, before anything is drawn. Tested in
-tests/speculative/test_sequoia.py: the tree against all trees, F against the mean of enumerated rounds, P against enumerated
-draws, and the kept noise as a trap. At temperature 0 the children are the draft's likeliest tokens, as point masses.
-State: P is learnt from the rounds' own rows, and t by the clock; both start from a prior, and where there is a clock they are
-kept for the pair of models and the warp as long as the target lives. So above temperature 0 the text of a seed depends on time,
-unless `accepts` and `costs` are given. `measured` takes P from paired rows beforehand, as the paper does.
-Left out: trees of hundreds of nodes for offloaded targets (the bound is a knob, and the planning grows with its square).
+Guarantee: EXACT, whatever the tree: it is chosen from the past and the clock, before anything is
+drawn. Tested in tests/speculative/test_sequoia.py: the tree against all trees, F against the mean
+of enumerated rounds, P against enumerated draws, and the kept noise as a trap. At temperature 0 the
+children are the draft's likeliest tokens, as point masses.
+State: P is learnt from the rounds' own rows, and t by the clock; both start from a prior, and where
+there is a clock they are kept for the pair of models and the warp as long as the target lives. So
+above temperature 0 the text of a seed depends on time, unless `accepts` and `costs` are given.
+`measured` takes P from paired rows beforehand, as the paper does.
+Left out: trees of hundreds of nodes for offloaded targets (the bound is a knob, and the planning
+grows with its square).
 """
 
 import math
@@ -71,9 +77,11 @@ def acceptance_by_rank(p: Probs, children: Iterable[tuple[int, Probs | None]]) -
 def acceptance(
     pairs: Iterable[tuple[Probs, Probs]], ranks: int, rng: RandomSource | None
 ) -> list[Any]:
-    """P: the mean over paired rows (p, q) of how often the first, second, ... child is kept. Nothing is decoded.
+    """P: the mean over paired rows (p, q) of how often the first, second, ... child is kept.
+    Nothing is decoded.
 
-    chance  draws the children; None: they are the likeliest of q, as at temperature 0 (p is one-hot then, and q is not)
+    rng     draws the children; None: they are the likeliest of q, as at temperature 0 (p is one-hot
+            then, and q is not)
     """
     total, seen = [0 for _ in range(ranks)], 0
     for p, q in pairs:
@@ -117,7 +125,8 @@ def estimate_acceptance(
 
 
 def expected_tokens(tree: Shape, accepts: Sequence[Any]) -> Any:
-    """F: the tokens of a round, 1 for the root's own and for every node the product of P along its path.
+    """F: the tokens of a round, 1 for the root's own and for every node the product of P along its
+    path.
 
     >>> expected_tokens((-1, -1, 0), [0.5, 0.25])
     2.0
@@ -135,9 +144,10 @@ def solve_tree_dp(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """The dynamic programme, O(depth ranks nodes^2).
 
-    Returns F [depth + 1, nodes + 2], of the best subtree of so many nodes, its own root included, and at most so many edges
-    down (-inf where there is none), and the sizes [depth + 1, ranks, nodes + 1] of the subtree of the child of a rank, where
-    so many nodes are left for it and its later siblings.
+    Returns F [depth + 1, nodes + 2], of the best subtree of so many nodes, its own root included,
+    and at most so many edges down (-inf where there is none), and the sizes [depth + 1, ranks,
+    nodes + 1] of the subtree of the child of a rank, where so many nodes are left for it and its
+    later siblings.
     """
     best = np.full((depth + 1, nodes + 2), -np.inf)
     best[:, 1] = 1.0
@@ -181,7 +191,8 @@ def backtrack_tree(sizes: NDArray[Any], nodes: int, depth: int) -> Shape:
 
 
 def best_tree(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
-    """The tree of at most so many nodes and so deep that commits most; of equals the smallest, then the flattest.
+    """The tree of at most so many nodes and so deep that commits most; of equals the smallest, then
+    the flattest.
 
     >>> best_tree((0.6, 0.3), 3, 2)
     (-1, -1, 0)
@@ -195,7 +206,9 @@ def best_tree(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
 
 
 def fastest_tree(accepts: Sequence[float], curve: CostModel, depth: int) -> Shape:
-    """The tree with the least time a token, (d c + t(n)) / F(n, d), over the sizes of the curve and all depths."""
+    """The tree with the least time a token, (d c + t(n)) / F(n, d), over the sizes of the curve and
+    all depths.
+    """
     costs = curve.costs()
     step = STEP * costs[0] if curve.step is None else curve.step
     best, sizes = solve_tree_dp(tuple(accepts), curve.sizes[-1], depth)

@@ -1,24 +1,28 @@
-"""Speculative decoding: a small model drafts tokens, the large model verifies them in one forward pass.
+"""Speculative decoding: a small model drafts, the large model verifies in one forward pass.
 
-Paper: Leviathan, Kalman, Matias, ICML 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318 (which swaps the
-letters: its q is our p). Nothing is trained.
+Paper: Leviathan, Kalman, Matias, ICML 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318
+(which swaps the letters: its q is our p). Nothing is trained.
 
-Idea. The draft model samples gamma tokens, one after the other. The target computes its distributions at all gamma + 1
-positions in a single forward pass. Draft tokens are accepted from left to right; the first rejected one is replaced by
-a sample from what the target has beyond the draft. If all are accepted, one bonus token is free.
+Idea. The draft model samples gamma tokens, one after the other. The target computes its
+distributions at all gamma + 1 positions in a single forward pass. Draft tokens are accepted from
+left to right; the first rejected one is replaced by a sample from what the target has beyond the
+draft. If all are accepted, one bonus token is free.
 
     P(accept x)  = min(1, p(x) / q(x))              p: target, q: draft
     residual(x)  = max(0, p(x) - q(x)) / sum over y of max(0, p(y) - q(y))
     alpha        = E[sum over x of min(p(x), q(x))]                     acceptance rate
     E[tokens]    = (1 - alpha^(gamma + 1)) / (1 - alpha)                tokens of a round
 
-Draft and target use the same sampling settings (temperature, top-k, top-p) before the ratio is formed.
+Draft and target use the same sampling settings (temperature, top-k, top-p) before the ratio is
+formed.
 
-Guarantee: EXACT at lenience 1, for any q that is positive where it proposes. Lenience l < 1 accepts with
-min(1, p(x) / (l q(x))): it is faster, and the output is only bounded, P(x) <= p(x) / l.
-Pitfall: sampling the recovered token from p instead of the residual; settings applied to one of the two models only.
-Tests: tests/speculative/test_speculative_decoding.py (the joint distribution; `verify_chain` against what runs, outcome
-by outcome; 1 - total variation; the predicted tokens against brute force; the bound of lenience).
+Guarantee: EXACT at lenience 1, for any q that is positive where it proposes. Lenience l < 1 accepts
+with min(1, p(x) / (l q(x))): it is faster, and the output is only bounded, P(x) <= p(x) / l.
+Pitfall: sampling the recovered token from p instead of the residual; settings applied to one of the
+two models only.
+Tests: tests/speculative/test_speculative_decoding.py (the joint distribution; `verify_chain`
+against what runs, outcome by outcome; 1 - total variation; the predicted tokens against brute
+force; the bound of lenience).
 Left out: beam search, which the paper only sketches.
 """
 
@@ -45,7 +49,8 @@ def verify_chain(p: Any, q: Any, draft: list[int], rng: Any) -> list[int]:
     draft  [gamma] tokens, each sampled from its row of q
     rng    a numpy.random.Generator
 
-    The decoder runs `verify_tree`, the same rule on trees. A test compares the two on every outcome.
+    The decoder runs `verify_tree`, the same rule on trees. A test compares the two on every
+    outcome.
     """
     for i, token in enumerate(draft):
         accept_prob = min(1, p[i][token] / q[i][token])
@@ -60,9 +65,11 @@ def verify_chain(p: Any, q: Any, draft: list[int], rng: Any) -> list[int]:
 
 
 def lenient(lenience: float) -> Verifier:
-    """Acceptance of Leviathan et al., appendix A.5: the draft's law is scaled by l before it is compared.
+    """Acceptance of Leviathan et al., appendix A.5: the draft's law is scaled by l before it is
+    compared.
 
-    At temperature 0 a draft token passes where p(x) >= l max p, p being the law before it is sharpened.
+    At temperature 0 a draft token passes where p(x) >= l max p, p being the law before it is
+    sharpened.
     """
 
     def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
@@ -117,7 +124,8 @@ def speculative_decoding(request: Request, *, gamma: int, lenience: float) -> De
 
 
 def acceptance(pairs: Iterable[tuple[Probs, Probs]]) -> float:
-    """alpha: the mean of sum_x min(p(x), q(x)) over paired rows, that is 1 - TV on average (section 3.2).
+    """alpha: the mean of sum_x min(p(x), q(x)) over paired rows, that is 1 - TV on average (section
+    3.2).
 
     >>> acceptance([([0.5, 0.5], [1.0, 0.0]), ([0.2, 0.8], [0.2, 0.8])])
     0.75
@@ -132,7 +140,8 @@ def acceptance(pairs: Iterable[tuple[Probs, Probs]]) -> float:
 def expected_tokens(alpha: Any, gamma: int) -> Any:
     """Tokens committed per round if every draft token passes with probability alpha (equation 1).
 
-    (1 - alpha^(gamma+1)) / (1 - alpha), written as the sum it is, so that alpha = 1 needs no special case.
+    (1 - alpha^(gamma+1)) / (1 - alpha), written as the sum it is, so that alpha = 1 needs no
+    special case.
 
     >>> round(expected_tokens(0.8, 4), 4)
     3.3616
@@ -141,15 +150,21 @@ def expected_tokens(alpha: Any, gamma: int) -> Any:
 
 
 def walltime_gain(alpha: float, gamma: int, c: float) -> float:
-    """Expected speed-up where one draft step costs c target calls and a block costs one call (theorem 3.8)."""
+    """Expected speed-up where one draft step costs c target calls and a block costs one call
+    (theorem 3.8).
+    """
     return float(expected_tokens(alpha, gamma)) / (gamma * c + 1)
 
 
 def arithmetic_growth(alpha: float, gamma: int, c_ops: float) -> float:
-    """Factor by which the number of operations grows; a draft token costs c_ops target tokens (theorem 3.11)."""
+    """Factor by which the number of operations grows; a draft token costs c_ops target tokens
+    (theorem 3.11).
+    """
     return (gamma * c_ops + gamma + 1) / float(expected_tokens(alpha, gamma))
 
 
 def best_gamma(alpha: float, c: float, longest: int = 64) -> int:
-    """The draft length with the greatest expected speed-up; 0 where drafting does not pay (section 3.5)."""
+    """The draft length with the greatest expected speed-up; 0 where drafting does not pay (section
+    3.5).
+    """
     return max(range(longest + 1), key=lambda gamma: walltime_gain(alpha, gamma, c))

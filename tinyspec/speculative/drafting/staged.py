@@ -1,16 +1,19 @@
 """Staged speculative decoding: draft a tree, and let an n-gram model speculate for the draft.
 
-Spector & Re 2023, arXiv 2308.04623. Two ideas, for one request on one machine. First, the batch that the target verifies is a
-*tree*, grown where the draft's own probability is: always the most probable leaf so far gets children next, so the tree
-is wide near the root and deep along likely paths; its leaves cost the draft nothing. Second, the draft is decoded
-speculatively too: a Katz back-off n-gram model, counted in text that the draft said, guesses ahead, and one call of the draft
-runs its guesses together with the leaves that may be opened next. Where it guessed the path that the tree takes, the rows
-are there already. The draft is not trained for this; the n-grams are counted once a model.
+Spector & Re 2023, arXiv 2308.04623. Two ideas, for one request on one machine. First, the batch
+that the target verifies is a *tree*, grown where the draft's own probability is: always the most
+probable leaf so far gets children next, so the tree is wide near the root and deep along likely
+paths; its leaves cost the draft nothing. Second, the draft is decoded speculatively too: a Katz
+back-off n-gram model, counted in text that the draft said, guesses ahead, and one call of the draft
+runs its guesses together with the leaves that may be opened next. Where it guessed the path that
+the tree takes, the rows are there already. The draft is not trained for this; the n-grams are
+counted once a model.
 
-Guarantee: EXACT. Children are drawn without replacement and declare their laws (or are the likeliest, as point masses; at
-temperature 0 always). Which leaf is opened depends on what was drawn before; a guess of the n-grams decides what is run, not
-what is drawn. Tested in tests/speculative/test_staged.py: the tree is the same without n-grams, and costs more
-calls; on a biased table it beats fixed trees of its size; one call of the target a round.
+Guarantee: EXACT. Children are drawn without replacement and declare their laws (or are the
+likeliest, as point masses; at temperature 0 always). Which leaf is opened depends on what was drawn
+before; a guess of the n-grams decides what is run, not what is drawn. Tested in
+tests/speculative/test_staged.py: the tree is the same without n-grams, and costs more calls; on a
+biased table it beats fixed trees of its size; one call of the target a round.
 Left out: nothing known; the paper's tree sizes were not to be had, so the defaults are ours.
 """
 
@@ -33,7 +36,9 @@ Path = tuple[int, ...]
 
 
 class Known:
-    """What the draft was run over in this round: paths, and the laws behind them. One `run` is one call."""
+    """What the draft was run over in this round: paths, and the laws behind them. One `run` is one
+    call.
+    """
 
     def __init__(self, model: Target, sampling: SamplingParams, context: Sequence[int]):
         self.model, self.sampling, self.context = model, sampling, context
@@ -62,7 +67,8 @@ class Known:
 
 
 class Staged(ModelDrafter):
-    """Grows a tree of `budget` nodes from a model: the most probable leaf gets `width` children, again and again.
+    """Grows a tree of `budget` nodes from a model: the most probable leaf gets `width` children,
+    again and again.
 
     table, guesses  the n-gram model, and how many tokens it guesses ahead (0: stage two is off)
     drawn           children are drawn without replacement; else they are the likeliest
@@ -126,8 +132,9 @@ class Staged(ModelDrafter):
     def look(
         self, known: Known, leaves: list[tuple[Any, int, Path]], most: int, deepest: int
     ) -> None:
-        """One call of the draft, where at most so many leaves are still to get children: the first of them, the next few,
-        and the n-gram model's guesses below the first. None is run that could have no children."""
+        """One call of the draft, where at most so many leaves are still to get children: the first
+        of them, the next few, and the n-gram model's guesses below the first. None is run that
+        could have no children."""
         for _, _, path in nsmallest(min(most, self.width), leaves):
             known.add(path)
         path = leaves[0][2]
@@ -146,7 +153,9 @@ class Staged(ModelDrafter):
     def children(
         self, laws: TargetProbs, node: int, k: int, rng: RandomSource
     ) -> list[tuple[int, Probs | None, Any]]:
-        """At most k tokens behind a node of the run tree: (token, its declared law, its probability under the draft)."""
+        """At most k tokens behind a node of the run tree: (token, its declared law, its probability
+        under the draft).
+        """
         if laws.sampling.temperature == 0:
             q = laws.probs_under(
                 node, SamplingParams(repetition_penalty=laws.sampling.repetition_penalty)

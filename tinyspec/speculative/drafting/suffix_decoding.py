@@ -1,24 +1,31 @@
-"""Suffix decoding: the longer the text agrees with what was said before, the further it is believed to go on like it.
+"""Suffix decoding: the longer the text agrees with what was said before, the further it is believed
+to go on like it.
 
-Oliaro et al., NeurIPS 2025, arXiv 2411.04975. Two suffix trees are kept: one over the prompt and the output of the request, one
-over the outputs of all requests; every node knows how often it was met. For every suffix of the text, p tokens long, that
-a tree knows, a draft tree is grown behind it greedily: the frequency of a node among its siblings, multiplied along its path,
-is its D(N), the chance that the text gets there; the leaf with the greatest is added next, up to MAX_SPEC(p) = alpha p nodes.
-Of all these drafts, over both trees and all p, the one with the greatest sum of D(N), the tokens it can hope for, is checked.
-So short or doubtful matches draft little and long certain ones a lot, and nothing is trained.
+Oliaro et al., NeurIPS 2025, arXiv 2411.04975. Two suffix trees are kept: one over the prompt and
+the output of the request, one over the outputs of all requests; every node knows how often it was
+met. For every suffix of the text, p tokens long, that a tree knows, a draft tree is grown behind it
+greedily: the frequency of a node among its siblings, multiplied along its path, is its D(N), the
+chance that the text gets there; the leaf with the greatest is added next, up to MAX_SPEC(p) = alpha
+p nodes. Of all these drafts, over both trees and all p, the one with the greatest sum of D(N), the
+tokens it can hope for, is checked. So short or doubtful matches draft little and long certain ones
+a lot, and nothing is trained.
 
-What makes it that: the length of a draft adapts to its match, frequencies decide, and the best draft need not be behind the
-longest match. LLMA copies k tokens behind the longest match, REST and lookahead take a fixed number of guesses.
+What makes it that: the length of a draft adapts to its match, frequencies decide, and the best
+draft need not be behind the longest match. LLMA copies k tokens behind the longest match, REST and
+lookahead take a fixed number of guesses.
 
-Guarantee: EXACT. A guess is a point mass, so the walk is exact at any temperature, whatever the trees hold.
-Tested in tests/speculative/test_suffix_decoding.py: the draft is the best of all by brute force; its size is at most alpha p;
-both trees serve; a second request is faster than the first.
-State: outputs outlive the request (`persistent`), one tree a model, for as long as the model lives; in a batch, where a row
-must equal the row run alone, each request has its own. Above temperature 0 the text of a seed depends on what is known.
-Off by itself: of the draft, the guesses are run that are expected to hold with at least `price` (decoding/trust.py), so with
-no match, or where matches lately failed, the step is plain decoding. `price` 0 is the paper's rule: the whole draft is run.
-Left out: the hybrid with a draft model, used where the best sum is small. The trees are bounded: `depth` tokens for match and
-draft together, `bound` nodes for outputs (then counts are halved); the paper lets them grow, its code bounds the depth too.
+Guarantee: EXACT. A guess is a point mass, so the walk is exact at any temperature, whatever the
+trees hold.
+Tested in tests/speculative/test_suffix_decoding.py: the draft is the best of all by brute force;
+its size is at most alpha p; both trees serve; a second request is faster than the first.
+State: outputs outlive the request (`persistent`), one tree a model, for as long as the model lives;
+in a batch, where a row must equal the row run alone, each request has its own. Above temperature 0
+the text of a seed depends on what is known. Off by itself: of the draft, the guesses are run that
+are expected to hold with at least `price` (decoding/trust.py), so with no match, or where matches
+lately failed, the step is plain decoding. `price` 0 is the paper's rule: the whole draft is run.
+Left out: the hybrid with a draft model, used where the best sum is small. The trees are bounded:
+`depth` tokens for match and draft together, `bound` nodes for outputs (then counts are halved); the
+paper lets them grow, its code bounds the depth too.
 """
 
 from collections.abc import Sequence
@@ -40,7 +47,8 @@ from tinyspec.tree import TokenTree
 class Suffixes(Remembered):
     """Proposes the best draft behind any suffix of the text, from either tree.
 
-    The request's own tree holds its whole text, prompt and output in one: `text` is its number there.
+    The request's own tree holds its whole text, prompt and output in one: `text` is its number
+    there.
     """
 
     def __init__(
@@ -75,7 +83,9 @@ class Suffixes(Remembered):
         )
 
     def look(self, context: Sequence[int], max_draft_depth: int) -> LookupDraft:
-        """The best draft: its tokens, parents, D(N), and of each node how long the match is that it stands behind."""
+        """The best draft: its tokens, parents, D(N), and of each node how long the match is that it
+        stands behind.
+        """
         self.settle()
         suffix, most = context[-self.forest.depth :], self.most
         found: LookupDraft = self.forest.best(

@@ -1,23 +1,29 @@
 """Token Recycling: what the target nearly said is the next draft.
 
-Luo et al., ACL 2025, arXiv 2408.08696. Every pass gives a row for every node of the tree it verified, and all but one path is
-thrown away. Here nothing is: an adjacency matrix keeps, for each token, the k candidates that the target last held for
-likeliest behind it. After each pass the rows of *all* nodes are written into it, those of refused nodes too. The next
-draft is read off the matrix, breadth first from the newest token: a static tree says which ranks are followed, and it is
-imbalanced, since the first candidate of a first candidate is worth more than the eighth of an eighth. One pass verifies
-it. Nothing is trained, and no text is searched: a matrix of V x k ids is all there is.
+Luo et al., ACL 2025, arXiv 2408.08696. Every pass gives a row for every node of the tree it
+verified, and all but one path is thrown away. Here nothing is: an adjacency matrix keeps, for each
+token, the k candidates that the target last held for likeliest behind it. After each pass the rows
+of *all* nodes are written into it, those of refused nodes too. The next draft is read off the
+matrix, breadth first from the newest token: a static tree says which ranks are followed, and it is
+imbalanced, since the first candidate of a first candidate is worth more than the eighth of an
+eighth. One pass verifies it. Nothing is trained, and no text is searched: a matrix of V x k ids is
+all there is.
 
-The static tree here: of all paths of ranks the `nodes` with the greatest product of chances, CHANCES falling with the
-rank. Where a token stands at several nodes of one pass, the
-last one written wins; the rows of the text that was kept are written last, for they are the newest and the text's own.
+The static tree here: of all paths of ranks the `nodes` with the greatest product of chances,
+CHANCES falling with the rank. Where a token stands at several nodes of one pass, the last one
+written wins; the rows of the text that was kept are written last, for they are the newest and the
+text's own.
 
-Guarantee: EXACT. A candidate is a point mass, so the walk is exact at any temperature, whatever the matrix holds.
-Tested in tests/speculative/test_token_recycling.py: the matrix equals the candidates last seen, refused nodes included; a
-second request is faster than the first; the tree is the best of its size.
-State: the matrix outlives the request (`persistent`): one a model and k, as long as the model lives. In a batch, where
-requests run side by side, each keeps its own; so do the laws, and then `end` keeps it too.
-Left out: the prompt's rows. Reading a prompt here runs no head, so the matrix learns from the first round on; and a token
-never scored has no candidates, where the paper's zeros propose the token of id 0.
+Guarantee: EXACT. A candidate is a point mass, so the walk is exact at any temperature, whatever the
+matrix holds.
+Tested in tests/speculative/test_token_recycling.py: the matrix equals the candidates last seen,
+refused nodes included; a second request is faster than the first; the tree is the best of its size.
+State: the matrix outlives the request (`persistent`): one a model and k, as long as the model
+lives. In a batch, where requests run side by side, each keeps its own; so do the laws, and then
+`end` keeps it too.
+Left out: the prompt's rows. Reading a prompt here runs no head, so the matrix learns from the first
+round on; and a token never scored has no candidates, where the paper's zeros propose the token of
+id 0.
 """
 
 from collections.abc import Sequence
@@ -36,18 +42,23 @@ from tinyspec.tree import ROOT, TokenTree
 
 NOTHING = -1  # no candidate of this rank
 CHANCES = (0.28, 0.11, 0.03, 0.025, 0.02, 0.015, 0.012, 0.01)
-"""Worth of a candidate by its rank; further ranks share the last. Ours: the paper fixes its own tree. They decide what is
-guessed first, never what is said; `tinyspec bench` shows what a tree of them is worth."""
+"""Worth of a candidate by its rank; further ranks share the last. Ours: the paper fixes its own
+tree. They decide what is guessed first, never what is said; `tinyspec bench` shows what a tree of
+them is worth."""
 
 Shape = tuple[tuple[int, int], ...]
-"""The static tree: (parent's index or ROOT, rank among the parent's candidates) of every node, a parent before its children."""
+"""The static tree: (parent's index or ROOT, rank among the parent's candidates) of every node, a
+parent before its children.
+"""
 
 
 @cache
 def static_tree(nodes: int, depth: int, k: int) -> Shape:
-    """The `nodes` paths of at most `depth` ranks below k with the greatest product of chances; of equals the shallower.
+    """The `nodes` paths of at most `depth` ranks below k with the greatest product of chances; of
+    equals the shallower.
 
-    Best first: a child's product is at most its parent's, so what is taken next is the best of all that is left.
+    Best first: a child's product is at most its parent's, so what is taken next is the best of all
+    that is left.
 
     >>> static_tree(5, 2, 3)
     ((-1, 0), (0, 0), (-1, 1), (-1, 2), (0, 1))
@@ -68,7 +79,9 @@ def static_tree(nodes: int, depth: int, k: int) -> Shape:
 
 
 class Matrix:
-    """The adjacency matrix: for each token its k candidates, likeliest first. [V, k] int32, made when V is known."""
+    """The adjacency matrix: for each token its k candidates, likeliest first. [V, k] int32, made
+    when V is known.
+    """
 
     def __init__(self, k: int):
         self.k = k

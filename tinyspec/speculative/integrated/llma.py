@@ -1,17 +1,22 @@
 """LLMA, inference with reference: where the text repeats something it has seen, copy on.
 
-Yang et al. 2023, arXiv 2304.04487. If the last n tokens occur in a reference text, the k tokens that follow there are the
-draft; the target checks them in one pass, keeps what agrees and adds a token of its own; after a mismatch a new match is
-sought. With no match the step is plain decoding. What makes it LLMA and not prompt lookup: references are *texts beside
-the prompt* (retrieved documents, earlier answers, the draft under revision); the prompt, and with `own` the text as it
-grows, count as further references. All their n-grams are indexed once; a token costs O(n) to add. Nothing is trained.
+Yang et al. 2023, arXiv 2304.04487. If the last n tokens occur in a reference text, the k tokens
+that follow there are the draft; the target checks them in one pass, keeps what agrees and adds a
+token of its own; after a mismatch a new match is sought. With no match the step is plain decoding.
+What makes it LLMA and not prompt lookup: references are *texts beside the prompt* (retrieved
+documents, earlier answers, the draft under revision); the prompt, and with `own` the text as it
+grows, count as further references. All their n-grams are indexed once; a token costs O(n) to add.
+Nothing is trained.
 
-Guarantee: EXACT. The paper decodes greedily; a copied token is a point mass, so the walk is exact at any temperature.
-Tested in tests/speculative/test_llma.py: a text copied whole takes ceil(N / (k + 1)) calls; a reference outside the prompt
-is used; longest match first; the index is never rebuilt.
-Off by itself: of the copy, the tokens are run that are expected to hold with at least `price` (decoding/trust.py), so where
-copies lately failed the step is plain decoding. `price` 0 is the paper's rule: all k are run.
-Left out: nothing. The paper reports about 2x on LLaMA 7B-30B with k about 15 (retrieval, cache and multi-turn settings).
+Guarantee: EXACT. The paper decodes greedily; a copied token is a point mass, so the walk is exact
+at any temperature.
+Tested in tests/speculative/test_llma.py: a text copied whole takes ceil(N / (k + 1)) calls; a
+reference outside the prompt is used; longest match first; the index is never rebuilt. Off by
+itself: of the copy, the tokens are run that are expected to hold with at least `price`
+(decoding/trust.py), so where copies lately failed the step is plain decoding. `price` 0 is the
+paper's rule: all k are run.
+Left out: nothing. The paper reports about 2x on LLaMA 7B-30B with k about 15 (retrieval, cache and
+multi-turn settings).
 """
 
 from collections.abc import Sequence

@@ -1,23 +1,30 @@
-"""Lookahead with a trie: what was asked and answered before is kept as branches, and many of them are checked at once.
+"""Lookahead with a trie: what was asked and answered before is kept as branches, and many of them
+are checked at once.
 
-Zhao et al. (Ant Group), KDD 2024, arXiv 2312.12728; not the Jacobi method of Fu et al. that has the same name. A trie of token
-windows is fed with every prompt and, as it grows, every output, and outlives the request. The last tokens are looked up in
-it; what followed them gives not one draft but a tree of them, checked in one call. Four procedures make it this technique:
-*branch inserting* (a branch of `branch_length` tokens behind every position), *branch eliminating* (a prompt's branches go when
-its request ends), *node pruning* (beyond `bound` nodes the counts are halved, and what falls to 0 goes), *multi-stage
-retrieval* (the longest match first, a token less until there are `branch_length` guesses; of too many the most frequent, half
-the draft being kept for outputs and the rest filled from the prompt first). Branches are checked as a tree (hierarchical),
-side by side without sharing what they begin with (parallel), or the best one alone (single). Nothing is trained.
+Zhao et al. (Ant Group), KDD 2024, arXiv 2312.12728; not the Jacobi method of Fu et al. that has the
+same name. A trie of token windows is fed with every prompt and, as it grows, every output, and
+outlives the request. The last tokens are looked up in it; what followed them gives not one draft
+but a tree of them, checked in one call. Four procedures make it this technique: *branch inserting*
+(a branch of `branch_length` tokens behind every position), *branch eliminating* (a prompt's
+branches go when its request ends), *node pruning* (beyond `bound` nodes the counts are halved, and
+what falls to 0 goes), *multi-stage retrieval* (the longest match first, a token less until there
+are `branch_length` guesses; of too many the most frequent, half the draft being kept for outputs
+and the rest filled from the prompt first). Branches are checked as a tree (hierarchical), side by
+side without sharing what they begin with (parallel), or the best one alone (single). Nothing is
+trained.
 
-Guarantee: EXACT. A branch is a point mass, so the walk is exact at any temperature, whatever the trie holds.
-Tested in tests/speculative/test_lookahead_trie.py: each procedure alone; what one request said shortens the next; the nodes
-that the tree shares are checked once.
-State: outputs outlive the request (`persistent`), one trie a model, for as long as the model lives; in a batch, where a row
-must equal the row run alone, each request has its own. Above temperature 0 the text of a seed depends on what is known.
-Off by itself: guesses are run where they are expected to hold with at least `price` (decoding/trust.py), so with no match, or
-where matches lately failed, the step is plain decoding. `price` 0 is the paper's rule: whatever is found is run.
-Left out: stop words as roots of branches, and the bounds of a single first token's branches: one bound is set for all.
-Here the matches of all stages are joined; the paper takes the last stage's, which are the same windows by another order.
+Guarantee: EXACT. A branch is a point mass, so the walk is exact at any temperature, whatever the
+trie holds.
+Tested in tests/speculative/test_lookahead_trie.py: each procedure alone; what one request said
+shortens the next; the nodes that the tree shares are checked once.
+State: outputs outlive the request (`persistent`), one trie a model, for as long as the model lives;
+in a batch, where a row must equal the row run alone, each request has its own. Above temperature 0
+the text of a seed depends on what is known. Off by itself: guesses are run where they are expected
+to hold with at least `price` (decoding/trust.py), so with no match, or where matches lately failed,
+the step is plain decoding. `price` 0 is the paper's rule: whatever is found is run.
+Left out: stop words as roots of branches, and the bounds of a single first token's branches: one
+bound is set for all. Here the matches of all stages are joined; the paper takes the last stage's,
+which are the same windows by another order.
 """
 
 from collections.abc import Sequence
@@ -86,7 +93,8 @@ class Lookahead(Remembered):
 
 
 def shaped(tree: TokenTree, mode: str, budget: int) -> TokenTree:
-    """The branches of a tree: as they are, side by side (at most `budget` guesses in all), or the first one.
+    """The branches of a tree: as they are, side by side (at most `budget` guesses in all), or the
+    first one.
 
     >>> tree = TokenTree((5, 6, 7), (-1, 0, 0), (None,) * 3, (False,) * 3)
     >>> shaped(tree, "parallel", 4).tokens, shaped(tree, "parallel", 3).tokens, shaped(tree, "single", 4).tokens

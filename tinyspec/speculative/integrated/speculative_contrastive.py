@@ -1,20 +1,26 @@
-"""Speculative contrastive decoding: the small model drafts, and is also what the large one is contrasted with.
+"""Speculative contrastive decoding: the small model drafts, and is also what the large one is
+contrasted with.
 
-Yuan et al., ACL 2024, arXiv 2311.08981. Contrastive decoding writes what an expert holds for likelier than an amateur does:
-among the tokens that the expert finds plausible, p_e(x) >= a max p_e, the law is proportional to p_e^(1+beta) / p_a^beta, and
-nothing else may be said. It needs a row of each model for every token. Speculative decoding needs both models too: the amateur
-samples gamma tokens from its own law, the expert scores them in one call, and the walk keeps each with min(1, p/q). What makes
-it this technique: p in that ratio, in the residual and behind the last guess is the *contrast*, q the amateur's own law; and
-the amateur runs each token once for both purposes (only its row behind the last guess is left to do). Nothing is trained.
-The paper writes alpha for a (ours is the acceptance rate), M_e and M_a for expert and amateur.
+Yuan et al., ACL 2024, arXiv 2311.08981. Contrastive decoding writes what an expert holds for
+likelier than an amateur does: among the tokens that the expert finds plausible, p_e(x) >= a max
+p_e, the law is proportional to p_e^(1+beta) / p_a^beta, and nothing else may be said. It needs a
+row of each model for every token. Speculative decoding needs both models too: the amateur samples
+gamma tokens from its own law, the expert scores them in one call, and the walk keeps each with
+min(1, p/q). What makes it this technique: p in that ratio, in the residual and behind the last
+guess is the *contrast*, q the amateur's own law; and the amateur runs each token once for both
+purposes (only its row behind the last guess is left to do). Nothing is trained. The paper writes
+alpha for a (ours is the acceptance rate), M_e and M_a for expert and amateur.
 
-Where the amateur gives a plausible token no mass at all, the contrast is taken as the limit of little mass: only such tokens
-are said, by the expert's p_e^(1+beta). The contrast is of the models' own laws; temperature and filters come after it.
+Where the amateur gives a plausible token no mass at all, the contrast is taken as the limit of
+little mass: only such tokens are said, by the expert's p_e^(1+beta). The contrast is of the models'
+own laws; temperature and filters come after it.
 
-Guarantee: EXACT relative to plain contrastive decoding (which is gamma 0), not to the expert; beta 0 and plausibility 0 give
-speculative decoding of the expert. Tested in tests/speculative/test_speculative_contrastive.py: the joint law against the
-formula, the acceptance rate 1 - TV(contrast, amateur), one row of the amateur a token.
-Left out: nothing. The defaults of beta, plausibility and gamma are those usual for contrastive decoding.
+Guarantee: EXACT relative to plain contrastive decoding (which is gamma 0), not to the expert; beta
+0 and plausibility 0 give speculative decoding of the expert. Tested in
+tests/speculative/test_speculative_contrastive.py: the joint law against the formula, the acceptance
+rate 1 - TV(contrast, amateur), one row of the amateur a token.
+Left out: nothing. The defaults of beta, plausibility and gamma are those usual for contrastive
+decoding.
 """
 
 import math
@@ -35,7 +41,9 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 
 
 def contrast(beta: float, plausibility: float) -> Make:
-    """The expert's row (first) against the amateur's: logits of p_e^(1+beta) / p_a^beta where the expert finds x plausible."""
+    """The expert's row (first) against the amateur's: logits of p_e^(1+beta) / p_a^beta where the
+    expert finds x plausible.
+    """
 
     def make(rows: Any, text: Any, path: Any) -> Any:
         expert, amateur = rows

@@ -1,18 +1,22 @@
 """TriForce: for long contexts, the target drafts for itself over a retrieved part of its cache.
 
-Sun et al., COLM 2024, arXiv 2404.11912. Three levels. A small draft model that sees only the first tokens and the latest
-ones (StreamingLLM) drafts for the *target itself with a retrieved cache*; what that commits is the draft for the target with
-its full cache. Retrieval: the old keys are cut into chunks; in every layer and for every key/value head the chunks whose mean
-key agrees most with the current query are kept, the first chunk always, and so is whatever came since. The choice serves
-many rounds, because what is looked at changes slowly; it is made when the prompt has been read, and again every `rebuild`
-tokens. Nothing is trained. Eviction is a visible set, never a physical drop, so every rollback is defined.
+Sun et al., COLM 2024, arXiv 2404.11912. Three levels. A small draft model that sees only the first
+tokens and the latest ones (StreamingLLM) drafts for the *target itself with a retrieved cache*;
+what that commits is the draft for the target with its full cache. Retrieval: the old keys are cut
+into chunks; in every layer and for every key/value head the chunks whose mean key agrees most with
+the current query are kept, the first chunk always, and so is whatever came since. The choice serves
+many rounds, because what is looked at changes slowly; it is made when the prompt has been read, and
+again every `rebuild` tokens. Nothing is trained. Eviction is a visible set, never a physical drop,
+so every rollback is defined.
 
-Guarantee: EXACT. The middle level is exact for its own law, so its tokens declare that law; after a refusal inside it draws
-from the residual (the released loop draws from the middle's row again, and loses the law). Tested in
-tests/speculative/test_triforce.py: a needle that only retrieval finds; the chosen set against brute force; a budget that
-holds the whole context makes middle and target agree always. The law of three levels is enumerated on small transformers.
-Left out: a choice made anew when acceptance falls. Chunks are chosen by a round that is run anyway (the first is plain),
-whose newest token gives the query; where query heads share keys, their scores are added.
+Guarantee: EXACT. The middle level is exact for its own law, so its tokens declare that law; after a
+refusal inside it draws from the residual (the released loop draws from the middle's row again, and
+loses the law). Tested in tests/speculative/test_triforce.py: a needle that only retrieval finds;
+the chosen set against brute force; a budget that holds the whole context makes middle and target
+agree always. The law of three levels is enumerated on small transformers.
+Left out: a choice made anew when acceptance falls. Chunks are chosen by a round that is run anyway
+(the first is plain), whose newest token gives the query; where query heads share keys, their scores
+are added.
 """
 
 import warnings
@@ -34,7 +38,8 @@ from tinyspec.tree import TokenTree
 
 
 class Streaming(ModelDrafter):
-    """A model that sees the first `sink` tokens and at least the latest `window` (Xiao et al. 2023, arXiv 2309.17453).
+    """A model that sees the first `sink` tokens and at least the latest `window` (Xiao et al. 2023,
+    arXiv 2309.17453).
 
     The window moves in steps of an eighth of itself: what was run under another plan is run again.
     """
@@ -68,7 +73,8 @@ class Streaming(ModelDrafter):
 
 
 class Retrieval(Nested):
-    """The middle level: the target's own weights over the chunks of its cache that were chosen, and what came since.
+    """The middle level: the target's own weights over the chunks of its cache that were chosen, and
+    what came since.
 
     budget  tokens that are kept of the old cache; chunk: tokens that are kept or dropped together
     """
@@ -106,7 +112,9 @@ class Retrieval(Nested):
             self.chosen_at, self.hidden_layers = len(self.text), ()
 
     def retrieve(self, states: Any, newest: int) -> Plan:
-        """The plan for the text up to position `newest`, whose token entered the layers with these states [L, d]."""
+        """The plan for the text up to position `newest`, whose token entered the layers with these
+        states [L, d].
+        """
         session = self.view.session
         config, chunks, keep = (
             session.model.config,

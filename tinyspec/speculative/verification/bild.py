@@ -1,22 +1,28 @@
-"""BiLD, the Big Little Decoder: the small model writes, asks when it is unsure, and is corrected where it was far off.
+"""BiLD, the Big Little Decoder: the small model writes, asks when it is unsure, and is corrected
+where it was far off.
 
-Kim et al., NeurIPS 2023, arXiv 2302.07863. The small model writes on while it is sure. *Fallback*: where its greatest
-probability does not exceed a threshold, its guess is dropped and the large model is called. The call reads all that the small
-model wrote since the last one. *Rollback*: the first of these tokens whose distance -log p(x) under the large model exceeds
-a second threshold is taken back with all behind it, and the large model writes that place; if none does, it writes the next.
-What makes it BiLD and not speculative decoding with a confidence stop: there is no ratio test (a token of the small model
-stays unless it is *bad*), and the unsure token is never proposed. Both thresholds look at the models' laws before temperature
-and filters; both models draw under the user's settings (at temperature 0: their argmax).
+Kim et al., NeurIPS 2023, arXiv 2302.07863. The small model writes on while it is sure. *Fallback*:
+where its greatest probability does not exceed a threshold, its guess is dropped and the large model
+is called. The call reads all that the small model wrote since the last one. *Rollback*: the first
+of these tokens whose distance -log p(x) under the large model exceeds a second threshold is taken
+back with all behind it, and the large model writes that place; if none does, it writes the next.
+What makes it BiLD and not speculative decoding with a confidence stop: there is no ratio test (a
+token of the small model stays unless it is *bad*), and the unsure token is never proposed. Both
+thresholds look at the models' laws before temperature and filters; both models draw under the
+user's settings (at temperature 0: their argmax).
 
-Two rollbacks. "paper" (algorithm 1): the first bad token ends the block, whatever the large model writes there. "safe":
-where the large model writes the very token that stood there, nothing is taken back and the scan goes on. The authors' code
-also saves that rollback, but then keeps the rest of the block unread, however bad: its toy is in laws/toys/bild.py.
+Two rollbacks. "paper" (algorithm 1): the first bad token ends the block, whatever the large model
+writes there. "safe": where the large model writes the very token that stood there, nothing is taken
+back and the scan goes on. The authors' code also saves that rollback, but then keeps the rest of
+the block unread, however bad: its toy is in laws/toys/bild.py.
 
-Guarantee: LOSSY in `rollback`. At 0 every token is bad, so that every place is the large model's own draw: EXACT under both
-rules at any temperature (and a fallback of 1 calls the large model for every token). Tested in tests/speculative/test_bild.py:
-both ends, the text against algorithm 1 written out, calls of the large model falling as either threshold is turned.
-Left out: aligning the small model to the large one's outputs before use, which is training a draft, and encoder-decoder
-models. gamma is a cap on one turn of the small model that only the authors' code has (10).
+Guarantee: LOSSY in `rollback`. At 0 every token is bad, so that every place is the large model's
+own draw: EXACT under both rules at any temperature (and a fallback of 1 calls the large model for
+every token). Tested in tests/speculative/test_bild.py: both ends, the text against algorithm 1
+written out, calls of the large model falling as either threshold is turned.
+Left out: aligning the small model to the large one's outputs before use, which is training a draft,
+and encoder-decoder models. gamma is a cap on one turn of the small model that only the authors'
+code has (10).
 """
 
 import math

@@ -1,23 +1,28 @@
 """Block verification: judge the whole draft at once, and let a lucky token pay for an unlucky one.
 
-Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh, "Block verification accelerates speculative decoding", ICLR 2025,
-arXiv 2403.10444. The draft is the usual chain. Behind each of its tokens stands a *weight*, the running likelihood ratio
-clipped at 1 at every step: w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)). With p and q the rows behind x_i, the place i
-passes with S_i / (S_i + 1 - w_i), S_i = sum_x max(0, w_i p(x) - q(x)); the last place, with no draft behind it, with w_i.
-Each place has a uniform of its own, and the *largest* place that passes ends the round, whatever failed before it. The token
-added there is drawn from max(0, w_i p - q), normalised; behind a draft that passes whole, from p. Nothing is trained, and
-nothing is computed that token verification does not compute.
+Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh, "Block verification accelerates speculative
+decoding", ICLR 2025, arXiv 2403.10444. The draft is the usual chain. Behind each of its tokens
+stands a *weight*, the running likelihood ratio clipped at 1 at every step: w_0 = 1, w_i = min(1,
+w_(i-1) p(x_i) / q(x_i)). With p and q the rows behind x_i, the place i passes with S_i / (S_i + 1 -
+w_i), S_i = sum_x max(0, w_i p(x) - q(x)); the last place, with no draft behind it, with w_i. Each
+place has a uniform of its own, and the *largest* place that passes ends the round, whatever failed
+before it. The token added there is drawn from max(0, w_i p - q), normalised; behind a draft that
+passes whole, from p. Nothing is trained, and nothing is computed that token verification does not
+compute.
 
-Why the law is kept: the round keeps at least i of the tokens x_1..x_i with probability w_i, by backward induction, and ends at
-i with probability S_i. So behind x_1..x_i it goes on to x with min(q(x), w_i p(x)) and ends with max(0, w_i p(x) - q(x)):
-together w_i p(x), that is, p. And w_i is never below the product of the min(1, p / q) of token verification.
+Why the law is kept: the round keeps at least i of the tokens x_1..x_i with probability w_i, by
+backward induction, and ends at i with probability S_i. So behind x_1..x_i it goes on to x with
+min(q(x), w_i p(x)) and ends with max(0, w_i p(x) - q(x)): together w_i p(x), that is, p. And w_i is
+never below the product of the min(1, p / q) of token verification.
 
-Guarantee: EXACT, over chains; a law of None is a point mass. Every guess has been looked at, also those behind the end: none
-may be proposed again with its law. Tested in tests/speculative/test_block_verification.py: P(at least i) = w_i, so accepted
-tokens = sum_i E_q[w_i], never fewer than token by token, never more than sum_i sum_x min(p(x_1..i), q(x_1..i)); 11/9 against
-10/9 on the paper's two-letter example; the joint law. The paper reports 5 to 8 % of wall time over token verification.
-Left out: the paper's second algorithm, greedy within a round, which the next rounds pay for with other target laws; a
-verifier here has no memory, and the first is the best of those that need none.
+Guarantee: EXACT, over chains; a law of None is a point mass. Every guess has been looked at, also
+those behind the end: none may be proposed again with its law. Tested in
+tests/speculative/test_block_verification.py: P(at least i) = w_i, so accepted tokens = sum_i
+E_q[w_i], never fewer than token by token, never more than sum_i sum_x min(p(x_1..i), q(x_1..i));
+11/9 against 10/9 on the paper's two-letter example; the joint law. The paper reports 5 to 8 % of
+wall time over token verification.
+Left out: the paper's second algorithm, greedy within a round, which the next rounds pay for with
+other target laws; a verifier here has no memory, and the first is the best of those that need none.
 """
 
 from typing import Any
@@ -33,10 +38,11 @@ from tinyspec.tree import ROOT, TokenTree
 
 
 def verify_block(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
-    """Keep the draft up to the largest place that passes, then draw one more token. The output has exactly the law p.
+    """Keep the draft up to the largest place that passes, then draw one more token. The output has
+    exactly the law p.
 
-    One `accept` a tested place, from the last to the first, and one `draw`. O(gamma V). Raises TinyspecError where the draft
-    branches, and as `verify_tree` does.
+    One `accept` a tested place, from the last to the first, and one `draw`. O(gamma V). Raises
+    TinyspecError where the draft branches, and as `verify_tree` does.
     """
     draft = _chain(tree)
     at = [ROOT, *draft]  # the node at each place; the guess behind it is draft[place]
@@ -50,7 +56,8 @@ def verify_block(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     place = len(weights) - 1
     if place == len(draft) and (not draft or rng.accept(weights[place])):
         return Verdict(tuple(draft), rng.draw(p[at[place]]))
-    # Uniforms are independent, so the largest place that passes is the first from behind: those before it need no test.
+    # Uniforms are independent, so the largest place that passes is the first from behind: those
+    # before it need no test.
     while place > 0:
         place -= 1
         left = _left(p[at[place]], tree, draft[place], weights[place])

@@ -1,20 +1,25 @@
 """Gumbel coupling: draft and target race on one noise, so the text does not know who drafted it.
 
-Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
-Every position of a text has its noise, an exponential E_x for each token, made from the seed and the position alone. The
-target says the token with the least E_x / p(x), which is a draw from p (the Gumbel-max trick); the draft model proposes the
-token with the least E_x / q(x) on the same noise, which is very often the same. Guesses are kept while they are what the
-target itself says; no ratio is computed, no law of the draft is asked for, no residual is drawn from. Nothing is trained.
+Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant speculative
+decoding", arXiv 2408.07978. Every position of a text has its noise, an exponential E_x for each
+token, made from the seed and the position alone. The target says the token with the least E_x /
+p(x), which is a draw from p (the Gumbel-max trick); the draft model proposes the token with the
+least E_x / q(x) on the same noise, which is very often the same. Guesses are kept while they are
+what the target itself says; no ratio is computed, no law of the draft is asked for, no residual is
+drawn from. Nothing is trained.
 
-What makes it this technique: draft and target agree without seeing each other's law. So the text is a function of seed and
-target; whichever drafter there is, also none, changes only the speed. That makes it reproducible over drafters and a good
-instrument for finding faults. The price: P(same) = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), at least (1 - TV) / (1 + TV),
-where the ratio test, which knows q, has 1 - TV. Of couplings that do without that knowledge none guarantees more.
+What makes it this technique: draft and target agree without seeing each other's law. So the text is
+a function of seed and target; whichever drafter there is, also none, changes only the speed. That
+makes it reproducible over drafters and a good instrument for finding faults. The price: P(same) =
+sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), at least (1 - TV) / (1 + TV), where the ratio test, which
+knows q, has 1 - TV. Of couplings that do without that knowledge none guarantees more.
 
-Guarantee: EXACT, and stronger: path by path the tokens of racing alone. Shared noise cannot be enumerated, so laws/pathwise.py
-proves it by two halves, the same tokens with any drafter and the law of the race. Tested in
-tests/speculative/test_gumbel_coupling.py: one seed, any drafter, one text; P(same), its bounds, and its integral.
-Left out: the paper's other coupling, by weighted min-wise hashing, and its variant for parties that exchange few bits.
+Guarantee: EXACT, and stronger: path by path the tokens of racing alone. Shared noise cannot be
+enumerated, so laws/pathwise.py proves it by two halves, the same tokens with any drafter and the
+law of the race. Tested in tests/speculative/test_gumbel_coupling.py: one seed, any drafter, one
+text; P(same), its bounds, and its integral.
+Left out: the paper's other coupling, by weighted min-wise hashing, and its variant for parties that
+exchange few bits.
 """
 
 from typing import Any
@@ -41,7 +46,9 @@ class _Races:
 
 
 class RaceDraft(ModelDrafter):
-    """Proposes what wins the draft model's races. The verifier runs on the same noise, so no law is declared."""
+    """Proposes what wins the draft model's races. The verifier runs on the same noise, so no law is
+    declared.
+    """
 
     def propose(
         self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: Any
@@ -51,7 +58,9 @@ class RaceDraft(ModelDrafter):
 
 
 def match(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
-    """What wins the target's race is said; the draft is followed while it says so too. Any tree, whoever made it."""
+    """What wins the target's race is said; the draft is followed while it says so too. Any tree,
+    whoever made it.
+    """
     path: tuple[int, ...] = ()
     row, here = p[ROOT], {ROOT}
     while True:
@@ -77,7 +86,9 @@ def match(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
     knobs=(Knob("gamma", 3, "tokens the draft model proposes in a round", low=1),),
 )
 def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
-    """A draft model races ahead; the target races on the same noise. Without a draft model: the same text, token by token."""
+    """A draft model races ahead; the target races on the same noise. Without a draft model: the
+    same text, token by token.
+    """
     drafter: Drafter = BaseDrafter()
     if request.drafts:
         reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
@@ -91,8 +102,9 @@ def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
 def agreement(p: Probs, q: Probs) -> Any:
     """P(same): the probability that two races on the same noise have one winner. O(V log V).
 
-    i wins both where E_j >= E_i max(p_j / p_i, q_j / q_i) for every j: an exponential clock that is the first of several,
-    hence 1 / sum_j max(p_j / p_i, q_j / q_i). The greater of the two is p's for the tokens whose p / q is at least i's.
+    i wins both where E_j >= E_i max(p_j / p_i, q_j / q_i) for every j: an exponential clock that is
+    the first of several, hence 1 / sum_j max(p_j / p_i, q_j / q_i). The greater of the two is p's
+    for the tokens whose p / q is at least i's.
 
     >>> from fractions import Fraction as F
     >>> str(agreement([F(1, 2), F(1, 2)], [F(1, 4), F(3, 4)]))

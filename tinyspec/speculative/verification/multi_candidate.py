@@ -1,22 +1,27 @@
-"""Multi-candidate speculative decoding (MCSD): several guesses for every position, tested one after the other.
+"""Multi-candidate speculative decoding (MCSD): several guesses for every position, tested one after
+the other.
 
-Yang, Huang, Dai, Chen 2024, arXiv 2401.06706. The draft model draws k candidates where speculative decoding draws one, and
-below each of them again: a tree, whose widths by depth are the k-configuration. The target scores all paths in one pass under
-a tree mask. At a node the candidates are tested in the order they were drawn: x passes with probability min(1, p(x) / q(x)),
-and a refusal replaces p by the residual norm(max(0, p - q)) before the next is tested; where all fail the token is drawn from
-what is left. Candidates drawn with replacement may be equal, and a second copy of a refused token never passes; so the paper
-also draws them without replacement, and then a refusal takes the token out of q as well. Nothing is trained.
+Yang, Huang, Dai, Chen 2024, arXiv 2401.06706. The draft model draws k candidates where speculative
+decoding draws one, and below each of them again: a tree, whose widths by depth are the
+k-configuration. The target scores all paths in one pass under a tree mask. At a node the candidates
+are tested in the order they were drawn: x passes with probability min(1, p(x) / q(x)), and a
+refusal replaces p by the residual norm(max(0, p - q)) before the next is tested; where all fail the
+token is drawn from what is left. Candidates drawn with replacement may be equal, and a second copy
+of a refused token never passes; so the paper also draws them without replacement, and then a
+refusal takes the token out of q as well. Nothing is trained.
 
-What makes it this technique: the candidates are draws and each is judged by the law it was drawn from given its earlier
-siblings, in the order of the draws. The best k of q judged by q, sorted draws, or a p that forgets the refusals before it
-give another law. The naive scheme, which draws y from p and keeps it where it is among the candidates, is exact too and
-accepts less.
+What makes it this technique: the candidates are draws and each is judged by the law it was drawn
+from given its earlier siblings, in the order of the draws. The best k of q judged by q, sorted
+draws, or a p that forgets the refusals before it give another law. The naive scheme, which draws y
+from p and keeps it where it is among the candidates, is exact too and accepts less.
 
-Guarantee: EXACT in both modes. At temperature 0, where all draws are one token, the candidates are the draft's likeliest
-tokens, as point masses. Tested in tests/speculative/test_multi_candidate.py: all V tokens without replacement are accepted
-surely; with replacement accepts no less than naive sampling and no more than without; and with replacement the chance that one
-of k passes is 1 - (1 - beta_1) ... (1 - beta_k), the beta_i being the overlaps of q with what is left of p.
-Left out: a temperature of the draft's own, and training the draft on the target's texts (`tinyspec train lm --distill`).
+Guarantee: EXACT in both modes. At temperature 0, where all draws are one token, the candidates are
+the draft's likeliest tokens, as point masses. Tested in tests/speculative/test_multi_candidate.py:
+all V tokens without replacement are accepted surely; with replacement accepts no less than naive
+sampling and no more than without; and with replacement the chance that one of k passes is 1 - (1 -
+beta_1) ... (1 - beta_k), the beta_i being the overlaps of q with what is left of p.
+Left out: a temperature of the draft's own, and training the draft on the target's texts (`tinyspec
+train lm --distill`).
 """
 
 from typing import Any
@@ -60,9 +65,11 @@ def multi_candidate(request: Request, *, configuration: str, replacement: bool) 
 
 
 def acceptance(p: Probs, q: Probs, k: int) -> Any:
-    """The chance that one of k candidates drawn with replacement passes: 1 - (1 - beta_1) ... (1 - beta_k).
+    """The chance that one of k candidates drawn with replacement passes: 1 - (1 - beta_1) ... (1 -
+    beta_k).
 
-    beta_i = sum_x min(p_i, q) with p_1 = p and p_i+1 the residual; which token was refused does not matter.
+    beta_i = sum_x min(p_i, q) with p_1 = p and p_i+1 the residual; which token was refused does not
+    matter.
 
     >>> from fractions import Fraction as F
     >>> [str(acceptance([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]

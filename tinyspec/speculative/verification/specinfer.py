@@ -1,22 +1,28 @@
-"""SpecInfer: a token tree from one or several small models, verified in one pass by multi-step speculative sampling.
+"""SpecInfer: a token tree from one or several small models, verified in one pass by multi-step
+speculative sampling.
 
-Miao et al., ASPLOS 2024, arXiv 2305.09781 (its small speculative models, SSMs, are our drafts). Expansion-based trees: at depth
-i every leaf is expanded by k_i tokens drawn from one model, as <1,1,3,1,1,1,1,1>. Merge-based trees: every model grows its own,
-and the trees are merged, so that a prefix that several of them say is computed once. The target scores the merged tree in one
-pass under its topology. The verifier stands at the root with all children there, whoever proposed them; it picks one at
-random, keeps it with probability min(1, p(x) / q_s(x)), q_s being the law of the model s that drew it, and after a refusal goes
-on with the residual norm(max(0, p - q_s)) and the children that remain.
+Miao et al., ASPLOS 2024, arXiv 2305.09781 (its small speculative models, SSMs, are our drafts).
+Expansion-based trees: at depth i every leaf is expanded by k_i tokens drawn from one model, as
+<1,1,3,1,1,1,1,1>. Merge-based trees: every model grows its own, and the trees are merged, so that a
+prefix that several of them say is computed once. The target scores the merged tree in one pass
+under its topology. The verifier stands at the root with all children there, whoever proposed them;
+it picks one at random, keeps it with probability min(1, p(x) / q_s(x)), q_s being the law of the
+model s that drew it, and after a refusal goes on with the residual norm(max(0, p - q_s)) and the
+children that remain.
 
-What makes it SpecInfer: a token that two models proposed is two proposals, each tested against its own law; testing it once, or
-drawing y from p and looking whether y is in the tree (naive sampling), is biased or accepts less. And the models are made for
-each other: collective boost-tuning fine-tunes the first on the target's own texts, takes out the prompts on which it now says
-what the target says, tunes the next on what is left, and so on, so that together they cover more than each does. The labels are
-the target's generations: no data set is needed.
+What makes it SpecInfer: a token that two models proposed is two proposals, each tested against its
+own law; testing it once, or drawing y from p and looking whether y is in the tree (naive sampling),
+is biased or accepts less. And the models are made for each other: collective boost-tuning
+fine-tunes the first on the target's own texts, takes out the prompts on which it now says what the
+target says, tunes the next on what is left, and so on, so that together they cover more than each
+does. The labels are the target's generations: no data set is needed.
 
-Guarantee: EXACT for any drafts. Tested in tests/speculative/test_specinfer.py: the law of a token under different, colliding
-drafts (theorem 4.2), acceptance never below naive sampling (theorem 4.3), and boosting on tiny models. At temperature 0 the
-tokens of an expansion are the draft's likeliest, as point masses.
-Left out: its distributed serving, offloading and kernels, which are no part of the method; here one device runs all.
+Guarantee: EXACT for any drafts. Tested in tests/speculative/test_specinfer.py: the law of a token
+under different, colliding drafts (theorem 4.2), acceptance never below naive sampling (theorem
+4.3), and boosting on tiny models. At temperature 0 the tokens of an expansion are the draft's
+likeliest, as point masses.
+Left out: its distributed serving, offloading and kernels, which are no part of the method; here one
+device runs all.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +54,9 @@ P = TypeVar("P")
 
 
 class Merged(BaseDrafter):
-    """The trees of several models, one beside the other; the session that scores them runs an equal prefix once."""
+    """The trees of several models, one beside the other; the session that scores them runs an equal
+    prefix once.
+    """
 
     def __init__(self, drafts: Sequence[TreeDrafter]):
         self.drafts = drafts
@@ -98,7 +106,9 @@ def merged(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def multi_step(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
-    """Multi-step speculative sampling (algorithm 2): at every node, the proposals that stand there in a random order."""
+    """Multi-step speculative sampling (algorithm 2): at every node, the proposals that stand there
+    in a random order.
+    """
     path, refused = list[int](), list[int]()
     row, here = p[ROOT], {ROOT}
     while untested := [
@@ -179,7 +189,9 @@ def collectively(
     tune: Callable[[D, Sequence[P]], D],
     covers: Callable[[D, P], bool],
 ) -> list[D]:
-    """Each draft tuned on the prompts that no draft before it covers; the last ones stay as they are if none are left."""
+    """Each draft tuned on the prompts that no draft before it covers; the last ones stay as they
+    are if none are left.
+    """
     tuned, left = list[D](), list(prompts)
     for draft in drafts:
         tuned.append(tune(draft, left) if left else draft)
@@ -191,13 +203,16 @@ def boost(
     target: Model, drafts: Sequence[Model], prompts: Tensor, settings: Settings, folder: str | Path, length: int = 8,
     batch: int = 32,
 ) -> Boosted:  # fmt: skip
-    """Tune draft models so that together they say what the target says greedily after these prompts.
+    """Tune draft models so that together they say what the target says greedily after these
+    prompts.
 
     prompts  [N, T] ids
     length   tokens of the target's answers: the labels
-    folder   where the trainings' states and logs lie, a folder a draft; an interrupted one goes on from there
+    folder   where the trainings' states and logs lie, a folder a draft; an interrupted one goes on
+             from there
 
-    Raises TinyspecError where there are no drafts or prompts, or a prompt and its answer outgrow a model's context.
+    Raises TinyspecError where there are no drafts or prompts, or a prompt and its answer outgrow a
+    model's context.
     """
     if not drafts or not len(prompts):
         raise TinyspecError("boosting needs one draft model and one prompt at least")
@@ -271,7 +286,9 @@ def _parts(rows: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def agreement(draft: Model, texts: Tensor, length: int) -> Tensor:
-    """[N]: whether a draft's greedy answer is the text's, that is whether each token is its likeliest after those before."""
+    """[N]: whether a draft's greedy answer is the text's, that is whether each token is its
+    likeliest after those before.
+    """
     same = [
         (draft.training_logits(part[:, :-1])[:, -length:].argmax(dim=-1) == part[:, -length:]).all(
             dim=1

@@ -1,24 +1,29 @@
 """SpecTr: several drafts, and the target's token carried over to one of them by optimal transport.
 
-Sun, Suresh, Ro, Beirami, Jain, Yu, NeurIPS 2023, arXiv 2310.15141. The draft model writes k texts of gamma tokens,
-independently. At a position that is a transport problem: couple the k drafted tokens with y ~ p so that y is among them as
-often as can be. The best plan is a linear program of V^(k+1) variables. K-SEQ comes close in O(kV): one division factor rho for
-all drafts, draft after draft passes with probability min(1, p(x) / (rho q(x))), and the first that passes is taken. With
-beta = sum_x min(q, p / rho), one passes with probability 1 - (1 - beta)^k; the law is kept where that is at most rho beta, and
-rho is the least such factor. Drafts whose token was taken, or is equal, stay in the race at the next position, with a rho for
-as many as they are; a draft that survives whole earns a bonus token. Nothing is trained.
+Sun, Suresh, Ro, Beirami, Jain, Yu, NeurIPS 2023, arXiv 2310.15141. The draft model writes k texts
+of gamma tokens, independently. At a position that is a transport problem: couple the k drafted
+tokens with y ~ p so that y is among them as often as can be. The best plan is a linear program of
+V^(k+1) variables. K-SEQ comes close in O(kV): one division factor rho for all drafts, draft after
+draft passes with probability min(1, p(x) / (rho q(x))), and the first that passes is taken. With
+beta = sum_x min(q, p / rho), one passes with probability 1 - (1 - beta)^k; the law is kept where
+that is at most rho beta, and rho is the least such factor. Drafts whose token was taken, or is
+equal, stay in the race at the next position, with a rho for as many as they are; a draft that
+survives whole earns a bonus token. Nothing is trained.
 
-What makes it SpecTr: the same p for all k drafts and a rho between 1 and k, where recursive rejection tests each draft against
-what the refusals before it left. Why p is kept: with left(x) = max(0, p - rho q), a taken token has the law
-s (p - left), s = (1 - (1 - beta)^k) / (rho beta) <= 1, so what is missing is (1 - s) p + s left, and that is the residual. At
-the best rho s is 1. Where rho is rounded *up*, s falls and the law is still exact: Fractions prove the code that floats run.
+What makes it SpecTr: the same p for all k drafts and a rho between 1 and k, where recursive
+rejection tests each draft against what the refusals before it left. Why p is kept: with left(x) =
+max(0, p - rho q), a taken token has the law s (p - left), s = (1 - (1 - beta)^k) / (rho beta) <= 1,
+so what is missing is (1 - s) p + s left, and that is the residual. At the best rho s is 1. Where
+rho is rounded *up*, s falls and the law is still exact: Fractions prove the code that floats run.
 
-Guarantee: EXACT, on any tree: siblings of one declared law are drafts of one K-SEQ, groups of other laws follow on what it
-leaves, a law of None is a point mass. At temperature 0 the drafts begin with the k likeliest tokens. Tested in
-tests/speculative/test_spectr.py: K-SEQ accepts at least (1 - (1 - 1/k)^k) of the optimum and at most the optimum, by the
-linear program and by the least cut; rho solves its equation; one draft is token verification; more drafts accept more. The
-paper reports 2.13x over plain decoding and 1.37x over speculative decoding.
-Left out: decoding by the linear program itself, whose size allows six tokens or so; it is the oracle in laws/transport.py.
+Guarantee: EXACT, on any tree: siblings of one declared law are drafts of one K-SEQ, groups of other
+laws follow on what it leaves, a law of None is a point mass. At temperature 0 the drafts begin with
+the k likeliest tokens. Tested in tests/speculative/test_spectr.py: K-SEQ accepts at least (1 - (1 -
+1/k)^k) of the optimum and at most the optimum, by the linear program and by the least cut; rho
+solves its equation; one draft is token verification; more drafts accept more. The paper reports
+2.13x over plain decoding and 1.37x over speculative decoding.
+Left out: decoding by the linear program itself, whose size allows six tokens or so; it is the
+oracle in laws/transport.py.
 """
 
 from collections.abc import Sequence
@@ -40,11 +45,13 @@ HALVINGS, COARSE = (
 
 
 def division(p: Any, q: Any, k: int) -> Any:
-    """rho: the least factor in [1, k] with 1 - (1 - beta)^k <= rho beta, rounded up. p, q are vectors, [V].
+    """rho: the least factor in [1, k] with 1 - (1 - beta)^k <= rho beta, rounded up. p, q are
+    vectors, [V].
 
-    rho beta = sum_x min(rho q, p) grows with rho and 1 - (1 - beta)^k falls, so there is one root; k is never below it, because
-    1 - (1 - beta)^k <= k beta. Between two values of p / q the sum is a straight line: the root on the line is found, and the
-    tokens that have left it are dropped. Lines lie above the (concave) sum, so this comes from below; a few passes, O(V) each.
+    rho beta = sum_x min(rho q, p) grows with rho and 1 - (1 - beta)^k falls, so there is one root;
+    k is never below it, because 1 - (1 - beta)^k <= k beta. Between two values of p / q the sum is
+    a straight line: the root on the line is found, and the tokens that have left it are dropped.
+    Lines lie above the (concave) sum, so this comes from below; a few passes, O(V) each.
     """
     rho, whole = Fraction(1) if exact(p) else 1.0, p.sum()
     while k > 1:
@@ -68,7 +75,9 @@ def _number(x: Any) -> Any:
 
 
 def _spare(mass: Any, rho: Any, k: int) -> Any:
-    """rho beta - (1 - (1 - beta)^k) for mass = rho beta: rho keeps the law of k drafts where it is not negative."""
+    """rho beta - (1 - (1 - beta)^k) for mass = rho beta: rho keeps the law of k drafts where it is
+    not negative.
+    """
     return mass - taken(mass / rho, k)
 
 
@@ -90,10 +99,11 @@ def remainder(p: Any, q: Any, k: int, rho: Any) -> Any:
 
 
 def k_seq(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
-    """Follow the drafts that spell what was taken so far; at every position K-SEQ takes one of their tokens, or none.
+    """Follow the drafts that spell what was taken so far; at every position K-SEQ takes one of
+    their tokens, or none.
 
-    One `accept` a tested node, one `draw`. A position with one draft left needs no search: rho is 1. Raises TinyspecError as
-    `verify_tree` does.
+    One `accept` a tested node, one `draw`. A position with one draft left needs no search: rho is
+    1. Raises TinyspecError as `verify_tree` does.
     """
     path, refused, row = list[int](), list[int](), p[ROOT]
     siblings = waiting = _below(tree, {ROOT})
@@ -128,7 +138,9 @@ def _below(tree: TokenTree, parents: set[int]) -> list[int]:
 
 
 def _independent(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
-    """The first of these siblings and all others that declare its law: given that law they are independent draws of it."""
+    """The first of these siblings and all others that declare its law: given that law they are
+    independent draws of it.
+    """
     first = tree.draft_probs[nodes[0]]
     return [
         node
@@ -172,10 +184,12 @@ def acceptance(p: Probs, q: Probs, k: int) -> Any:
 
 
 def optimum(p: Probs, q: Probs, k: int) -> Any:
-    """The most that any lossless selection can accept of k independent drafts: 1 + min_H (p(H) - q(H)^k). O(V log V).
+    """The most that any lossless selection can accept of k independent drafts: 1 + min_H (p(H) -
+    q(H)^k). O(V log V).
 
-    Over all sets of tokens H; P - Q^k is concave, so its least value lies at a corner of the region of all (p(H), q(H)), and
-    growing in P and falling in Q, at one of the sets of the smallest p / q. Tokens that are never drafted stay outside of H.
+    Over all sets of tokens H; P - Q^k is concave, so its least value lies at a corner of the region
+    of all (p(H), q(H)), and growing in P and falling in Q, at one of the sets of the smallest p /
+    q. Tokens that are never drafted stay outside of H.
 
     >>> from fractions import Fraction as F
     >>> [str(optimum([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]
