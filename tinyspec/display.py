@@ -73,6 +73,15 @@ def legend(kinds: Sequence[str]) -> Text:
     return text
 
 
+def count_of(n: int, noun: str, plural_ending: str = "s") -> str:
+    """Return a number with its noun.
+
+    >>> count_of(1, "token"), count_of(2, "forward pass", "es")
+    ('1 token', '2 forward passes')
+    """
+    return f"{n} {noun}{'' if n == 1 else plural_ending}"
+
+
 def ratio_in_words(ratio: float, ratios: Sequence[float] = ()) -> str:
     """Say a ratio as it must be read: a slow-down is called one. `ratios`: of each race, where
     there were several.
@@ -218,7 +227,7 @@ class Stage:
         done = 1.0 if lane.finished else min(len(lane.tokens) / max(goal, 1), 1.0)
         bar = Text("━" * round(done * (wide - 4)), "#009e73" if lane.finished else "")
         figures = Text(
-            f"{len(lane.tokens)} tokens in {lane.stats.target_calls} forward passes",
+            f"{count_of(len(lane.tokens), 'token')} in {count_of(lane.stats.target_calls, 'forward pass', 'es')}",
             no_wrap=True,
             overflow="ellipsis",
         )

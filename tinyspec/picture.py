@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tinyspec.decoding.trace import Trace
-from tinyspec.display import visible
+from tinyspec.display import count_of, visible
 
 WIDTH, MARGIN = 960.0, 24.0
 BOX, GAP = 15.0, 2.0  # height of a token's box, space between boxes
@@ -110,7 +110,8 @@ def _figures(track: Track) -> str:
     calls = len(track.trace.rounds)
     seconds = track.ends[-1] if track.ends else 0.0
     rate = f" · {seconds:.3g} s" if seconds else ""
-    return f"{emitted} tokens in {calls} forward passes · {emitted / max(calls, 1):.2f} tokens per pass{rate}"
+    made = f"{count_of(emitted, 'token')} in {count_of(calls, 'forward pass', 'es')}"
+    return f"{made} · {emitted / max(calls, 1):.2f} tokens per pass{rate}"
 
 
 def _heading(track: Track, y: float, judged: bool) -> list[str]:

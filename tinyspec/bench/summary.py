@@ -149,6 +149,11 @@ def _method(results: Mapping[str, dict[str, Any]]) -> list[str]:
         "**Method**: arms take turns in one run. Where techniques or peers are compared by task, a "
         "ratio is taken within a turn, and the median of them is shown; the race, plain decoding and "
         "the kernels show the ratio of two medians. *The mean* is that of the groups.",
+        "**Baseline**: a speed-up is against plain decoding of the same model in the same number "
+        "format, in the same run. Each table names its model, format and prompts, and the figures of "
+        "two tables differ because these do: a large model spends more of its time in the forward "
+        "pass, and text that repeats its prompt is easy to draft. Where a table compares with "
+        "another program, it says so.",
         "**Reading**: 1.31 or 1.31x is 1.31 times as fast. A slow-down is turned round: 4.5x "
         "slower. *After the prompt*: "
         "the time to read the prompt is left out.",
