@@ -124,24 +124,37 @@ def test_seeds_tell_who_was_accused(biased: str) -> None:
 
 @pytest.mark.parametrize(("what", "module"), [("mutants", mutants), ("toys", toys)])
 def test_the_matrices_are_printed(monkeypatch: pytest.MonkeyPatch, what: str, module: Any) -> None:
-    name = what[:-1]
+    name, group = what[:-1], "law" if what == "mutants" else "technique"
     killed = {
         name: "always accepts",
+        group: "the joint law",
         "killed_by": "joint law",
         "counterexample": {"case": {"p": "[1, 0]"}, "expected": "1", "got": "0"},
     }
-    monkeypatch.setattr(module, "matrix", lambda: [killed], raising=False)
+    monkeypatch.setattr(module, "matrix", lambda watch: [killed, killed])
     result = run("laws", f"--{what}")
     assert result.exit_code == 0, result.output
+    assert result.output == f"the joint law: 2 of 2 killed\n2 of 2 {what} killed\n"
+    result = run("laws", f"--{what}", "--verbose")
     assert "always accepts" in result.output
     assert "joint law" in result.output
-    assert f"1 of 1 {what} killed" in result.output
-    assert json.loads(run("laws", f"--{what}", "--json").stdout) == [killed]
-    lives = {name: "drifts", "killed_by": None, "counterexample": None}
-    monkeypatch.setattr(module, "matrix", lambda: [killed, lives], raising=False)
-    result = run("laws", f"--{what}")
-    assert result.exit_code == 1
-    assert "survived" in result.output
+    assert "expected 1, got 0" in result.output
+    assert f"2 of 2 {what} killed" in result.output
+    assert json.loads(run("laws", f"--{what}", "--json").stdout) == [killed, killed]
+    lives = {name: "drifts", group: "the joint law", "killed_by": None, "counterexample": None}
+    monkeypatch.setattr(module, "matrix", lambda watch: [killed, lives])
+    for options in ((), ("--verbose",)):
+        result = run("laws", f"--{what}", *options)
+        assert result.exit_code == 1
+        assert "survived" in result.output and "drifts" in result.output
+        assert f"1 of 2 {what} killed" in result.output
+
+
+def test_a_matrix_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(mutants, "mutants", lambda: mutants._all("MUTANTS")[:2])
+    mutants.matrix(lambda *now: told.append(now))
+    assert [(at, of) for _, at, of in told] == [(0, 2), (1, 2)]
 
 
 def test_the_demo_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,7 @@ def test_what_cannot_be_sampled_is_refused(monkeypatch) -> None:
         raise ModuleNotFoundError(name=name)
 
     monkeypatch.setattr(importlib, "import_module", gone)
-    with pytest.raises(TinyspecError, match=r"needs scipy: pip install 'tinyspec\[test\]'"):
+    with pytest.raises(TinyspecError, match=r'needs scipy: pip install .*test\]"'):
         gtest.g_test({"a": 100}, NULL)
 
 

@@ -3,6 +3,7 @@ field's mistakes.
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ Bar = Callable[[str, int, int], None]
     click.option("--demo", is_flag=True, help="Sample a method on a real model: evidence, labelled as such."),
     click.option("--model", "-m", default="storyteller", show_default=True, help="With --demo: the model."),
     click.option("--samples", type=click.IntRange(1), default=2000, show_default=True, help="With --demo: texts."),
+    click.option("--verbose", "-v", is_flag=True, help="With --mutants, --toys: every counterexample, also in a pipe."),
     click.option("--json", "as_json", is_flag=True, help="JSON on standard output."),
     click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
 )  # fmt: skip
@@ -53,6 +55,7 @@ def laws(
     demo: bool,
     model: str,
     samples: int,
+    verbose: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -78,7 +81,7 @@ def laws(
     if mutants + toys + demo + bool(seeds) + thorough > 1:
         raise TinyspecError("--mutants, --toys, --demo, --seeds and --thorough: choose one")
     if mutants or toys:
-        _matrix("mutants" if mutants else "toys", as_json, quiet)
+        _matrix("mutants" if mutants else "toys", verbose, as_json, quiet)
     elif demo:
         _demo(
             find_cards(methods or ("speculative_decoding",))[0].name, model, samples, as_json, quiet
@@ -183,19 +186,22 @@ def _keep(out: Path | None, result: dict[str, Any]) -> None:
         save(out, report(result))
 
 
-def _matrix(what: str, as_json: bool, quiet: bool) -> None:
-    """Defect by defect: the law whose verdict it was, and the counterexample. Exit code 1 where one
-    survived.
+def _matrix(what: str, verbose: bool, as_json: bool, quiet: bool) -> None:
+    """Show defect by defect the law whose verdict it was, and the counterexample. Exit code 1 where
+    one survived.
+
+    In a pipe: one line for each law of the mutants, or technique of the toys, unless `verbose`.
     """
     from importlib import import_module
 
     with _bar(quiet or as_json) as show:
-        show(what, 0, 1)
-        lines: list[dict[str, Any]] = import_module(f"tinyspec.laws.{what}").matrix()
-    name = what.removesuffix("s")
+        lines: list[dict[str, Any]] = import_module(f"tinyspec.laws.{what}").matrix(show)
+    name, group = ("mutant", "law") if what == "mutants" else ("toy", "technique")
+    killed = sum(line["killed_by"] is not None for line in lines)
+    survivors = [line for line in lines if line["killed_by"] is None]
     if as_json:
         click.echo(json.dumps(lines))
-    else:
+    elif verbose or sys.stdout.isatty():
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -206,10 +212,24 @@ def _matrix(what: str, as_json: bool, quiet: bool) -> None:
                 line[name], line["killed_by"] or "survived", _short(line["counterexample"])
             )
         base.console().print(table, highlight=False, markup=False)
-        killed = sum(line["killed_by"] is not None for line in lines)
         click.echo(f"{killed} of {len(lines)} {what} killed")
-    if any(line["killed_by"] is None for line in lines):
+    else:
+        for key, members in group_by(lines, group).items():
+            dead = sum(line["killed_by"] is not None for line in members)
+            click.echo(f"{key}: {dead} of {len(members)} killed")
+        for line in survivors:
+            click.echo(f"survived: {line[name]} ({line.get('survived', 'no law accused it')})")
+        click.echo(f"{killed} of {len(lines)} {what} killed")
+    if survivors:
         raise click.exceptions.Exit(1)
+
+
+def group_by(lines: Sequence[dict[str, Any]], key: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the lines by the value of one of their fields, in the order of first appearance."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault(line[key], []).append(line)
+    return groups
 
 
 def _demo(method: str, model: str, samples: int, as_json: bool, quiet: bool) -> None:

@@ -1,7 +1,7 @@
 """Where cases come from: Hypothesis, asked the same questions every time, so that a law is a plain
 function of what it judges.
 
-Hypothesis comes with `pip install 'tinyspec[test]'`; the library itself does without.
+Hypothesis comes with the extra `test`; the library itself does without.
 """
 
 import time
@@ -10,12 +10,13 @@ from typing import Any
 
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.accused import Evidence
+from tinyspec.laws.extra import install_command
 
 try:
     from hypothesis import HealthCheck, Phase, Verbosity, given, settings
     from hypothesis import strategies as st
 except ImportError as missing:
-    raise TinyspecError("drawing cases needs Hypothesis: pip install 'tinyspec[test]'") from missing
+    raise TinyspecError(f"drawing cases needs Hypothesis: {install_command()}") from missing
 
 __all__ = ["search", "st"]
 

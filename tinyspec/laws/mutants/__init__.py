@@ -147,13 +147,20 @@ def judge(mutant: Mutant) -> dict[str, Any]:
     }
 
 
-def matrix() -> list[dict[str, Any]]:
-    """Every mutant judged by the law meant for it: mutant, bug, met (where), host, law, killed_by,
+def matrix(watch: Callable[[str, int, int], None] | None = None) -> list[dict[str, Any]]:
+    """Judge every mutant by the law meant for it: mutant, bug, met (where), host, law, killed_by,
     counterexample.
+
+    watch  called before each with its name, its number from 0 on, and how many there are
     """
     for library in (
         "hypothesis",
         "scipy",
     ):  # said once here: to a mutant it would look like a crash
         extra(library)
-    return [judge(mutant) for mutant in mutants()]
+    lines, all_mutants = [], mutants()
+    for at, mutant in enumerate(all_mutants):
+        if watch is not None:
+            watch(mutant.name, at, len(all_mutants))
+        lines.append(judge(mutant))
+    return lines

@@ -103,6 +103,14 @@ def judge(technique: str, toy: Toy) -> dict[str, Any]:
     }
 
 
-def matrix() -> list[dict[str, Any]]:
-    """Every toy judged by its trap: technique, toy, trap, killed_by, counterexample."""
-    return [judge(technique, toy) for technique, toy in toys()]
+def matrix(watch: Callable[[str, int, int], None] | None = None) -> list[dict[str, Any]]:
+    """Judge every toy by its trap: technique, toy, trap, killed_by, counterexample.
+
+    watch  called before each with its name, its number from 0 on, and how many there are
+    """
+    lines, all_toys = [], toys()
+    for at, (technique, toy) in enumerate(all_toys):
+        if watch is not None:
+            watch(toy.name, at, len(all_toys))
+        lines.append(judge(technique, toy))
+    return lines
