@@ -1,12 +1,10 @@
 """The shape of a draft: a tree of draft tokens under the newest committed token.
 
-Nodes stand in topological order: a parent before its children, siblings in the order they were
-drawn. Siblings may be equal. They are proposals, not positions, and the model computes equal paths
-once.
+Nodes stand in topological order: a parent before its children, siblings in draw order. Siblings may
+be equal: nodes are proposals, not positions, and the model computes equal paths once.
 
 Each node carries the distribution it was drawn from, *given all the past and its earlier siblings*,
-or None. A node with None is verified as a point mass. None is always safe; a declared distribution
-is an optimisation that the drafter must earn.
+or None. A node with None is verified as a point mass, which is always exact.
 """
 
 from collections.abc import Sequence

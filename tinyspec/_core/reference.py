@@ -1,7 +1,7 @@
 """The pure twin of the compiled kernels: plain Python over any number type.
 
-These lines are the definition. Over Fractions they are exact and serve the proofs; over floats they fix the order of
-every sum, so the kernels in sampling.pyx must reproduce them bit for bit. A row is any sequence of numbers, [V].
+These lines are the definition. Over Fractions they are exact and serve the proofs; over floats they
+fix the order of every sum, so sampling.pyx must reproduce them bit for bit.
 """
 
 import math
@@ -21,9 +21,8 @@ ROOT = -1
 
 
 def block_sum(block: Sequence[Number]) -> Number:
-    """Sum one block in eight strided lanes. O(n).
+    """Return the sum of one block in eight strided lanes: a fixed order that SIMD can follow. O(n).
 
-    Eight independent chains of additions are what SIMD wants, and a fixed order is what bit-equality wants.
     The built-in `sum` will not do: since Python 3.12 it compensates its rounding errors.
     """
     a, b, c, d, e, f, g, h = (reduce(add, block[lane::LANES], 0) for lane in range(LANES))
@@ -31,14 +30,14 @@ def block_sum(block: Sequence[Number]) -> Number:
 
 
 def total(row: Sequence[Number]) -> Number:
-    """Sum a row: blocks of 256 in order, lanes inside. O(V). Fractions need no order, and are reduced once."""
+    """Return the sum over blocks of 256 in order, lanes inside. O(V). Fractions need no order."""
     if len(row) and all(type(x) is Fraction for x in row):
         return exactly(row)
     return reduce(add, (block_sum(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)), 0)
 
 
 def exactly(row: Sequence[Fraction]) -> Fraction:
-    """The sum of Fractions, over a common denominator.
+    """Return the sum of Fractions, over a common denominator.
 
     >>> exactly([Fraction(1, 3), Fraction(1, 6), Fraction(0)])
     Fraction(1, 2)
@@ -53,7 +52,7 @@ def exactly(row: Sequence[Fraction]) -> Fraction:
 
 
 def normalise(row: Sequence[Number]) -> list[Number] | None:
-    """The row divided by its sum, or None where nothing is left. O(V)."""
+    """Return the row divided by its sum, or None if the sum is 0. O(V)."""
     mass = total(row)
     if mass == 1:
         return list(row)
@@ -64,10 +63,10 @@ def normalise(row: Sequence[Number]) -> list[Number] | None:
 
 
 def pick(row: Sequence[Number], u: Number) -> int:
-    """Inverse CDF: the token whose interval of the cumulative sum holds u * total, 0 <= u < 1. O(V).
+    """Return the token whose interval of the cumulative sum holds u * total, 0 <= u < 1. O(V).
 
-    Never a token of probability zero: an interval is left only by a strictly larger sum, and where rounding lets u fall
-    behind the last interval, the last token of positive probability takes it.
+    A token of probability 0 is never returned: an interval ends only at a strictly larger sum. If
+    rounding puts u after the last interval, the last token of positive probability is returned.
 
     >>> pick([0.0, 0.25, 0.75], 0.0), pick([0.0, 0.25, 0.75], 0.25), pick([0.5, 0.5, 0.0], 1 - 2**-53)
     (1, 2, 1)
@@ -95,7 +94,7 @@ def pick(row: Sequence[Number], u: Number) -> int:
 
 
 def order(row: Sequence[Number], uniforms: Sequence[Number]) -> list[int]:
-    """Draw without replacement, one token a uniform, until the support is exhausted (Plackett-Luce). O(V + k V/B)."""
+    """Return one token for each uniform, without replacement, until none is left. O(V + k V/B)."""
     left, drawn = list(row), list[int]()
     for u in uniforms:
         if not any(x > 0 for x in left):
@@ -106,10 +105,10 @@ def order(row: Sequence[Number], uniforms: Sequence[Number]) -> list[int]:
 
 
 def race(row: Sequence[Number], noise: Sequence[Number]) -> int:
-    """The exponential race: argmin noise[i] / row[i] over the support, lowest id first. O(V).
+    """Return argmin noise[i] / row[i] over the support, lowest id first: an exponential race. O(V).
 
-    With independent standard exponentials the winner is distributed as the row, and two rows raced on the same noise
-    agree often. Noise of exactly 0 or inf must not crown a token of probability zero.
+    With standard exponential noise the result is a sample from the row. Noise of exactly 0 or inf
+    must not select a token of probability 0.
     """
     best, time = -1, math.inf
     for token, (x, e) in enumerate(zip(row, noise, strict=True)):
@@ -124,20 +123,18 @@ def race(row: Sequence[Number], noise: Sequence[Number]) -> int:
 
 
 def penalise(logits: Sequence[float], history: Sequence[int], penalty: float) -> list[float]:
-    """Repetition penalty, once for each distinct id of the history (ids outside of the vocabulary have no score)."""
+    """Return the logits after the repetition penalty, applied once to each distinct id in range."""
     scores = list(logits)
     if penalty != 1.0:
         for token in history:
             if 0 <= token < len(scores):
-                x = float(
-                    logits[token]
-                )  # from the original, so that a repeated id is punished once
+                x = float(logits[token])  # the original: a repeated id is penalised once
                 scores[token] = x * penalty if x < 0 else x / penalty
     return scores
 
 
 def check(scores: Sequence[float]) -> float:
-    """The largest score. NaN, +inf and nothing but -inf are errors: no law can be made of them."""
+    """Return the largest score. Raises TinyspecError for NaN, +inf and nothing but -inf."""
     if any(x != x for x in scores):
         raise TinyspecError(
             "the logits contain NaN: check the weights, or compute in a wider dtype"
@@ -150,7 +147,7 @@ def check(scores: Sequence[float]) -> float:
 
 
 def keep_top_mass(row: Sequence[Number], masses: Sequence[Number], need: Number) -> list[Number]:
-    """Keep the tokens of highest weight, ties by lowest id, until their masses reach `need`; at least one."""
+    """Keep the tokens of highest weight, ties by lowest id, until their masses reach `need`."""
     reached: Number = 0
     kept = [0 * x for x in row]
     for token in sorted(range(len(row)), key=lambda i: (-row[i], i)):
@@ -162,9 +159,9 @@ def keep_top_mass(row: Sequence[Number], masses: Sequence[Number], need: Number)
 
 
 def units(row: Sequence[Number]) -> list[Number]:
-    """Masses that add up alike in any order: Fractions as they are, floats in [0, 1] as integers below 2^62 in sum.
+    """Return masses whose sum does not depend on the order: floats in [0, 1] become integers.
 
-    A kernel may then search for the nucleus without sorting. A unit is 2^-46 of the top token at V = 49,152.
+    A kernel can then search for the nucleus without sorting. The integers sum to less than 2^62.
     """
     if any(isinstance(x, Fraction) for x in row):
         return list(row)
@@ -175,10 +172,7 @@ def units(row: Sequence[Number]) -> list[Number]:
 def truncate(
     row: Sequence[Number], top_k: int | None, top_p: Number, min_p: Number
 ) -> list[Number]:
-    """Top-k, then top-p, then min-p on weights (floats are at most 1), each on what the last one left. O(V log V).
-
-    top-p keeps the smallest set of highest weights whose mass reaches top_p of the whole; the token that crosses stays.
-    """
+    """Apply top-k, then top-p, then min-p to weights of at most 1. O(V log V)."""
     kept = list(row)
     if top_k is not None and top_k < len(kept):
         kept = keep_top_mass(kept, [1] * len(kept), top_k)
@@ -194,7 +188,7 @@ def truncate(
 
 
 def one_hot(row: Sequence[Number]) -> list[Number]:
-    """Temperature 0: all mass on the highest, ties by lowest id."""
+    """Return all mass on the highest weight, ties by lowest id: temperature 0."""
     best = max(range(len(row)), key=lambda i: (row[i], -i))
     one = Fraction(1) if isinstance(row[best], Fraction) else 1.0
     return [one if i == best else 0 * one for i in range(len(row))]
@@ -209,7 +203,7 @@ def warp(
     min_p: float | None,
     penalty: float,
 ) -> list[float]:
-    """Logits to a law, in Hugging Face's order: repetition penalty, temperature, top-k, top-p, min-p. O(V log V)."""
+    """Return logits as a distribution: repetition penalty, temperature, top-k, top-p, min-p."""
     scores = penalise(logits, history, penalty)
     top = check(scores)
     if temperature == 0:
@@ -226,7 +220,7 @@ def warp(
 def unnormalized_residual(
     row: Sequence[Number], q: Sequence[Number] | None, token: int
 ) -> list[Number]:
-    """max(0, row - q), not normalised; a q of None is a point mass at `token`. O(V)."""
+    """Return max(0, row - q), not normalised; a q of None is a point mass at `token`. O(V)."""
     if q is None:
         return [0 * x if i == token else x for i, x in enumerate(row)]
     if len(row) != len(q):
@@ -237,9 +231,9 @@ def unnormalized_residual(
 
 
 def residual(row: Sequence[Number], q: Sequence[Number]) -> list[Number]:
-    """Where a refused draft from q leaves the target: normalise(max(0, row - q)). O(V).
+    """Return the target's distribution after a rejection: normalise(max(0, row - q)). O(V).
 
-    Where nothing is left the two laws agree up to rounding, and the row itself is the answer.
+    If nothing is left, row and q agree up to rounding, and the result is the row.
 
     >>> residual([0.5, 0.5, 0.0], [1.0, 0.0, 0.0])
     [0.0, 1.0, 0.0]
@@ -248,23 +242,23 @@ def residual(row: Sequence[Number], q: Sequence[Number]) -> list[Number]:
 
 
 def without(row: Sequence[Number], token: int) -> list[Number]:
-    """The row given that it is not `token`: the residual of a point mass. Nothing left: the row itself. O(V)."""
+    """Return the row without this token: the residual of a point mass; the row if nothing is left."""
     return normalise(unnormalized_residual(row, None, token)) or list(row)
 
 
 def refuse(
     row: Sequence[Number], q: Sequence[Number] | None, token: int, last: bool
 ) -> Sequence[Number]:
-    """The law in force after a refusal. The last sibling's need not be normalised: a draw does not ask for it."""
+    """Return the residual; after the last sibling it is not normalised, as a draw needs no sum of 1."""
     left = unnormalized_residual(row, q, token)
     mass = total(left)
     return row if not mass > 0 else left if last else [x / mass for x in left]
 
 
 def ratio(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> Number:
-    """The acceptance ratio row/q of a drafted token; a law of None is a point mass.
+    """Return the acceptance ratio row / q of a draft token; a q of None is a point mass.
 
-    A token that its own declared law cannot produce breaks the drafter's contract, and nothing later could mend it.
+    Raises TinyspecError if the token has probability 0 under the distribution its drafter declared.
     """
     if not 0 <= token < len(row):
         raise TinyspecError(
@@ -293,34 +287,30 @@ def walk(
     draw: Callable[[Any], int],
     refuse: Callable[[Any, Any, int, bool], Any] = refuse,
 ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """Follow the tree from its root while the target's law lets it; every refusal moves the law to its residual.
+    """Accept a path from the root; after a rejection the target's distribution is its residual.
 
-    Returns the accepted path, the recovered or bonus token, and the refused nodes. `here` holds every node that spells
-    the accepted path (siblings may be equal): the children of each are tested, in node order. Uses one `accept` a
-    tested node and one `draw`; reads p[ROOT] and p[node] of accepted nodes only. O(n * depth + tested * V).
+    Returns the accepted path, the recovered or bonus token, and the rejected nodes. Calls `accept`
+    once for each tested node and `draw` once; reads p[ROOT] and p[node] of accepted nodes only.
+    O(n * depth + tested * V).
     """
     path, refused = list[int](), list[int]()
-    row, siblings = (
-        p[ROOT],
-        [node for node, parent in enumerate(parents) if parent == ROOT and not probe[node]],
-    )
+    here = {ROOT}  # the accepted node and its equal siblings: one position, one set of children
+    row, siblings = p[ROOT], children_of(here, parents, probe)
     untested = list(siblings)
     while untested:
         node, token = untested[0], tokens[untested[0]]
         if accept(ratio(row, laws[node], token)):
             path.append(node)
             here = {twin for twin in siblings if tokens[twin] == token}
-            row, siblings = (
-                p[node],
-                [
-                    child
-                    for child, parent in enumerate(parents)
-                    if parent in here and not probe[child]
-                ],
-            )
+            row, siblings = p[node], children_of(here, parents, probe)
             untested = list(siblings)
         else:
             refused.append(node)
             untested = untested[1:]
             row = refuse(row, laws[node], token, not untested)
     return tuple(path), draw(row), tuple(refused)
+
+
+def children_of(nodes: set[int], parents: Sequence[int], probe: Sequence[bool]) -> list[int]:
+    """Return the children of these nodes in draw order, without probes."""
+    return [child for child, parent in enumerate(parents) if parent in nodes and not probe[child]]

@@ -1,7 +1,7 @@
 """Many texts at once: greedy decoding and beam search over rows that grow by one token a step.
 
 This is no loop for techniques (those are decode.py and refine.py, one text at a time): it is how a
-teacher writes thousands of translations. What computes is behind `LazyProbs`; here is only what is
+teacher writes thousands of translations. What computes is behind `Rows`; here is only what is
 kept.
 
 Beam search keeps the `beam` most probable texts of each length, sets those aside that have ended,

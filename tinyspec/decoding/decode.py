@@ -40,8 +40,7 @@ class TargetProbs:
     """Next-token distribution of the target at each node, computed lazily and cached.
 
     `target_probs[ROOT]` follows the newest committed token, `target_probs[node]` follows that node.
-    Sampling settings are applied with the node's own path as history, which repetition penalties
-    need.
+    Sampling settings see the node's own path as history, which repetition penalties need.
     """
 
     def __init__(
@@ -62,11 +61,9 @@ class TargetProbs:
 
     @property
     def on_device(self) -> tuple[Any, Any] | None:
-        """All distributions [n + 1, V] and their highest logits [n + 1] if the logits live on a
-        device, else None.
+        """All distributions [n + 1, V] and the highest logits [n + 1] on a device; None on the CPU.
 
-        A device computes all of them in the time of one, and then the verifier waits for it only
-        once.
+        A device computes all of them in the time of one, and the verifier waits for it only once.
         """
         if self._block is None and on_device(self.scores.logits):
             nodes = range(len(self.tree.tokens)) if self.sampling.repetition_penalty != 1.0 else ()
@@ -76,19 +73,13 @@ class TargetProbs:
         return self._block
 
     def greedy_token(self, node: int) -> int | None:
-        """Return the token that has all the mass after a node, or None if that is not known.
-
-        It is found on the logits, for greedy sampling on the host. No distribution is computed.
-        """
+        """Return the greedy token after a node, from its logits; None on a device or if sampling."""
         if on_device(self.scores.logits):
             return None
         return self.sampling.greedy_token(self.logits_at(node), self._history(node, self.sampling))
 
     def probs_under(self, node: int, sampling: SamplingParams) -> Probs:
-        """Return the distribution after a node under other sampling settings.
-
-        Lenience at temperature 0 needs it: it looks at the distribution before it is sharpened.
-        """
+        """Return the distribution after a node under other sampling settings."""
         return sampling.probs(self.logits_at(node), self._history(node, sampling))
 
     def _history(self, node: int, sampling: SamplingParams) -> Sequence[int]:
@@ -126,8 +117,7 @@ class LazyProbs(Sequence[Probs]):
 
 
 class Round(NamedTuple):
-    """What one round did. Statistics, streaming, replay and drafters read it. Everything is after
-    the cut at a stop.
+    """What one round did, after the cut at a stop: for statistics, streaming, replay and drafters.
 
     tokens        [k] tokens committed in this round
     output_probs  [k] the distribution each of them follows
@@ -151,10 +141,11 @@ class Drafter(Protocol):
     hidden_layers  layers of the target whose output the drafter reads from `Round.scores.hidden`
     """
 
-    hidden_layers: Sequence[int]
+    hidden_layers: Sequence[int] = ()
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         """Take note of forced text; `scores.hidden` has the states of the positions run for it."""
+        return None
 
     def propose(
         self,
@@ -164,47 +155,27 @@ class Drafter(Protocol):
         rng: RandomSource,
     ) -> TokenTree:
         """Return a tree of at most `max_draft_depth` levels. The empty tree is plain decoding."""
-        ...
+        return TokenTree()
 
     def observe(self, round: Round) -> None:
         """Take note of a finished round."""
+        return None
 
     def rewind(self, length: int) -> None:
         """Forget the text after its first `length` tokens."""
+        return None
 
     def end(self) -> None:
         """Forget the request."""
+        return None
 
 
 class Verifier(Protocol):
     def __call__(self, tree: TokenTree, p: TargetProbs, rng: RandomSource, /) -> Verdict: ...
 
 
-class BaseDrafter:
+class BaseDrafter(Drafter):
     """A drafter that proposes nothing: the base class of the others."""
-
-    hidden_layers: Sequence[int] = ()
-
-    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        return None
-
-    def propose(
-        self,
-        context: Sequence[int],
-        max_draft_depth: int,
-        sampling: SamplingParams,
-        rng: RandomSource,
-    ) -> TokenTree:
-        return TokenTree()
-
-    def observe(self, round: Round) -> None:
-        return None
-
-    def rewind(self, length: int) -> None:
-        return None
-
-    def end(self) -> None:
-        return None
 
 
 class Decoder:

@@ -52,7 +52,7 @@ class Exhaustive:
 
     >>> from fractions import Fraction
     >>> half = Fraction(1, 2)
-    >>> sorted(Exhaustive.verify_tree(lambda chance: chance.accept(half) and chance.accept(half)))
+    >>> sorted(Exhaustive.walk(lambda chance: chance.accept(half) and chance.accept(half)))
     [(False, Fraction(1, 4)), (False, Fraction(1, 2)), (True, Fraction(1, 4))]
     """
 

@@ -1,6 +1,4 @@
-"""A small model as the drafter: it samples a chain of tokens under the same settings as the
-target.
-"""
+"""A small model as the drafter: it samples a chain under the same settings as the target."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +13,7 @@ from tinyspec.tree import Probs, TokenTree
 
 
 class IncrementalProbs(TargetProbs):
-    """The laws along a chain whose rows come one by one, in memory. Only the newest is asked
-    for.
-    """
+    """Distributions along a chain whose logits arrive one by one; only the newest is read."""
 
     def __init__(self, sampling: SamplingParams, context: Sequence[int]):
         super().__init__(Scores((), (), ()), sampling, context, TokenTree())  # type: ignore[arg-type]  # nothing on a device
@@ -25,7 +21,7 @@ class IncrementalProbs(TargetProbs):
         self.past = list(context)
 
     def extend(self, row: Any, tokens: Sequence[int]) -> None:
-        """One more row, behind one more token (the first: behind the text)."""
+        """Append the logits after one more token; the first ones follow the text."""
         self._logits.append(row)
         self.past += tokens
 
@@ -34,14 +30,12 @@ class IncrementalProbs(TargetProbs):
 
 
 class ModelDrafter(BaseDrafter):
-    """Draws `gamma` tokens one after the other from a model and declares each law; at temperature 0
-    it is a point mass, None.
+    """Sample `gamma` tokens one by one from a model, and declare each distribution.
 
-    The text so far is kept in the draft's own session, so each proposed token costs one row, and
-    tokens that the target accepted are not run again. Behind a fully accepted draft the last
-    token's row is missing: it is run with the next proposal. Where the text outgrows the draft's
-    own context of `positions` tokens (None: no limit), it proposes nothing and the target goes on
-    alone.
+    At temperature 0 the declared distribution is None, a point mass. The draft model has its own
+    session, so each draft token costs one position, and accepted tokens are not run again. After a
+    fully accepted draft the last token has not been run: it is run with the next proposal. If the
+    text outgrows the draft's context of `positions` tokens (None: no limit), nothing is proposed.
     """
 
     def __init__(
@@ -56,7 +50,7 @@ class ModelDrafter(BaseDrafter):
         self.left_behind = False  # the text went on beyond its context
 
     def _follow(self, tokens: Sequence[int]) -> bool:
-        """Whether the draft's text can go on with these tokens."""
+        """Return whether these tokens still fit into the draft's context, and count them if so."""
         fits = self.positions is None or self.length + len(tokens) <= self.positions
         self.left_behind = self.left_behind or not fits
         self.length += 0 if self.left_behind else len(tokens)
@@ -80,7 +74,7 @@ class ModelDrafter(BaseDrafter):
         )
 
         def choose(laws: TargetProbs) -> int | None:
-            """Draw behind the last token; the new one, while there is another to be drawn."""
+            """Draw a token after the last one. Return it if another should follow, else None."""
             tip = len(tokens) - 1
             if not self.should_draft(laws, tip):
                 return None
@@ -107,13 +101,15 @@ class ModelDrafter(BaseDrafter):
         return TokenTree.chain(tokens, drawn)
 
     def should_draft(self, laws: TargetProbs, tip: int) -> bool:
-        """Asked before a token is drawn behind the node `tip`: whether to draw one."""
+        """Return whether to draw a token after the node `tip`. Asked before it is drawn."""
         return True
 
     def should_stop(self, laws: TargetProbs, tip: int, token: int) -> bool:
-        """Asked after a token was drawn behind `tip`: whether it is the draft's last. It stays in
-        the draft either way, for a node whose presence depends on the token drawn at it would not
-        have its declared law."""
+        """Return whether the token just drawn after `tip` is the draft's last.
+
+        The token stays in the draft either way: if its presence depended on its value, it would not
+        follow its declared distribution.
+        """
         return token in self.ends  # nothing comes after the end of a text
 
     def observe(self, round: Round) -> None:
@@ -131,9 +127,7 @@ class ModelDrafter(BaseDrafter):
 
 
 class SharedSessionDrafter(ModelDrafter):
-    """Drafts on a session whose text somebody else keeps: a view of the target's own, or a member
-    of a joint target.
-    """
+    """Draft on a session that another owner extends: a view of the target's, or a joint member."""
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         return None
@@ -149,8 +143,6 @@ class SharedSessionDrafter(ModelDrafter):
 
 
 def confidence(laws: TargetProbs, tip: int) -> Any:
-    """The greatest probability of a draft's row, before the user's settings sharpen or cut it: how
-    sure the model is.
-    """
+    """Return the draft's highest probability before sampling settings: how sure the model is."""
     row = laws.probs_under(tip, SamplingParams())
     return max(row) if is_exact(row) else row.max()

@@ -29,7 +29,7 @@ class Katz:
     """n-grams up to an order over a vocabulary of V tokens.
 
     >>> model = Katz([[1, 2, 3, 1, 2, 0]], order=3, vocabulary=4)
-    >>> model.top_k_tokens([9, 1]), model.top_k_tokens([3, 1, 2]), model.top_k_tokens([0])
+    >>> model.likeliest([9, 1]), model.likeliest([3, 1, 2]), model.likeliest([0])
     (2, 0, None)
     """
 

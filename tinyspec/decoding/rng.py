@@ -2,8 +2,7 @@
 
 `Seeded` is for use. `Replay` feeds given uniforms, to compare two implementations draw by draw.
 `Exhaustive` walks every outcome with its exact probability, which turns a test into a proof.
-`split(role, round)` gives each role its own stream in each round. So no two decisions share noise,
-and nothing depends on how much another role consumed.
+`split(role, round)` gives each role its own stream in each round: no two decisions share noise.
 """
 
 import threading
@@ -28,15 +27,11 @@ class RandomSource(Protocol):
     """A stream of decisions."""
 
     def split(self, role: str, round: int) -> "RandomSource":
-        """Return an independent stream for a role in a round. Raises TinyspecError if one key is
-        asked for twice.
-        """
+        """Return an independent stream for a role in a round; TinyspecError if asked for twice."""
         ...
 
     def accept(self, ratio: Any) -> bool:
-        """Return True with probability min(1, ratio): u < ratio, so a ratio of 0 is never
-        accepted.
-        """
+        """Return True with probability min(1, ratio)."""
         ...
 
     def draw(self, row: Probs) -> int:
@@ -44,22 +39,15 @@ class RandomSource(Protocol):
         ...
 
     def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
-        """Return k tokens drawn without replacement (Plackett-Luce), in draw order; fewer if the
-        support is smaller.
-        """
+        """Return k tokens in draw order, without replacement; fewer if the support is smaller."""
         ...
 
     def exponential_race(self, row: Probs, position: int) -> int:
-        """Return a token sampled by an exponential race whose noise depends on the position alone,
-        whoever asks.
-        """
+        """Return a token sampled with exponential noise that depends on the position alone."""
         ...
 
     def uniforms(self, n: int) -> Uniforms | None:
-        """Return the next n uniforms for a compiled kernel; None: decide by `accept` and `draw`.
-
-        A replay may have fewer left.
-        """
+        """Return the next n uniforms for a compiled kernel; None: decide by `accept` and `draw`."""
         ...
 
     def push_back(self, count: int) -> None:
@@ -72,13 +60,6 @@ class _Stream:
 
     def __init__(self) -> None:
         self._asked: set[tuple[str, int]] = set()
-
-    def claim(self, role: str, round: int) -> None:
-        if (role, round) in self._asked:
-            raise TinyspecError(
-                f"the stream {role!r} of round {round} was asked for twice: shared noise biases the distribution"
-            )
-        self._asked.add((role, round))
 
     def _next(self) -> Any:
         raise NotImplementedError
@@ -104,8 +85,7 @@ class _Stream:
 
 
 class Seeded(_Stream):
-    """Philox streams keyed by a hash of (seed, path of roles and rounds): the same on any machine,
-    in any order of use.
+    """Philox streams keyed by a hash of seed, roles and rounds: the same in any order of use.
 
     >>> a, b = Seeded(7), Seeded(7)
     >>> used_first = b.split("verify", 0).uniforms(3)
@@ -129,7 +109,7 @@ class Seeded(_Stream):
         self._made = self._at = 0  # uniforms made so far; index of the next one in the buffer
 
     def split(self, role: str, round: int) -> "Seeded":
-        """O(1): a hash. Nothing is generated before it is asked for."""
+        """Return the stream of this key. O(1): nothing is generated before it is asked for."""
         claim(self._asked, role, round)
         child = Seeded.__new__(Seeded)
         child._begin(_derive(self._key, role, round), self._root, self._philox)
@@ -176,18 +156,14 @@ def _derive(key: bytes, role: str, round: int) -> bytes:
 
 
 class _Philox(threading.local):
-    """One generator a thread and root, set to a key and a place when needed: making one takes ten
-    times as long.
-    """
+    """One generator per thread, moved to a key and an index: making one takes 10x as long."""
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
         self._generator = np.random.Generator(self._bits)
 
     def at(self, key: bytes, index: int) -> np.random.Generator:
-        """The generator of stream `key`, about to make number `index`, a multiple of four (a
-        counter makes four).
-        """
+        """Return the generator of stream `key` at number `index`, a multiple of four."""
         counter = np.array([index // 4, 0, 0, 0], np.uint64)
         self._bits.state = {
             "bit_generator": "Philox",
@@ -201,7 +177,7 @@ class _Philox(threading.local):
 
 
 class Replay(_Stream):
-    """Given uniforms, in order; every split draws on the same list.
+    """Replay given uniforms in order; every split draws on the same list.
 
     >>> rng = Replay([0.2, 0.9])
     >>> rng.split("verify", 0).accept(0.5), rng.accept(0.5)
@@ -240,9 +216,7 @@ class Replay(_Stream):
         self._shared[0] -= count
 
     def exponential_race(self, row: Probs, position: int) -> int:
-        """The first race at a position consumes one uniform a token; later ones share that
-        noise.
-        """
+        """The first race at a position consumes one uniform a token; later ones share that noise."""
         if position not in self._races:
             self._races[position] = [
                 -float(np.log1p(-float(self._next()))) for _ in range(len(row))

@@ -1,9 +1,8 @@
 """Turn logits into a distribution, and a distribution into a token.
 
-`SamplingParams` holds the user's settings: repetition penalty, temperature, top-k, top-p, min-p.
-Draft and target use the same object. A distribution (`Probs`) is a float64 ndarray on the CPU, a
-tensor on a device, or a list of Fractions in the exact laws; every function here accepts all three.
-Ties go to the lowest id everywhere.
+`SamplingParams` holds the user's settings; draft and target use the same object. A distribution
+(`Probs`) is a float64 ndarray on the CPU, a tensor on a device, or a list of Fractions in the exact
+laws; every function here accepts all three. Ties go to the lowest id everywhere.
 """
 
 import math
@@ -43,9 +42,7 @@ def on_host(row: Any) -> NDArray[np.float64]:
 
 
 def in_memory(logits: Any) -> Any:
-    """Return logits [n, V] as a numpy array if they are a CPU tensor: indexing an array is ten
-    times as fast.
-    """
+    """Return logits [n, V] as an array if they are a CPU tensor: its rows are read 10x faster."""
     if (
         isinstance(logits, torch.Tensor)
         and logits.device.type == "cpu"
@@ -56,9 +53,7 @@ def in_memory(logits: Any) -> Any:
 
 
 def as_fraction(knob: float | Fraction) -> Fraction:
-    """Return a setting as the number that was written: 0.9 is nine tenths, not the nearest
-    double.
-    """
+    """Return a setting as the number that was written: 0.9 is 9/10, not the nearest double."""
     return knob if isinstance(knob, Fraction) else Fraction(str(knob))
 
 
@@ -66,13 +61,11 @@ def as_fraction(knob: float | Fraction) -> Fraction:
 class SamplingParams:
     """The user's sampling settings, applied in Hugging Face's order.
 
+    repetition_penalty  logits of tokens in the history: times it if negative, else divided by it
     temperature         0 is greedy: all mass on the highest logit
     top_k               keep exactly the k highest
-    top_p               then the smallest set of highest probabilities whose mass reaches top_p, the
-                        crossing one included
-    min_p               then drop what is below min_p times the highest probability
-    repetition_penalty  first of all: logits of tokens in the history times it where negative, else
-                        divided by it
+    top_p               keep the smallest set of highest probabilities whose mass reaches top_p
+    min_p               drop what is below min_p times the highest probability
 
     >>> SamplingParams(temperature=0.0).probs(np.array([1.0, 3.0, 3.0])).tolist()
     [0.0, 1.0, 0.0]
@@ -111,14 +104,13 @@ class SamplingParams:
         return self.temperature == 0
 
     def probs(self, logits: Any, history: Sequence[int] = ()) -> Probs:
-        """Return the distribution under these settings. Raises TinyspecError for NaN, +inf, or
-        nothing but -inf.
+        """Return the distribution under these settings.
 
-        logits  [V]: CPU tensor or ndarray -> float64 ndarray; device tensor -> float64 tensor
-                there; a list of Fractions is a table model's unnormalised weights (temperature 1/n
-                is the n-th power) -> Fractions
-        history ids so far, prompt included, with the node's own path; read by the repetition
-        penalty alone
+        logits   [V]: CPU tensor or ndarray -> float64 ndarray; device tensor -> float64 tensor
+                 there; Fractions are a table model's weights, temperature 1/n is the n-th power
+        history  ids so far, prompt and the node's own path included: for the repetition penalty
+
+        Raises TinyspecError for NaN, +inf, or nothing but -inf.
         """
         if is_exact(logits):
             return self._exact(logits)
@@ -127,17 +119,13 @@ class SamplingParams:
         return _core.warp(_floats(logits), history, *self._knobs())
 
     def draw(self, logits: Any, history: Sequence[int], u: float) -> int:
-        """Return `sample_inverse_cdf(self.probs(logits, history), u)` in one pass: what plain
-        decoding needs.
-        """
+        """Return `sample_inverse_cdf(self.probs(logits, history), u)` in one pass."""
         if is_exact(logits) or on_device(logits):
             return sample_inverse_cdf(self.probs(logits, history), u)
         return _core.draw(_floats(logits), history, *self._knobs(), u)
 
     def greedy_token(self, logits: Any, history: Sequence[int] = ()) -> int | None:
-        """Return the token that has all the mass if sampling is greedy on the host, else None. No
-        distribution is made.
-        """
+        """Return the token with all the mass if sampling is greedy on the CPU, else None."""
         if self.temperature != 0 or is_exact(logits) or on_device(logits):
             return None
         return self.draw(logits, history, 0.0)
@@ -145,11 +133,7 @@ class SamplingParams:
     def block(
         self, logits: torch.Tensor, histories: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the distributions [n, V] of logits on a device, one history each, and the highest
-        logits [n].
-
-        Nothing is copied to the host.
-        """
+        """Return distributions [n, V] of logits on a device, one history each; highest logits [n]."""
         return device.warp_rows(logits, histories, *self._knobs())
 
     def _knobs(self) -> tuple[float, int | None, float | None, float | None, float]:
@@ -186,9 +170,7 @@ _READ = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def _floats(logits: Any) -> NDArray[np.float32] | NDArray[np.float64]:
-    """Return CPU logits as the kernels read them: float32 and float64 as they are, narrower dtypes
-    as float32 (exact).
-    """
+    """Return CPU logits as the kernels read them: narrower dtypes become float32, exactly."""
     if isinstance(logits, torch.Tensor):
         logits = logits.detach()
         logits = (
@@ -199,18 +181,14 @@ def _floats(logits: Any) -> NDArray[np.float32] | NDArray[np.float64]:
 
 
 def sample_inverse_cdf(row: Probs, u: float) -> int:
-    """Return the token whose interval of the cumulative sum holds u * total, 0 <= u < 1; never one
-    of probability 0.
-    """
+    """Return the token whose interval of the cumulative sum holds u * total, 0 <= u < 1."""
     if is_exact(row):
         return reference.pick(row, u)
     return device.pick(row, u) if on_device(row) else _core.pick(on_host(row), u)
 
 
 def sample_without_replacement(row: Probs, uniforms: Any) -> list[int]:
-    """Return tokens drawn without replacement (Plackett-Luce), one for each uniform; fewer if the
-    support is smaller.
-    """
+    """Return one token for each uniform, without replacement (Plackett-Luce); fewer if none is left."""
     if is_exact(row):
         return reference.order(row, list(uniforms))
     if on_device(row):
@@ -219,11 +197,9 @@ def sample_without_replacement(row: Probs, uniforms: Any) -> list[int]:
 
 
 def exponential_race(row: Probs, noise: Any) -> int:
-    """Return the token of least noise / probability. With exponential noise it is a sample from the
-    distribution.
+    """Return the token of least noise / probability (the Gumbel-max trick).
 
-    Two distributions on the same noise tend to give the same token (the Gumbel-max trick, Gumbel
-    coupling).
+    With exponential noise it is a sample. Two distributions on the same noise tend to agree.
     """
     if is_exact(row):
         return reference.race(row, list(noise))

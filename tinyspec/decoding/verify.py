@@ -1,12 +1,8 @@
 """Verify a draft tree so that the output follows the target's distribution exactly.
 
-One rule serves all of these: the chain of Leviathan et al. (arXiv 2211.17192), several drafts with
-and without replacement (SpecInfer 2305.09781, MCSD 2401.06706), drafts without probabilities, and
-merged trees. It can, because each node carries the distribution it was drawn from given its earlier
-siblings, or None.
-
-`verify_tree` is the rule. `residual` and `exclude_token` are its two moves, for verifiers with
-another rule.
+One rule serves the chain of Leviathan et al. (arXiv 2211.17192), several drafts with and without
+replacement (SpecInfer 2305.09781, MCSD 2401.06706), drafts without probabilities, and merged trees,
+because each node carries the distribution it was drawn from given its earlier siblings, or None.
 """
 
 from collections.abc import Callable
