@@ -11,7 +11,7 @@ import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.bench import sizes
 from tinyspec.bench.book import Sample, dumps
-from tinyspec.speculative.drafting.speculative_decoding import walltime_gain
+from tinyspec.speculative.drafting.speculative_decoding import walltime_speedup
 
 QUICK = ("--prompts", "2", "--tokens", "8", "--rounds", "2", "--dtype", "float32", "--quiet")
 
@@ -49,7 +49,7 @@ def test_figures_follow_from_samples_and_rows(result: dict[str, Any]) -> None:
     assert (
         of["tau"] == sum(s.tokens for s in own) / sum(s.calls for s in own) == 4
     )  # 8 tokens in rounds of 3 + 1
-    assert of["forecast"] == pytest.approx(walltime_gain(1.0, 3, result["drafts"]["big"]["c"]))
+    assert of["forecast"] == pytest.approx(walltime_speedup(1.0, 3, result["drafts"]["big"]["c"]))
     assert all(
         figures["identical"] == 4 for of in result["figures"].values() for figures in of.values()
     )

@@ -9,7 +9,7 @@ import pytest
 
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.bench import skip
-from tinyspec.speculative.drafting.self_speculative import skipped
+from tinyspec.speculative.drafting.self_speculative import parse_skip_set
 
 QUICK = ("--prompts", "1", "--tokens", "4", "--quiet")
 
@@ -131,12 +131,15 @@ def test_the_fastest_set_wins_and_not_the_one_that_passes_most(
     ) -> dict[str, Any]:
         speed = 1 + len(chosen) / 10
         return {
-            "skip": skip.spelled(chosen), "seconds": 1 / speed, "plain": 1.0, "speed": speed, "accepted": 1 - len(chosen) / 9,
+            "skip": skip.format_skip_set(chosen), "seconds": 1 / speed, "plain": 1.0, "speed": speed,
+            "accepted": 1 - len(chosen) / 9,
         }  # fmt: skip
 
     monkeypatch.setattr(skip, "_turn", turn)
     result = skip.measure(zoo.big, evaluations=8, prompts=1, tokens=4, quiet=True)
-    assert len(skipped(result["skip"], 2)) == 3  # of four sublayers; all four are never asked for
+    assert (
+        len(parse_skip_set(result["skip"], 2)) == 3
+    )  # of four sublayers; all four are never asked for
     assert result["evaluations"][0]["skip"] == "none"
 
 

@@ -11,9 +11,13 @@ import torch
 from tinyspec.decoding import rows, sampling
 from tinyspec.decoding.rng import Replay
 from tinyspec.decoding.rows import as_row, exact, same, vectors
-from tinyspec.speculative.verification.block_verification import verify_block
-from tinyspec.speculative.verification.gumbel_coupling import agreement
-from tinyspec.speculative.verification.spectr import acceptance, k_seq, optimum
+from tinyspec.speculative.verification.block_verification import verify_tree_by_block
+from tinyspec.speculative.verification.gumbel_coupling import match_probability
+from tinyspec.speculative.verification.spectr import (
+    k_seq_acceptance,
+    optimal_acceptance,
+    verify_tree_k_seq,
+)
 from tinyspec.tree import ROOT, TokenTree
 
 HALF = F(1, 2)
@@ -27,13 +31,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], torch.Tensor]:
     return lambda row: torch.tensor(np.asarray(row, float))
 
 
-@pytest.mark.parametrize("verifier", [verify_block, k_seq])
+@pytest.mark.parametrize("verifier", [verify_tree_by_block, verify_tree_k_seq])
 @pytest.mark.parametrize("shape", ["chain", "points", "two texts"])
 def test_rows_on_a_device_are_judged_as_rows_on_the_host(
     device: Any, verifier: Any, shape: str
 ) -> None:
     rng = np.random.default_rng(0)
-    if shape == "two texts" and verifier is verify_block:
+    if shape == "two texts" and verifier is verify_tree_by_block:
         return
     for seed in range(60):
         p, q = rng.dirichlet(np.full(7, 0.5), 5), rng.dirichlet(np.full(7, 0.5), 4)
@@ -61,7 +65,11 @@ def test_rows_on_a_device_are_judged_as_rows_on_the_host(
 
 def test_the_analyses_read_rows_of_any_kind(device: Any) -> None:
     p, q = [F(1, 6), F(1, 3), HALF], [HALF, HALF, F(0)]
-    for figure in (lambda a, b: acceptance(a, b, 1), lambda a, b: optimum(a, b, 3), agreement):
+    for figure in (
+        lambda a, b: k_seq_acceptance(a, b, 1),
+        lambda a, b: optimal_acceptance(a, b, 3),
+        match_probability,
+    ):
         exactly = figure(p, q)
         assert isinstance(exactly, F)
         for put in (lambda row: np.array(row, float), device):

@@ -27,7 +27,13 @@ from tinyspec.laws.stage import adversary
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys.auto import POEM, Ticking, Watch, astray, took
 from tinyspec.lm.feed import Scores
-from tinyspec.speculative.auto import HELD_BEHIND, INITIAL_TRUST, LazyDrafter, LookupDrafter, kept
+from tinyspec.speculative.auto import (
+    INITIAL_TRUST,
+    INITIAL_TRUST_AFTER_SUBSTITUTION,
+    LazyDrafter,
+    LookupDrafter,
+    shared_cost_model,
+)
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT, TokenTree
 
@@ -208,8 +214,8 @@ def test_of_a_tree_the_likeliest_guesses_are_run() -> None:
     )
     push_back: Any = None
     texts.extend([0, 1], push_back)
-    chances = texts.offer([0, 1], 16)
-    tree = texts.likeliest(len(chances))
+    chances = texts.rank_lookups([0, 1], 16)
+    tree = texts.best_tree(len(chances))
     assert tree.tokens[:3] == [2, 4, 3] and tree.parents[:3] == [ROOT, 0, ROOT]
     assert chances == sorted(chances, reverse=True)
     assert chances[0] == pytest.approx(2 * chances[2])
@@ -217,8 +223,8 @@ def test_of_a_tree_the_likeliest_guesses_are_run() -> None:
     texts.trust.further = dict.fromkeys(
         texts.trust.further, 0.3
     )  # what lately came second seldom held
-    chances = texts.offer([0, 1], 16)
-    tree = texts.likeliest(len(chances))
+    chances = texts.rank_lookups([0, 1], 16)
+    tree = texts.best_tree(len(chances))
     assert tree.tokens[:3] == [2, 3, 4] and tree.parents[:3] == [ROOT, ROOT, 0]
     assert chances == sorted(chances, reverse=True)
 
@@ -234,14 +240,14 @@ def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_look
         Request(target, (), GREEDY, StoppingCriteria(max_new_tokens=290), [poem], clock=watch), k=4
     )
     texts, looks = decoder.drafter.texts, list[int]()
-    looked = texts.looks
+    looked = texts.look_up_drafts
 
     def look(*asked: Any) -> Any:
         watch.now += takes
         looks.append(decoder.rounds)
         return looked(*asked)
 
-    texts.looks = look
+    texts.look_up_drafts = look
     decoder.extend(poem[:2])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
@@ -257,10 +263,10 @@ def test_no_guess_is_likelier_than_the_one_it_follows(
     push_back: Any = None
     texts.extend(said[:5], push_back)
     texts.trust.further = dict.fromkeys(texts.trust.further, further)
-    chances = texts.offer(said[:5], 16)
+    chances = texts.rank_lookups(said[:5], 16)
     of = dict(zip(texts.order, chances, strict=True))
     assert all(of[node] <= of.get(parent, 1.0) for node, parent in enumerate(texts.trust.parents))
-    tree = texts.likeliest(min(size, len(chances)))
+    tree = texts.best_tree(min(size, len(chances)))
     assert all(parent < node for node, parent in enumerate(tree.parents))
 
 
@@ -281,8 +287,8 @@ def test_behind_a_word_that_was_replaced_the_copy_goes_on(skip: bool) -> None:
     decoder = CARD.make(wanted)
     texts = decoder.drafter.texts
     if not skip:
-        looks = texts.looks
-        texts.looks = lambda *asked: looks(*asked)[:1]
+        looks = texts.look_up_drafts
+        texts.look_up_drafts = lambda *asked: looks(*asked)[:1]
     decoder.extend(poem[:2])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
@@ -294,8 +300,8 @@ def test_where_there_is_room_for_one_guess_a_replaced_word_leaves_it() -> None:
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2, 3, 4]]), 16, False)
     push_back: Any = None
     texts.extend([0, 1, 8], push_back)
-    texts.offer([0, 1, 8], 1)
-    assert texts.likeliest(1).tokens == [3]
+    texts.rank_lookups([0, 1, 8], 1)
+    assert texts.best_tree(1).tokens == [3]
 
 
 def test_each_look_is_believed_on_its_own() -> None:
@@ -303,10 +309,13 @@ def test_each_look_is_believed_on_its_own() -> None:
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
     push_back: Any = None
     texts.extend([0, 1], push_back)
-    before = dict(zip(texts.offer([0, 1], 16), texts.likeliest(2).tokens, strict=True))
+    before = dict(zip(texts.rank_lookups([0, 1], 16), texts.best_tree(2).tokens, strict=True))
     assert list(before.values()) == [2, 4]
     texts.observe(Round(TokenTree(), push_back, Verdict((), 4), (4,), ()))
-    assert texts.trusts[0].first[2] < INITIAL_TRUST[2] and texts.trusts[1].first[1] > HELD_BEHIND[1]
+    assert (
+        texts.trusts[0].first[2] < INITIAL_TRUST[2]
+        and texts.trusts[1].first[1] > INITIAL_TRUST_AFTER_SUBSTITUTION[1]
+    )
 
 
 def test_where_looks_are_dear_there_is_only_the_first() -> None:
@@ -314,8 +323,8 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
     texts.forest.append(texts.forest.open(OUTPUTS), [0, 1, 3])
     push_back: Any = None
     texts.extend([0, 1], push_back)
-    assert len(texts.looks([0, 1], 16, True)) == 2
-    assert texts.looks([0, 1], 16, False) == [texts.look([0, 1], 16)]
+    assert len(texts.look_up_drafts([0, 1], 16, True)) == 2
+    assert texts.look_up_drafts([0, 1], 16, False) == [texts.look([0, 1], 16)]
     watch = Watch()
     decoder = CARD.make(
         Request(
@@ -328,14 +337,14 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
         )
     )
     texts, boths = decoder.drafter.texts, list[bool]()
-    looks = texts.looks
+    looks = texts.look_up_drafts
 
     def dear(context: Any, max_draft_depth: int, both: bool) -> Any:
         watch.now += 0.05  # of a call
         boths.append(both)
         return looks(context, max_draft_depth, both)
 
-    texts.looks = dear
+    texts.look_up_drafts = dear
     decoder.extend(POEM[:2])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
@@ -346,7 +355,7 @@ def test_a_round_that_was_not_looked_at_judges_no_look() -> None:
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
     push_back: Any = None
     texts.extend([0, 1], push_back)
-    texts.offer([0, 1], 16)
+    texts.rank_lookups([0, 1], 16)
     assert all(trust.tokens for trust in texts.trusts)  # each look has something to be judged by
     texts.trust.vain = 1 << 10
     assert texts.skip_this_round(16)
@@ -360,8 +369,8 @@ def test_references_serve_the_next_text_too() -> None:
     push_back: Any = None
     for _ in range(2):
         texts.extend([0, 1], push_back)
-        texts.offer([0, 1], 16)
-        assert texts.likeliest(2).tokens == [2, 4]
+        texts.rank_lookups([0, 1], 16)
+        assert texts.best_tree(2).tokens == [2, 4]
         texts.end()
 
 
@@ -495,9 +504,15 @@ def test_under_a_clock_of_its_own_a_request_is_deterministic() -> None:
 def test_times_and_outputs_outlive_a_request_and_trust_does_not() -> None:
     model, watch = Table(3).model, Watch()
     wanted = Request(model.session(), clock=watch)
-    assert kept(wanted, 16) is kept(Request(model.session(), clock=watch), 16)
-    assert kept(wanted, 16) is not kept(Request(Table(3), clock=watch), 16)
-    assert kept(Request(model.session()), 16) is not kept(Request(model.session()), 16)
+    assert shared_cost_model(wanted, 16) is shared_cost_model(
+        Request(model.session(), clock=watch), 16
+    )
+    assert shared_cost_model(wanted, 16) is not shared_cost_model(
+        Request(Table(3), clock=watch), 16
+    )
+    assert shared_cost_model(Request(model.session()), 16) is not shared_cost_model(
+        Request(model.session()), 16
+    )
     _, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0)
     trust = decoder.drafter.texts.trust
     before = trust.first[8]

@@ -16,7 +16,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
 from tinyspec.laws.toys import bild as traps
-from tinyspec.speculative.verification.bild import big
+from tinyspec.speculative.verification.bild import rollback_verifier
 from tinyspec.technique import Guarantee, Request, find
 from tinyspec.tree import TokenTree
 
@@ -99,7 +99,7 @@ def test_the_first_bad_token_is_taken_back_with_all_behind_it() -> None:
     tree = TokenTree.chain([0, 0, 0, 0])
     p: Any = Rows({-1: good, 0: bad, 1: good, 2: bad, 3: good})
     for rule in ("paper", "safe"):
-        verdict = big(3.0, rule)(tree, p, Seeded(1))
+        verdict = rollback_verifier(3.0, rule)(tree, p, Seeded(1))
         assert (verdict.accepted, verdict.next, verdict.rejected) == ((0,), 1, (1,))
 
 
@@ -110,8 +110,8 @@ def test_the_safe_rollback_keeps_what_the_large_model_writes_too_and_reads_on() 
         [F(1, 2), F(1, 2)] if node < 1 else bad
     )  # unsharpened, no token is certain
     tree = TokenTree.chain([0, 0, 0])
-    assert big(0.0, "paper")(tree, p, Seeded(0)).accepted == ()
-    verdict = big(0.0, "safe")(tree, p, Seeded(0))
+    assert rollback_verifier(0.0, "paper")(tree, p, Seeded(0)).accepted == ()
+    verdict = rollback_verifier(0.0, "safe")(tree, p, Seeded(0))
     assert (verdict.accepted, verdict.next) == ((0, 1), 1)
 
 

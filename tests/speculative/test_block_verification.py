@@ -17,7 +17,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import blocks
 from tinyspec.laws.small import pairs
-from tinyspec.speculative.verification.block_verification import verify_block
+from tinyspec.speculative.verification.block_verification import verify_tree_by_block
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT, TokenTree
 
@@ -39,17 +39,17 @@ def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_doe
     """The paper's example: token by token 10/9 tokens are kept of two, as a block 11/9; no verifier can keep 12/9 = 4/3."""
     p, q = [THIRD, 2 * THIRD], [2 * THIRD, THIRD]
     assert kept(verify_tree, p, q, 2) == F(10, 9)
-    assert kept(verify_block, p, q, 2) == F(11, 9)
+    assert kept(verify_tree_by_block, p, q, 2) == F(11, 9)
     assert blocks.Block(tuple(p), tuple(q), False, 2).kept() == (F(10, 9), F(11, 9), F(12, 9))
     # the draft 0, 1: w_1 = 1/2 is the risk that is taken at once token by token; as a block the place 2 has w_2 = 1
-    verdict = verify_block(TokenTree.chain([0, 1], [q, q]), [p, p, p], Replay([0.99, 0.0]))
+    verdict = verify_tree_by_block(TokenTree.chain([0, 1], [q, q]), [p, p, p], Replay([0.99, 0.0]))
     assert verdict.accepted == (0, 1)
 
 
 def test_theorem_the_law_is_kept_and_as_many_tokens_as_the_clipped_ratio_says_never_fewer_than_token_by_token() -> (
     None
 ):
-    evidence = blocks.block(verify_block, largest=4)
+    evidence = blocks.block(verify_tree_by_block, largest=4)
     assert evidence.branches > evidence.cases > 400
 
 
@@ -74,7 +74,7 @@ def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> 
                 drawn[draft[:i]] += mass
                 weight[draft[:i]] = min(F(1), weight[draft[: i - 1]] * ratios[i - 1])
             for verdict, probability in Exhaustive.walk(
-                lambda rng: verify_block(tree, rows, rng)  # noqa: B023
+                lambda rng: verify_tree_by_block(tree, rows, rng)  # noqa: B023
             ):
                 for i in range(1, len(verdict.accepted) + 1):
                     passed[draft[:i]] += probability * mass
@@ -85,8 +85,10 @@ def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> 
 
 def test_theorem_a_longer_block_keeps_more_and_one_guess_is_judged_as_a_token() -> None:
     for p, q in pairs(largest=5):
-        assert kept(verify_block, p, q, 1) == kept(verify_tree, p, q, 1)
-        lengths = [kept(verify_block, p, q, gamma) for gamma in range(4 if len(p) == 2 else 3)]
+        assert kept(verify_tree_by_block, p, q, 1) == kept(verify_tree, p, q, 1)
+        lengths = [
+            kept(verify_tree_by_block, p, q, gamma) for gamma in range(4 if len(p) == 2 else 3)
+        ]
         assert all(shorter <= longer for shorter, longer in pairwise(lengths))
 
 
@@ -132,8 +134,10 @@ def test_a_guess_behind_the_end_has_been_looked_at_and_may_not_keep_its_law() ->
     def said(verifier, declared):
         return law(lambda: Decoder(Constant(0, 2), Leftover(declared), verifier), 2)[1, 0]
 
-    assert said(verify_tree, declared=True) == said(verify_block, declared=False) == F(3, 16)
-    assert said(verify_block, declared=True) == F(29, 128)
+    assert (
+        said(verify_tree, declared=True) == said(verify_tree_by_block, declared=False) == F(3, 16)
+    )
+    assert said(verify_tree_by_block, declared=True) == F(29, 128)
 
 
 # ------------------------------------------------------------------ edges
@@ -146,9 +150,9 @@ def test_floats_decide_as_fractions_do() -> None:
         rows = {node: case.target(draft[: node + 1]) for node in range(ROOT, 2)}
         laws = [case.draft(draft[:node]) for node in range(2)]
         floats = {node: np.array(row, float) for node, row in rows.items()}
-        exact = verify_block(TokenTree.chain(draft, laws), rows, Replay(uniforms))
+        exact = verify_tree_by_block(TokenTree.chain(draft, laws), rows, Replay(uniforms))
         tree = TokenTree.chain(draft, [np.array(q, np.float32) for q in laws])  # exact in any dtype
-        assert verify_block(tree, floats, Replay(uniforms)) == exact
+        assert verify_tree_by_block(tree, floats, Replay(uniforms)) == exact
 
 
 def test_a_law_of_none_is_a_point_mass() -> None:
@@ -157,7 +161,7 @@ def test_a_law_of_none_is_a_point_mass() -> None:
         masses = [tuple(F(int(x == token)) for x in range(3)) for token in tokens]
         declared, points = (
             Exhaustive.law(
-                lambda rng, laws=laws: verify_block(
+                lambda rng, laws=laws: verify_tree_by_block(
                     TokenTree.chain(tokens, laws),  # noqa: B023
                     [p] * 3,  # noqa: B023
                     rng,
@@ -170,7 +174,9 @@ def test_a_law_of_none_is_a_point_mass() -> None:
 
 def test_what_the_target_cannot_say_is_never_kept_and_rows_behind_it_are_not_read() -> None:
     p = {ROOT: [F(1), F(0)]}
-    verdict = verify_block(TokenTree.chain([1, 1, 0], [[HALF, HALF]] * 3), p, Replay([0.0, 0.0]))
+    verdict = verify_tree_by_block(
+        TokenTree.chain([1, 1, 0], [[HALF, HALF]] * 3), p, Replay([0.0, 0.0])
+    )
     assert (verdict.accepted, verdict.next, verdict.rejected) == ((), 0, (0, 1, 2))
 
 
@@ -179,7 +185,7 @@ def test_where_draft_and_target_agree_everything_is_kept_with_any_uniforms() -> 
     tokens = [3, 14, 15, 9]
     nearly = row * (1 + 1e-16)
     for p in (row, nearly):
-        verdict = verify_block(
+        verdict = verify_tree_by_block(
             TokenTree.chain(tokens, [row] * 4), [p] * 5, Replay([1 - 2**-53] * 9)
         )
         assert len(verdict.accepted) == 4
@@ -187,19 +193,23 @@ def test_where_draft_and_target_agree_everything_is_kept_with_any_uniforms() -> 
 
 def test_no_draft_is_plain_decoding_and_takes_one_uniform() -> None:
     rng = Replay([0.6])
-    assert verify_block(TokenTree(), {ROOT: [HALF, HALF]}, rng) == ((), 1, ())
+    assert verify_tree_by_block(TokenTree(), {ROOT: [HALF, HALF]}, rng) == ((), 1, ())
     assert rng.left == 0
 
 
 def test_probes_are_passed_over_and_a_tree_is_refused_by_name() -> None:
     q = [HALF, HALF]
     probed = TokenTree([0, 9, 1], [ROOT, ROOT, 0], [q, None, q], [False, True, False])
-    assert verify_block(probed, dict.fromkeys(range(-1, 3), q), Replay([0.5] * 9)).accepted == (
+    assert verify_tree_by_block(
+        probed, dict.fromkeys(range(-1, 3), q), Replay([0.5] * 9)
+    ).accepted == (
         0,
         2,
     )
     with pytest.raises(TinyspecError, match="branches: judge it with spectr"):
-        verify_block(TokenTree([0, 1], [ROOT, ROOT], [q, q], [False] * 2), {ROOT: q}, Seeded(0))
+        verify_tree_by_block(
+            TokenTree([0, 1], [ROOT, ROOT], [q, q], [False] * 2), {ROOT: q}, Seeded(0)
+        )
 
 
 @pytest.mark.parametrize(
@@ -208,7 +218,7 @@ def test_probes_are_passed_over_and_a_tree_is_refused_by_name() -> None:
 )
 def test_a_broken_draft_is_refused_by_name(token, q, word) -> None:
     with pytest.raises(TinyspecError, match=word):
-        verify_block(TokenTree.chain([token], [q]), {ROOT: [HALF, HALF]}, Seeded(0))
+        verify_tree_by_block(TokenTree.chain([token], [q]), {ROOT: [HALF, HALF]}, Seeded(0))
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])

@@ -16,7 +16,7 @@ from tinyspec.laws.toys.cascade import (
     copies_the_longest,
     predicted,
 )
-from tinyspec.speculative.drafting.cascade import MaxGram, cascade, parsed
+from tinyspec.speculative.drafting.cascade import MaxGramDrafter, cascade, parse_quotas
 from tinyspec.technique import Request, find
 
 CARD = find("cascade")
@@ -130,7 +130,7 @@ def test_a_lenient_review_lets_more_pass() -> None:
 
 
 def test_max_gram_copies_what_followed_the_longest_match() -> None:
-    assert copies_the_longest(lambda longest: MaxGram(longest, None)).cases == 200
+    assert copies_the_longest(lambda longest: MaxGramDrafter(longest, None)).cases == 200
 
 
 def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_does() -> None:
@@ -182,7 +182,7 @@ def test_a_draft_that_is_full_leaves_the_target_alone() -> None:
 )
 def test_quotas_that_do_not_fit_are_refused_with_an_example(quotas: str, drafts: int) -> None:
     with pytest.raises(TinyspecError, match=r"13,10/10|5,14,10|above 0"):
-        parsed(quotas, drafts)
+        parse_quotas(quotas, drafts)
 
 
 def test_models_of_different_vocabularies_are_refused_by_name() -> None:

@@ -17,9 +17,9 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import couplings
 from tinyspec.laws.loop_laws import Always
 from tinyspec.laws.small import overlap, pairs
-from tinyspec.speculative.drafting.speculative_decoding import acceptance
+from tinyspec.speculative.drafting.speculative_decoding import acceptance_rate
 from tinyspec.speculative.integrated.llma import LlmaDrafter
-from tinyspec.speculative.verification.gumbel_coupling import agreement, match
+from tinyspec.speculative.verification.gumbel_coupling import match_probability, verify_tree_by_race
 from tinyspec.technique import Request, find
 from tinyspec.tree import TokenTree
 
@@ -69,7 +69,7 @@ def test_one_seed_one_text_whoever_drafts_also_nobody(sampling: SamplingParams) 
             Bush(),
             LlmaDrafter([], 1, 3, 4, "last", True),
         ):
-            texts.append(text(request().decoder(drafter, match), seed))
+            texts.append(text(request().decoder(drafter, verify_tree_by_race), seed))
         assert all(other == texts[0] for other in texts)
         assert len(texts[0]) == 20
 
@@ -83,7 +83,7 @@ def test_a_guess_is_kept_where_the_races_agree() -> None:
 
 
 def test_theorem_the_probability_of_agreement_its_bounds_and_its_integral() -> None:
-    assert couplings.formula(agreement).cases > 200
+    assert couplings.formula(match_probability).cases > 200
 
 
 def test_theorem_it_keeps_between_what_needs_no_knowledge_of_q_and_what_the_ratio_test_keeps() -> (
@@ -92,7 +92,7 @@ def test_theorem_it_keeps_between_what_needs_no_knowledge_of_q_and_what_the_rati
     strict = 0
     for p, q in pairs((2, 3, 4), 5):
         same = overlap(p, q)
-        got = agreement(list(p), list(q))
+        got = match_probability(list(p), list(q))
         assert isinstance(got, (int, F)) and same / (2 - same) <= got <= same
         strict += same / (2 - same) < got < same
     assert strict > 50
@@ -107,9 +107,9 @@ def test_on_large_rows_the_sum_by_sorting_is_the_double_sum() -> None:
             p, q = p / p.sum(), q / q.sum()
         both = [i for i in range(300) if p[i] > 0 and q[i] > 0]
         double = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in both)
-        assert agreement(p, q) == pytest.approx(double, rel=1e-9)
-        assert agreement(p, q) < acceptance([(p, q)])
-    assert agreement(p, p) == pytest.approx(1)
+        assert match_probability(p, q) == pytest.approx(double, rel=1e-9)
+        assert match_probability(p, q) < acceptance_rate([(p, q)])
+    assert match_probability(p, p) == pytest.approx(1)
 
 
 def test_the_tokens_of_a_round_are_as_many_as_agreement_says() -> None:
@@ -127,7 +127,7 @@ def test_the_tokens_of_a_round_are_as_many_as_agreement_says() -> None:
         decoder.extend((0,))
         kept += len(decoder.step(Replay([*uniforms, *[0.5] * 9])).verdict.accepted)
     assert kept / n**2 == pytest.approx(
-        float(agreement([F(1, 2)] * 2, [F(1, 4), F(3, 4)])), abs=0.03
+        float(match_probability([F(1, 2)] * 2, [F(1, 4), F(3, 4)])), abs=0.03
     )
 
 

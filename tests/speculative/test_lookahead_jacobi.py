@@ -16,7 +16,11 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import lookahead_jacobi as toys
-from tinyspec.speculative.drafting.lookahead_jacobi import Lookahead, Pool, Window
+from tinyspec.speculative.drafting.lookahead_jacobi import (
+    JacobiWindow,
+    LookaheadJacobiDrafter,
+    NgramPool,
+)
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT
 
@@ -82,7 +86,7 @@ def test_where_all_guesses_come_true_a_round_commits_n_tokens_and_calls_fall_as_
 
 
 def tree_of(max_draft_depth: int, width: int = 3, n: int = 3) -> Any:
-    drafter = Lookahead(width, n, 2, True, frozenset())
+    drafter = LookaheadJacobiDrafter(width, n, 2, True, frozenset())
     drafter.extend([7, 8, 9, 7, 8], None)  # type: ignore[arg-type]
     return drafter.propose([7, 8, 9, 7], max_draft_depth, GREEDY, Seeded(0))
 
@@ -91,7 +95,7 @@ def test_a_cell_hangs_below_its_column_and_the_first_row_from_the_newest_token()
     tree = tree_of(9)
     assert tree.tokens[:2] == [8, 9] and tree.probe[:3] == [False, False, True]
     assert tree.parents[2:] == [ROOT, 2, 3]  # one row stands so far, longer by N - 2 columns
-    window = Window(2, 2, [4, 5])
+    window = JacobiWindow(2, 2, [4, 5])
     assert window.move_on([1, 2, 3]) == [] and [len(row) for row in window.rows] == [2, 2]
     assert window.move_on([6, 7]) == [[4, 2, 6], [5, 3, 7]]
     assert window.rows == [[2, 3], [6, 7]]
@@ -103,14 +107,14 @@ def test_neither_guesses_nor_window_reach_beyond_the_room(max_draft_depth: int) 
 
 
 def test_columns_that_do_not_fit_keep_their_guesses() -> None:
-    window = Window(2, 2, [4, 5])
+    window = JacobiWindow(2, 2, [4, 5])
     window.move_on([1, 2, 3])
     assert window.columns(1) == 1 and window.columns(0) == 0
     assert window.move_on([6])[:1] == [[4, 2, 6]] and window.rows == [[2, 3], [6, 3]]
 
 
 def test_the_pool_keeps_the_newest_n_grams_of_a_first_token() -> None:
-    pool = Pool(2)
+    pool = NgramPool(2)
     for gram in ([1, 2], [1, 3], [1, 2], [1, 4]):
         pool.add(gram)
     assert pool.after == {1: [(2,), (4,)]} and pool.bytes > 0
@@ -129,7 +133,7 @@ def test_nothing_is_left_of_a_request_that_ended() -> None:
 
 
 def test_a_guess_ends_with_the_end_of_text() -> None:
-    drafter = Lookahead(2, 4, 2, True, frozenset({8}))
+    drafter = LookaheadJacobiDrafter(2, 4, 2, True, frozenset({8}))
     drafter.extend([7, 8, 9, 9], None)  # type: ignore[arg-type]
     tree = drafter.propose([7], 9, GREEDY, Seeded(0))
     assert [x for x, probe in zip(tree.tokens, tree.probe, strict=True) if not probe] == [8]

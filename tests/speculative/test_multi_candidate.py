@@ -16,7 +16,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.small import pairs
 from tinyspec.laws.theorems import siblings, with_replacement, without_replacement
 from tinyspec.laws.transport import naive
-from tinyspec.speculative.verification.multi_candidate import acceptance
+from tinyspec.speculative.verification.multi_candidate import sequential_acceptance
 from tinyspec.technique import Request, find
 
 CARD = find("multi_candidate")
@@ -75,9 +75,10 @@ def test_naive_sampling_accepts_no_more_than_with_replacement_and_that_no_more_t
 def test_the_chance_that_one_of_k_passes_is_the_formulas() -> None:
     for (p, q), k in product(pairs(largest=5), (1, 2, 3)):
         assert (
-            acceptance(list(p), list(q), k) == siblings(verify_tree, with_replacement, p, q, k)[0]
+            sequential_acceptance(list(p), list(q), k)
+            == siblings(verify_tree, with_replacement, p, q, k)[0]
         )
-    assert acceptance([0.5, 0.5], [0.5, 0.5], 1) == pytest.approx(1)
+    assert sequential_acceptance([0.5, 0.5], [0.5, 0.5], 1) == pytest.approx(1)
 
 
 def test_a_round_is_one_target_call_and_one_draft_call_a_depth() -> None:

@@ -26,14 +26,14 @@ from tinyspec.laws.toys.planner import advise as planned
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
 from tinyspec.speculative.drafting.planner import (
-    Profile,
-    measured,
+    DraftProfile,
+    measure_throughput,
     needed_tar,
     plan,
     profile_draft,
     profile_target,
-    recommend,
-    throughput,
+    recommend_drafts,
+    tokens_per_second,
 )
 from tinyspec.technique import Request, find
 
@@ -65,7 +65,9 @@ def test_every_forecast_is_near_what_decoding_then_takes() -> None:
     rates: dict[str | None, float] = {None: 1.0}
     for found in advice:
         if found.draft is not None:
-            rates[found.draft], tar = measured(asked[found.draft], found.n, watch, seed=100)
+            rates[found.draft], tar = measure_throughput(
+                asked[found.draft], found.n, watch, seed=100
+            )
             rate = rates[found.draft]
             assert found.rate == pytest.approx(rate, rel=0.15)
             assert found.rate == pytest.approx(
@@ -79,27 +81,29 @@ def test_every_forecast_is_near_what_decoding_then_takes() -> None:
 def test_the_needed_tar_is_the_inverse_of_the_gain(
     tar: float, n: int, step: float, verify: float, plain: float
 ) -> None:
-    gain = throughput(tar, n, step, verify) * plain
+    gain = tokens_per_second(tar, n, step, verify) * plain
     assert needed_tar(gain, n, step, verify, plain) == pytest.approx(tar, abs=1e-9)
 
 
 def test_a_slower_draft_is_told_what_it_would_need_to_win() -> None:
     verify = [1.0, 1.0, 1.0]
-    best, other, plain = recommend(
-        verify, [Profile("slow", 0.2, (0.7, 0.5)), Profile("fast", 0.0, (0.6, 0.4))]
+    best, other, plain = recommend_drafts(
+        verify, [DraftProfile("slow", 0.2, (0.7, 0.5)), DraftProfile("fast", 0.0, (0.6, 0.4))]
     )
     assert (best.draft, best.n, best.missing, plain.draft) == ("fast", 2, 0.0, None)
     assert other.draft == "slow" and other.missing is not None
-    lifted = Profile("slow", 0.2, (0.7 + other.missing, 0.5))
-    assert max(throughput(lifted.tar(n), n, 0.2, 1.0) for n in (1, 2)) == pytest.approx(best.rate)
-    hopeless = recommend(
-        verify, [Profile("hopeless", 9.0, (0.9, 0.8)), Profile("fast", 0.0, (0.6, 0.4))]
+    lifted = DraftProfile("slow", 0.2, (0.7 + other.missing, 0.5))
+    assert max(tokens_per_second(lifted.tar(n), n, 0.2, 1.0) for n in (1, 2)) == pytest.approx(
+        best.rate
+    )
+    hopeless = recommend_drafts(
+        verify, [DraftProfile("hopeless", 9.0, (0.9, 0.8)), DraftProfile("fast", 0.0, (0.6, 0.4))]
     )
     assert [a.missing for a in hopeless if a.draft == "hopeless"] == [None]
 
 
 def test_where_no_draft_pays_plain_decoding_is_recommended() -> None:
-    best = recommend([1.0, 2.0], [Profile("dear", 1.0, (1.0,))])[0]
+    best = recommend_drafts([1.0, 2.0], [DraftProfile("dear", 1.0, (1.0,))])[0]
     assert (best.draft, best.n, best.gain) == (None, 0, 1.0)
 
 
@@ -107,7 +111,7 @@ def test_an_accepted_draft_is_worth_its_tokens_and_one_more() -> None:
     watch, same = Watch(), Draft("same", GOOD, 0.0)  # the target's own law
     profile = profile_draft("same", requests(same, 0.0, watch), 3, watch)
     assert profile.reach == (1.0, 1.0, 1.0)
-    assert measured(requests(same, 0.0, watch), 3, watch)[0] == pytest.approx(4.0)
+    assert measure_throughput(requests(same, 0.0, watch), 3, watch)[0] == pytest.approx(4.0)
 
 
 def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -> None:
@@ -161,9 +165,9 @@ def test_bad_input_is_said_in_one_line() -> None:
     with pytest.raises(TinyspecError, match="no candidate"):
         plan({}, 2, Watch())
     with pytest.raises(TinyspecError, match="no draft length"):
-        recommend([1.0], [Profile("a", 0.1, (0.5,))])
+        recommend_drafts([1.0], [DraftProfile("a", 0.1, (0.5,))])
     with pytest.raises(TinyspecError, match="measured seconds"):
-        recommend([], [])
+        recommend_drafts([], [])
     with pytest.raises(TinyspecError, match="tinyspec bench plan-draft"):
         find("planner").make(Request(Table(1)))
 

@@ -22,7 +22,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import rest as toys
-from tinyspec.speculative.drafting.rest import Retrieving
+from tinyspec.speculative.drafting.rest import RestDrafter
 from tinyspec.technique import Request, find
 
 CARD = find("rest")
@@ -46,7 +46,7 @@ def test_the_released_sampling_branch_gives_the_law_that_the_docstring_says() ->
 
     def biased() -> Decoder:
         request = Request(Constant(3), references=[[2, 0, 2, 1, 2, 0]])
-        return toys._with(Retrieving, toys.a_draw_a_path)(request, shortest=1, length=1)
+        return toys._with(RestDrafter, toys.a_draw_a_path)(request, shortest=1, length=1)
 
     found = law(biased, 1, (2,))
     assert [round(float(found[(token,)]), 4) for token in range(3)] == [0.675, 0.255, 0.07]
@@ -83,7 +83,7 @@ def proposed(texts: list[list[int]], context: list[int], max_draft_depth: int = 
         "nodes": 64,
         "price": 0.0,
     }
-    return Retrieving([indexed(texts)], **given).propose(
+    return RestDrafter([indexed(texts)], **given).propose(
         context, max_draft_depth, GREEDY, Seeded(0)
     )
 
@@ -126,7 +126,7 @@ def test_after_glances_in_vain_the_store_is_asked_in_every_fourth_round_alone() 
         (0.0, [8, 9], 40),
     ):
         store: Any = Counting()
-        drafter = Retrieving([store], price=price, **given)
+        drafter = RestDrafter([store], price=price, **given)
         drafter.trust.first[2] = 1.0
         for _ in range(40):
             drafter.propose(context, 99, GREEDY, Seeded(0))

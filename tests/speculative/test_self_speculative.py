@@ -19,7 +19,12 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
 from tinyspec.laws.toys import self_speculative as traps
 from tinyspec.lm.feed import ForwardRecord
-from tinyspec.speculative.drafting.self_speculative import Exit, Search, skipped, spelled
+from tinyspec.speculative.drafting.self_speculative import (
+    DraftExit,
+    SkipSetSearch,
+    format_skip_set,
+    parse_skip_set,
+)
 from tinyspec.technique import Request, find
 
 CARD = find("self_speculative")
@@ -87,13 +92,16 @@ def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
 
 
 def test_the_threshold_rises_where_too_little_passes_and_falls_where_enough_does() -> None:
-    assert Exit(0.5).after(0, 4, wanted=0.9, gamma=8) == (pytest.approx(0.501), 0.0)
-    assert Exit(0.5, passed=1.0).after(4, 4, wanted=0.9, gamma=8) == (pytest.approx(0.499), 1.0)
-    assert Exit(0.5, passed=1.0).after(8, 8, wanted=0.9, gamma=8) == (
+    assert DraftExit(0.5).after(0, 4, wanted=0.9, gamma=8) == (pytest.approx(0.501), 0.0)
+    assert DraftExit(0.5, passed=1.0).after(4, 4, wanted=0.9, gamma=8) == (
+        pytest.approx(0.499),
+        1.0,
+    )
+    assert DraftExit(0.5, passed=1.0).after(8, 8, wanted=0.9, gamma=8) == (
         0.5,
         1.0,
     )  # the cap ended it, not the threshold
-    assert Exit(0.5, passed=0.4).after(0, 0, wanted=0.9, gamma=8) == (
+    assert DraftExit(0.5, passed=0.4).after(0, 0, wanted=0.9, gamma=8) == (
         0.5,
         0.4,
     )  # nothing was drafted
@@ -104,7 +112,7 @@ def test_the_threshold_adapts_within_a_request_and_starts_anew_with_the_next() -
     drafter: Any = decoder.drafter
     assert drafter.exit.threshold != 0.8
     decoder.end()
-    assert drafter.exit == Exit(0.8)
+    assert drafter.exit == DraftExit(0.8)
 
 
 def test_what_the_draft_ran_below_the_first_skipped_sublayer_is_not_run_again() -> None:
@@ -153,21 +161,23 @@ def test_drafting_stops_at_the_end_of_text() -> None:
 
 
 def test_a_skip_set_is_read_as_it_is_written() -> None:
-    sets = [skipped("default", 12), skipped("a0+m3+a5-7", 12), frozenset[int]()]
-    assert [skipped(spelled(s), 12) for s in sets] == sets
+    sets = [parse_skip_set("default", 12), parse_skip_set("a0+m3+a5-7", 12), frozenset[int]()]
+    assert [parse_skip_set(format_skip_set(s), 12) for s in sets] == sets
     assert (
-        skipped("a1, m2", 4)
-        == skipped("a1+m2", 4)
-        == skipped([2, 5], 4)
-        == skipped(("a1", "m2"), 4)
+        parse_skip_set("a1, m2", 4)
+        == parse_skip_set("a1+m2", 4)
+        == parse_skip_set([2, 5], 4)
+        == parse_skip_set(("a1", "m2"), 4)
         == {2, 5}
     )
-    assert skipped("none", 4) == skipped(None, 4) == skipped((), 4) == frozenset()
+    assert (
+        parse_skip_set("none", 4) == parse_skip_set(None, 4) == parse_skip_set((), 4) == frozenset()
+    )
 
 
 def test_the_default_keeps_the_first_two_layers_and_the_last() -> None:
     for n_layers in range(1, 40):
-        layers = {sublayer // 2 for sublayer in skipped("default", n_layers)}
+        layers = {sublayer // 2 for sublayer in parse_skip_set("default", n_layers)}
         assert not layers & {0, 1, n_layers - 1}
         assert len(layers) >= (n_layers - 3) / 3
 
@@ -196,13 +206,13 @@ def test_the_knob_takes_the_file_of_a_search(tmp_path: Path) -> None:
     file = tmp_path / "skip.json"
     for skip, expected in (("a1+m2", {2, 5}), ("none", set())):
         file.write_text(json.dumps({"skip": skip, "n_layers": 3}))
-        assert skipped(str(file), 3) == skipped(file, 3) == expected
+        assert parse_skip_set(str(file), 3) == parse_skip_set(file, 3) == expected
     with pytest.raises(TinyspecError, match="searched on 3 layers, this model has 12"):
-        skipped(str(file), 12)
+        parse_skip_set(str(file), 12)
     for content in ("[]", "{", '{"n_layers": 3}'):
         file.write_text(content)
         with pytest.raises(TinyspecError, match="no result of `tinyspec bench skip`"):
-            skipped(str(file), 3)
+            parse_skip_set(str(file), 3)
 
 
 @pytest.mark.parametrize(
@@ -218,11 +228,11 @@ def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None
 
 def test_a_search_never_asks_twice_nor_for_everything_and_repeats_itself() -> None:
     def asked(stop_at: int | None) -> list[Any]:
-        search, found = Search(2, seed=3), list[Any]()
+        search, found = SkipSetSearch(2, seed=3), list[Any]()
         search.tell(frozenset(), 1.0)
         for number in range(6):
             if number == stop_at:  # interrupted: another object is told the same
-                told, search = search.told, Search(2, seed=3)
+                told, search = search.told, SkipSetSearch(2, seed=3)
                 for skip, speeds in told.items():
                     search.tell(skip, speeds[0])
             found.append(search.suggest())
@@ -235,7 +245,7 @@ def test_a_search_never_asks_twice_nor_for_everything_and_repeats_itself() -> No
 
 
 def test_a_search_of_a_model_of_one_layer_has_three_sets() -> None:
-    search = Search(1)
+    search = SkipSetSearch(1)
     for number in range(4):
         skip = search.suggest()
         search.tell(skip, float(len(skip)))
@@ -243,7 +253,7 @@ def test_a_search_of_a_model_of_one_layer_has_three_sets() -> None:
 
 
 def test_a_set_that_is_measured_again_counts_by_its_mean() -> None:
-    search = Search(2)
+    search = SkipSetSearch(2)
     for skip, speed in (({0}, 3.0), ({1}, 2.0), ({0}, 0.5)):
         search.tell(frozenset(skip), speed)
     assert search.best == {1}
@@ -252,4 +262,4 @@ def test_a_set_that_is_measured_again_counts_by_its_mean() -> None:
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bayes_opt", None)
     with pytest.raises(TinyspecError, match=r"tinyspec\[search\]"):
-        Search(2)
+        SkipSetSearch(2)

@@ -24,11 +24,11 @@ from tinyspec.laws.toys.auto import Ticking, Watch
 from tinyspec.laws.toys.sequoia import every_tree, joint_law, kept_noise, worth
 from tinyspec.speculative.drafting.sequoia import (
     PRIOR,
-    acceptance,
     best_tree,
     estimate_acceptance,
     expected_tokens,
     fastest_tree,
+    mean_acceptance_by_rank,
 )
 from tinyspec.technique import Guarantee, Request, find
 from tinyspec.tree import ROOT, TokenTree
@@ -104,7 +104,7 @@ def test_the_expected_tokens_are_the_mean_of_a_round_where_every_position_is_ali
             return p if self.seed == 1 else q
 
     def shares(rng: Exhaustive) -> tuple[F, ...]:
-        return tuple(acceptance([(p, q)], 3, rng))
+        return tuple(mean_acceptance_by_rank([(p, q)], 3, rng))
 
     accepts = [sum(x[rank] * mass for x, mass in Exhaustive.walk(shares)) for rank in range(3)]
     for tree in ((ROOT, ROOT), (ROOT, 0), (ROOT, ROOT, 0), (ROOT, 0, 0), (ROOT, ROOT, 1)):
@@ -125,9 +125,9 @@ def test_the_expected_tokens_are_the_mean_of_a_round_where_every_position_is_ali
 
 def test_the_acceptance_vector_of_paired_rows() -> None:
     same = [F(1, 2), F(1, 2)]
-    assert acceptance([(same, same)], 2, Seeded(0)) == [1, 0]
+    assert mean_acceptance_by_rank([(same, same)], 2, Seeded(0)) == [1, 0]
     sure, q = [F(0), F(1), F(0)], [F(1, 2), F(1, 3), F(1, 6)]
-    assert acceptance([(sure, q)], 3, None) == [
+    assert mean_acceptance_by_rank([(sure, q)], 3, None) == [
         0,
         1,
         0,

@@ -25,12 +25,12 @@ from tinyspec.laws.theorems import Given
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
 from tinyspec.speculative.verification.specinfer import (
-    Merged,
-    agreement,
-    answered,
-    boost,
-    merged,
-    multi_step,
+    SpecInferDrafter,
+    answers_match,
+    append_greedy_answers,
+    boost_drafts,
+    merge_trees,
+    verify_tree_multi_step,
 )
 from tinyspec.technique import Request, find
 from tinyspec.training.schedule import Settings
@@ -60,7 +60,7 @@ def one_token(p: Exact, qs: tuple[Exact, ...]) -> tuple[dict[int, F], F, F]:
         tokens = [rng.draw(list(q)) for q in qs]
         n = len(tokens)
         tree = TokenTree(tokens, (ROOT,) * n, [list(q) for q in qs], (False,) * n)
-        verdict = multi_step(tree, Given(dict.fromkeys(range(ROOT, n), p)), rng)  # type: ignore[arg-type]
+        verdict = verify_tree_multi_step(tree, Given(dict.fromkeys(range(ROOT, n), p)), rng)  # type: ignore[arg-type]
         token = tokens[verdict.accepted[0]] if verdict.accepted else verdict.next
         assert token is not None
         return bool(verdict.accepted), token, rng.draw(list(p)) in tokens
@@ -97,7 +97,7 @@ def test_the_joint_law_under_two_models_and_one(sampling: SamplingParams) -> Non
 
 
 def test_merged_trees_are_the_trees_below_one_root_and_equal_nodes_stay_two() -> None:
-    tree = merged(
+    tree = merge_trees(
         [TokenTree((5, 6, 7), (ROOT, ROOT, 1), (None,) * 3, (False,) * 3), TokenTree.chain([6, 7])]
     )
     assert (tree.tokens, tree.parents) == ((5, 6, 7, 6, 7), (ROOT, ROOT, 1, ROOT, 3))
@@ -107,11 +107,11 @@ def test_the_target_runs_fewer_rows_than_the_chains_have_tokens() -> None:
     forward_log: list[Any] = []
     target, drafts = model(seed=1), [model(seed=2).session() for _ in range(2)]
     session = target.session(forward_log)
-    drafter = Merged([TreeDrafter(draft, shape((2, 2, 1))) for draft in drafts])
+    drafter = SpecInferDrafter([TreeDrafter(draft, shape((2, 2, 1))) for draft in drafts])
     decoder = Decoder(
         session,
         drafter,
-        multi_step,
+        verify_tree_multi_step,
         forward_log=forward_log,
         sampling=SamplingParams(temperature=0.0),
     )
@@ -125,7 +125,7 @@ def test_the_target_runs_fewer_rows_than_the_chains_have_tokens() -> None:
 
 def test_an_accepted_token_opens_the_children_of_every_model_that_said_it() -> None:
     sure = [F(0), F(1), F(0)]
-    tree = merged(
+    tree = merge_trees(
         [
             TokenTree.chain([1, 0], [sure, [F(1), F(0), F(0)]]),
             TokenTree.chain([1, 2], [sure, [F(0), F(0), F(1)]]),
@@ -135,7 +135,8 @@ def test_an_accepted_token_opens_the_children_of_every_model_that_said_it() -> N
         {ROOT: tuple(sure), 0: (F(0), F(0), F(1)), 2: (F(0), F(0), F(1)), 3: (F(1), F(0), F(0))}
     )
     paths = {
-        verdict.accepted for verdict, _ in Exhaustive.walk(lambda rng: multi_step(tree, p, rng))
+        verdict.accepted
+        for verdict, _ in Exhaustive.walk(lambda rng: verify_tree_multi_step(tree, p, rng))
     }  # type: ignore[arg-type]
     assert paths == {(0, 3), (2, 3)}
 
@@ -191,14 +192,21 @@ def test_what_is_left_of_the_prompts_goes_to_the_next_draft_and_together_they_co
     target = model(LLAMA, seed=3, dtype=torch.float32)
     prompts = torch.randint(13, (40, 3), generator=torch.Generator().manual_seed(1))
     drafts = [Model.random(SMALL, seed=seed) for seed in (1, 2)]
-    found = boost(target, drafts, prompts, SETTINGS, tmp_path / "boosted", length=2, batch=16)
+    found = boost_drafts(
+        target, drafts, prompts, SETTINGS, tmp_path / "boosted", length=2, batch=16
+    )
     alike = [
-        boost(target, [draft], prompts, SETTINGS, tmp_path / f"alone {i}", length=2, batch=16)
+        boost_drafts(
+            target, [draft], prompts, SETTINGS, tmp_path / f"alone {i}", length=2, batch=16
+        )
         for i, draft in enumerate(drafts)
     ]
-    texts = answered(target, prompts, 2)
+    texts = append_greedy_answers(target, prompts, 2)
     either = (
-        torch.stack([agreement(one.drafts[0], texts, 2) for one in alike]).any(dim=0).float().mean()
+        torch.stack([answers_match(one.drafts[0], texts, 2) for one in alike])
+        .any(dim=0)
+        .float()
+        .mean()
     )
     assert found.together[0] == found.own[0] == alike[0].own[0]
     assert found.together[1] > found.together[0]
@@ -212,7 +220,7 @@ def test_what_is_left_of_the_prompts_goes_to_the_next_draft_and_together_they_co
 
 def test_the_answers_are_the_targets_greedy_text() -> None:
     target = model(LLAMA, seed=3)
-    texts = answered(target, torch.tensor([[3, 1, 4]]), 4)
+    texts = append_greedy_answers(target, torch.tensor([[3, 1, 4]]), 4)
     d = Decoder(
         target.session(),
         BaseDrafter(),
@@ -224,15 +232,17 @@ def test_the_answers_are_the_targets_greedy_text() -> None:
     while not d.finished:
         d.step(Seeded(d.rounds))
     assert texts[0, 3:].tolist() == d.new
-    assert agreement(target, texts, 4).tolist() == [True]
+    assert answers_match(target, texts, 4).tolist() == [True]
 
 
 def test_boosting_without_drafts_or_beyond_the_context_is_refused(tmp_path: Path) -> None:
     target, small = model(LLAMA), Model.random(SMALL)
     with pytest.raises(TinyspecError, match="one draft model and one prompt"):
-        boost(target, [], torch.zeros(1, 2, dtype=torch.long), SETTINGS, tmp_path)
+        boost_drafts(target, [], torch.zeros(1, 2, dtype=torch.long), SETTINGS, tmp_path)
     with pytest.raises(TinyspecError, match="context of 16"):
-        boost(target, [small], torch.zeros(1, 12, dtype=torch.long), SETTINGS, tmp_path, length=5)
+        boost_drafts(
+            target, [small], torch.zeros(1, 12, dtype=torch.long), SETTINGS, tmp_path, length=5
+        )
 
 
 def test_boosted_drafts_from_the_command_line_draft_together(tmp_path: Path) -> None:

@@ -19,8 +19,14 @@ from tinyspec.laws import selection, theorems
 from tinyspec.laws.small import overlap, pairs
 from tinyspec.laws.transport import by_linear_program, drafts, kseq_acceptance, kseq_share
 from tinyspec.laws.transport import optimum as least_cut
-from tinyspec.speculative.verification.multi_candidate import acceptance as recursive
-from tinyspec.speculative.verification.spectr import acceptance, division, k_seq, optimum, taken
+from tinyspec.speculative.verification.multi_candidate import sequential_acceptance as recursive
+from tinyspec.speculative.verification.spectr import (
+    chance_of_any,
+    division_factor,
+    k_seq_acceptance,
+    optimal_acceptance,
+    verify_tree_k_seq,
+)
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT, TokenTree
 
@@ -45,24 +51,24 @@ def some(v: int, n: int, seed: int = 0):
 
 
 def test_k_seq_is_not_recursive_rejection_it_accepts_more() -> None:
-    gains = [acceptance(p, q, k) - recursive(p, q, k) for p, q in some(6, 40) for k in (2, 4)]
+    gains = [k_seq_acceptance(p, q, k) - recursive(p, q, k) for p, q in some(6, 40) for k in (2, 4)]
     assert min(gains) > -1e-9  # in these cases; no theorem
     assert max(gains) > 0.02
 
 
 def test_the_factor_is_the_least_that_keeps_the_law() -> None:
-    assert selection.least_factor(k_seq, largest=4).branches > 1000
+    assert selection.least_factor(verify_tree_k_seq, largest=4).branches > 1000
 
 
 def test_the_law_is_kept_where_drafts_meet_and_part() -> None:
-    assert selection.selected(k_seq, largest=4).branches > 800
+    assert selection.selected(verify_tree_k_seq, largest=4).branches > 800
 
 
 # ------------------------------------------------------------------ theorems
 
 
 def test_theorem_k_seq_reaches_its_share_of_the_optimum() -> None:
-    assert theorems.kseq(k_seq, largest=4).branches > 500
+    assert theorems.kseq(verify_tree_k_seq, largest=4).branches > 500
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -72,16 +78,16 @@ def test_the_optimum_is_the_linear_programs_and_k_seq_lies_between_its_share_of_
     pytest.importorskip("scipy")
     for p, q in list(pairs((3,), 5))[::19]:
         drawn = drafts(q, k, replace=True)
-        assert optimum(p, q, k) == least_cut(p, drawn)
-        assert optimum(floats(p), floats(q), k) == pytest.approx(
+        assert optimal_acceptance(p, q, k) == least_cut(p, drawn)
+        assert optimal_acceptance(floats(p), floats(q), k) == pytest.approx(
             by_linear_program(p, drawn), abs=1e-9
         )
-        reached = acceptance(floats(p), floats(q), k)
+        reached = k_seq_acceptance(floats(p), floats(q), k)
         assert reached == pytest.approx(kseq_acceptance(p, q, k), abs=1e-8)
         assert (
             float(kseq_share(k) * least_cut(p, drawn)) - 1e-9
             <= reached
-            <= optimum(floats(p), floats(q), k) + 1e-9
+            <= optimal_acceptance(floats(p), floats(q), k) + 1e-9
         )
 
 
@@ -90,11 +96,15 @@ def test_theorem_on_rows_of_any_size_the_share_is_reached_and_more_drafts_accept
     v: int,
 ) -> None:
     for p, q in some(v, 12, seed=1):
-        reached = [acceptance(p, q, k) for k in range(1, 9)]
+        reached = [k_seq_acceptance(p, q, k) for k in range(1, 9)]
         assert reached[0] == pytest.approx(np.minimum(p, q).sum())
         assert all(a <= b + 1e-9 for a, b in pairwise(reached))
         for k, x in enumerate(reached, start=1):
-            assert float(kseq_share(k)) * optimum(p, q, k) - 1e-9 <= x <= optimum(p, q, k) + 1e-9
+            assert (
+                float(kseq_share(k)) * optimal_acceptance(p, q, k) - 1e-9
+                <= x
+                <= optimal_acceptance(p, q, k) + 1e-9
+            )
 
 
 ROW = st.lists(st.integers(0, 6), min_size=3, max_size=3).filter(any)
@@ -109,17 +119,19 @@ def test_rho_lies_between_1_and_k_solves_its_equation_in_floats_and_is_rounded_u
 
     def spare(rho):
         beta = sum(min(b, a / rho) for a, b in zip(p, q, strict=True))
-        return rho * beta - taken(beta, k)
+        return rho * beta - chance_of_any(beta, k)
 
-    exactly = division(np.array(p, dtype=object), np.array(q, dtype=object), k)
-    rho = F(float(division(floats(p), floats(q), k)))
+    exactly = division_factor(np.array(p, dtype=object), np.array(q, dtype=object), k)
+    rho = F(float(division_factor(floats(p), floats(q), k)))
     assert 1 <= exactly <= k and spare(exactly) >= 0
     assert 1 <= rho <= k and abs(spare(rho)) < 1e-12
 
 
 def test_one_draft_is_token_verification() -> None:
     for p, q in pairs(largest=4):
-        got, law_of_one, _ = theorems.siblings(k_seq, theorems.with_replacement, p, q, 1)
+        got, law_of_one, _ = theorems.siblings(
+            verify_tree_k_seq, theorems.with_replacement, p, q, 1
+        )
         assert (got, law_of_one) == (overlap(p, q), {token: x for token, x in enumerate(p) if x})
 
 
@@ -160,14 +172,14 @@ class Any3(BaseDrafter):
 
 def test_on_any_tree_groups_of_one_law_follow_on_what_the_others_left() -> None:
     """Also in the groups' own order: the drafts of q are judged together, whatever stands between them."""
-    assert law(lambda: Decoder(Table(3), Any3(), k_seq), 2) == law(
+    assert law(lambda: Decoder(Table(3), Any3(), verify_tree_k_seq), 2) == law(
         lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2
     )
 
 
 def test_siblings_without_replacement_keep_the_law() -> None:
     for p, q in list(pairs((3,), 6))[::23]:
-        _, got, _ = theorems.siblings(k_seq, theorems.without_replacement, p, q, 3)
+        _, got, _ = theorems.siblings(verify_tree_k_seq, theorems.without_replacement, p, q, 3)
         assert got == {token: x for token, x in enumerate(p) if x}
 
 
@@ -178,14 +190,16 @@ def test_where_draft_and_target_agree_the_first_draft_is_taken() -> None:
     row = np.random.default_rng(0).dirichlet(np.ones(50))
     for p in (row, row * (1 + 1e-16)):
         tree = TokenTree([3, 4], (ROOT, ROOT), (row, row.copy()), (False, False))
-        verdict = k_seq(tree, dict.fromkeys(range(-1, 2), p), Replay([1 - 1e-9, 0.5, 0.5]))
+        verdict = verify_tree_k_seq(
+            tree, dict.fromkeys(range(-1, 2), p), Replay([1 - 1e-9, 0.5, 0.5])
+        )
         assert verdict.accepted == (0,)
 
 
 def test_where_they_share_no_token_p_is_drawn_from() -> None:
     q = [F(0), F(1)]
     tree = TokenTree([1, 1, 1], (ROOT,) * 3, (q,) * 3, (False,) * 3)
-    assert Exhaustive.law(lambda source: k_seq(tree, {ROOT: [F(1), F(0)]}, source)) == {
+    assert Exhaustive.law(lambda source: verify_tree_k_seq(tree, {ROOT: [F(1), F(0)]}, source)) == {
         ((), 0, (0, 1, 2)): 1
     }
 
@@ -196,14 +210,18 @@ def test_floats_decide_as_fractions_do_where_rho_is_the_same() -> None:
     tree = TokenTree.chain([2, 0], [q, q])
     rows = {ROOT: [HALF, F(1, 4), F(1, 4)], 0: [F(1, 8), F(3, 8), HALF], 1: q}
     for u in ([0.1, 0.1, 0.9], [0.49, 0.51, 0.2], [0.51, 0.3, 0.1]):
-        ours = k_seq(tree, {node: floats(row) for node, row in rows.items()}, Replay(u))
-        assert ours == k_seq(tree, rows, Replay([F(x) for x in u]))
+        ours = verify_tree_k_seq(tree, {node: floats(row) for node, row in rows.items()}, Replay(u))
+        assert ours == verify_tree_k_seq(tree, rows, Replay([F(x) for x in u]))
 
 
 def test_no_draft_is_plain_decoding_and_probes_are_passed_over() -> None:
-    assert k_seq(TokenTree(), {ROOT: [HALF, HALF]}, Replay([0.6])) == ((), 1, ())
+    assert verify_tree_k_seq(TokenTree(), {ROOT: [HALF, HALF]}, Replay([0.6])) == ((), 1, ())
     probed = TokenTree([9, 1], [ROOT, ROOT], [None, [F(0), F(1)]], [True, False])
-    assert k_seq(probed, {ROOT: [F(0), F(1)], 1: [F(1), F(0)]}, Seeded(0)) == ((1,), 0, ())
+    assert verify_tree_k_seq(probed, {ROOT: [F(0), F(1)], 1: [F(1), F(0)]}, Seeded(0)) == (
+        (1,),
+        0,
+        (),
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +231,7 @@ def test_no_draft_is_plain_decoding_and_probes_are_passed_over() -> None:
 def test_a_broken_draft_is_refused_by_name(token, q, word) -> None:
     tree = TokenTree([0, token], [ROOT] * 2, [q, q], [False] * 2)
     with pytest.raises(TinyspecError, match=word):
-        k_seq(tree, {ROOT: [HALF, HALF]}, Seeded(0))
+        verify_tree_k_seq(tree, {ROOT: [HALF, HALF]}, Seeded(0))
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 5])

@@ -26,13 +26,13 @@ from tinyspec.laws.forms import Rounds
 from tinyspec.laws.forms_house import House
 from tinyspec.lm.gate import BatchBarrier
 from tinyspec.speculative.drafting.speculative_decoding import (
-    acceptance,
+    acceptance_rate,
     arithmetic_growth,
     best_gamma,
     expected_tokens,
-    lenient,
+    lenient_verifier,
     verify_chain,
-    walltime_gain,
+    walltime_speedup,
 )
 from tinyspec.technique import Guarantee, Request, find
 from tinyspec.tree import TokenTree
@@ -157,7 +157,7 @@ def test_leviathan_theorem_3_5_acceptance_is_one_minus_total_variation(
     rate = sum(pr for passed, pr in Exhaustive.walk(accepted) if passed)
     tv = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
     assert rate == 1 - tv
-    assert acceptance([(p, q)]) == pytest.approx(float(rate))
+    assert acceptance_rate([(p, q)]) == pytest.approx(float(rate))
 
 
 @given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 5))
@@ -195,9 +195,9 @@ def test_leviathan_corollary_3_9_some_gamma_gains_where_alpha_exceeds_c(
     alpha: float, c: float
 ) -> None:
     best = best_gamma(alpha, c)
-    assert walltime_gain(alpha, best, c) == max(walltime_gain(alpha, g, c) for g in range(65))
+    assert walltime_speedup(alpha, best, c) == max(walltime_speedup(alpha, g, c) for g in range(65))
     if alpha > c:
-        assert walltime_gain(alpha, best, c) >= (1 + alpha) / (1 + c) - 1e-12
+        assert walltime_speedup(alpha, best, c) >= (1 + alpha) / (1 + c) - 1e-12
         assert best > 0
 
 
@@ -284,7 +284,7 @@ def test_a_greedy_draft_on_real_arrays_is_made_of_point_masses_and_a_sampled_one
         rng = Seeded(7)
         assert list(tree.tokens) == [rng.draw(laws[tip]) for tip in range(-1, 3)]
         if temperature == 0:
-            verdict = lenient(0.5)(tree, laws, Seeded(1))
+            verdict = lenient_verifier(0.5)(tree, laws, Seeded(1))
             assert verdict.accepted == (
                 0,
                 1,

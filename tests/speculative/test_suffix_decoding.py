@@ -22,7 +22,7 @@ from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import suffix_decoding as toys
 from tinyspec.laws.toys.lookahead_trie import said
 from tinyspec.lm.feed import Scores
-from tinyspec.speculative.drafting.suffix_decoding import Suffixes
+from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.technique import Request, find
 from tinyspec.tree import TokenTree
 
@@ -33,11 +33,11 @@ NOTHING = Scores(None, None, ())  # type: ignore[arg-type]
 
 def drafter(
     alpha: float = 1.0, most: int = 32, floor: float = 0.0, price: float = 0.0, depth: int = 32
-) -> Suffixes:
-    return Suffixes(Forest(depth, 1 << 20), count(1), alpha, most, floor, price)
+) -> SuffixDecodingDrafter:
+    return SuffixDecodingDrafter(Forest(depth, 1 << 20), count(1), alpha, most, floor, price)
 
 
-def drafted(d: Suffixes, context: list[int], max_draft_depth: int = 99) -> TokenTree:
+def drafted(d: SuffixDecodingDrafter, context: list[int], max_draft_depth: int = 99) -> TokenTree:
     return d.propose(context, max_draft_depth, GREEDY, Seeded(0))
 
 
@@ -94,7 +94,7 @@ def test_guesses_below_the_floor_are_left_out() -> None:
 
 def test_prompt_and_output_of_a_request_are_one_text_and_those_of_another_are_none() -> None:
     forest, numbers = Forest(8, 1 << 20), count(1)
-    one, other = (Suffixes(forest, numbers, 1.0, 8, 0.0, 0.0) for _ in range(2))
+    one, other = (SuffixDecodingDrafter(forest, numbers, 1.0, 8, 0.0, 0.0) for _ in range(2))
     one.extend([1, 2], NOTHING)
     one.forest.append(one.text, [3])  # as observe does
     one.insert(OUTPUTS, [3])
@@ -120,7 +120,7 @@ def test_rewinding_takes_the_text_out_of_both_trees() -> None:
 
 def test_a_request_that_nobody_ends_leaves_its_own_tree_to_nobody() -> None:
     forest = Forest(8, 1 << 20)
-    forgotten = Suffixes(forest, count(1), 1.0, 8, 0.0, 0.0)
+    forgotten = SuffixDecodingDrafter(forest, count(1), 1.0, 8, 0.0, 0.0)
     forgotten.extend([1, 2, 3], NOTHING)
     own = forgotten.own
     del forgotten

@@ -18,7 +18,12 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.toys import token_recycling as toys
-from tinyspec.speculative.drafting.token_recycling import NOTHING, Matrix, Recycling, static_tree
+from tinyspec.speculative.drafting.token_recycling import (
+    NO_CANDIDATE,
+    AdjacencyMatrix,
+    TokenRecyclingDrafter,
+    build_static_tree,
+)
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT
 
@@ -36,7 +41,7 @@ def test_trap_a_second_request_starts_warm() -> None:
 
 
 def test_no_tree_of_its_size_is_worth_more_than_the_static_tree() -> None:
-    assert toys.is_the_best_tree(static_tree).cases == 25
+    assert toys.is_the_best_tree(build_static_tree).cases == 25
 
 
 @pytest.mark.parametrize(
@@ -48,15 +53,15 @@ def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParam
 
 
 def test_the_static_tree_is_imbalanced_and_as_large_as_asked_for() -> None:
-    shape = static_tree(80, 6, 8)
+    shape = build_static_tree(80, 6, 8)
     below = [sum(up == place for up, _ in shape) for place in range(80)]
     assert len(shape) == 80 and below[0] > below[-1] == 0
     assert all(up < place for place, (up, _) in enumerate(shape))
-    assert len(static_tree(80, 2, 2)) == 6  # there are no more
+    assert len(build_static_tree(80, 2, 2)) == 6  # there are no more
 
 
-def learnt(k: int = 2) -> Matrix:
-    matrix = Matrix(k)
+def learnt(k: int = 2) -> AdjacencyMatrix:
+    matrix = AdjacencyMatrix(k)
     matrix.learn([0, 1, 2], [[1, 2], [2, 3], [0, 1]], 4)
     return matrix
 
@@ -64,7 +69,9 @@ def learnt(k: int = 2) -> Matrix:
 def proposed(
     max_draft_depth: int, ends: frozenset[int] = frozenset(), context: tuple[int, ...] = (0,)
 ) -> Any:
-    return Recycling(learnt(), 6, 3, ends).propose(context, max_draft_depth, GREEDY, Seeded(0))
+    return TokenRecyclingDrafter(learnt(), 6, 3, ends).propose(
+        context, max_draft_depth, GREEDY, Seeded(0)
+    )
 
 
 def test_a_draft_is_no_deeper_than_the_room_and_stops_at_the_end_of_text_and_at_tokens_never_scored() -> (
@@ -86,14 +93,14 @@ def test_the_last_row_written_wins() -> None:
     matrix = learnt()
     matrix.learn([1, 1], [[0, 3], [3, 2]], 4)
     assert matrix.after(1) == [3, 2]
-    assert matrix.after(3) == [NOTHING, NOTHING]
+    assert matrix.after(3) == [NO_CANDIDATE, NO_CANDIDATE]
     assert matrix.bytes == 4 * 2 * 4  # V k ids of four bytes
 
 
 def test_a_vocabulary_smaller_than_k_is_filled_up_with_nothing() -> None:
-    matrix = Matrix(5)
+    matrix = AdjacencyMatrix(5)
     matrix.learn([0], candidates(torch.tensor([[0.0, 2.0]]), [0], 5), 2)
-    assert matrix.after(0) == [1, 0, NOTHING, NOTHING, NOTHING]
+    assert matrix.after(0) == [1, 0, NO_CANDIDATE, NO_CANDIDATE, NO_CANDIDATE]
 
 
 def test_candidates_are_the_highest_logits_and_of_equals_the_lowest_ids() -> None:
@@ -123,8 +130,8 @@ def test_a_user_gets_the_greedy_text_and_the_matrix_stays_with_the_model(model: 
     )
     assert first.tokens == second.tokens == plain.tokens
     assert second.stats.target_calls <= first.stats.target_calls
-    known = per_model_state(model.session(), ("token_recycling", 8), lambda: Matrix(8))
-    assert (known.rows[3] != NOTHING).all()
+    known = per_model_state(model.session(), ("token_recycling", 8), lambda: AdjacencyMatrix(8))
+    assert (known.rows[3] != NO_CANDIDATE).all()
 
 
 def test_nothing_is_made_where_nothing_is_asked_for(model: Any) -> None:

@@ -23,7 +23,14 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, stopping
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import check_pair
-from tinyspec.speculative.drafting.planner import Advice, Asked, Profile, measured, plan, recommend
+from tinyspec.speculative.drafting.planner import (
+    DraftProfile,
+    NewRequests,
+    Recommendation,
+    measure_throughput,
+    plan,
+    recommend_drafts,
+)
 from tinyspec.technique import Request
 
 
@@ -87,7 +94,7 @@ def requests(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     sampling: SamplingParams,
-) -> Asked:
+) -> NewRequests:
     """Fresh requests for these prompts on the pair, each time it is called."""
 
     def make() -> Iterator[tuple[Request, Sequence[int]]]:
@@ -107,13 +114,17 @@ def requests(
     return make
 
 
-def hold(advice: Sequence[Advice], asked: Mapping[str, Asked], clock: Clock) -> dict[str, Any]:
+def hold(
+    advice: Sequence[Recommendation], asked: Mapping[str, NewRequests], clock: Clock
+) -> dict[str, Any]:
     """Measured tokens a second and TAR of each candidate at its best length, and plain
     decoding's.
     """
     first = next(iter(asked.values()))
     found = {
-        (a.draft or "plain"): measured(first if a.draft is None else asked[a.draft], a.n, clock)
+        (a.draft or "plain"): measure_throughput(
+            first if a.draft is None else asked[a.draft], a.n, clock
+        )
         for a in advice
     }
     return {name: {"rate": rate, "tar": tar} for name, (rate, tar) in found.items()}
@@ -128,7 +139,7 @@ def advise(path: Path) -> dict[str, Any]:
         numbers = found.get("profile", found)
         verify = [float(seconds) for seconds in numbers["verify"]]
         profiles = [
-            Profile(str(d["name"]), float(d["step"]), [float(x) for x in d["reach"]])
+            DraftProfile(str(d["name"]), float(d["step"]), [float(x) for x in d["reach"]])
             for d in numbers["drafts"]
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -142,11 +153,11 @@ def advise(path: Path) -> dict[str, Any]:
             raise TinyspecError(
                 f"{path}: {draft.name}: step is seconds, and reach are shares that fall from at most 1"
             )
-    return {**_told(verify, profiles, recommend(verify, profiles)), "checked": {}}
+    return {**_told(verify, profiles, recommend_drafts(verify, profiles)), "checked": {}}
 
 
 def _told(
-    verify: Sequence[float], profiles: Sequence[Profile], advice: Sequence[Advice]
+    verify: Sequence[float], profiles: Sequence[DraftProfile], advice: Sequence[Recommendation]
 ) -> dict[str, Any]:
     drafts = [{"name": p.name, "step": p.step, "reach": list(p.reach)} for p in profiles]
     return {

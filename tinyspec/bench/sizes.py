@@ -29,7 +29,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import check_pair
 from tinyspec.speculative.drafting.planner import profile_draft, profile_target
-from tinyspec.speculative.drafting.speculative_decoding import acceptance, walltime_gain
+from tinyspec.speculative.drafting.speculative_decoding import acceptance_rate, walltime_speedup
 
 PROFILED = 3  # openings on which the cost of a draft step is measured
 
@@ -142,8 +142,8 @@ def _draft(
         "layers": config.n_layers,
         "width": config.d_model,
         "weights": weight_bytes(config, 1),
-        "alpha": acceptance(pairs),
-        "alpha_1": acceptance(soft),
+        "alpha": acceptance_rate(pairs),
+        "alpha_1": acceptance_rate(soft),
         "c": profile_draft(label, pace, longest, clock).step / plain,
     }
 
@@ -167,7 +167,7 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
                     for name in ("tau", "alpha", "draft_calls_per_token")
                 },
                 "speedup": tally.five(ratios),
-                "forecast": walltime_gain(row["alpha"], gamma, row["c"]),
+                "forecast": walltime_speedup(row["alpha"], gamma, row["c"]),
                 "identical": sum(same) if same else None,
             }
     return found

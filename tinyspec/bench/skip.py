@@ -23,13 +23,18 @@ from tinyspec.decoding.goodput import Clock
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start
 from tinyspec.lm.transformer import Model
-from tinyspec.speculative.drafting.self_speculative import Search, Skip, skipped, spelled
+from tinyspec.speculative.drafting.self_speculative import (
+    SkipSet,
+    SkipSetSearch,
+    format_skip_set,
+    parse_skip_set,
+)
 
 METHOD = "self_speculative"
 CHECKS = 3  # how often the best set is timed in the end
 
 
-def starts(n_layers: int) -> list[Skip]:
+def starts(n_layers: int) -> list[SkipSet]:
     """What the search is shown first: nothing skipped, the default, and thin, regular sets of
     either kind.
     """
@@ -40,7 +45,9 @@ def starts(n_layers: int) -> list[Skip]:
         {sublayer for layer in layers[::2] for sublayer in (2 * layer, 2 * layer + 1)},
     ]
     return list(
-        dict.fromkeys([frozenset[int](), skipped("default", n_layers), *map(frozenset, regular)])
+        dict.fromkeys(
+            [frozenset[int](), parse_skip_set("default", n_layers), *map(frozenset, regular)]
+        )
     )
 
 
@@ -60,7 +67,7 @@ def measure(
     """Search and check. With `out`, every evaluation is written as it comes; with `resume`, the
     file is gone on with.
     """
-    Search(1)  # says at once if the library is missing
+    SkipSetSearch(1)  # says at once if the library is missing
     model = endless(models.load(name, dtype=dtype))
     n_layers, room = model.config.n_layers, model.config.max_positions - tokens
     if room < 1:
@@ -74,9 +81,9 @@ def measure(
         "tokens": tokens, "temperature": temperature, "seed": seed,
     }  # fmt: skip
     done = _kept(out, settings) if resume else []
-    search, first = Search(n_layers, seed), starts(n_layers)
+    search, first = SkipSetSearch(n_layers, seed), starts(n_layers)
     for entry in done:
-        search.tell(skipped(entry["skip"], n_layers), entry["speed"])
+        search.tell(parse_skip_set(entry["skip"], n_layers), entry["speed"])
     plain = {"method": "autoregressive", "temperature": temperature}
     result: dict[str, Any] = {}
     with progress(f"{model.name}: {2 * n_layers} sublayers", evaluations + CHECKS, quiet) as tick:
@@ -87,25 +94,25 @@ def measure(
                 search.tell(skip, entry["speed"])
                 best = max(entry["speed"], *(before["best"] for before in done[-1:]), 0.0)
                 done.append({**entry, "best": best})
-                result = {**settings, "skip": spelled(search.best), "evaluations": done}
+                result = {**settings, "skip": format_skip_set(search.best), "evaluations": done}
                 if out is not None:
                     save(out, report(result))
             tick()
         skip = search.best
         result = {
             **settings,
-            "skip": spelled(skip),
+            "skip": format_skip_set(skip),
             "sublayers_skipped": len(skip),
             "evaluations": done,
         }
-        for what, chosen in (("checked", skip), ("default", skipped("default", n_layers))):
+        for what, chosen in (("checked", skip), ("default", parse_skip_set("default", n_layers))):
             turns = []
             for turn in range(CHECKS):
                 turns.append(_turn(model, fresh, tokens, plain, chosen, turn, clock))
                 if what == "checked":
                     tick()
             result[what] = {
-                "skip": spelled(chosen),
+                "skip": format_skip_set(chosen),
                 **{
                     figure: median(turn[figure] for turn in turns)
                     for figure in ("speed", "accepted", "seconds", "plain")
@@ -122,21 +129,21 @@ def _turn(
     prompts: Sequence[Any],
     tokens: int,
     plain: dict[str, Any],
-    skip: Skip,
+    skip: SkipSet,
     number: int,
     clock: Clock,
 ) -> dict[str, Any]:
     """A set and plain decoding on the same prompts, one after the other, in turns: seconds a token,
     and their ratio.
     """
-    ours = {**plain, "method": METHOD, "skip": spelled(skip)}
+    ours = {**plain, "method": METHOD, "skip": format_skip_set(skip)}
     timed = [
         _timed(model, prompts, tokens, arm, clock)
         for arm in ((ours, plain) if number % 2 else (plain, ours))
     ]
     (seconds, accepted), (alone, _) = timed if number % 2 else timed[::-1]
     return {
-        "skip": spelled(skip),
+        "skip": format_skip_set(skip),
         "seconds": seconds,
         "plain": alone,
         "speed": alone / seconds,

@@ -93,7 +93,7 @@ def boost(
     draw = corpus.crops(corpus.pack(target.tokenizer, texts, END), prompts, prompt_tokens)
     passages, _ = draw(torch.Generator().manual_seed(seed))
     settings = Settings(steps=steps, lr=lr, warmup=min(20, steps), weight_decay=0.0, seed=seed)
-    found = specinfer.boost(target, small, passages, settings, out / ".tinyspec", tokens)
+    found = specinfer.boost_drafts(target, small, passages, settings, out / ".tinyspec", tokens)
     for number, (tuned, own, together) in enumerate(zip(*found, strict=True), start=1):
         tuned.to("cpu", torch.bfloat16).save(out / str(number))
         click.echo(

@@ -36,10 +36,13 @@ from tinyspec.lm.view import View
 from tinyspec.nonautoregressive.jacobi import Jacobi, solve
 from tinyspec.nonautoregressive.mask_predict import MaskPredict, hide
 from tinyspec.nonautoregressive.nat import FertileParallel, loss, reinforce
-from tinyspec.speculative.verification.bild import big
-from tinyspec.speculative.verification.block_verification import verify_block
-from tinyspec.speculative.verification.gumbel_coupling import RaceDraft, match
-from tinyspec.speculative.verification.spectr import k_seq
+from tinyspec.speculative.verification.bild import rollback_verifier
+from tinyspec.speculative.verification.block_verification import verify_tree_by_block
+from tinyspec.speculative.verification.gumbel_coupling import (
+    GumbelCouplingDrafter,
+    verify_tree_by_race,
+)
+from tinyspec.speculative.verification.spectr import verify_tree_k_seq
 from tinyspec.training.aligner import Aligned, align
 from tinyspec.training.exit_losses import Course
 from tinyspec.tree import ROOT, Probs
@@ -130,12 +133,12 @@ class Parts:
     forest: Callable[[int, int], Any] = Forest
     nested: Callable[..., Nested] = Nested
     joint: type[Joint] = Joint
-    rollback: Callable[[float, str], Verifier] = big
-    block: Verifier = verify_block
-    k_seq: Verifier = k_seq
+    rollback: Callable[[float, str], Verifier] = rollback_verifier
+    block: Verifier = verify_tree_by_block
+    k_seq: Verifier = verify_tree_k_seq
     pipeline: Callable[[Any, int, int], Pipeline] = Pipeline
-    racing: Callable[[Target, int], Drafter] = RaceDraft
-    match: Verifier = match
+    racing: Callable[[Target, int], Drafter] = GumbelCouplingDrafter
+    match: Verifier = verify_tree_by_race
     jacobi: Callable[..., Jacobi] = Jacobi
     solve: Callable[..., Any] = solve
     course: Callable[..., Course] = Course

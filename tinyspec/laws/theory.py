@@ -11,10 +11,14 @@ from tinyspec.laws import blocks, couplings, passes, selection, theorems
 from tinyspec.laws.accused import Evidence
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
-from tinyspec.speculative.drafting.speculative_decoding import best_gamma, expected_tokens, lenient
-from tinyspec.speculative.verification.block_verification import verify_block
-from tinyspec.speculative.verification.gumbel_coupling import agreement
-from tinyspec.speculative.verification.spectr import k_seq
+from tinyspec.speculative.drafting.speculative_decoding import (
+    best_gamma,
+    expected_tokens,
+    lenient_verifier,
+)
+from tinyspec.speculative.verification.block_verification import verify_tree_by_block
+from tinyspec.speculative.verification.gumbel_coupling import match_probability
+from tinyspec.speculative.verification.spectr import verify_tree_k_seq
 from tinyspec.technique import techniques
 
 LLAMA = Config(
@@ -41,13 +45,13 @@ def theory() -> dict[str, Callable[[], Evidence]]:
         "tokens of a round": lambda: theorems.tokens_of_a_round(verify_tree),
         "predicted tokens": lambda: theorems.predicted_tokens(expected_tokens),
         "planner": lambda: theorems.planner(best_gamma),
-        "lenience": lambda: theorems.lenience_cap(lenient),
+        "lenience": lambda: theorems.lenience_cap(lenient_verifier),
         "recursive rejection": lambda: theorems.recursive_rejection(verify_tree),
         "several drafts": lambda: theorems.several_drafts(verify_tree),
-        "block verification": lambda: blocks.block(verify_block, gamma=2),
-        "K-SEQ's share": lambda: theorems.kseq(k_seq, largest=4),
-        "K-SEQ's factor": lambda: selection.least_factor(k_seq, largest=4),
-        "Gumbel coupling": lambda: couplings.formula(agreement),
+        "block verification": lambda: blocks.block(verify_tree_by_block, gamma=2),
+        "K-SEQ's share": lambda: theorems.kseq(verify_tree_k_seq, largest=4),
+        "K-SEQ's factor": lambda: selection.least_factor(verify_tree_k_seq, largest=4),
+        "Gumbel coupling": lambda: couplings.formula(match_probability),
         "draw order": lambda: theorems.draw_order(theorems.without_replacement, verify_tree),
     }
     for config in (

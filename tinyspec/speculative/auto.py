@@ -30,7 +30,7 @@ depend on time, but above temperature 0 the text of a seed does, since which noi
 depends on the draft it was in.
 State: outputs outlive the request (`persistent`), as in suffix decoding; how far they are trusted
 ends with it. Times, the acceptance of the draft model, and what is saved for trials are kept for a
-pair of models as long as the target lives (`kept`): they speak of the machine, not of any text.
+pair of models as long as the target lives (`shared_cost_model`): they speak of the machine, not of any text.
 Without a clock (the laws; a batch, where a call's time is the others' too) no time passes, the
 prior curve stands, and nothing is kept. Off by itself: looks are timed too, and in vain where what
 they are expected to gain is less than they take. After eight in vain only every fourth round is
@@ -64,7 +64,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.trust import AcceptanceTracker
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.feed import Scores
-from tinyspec.speculative.drafting.suffix_decoding import Suffixes
+from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -73,7 +73,7 @@ DEPTH, BOUND, ALPHA, FLOOR = 32, 1 << 20, 4.0, 0.1
 goodput cuts them short.
 """
 INITIAL_TRUST = {8: 0.9, 5: 0.8, 3: 0.65, 2: 0.5, 1: 0.25}
-HELD_BEHIND = {8: 0.3, 5: 0.25, 3: 0.2, 2: 0.1, 1: 0.05}
+INITIAL_TRUST_AFTER_SUBSTITUTION = {8: 0.3, 5: 0.25, 3: 0.2, 2: 0.1, 1: 0.05}
 """What is believed at first, by the length of the match: that a guess holds, and that one behind a
 replaced token does.
 """
@@ -128,7 +128,7 @@ class LazyDrafter(ModelDrafter):
         self.push_back = []
 
 
-class LookupDrafter(Suffixes):
+class LookupDrafter(SuffixDecodingDrafter):
     """What texts have to offer behind this one, the likeliest guess first, and how far each look is
     trusted.
     """
@@ -138,7 +138,7 @@ class LookupDrafter(Suffixes):
         super().__init__(forest, numbers, ALPHA, most, FLOOR, MARGIN)
         self.trusts = [
             AcceptanceTracker(MARGIN, TRUST_EMA_RATE, prior)
-            for prior in (INITIAL_TRUST, HELD_BEHIND)
+            for prior in (INITIAL_TRUST, INITIAL_TRUST_AFTER_SUBSTITUTION)
         ]
         self.trust, self.references = self.trusts[0], request.references
         self.asked = self.trusts[:1]  # whose looks the coming text judges
@@ -149,7 +149,9 @@ class LookupDrafter(Suffixes):
         for tokens in self.references:
             self.forest.append(self.forest.open(self.own), tokens)
 
-    def looks(self, context: Sequence[int], max_draft_depth: int, both: bool) -> list[LookupDraft]:
+    def look_up_drafts(
+        self, context: Sequence[int], max_draft_depth: int, both: bool
+    ) -> list[LookupDraft]:
         """Behind any suffix of the text, and, where looks are cheap, behind what stands before its
         last token.
         """
@@ -162,11 +164,13 @@ class LookupDrafter(Suffixes):
             found.append(continue_after_substitution(behind, context[-1]))
         return found
 
-    def offer(self, context: Sequence[int], max_draft_depth: int, both: bool = True) -> list[float]:
+    def rank_lookups(
+        self, context: Sequence[int], max_draft_depth: int, both: bool = True
+    ) -> list[float]:
         """The chances of the guesses, the greatest first: a guess stands behind the one it
         follows.
         """
-        looks = self.looks(context, max_draft_depth, both)
+        looks = self.look_up_drafts(context, max_draft_depth, both)
         self.asked = self.trusts[: len(looks)]
         drafts = list[tuple[Sequence[int], Sequence[int], Sequence[float]]]()
         for trust, (tokens, parents, shares, matches) in zip(self.asked, looks, strict=True):
@@ -180,7 +184,7 @@ class LookupDrafter(Suffixes):
         self.order = sorted(range(len(tokens)), key=chances.__getitem__, reverse=True)
         return [chances[node] for node in self.order]
 
-    def likeliest(self, size: int) -> TokenTree:
+    def best_tree(self, size: int) -> TokenTree:
         """The tree of so many of the guesses that were offered last."""
         chosen, tokens, parents = self.order[:size], self.tree.tokens, self.tree.parents
         place = {ROOT: ROOT} | {node: at for at, node in enumerate(chosen)}
@@ -249,7 +253,7 @@ class AutoDrafter(BaseDrafter):
         elif size:
             if self.policy.gain >= self.policy.look:
                 self.texts.trust.vain = 0
-            tree = self.texts.likeliest(size)
+            tree = self.texts.best_tree(size)
         else:
             tree = TokenTree()
         self.policy.drafted(self.option, len(tree.tokens))
@@ -262,7 +266,7 @@ class AutoDrafter(BaseDrafter):
         offers = []
         if not self.texts.skip_this_round(max_draft_depth):
             self.policy.begin()
-            chances = self.texts.offer(
+            chances = self.texts.rank_lookups(
                 context, max_draft_depth, self.policy.look <= MARGIN * self.policy.curve.costs()[0]
             )
             self.policy.looked()
@@ -295,7 +299,7 @@ class AutoDrafter(BaseDrafter):
 _curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, CostModel]] = WeakKeyDictionary()
 
 
-def kept(request: Request, longest: int) -> CostModel:
+def shared_cost_model(request: Request, longest: int) -> CostModel:
     """The curve of this pair of models; a new one where time stands still or the target is no
     session.
     """
@@ -331,7 +335,7 @@ def auto(request: Request, *, k: int, gamma: int, remember: bool) -> Decoder:
     """Guesses looked up in texts, a draft model if there is one, or neither: whatever has the
     greatest goodput now.
     """
-    policy = Goodput(kept(request, max(k, gamma)), request.clock or zero_clock)
+    policy = Goodput(shared_cost_model(request, max(k, gamma)), request.clock or zero_clock)
     return request.decoder(
         AutoDrafter(policy, request, LookupDrafter(request, k, remember), gamma), verify_tree
     )

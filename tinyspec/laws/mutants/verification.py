@@ -18,7 +18,10 @@ from tinyspec.laws.loop_laws import WIDE, WIDER, model
 from tinyspec.laws.mutants import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS, Parts
 from tinyspec.laws.selection import FACTOR, SELECTED
-from tinyspec.speculative.verification.gumbel_coupling import RaceDraft, match
+from tinyspec.speculative.verification.gumbel_coupling import (
+    GumbelCouplingDrafter,
+    verify_tree_by_race,
+)
 from tinyspec.tree import ROOT, TokenTree
 
 # ------------------------------------------------------------------ of a block
@@ -167,7 +170,7 @@ class OwnNoise(ModelDrafter):
         )  # right: raced
 
 
-class OneLate(RaceDraft):
+class OneLate(GumbelCouplingDrafter):
     """The first guess races on the noise of the second position."""
 
     def propose(
@@ -197,11 +200,11 @@ class _Drawn:
 
 
 def drawn(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
-    return match(tree, p, _Drawn(rng))  # type: ignore[arg-type]
+    return verify_tree_by_race(tree, p, _Drawn(rng))  # type: ignore[arg-type]
 
 
 def counted_in_the_round(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
-    return match(tree, p, _Moved(rng, -len(p.context)))  # type: ignore[arg-type]  # right: by 0
+    return verify_tree_by_race(tree, p, _Moved(rng, -len(p.context)))  # type: ignore[arg-type]  # right: by 0
 
 
 # ------------------------------------------------------------------ what can be seen

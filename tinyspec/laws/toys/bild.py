@@ -16,7 +16,7 @@ from tinyspec.laws.exact import JOINT, Reference
 from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
 from tinyspec.laws.row_laws import normal
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.speculative.verification.bild import Little, big
+from tinyspec.speculative.verification.bild import BildDrafter, rollback_verifier
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 
@@ -129,7 +129,9 @@ def policed(policy: Callable[[float, str], Verifier]) -> Build:
 
 
 def _with(request: Request, fallback: float, gamma: int, verifier: Verifier) -> Decoder:
-    return request.decoder(Little(fallback, request.drafts[0], gamma, frozenset(), None), verifier)
+    return request.decoder(
+        BildDrafter(fallback, request.drafts[0], gamma, frozenset(), None), verifier
+    )
 
 
 def ratio_test(
@@ -146,7 +148,7 @@ def keeps_the_unsure(
     called.
     """
 
-    class Unsure(Little):
+    class Unsure(BildDrafter):
         def should_draft(self, laws: TargetProbs, tip: int) -> bool:
             return True
 
@@ -154,7 +156,7 @@ def keeps_the_unsure(
             return not super().should_draft(laws, tip)
 
     drafter = Unsure(fallback, request.drafts[0], gamma, frozenset(), None)
-    return request.decoder(drafter, big(rollback, rule))
+    return request.decoder(drafter, rollback_verifier(rollback, rule))
 
 
 def worst_first(

@@ -18,7 +18,7 @@ from tinyspec.laws.exact import JOINT, Reference, law
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.speculative.drafting.cascade import MaxGram, cascade, parsed
+from tinyspec.speculative.drafting.cascade import MaxGramDrafter, cascade, parse_quotas
 from tinyspec.technique import Request
 
 CALLS = "where all levels agree, each is called as often as K says"
@@ -34,7 +34,7 @@ def predicted(quotas: str) -> list[int]:
     """Calls of the target, the first draft, the second ... in one round: a level that is to make n
     tokens, with s drafted for it from below, is called ceil(n / (s + 1)) times; the last draft of
     such a level is as long as is still wanted."""
-    k = parsed(quotas, quotas.count("/"))
+    k = parse_quotas(quotas, quotas.count("/"))
     calls = [0] * len(k)
 
     def draft(row: int, max_draft_depth: int) -> int:
@@ -72,7 +72,7 @@ def called_as_k_says(build: Build) -> Evidence:
         made = len(decoder.step(Seeded(1)).tokens)
         counts = Counter(call.model for call in forward_log)
         got = [made, *(counts[model.name] for model in models)]
-        expected = [sum(parsed(quotas, len(models) - 1)[0]) + 1, *predicted(quotas)]
+        expected = [sum(parse_quotas(quotas, len(models) - 1)[0]) + 1, *predicted(quotas)]
         if got != expected:
             accuse(
                 CALLS,
@@ -107,7 +107,7 @@ def joint_law_of_levels(build: Build) -> Evidence:
     return Evidence(JOINT, 2, branches)
 
 
-def copies_the_longest(make: Callable[[int], MaxGram]) -> Evidence:
+def copies_the_longest(make: Callable[[int], MaxGramDrafter]) -> Evidence:
     """Against a search by definition: of all places whose past agrees, one that agrees furthest is
     continued.
     """
@@ -137,7 +137,8 @@ def _texts() -> Iterator[list[int]]:
 def constant_gamma(request: Request, quotas: str, **knobs: Any) -> Decoder:
     """Speculative decoding with the largest draft."""
     return request.decoder(
-        ModelDrafter(request.drafts[0], sum(parsed(quotas, len(request.drafts))[0])), verify_tree
+        ModelDrafter(request.drafts[0], sum(parse_quotas(quotas, len(request.drafts))[0])),
+        verify_tree,
     )
 
 
@@ -177,15 +178,15 @@ def smallest_law(request: Request, **knobs: Any) -> Decoder:
     )
 
 
-def bigrams_alone(longest: int) -> MaxGram:
+def bigrams_alone(longest: int) -> MaxGramDrafter:
     """Continues the last place that agrees with the newest token."""
-    return MaxGram(1, None)
+    return MaxGramDrafter(1, None)
 
 
 TRAPS = [
     Trap(CALLS, called_as_k_says, card("cascade")),
     Trap(JOINT, joint_law_of_levels, card("cascade")),
-    Trap(LONGEST, copies_the_longest, lambda: lambda longest: MaxGram(longest, None)),
+    Trap(LONGEST, copies_the_longest, lambda: lambda longest: MaxGramDrafter(longest, None)),
 ]
 TOYS = [
     Toy("two levels with a constant gamma", CALLS, constant_gamma),

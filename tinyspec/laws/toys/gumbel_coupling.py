@@ -34,7 +34,7 @@ class _InTheRound:
 def noise_by_round(request: Request, gamma: int) -> Decoder:
     """Draft and target share a noise, numbered from the beginning of the round."""
 
-    class Draft(gumbel.RaceDraft):
+    class Draft(gumbel.GumbelCouplingDrafter):
         def propose(
             self, context: Sequence[int], max_draft_depth: int, sampling: Any, rng: Any
         ) -> TokenTree:
@@ -43,7 +43,7 @@ def noise_by_round(request: Request, gamma: int) -> Decoder:
             )
 
     def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
-        return gumbel.match(tree, p, _InTheRound(rng, len(p.context)))  # type: ignore[arg-type]
+        return gumbel.verify_tree_by_race(tree, p, _InTheRound(rng, len(p.context)))  # type: ignore[arg-type]
 
     return request.decoder(
         Draft(request.drafts[0], gamma) if request.drafts else BaseDrafter(), verify
@@ -53,7 +53,7 @@ def noise_by_round(request: Request, gamma: int) -> Decoder:
 def noise_of_its_own(request: Request, gamma: int) -> Decoder:
     """The draft samples as ever; its guess is kept if the target's race has the same winner."""
     drafter = ModelDrafter(request.drafts[0], gamma) if request.drafts else BaseDrafter()
-    return request.decoder(drafter, gumbel.match)
+    return request.decoder(drafter, gumbel.verify_tree_by_race)
 
 
 def by_agreement_of_samples(p: Sequence[Any], q: Sequence[Any]) -> Any:
@@ -69,7 +69,7 @@ def by_total_variation(p: Sequence[Any], q: Sequence[Any]) -> Any:
 TRAPS = [
     Trap(INVARIANT, invariant, card("gumbel_coupling")),
     Trap(AGREE, agree, card("gumbel_coupling")),
-    Trap(FORMULA, formula, lambda: gumbel.agreement),
+    Trap(FORMULA, formula, lambda: gumbel.match_probability),
 ]
 TOYS = [
     Toy("a ratio test", INVARIANT, ratio_test),

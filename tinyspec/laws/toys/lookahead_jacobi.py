@@ -14,7 +14,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.speculative.drafting.lookahead_jacobi import Lookahead
+from tinyspec.speculative.drafting.lookahead_jacobi import LookaheadJacobiDrafter
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 
@@ -143,7 +143,7 @@ def looks_ahead(build: Build) -> Evidence:
 # ------------------------------------------------------------------ toys
 
 
-class Jacobi(Lookahead):
+class Jacobi(LookaheadJacobiDrafter):
     """Jacobi iteration alone: the newest iteration is the draft."""
 
     row: Sequence[int] = ()
@@ -159,7 +159,7 @@ class Jacobi(Lookahead):
         self.row = said[len(round.tokens) :] + said[-1:] * len(round.tokens)
 
 
-class OfTheText(Lookahead):
+class OfTheText(LookaheadJacobiDrafter):
     """N-grams of what was said, and no window."""
 
     def propose(
@@ -176,7 +176,7 @@ class OfTheText(Lookahead):
         return None
 
 
-class Twice(Lookahead):
+class Twice(LookaheadJacobiDrafter):
     """Window first, guesses in a second call."""
 
     def __init__(self, target: Any, **knobs: Any):
@@ -191,7 +191,7 @@ class Twice(Lookahead):
         return tree
 
 
-def _toy(kind: type[Lookahead]) -> Build:
+def _toy(kind: type[LookaheadJacobiDrafter]) -> Build:
     def build(request: Request, *, window: int, **knobs: Any) -> Decoder:
         given = {"width": window, "ends": request.stop.eos, **knobs}
         return request.decoder(

@@ -192,7 +192,7 @@ TRAPS = [
     Trap(JOINT, joint_law, card("multi_candidate")),
     Trap(SURE, accepts_surely, card("multi_candidate")),
     Trap(NODES, has_its_own_candidates, card("multi_candidate")),
-    Trap(CHANCE, chance_of_one, lambda: mcsd.acceptance),
+    Trap(CHANCE, chance_of_one, lambda: mcsd.sequential_acceptance),
 ]
 TOYS = [
     Toy("the best k, judged by q", JOINT, best_of_q),

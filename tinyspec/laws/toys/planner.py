@@ -13,7 +13,7 @@ from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap
 from tinyspec.laws.toys.auto import Ticking, Watch
 from tinyspec.speculative.drafting import planner
-from tinyspec.speculative.drafting.planner import Asked, Profile
+from tinyspec.speculative.drafting.planner import DraftProfile, NewRequests
 from tinyspec.technique import Request
 
 FASTEST = "the recommended draft and length are the fastest by the clock (Yan et al. 2024)"
@@ -22,7 +22,7 @@ MEASURED = "a draft's step costs what the clock says (Yan et al. 2024)"
 
 LONGEST = 4
 P = (4, 3, 2, 1)  # the target's law, in tenths, after every context
-Advise = Callable[[Mapping[str, Asked], int, Watch], tuple[str | None, int]]
+Advise = Callable[[Mapping[str, NewRequests], int, Watch], tuple[str | None, int]]
 
 
 class Draft(NamedTuple):
@@ -48,7 +48,9 @@ SCENES = (  # candidates, and the slope of a target call of one second by its ro
 )
 
 
-def requests(draft: Draft, slope: float, watch: Watch, texts: int = 8, tokens: int = 16) -> Asked:
+def requests(
+    draft: Draft, slope: float, watch: Watch, texts: int = 8, tokens: int = 16
+) -> NewRequests:
     """The same texts each time: a target whose calls take 1 + slope (rows - 1) seconds, and this
     draft.
     """
@@ -118,7 +120,7 @@ def forecasts_tokens_a_second(throughput: Callable[..., float]) -> Evidence:
     return Evidence(FORECAST, seen)
 
 
-def measures_its_steps(profile: Callable[..., Profile]) -> Evidence:
+def measures_its_steps(profile: Callable[..., DraftProfile]) -> Evidence:
     """A profile's seconds a step against those that the draft took."""
     for step, law in product((0.05, 0.4), (GOOD, POOR)):
         watch, draft = Watch(), Draft("draft", law, step)
@@ -128,7 +130,7 @@ def measures_its_steps(profile: Callable[..., Profile]) -> Evidence:
     return Evidence(MEASURED, 4)
 
 
-def advise(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tuple[str | None, int]:
+def advise(asked: Mapping[str, NewRequests], longest: int, watch: Watch) -> tuple[str | None, int]:
     """The technique's own answer."""
     best = planner.plan(asked, longest, watch)[2][0]
     return best.draft, best.n
@@ -137,7 +139,9 @@ def advise(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tuple[str 
 # ------------------------------------------------------------------ toys
 
 
-def best_accepted(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tuple[str | None, int]:
+def best_accepted(
+    asked: Mapping[str, NewRequests], longest: int, watch: Watch
+) -> tuple[str | None, int]:
     """The draft whose tokens are accepted most, as long as allowed: what a ranking by quality
     recommends.
     """
@@ -145,7 +149,9 @@ def best_accepted(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tup
     return max(profiles, key=lambda profile: profile.tar(longest)).name, longest
 
 
-def typed_costs(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tuple[str | None, int]:
+def typed_costs(
+    asked: Mapping[str, NewRequests], longest: int, watch: Watch
+) -> tuple[str | None, int]:
     """The formula with a rule of thumb for its costs: a draft's step is a tenth of a call, and a
     call is a call.
     """
@@ -153,7 +159,7 @@ def typed_costs(asked: Mapping[str, Asked], longest: int, watch: Watch) -> tuple
         planner.profile_draft(name, make, longest, watch)._replace(step=0.1)
         for name, make in asked.items()
     ]
-    best = planner.recommend([1.0] * (longest + 1), profiles)[0]
+    best = planner.recommend_drafts([1.0] * (longest + 1), profiles)[0]
     return best.draft, best.n
 
 
@@ -162,7 +168,7 @@ def counted_once_more(tar: float, n: int, step: float, verify: float) -> float:
     return tar / (n * step + verify)
 
 
-def by_weights(name: str, asked: Asked, longest: int, clock: Watch) -> Profile:
+def by_weights(name: str, asked: NewRequests, longest: int, clock: Watch) -> DraftProfile:
     """Seconds by the number of weights against the target's."""
     request: Any = next(iter(asked()))[0]
     sizes = [session.model.config.parameters() for session in (request.drafts[0], request.target)]
@@ -171,7 +177,7 @@ def by_weights(name: str, asked: Asked, longest: int, clock: Watch) -> Profile:
 
 TRAPS = [
     Trap(FASTEST, recommends_the_fastest, lambda: advise),
-    Trap(FORECAST, forecasts_tokens_a_second, lambda: planner.throughput),
+    Trap(FORECAST, forecasts_tokens_a_second, lambda: planner.tokens_per_second),
     Trap(MEASURED, measures_its_steps, lambda: planner.profile_draft),
 ]
 TOYS = [

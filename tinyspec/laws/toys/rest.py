@@ -17,7 +17,7 @@ from tinyspec.laws.exact import JOINT, Reference, law
 from tinyspec.laws.reciter import recited
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.speculative.drafting.rest import Retrieving
+from tinyspec.speculative.drafting.rest import RestDrafter
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 
@@ -136,7 +136,7 @@ def n_gram_table(request: Request, length: int = 10, **knobs: float) -> Decoder:
     return request.decoder(Table(request.references, 1, length), verify_tree)
 
 
-class AsTheyCome(Retrieving):
+class AsTheyCome(RestDrafter):
     """All that followed, until the tree is full."""
 
     def propose(
@@ -168,7 +168,7 @@ def a_draw_a_path(tree: TokenTree, p: TargetProbs, source: Any) -> Verdict:
     return Verdict((), source.draw(p[ROOT]))
 
 
-def _with(kind: type[Retrieving], verifier: Verifier) -> Build:
+def _with(kind: type[RestDrafter], verifier: Verifier) -> Build:
     def build(request: Request, **knobs: Any) -> Decoder:
         given = {
             "shortest": 2,
@@ -192,5 +192,5 @@ TRAPS = [
 TOYS = [
     Toy("a table of n-grams with one continuation each", LONGEST, n_gram_table),
     Toy("the continuations that come first", WEIGHED, _with(AsTheyCome, verify_tree)),
-    Toy("a draw a path", JOINT, _with(Retrieving, a_draw_a_path)),
+    Toy("a draw a path", JOINT, _with(RestDrafter, a_draw_a_path)),
 ]

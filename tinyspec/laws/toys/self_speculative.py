@@ -19,7 +19,12 @@ from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan
-from tinyspec.speculative.drafting.self_speculative import Exit, Search, Skip, skipped
+from tinyspec.speculative.drafting.self_speculative import (
+    DraftExit,
+    SkipSet,
+    SkipSetSearch,
+    parse_skip_set,
+)
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 
@@ -111,7 +116,7 @@ def ends_where_it_is_unsure(build: Build) -> Evidence:
     threshold, that one too.
     """
     seen = 0
-    plan = Plan(skip=skipped("a1+m1", LAYERS))
+    plan = Plan(skip=parse_skip_set("a1+m1", LAYERS))
     for model, threshold in product(_models(), (0.0, 0.4, 0.5, 0.6, 1.0)):
         text, expected = [0], list[int]()  # of a prompt of one token all rows are the draft's
         while len(expected) < 4:
@@ -156,7 +161,7 @@ def threshold_follows(make: Callable[[float, float], Any]) -> Evidence:
     return Evidence(ADAPTS, seen)
 
 
-def speed(skip: Skip) -> float:
+def speed(skip: SkipSet) -> float:
     """A landscape over ten bits: each sublayer has its own worth, some only with another. None: 1;
     the best: 2.5.
     """
@@ -210,12 +215,12 @@ def greedy_soft(request: Request, skip: Any, gamma: int, threshold: float) -> De
 
 def _view(request: Request, skip: Any) -> Any:
     session: Any = request.target
-    return session.view(Plan(skip=skipped(skip, session.model.config.n_layers)))
+    return session.view(Plan(skip=parse_skip_set(skip, session.model.config.n_layers)))
 
 
 def whole_layers(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
     """A layer is skipped or run: one bit for its attention and its feed-forward part."""
-    layers = {sublayer // 2 for sublayer in skipped(skip, LAYERS)}
+    layers = {sublayer // 2 for sublayer in parse_skip_set(skip, LAYERS)}
     both = [sublayer for layer in layers for sublayer in (2 * layer, 2 * layer + 1)]
     return request.decoder(SharedSessionDrafter(_view(request, both), gamma), verify_tree)
 
@@ -226,7 +231,7 @@ def own_text(request: Request, skip: Any, gamma: int, threshold: float) -> Decod
     """
     session: Any = request.target
     twin = type(session)(
-        session.model, plan=Plan(skip=skipped(skip, LAYERS)), forward_log=request.forward_log
+        session.model, plan=Plan(skip=parse_skip_set(skip, LAYERS)), forward_log=request.forward_log
     )
     return request.decoder(ModelDrafter(twin, gamma), verify_tree)
 
@@ -236,24 +241,24 @@ def always_gamma(request: Request, skip: Any, gamma: int, threshold: float) -> D
     return request.decoder(SharedSessionDrafter(_view(request, skip), gamma), verify_tree)
 
 
-class Fixed(Exit):
+class Fixed(DraftExit):
     """A threshold that was tuned once."""
 
-    def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> Exit:
+    def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> DraftExit:
         return self
 
 
-class CapForgotten(Exit):
+class CapForgotten(DraftExit):
     """Loosens where the draft was cut by the cap and not by the threshold."""
 
-    def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> Exit:
+    def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> DraftExit:
         return CapForgotten(*super().after(accepted, drafted, wanted, gamma + 1))
 
 
-class Random(Search):
+class Random(SkipSetSearch):
     """Random sets, under the name of a search."""
 
-    def suggest(self) -> Skip:
+    def suggest(self) -> SkipSet:
         random = np.random.default_rng((self.seed, len(self.told)))
         return frozenset(bit for bit in range(self.n) if random.random() > 0.5)
 
@@ -263,8 +268,8 @@ TRAPS = [
     Trap(BITS, skips_what_it_is_told, card("self_speculative")),
     Trap(CACHE, runs_once_what_is_the_same, card("self_speculative")),
     Trap(ENDS, ends_where_it_is_unsure, card("self_speculative")),
-    Trap(ADAPTS, threshold_follows, lambda: Exit),
-    Trap(LEARNS, search_learns, lambda: Search),
+    Trap(ADAPTS, threshold_follows, lambda: DraftExit),
+    Trap(LEARNS, search_learns, lambda: SkipSetSearch),
 ]
 TOYS = [
     Toy("greedy drafts judged by the softmax", JOINT, greedy_soft),

@@ -104,7 +104,7 @@ def tunes_on_what_is_left(collectively: Callable[..., Any]) -> Evidence:
 def tested_once(request: Request, expansion: str) -> Decoder:
     """Of equal siblings only the first stays, with the law of the model that drew it."""
 
-    class Once(sif.Merged):
+    class Once(sif.SpecInferDrafter):
         def propose(
             self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: RandomSource
         ) -> TokenTree:
@@ -127,7 +127,7 @@ def tested_once(request: Request, expansion: str) -> Decoder:
         TreeDrafter(draft, shape(parse_branching(expansion.split("+")[0])))
         for draft in request.drafts
     ]
-    return request.decoder(Once(trees), sif.multi_step)
+    return request.decoder(Once(trees), sif.verify_tree_multi_step)
 
 
 def one_law_for_all(request: Request, expansion: str) -> Decoder:
@@ -141,13 +141,13 @@ def one_law_for_all(request: Request, expansion: str) -> Decoder:
             firsts[up] if firsts[up][token] > 0 else law  # type: ignore[index]
             for token, up, law in zip(tree.tokens, tree.parents, tree.draft_probs, strict=True)
         ]
-        return sif.multi_step(tree._replace(draft_probs=laws), p, rng)
+        return sif.verify_tree_multi_step(tree._replace(draft_probs=laws), p, rng)
 
     trees = [
         TreeDrafter(draft, shape(parse_branching(expansion.split("+")[0])))
         for draft in request.drafts
     ]
-    return request.decoder(sif.Merged(trees), verify)
+    return request.decoder(sif.SpecInferDrafter(trees), verify)
 
 
 def naive_sampling(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
@@ -185,10 +185,10 @@ def each_for_itself(request: Request, expansion: str) -> Decoder:
     target = request.target
     request.target = Apart()
     return request.decoder(
-        sif.Merged(
+        sif.SpecInferDrafter(
             [TreeDrafter(draft, shape(parse_branching(expansion))) for draft in request.drafts]
         ),
-        sif.multi_step,
+        sif.verify_tree_multi_step,
     )
 
 
@@ -210,8 +210,8 @@ TRAPS = [
     Trap(JOINT, joint_law, card("specinfer")),
     Trap(NODES, expands_every_leaf, card("specinfer")),
     Trap(MERGED, runs_a_prefix_once, card("specinfer")),
-    Trap(TESTS, tests_each, lambda: sif.multi_step),
-    Trap(LEFT, tunes_on_what_is_left, lambda: sif.collectively),
+    Trap(TESTS, tests_each, lambda: sif.verify_tree_multi_step),
+    Trap(LEFT, tunes_on_what_is_left, lambda: sif.tune_collectively),
 ]
 TOYS = [
     Toy("equal proposals merged into one test", JOINT, tested_once),

@@ -217,10 +217,10 @@ def lucky(lenience: Any) -> Verifier:
 TRAPS = [
     Trap(JOINT, joint_law_of_a_chain, card("speculative_decoding")),
     Trap(BONUS, earns_a_bonus, card("speculative_decoding")),
-    Trap(PAIRED, alpha_of_paired_rows, lambda: sps.acceptance),
+    Trap(PAIRED, alpha_of_paired_rows, lambda: sps.acceptance_rate),
     Trap(theorems.PREDICTION, theorems.predicted_tokens, lambda: sps.expected_tokens),
     Trap(theorems.PLANNER, theorems.planner, lambda: sps.best_gamma),
-    Trap(theorems.LENIENCE, theorems.lenience_cap, lambda: sps.lenient),
+    Trap(theorems.LENIENCE, theorems.lenience_cap, lambda: sps.lenient_verifier),
 ]
 TOYS = [
     Toy("correction from p", JOINT, correction_from_p),

@@ -14,7 +14,7 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.laws.toys.lookahead_trie import said
-from tinyspec.speculative.drafting.suffix_decoding import Suffixes
+from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import Request, find
 
@@ -102,7 +102,7 @@ def copies_last(request: Request, **knobs: Any) -> Decoder:
     return request.decoder(LlmaDrafter([], 1, 8, 1, "last", own=True), verify_tree)
 
 
-class Longest(Suffixes):
+class Longest(SuffixDecodingDrafter):
     """The draft behind the longest match, whatever it can hope for."""
 
     def propose(

@@ -13,7 +13,12 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.speculative.drafting.token_recycling import CHANCES, Matrix, Recycling, static_tree
+from tinyspec.speculative.drafting.token_recycling import (
+    RANK_CHANCES,
+    AdjacencyMatrix,
+    TokenRecyclingDrafter,
+    build_static_tree,
+)
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT
 
@@ -82,7 +87,7 @@ def starts_warm(build: Build) -> Evidence:
 
 @cache
 def _worth(path: tuple[int, ...]) -> float:
-    return CHANCES[path[0]] * (_worth(path[1:]) if path[1:] else 1.0)
+    return RANK_CHANCES[path[0]] * (_worth(path[1:]) if path[1:] else 1.0)
 
 
 def _best(nodes: int, depth: int, k: int) -> float:
@@ -125,7 +130,7 @@ def is_the_best_tree(make: Callable[[int, int, int], Sequence[tuple[int, int]]])
 # ------------------------------------------------------------------ toys
 
 
-class KeptPath(Recycling):
+class KeptPath(TokenRecyclingDrafter):
     """Throws the rows of refused nodes away."""
 
     def observe(self, round: Round) -> None:
@@ -135,24 +140,26 @@ class KeptPath(Recycling):
         self.matrix.learn(tokens, found, len(round.scores.logits[0]))
 
 
-class Bigrams(Recycling):
+class Bigrams(TokenRecyclingDrafter):
     """Remembers what did follow, not what could have."""
 
     def observe(self, round: Round) -> None:
         self.matrix.learn([self.newest], [[round.tokens[0]]], len(round.scores.logits[0]))
 
 
-class Forgetful(Recycling):
+class Forgetful(TokenRecyclingDrafter):
     """A matrix a request."""
 
     def end(self) -> None:
         self.matrix.rows = self.matrix.rows[:0]
 
 
-def _toy(kind: type[Recycling], nodes: int | None = None) -> Build:
+def _toy(kind: type[TokenRecyclingDrafter], nodes: int | None = None) -> Build:
     def build(request: Request, *, k: int, **knobs: int) -> Decoder:
         knobs["nodes"] = nodes or knobs["nodes"]
-        return request.decoder(kind(Matrix(k), ends=request.stop.eos, **knobs), verify_tree)
+        return request.decoder(
+            kind(AdjacencyMatrix(k), ends=request.stop.eos, **knobs), verify_tree
+        )
 
     return build
 
@@ -171,12 +178,12 @@ def balanced(nodes: int, depth: int, k: int) -> Any:
 TRAPS = [
     Trap(RECYCLED, writes_every_row_back, card("token_recycling")),
     Trap(KEPT, starts_warm, card("token_recycling")),
-    Trap(BEST, is_the_best_tree, lambda: static_tree),
+    Trap(BEST, is_the_best_tree, lambda: build_static_tree),
 ]
 TOYS = [
     Toy("refused rows are thrown away", RECYCLED, _toy(KeptPath)),
     Toy("bigrams of the text", RECYCLED, _toy(Bigrams)),
-    Toy("first candidates only", RECYCLED, _toy(Recycling, nodes=1)),
+    Toy("first candidates only", RECYCLED, _toy(TokenRecyclingDrafter, nodes=1)),
     Toy("a matrix a request", KEPT, _toy(Forgetful)),
     Toy("a balanced tree", BEST, balanced),
 ]

@@ -38,32 +38,33 @@ from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
-PAPER = {1: "13,10/10", 2: "5,14,10/1,10/10"}
+PAPER_QUOTAS = {1: "13,10/10", 2: "5,14,10/1,10/10"}
 """K for so many draft models: what the authors run beside LLaMA-7B and beside FLAN-T5-XXL."""
 
 Quotas = tuple[tuple[int, ...], ...]
 
 
-def parsed(quotas: str, drafts: int) -> Quotas:
+def parse_quotas(quotas: str, drafts: int) -> Quotas:
     """K by rows: the part right of the diagonal, one column for each draft model and one for
     max-gram.
 
     >>> parsed("5,14,10/1,10/10", 2)
     ((5, 14, 10), (1, 10), (10,))
     """
-    if quotas == "auto" and drafts not in PAPER:
+    if quotas == "auto" and drafts not in PAPER_QUOTAS:
         raise TinyspecError(
-            f"there are no quotas for {drafts} draft models in the paper: give quotas, as {PAPER[2]} for 2"
+            f"there are no quotas for {drafts} draft models in the paper: give quotas, as {PAPER_QUOTAS[2]} for 2"
         )
     rows = [
-        row.split(",") for row in (PAPER[drafts] if quotas == "auto" else str(quotas)).split("/")
+        row.split(",")
+        for row in (PAPER_QUOTAS[drafts] if quotas == "auto" else str(quotas)).split("/")
     ]
     if [len(row) for row in rows] != list(range(drafts + 1, 0, -1)) or not all(
         word.strip().isdecimal() for row in rows for word in row
     ):
         raise TinyspecError(
             f"the quotas {quotas!r} do not fit {drafts} draft model(s) and max-gram: give {drafts + 1} rows, each a number "
-            f"shorter, as {PAPER[min(drafts, 2)]} for {min(drafts, 2)}"
+            f"shorter, as {PAPER_QUOTAS[min(drafts, 2)]} for {min(drafts, 2)}"
         )
     if not any(int(word) for word in rows[0]):
         raise TinyspecError(
@@ -72,7 +73,7 @@ def parsed(quotas: str, drafts: int) -> Quotas:
     return tuple(tuple(int(word) for word in row) for row in rows)
 
 
-class MaxGram(BaseDrafter):
+class MaxGramDrafter(BaseDrafter):
     """The lowest level: what followed the longest match of the newest tokens, else the bigram
     table's word.
     """
@@ -109,7 +110,7 @@ class MaxGram(BaseDrafter):
         self.index.rewind(0, 0)
 
 
-class Horizontal(BaseDrafter):
+class CascadeDrafter(BaseDrafter):
     """Drafts for one reviewer: each level below it contributes its quota, the largest first.
 
     ends     tokens that nothing comes after
@@ -120,13 +121,13 @@ class Horizontal(BaseDrafter):
 
     def __init__(
         self,
-        below: Sequence[Nested | MaxGram],
+        below: Sequence[Nested | MaxGramDrafter],
         quotas: Sequence[int],
         ends: frozenset[int],
         listens: bool = False,
     ):
         self.below, self.quotas, self.ends = below, quotas, ends
-        self.told: Sequence[Nested | MaxGram] = below if listens else ()
+        self.told: Sequence[Nested | MaxGramDrafter] = below if listens else ()
 
     def propose(
         self,
@@ -167,7 +168,7 @@ class Horizontal(BaseDrafter):
             level.end()
 
 
-def forgiving(lenience: float) -> Verifier:
+def lenient_review(lenience: float) -> Verifier:
     """A review inside the cascade: x passes also where the reviewer holds it for 1/l as likely as
     its writer did.
 
@@ -233,17 +234,19 @@ def cascade(
         raise TinyspecError(
             f"the levels of a cascade have vocabularies of {sorted(sizes)} tokens: use one tokenizer"
         )
-    k = parsed(quotas, len(drafts))
+    k = parse_quotas(quotas, len(drafts))
     if not horizontal:  # the first level makes the whole draft
         k = tuple((sum(row), *(0 for _ in row[1:])) for row in k)
-    ends, table = request.stop.eos, bigrams(drafts[-1], sample) if sample else None
-    below: list[Nested | MaxGram] = [MaxGram(longest, table)]
+    ends, table = request.stop.eos, count_bigrams(drafts[-1], sample) if sample else None
+    below: list[Nested | MaxGramDrafter] = [MaxGramDrafter(longest, table)]
     reach: Sequence[int | None] = request.draft_max_lengths or [None] * len(drafts)
     for model, positions, row in zip(
         reversed(drafts), reversed(reach), reversed(k[1:]), strict=True
     ):
-        drafter = Horizontal(list(below), row, ends) if vertical else BaseDrafter()
-        verifier, truthful = (verify_tree, True) if lenience == 1 else (forgiving(lenience), False)
+        drafter = CascadeDrafter(list(below), row, ends) if vertical else BaseDrafter()
+        verifier, truthful = (
+            (verify_tree, True) if lenience == 1 else (lenient_review(lenience), False)
+        )
         inner = Decoder(
             model,
             drafter,
@@ -253,10 +256,10 @@ def cascade(
             forward_log=request.forward_log,
         )
         below.insert(0, Nested(inner, positions=positions, truthful=truthful))
-    return request.decoder(Horizontal(below, k[0], ends, listens=True), verify_tree)
+    return request.decoder(CascadeDrafter(below, k[0], ends, listens=True), verify_tree)
 
 
-def bigrams(draft: Any, tokens: int) -> Katz:
+def count_bigrams(draft: Any, tokens: int) -> Katz:
     """The bigram table, counted once a model."""
     model = draft.model
     return per_model_state(

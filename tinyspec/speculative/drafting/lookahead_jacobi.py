@@ -39,7 +39,7 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
 
-class Pool:
+class NgramPool:
     """For each first token the `most` n-grams collected last, as what follows it."""
 
     def __init__(self, most: int):
@@ -61,7 +61,7 @@ class Pool:
         del known[: -self.most]
 
 
-class Window:
+class JacobiWindow:
     """The last iterations: rows[i][j] is the guess for position i + j behind the newest token,
     which is rows[0][0].
 
@@ -92,7 +92,7 @@ class Window:
         return columns
 
 
-class Lookahead(BaseDrafter):
+class LookaheadJacobiDrafter(BaseDrafter):
     """Proposes the pool's n-grams, and runs the window beside them."""
 
     def __init__(self, width: int, n: int, guesses: int, from_prompt: bool, ends: frozenset[int]):
@@ -106,8 +106,8 @@ class Lookahead(BaseDrafter):
         self.end()
 
     def end(self) -> None:
-        self.pool = Pool(self.guesses)
-        self.window: Window | None = None
+        self.pool = NgramPool(self.guesses)
+        self.window: JacobiWindow | None = None
         self.newest_row: list[
             int
         ] = []  # nodes of the window's newest row in the tree that is out, ROOT among them
@@ -124,7 +124,7 @@ class Lookahead(BaseDrafter):
         rng: RandomSource,
     ) -> TokenTree:
         if self.window is None:
-            self.window = Window(self.width, self.n - 1, context)
+            self.window = JacobiWindow(self.width, self.n - 1, context)
         self.window.rows[0][0] = context[-1]
         tokens, parents = list[int](), list[int]()
         self._verification(context[-1], max_draft_depth, tokens, parents)
@@ -150,7 +150,7 @@ class Lookahead(BaseDrafter):
                     break  # nothing comes after the end of a text
 
     def _lookahead(
-        self, window: Window, max_draft_depth: int, tokens: list[int], parents: list[int]
+        self, window: JacobiWindow, max_draft_depth: int, tokens: list[int], parents: list[int]
     ) -> None:
         """The window's cells: row 0 is a chain from the newest token, every other cell hangs below
         its column's.
@@ -204,5 +204,5 @@ def lookahead_jacobi(
 ) -> Decoder:
     """Verify what the window once said behind the newest token, and let it say more."""
     return request.decoder(
-        Lookahead(window, n, guesses, from_prompt, request.stop.eos), verify_tree
+        LookaheadJacobiDrafter(window, n, guesses, from_prompt, request.stop.eos), verify_tree
     )

@@ -15,7 +15,7 @@ draft's seconds a step:
 What makes it that technique and not a formula: the figures come from running the candidates
 (`plan`, on any clock), one profile at the longest n gives TAR at every n (TAR(n) = sum of the
 shares of rounds in which at least 1, 2, ... n tokens passed), and the forecast is held against
-measured decoding (`measured`).
+measured decoding (`measure_throughput`).
 
 Guarantee: none, it decodes nothing; what it recommends is `speculative_decoding`, which is exact.
 Tested in tests/speculative/test_planner.py and by its traps: costs are measured, the recommended
@@ -39,14 +39,14 @@ from tinyspec.errors import TinyspecError
 from tinyspec.technique import Guarantee, Request, technique
 from tinyspec.tree import TokenTree
 
-Asked = Callable[[], Iterable[tuple[Request, Sequence[int]]]]
+NewRequests = Callable[[], Iterable[tuple[Request, Sequence[int]]]]
 """Fresh requests with their prompts, the same ones each time it is called."""
 
 
 # ---------------------------------------------------------------------- the model
 
 
-class Profile(NamedTuple):
+class DraftProfile(NamedTuple):
     """What was measured of a candidate.
 
     step   seconds of the draft for one token
@@ -66,7 +66,7 @@ class Profile(NamedTuple):
         return float(sum(self.reach[:n]))
 
 
-class Advice(NamedTuple):
+class Recommendation(NamedTuple):
     """A candidate at its best length. `draft` None and n 0: plain decoding.
 
     rate     forecast tokens a second
@@ -83,7 +83,7 @@ class Advice(NamedTuple):
     missing: float | None
 
 
-def throughput(tar: float, n: int, step: float, verify: float) -> float:
+def tokens_per_second(tar: float, n: int, step: float, verify: float) -> float:
     """Tokens a second; `tar` does not count the token that the target adds.
 
     >>> throughput(tar=2.0, n=4, step=0.01, verify=0.06)
@@ -101,7 +101,9 @@ def needed_tar(gain: float, n: int, step: float, verify: float, plain: float) ->
     return gain * (n * step + verify) / plain - 1
 
 
-def recommend(verify: Sequence[float], drafts: Sequence[Profile]) -> list[Advice]:
+def recommend_drafts(
+    verify: Sequence[float], drafts: Sequence[DraftProfile]
+) -> list[Recommendation]:
     """Every candidate and plain decoding, each at its best length, the fastest first.
 
     verify  [longest + 1] seconds of a target call over n drafted tokens, n = 0 being a plain step
@@ -111,15 +113,15 @@ def recommend(verify: Sequence[float], drafts: Sequence[Profile]) -> list[Advice
             "the planner needs the measured seconds of a target call over 0, 1, ... drafted tokens"
         )
     plain = verify[0]
-    made = [Advice(None, 0, 0.0, 1 / plain, 1.0, None)]
+    made = [Recommendation(None, 0, 0.0, 1 / plain, 1.0, None)]
     spans = [range(1, min(len(draft.reach), len(verify) - 1) + 1) for draft in drafts]
     for draft, span in zip(drafts, spans, strict=True):
         if not span:
             raise TinyspecError(
                 f"{draft.name}: no draft length was measured both of it and of the target"
             )
-        rate, n = max((throughput(draft.tar(n), n, draft.step, verify[n]), -n) for n in span)
-        made.append(Advice(draft.name, -n, draft.tar(-n), rate, rate * plain, None))
+        rate, n = max((tokens_per_second(draft.tar(n), n, draft.step, verify[n]), -n) for n in span)
+        made.append(Recommendation(draft.name, -n, draft.tar(-n), rate, rate * plain, None))
     best = max(made, key=lambda advice: advice.rate)
     for at, (draft, span) in enumerate(zip(drafts, spans, strict=True), start=1):
         wanted = {n: needed_tar(best.gain, n, draft.step, verify[n], plain) for n in span}
@@ -133,7 +135,7 @@ def recommend(verify: Sequence[float], drafts: Sequence[Profile]) -> list[Advice
 # ---------------------------------------------------------------------- the measurements
 
 
-class Timed(ModelDrafter):
+class TimedDrafter(ModelDrafter):
     """A draft model that is timed: seconds it drafted, tokens it made."""
 
     def __init__(self, request: Request, n: int, clock: Clock):
@@ -159,7 +161,7 @@ class Timed(ModelDrafter):
         return tree
 
 
-class Known(BaseDrafter):
+class KnownTextDrafter(BaseDrafter):
     """Proposes a text that is known, `n` tokens of it, n = 0, 1, ... longest in turn: what a target
     call costs by its size.
     """
@@ -178,14 +180,19 @@ class Known(BaseDrafter):
         return TokenTree.chain(self.text[len(context) :][: min(self.n, max_draft_depth)])
 
 
-def profile_draft(name: str, asked: Asked, longest: int, clock: Clock, seed: int = 0) -> Profile:
+def profile_draft(
+    name: str, asked: NewRequests, longest: int, clock: Clock, seed: int = 0
+) -> DraftProfile:
     """Let the draft guess `longest` tokens a round: its seconds a step, and how far its guesses
     reach.
     """
     seconds, made, rounds, passed = 0.0, 0, 0, [0] * longest
     for number, (request, prompt) in enumerate(asked()):
-        drafter = Timed(request, longest, clock)
-        decoder, rng = begun(request.decoder(drafter, verify_tree), prompt), Seeded(seed + number)
+        drafter = TimedDrafter(request, longest, clock)
+        decoder, rng = (
+            start_decoder(request.decoder(drafter, verify_tree), prompt),
+            Seeded(seed + number),
+        )
         while not decoder.finished:
             whole = decoder.max_draft_depth >= longest and not drafter.left_behind
             round = decoder.step(rng)
@@ -198,10 +205,10 @@ def profile_draft(name: str, asked: Asked, longest: int, clock: Clock, seed: int
         raise TinyspecError(
             f"{name}: no text had room for {longest} drafted tokens; take longer texts or a lower longest"
         )
-    return Profile(name, seconds / made, tuple(count / rounds for count in passed))
+    return DraftProfile(name, seconds / made, tuple(count / rounds for count in passed))
 
 
-def profile_target(asked: Asked, longest: int, clock: Clock, seed: int = 0) -> list[float]:
+def profile_target(asked: NewRequests, longest: int, clock: Clock, seed: int = 0) -> list[float]:
     """[longest + 1] median seconds of a round without drafting, over n = 0, 1, ... drafted tokens:
     call, verdict, commit.
     """
@@ -209,9 +216,9 @@ def profile_target(asked: Asked, longest: int, clock: Clock, seed: int = 0) -> l
     texts: list[list[int]] = []
     for known in (False, True):  # first plainly, to know the texts; then with drafts from them
         for number, (request, prompt) in enumerate(asked()):
-            drafter = Known(texts[number], longest) if known else BaseDrafter()
+            drafter = KnownTextDrafter(texts[number], longest) if known else BaseDrafter()
             decoder, rng = (
-                begun(request.decoder(drafter, verify_tree), prompt),
+                start_decoder(request.decoder(drafter, verify_tree), prompt),
                 Seeded(seed + number),
             )
             while not decoder.finished:
@@ -228,8 +235,8 @@ def profile_target(asked: Asked, longest: int, clock: Clock, seed: int = 0) -> l
 
 
 def plan(
-    asked: Mapping[str, Asked], longest: int, clock: Clock, seed: int = 0
-) -> tuple[list[float], list[Profile], list[Advice]]:
+    asked: Mapping[str, NewRequests], longest: int, clock: Clock, seed: int = 0
+) -> tuple[list[float], list[DraftProfile], list[Recommendation]]:
     """Measure the target and every candidate, and recommend.
 
     asked  by the candidate's name: requests on the target with that draft
@@ -240,17 +247,22 @@ def plan(
     profiles = [
         profile_draft(name, requests, longest, clock, seed) for name, requests in asked.items()
     ]
-    return verify, profiles, recommend(verify, profiles)
+    return verify, profiles, recommend_drafts(verify, profiles)
 
 
-def measured(asked: Asked, n: int, clock: Clock, seed: int = 0) -> tuple[float, float]:
+def measure_throughput(
+    asked: NewRequests, n: int, clock: Clock, seed: int = 0
+) -> tuple[float, float]:
     """Tokens a second of decoding with n drafted tokens a round (0: plain), behind the prompt; and
     tokens accepted a round.
     """
     seconds, tokens, accepted, rounds = 0.0, 0, 0, 0
     for number, (request, prompt) in enumerate(asked()):
-        drafter = Timed(request, n, clock) if n else BaseDrafter()
-        decoder, rng = begun(request.decoder(drafter, verify_tree), prompt), Seeded(seed + number)
+        drafter = TimedDrafter(request, n, clock) if n else BaseDrafter()
+        decoder, rng = (
+            start_decoder(request.decoder(drafter, verify_tree), prompt),
+            Seeded(seed + number),
+        )
         started = clock()
         while not decoder.finished:
             accepted += len(decoder.step(rng).verdict.accepted)
@@ -262,7 +274,7 @@ def measured(asked: Asked, n: int, clock: Clock, seed: int = 0) -> tuple[float, 
     return tokens / seconds, accepted / rounds
 
 
-def begun(decoder: Decoder, prompt: Sequence[int]) -> Decoder:
+def start_decoder(decoder: Decoder, prompt: Sequence[int]) -> Decoder:
     """A decoder that has read its prompt."""
     decoder.extend(prompt)
     return decoder

@@ -43,7 +43,7 @@ from tinyspec.tree import TokenTree
 GLANCE = 16  # places and guesses of the look that decides whether a full one pays
 
 
-class Retrieving(BaseDrafter):
+class RestDrafter(BaseDrafter):
     """Proposes the heaviest continuations of the longest match in any of the stores."""
 
     def __init__(
@@ -148,5 +148,5 @@ def rest(
             f"rest has no datastore: {HOW} and pass --datastore STORE, or give texts by --reference FILE"
         )
     return request.decoder(
-        Retrieving(stores, shortest, longest, length, matches, nodes, price), verify_tree
+        RestDrafter(stores, shortest, longest, length, matches, nodes, price), verify_tree
     )

@@ -5,7 +5,7 @@ feed-forward part each. A bit each says which are skipped while drafting (they a
 there); the draft is a view of the target's own session, so it has the same weights, reads the
 target's keys and values, and what both run alike, below the first skipped sublayer, is run once.
 What makes it Draft & Verify: the bits are found by Bayesian optimisation of the *measured time per
-token* (`Search`; the command is `tinyspec bench skip`), and drafting ends behind the first token
+token* (`SkipSetSearch`; the command is `tinyspec bench skip`), and drafting ends behind the first token
 that the draft held for less likely than a threshold, which adapts so that a wanted share of the
 drafted tokens passes. Nothing is trained.
 
@@ -40,7 +40,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.plan import Plan
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
-Skip: TypeAlias = frozenset[int]
+SkipSet: TypeAlias = frozenset[int]
 """Sublayers that are left out, as `Plan` numbers them: 2l is the attention of layer l, 2l + 1 its
 feed-forward part.
 """
@@ -49,7 +49,7 @@ feed-forward part.
 # ---------------------------------------------------------------------- which sublayers (section 3.2)
 
 
-def skipped(skip: Any, n_layers: int) -> Skip:
+def parse_skip_set(skip: Any, n_layers: int) -> SkipSet:
     """The knob as sublayers: None or "none", "default", "a3+m3+a5-7" (attention, feed-forward), or
     a search's .json.
 
@@ -110,7 +110,7 @@ def _searched(path: Path, n_layers: int) -> str:
     return "" if skip == "none" else skip
 
 
-def spelled(skip: Iterable[int]) -> str:
+def format_skip_set(skip: Iterable[int]) -> str:
     """A skip set as the knob takes it, also between a benchmark's commas.
 
     >>> spelled({2, 4, 5}), spelled(())
@@ -119,7 +119,7 @@ def spelled(skip: Iterable[int]) -> str:
     return "+".join(f"{'am'[sublayer % 2]}{sublayer // 2}" for sublayer in sorted(skip)) or "none"
 
 
-class Search:
+class SkipSetSearch:
     """Bayesian optimisation of 2L bits, each relaxed to [0, 1] and set above one half: ask
     `suggest`, measure, `tell`.
 
@@ -138,15 +138,15 @@ class Search:
             ) from None
         self.library: Any = bayes_opt
         self.n, self.seed = 2 * n_layers, seed
-        self.told: dict[Skip, list[float]] = {}
+        self.told: dict[SkipSet, list[float]] = {}
 
-    def tell(self, skip: Skip, speed: float) -> None:
+    def tell(self, skip: SkipSet, speed: float) -> None:
         """A set was measured: tokens per second, on any scale. One that is measured again counts by
         its mean.
         """
         self.told.setdefault(skip, []).append(speed)
 
-    def suggest(self) -> Skip:
+    def suggest(self) -> SkipSet:
         """The next set: one that was not told, as long as there are any, and never all
         sublayers.
         """
@@ -176,7 +176,7 @@ class Search:
         return chosen
 
     @property
-    def best(self) -> Skip:
+    def best(self) -> SkipSet:
         """The fastest set so far."""
         return max(self.told, key=lambda skip: sum(self.told[skip]) / len(self.told[skip]))
 
@@ -186,7 +186,7 @@ class Search:
 RATE, SLOW, STEP = 0.5, 0.9, 0.01  # beta_1, beta_2, epsilon
 
 
-class Exit(NamedTuple):
+class DraftExit(NamedTuple):
     """When drafting ends: behind the first token whose probability under the draft is below the
     threshold.
 
@@ -197,7 +197,7 @@ class Exit(NamedTuple):
     threshold: float
     passed: float = 0.0
 
-    def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> "Exit":
+    def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> "DraftExit":
         """The exit after a round: stricter where too little passed, looser where enough did and the
         cap was not hit.
         """
@@ -205,10 +205,10 @@ class Exit(NamedTuple):
             return self
         passed = RATE * self.passed + (1 - RATE) * accepted / drafted
         step = STEP if passed < wanted else 0.0 if drafted == gamma else -STEP
-        return Exit(self.threshold + (1 - SLOW) * step, passed)
+        return DraftExit(self.threshold + (1 - SLOW) * step, passed)
 
 
-class Skipping(SharedSessionDrafter):
+class SelfSpeculativeDrafter(SharedSessionDrafter):
     """The target itself without some sublayers. What it learnt of its exit is of the request, not
     of a place in the text.
     """
@@ -216,14 +216,14 @@ class Skipping(SharedSessionDrafter):
     def __init__(
         self,
         session: Any,
-        skip: Skip,
+        skip: SkipSet,
         gamma: int,
         ends: frozenset[int],
         threshold: float,
         wanted: float,
     ):
         super().__init__(session.view(Plan(skip=skip)), gamma, ends)
-        self.first, self.wanted = Exit(threshold), wanted
+        self.first, self.wanted = DraftExit(threshold), wanted
         self.exit = self.first
 
     def should_stop(self, laws: TargetProbs, tip: int, token: int) -> bool:
@@ -275,7 +275,8 @@ def self_speculative(
 ) -> Decoder:
     """The target drafts for itself with sublayers skipped, and verifies with all of them."""
     session: Any = request.target
-    chosen = skipped(skip, session.model.config.n_layers)
+    chosen = parse_skip_set(skip, session.model.config.n_layers)
     return request.decoder(
-        Skipping(session, chosen, gamma, request.stop.eos, threshold, wanted), verify_tree
+        SelfSpeculativeDrafter(session, chosen, gamma, request.stop.eos, threshold, wanted),
+        verify_tree,
     )

@@ -22,7 +22,7 @@ children are the draft's likeliest tokens, as point masses.
 State: P is learnt from the rounds' own rows, and t by the clock; both start from a prior, and where
 there is a clock they are kept for the pair of models and the warp as long as the target lives. So
 above temperature 0 the text of a seed depends on time, unless `accepts` and `costs` are given.
-`measured` takes P from paired rows beforehand, as the paper does.
+`estimate_acceptance` takes P from paired rows beforehand, as the paper does.
 Left out: trees of hundreds of nodes for offloaded targets (the bound is a knob, and the planning
 grows with its square).
 """
@@ -74,7 +74,7 @@ def acceptance_by_rank(p: Probs, children: Iterable[tuple[int, Probs | None]]) -
     return chances
 
 
-def acceptance(
+def mean_acceptance_by_rank(
     pairs: Iterable[tuple[Probs, Probs]], ranks: int, rng: RandomSource | None
 ) -> list[Any]:
     """P: the mean over paired rows (p, q) of how often the first, second, ... child is kept.
@@ -117,7 +117,8 @@ def estimate_acceptance(
                 )
 
     return [
-        float(share) for share in acceptance(pairs(), ranks, rng if sampling.temperature else None)
+        float(share)
+        for share in mean_acceptance_by_rank(pairs(), ranks, rng if sampling.temperature else None)
     ]
 
 

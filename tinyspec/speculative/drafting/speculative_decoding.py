@@ -64,7 +64,7 @@ def verify_chain(p: Any, q: Any, draft: list[int], rng: Any) -> list[int]:
     return [*draft, bonus]
 
 
-def lenient(lenience: float) -> Verifier:
+def lenient_verifier(lenience: float) -> Verifier:
     """Acceptance of Leviathan et al., appendix A.5: the draft's law is scaled by l before it is
     compared.
 
@@ -117,13 +117,13 @@ def speculative_decoding(request: Request, *, gamma: int, lenience: float) -> De
     """A draft model guesses a chain of gamma tokens; the target walks it."""
     reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
     drafter = ModelDrafter(request.drafts[0], gamma, request.stop.eos, reach)
-    return request.decoder(drafter, verify_tree if lenience == 1 else lenient(lenience))
+    return request.decoder(drafter, verify_tree if lenience == 1 else lenient_verifier(lenience))
 
 
 # ---------------------------------------------------------------------- the analysis (sections 3.1 to 3.5)
 
 
-def acceptance(pairs: Iterable[tuple[Probs, Probs]]) -> float:
+def acceptance_rate(pairs: Iterable[tuple[Probs, Probs]]) -> float:
     """alpha: the mean of sum_x min(p(x), q(x)) over paired rows, that is 1 - TV on average (section
     3.2).
 
@@ -149,7 +149,7 @@ def expected_tokens(alpha: Any, gamma: int) -> Any:
     return sum(alpha**i for i in range(gamma + 1))
 
 
-def walltime_gain(alpha: float, gamma: int, c: float) -> float:
+def walltime_speedup(alpha: float, gamma: int, c: float) -> float:
     """Expected speed-up where one draft step costs c target calls and a block costs one call
     (theorem 3.8).
     """
@@ -167,4 +167,4 @@ def best_gamma(alpha: float, c: float, longest: int = 64) -> int:
     """The draft length with the greatest expected speed-up; 0 where drafting does not pay (section
     3.5).
     """
-    return max(range(longest + 1), key=lambda gamma: walltime_gain(alpha, gamma, c))
+    return max(range(longest + 1), key=lambda gamma: walltime_speedup(alpha, gamma, c))

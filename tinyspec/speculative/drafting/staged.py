@@ -35,7 +35,7 @@ from tinyspec.tree import ROOT, Probs, TokenTree
 Path = tuple[int, ...]
 
 
-class Known:
+class ComputedPaths:
     """What the draft was run over in this round: paths, and the laws behind them. One `run` is one
     call.
     """
@@ -66,7 +66,7 @@ class Known:
         self.laws = TargetProbs(self.model.score(tree), self.sampling, self.context, tree)
 
 
-class Staged(ModelDrafter):
+class StagedDrafter(ModelDrafter):
     """Grows a tree of `budget` nodes from a model: the most probable leaf gets `width` children,
     again and again.
 
@@ -107,7 +107,7 @@ class Staged(ModelDrafter):
             else min(max_draft_depth, self.positions - self.length)
         )
         tokens, parents, laws = list[int](), list[int](), list[Probs | None]()
-        known = Known(self.model, sampling, context)
+        known = ComputedPaths(self.model, sampling, context)
         leaves: list[
             tuple[Any, int, Path]
         ] = []  # (-probability, node, path): the most probable first
@@ -130,7 +130,7 @@ class Staged(ModelDrafter):
         return TokenTree(tuple(tokens), tuple(parents), tuple(laws), (False,) * len(tokens))
 
     def look(
-        self, known: Known, leaves: list[tuple[Any, int, Path]], most: int, deepest: int
+        self, known: ComputedPaths, leaves: list[tuple[Any, int, Path]], most: int, deepest: int
     ) -> None:
         """One call of the draft, where at most so many leaves are still to get children: the first
         of them, the next few, and the n-gram model's guesses below the first. None is run that
@@ -204,7 +204,7 @@ def staged(
             lambda: Katz(sampled(model, sample), order, model.config.vocab_size),
         )
     reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    drafter = Staged(
+    drafter = StagedDrafter(
         draft, budget, width, table, guesses, children == "drawn", request.stop.eos, reach
     )
     return request.decoder(drafter, verify_tree)

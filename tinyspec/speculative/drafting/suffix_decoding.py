@@ -44,7 +44,7 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
 
-class Suffixes(Remembered):
+class SuffixDecodingDrafter(Remembered):
     """Proposes the best draft behind any suffix of the text, from either tree.
 
     The request's own tree holds its whole text, prompt and output in one: `text` is its number
@@ -166,4 +166,6 @@ def suffix_decoding(
     forest, numbers = memory(
         request.target, request.clock, "suffix_decoding", depth, bound, remember
     )
-    return request.decoder(Suffixes(forest, numbers, alpha, most, floor, price), verify_tree)
+    return request.decoder(
+        SuffixDecodingDrafter(forest, numbers, alpha, most, floor, price), verify_tree
+    )

@@ -40,20 +40,20 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
-NOTHING = -1  # no candidate of this rank
-CHANCES = (0.28, 0.11, 0.03, 0.025, 0.02, 0.015, 0.012, 0.01)
+NO_CANDIDATE = -1  # no candidate of this rank
+RANK_CHANCES = (0.28, 0.11, 0.03, 0.025, 0.02, 0.015, 0.012, 0.01)
 """Worth of a candidate by its rank; further ranks share the last. Ours: the paper fixes its own
 tree. They decide what is guessed first, never what is said; `tinyspec bench` shows what a tree of
 them is worth."""
 
-Shape = tuple[tuple[int, int], ...]
+StaticTree = tuple[tuple[int, int], ...]
 """The static tree: (parent's index or ROOT, rank among the parent's candidates) of every node, a
 parent before its children.
 """
 
 
 @cache
-def static_tree(nodes: int, depth: int, k: int) -> Shape:
+def build_static_tree(nodes: int, depth: int, k: int) -> StaticTree:
     """The `nodes` paths of at most `depth` ranks below k with the greatest product of chances; of
     equals the shallower.
 
@@ -68,7 +68,10 @@ def static_tree(nodes: int, depth: int, k: int) -> Shape:
 
     def offer(parent: int, level: int, worth: float) -> None:
         for rank in range(k if level <= depth else 0):
-            heappush(waiting, (-worth * CHANCES[min(rank, len(CHANCES) - 1)], level, parent, rank))
+            heappush(
+                waiting,
+                (-worth * RANK_CHANCES[min(rank, len(RANK_CHANCES) - 1)], level, parent, rank),
+            )
 
     offer(ROOT, 1, 1.0)
     while waiting and len(shape) < nodes:
@@ -78,19 +81,19 @@ def static_tree(nodes: int, depth: int, k: int) -> Shape:
     return tuple(shape)
 
 
-class Matrix:
+class AdjacencyMatrix:
     """The adjacency matrix: for each token its k candidates, likeliest first. [V, k] int32, made
     when V is known.
     """
 
     def __init__(self, k: int):
         self.k = k
-        self.rows = np.full((0, k), NOTHING, np.int32)
+        self.rows = np.full((0, k), NO_CANDIDATE, np.int32)
 
     def learn(self, tokens: Sequence[int], found: Sequence[Sequence[int]], vocabulary: int) -> None:
         """Write the candidates found behind these tokens; a token written twice keeps the last."""
         if len(self.rows) < vocabulary:
-            self.rows = np.full((vocabulary, self.k), NOTHING, np.int32)
+            self.rows = np.full((vocabulary, self.k), NO_CANDIDATE, np.int32)
         for token, row in zip(tokens, found, strict=True):
             self.rows[token, : len(row)] = row
 
@@ -105,13 +108,13 @@ class Matrix:
         return row
 
 
-class Recycling(BaseDrafter):
+class TokenRecyclingDrafter(BaseDrafter):
     """Reads the static tree off the matrix, and writes every row of every pass back."""
 
-    def __init__(self, matrix: Matrix, nodes: int, depth: int, ends: frozenset[int]):
+    def __init__(self, matrix: AdjacencyMatrix, nodes: int, depth: int, ends: frozenset[int]):
         self.matrix, self.depth, self.ends = matrix, depth, ends
-        self.shape = static_tree(nodes, depth, matrix.k)
-        self.newest = NOTHING  # the token that the tree hangs from
+        self.shape = build_static_tree(nodes, depth, matrix.k)
+        self.newest = NO_CANDIDATE  # the token that the tree hangs from
 
     def propose(
         self,
@@ -127,8 +130,8 @@ class Recycling(BaseDrafter):
         }  # place in the shape -> (node, its depth, candidates)
         for place, (up, rank) in enumerate(self.shape):
             parent, level, known = below.get(up, (ROOT, max_draft_depth, []))
-            token = known[rank] if rank < len(known) and level < max_draft_depth else NOTHING
-            if token == NOTHING:
+            token = known[rank] if rank < len(known) and level < max_draft_depth else NO_CANDIDATE
+            if token == NO_CANDIDATE:
                 continue
             ended = token in self.ends  # nothing comes after the end of a text
             below[place] = (len(tokens), level + 1, [] if ended else self.matrix.after(token))
@@ -162,8 +165,10 @@ def token_recycling(request: Request, *, k: int, nodes: int, depth: int) -> Deco
     """Draft from what was nearly said; a request that runs alone finds what earlier ones left."""
     alone = request.clock is not None
     matrix = (
-        per_model_state(request.target, ("token_recycling", k), lambda: Matrix(k))
+        per_model_state(request.target, ("token_recycling", k), lambda: AdjacencyMatrix(k))
         if alone
-        else Matrix(k)
+        else AdjacencyMatrix(k)
     )
-    return request.decoder(Recycling(matrix, nodes, depth, request.stop.eos), verify_tree)
+    return request.decoder(
+        TokenRecyclingDrafter(matrix, nodes, depth, request.stop.eos), verify_tree
+    )

@@ -37,7 +37,7 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
 
-class Little(ModelDrafter):
+class BildDrafter(ModelDrafter):
     """The small model's turn: it ends where the next token would be one it is unsure of."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Little(ModelDrafter):
         return bool(confidence(laws, tip) > self.fallback)
 
 
-def big(rollback: float, rule: str) -> Verifier:
+def rollback_verifier(rollback: float, rule: str) -> Verifier:
     """The large model's turn: the rollback policy, and one token of its own."""
     least = math.exp(-rollback)  # -log p(x) > rollback
 
@@ -100,5 +100,5 @@ def big(rollback: float, rule: str) -> Verifier:
 def bild(request: Request, *, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
     """The draft model writes; the target reads when called, and takes back what is bad."""
     reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    little = Little(fallback, request.drafts[0], gamma, request.stop.eos, reach)
-    return request.decoder(little, big(rollback, rule))
+    little = BildDrafter(fallback, request.drafts[0], gamma, request.stop.eos, reach)
+    return request.decoder(little, rollback_verifier(rollback, rule))

@@ -37,7 +37,7 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
 
-def verify_block(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
+def verify_tree_by_block(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     """Keep the draft up to the largest place that passes, then draw one more token. The output has
     exactly the law p.
 
@@ -103,5 +103,5 @@ def block_verification(request: Request, *, gamma: int) -> Decoder:
     """A draft model guesses a chain of gamma tokens; the target judges it whole."""
     reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
     return request.decoder(
-        ModelDrafter(request.drafts[0], gamma, request.stop.eos, reach), verify_block
+        ModelDrafter(request.drafts[0], gamma, request.stop.eos, reach), verify_tree_by_block
     )

@@ -45,7 +45,7 @@ class _Races:
         return self.rng.exponential_race(row, self.position - 1)
 
 
-class RaceDraft(ModelDrafter):
+class GumbelCouplingDrafter(ModelDrafter):
     """Proposes what wins the draft model's races. The verifier runs on the same noise, so no law is
     declared.
     """
@@ -57,7 +57,7 @@ class RaceDraft(ModelDrafter):
         return TokenTree.chain(super().propose(context, max_draft_depth, sampling, races).tokens)
 
 
-def match(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+def verify_tree_by_race(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
     """What wins the target's race is said; the draft is followed while it says so too. Any tree,
     whoever made it.
     """
@@ -92,14 +92,14 @@ def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
     drafter: Drafter = BaseDrafter()
     if request.drafts:
         reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
-        drafter = RaceDraft(request.drafts[0], gamma, request.stop.eos, reach)
-    return request.decoder(drafter, match)
+        drafter = GumbelCouplingDrafter(request.drafts[0], gamma, request.stop.eos, reach)
+    return request.decoder(drafter, verify_tree_by_race)
 
 
 # ---------------------------------------------------------------------- the analysis
 
 
-def agreement(p: Probs, q: Probs) -> Any:
+def match_probability(p: Probs, q: Probs) -> Any:
     """P(same): the probability that two races on the same noise have one winner. O(V log V).
 
     i wins both where E_j >= E_i max(p_j / p_i, q_j / q_i) for every j: an exponential clock that is

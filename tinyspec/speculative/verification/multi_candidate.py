@@ -64,7 +64,7 @@ def multi_candidate(request: Request, *, configuration: str, replacement: bool) 
     )
 
 
-def acceptance(p: Probs, q: Probs, k: int) -> Any:
+def sequential_acceptance(p: Probs, q: Probs, k: int) -> Any:
     """The chance that one of k candidates drawn with replacement passes: 1 - (1 - beta_1) ... (1 -
     beta_k).
 

@@ -53,7 +53,7 @@ D = TypeVar("D")
 P = TypeVar("P")
 
 
-class Merged(BaseDrafter):
+class SpecInferDrafter(BaseDrafter):
     """The trees of several models, one beside the other; the session that scores them runs an equal
     prefix once.
     """
@@ -72,7 +72,7 @@ class Merged(BaseDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        return merged(
+        return merge_trees(
             [draft.propose(context, max_draft_depth, sampling, rng) for draft in self.drafts]
         )
 
@@ -89,7 +89,7 @@ class Merged(BaseDrafter):
             draft.end()
 
 
-def merged(trees: Sequence[TokenTree]) -> TokenTree:
+def merge_trees(trees: Sequence[TokenTree]) -> TokenTree:
     """All nodes of all trees below one root. Equal nodes stay two proposals: each has its own law.
 
     >>> merge_drafts([TokenTree.chain([5, 7]), TokenTree.chain([5, 8])]).parents
@@ -105,7 +105,7 @@ def merged(trees: Sequence[TokenTree]) -> TokenTree:
     return TokenTree(tokens, tuple(parents), laws, probe)
 
 
-def multi_step(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+def verify_tree_multi_step(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
     """Multi-step speculative sampling (algorithm 2): at every node, the proposals that stand there
     in a random order.
     """
@@ -164,13 +164,13 @@ def specinfer(request: Request, *, expansion: str) -> Decoder:
         TreeDrafter(model, trees[min(number, len(trees) - 1)], request.stop.eos, reach[number])
         for number, model in enumerate(request.drafts)
     ]
-    return request.decoder(Merged(drafts), multi_step)
+    return request.decoder(SpecInferDrafter(drafts), verify_tree_multi_step)
 
 
 # ---------------------------------------------------------------------- collective boost-tuning (section 3)
 
 
-class Boosted(NamedTuple):
+class BoostedDrafts(NamedTuple):
     """What came of boosting.
 
     drafts    the models, tuned; on the device of the target, in float32
@@ -183,7 +183,7 @@ class Boosted(NamedTuple):
     together: list[float]
 
 
-def collectively(
+def tune_collectively(
     drafts: Iterable[D],
     prompts: Sequence[P],
     tune: Callable[[D, Sequence[P]], D],
@@ -199,10 +199,10 @@ def collectively(
     return tuned
 
 
-def boost(
+def boost_drafts(
     target: Model, drafts: Sequence[Model], prompts: Tensor, settings: Settings, folder: str | Path, length: int = 8,
     batch: int = 32,
-) -> Boosted:  # fmt: skip
+) -> BoostedDrafts:  # fmt: skip
     """Tune draft models so that together they say what the target says greedily after these
     prompts.
 
@@ -221,7 +221,7 @@ def boost(
         raise TinyspecError(
             f"prompts of {prompts.shape[1]} tokens and answers of {length} outgrow a context of {longest}"
         )
-    texts = answered(target, prompts.to(target.device), length)
+    texts = append_greedy_answers(target, prompts.to(target.device), length)
 
     def tune(draft: tuple[int, Model], left: Sequence[int]) -> tuple[int, Model]:
         number, model = draft
@@ -257,21 +257,21 @@ def boost(
 
     def covers(draft: tuple[int, Model], prompt: int) -> bool:
         if id(draft) not in said:
-            said[id(draft)] = agreement(draft[1], texts, length)
+            said[id(draft)] = answers_match(draft[1], texts, length)
         return bool(said[id(draft)][prompt])
 
     given = [(number, model.to(texts.device, torch.float32)) for number, model in enumerate(drafts)]
-    tuned = collectively(given, range(len(texts)), tune, covers)
-    agree = torch.stack([agreement(model, texts, length) for _, model in tuned])  # [drafts, N]
+    tuned = tune_collectively(given, range(len(texts)), tune, covers)
+    agree = torch.stack([answers_match(model, texts, length) for _, model in tuned])  # [drafts, N]
     together = agree.cummax(dim=0).values
-    return Boosted(
+    return BoostedDrafts(
         [model for _, model in tuned],
         *(part.float().mean(dim=1).tolist() for part in (agree, together)),
     )
 
 
 @torch.no_grad()
-def answered(target: Model, prompts: Tensor, length: int) -> Tensor:
+def append_greedy_answers(target: Model, prompts: Tensor, length: int) -> Tensor:
     """[N, T + length]: each prompt with the target's greedy answer."""
     for _ in range(length):
         nexts = [target.training_logits(part)[:, -1:].argmax(dim=-1) for part in _parts(prompts)]
@@ -285,7 +285,7 @@ def _parts(rows: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def agreement(draft: Model, texts: Tensor, length: int) -> Tensor:
+def answers_match(draft: Model, texts: Tensor, length: int) -> Tensor:
     """[N]: whether a draft's greedy answer is the text's, that is whether each token is its
     likeliest after those before.
     """

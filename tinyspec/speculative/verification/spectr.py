@@ -44,7 +44,7 @@ HALVINGS, COARSE = (
 )  # of rho's bracket in floats, and in Fractions, whose denominators grow with each
 
 
-def division(p: Any, q: Any, k: int) -> Any:
+def division_factor(p: Any, q: Any, k: int) -> Any:
     """rho: the least factor in [1, k] with 1 - (1 - beta)^k <= rho beta, rounded up. p, q are
     vectors, [V].
 
@@ -78,15 +78,15 @@ def _spare(mass: Any, rho: Any, k: int) -> Any:
     """rho beta - (1 - (1 - beta)^k) for mass = rho beta: rho keeps the law of k drafts where it is
     not negative.
     """
-    return mass - taken(mass / rho, k)
+    return mass - chance_of_any(mass / rho, k)
 
 
-def taken(beta: Any, k: int) -> Any:
+def chance_of_any(beta: Any, k: int) -> Any:
     """The probability that one of k drafts passes where each does with beta."""
     return 1 - (1 - beta) ** k
 
 
-def remainder(p: Any, q: Any, k: int, rho: Any) -> Any:
+def k_seq_residual(p: Any, q: Any, k: int, rho: Any) -> Any:
     """The residual, not normalised: (1 - s) p + s max(0, p - rho q).
 
     >>> import numpy as np
@@ -94,11 +94,11 @@ def remainder(p: Any, q: Any, k: int, rho: Any) -> Any:
     [0.5625, 0.0]
     """
     mass = p.clip(max=rho * q).sum()
-    s = min(1, taken(mass / rho, k) / mass) if mass > 0 else 1  # above 1 by rounding only
+    s = min(1, chance_of_any(mass / rho, k) / mass) if mass > 0 else 1  # above 1 by rounding only
     return (1 - s) * p + s * (p - rho * q).clip(min=0)
 
 
-def k_seq(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
+def verify_tree_k_seq(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     """Follow the drafts that spell what was taken so far; at every position K-SEQ takes one of
     their tokens, or none.
 
@@ -114,12 +114,12 @@ def k_seq(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
             ratio(row, law, token) for token in tokens
         ]  # refuses what breaks the drafter's contract
         laws = vectors(row, law, tokens[0])
-        rho = division(*laws, len(drafts))
+        rho = division_factor(*laws, len(drafts))
         passed = next((i for i, x in enumerate(ratios) if rng.accept(x / rho)), None)
         refused += drafts[:passed]
         if passed is None:
             waiting = [node for node in waiting if node not in drafts]
-            left = remainder(*laws, len(drafts), rho)
+            left = k_seq_residual(*laws, len(drafts), rho)
             row = (
                 as_row(left / left.sum()) if left.sum() > 0 else row
             )  # nothing left: p and q agree up to rounding
@@ -165,13 +165,15 @@ def spectr(request: Request, *, k: int, gamma: int) -> Decoder:
     """A draft model writes k texts of gamma tokens; K-SEQ selects among them."""
     reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
     drafts = shape((k, *[1] * (gamma - 1)))
-    return request.decoder(TreeDrafter(request.drafts[0], drafts, request.stop.eos, reach), k_seq)
+    return request.decoder(
+        TreeDrafter(request.drafts[0], drafts, request.stop.eos, reach), verify_tree_k_seq
+    )
 
 
 # ---------------------------------------------------------------------- the analysis: what one position accepts
 
 
-def acceptance(p: Probs, q: Probs, k: int) -> Any:
+def k_seq_acceptance(p: Probs, q: Probs, k: int) -> Any:
     """The probability that K-SEQ takes one of k drafts: 1 - (1 - beta)^k at its rho.
 
     >>> from fractions import Fraction as F
@@ -179,11 +181,11 @@ def acceptance(p: Probs, q: Probs, k: int) -> Any:
     '1/2'
     """
     a, b = vectors(p, q, 0)
-    rho = division(a, b, k)
-    return taken(a.clip(max=rho * b).sum() / rho, k)
+    rho = division_factor(a, b, k)
+    return chance_of_any(a.clip(max=rho * b).sum() / rho, k)
 
 
-def optimum(p: Probs, q: Probs, k: int) -> Any:
+def optimal_acceptance(p: Probs, q: Probs, k: int) -> Any:
     """The most that any lossless selection can accept of k independent drafts: 1 + min_H (p(H) -
     q(H)^k). O(V log V).
 
