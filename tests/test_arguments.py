@@ -55,6 +55,15 @@ WRONG_PROMPTS = [
         torch.tensor([[1, 2]]),
         r"prompt is an array of int64 with shape \(1, 2\): .*a list of rows without padding",
     ),
+    (
+        torch.tensor([[1, 2]]),
+        r"prompt is an array .*; give its one row, prompt\[0\], or for several",
+    ),
+    (
+        np.array([[1, 2], [3, 4]]),
+        r"prompt is an array .*whole numbers; for several, a list of rows",
+    ),
+    ({"input_ids": torch.tensor([[1]])}, r"prompt is a dict: .*give prompt\['input_ids'\]\[0\]"),
     ({"role": "user", "content": "hi"}, r"prompt is a dict: .*give \[prompt\]"),
     ({"input_ids": [1]}, r"prompt is a dict: .*give prompt\['input_ids'\]"),
     ([{"role": "user"}], r"prompt\[0\] is \{'role': 'user'\}: it must be a chat message"),
@@ -162,6 +171,54 @@ def test_an_argument_of_another_library_gets_a_hint(model: Model, name: str) -> 
     flag = f"--{name.replace('_', '-')}"
     if name not in ("device", "dtype"):  # options of the command line
         assert failed(run("generate", "the cat", f"{flag}=1")).startswith(f"tinyspec: {flag}: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"do_sample": True, "temperature": 0.7}, "leave it out: temperature=0.7 samples already"),
+        ({"do_sample": True}, "write temperature=0.8, or another above 0"),
+        ({"do_sample": False, "temperature": 1}, "write temperature=0, or leave temperature out"),
+        ({"do_sample": False}, "leave it out: temperature=0 is greedy already"),
+    ],
+    ids=str,
+)
+def test_do_sample_says_what_to_write(model: Model, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(TinyspecError, match=f"^do_sample: {says}"):
+        tinyspec.generate(model, "the cat", **options)
+
+
+def test_a_call_without_its_arguments_shows_the_call() -> None:
+    """`generate("The dragon")`: the prompt is missing, and an example follows."""
+    example = r"write tinyspec\.generate\('storyteller', 'The dragon', max_new_tokens=20\)"
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        (
+            ("The dragon",),
+            {},
+            f"generate needs model and prompt, and prompt is missing: {example}$",
+        ),
+        ((), {"prompt": "The dragon"}, "generate needs model and prompt, and model is missing"),
+        (
+            ("x",),
+            {"input_ids": [1]},
+            rf"prompt is missing: {example} \(input_ids: give the token ids",
+        ),
+        (
+            ("x", "y", 20),
+            {},
+            f"generate takes model and prompt by position, and all .*: {example}$",
+        ),
+    ]
+    for given, options, says in calls:
+        with pytest.raises(TinyspecError, match=says) as caught:
+            tinyspec.generate(*given, **options)
+        assert "\n" not in str(caught.value)
+    face: Any = tinyspec
+    for name in ("load", "stream", "translate", "load_translator"):
+        with pytest.raises(
+            TinyspecError, match=f"^{name} needs .* is missing: write tinyspec.{name}"
+        ):
+            getattr(face, name)()
 
 
 def test_a_hint_says_what_the_argument_is_called_here() -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -190,6 +191,36 @@ def test_failing_notebook_names_the_lessons_line(tmp_path: Path) -> None:
     page.write_text(PAGE, encoding="utf-8")
     with pytest.raises(TinyspecError, match=r"00_wrong\.md:19: AssertionError: no$"):
         notebooks.run_notebook(notebooks.make_notebook(page), page)
+
+
+WARNS = PAGE.replace('assert x == 2, "no"', "import warnings\nwarnings.warn('old', FutureWarning)")
+
+
+@pytest.mark.book
+@pytest.mark.usefixtures("kernels")
+def test_notebook_with_a_warning_names_its_cell(tmp_path: Path) -> None:
+    page = tmp_path / "00_warns.md"
+    page.write_text(WARNS, encoding="utf-8")
+    with pytest.raises(
+        TinyspecError, match=r"00_warns\.md:18: the cell shows a warning, Fut.*: old"
+    ):
+        notebooks.run_notebook(notebooks.make_notebook(page), page)
+
+
+@pytest.mark.book
+@pytest.mark.usefixtures("kernels")
+def test_book_with_a_warning_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of one page whose second cell warns: sphinx names the page and the cell's line."""
+    pytest.importorskip("sphinx", reason="the book is built by sphinx: pip install -e '.[book]'")
+    (tmp_path / "index.md").write_text(WARNS, encoding="utf-8")
+    settings = (TUTORIALS / "conf.py").read_text(encoding="utf-8")
+    settings = settings.replace('    app.connect("builder-inited", write_replay)\n', "")
+    (tmp_path / "conf.py").write_text(settings, encoding="utf-8")
+    (tmp_path / "_static").mkdir()
+    command = [sys.executable, "-m", "sphinx", "-W", "-q", str(tmp_path), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert re.search(r"index\.md:1\d: .*the cell shows a warning, Fut.*: old", done.stderr), done
 
 
 @pytest.mark.book

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tinyspec.display import (
     choose_speed,
     coloured,
     legend,
+    name_lane,
     pace_in_words,
     ratio_in_words,
     report,
@@ -107,6 +109,20 @@ def test_every_frame_fits_its_terminal_and_is_as_tall_as_the_last(
     assert len(drawn(console, stage.tell(lanes[1], 8))) <= 8 + len(
         drawn(console, legend(list(STYLES)))
     )
+
+
+def test_four_lanes_are_readable_on_a_small_terminal(lanes: list[Lane]) -> None:
+    """At 80 x 24 each of four lanes keeps three lines of text, and the report cuts no word."""
+    many = [*lanes, *(replace(lanes[1], method=name) for name in ("token_recycling", "llma"))]
+    console = Console(file=io.StringIO(), width=80, height=24)
+    lines = drawn(console, Stage(console, "the cat sat on the mat " * 20, "a title").draw(many, 24))
+    heads = [i for i, line in enumerate(lines) if "forward passes, " in line]
+    assert [lines[i].partition(":")[0] for i in heads] == [name_lane(lane.method) for lane in many]
+    assert len(lines) < 24 and min(b - a for a, b in pairwise(heads)) == 5  # head, bar, text
+    outcomes = compare([many], greedy=True)
+    said = drawn(console, report(many, outcomes, ["exact"] * 3))
+    assert max(map(cell_len, said)) <= 80 and not any("…" in line for line in said)
+    assert all(any(line.startswith(name_lane(lane.method)) for line in said) for lane in many)
 
 
 def test_the_newest_text_is_shown(lanes: list[Lane]) -> None:

@@ -146,7 +146,7 @@ def test_the_public_face_imports_the_package_only_inside_functions() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3050,
+    "root + show": 3100,
     "_core": 850,
     "lm": 4100,
     "decoding": 2770,
@@ -156,7 +156,7 @@ CODE_LINES = {
     "training": 2620,
     "bench": 5850,
     "grade": 3950,
-    "cli": 3370,
+    "cli": 3400,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

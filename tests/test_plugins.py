@@ -212,8 +212,23 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     assert technique.load_plugin(file)[0].title == "Better"
 
 
-def test_a_method_that_is_a_file_says_how_it_is_loaded() -> None:
-    assert "--plugin mine.py" in failed(run("generate", "Once", "--method", "mine.py"))
+def test_a_method_may_be_a_file(tmp_path: Path) -> None:
+    """`--method mine.py` and `methods mine.py` do what `--plugin mine.py` and the name do."""
+    file = write(tmp_path, TECHNIQUE)
+    said = run("generate", "Once", "--method", file, "--gamma", "3", "-n", "5", "--json")
+    assert json.loads(said.stdout)["method"] == "mine"
+    assert run("methods", file).stdout == run("methods", "mine", "--plugin", file).stdout
+    assert os.environ[plugins.VARIABLE] == str(Path(file).resolve())
+
+
+def test_a_method_that_is_no_file_says_so(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "mine.py")
+    for command in (("generate", "Once", "--method", nowhere), ("methods", nowhere)):
+        assert failed(run(*command)).startswith(f"tinyspec: {nowhere}: no such file")
+    with pytest.raises(
+        TinyspecError, match=r"--plugin mine\.py, or tinyspec\.technique\.load_plugin"
+    ):
+        tinyspec.generate("storyteller", "Once", method="mine.py")
 
 
 BAD_FILES = [
@@ -235,7 +250,7 @@ def test_a_file_that_cannot_be_loaded_is_one_line(
     tmp_path: Path, text: str, name: str, words: str
 ) -> None:
     file = write(tmp_path, text, name)
-    for command in (("laws", file), ("generate", "Once", "--plugin", file)):
+    for command in (("laws", file), ("methods", file), ("generate", "Once", "--plugin", file)):
         assert words in failed(run(*command))
     assert "no such file" in failed(run("laws", str(tmp_path / "other.py")))
 

@@ -25,9 +25,10 @@ lossy; approx) and is held to it by `tinyspec.laws`. Read first, since the other
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from tinyspec.arguments import Prompt
@@ -59,14 +60,41 @@ class _Unquoted(str):
     __repr__ = str.__str__
 
 
-def _show_types(function: F) -> F:
-    """Make `help(function)` print its annotations without quotation marks."""
-    kinds = function.__annotations__
-    function.__annotations__ = {name: _Unquoted(kind) for name, kind in kinds.items()}
-    return function
+def _explain_call(example: str) -> Callable[[F], F]:
+    """Return a decorator of public functions, whose wrong calls show an example in one line.
+
+    It also makes `help(function)` print the annotations without quotation marks.
+    """
+
+    def decorate(function: F) -> F:
+        kinds = function.__annotations__
+        function.__annotations__ = {name: _Unquoted(kind) for name, kind in kinds.items()}
+        name, code = function.__name__, function.__code__
+        positional = code.co_varnames[: code.co_argcount]
+        needed = positional[: len(positional) - len(function.__defaults__ or ())]
+
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            missing = [name for name in needed[len(args) :] if name not in options]
+            if not missing and len(args) <= len(positional):
+                return function(*args, **options)
+            from tinyspec.errors import TinyspecError
+            from tinyspec.familiar import hint_argument
+
+            if missing:
+                wrong = f"{name} needs {' and '.join(needed)}, and {missing[0]} is missing"
+            else:
+                first = " and ".join(positional) or "nothing"
+                wrong = f"{name} takes {first} by position, and all else by name"
+            hints = [f" ({word}: {hint})" for word in options if (hint := hint_argument(word))]
+            raise TinyspecError(f"{wrong}: write {example}" + "".join(hints[:1]))
+
+        return cast(F, call)
+
+    return decorate
 
 
-@_show_types
+@_explain_call("tinyspec.load('storyteller')")
 def load(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> Model:
     """Return a model, by a bundled name (storyteller), folder, .gguf file, or hub id (org/name).
 
@@ -78,7 +106,7 @@ def load(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> Mo
     return models.load(name_or_path, device=device, dtype=dtype)
 
 
-@_show_types
+@_explain_call("tinyspec.generate('storyteller', 'The dragon', max_new_tokens=20)")
 def generate(
     model: Model | str | Path,
     prompt: Prompt | Sequence[Prompt],
@@ -140,7 +168,7 @@ def generate(
     return generate(model, prompt, **options, **sampling, seed=seed, **more, **knobs)
 
 
-@_show_types
+@_explain_call("tinyspec.stream('storyteller', 'The dragon', max_new_tokens=20)")
 def stream(model: Model | str | Path, prompt: Prompt, **options: Any) -> Iterator[str]:
     """Yield the new text as it grows. Takes the arguments of `generate`, and one prompt.
 
@@ -151,7 +179,7 @@ def stream(model: Model | str | Path, prompt: Prompt, **options: Any) -> Iterato
     return stream(model, prompt, **options)
 
 
-@_show_types
+@_explain_call("tinyspec.load_translator('multi30k-nat')")
 def load_translator(name_or_path: str | Path, device: str = "cpu", dtype: Any = None) -> Seq2Seq:
     """Return an encoder-decoder, by name or folder.
 
@@ -162,7 +190,7 @@ def load_translator(name_or_path: str | Path, device: str = "cpu", dtype: Any = 
     return translators.load_translator(name_or_path, device=device, dtype=dtype)
 
 
-@_show_types
+@_explain_call("tinyspec.translate('multi30k-nat', 'A dog runs.')")
 def translate(
     model: Seq2Seq | str | Path,
     source: Source | Sequence[Source],
@@ -202,7 +230,7 @@ def translate(
     return translate(model, source, seed=seed, **options, **knobs)
 
 
-@_show_types
+@_explain_call("tinyspec.techniques()")
 def techniques() -> Catalogue:
     """Return the cards of all techniques, a list that prints as a table.
 

@@ -88,9 +88,11 @@ def check_ids(name: str, value: Any, expected: str = IDS) -> list[int]:
     """Return token ids as a list, from whole numbers or a 1-D integer array or tensor."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         if "int" not in str(value.dtype) or len(value.shape) != 1:
-            rows = f"; for several, a list of rows without padding: [{name}[0], ...]"
-            rows = rows if len(value.shape) == 2 else ""
-            raise wrong(name, value, f"a 1-D array of whole numbers{rows}")
+            rows = f"a list of rows without padding: [{name}[0], ...]"
+            several = f"; give its one row, {name}[0], or for several prompts {rows}"
+            if tuple(value.shape[:-1]) != (1,):
+                several = f"; for several, {rows}" if len(value.shape) == 2 else ""
+            raise wrong(name, value, f"a 1-D array of whole numbers{several}")
         return [int(token) for token in value.tolist()]
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise wrong(name, value, expected)
@@ -104,6 +106,8 @@ def check_prompt(prompt: Any, name: str = "prompt") -> Prompt:
         return prompt
     if isinstance(prompt, Mapping):
         hint = f": give {name}['input_ids']" if "input_ids" in prompt else ""
+        if hint and len(getattr(prompt["input_ids"], "shape", ())) == 2:
+            hint += "[0], one row"
         hint = f": give [{name}]" if "role" in prompt else hint
         raise TinyspecError(f"{name} is a {type(prompt).__name__}: it must be {PROMPT}{hint}")
     if isinstance(prompt, bytes):
@@ -155,17 +159,38 @@ def check_texts(name: str, given: Any, example: str) -> list[str | list[int]]:
     ]
 
 
-def check_names(card: Card, given: Iterable[str], known: Iterable[str]) -> None:
+def check_names(
+    card: Card, given: Mapping[str, Any], known: Iterable[str], temperature: Any = None
+) -> None:
     """Raise TinyspecError for another library's argument, or one that is spelled nearly like ours.
 
     Knobs of the technique pass, and what is no name at all: `Card.settings` speaks of those.
     """
     own, ours = [knob.name for knob in card.knobs], list(known)
-    for name in given:
+    for name, value in given.items():
         if name in own:
             continue
+        if name == "do_sample" and isinstance(value, bool):
+            raise TinyspecError(f"do_sample: {_explain_do_sample(value, temperature)}")
         if hint := hint_argument(name):
             raise TinyspecError(f"{name}: {hint}")
         close = get_close_matches(name, [*own, *ours], n=1, cutoff=0.7)
         if close and close[0] in ours:
             raise TinyspecError(f"there is no argument '{name}': did you mean '{close[0]}'?")
+
+
+def _explain_do_sample(wanted: bool, temperature: Any) -> str:
+    """Return what to write in place of transformers' `do_sample`.
+
+    >>> _explain_do_sample(True, 0.0)
+    'write temperature=0.8, or another above 0: it is what makes the text sampled'
+    >>> _explain_do_sample(True, 0.7)
+    'leave it out: temperature=0.7 samples already'
+    """
+    sampled = isinstance(temperature, (int, float)) and temperature > 0
+    if wanted == sampled:
+        kind = "samples" if wanted else "is greedy"
+        return f"leave it out: temperature={temperature or 0} {kind} already"
+    if wanted:
+        return "write temperature=0.8, or another above 0: it is what makes the text sampled"
+    return "write temperature=0, or leave temperature out: it is what makes the text greedy"

@@ -187,22 +187,23 @@ class Stage:
         high = None
         if height is not None:
             room = height - 1 - len(head) - len(keys.wrap(self.console, self.console.width))
-            high = max(
-                (room if beside else room // len(lanes)) - 4, 1
-            )  # 4: border, bar, figures, border
+            # Beside its text a panel has two borders, the bar and the figures; a strip, the last two.
+            high = max(room - 4 if beside else room // len(lanes) - 2, 1)
         tallest = max(len(self._body(lane, wide, high)) for lane in whole)
         goal = max(len(lane.tokens) for lane in whole)
-        panels = [
-            self._panel(lane, self._body(lane, wide, high), wide, tallest, goal) for lane in lanes
+        shown = [
+            (self._panel if beside else self._strip)(
+                lane, self._body(lane, wide, high), wide, tallest, goal
+            )
+            for lane in lanes
         ]
-        rows: list[RenderableType] = [*panels]
         if beside:
             grid = Table.grid(expand=True)
-            for _ in panels:
+            for _ in shown:
                 grid.add_column(ratio=1)
-            grid.add_row(*panels)
-            rows = [grid]
-        return Group(*head, *rows, keys)
+            grid.add_row(*shown)
+            shown = [grid]
+        return Group(*head, *shown, keys)
 
     def tell(self, lane: Lane, lines: int) -> RenderableType:
         """Return a lane's text in the width of the terminal, at most so many lines of it, and the
@@ -223,19 +224,41 @@ class Stage:
         lines = list(text.wrap(self.console, max(wide - 4, 8)))
         return lines if high is None else lines[max(len(lines) - high, 0) :]
 
-    def _panel(self, lane: Lane, body: list[Text], wide: int, lines: int, goal: int) -> Panel:
-        done = 1.0 if lane.finished else min(len(lane.tokens) / max(goal, 1), 1.0)
-        bar = Text("━" * round(done * (wide - 4)), "#009e73" if lane.finished else "")
-        figures = Text(
-            f"{count_of(len(lane.tokens), 'token')} in {count_of(lane.stats.target_calls, 'forward pass', 'es')}",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
-        clock = f"{lane.seconds:.{2 if lane.seconds >= 1 else 3}f} s" + (
-            ", done" if lane.finished else ""
-        )
-        content = Group(Text("\n").join([*body, *[Text()] * (lines - len(body))]), bar, figures)
+    def _panel(
+        self, lane: Lane, body: list[Text], wide: int, lines: int, goal: int
+    ) -> RenderableType:
+        """Return a lane in a frame: text, bar, figures."""
+        figures, clock = self._state(lane)
+        content = Group(_padded(body, lines), self._bar(lane, wide - 4, goal), figures)
         return Panel(content, title=name_lane(lane.method), subtitle=clock, box=ROUNDED)
+
+    def _strip(
+        self, lane: Lane, body: list[Text], wide: int, lines: int, goal: int
+    ) -> RenderableType:
+        """Return a lane without a frame, which leaves more lines to its text."""
+        figures, clock = self._state(lane)
+        head = Text.assemble(
+            (name_lane(lane.method), "bold"), ": ", figures, ", ", clock,
+            no_wrap=True, overflow="ellipsis",
+        )  # fmt: skip
+        return Group(head, self._bar(lane, wide, goal), _padded(body, lines))
+
+    def _state(self, lane: Lane) -> tuple[Text, str]:
+        """Return what a lane has written, and what its clock shows."""
+        passes = count_of(lane.stats.target_calls, "forward pass", "es")
+        figures = f"{count_of(len(lane.tokens), 'token')} in {passes}"
+        clock = f"{lane.seconds:.{2 if lane.seconds >= 1 else 3}f} s"
+        done = ", done" if lane.finished else ""
+        return Text(figures, no_wrap=True, overflow="ellipsis"), clock + done
+
+    def _bar(self, lane: Lane, wide: int, goal: int) -> Text:
+        done = 1.0 if lane.finished else min(len(lane.tokens) / max(goal, 1), 1.0)
+        return Text("━" * round(done * wide), "#009e73" if lane.finished else "")
+
+
+def _padded(body: Sequence[Text], lines: int) -> Text:
+    """Return a text of so many lines; empty ones follow it."""
+    return Text("\n").join([*body, *[Text()] * (lines - len(body))])
 
 
 def report(
@@ -246,17 +269,23 @@ def report(
     promises  each outcome's guarantee at its settings, "lossy" among them
     """
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=True)
-    table.add_column("")
-    for lane in lanes:
-        table.add_column(name_lane(lane.method), justify="right")
-    for name, cells in figures(lanes).items():
-        table.add_row(name, *cells)
+    names, columns = [name_lane(lane.method) for lane in lanes], figures(lanes)
+    rows: list[Sequence[str]] = [(name, *cells) for name, cells in columns.items()]
+    head = ["", *names]
+    if len(lanes) > 2:  # a row for each lane: so many names do not fit beside each other
+        head, rows = ["", *columns], [*zip(names, *columns.values(), strict=True)]
+        table.padding = (0, 1, 0, 0)
+    table.add_column("", no_wrap=True)
+    for name in head[1:]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
     said: list[RenderableType] = [table, Text()]
     for outcome, promise in zip(outcomes, promises, strict=True):
-        who = f"{outcome.method}: " if len(outcomes) > 1 else ""
+        who, lead = (f"{outcome.method}: ", "  ") if len(outcomes) > 1 else ("", "")
         said += [
             Text(who + ratio_in_words(outcome.ratio, outcome.ratios), "bold"),
-            Text(who + verdict(outcome, promise)),
+            Text(lead + verdict(outcome, promise)),
         ]
     return Group(*said)
 

@@ -170,7 +170,7 @@ def start(
 ) -> GenerationRun:
     """Prepare a request: everything that can be wrong with its arguments is said here."""
     card = find(method)
-    check_names(card, knobs, start.__kwdefaults__ or ())
+    check_names(card, knobs, start.__kwdefaults__ or (), temperature)
     card.settings(knobs)
     prompt = check_prompt(prompt)
     check_budget(max_new_tokens, seed)

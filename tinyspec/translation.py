@@ -58,7 +58,7 @@ def start(
     """Prepare a translation: everything that can be wrong with its arguments is said here."""
     model = translator(model)
     card = find(spelled(model, method))
-    check_names(card, knobs, start.__kwdefaults__ or ())
+    check_names(card, knobs, start.__kwdefaults__ or (), temperature)
     source = check_source_type(source)
     check_budget(max_new_tokens, seed)
     if temperature is not None and any(knob.name == "temperature" for knob in card.knobs):

@@ -12,6 +12,7 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
+from sphinx.util import logging as sphinx_logging
 
 from tinyspec.cli import notebooks
 from tinyspec.cli.lessons import strip_outputs
@@ -88,6 +89,16 @@ class LinkPapers(SphinxTransform):
             inside.replace(text, [*pieces, nodes.Text(text[at:])])
 
 
+def report_warnings(app: Sphinx, doctree: nodes.document) -> None:
+    """Name each cell whose output shows a Python warning: `tinyspec book` then builds no book."""
+    for block in doctree.findall(nodes.literal_block):
+        if "stderr" in block["classes"] and (found := notebooks.WARNING.search(block.astext())):
+            place = f"{doctree['source']}:{block.line or block.parent.line or 1}"
+            sphinx_logging.getLogger(__name__).warning(
+                f"the cell shows a warning, {found[0]}", location=place
+            )
+
+
 def leave_outputs_out(app: Sphinx, name: str, source: list[str]) -> None:
     """Drop what a page shows below its cells for readers of the file: the book has what they did now."""
     source[0] = strip_outputs(source[0])
@@ -146,6 +157,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(LinkPapers)
     app.connect("builder-inited", write_replay)
     app.connect("source-read", leave_outputs_out)
+    app.connect("doctree-read", report_warnings)
     app.connect("html-page-context", offer_notebook)
     app.connect("build-finished", write_notebooks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -38,14 +38,19 @@ def _debug_option() -> click.Option:
     )
 
 
-def _load_plugins(ctx: click.Context, _: click.Parameter, paths: Sequence[Path]) -> None:
-    if paths:
-        from tinyspec.plugins import add_to_environment
-        from tinyspec.technique import load_plugin
+def load_file(path: Path) -> str:
+    """Load a technique file, here and in child processes, and return the technique's name."""
+    from tinyspec.plugins import add_to_environment
+    from tinyspec.technique import load_plugin
 
-        for path in paths:
-            load_plugin(path)
-            add_to_environment(path)
+    cards = load_plugin(path)
+    add_to_environment(path)
+    return cards[0].name
+
+
+def _load_plugins(ctx: click.Context, _: click.Parameter, paths: Sequence[Path]) -> None:
+    for path in paths:
+        load_file(path)
 
 
 def plugin_option(function: F) -> F:
@@ -96,9 +101,12 @@ class Command(click.Command):
 
 
 def our_method(name: str) -> str:
-    """Return what a technique is called here; say so on standard error if it was given another
-    library's name.
+    """Return what a technique is called here, given any name of it or the file that it stands in.
+
+    A file is loaded as by --plugin. Another library's name is answered on standard error.
     """
+    if name.endswith(".py"):
+        return load_file(Path(name))
     ours = METHODS.get(normalize_method(name), name)
     if ours != name and name != "plain":  # which `translate` and the tables call it too
         click.echo(f"tinyspec: {name} is called {ours} here", err=True)

@@ -102,11 +102,9 @@ def find_cards(methods: Sequence[str], everything: bool = False) -> "list[Card]"
     """Return the cards of techniques, each given by name or by file; after those, with
     `everything`, all others.
     """
-    from tinyspec.technique import find, load_plugin, techniques
+    from tinyspec.technique import find, techniques
 
-    cards = list["Card"]()
-    for name in dict.fromkeys(methods):
-        cards += load_plugin(name) if name.endswith(".py") else [find(our_method(name))]
+    cards = [find(our_method(name)) for name in methods]
     return list(dict.fromkeys([*cards, *techniques().values()] if everything else cards))
 
 

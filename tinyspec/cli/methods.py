@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.command import our_method
 
 if TYPE_CHECKING:
     from tinyspec.technique import Card, Knob
@@ -47,7 +48,7 @@ def methods(name: str | None, as_json: bool, markdown: bool) -> None:
     from tinyspec.technique import find, techniques
 
     if name is not None:
-        card = find(name)
+        card = find(our_method(name))
         click.echo(json.dumps(card.as_dict() | {"doc": card.doc}) if as_json else described(card))
     elif as_json:
         click.echo(json.dumps([card.as_dict() for card in techniques().values()]))

@@ -19,6 +19,7 @@ from tinyspec.errors import TinyspecError
 SECONDS = 300  # that one cell may take
 IN_CELL = re.compile(r"Cell In\[\d+\], line (\d+)")
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+WARNING = re.compile(r"\b\w*Warning: .*")  # a Python warning, in what a cell writes to stderr
 NEEDS_CLONE = (
     'raise SystemExit("open this notebook in the folder tutorials/ of a clone of tinyspec")'
 )
@@ -87,8 +88,9 @@ def make_notebook(path: Path) -> Any:
 
 
 def run_notebook(notebook: Any, path: Path, on_cell: Callable[[], None] = lambda: None) -> None:
-    """Execute a notebook in the lessons' folder. A cell that fails is named by the line of its
-    page.
+    """Execute a notebook in the lessons' folder.
+
+    A cell that fails, or that shows a Python warning, is named by the line of its page.
     """
     import nbclient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError
@@ -108,6 +110,12 @@ def run_notebook(notebook: Any, path: Path, on_cell: Callable[[], None] = lambda
         raise TinyspecError(
             f"{path}:{_find_line(notebook, path, failed, str(error))}: {_say(error)}"
         ) from error
+    for index, cell in enumerate(notebook.cells):
+        for output in cell.get("outputs", []):
+            if output.get("name") == "stderr" and (found := WARNING.search(output["text"])):
+                raise TinyspecError(
+                    f"{path}:{_find_line(notebook, path, [index], '')}: the cell shows a warning, {found[0]}"
+                )
 
 
 def _find_line(notebook: Any, path: Path, failed: list[int], traceback: str) -> int:
