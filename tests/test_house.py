@@ -156,7 +156,7 @@ CODE_LINES = {
     "training": 2620,
     "bench": 5850,
     "grade": 3950,
-    "cli": 3400,
+    "cli": 3410,
 }
 """The most code lines that each room may have, as `make size` counts them.
 
