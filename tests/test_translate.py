@@ -10,8 +10,7 @@ import torch
 import tinyspec
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec import _core, models
-from tinyspec.decoding.refine import blank
-from tinyspec.decoding.rescore import judge
+from tinyspec.decoding.refine import blank, judge
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import techniques

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from tinyspec.decoding.decode import Decoder, Target
-from tinyspec.decoding.goodput import Clock, PolicyOverride
 from tinyspec.decoding.refine import Refiner
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -26,6 +25,13 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
 
 CHAPTERS = ("tinyspec.speculative", "tinyspec.early_exit", "tinyspec.nonautoregressive")
+
+
+Clock = Callable[[], float]
+"""Seconds, from any beginning."""
+
+PolicyOverride = Callable[[int, Any], int]
+"""(number of ways to go on, chance) -> which: who stands in for a technique's own judgement."""
 
 
 class Guarantee(Enum):

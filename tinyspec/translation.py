@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from tinyspec.arguments import check_budget, check_ids, check_names, check_sampling, is_batch, wrong
-from tinyspec.decoding.rescore import check_teacher
+from tinyspec.decoding.refine import check_teacher
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError

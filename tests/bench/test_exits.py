@@ -15,7 +15,7 @@ from tests.zoo import TEXT, Zoo, failed, run, tiny_zoo
 from tinyspec.bench import exits
 from tinyspec.bench.calibration import thresholds
 from tinyspec.bench.exits_figure import picture
-from tinyspec.decoding.calibrate import textual
+from tinyspec.early_exit.calibrate import textual
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 

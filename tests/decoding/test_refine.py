@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from tests.laws import hosted
-from tinyspec.decoding.refine import Canvas, Refinement, Refiner, blank, refine
-from tinyspec.decoding.rescore import best, check_teacher, judge
+from tinyspec.decoding.refine import (
+    Canvas,
+    Refinement,
+    Refiner,
+    best,
+    blank,
+    check_teacher,
+    judge,
+    refine,
+)
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import refine_laws

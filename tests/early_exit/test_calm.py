@@ -12,14 +12,24 @@ import tinyspec
 from tests.lm.small import LLAMA, PROMPT
 from tests.lm.small import model as network
 from tests.table import Table, law
-from tinyspec.decoding.confidence import BIAS, WEIGHT, classified, gap, saturation, softmax_response
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.exits import ExitTarget
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.early_exit.calm import balanced_loss, decayed, fit, labels
+from tinyspec.early_exit.calm import (
+    BIAS,
+    WEIGHT,
+    balanced_loss,
+    classified,
+    decayed,
+    fit,
+    gap,
+    labels,
+    saturation,
+    softmax_response,
+)
+from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.laws import toys

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs
-from tinyspec.decoding.joint import Joint
 from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
 from tinyspec.decoding.refine import Canvas, blank
 from tinyspec.decoding.rng import RandomSource
@@ -17,6 +16,7 @@ from tinyspec.laws.parts import Siblings
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
+from tinyspec.speculative.integrated.speculative_contrastive import Joint
 from tinyspec.technique import Card, Guarantee, Knob, RefineRequest, Request
 from tinyspec.tree import ROOT, TokenTree
 

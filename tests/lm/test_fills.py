@@ -17,7 +17,7 @@ import torch
 import tinyspec
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, PROMPT, begun, model, same_cache, tree
-from tinyspec.decoding.exits import FILLS, Exit, ExitTarget, Rule
+from tinyspec.early_exit.exits import FILLS, Exit, ExitTarget, Rule
 from tinyspec.laws.tables import TableModel
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.gate import run_together

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tinyspec.decoding.beam import greedy
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.lockstep import Lockstep
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
+from tinyspec.training.beam import greedy
 from tinyspec.training.bitext import BOS, EOS, padded
 
 SOURCES = [[4, 5, 6, 7], [8], [9, 4, 9]]

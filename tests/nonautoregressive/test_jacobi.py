@@ -11,7 +11,6 @@ from tests.table import Table, law
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec import generate, load, translate
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -33,6 +32,7 @@ from tinyspec.laws.sweeps import (
 from tinyspec.laws.tables import TableModel
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.jacobi import Jacobi, asked, iterate, solve, sweeps
+from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Request, find
 
 CARD = find("jacobi")

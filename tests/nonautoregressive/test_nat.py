@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tinyspec.decoding.copies import by_fertility, guarded, uniform
 from tinyspec.decoding.refine import Refinement, refine
-from tinyspec.decoding.refine_many import chosen
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.fertility_laws import fertility_law, judged, named, student, teacher
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import nat
+from tinyspec.nonautoregressive.nat import by_fertility, guarded, uniform
+from tinyspec.nonautoregressive.refine_many import chosen
 from tinyspec.technique import RefineRequest, find
 from tinyspec.training.aligner import align, fertilities
 from tinyspec.training.dialects import Dialects, padded

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from tinyspec.decoding.refine import Refiner, blank, refine
-from tinyspec.decoding.refine_many import alone, chosen, refine_many
-from tinyspec.decoding.rescore import judge, token_logprobs
+from tinyspec.decoding.refine import Refiner, blank, judge, refine, token_logprobs
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import ForwardRecord
@@ -13,6 +11,7 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.nonautoregressive.mask_predict import MaskPredict
 from tinyspec.nonautoregressive.nat import FertileParallel
+from tinyspec.nonautoregressive.refine_many import alone, chosen, refine_many
 from tinyspec.training.bitext import padded
 
 SOURCES = [[4, 5, 6, 7, 9], [8], [9, 4, 9], [5, 5, 10]]

@@ -14,9 +14,7 @@ from tests.zoo import tiny_zoo
 from tinyspec import generate, load
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.goodput import DRAFT, LOOKED, PLAIN, Candidate, Choice, CostModel, Goodput
 from tinyspec.decoding.modeldraft import ModelDrafter
-from tinyspec.decoding.remembered import OUTPUTS
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -34,6 +32,8 @@ from tinyspec.speculative.auto import (
     LookupDrafter,
     shared_cost_model,
 )
+from tinyspec.speculative.goodput import DRAFT, LOOKED, PLAIN, Candidate, Choice, CostModel, Goodput
+from tinyspec.speculative.lookup import OUTPUTS
 from tinyspec.technique import Request, find
 from tinyspec.tree import ROOT, TokenTree
 

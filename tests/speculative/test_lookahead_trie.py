@@ -11,11 +11,9 @@ import pytest
 from tests.table import Table, law
 from tinyspec._core import Forest
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
-from tinyspec.decoding.remembered import OUTPUTS
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.trust import FIRST, AcceptanceTracker
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
@@ -23,6 +21,7 @@ from tinyspec.laws.toys import lookahead_trie as toys
 from tinyspec.laws.toys.lookahead_trie import said
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.integrated.lookahead_trie import Lookahead, shaped
+from tinyspec.speculative.lookup import FIRST, OUTPUTS, AcceptanceTracker
 from tinyspec.technique import Request, find
 from tinyspec.tree import TokenTree
 

@@ -13,7 +13,6 @@ import pytest
 from tests.table import Table, law
 from tests.zoo import Zoo, run, tiny_zoo
 from tinyspec import generate, load
-from tinyspec.decoding.datastore import HEADER, PIECE, build, indexed, opened, write
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -22,6 +21,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import rest as toys
+from tinyspec.speculative.drafting.datastore import HEADER, PIECE, build, indexed, opened, write
 from tinyspec.speculative.drafting.rest import RestDrafter
 from tinyspec.technique import Request, find
 

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from tests.lm.small import LLAMA, model
 from tests.table import Table, law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.goodput import CostModel
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.treedraft import TreeDrafter
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.accused import LawViolated
@@ -30,6 +28,8 @@ from tinyspec.speculative.drafting.sequoia import (
     fastest_tree,
     mean_acceptance_by_rank,
 )
+from tinyspec.speculative.goodput import CostModel
+from tinyspec.speculative.treedraft import TreeDrafter
 from tinyspec.technique import Guarantee, Request, find
 from tinyspec.tree import ROOT, TokenTree
 

@@ -17,13 +17,13 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.treedraft import TreeDrafter, shape
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.small import Exact, rows
 from tinyspec.laws.theorems import Given
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
+from tinyspec.speculative.treedraft import TreeDrafter, shape
 from tinyspec.speculative.verification.specinfer import (
     SpecInferDrafter,
     answers_match,

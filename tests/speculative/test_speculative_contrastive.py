@@ -12,7 +12,6 @@ from tests.lm.small import LLAMA
 from tests.lm.small import model as network
 from tests.table import Table, law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.joint import Joint
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -22,7 +21,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
 from tinyspec.laws.small import overlap, pairs
 from tinyspec.laws.toys import speculative_contrastive as traps
-from tinyspec.speculative.integrated.speculative_contrastive import contrast
+from tinyspec.speculative.integrated.speculative_contrastive import Joint, contrast
 from tinyspec.technique import Request, find
 
 CARD = find("speculative_contrastive")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.table import Table, law
 from tinyspec._core import Forest
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.remembered import OUTPUTS
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -23,6 +22,7 @@ from tinyspec.laws.toys import suffix_decoding as toys
 from tinyspec.laws.toys.lookahead_trie import said
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
+from tinyspec.speculative.lookup import OUTPUTS
 from tinyspec.technique import Request, find
 from tinyspec.tree import TokenTree
 

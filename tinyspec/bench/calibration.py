@@ -3,7 +3,7 @@ probability 1 - epsilon.
 
 Passages are drawn independently, each place of the texts as likely as any other: what is shown
 holds for passages drawn so, from texts like these. Thresholds 1, 0.95, ... are tested in this
-order, by Hoeffding's p-values (decoding/calibrate.py), until one fails. Textual consistency
+order, by Hoeffding's p-values (early_exit/calibrate.py), until one fails. Textual consistency
 compares with the full model's text, risk consistency with how the passage really goes on. In the
 end the choice is looked at on fresh passages; that is no part of the guarantee.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from tinyspec import models
 from tinyspec.bench.exits import Passage, counted, passages, work, written
 from tinyspec.bench.harness import progress, report
-from tinyspec.decoding.calibrate import calibrate, enough, hoeffding, risk, textual
+from tinyspec.early_exit.calibrate import calibrate, enough, hoeffding, risk, textual
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model

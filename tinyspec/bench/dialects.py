@@ -24,15 +24,14 @@ from torch.nn import functional as F
 
 from tinyspec.bench.dialects_report import told
 from tinyspec.bench.harness import progress, report, save
-from tinyspec.decoding.copies import uniform
-from tinyspec.decoding.lengths import beam, by_token
 from tinyspec.decoding.refine import Canvas, Refiner
-from tinyspec.decoding.refine_many import chosen
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import mask_predict
-from tinyspec.nonautoregressive.nat import parallel, words
+from tinyspec.nonautoregressive.mask_predict import beam, by_token
+from tinyspec.nonautoregressive.nat import parallel, uniform, words
+from tinyspec.nonautoregressive.refine_many import chosen
 from tinyspec.training.dialects import Dialects, padded
 from tinyspec.training.distilled import Writing, write
 from tinyspec.training.schedule import Settings

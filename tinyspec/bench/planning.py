@@ -17,7 +17,6 @@ from tinyspec.bench.arms import endless
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.report import Grid, number, ratio
 from tinyspec.bench.tasks import openings
-from tinyspec.decoding.goodput import Clock
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, stopping
@@ -31,7 +30,7 @@ from tinyspec.speculative.drafting.planner import (
     plan,
     recommend_drafts,
 )
-from tinyspec.technique import Request
+from tinyspec.technique import Clock, Request
 
 
 def measure(

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from tinyspec._core import COMPILED, Forest, NgramIndex
 from tinyspec.bench.harness import progress, report
-from tinyspec.decoding.datastore import Datastore, indexed
-from tinyspec.decoding.remembered import OUTPUTS
+from tinyspec.speculative.drafting.datastore import Datastore, indexed
+from tinyspec.speculative.lookup import OUTPUTS
 from tinyspec.technique import find
 
 VOCABULARY, PHRASES = 49_152, 20_000

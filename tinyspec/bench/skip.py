@@ -19,7 +19,6 @@ from tinyspec import models
 from tinyspec.bench.arms import endless
 from tinyspec.bench.harness import progress, report, save
 from tinyspec.bench.tasks import openings
-from tinyspec.decoding.goodput import Clock
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start
 from tinyspec.lm.transformer import Model
@@ -29,6 +28,7 @@ from tinyspec.speculative.drafting.self_speculative import (
     format_skip_set,
     parse_skip_set,
 )
+from tinyspec.technique import Clock
 
 METHOD = "self_speculative"
 CHECKS = 3  # how often the best set is timed in the end

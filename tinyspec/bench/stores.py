@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from tinyspec import data, models
 from tinyspec.bench.plan import ArmSpec
-from tinyspec.decoding import datastore
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
+from tinyspec.speculative.drafting import datastore
 from tinyspec.training import corpus
 
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from tinyspec import translators
-from tinyspec.decoding.refine_many import chosen, refine_many
-from tinyspec.decoding.rescore import token_logprobs
+from tinyspec.decoding.refine import token_logprobs
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import MaskPredict
 from tinyspec.nonautoregressive.nat import FertileParallel
+from tinyspec.nonautoregressive.refine_many import chosen, refine_many
 from tinyspec.training import distilled
 from tinyspec.training.bitext import padded
 from tinyspec.training.distilled import Writing

@@ -181,7 +181,7 @@ def calibrate(model: str, files: tuple[Path, ...], **options: Any) -> None:
     """
     from tinyspec.bench.calibration import run
     from tinyspec.bench.harness import save
-    from tinyspec.decoding.calibrate import enough
+    from tinyspec.early_exit.calibrate import enough
 
     out, as_json = options.pop("out"), options.pop("as_json")
     enough(options["prompts"], options["delta"], options["epsilon"])  # before any text is read

@@ -176,8 +176,8 @@ def build_datastore(
         TimeRemainingColumn,
     )
 
-    from tinyspec.decoding.datastore import build
     from tinyspec.models import load
+    from tinyspec.speculative.drafting.datastore import build
 
     tokenizer = load(model).tokenizer
     columns = (

@@ -56,9 +56,8 @@ class Statistics:
     def describe(self, finish_reason: str, layers: str = "") -> str:
         """Return the figures of a request on one line; `layers` is put among them as it is.
 
-        >>> Statistics(target_calls=2, drafted=4, accepted=3, emitted=5).describe("length")
-        '5 tokens in 2 target calls (2.50 a call, 3 of 4 drafted tokens accepted), 0.00 s; ended by
-        length'
+        >>> Statistics(target_calls=2, emitted=2, seconds=0.5).describe("eos")
+        '2 tokens in 2 target calls (1.00 a call), 0.50 s, 4.0 tokens/s; ended by eos'
         """
         pace = f", {self.emitted / self.seconds:.1f} tokens/s" if self.seconds else ""
         drafts = (

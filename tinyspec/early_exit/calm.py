@@ -8,7 +8,7 @@ miss nothing. What makes it CALM: three measures (the gap of the two likeliest w
 with the state one layer below, "saturation"; a trained linear classifier that all layers share); a
 threshold that is stricter at the beginning of a text, where an error spoils all that follows; and a
 threshold that is not chosen but *calibrated*, so that whole texts stay within delta of the full
-model's, with probability 1 - epsilon (`decoding/calibrate.py`; the command is `tinyspec
+model's, with probability 1 - epsilon (`early_exit/calibrate.py`; the command is `tinyspec
 calibrate`).
 
 Two published forms of the threshold for token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1),
@@ -35,26 +35,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.confidence import (
-    BIAS,
-    WEIGHT,
-    classified,
-    classifier,
-    saturation,
-    softmax_response,
-)
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.exits import Exit, ExitTarget, Rule
+from tinyspec.decoding.sampling import SamplingParams, is_exact, on_device
 from tinyspec.decoding.verify import verify_tree
+from tinyspec.early_exit.exits import Exit, ExitTarget, Rule
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.training.schedule import Settings
 from tinyspec.training.train import Trained, train
+from tinyspec.tree import Probs
 
 # ---------------------------------------------------------------------- the measures (section 3.5)
 
@@ -82,6 +77,66 @@ def measure_of(name: str, model: Any) -> Measure:
     if name == "saturation":
         return Measure(_saturated, states=2)
     return Measure(lambda at: softmax_response(at.logits), row=True)
+
+
+WEIGHT, BIAS = "exits.weight", "exits.bias"  # of the exit classifier, among a model's extras
+
+
+def gap(row: Probs) -> Any:
+    """The greatest probability of a law less the second greatest. Not the greatest alone: two
+    likely words are a doubt.
+
+    >>> float(gap(np.array([0.5, 0.125, 0.375])))
+    0.125
+    """
+    if on_device(row):
+        top = row.topk(min(2, len(row))).values.tolist()
+    elif is_exact(row):
+        top = sorted(row, reverse=True)[:2]
+    else:
+        first = int(np.argmax(row))
+        top = [
+            row[first],
+            max(np.max(row[:first], initial=0.0), np.max(row[first + 1 :], initial=0.0)),
+        ]
+    return top[0] - top[1] if len(top) > 1 else top[0]
+
+
+def softmax_response(logits: Any) -> Any:
+    """The gap under the model's own law, before the user's settings sharpen or cut it."""
+    return gap(SamplingParams().probs(logits))
+
+
+def saturation(state: Any, below: Any) -> float:
+    """The cosine between what came out of a layer and out of the layer below; 0 where it is
+    negative.
+    """
+    a, b = _doubles(state), _doubles(below)
+    return max(0.0, float(a @ b) / (math.sqrt(float(a @ a) * float(b @ b)) or 1.0))
+
+
+def classified(state: Any, weight: Any, bias: float) -> float:
+    """What a linear classifier of the state says: the probability that the top layer would choose
+    the same word.
+    """
+    x = float(_doubles(state) @ weight) + bias
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def classifier(extras: Mapping[str, Tensor], name: str) -> tuple[Any, float]:
+    """A model's trained exit classifier as numbers: weight [d] and bias. TinyspecError where it has
+    none.
+    """
+    if WEIGHT not in extras or BIAS not in extras:
+        raise TinyspecError(
+            f"{name} has no exit classifier: `tinyspec train exits --model {name}` trains one, or choose the measure "
+            "softmax or saturation"
+        )
+    return _doubles(extras[WEIGHT]), float(extras[BIAS])
+
+
+def _doubles(vector: Any) -> Any:
+    return vector.detach().double().cpu().numpy()
 
 
 # ---------------------------------------------------------------------- the threshold (section 3.4, equation 5)

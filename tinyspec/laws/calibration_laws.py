@@ -1,7 +1,7 @@
 """Learn then Test, exactly: every outcome of a small calibration with its probability, no
 simulation.
 
-A procedure is a function like `decoding.calibrate.calibrate`. The candidates have known risks and
+A procedure is a function like `early_exit.calibrate.calibrate`. The candidates have known risks and
 losses of 0 and 1, drawn independently, so the number of losses of each is binomial: the probability
 that the chosen risk is above delta is a finite sum of products of binomial weights.
 """

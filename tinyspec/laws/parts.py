@@ -13,20 +13,16 @@ from torch import Generator, Tensor
 from tinyspec import _core
 from tinyspec._core import Forest, NgramIndex
 from tinyspec.decoding import trace
-from tinyspec.decoding.calibrate import Calibrated, PValue, calibrate, hoeffding
 from tinyspec.decoding.decode import Decoder, Drafter, Round, Target, Verifier
-from tinyspec.decoding.exits import ExitTarget
-from tinyspec.decoding.joint import Joint
 from tinyspec.decoding.modeldraft import ModelDrafter
-from tinyspec.decoding.nested import Nested
-from tinyspec.decoding.refine import Refinement, refine
-from tinyspec.decoding.rescore import judge
+from tinyspec.decoding.refine import Refinement, judge, refine
 from tinyspec.decoding.rng import Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams, exponential_race
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics
-from tinyspec.decoding.treedraft import Shape, TreeDrafter
 from tinyspec.decoding.verify import residual, verify_tree
+from tinyspec.early_exit.calibrate import Calibrated, PValue, calibrate, hoeffding
+from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.early_exit.ppd import Pipeline
 from tinyspec.lm.feed import ForwardBatch, Scores
 from tinyspec.lm.given import Given
@@ -36,6 +32,9 @@ from tinyspec.lm.view import View
 from tinyspec.nonautoregressive.jacobi import Jacobi, solve
 from tinyspec.nonautoregressive.mask_predict import MaskPredict, hide
 from tinyspec.nonautoregressive.nat import FertileParallel, loss, reinforce
+from tinyspec.speculative.integrated.speculative_contrastive import Joint
+from tinyspec.speculative.nested import Nested
+from tinyspec.speculative.treedraft import Shape, TreeDrafter
 from tinyspec.speculative.verification.bild import rollback_verifier
 from tinyspec.speculative.verification.block_verification import verify_tree_by_block
 from tinyspec.speculative.verification.gumbel_coupling import (

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.lengths import beam, by_token
 from tinyspec.decoding.refine import Canvas, blank
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
@@ -185,3 +184,43 @@ def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> Ma
             "was trained for mask_predict"
         )
     return MaskPredict(request.model, iterations, lengths)
+
+
+# ---------------------------------------------------------------------- lengths
+
+
+def by_token(model: Seq2Seq, memory: EncoderOutput) -> Tensor:
+    """The law that the LENGTH token tells: [B, lengths]."""
+    return model.length_logits(memory).log_softmax(dim=-1)
+
+
+def beam(law: Tensor, width: int) -> list[list[int]]:
+    """The `width` likeliest lengths of each row, the likeliest first, of equals the shorter; fewer
+    where no more can be.
+
+    >>> beam(torch.tensor([[0.0, 0.2, 0.5, 0.3]]).log(), 2)
+    [[2, 3]]
+    """
+    if width < 1:
+        raise TinyspecError(f"{width} lengths: a length beam holds at least one")
+    order = law.sort(dim=-1, descending=True, stable=True)
+    found = []
+    for values, lengths in zip(
+        order.values[:, :width].tolist(), order.indices[:, :width].tolist(), strict=True
+    ):
+        chosen = [
+            length for value, length in zip(values, lengths, strict=True) if value > -torch.inf
+        ]
+        if not chosen:
+            raise TinyspecError(
+                "the model holds no length for possible: its checkpoint is broken, train it anew"
+            )
+        found.append(chosen)
+    return found
+
+
+def _possible(law: Tensor) -> Tensor:
+    """Without length 0, and normalised."""
+    return torch.cat((torch.full_like(law[:, :1], -torch.inf), law[:, 1:]), dim=1).log_softmax(
+        dim=-1
+    )

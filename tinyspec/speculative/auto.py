@@ -9,7 +9,7 @@ the references, and earlier outputs (suffix decoding, Oliaro et al. 2024, arXiv 
 looks that are merged into one tree: the best draft behind any suffix of the text, and the best
 behind what stands before its newest token, as if that had replaced another one (where a copy
 changes a word, no suffix is known behind it). The chance of a guess is its frequency times how far
-guesses of its look lately held (decoding/trust.py), and the likeliest are run. And, where there is
+guesses of its look lately held (speculative/lookup.py), and the likeliest are run. And, where there is
 one, a draft model, whose chances by position are learnt. The best (source, size) is taken if it
 beats plain decoding by 3 %. Nothing is trained.
 
@@ -45,8 +45,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
-from tinyspec.decoding.drafts import LookupDraft, continue_after_substitution, merge_drafts
-from tinyspec.decoding.goodput import (
+from tinyspec.decoding.modeldraft import ModelDrafter
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import verify_tree
+from tinyspec.lm.feed import Scores
+from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
+from tinyspec.speculative.goodput import (
     DRAFT,
     LOOKED,
     MARGIN,
@@ -57,14 +62,14 @@ from tinyspec.decoding.goodput import (
     CostModel,
     Goodput,
 )
-from tinyspec.decoding.modeldraft import ModelDrafter
-from tinyspec.decoding.remembered import OUTPUTS, memory
-from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.trust import AcceptanceTracker
-from tinyspec.decoding.verify import verify_tree
-from tinyspec.lm.feed import Scores
-from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
+from tinyspec.speculative.lookup import (
+    OUTPUTS,
+    AcceptanceTracker,
+    LookupDraft,
+    continue_after_substitution,
+    memory,
+    merge_drafts,
+)
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 

@@ -20,10 +20,10 @@ import torch
 from rich.console import Console
 
 from tinyspec import models
-from tinyspec.decoding.beam import beam_search, greedy
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.lockstep import Lockstep
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.training.beam import beam_search, greedy
 from tinyspec.training.bitext import padded
 from tinyspec.waiting import counted
 
@@ -33,7 +33,7 @@ class Writing:
     """How a teacher writes.
 
     beam          texts kept by beam search; 1: greedy decoding
-    length_power  see decoding/beam.py
+    length_power  see training/beam.py
     factor, more  a translation has at most factor * source + more tokens
     """
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine_many import chosen
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive import mask_predict as masking
 from tinyspec.nonautoregressive import nat as fertile
+from tinyspec.nonautoregressive.refine_many import chosen
 from tinyspec.training import aligner, distilled
 from tinyspec.training.bitext import Pair, buckets, padded
 from tinyspec.training.distilled import Writing

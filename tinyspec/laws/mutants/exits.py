@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.calibrate import Calibrated, PValue, Tested
-from tinyspec.decoding.exits import Exit, ExitTarget, Rule
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.early_exit.calibrate import Calibrated, PValue, Tested
+from tinyspec.early_exit.exits import Exit, ExitTarget, Rule
 from tinyspec.laws.calibration_laws import CALIBRATED, EXAMPLES, HALF, SEQUENCE, SUPER, chosen, tail
 from tinyspec.laws.exit_laws import ON_TABLES, PROMPT, RULE, of_parts, tables
 from tinyspec.laws.mutants import Mutant

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.copies import uniform
-from tinyspec.decoding.refine import Canvas, refine
-from tinyspec.decoding.rescore import judge
+from tinyspec.decoding.refine import Canvas, judge, refine
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.laws.fertility_laws import (
     EXPECTED,
@@ -30,6 +28,7 @@ from tinyspec.nonautoregressive.nat import (
     parallel,
     reinforce,
     sane,
+    uniform,
     words,
 )
 from tinyspec.technique import RefineRequest

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tinyspec.decoding.joint import Joint
 from tinyspec.laws.joint_laws import ROWS, STORIES, played
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.parts import PARTS, Parts
 from tinyspec.laws.tables import TableModel
 from tinyspec.lm.feed import Scores
+from tinyspec.speculative.integrated.speculative_contrastive import Joint
 from tinyspec.tree import TokenTree
 
 

@@ -10,14 +10,21 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from tinyspec.decoding.lengths import beam, by_token
 from tinyspec.decoding.refine import Canvas, blank
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.laws.masking import CHOICE, HIDDEN, RULE, SOURCES, begun, fillers
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.parts import PARTS, Parts
 from tinyspec.lm.seq2seq import EncoderOutput
-from tinyspec.nonautoregressive.mask_predict import MaskPredict, hide, least, masked, predict
+from tinyspec.nonautoregressive.mask_predict import (
+    MaskPredict,
+    beam,
+    by_token,
+    hide,
+    least,
+    masked,
+    predict,
+)
 
 
 def _counting(

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder, Round, TargetProbs
-from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.mutants import Equivalent, Mutant
 from tinyspec.laws.nested_laws import LEVELS, drafted
 from tinyspec.laws.parts import PARTS
+from tinyspec.speculative.nested import Nested
 from tinyspec.tree import TokenTree
 
 

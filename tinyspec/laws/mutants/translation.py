@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.refine import Canvas, Pass, Refinement, blank
-from tinyspec.decoding.rescore import judge
+from tinyspec.decoding.refine import Canvas, Pass, Refinement, blank, judge
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.parts import PARTS, Parts

@@ -9,12 +9,12 @@ from typing import Any
 from tinyspec.decoding.decode import TargetProbs
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.treedraft import TreeDrafter
 from tinyspec.laws.contracts import PRESENCE, TRUTHFUL
 from tinyspec.laws.exact import JOINT
 from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.mutants import witnesses as see
 from tinyspec.laws.parts import PARTS
+from tinyspec.speculative.treedraft import TreeDrafter
 from tinyspec.tree import ROOT, TokenTree
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tinyspec.decoding.calibrate import Calibrated, PValue, Tested, calibrate
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.exits import Exit, ExitTarget
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
+from tinyspec.early_exit.calibrate import Calibrated, PValue, Tested, calibrate
 from tinyspec.early_exit.calm import Confident, Measure, decayed
+from tinyspec.early_exit.exits import Exit, ExitTarget
 from tinyspec.laws.calibration_laws import CALIBRATED, controls_its_risk
 from tinyspec.laws.exit_laws import MEASURES, RULE, each_measure, follows_the_rule
 from tinyspec.laws.toys import Toy, Trap, card

@@ -8,7 +8,6 @@ from typing import Any
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.modeldraft import ModelDrafter
-from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -19,6 +18,7 @@ from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.speculative.drafting.cascade import MaxGramDrafter, cascade, parse_quotas
+from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Request
 
 CALLS = "where all levels agree, each is called as often as K says"

@@ -8,7 +8,6 @@ from typing import Any
 
 from tinyspec._core import Forest
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.remembered import OUTPUTS, memory
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -18,6 +17,7 @@ from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.speculative.integrated.lookahead_trie import Lookahead
+from tinyspec.speculative.lookup import OUTPUTS, memory
 from tinyspec.technique import Request, find
 
 REMEMBERED = "what one request said shortens the next"

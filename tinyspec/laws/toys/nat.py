@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.copies import uniform
 from tinyspec.decoding.refine import Canvas, Refiner
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.accused import Evidence, accuse
@@ -36,7 +35,7 @@ from tinyspec.laws.fertility_laws import (
 from tinyspec.laws.toys import Toy, Trap
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive import nat
-from tinyspec.nonautoregressive.nat import FertileParallel
+from tinyspec.nonautoregressive.nat import FertileParallel, uniform
 from tinyspec.technique import RefineRequest, find
 
 FERTILE = "a source word stands on the canvas as often as it is fertile"

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.decoding.datastore import indexed
 from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs, Verifier
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -17,6 +16,7 @@ from tinyspec.laws.exact import JOINT, Reference, law
 from tinyspec.laws.reciter import recited
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.speculative.drafting.datastore import indexed
 from tinyspec.speculative.drafting.rest import RestDrafter
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree

@@ -9,7 +9,6 @@ from typing import Any
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.treedraft import Shape, TreeDrafter, shape
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import treelaws
 from tinyspec.laws.accused import Evidence, accuse
@@ -19,6 +18,7 @@ from tinyspec.laws.theorems import siblings, without_replacement
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.laws.treelaws import Build
 from tinyspec.speculative.drafting import sequoia as seq
+from tinyspec.speculative.treedraft import Shape, TreeDrafter, shape
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 

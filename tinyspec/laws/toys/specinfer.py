@@ -9,7 +9,6 @@ from typing import Any
 from tinyspec.decoding.decode import Decoder, Verifier
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.decoding.verify import Verdict, exclude_token, residual
 from tinyspec.laws import treelaws
 from tinyspec.laws.accused import Evidence, accuse
@@ -19,6 +18,7 @@ from tinyspec.laws.small import overlap, pairs, positive_part
 from tinyspec.laws.theorems import siblings, with_replacement
 from tinyspec.laws.toys import Toy, Trap, card, multi_candidate
 from tinyspec.laws.treelaws import NODES, OTHERS, THREE, Build
+from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.speculative.verification import specinfer as sif
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree

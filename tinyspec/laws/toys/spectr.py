@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder, Verifier
-from tinyspec.decoding.treedraft import TreeDrafter, shape
 from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws.accused import Evidence
 from tinyspec.laws.loop_laws import model
 from tinyspec.laws.selection import FACTOR, SELECTED, least_factor, selected
 from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.speculative.treedraft import TreeDrafter, shape
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 

@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder, TargetProbs
-from tinyspec.decoding.joint import Joint
 from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -21,7 +20,7 @@ from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
 from tinyspec.laws.row_laws import normal
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.speculative.integrated.speculative_contrastive import contrast
+from tinyspec.speculative.integrated.speculative_contrastive import Joint, contrast
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 

@@ -11,12 +11,12 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.treedraft import TreeDrafter, shape
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.speculative.drafting.staged import staged
+from tinyspec.speculative.treedraft import TreeDrafter, shape
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.remembered import memory
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
@@ -16,6 +15,7 @@ from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.laws.toys.lookahead_trie import said
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.integrated.llma import LlmaDrafter
+from tinyspec.speculative.lookup import memory
 from tinyspec.technique import Request, find
 
 ADAPTS = "a draft has at most alpha guesses a token of its match"

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder, TargetProbs
-from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -17,6 +16,7 @@ from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.lm.plan import Plan
 from tinyspec.speculative.drafting.speculative_decoding import speculative_decoding
 from tinyspec.speculative.integrated.triforce import Retrieval, Streaming, triforce
+from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 

@@ -27,14 +27,14 @@ from typing import Any
 from tinyspec._core import NgramIndex
 from tinyspec.decoding.candidates import per_model_state
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs, Verifier
-from tinyspec.decoding.nested import Nested
-from tinyspec.decoding.ngram import Katz, sampled
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
+from tinyspec.speculative.nested import Nested
+from tinyspec.speculative.ngram import Katz, sampled
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 

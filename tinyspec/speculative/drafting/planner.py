@@ -30,13 +30,12 @@ from statistics import median
 from typing import NamedTuple
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.goodput import Clock
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.technique import Guarantee, Request, technique
+from tinyspec.technique import Clock, Guarantee, Request, technique
 from tinyspec.tree import TokenTree
 
 NewRequests = Callable[[], Iterable[tuple[Request, Sequence[int]]]]

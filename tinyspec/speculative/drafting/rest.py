@@ -21,7 +21,7 @@ Tested in tests/speculative/test_rest.py: the longest match decides; the tree is
 brute force and closed; the law with two competing continuations; a datastore of another tokenizer
 is refused. tests/core/test_suffixes.py holds the array to a search through the text. Off by itself:
 of the tree, the guesses are run that are expected to hold with at least `price`
-(decoding/trust.py), so where matches lately failed the step is plain decoding too, and a glance at
+(speculative/lookup.py), so where matches lately failed the step is plain decoding too, and a glance at
 few places tells that; after glances in vain only every fourth round looks at all. `price` 0 is the
 paper's rule: the whole tree is run.
 Left out: the arbitrary token that the released code verifies where nothing matches. Of more than
@@ -30,13 +30,13 @@ Left out: the arbitrary token that the released code verifies where nothing matc
 
 from collections.abc import Sequence
 
-from tinyspec.decoding.datastore import HOW, Datastore, Found, indexed, opened
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.trust import NOTHING, AcceptanceTracker
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
+from tinyspec.speculative.drafting.datastore import HOW, Datastore, Found, indexed, opened
+from tinyspec.speculative.lookup import NOTHING, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 

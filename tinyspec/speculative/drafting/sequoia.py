@@ -37,14 +37,14 @@ from numpy.typing import NDArray
 from tinyspec._core.reference import ratio
 from tinyspec.decoding.candidates import per_model_state
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.goodput import STEP, Clock, CostModel, PolicyOverride, update_ema
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.treedraft import Shape, TreeDrafter, sample_siblings, top_k_tokens
 from tinyspec.decoding.verify import exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Guarantee, Knob, Request, technique
+from tinyspec.speculative.goodput import STEP, CostModel, update_ema
+from tinyspec.speculative.treedraft import Shape, TreeDrafter, sample_siblings, top_k_tokens
+from tinyspec.technique import Clock, Guarantee, Knob, PolicyOverride, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 PRIOR = (

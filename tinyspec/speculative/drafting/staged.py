@@ -24,11 +24,11 @@ from typing import Any
 from tinyspec.decoding.candidates import per_model_state
 from tinyspec.decoding.decode import Decoder, Target, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
-from tinyspec.decoding.ngram import Katz, sampled
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.treedraft import sample_siblings, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
+from tinyspec.speculative.ngram import Katz, sampled
+from tinyspec.speculative.treedraft import sample_siblings, top_k_tokens
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 

@@ -21,7 +21,7 @@ its size is at most alpha p; both trees serve; a second request is faster than t
 State: outputs outlive the request (`persistent`), one tree a model, for as long as the model lives;
 in a batch, where a row must equal the row run alone, each request has its own. Above temperature 0
 the text of a seed depends on what is known. Off by itself: of the draft, the guesses are run that
-are expected to hold with at least `price` (decoding/trust.py), so with no match, or where matches
+are expected to hold with at least `price` (speculative/lookup.py), so with no match, or where matches
 lately failed, the step is plain decoding. `price` 0 is the paper's rule: the whole draft is run.
 Left out: the hybrid with a draft model, used where the best sum is small. The trees are bounded:
 `depth` tokens for match and draft together, `bound` nodes for outputs (then counts are halved); the
@@ -33,13 +33,18 @@ from itertools import count
 
 from tinyspec._core import Forest
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.drafts import LookupDraft
-from tinyspec.decoding.remembered import OUTPUTS, Remembered, memory
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.trust import NOTHING, AcceptanceTracker
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.feed import Scores
+from tinyspec.speculative.lookup import (
+    NOTHING,
+    OUTPUTS,
+    AcceptanceTracker,
+    LookupDraft,
+    Remembered,
+    memory,
+)
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 

@@ -13,7 +13,7 @@ at any temperature.
 Tested in tests/speculative/test_llma.py: a text copied whole takes ceil(N / (k + 1)) calls; a
 reference outside the prompt is used; longest match first; the index is never rebuilt. Off by
 itself: of the copy, the tokens are run that are expected to hold with at least `price`
-(decoding/trust.py), so where copies lately failed the step is plain decoding. `price` 0 is the
+(speculative/lookup.py), so where copies lately failed the step is plain decoding. `price` 0 is the
 paper's rule: all k are run.
 Left out: nothing. The paper reports about 2x on LLaMA 7B-30B with k about 15 (retrieval, cache and
 multi-turn settings).
@@ -25,9 +25,9 @@ from tinyspec._core import NgramIndex
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.trust import FIRST, AcceptanceTracker
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.feed import Scores
+from tinyspec.speculative.lookup import FIRST, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 

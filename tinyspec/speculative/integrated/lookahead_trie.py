@@ -20,7 +20,7 @@ shortens the next; the nodes that the tree shares are checked once.
 State: outputs outlive the request (`persistent`), one trie a model, for as long as the model lives;
 in a batch, where a row must equal the row run alone, each request has its own. Above temperature 0
 the text of a seed depends on what is known. Off by itself: guesses are run where they are expected
-to hold with at least `price` (decoding/trust.py), so with no match, or where matches lately failed,
+to hold with at least `price` (speculative/lookup.py), so with no match, or where matches lately failed,
 the step is plain decoding. `price` 0 is the paper's rule: whatever is found is run.
 Left out: stop words as roots of branches, and the bounds of a single first token's branches: one
 bound is set for all. Here the matches of all stages are joined; the paper takes the last stage's,
@@ -32,11 +32,10 @@ from itertools import count
 
 from tinyspec._core import Forest
 from tinyspec.decoding.decode import Decoder, Round
-from tinyspec.decoding.remembered import OUTPUTS, Remembered, memory
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.trust import NOTHING, AcceptanceTracker
 from tinyspec.decoding.verify import verify_tree
+from tinyspec.speculative.lookup import NOTHING, OUTPUTS, AcceptanceTracker, Remembered, memory
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 

@@ -24,7 +24,6 @@ from typing import Any
 
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.modeldraft import ModelDrafter
-from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -33,6 +32,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.plan import Plan, Visible
 from tinyspec.lm.queries import chosen, mean_keys, queries
 from tinyspec.lm.session import Session
+from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 

@@ -30,9 +30,9 @@ from typing import Any
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.rows import as_row, ratio, vectors
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
+from tinyspec.speculative.verification.vectors import as_row, ratio, vectors
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 

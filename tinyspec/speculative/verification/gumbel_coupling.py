@@ -27,9 +27,9 @@ from typing import Any
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.rows import vectors
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
+from tinyspec.speculative.verification.vectors import vectors
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 

@@ -27,8 +27,8 @@ train lm --distill`).
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.decoding.verify import residual, verify_tree
+from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import Probs
 

@@ -39,11 +39,11 @@ from tinyspec._core.reference import ratio
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.decoding.verify import Verdict, exclude_token, residual
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.transformer import Model
+from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.training.schedule import Settings
 from tinyspec.training.train import train

@@ -32,9 +32,9 @@ from typing import Any
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.rows import as_row, exact, ratio, same, vectors
-from tinyspec.decoding.treedraft import TreeDrafter, shape
 from tinyspec.decoding.verify import Verdict
+from tinyspec.speculative.treedraft import TreeDrafter, shape
+from tinyspec.speculative.verification.vectors import as_row, exact, ratio, same, vectors
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 

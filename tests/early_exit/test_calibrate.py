@@ -7,7 +7,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyspec.decoding.calibrate import (
+from tinyspec.early_exit.calibrate import (
     binomial,
     calibrate,
     hoeffding,

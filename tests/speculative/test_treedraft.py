@@ -13,15 +13,15 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.treedraft import (
+from tinyspec.decoding.verify import verify_tree
+from tinyspec.errors import TinyspecError
+from tinyspec.speculative.treedraft import (
     TreeDrafter,
     parse_branching,
     shape,
     top_k_tokens,
     uniform_over_unsampled,
 )
-from tinyspec.decoding.verify import verify_tree
-from tinyspec.errors import TinyspecError
 from tinyspec.tree import ROOT, TokenTree
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, PROMPT, model, same_cache
-from tinyspec.decoding.exits import FILLS, Exit, ExitTarget, Rule
+from tinyspec.early_exit.exits import FILLS, Exit, ExitTarget, Rule
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
 from tinyspec.lm.feed import ForwardRecord

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tinyspec.decoding import rows, sampling
+from tinyspec.decoding import sampling
 from tinyspec.decoding.rng import Replay
-from tinyspec.decoding.rows import as_row, exact, same, vectors
+from tinyspec.speculative.verification import vectors as module_of_vectors
 from tinyspec.speculative.verification.block_verification import verify_tree_by_block
 from tinyspec.speculative.verification.gumbel_coupling import match_probability
 from tinyspec.speculative.verification.spectr import (
@@ -18,6 +18,7 @@ from tinyspec.speculative.verification.spectr import (
     optimal_acceptance,
     verify_tree_k_seq,
 )
+from tinyspec.speculative.verification.vectors import as_row, exact, same, vectors
 from tinyspec.tree import ROOT, TokenTree
 
 HALF = F(1, 2)
@@ -26,7 +27,7 @@ HALF = F(1, 2)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], torch.Tensor]:
     """Tensors that are taken for a device's: the way they go is the same."""
-    for module in (rows, sampling):
+    for module in (module_of_vectors, sampling):
         monkeypatch.setattr(module, "on_device", lambda row: isinstance(row, torch.Tensor))
     return lambda row: torch.tensor(np.asarray(row, float))
 

@@ -4,21 +4,16 @@ and the choice.
 The model of SmartSpec (Liu et al. 2024, arXiv 2406.14066) for one request. What a round costs is
 learnt by its number of guesses, what a guess of a draft model earns by its position; both are
 exponential averages over priors. What a guess earns that was looked up is said by whoever looked
-(decoding/trust.py). `auto` is the technique.
+(speculative/lookup.py). `auto` is the technique.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tinyspec.decoding.decode import Round
-
-Clock = Callable[[], float]
-"""Seconds, from any beginning."""
-
-PolicyOverride = Callable[[int, Any], int]
-"""(number of ways to go on, chance) -> which: who stands in for a technique's own judgement."""
+from tinyspec.technique import Clock
 
 GRID = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47)
 """Guesses in a round: few sizes, so that each is measured often. With the root, 12 rows: what a

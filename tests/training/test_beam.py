@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.beam import beam_search, greedy
+from tinyspec.training.beam import beam_search, greedy
 
 BEGIN, EOS, V = 1, 2, 5
 

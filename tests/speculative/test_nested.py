@@ -5,13 +5,13 @@ import pytest
 from tests.table import Table, law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.modeldraft import ModelDrafter
-from tinyspec.decoding.nested import Nested
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.contracts import contracts
 from tinyspec.lm.plan import Plan
+from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Request
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyspec.decoding.drafts import continue_after_substitution, merge_drafts
+from tinyspec.speculative.lookup import continue_after_substitution, merge_drafts
 from tinyspec.tree import ROOT
 
 
