@@ -93,6 +93,8 @@ MISTAKES = [
     ("grade A1 folder --json missing/x.json", "cannot write missing/x.json"),
     ("grade A1 missing", "there is no folder 'missing': begin one with: tinyspec assignment new"),
     ("grade A1 text.txt", "text.txt is a file, no folder"),
+    ("grade A1 folder --task 7", "A1 has no task '7': warp, acceptance, residual, verify, generate"),
+    ("grade A1 folder --json - --gradescope -", "both want standard output"),
     ("grade A9 folder", "no assignment 'A9'"),
     ("assignment bundle A1 missing/a1.zip", "cannot write missing/a1.zip"),
     ("train lm --out text.txt/model", "cannot write text.txt/model: text.txt is a file"),

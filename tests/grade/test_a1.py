@@ -936,7 +936,7 @@ def test_a_half_solved_submission_is_told_its_smallest_case(folder: Path) -> Non
     (folder / "submission.py").write_text(wrong, encoding="utf-8")
     handout = (folder / "handout.md").read_text(encoding="utf-8")
     results = {
-        task: grading.grade(ASSIGNMENT, folder, only=task).results[0]
+        task: grading.grade(ASSIGNMENT.select([task]), folder).results[0]
         for task in ("acceptance", "residual", "generate")
     }
     assert [result.score for result in results.values()] == [10, 4, 0]

@@ -124,6 +124,45 @@ def test_what_cannot_be_graded_is_a_report_and_what_is_misspelt_an_error(tmp_pat
     )
 
 
+@pytest.mark.usefixtures("tiny")
+def test_gradescope_on_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--gradescope -` prints results.json and nothing else, and writes no file called "-"."""
+    monkeypatch.chdir(tmp_path)
+    folder = str(submit(tmp_path / "mine", WRONG))
+    result = run("grade", "A0", folder, "--gradescope", "-")
+    assert result.exit_code == 1
+    tests = json.loads(result.stdout)["tests"]
+    assert [test["score"] for test in tests] == [40, 0]
+    assert os.listdir(tmp_path) == ["mine"]
+    both = failed(run("grade", "A0", folder, "--gradescope", "-", "--json", "-"))
+    assert both == "tinyspec: --json - and --gradescope - both want standard output: name a file"
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_heading_stands_once_in_gradescope_s_output(tmp_path: Path) -> None:
+    """Whether a law is broken, the function raises, or its file cannot be imported."""
+    for source in (WRONG, f"{RIGHT}\ndef residual(p, q):\n    return 1 / 0\n", "import nothing"):
+        result = run("grade", "A0", str(submit(tmp_path, source)), "--gradescope", "-")
+        for test in json.loads(result.stdout)["tests"]:
+            lines = test["output"].splitlines()
+            assert lines and len(set(lines)) == len(lines)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_file_in_place_of_its_folder(tmp_path: Path) -> None:
+    """`my-a1/submission.py` is taken as `my-a1`; `my-a1/a1.py` is told to be renamed."""
+    submit(tmp_path, RIGHT)
+    assert run("grade", "A0", str(tmp_path / "submission.py")).exit_code == 0
+    (tmp_path / "submission.py").rename(tmp_path / "a1.py")
+    hint = f"rename it to submission.py: tinyspec grade A0 {tmp_path}"
+    assert hint in failed(run("grade", "A0", str(tmp_path / "a1.py")))
+    result = run("grade", "A0", str(tmp_path))
+    assert "holds no submission.py, but a1.py: rename a1.py to" in " ".join(result.output.split())
+    (tmp_path / "b.py").write_text("")
+    words = "but a1.py, b.py: rename the one that holds your functions to submission.py"
+    assert words in " ".join(run("grade", "A0", str(tmp_path)).output.split())
+
+
 def test_help_says_what_it_is_not() -> None:
     for words in ("no security boundary", "container", "Exit status", "--final", "--gradescope"):
         assert words in " ".join(run("grade", "--help").output.split())

@@ -105,7 +105,7 @@ def said(report: Report, name: str = "accept") -> str:
 def test_what_a_function_does_costs_it_its_points_and_is_said(body: str, tmp_path: Path) -> None:
     source = f"{PRELUDE}{ABOVE}{RIGHT}\ndef accept(p, q, token, chance):\n    {body}\n"
     began = time.monotonic()
-    report = graded(tmp_path, source, only="accept")
+    report = graded(tmp_path, source, only=["accept"])
     assert time.monotonic() - began < 20
     assert report.score == 0
     assert BODIES[body] in said(report)
@@ -144,7 +144,7 @@ def test_more_ways_than_can_be_judged_are_refused_in_time(tmp_path: Path) -> Non
     """Twenty idle coins a case: each is cheap for the submission, and dear for whoever multiplies their laws."""
     coins = "\ndef accept(p, q, token, chance):\n    [chance.accept(Fraction(1, 2)) for _ in range(20)]\n    return True\n"
     report = graded(
-        tmp_path, PRELUDE + RIGHT + coins, limits=FAST._replace(task=1.0), only="accept"
+        tmp_path, PRELUDE + RIGHT + coins, limits=FAST._replace(task=1.0), only=["accept"]
     )
     assert "takes too long" in said(report) or "is too slow" in said(report)
 
@@ -244,7 +244,7 @@ def test_the_environment_is_bare_and_hashes_are_fixed(
     monkeypatch.setenv("SECRET", "x")
     source = "import os\ndef residual(p, q):\n    return [sorted(os.environ), hash('a')]\n"
     first, second = (
-        graded(tmp_path, source, only="residual").results[0].counterexample for _ in range(2)
+        graded(tmp_path, source, only=["residual"]).results[0].counterexample for _ in range(2)
     )
     assert first == second
     assert first is not None and "SECRET" not in first.got[0]
@@ -267,7 +267,7 @@ def test_slow_answers_are_counted_together(tmp_path: Path) -> None:
     source = "import time\ndef residual(p, q):\n    time.sleep(0.2)\n    return p\n"
     limits = FAST._replace(task=0.3)
     assert "is too slow: it took more than 0.3 s in all" in said(
-        graded(tmp_path, source, limits=limits, only="residual"), "residual"
+        graded(tmp_path, source, limits=limits, only=["residual"]), "residual"
     )
 
 

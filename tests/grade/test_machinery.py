@@ -318,11 +318,14 @@ def test_letters_that_steer_a_terminal_are_not_shown(tmp_path: Path) -> None:
 def test_one_task_alone(tmp_path: Path) -> None:
     watched: list[Any] = []
     report = graded(
-        tmp_path, RIGHT, only="residual", watch=lambda task, done: watched.append((task.name, done))
+        tmp_path,
+        RIGHT,
+        only=["residual"],
+        watch=lambda task, done: watched.append((task.name, done)),
     )
     assert (report.score, report.max_score, watched) == (60, 60, [("residual", 0)])
     with pytest.raises(TinyspecError, match="A0 has no task 'nothing': accept, residual"):
-        graded(tmp_path, RIGHT, only="nothing")
+        graded(tmp_path, RIGHT, only=["nothing"])
 
 
 def test_local_functions_are_judged_by_the_same_words() -> None:

@@ -5,13 +5,15 @@ import textwrap
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
 from tests.grade.tiny import FAST, RATIO, REST, RIGHT, TINY, graded, ratio, rest, submit
+from tinyspec.errors import TinyspecError
 from tinyspec.grade import bundle, grading
 from tinyspec.grade.a1 import ASSIGNMENT as A1
-from tinyspec.grade.assignments import NAMES, find, folder, new, reference_of, rubric
+from tinyspec.grade.assignments import NAMES, find, folder, new, reference_of, rubric, starter_of
 from tinyspec.grade.process import Limits
 from tinyspec.grade.report import as_dict, explain, gradescope, table_entry
 from tinyspec.grade.starter import extract_helpers
@@ -34,7 +36,7 @@ def score_a1(folder: Path, source: str, *only: str) -> dict[str, int]:
     """The points of a submission to A1, by task."""
     submit(folder, source)
     names = only or [task.name for task in A1.tasks]
-    return {name: grading.grade(A1, folder, limits=SLOW, only=name).score for name in names}
+    return {name: grading.grade(A1.select([name]), folder, limits=SLOW).score for name in names}
 
 
 def task_of(*laws: GradedLaw) -> Task:
@@ -290,13 +292,13 @@ def test_a_helper_of_another_form_is_judged_where_it_stands(tmp_path: Path) -> N
 
 
 def test_the_report_says_whose_functions_stood_in_place(tmp_path: Path) -> None:
-    report = grading.grade(A1, submit(tmp_path, edited(FROM_P)), limits=SLOW, only="verify")
+    report = grading.grade(A1.select(["verify"]), submit(tmp_path, edited(FROM_P)), limits=SLOW)
     assert as_dict(report)["tasks"][0]["helpers"] == ["acceptance", "residual"]
     assert "  judged with the reference's acceptance and residual in the place of yours" in explain(
         report.results[0]
     )
     inlined = "from fractions import Fraction\ndef verify(p_rows, q_rows, draft, chance):\n    return []\n"
-    report = grading.grade(A1, submit(tmp_path, inlined), limits=SLOW, only="verify")
+    report = grading.grade(A1.select(["verify"]), submit(tmp_path, inlined), limits=SLOW)
     assert report.results[0].helpers == []
 
 
@@ -333,7 +335,7 @@ def verify(p_rows, q_rows, draft, chance):
 
 
 def test_no_submission_finds_the_reference_of_the_task_itself(tmp_path: Path) -> None:
-    report = grading.grade(A1, submit(tmp_path, HUNT), limits=SLOW, only="verify")
+    report = grading.grade(A1.select(["verify"]), submit(tmp_path, HUNT), limits=SLOW)
     assert report.score == 0
     assert "raises LookupError: no other verify" in report.results[0].sentence
 
@@ -343,6 +345,70 @@ def test_a_helper_in_the_place_of_the_task_stays_where_it_is(tmp_path: Path) -> 
         tmp_path, REFERENCE + "\nverify = acceptance\ngenerate = verify\n", "verify", "generate"
     )
     assert scores == {"verify": 0, "generate": 0}
+
+
+# ---------------------------------------------------------------------- a part of an assignment
+
+
+def test_tasks_are_named_by_function_or_number() -> None:
+    names = [task.name for task in A1.select(["5", "A1.3", "verify", "a1.4"]).tasks]
+    assert names == ["residual", "verify", "generate"]
+    assert A1.select([]) == A1
+    for wrong in ("A2.3", "6", "nothing", ""):
+        with pytest.raises(TinyspecError, match=f"A1 has no task '{wrong}': warp, acceptance"):
+            A1.select([wrong])
+
+
+FIRST, SECOND = A1.select("1234"), A1.select("5")
+
+
+def test_a_part_has_its_own_points_starter_and_readme(tmp_path: Path) -> None:
+    """Two lectures: A1.1 to A1.4 give 70 points, A1.5 gives 30."""
+    assert (FIRST.points, SECOND.points) == (70, 30)
+    new(FIRST, tmp_path / "first")
+    text = (tmp_path / "first" / "submission.py").read_text(encoding="utf-8")
+    compile(text, "starter", "exec")
+    assert "def generate(" not in text and "class Session" not in text
+    assert text.count(": write me") == 4 and "class Dice" in text
+    readme = (tmp_path / "first" / "README.md").read_text(encoding="utf-8")
+    assert "This homework is A1.1, A1.2, A1.3 and A1.4 alone." in readme
+    assert "tinyspec grade A1 . --task 1,2,3,4\n" in readme and "`generate`" not in readme
+    new(SECOND, tmp_path / "second")
+    text = (tmp_path / "second" / "submission.py").read_text(encoding="utf-8")
+    assert text.count(": write me") == 1 and "A1.5 generate: write me" in text
+    assert "A1.4 verify: put your own from the earlier homework here" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_task_can_be_a_homework_alone(name: str) -> None:
+    for task in find(name).tasks:
+        text = starter_of(find(name).select([task.name]))
+        space: dict[str, Any] = {"__name__": "starter"}
+        exec(compile(text, "starter", "exec"), space)
+        mine = {other.name for other in find(name).tasks if other.name in space}
+        assert mine == {task.name, *task.uses}
+
+
+def test_a_homework_is_judged_with_the_reference_in_place_of_earlier_ones(tmp_path: Path) -> None:
+    """The starter of A1.5 with `generate` written, and nothing else, has full marks."""
+    source = f"{starter_of(SECOND)}\n\n{extract_helpers(REFERENCE, ['generate'])}"
+    names = ("warp", "acceptance", "residual", "verify")
+    source += "".join(f"\ndef {name}(*given):\n    raise NotImplementedError\n" for name in names)
+    report = grading.grade(SECOND, submit(tmp_path, source), limits=SLOW)
+    assert (report.score, report.max_score) == (30, 30)
+
+
+def test_a_bundle_of_a_part_judges_it_alone(tmp_path: Path) -> None:
+    bundle.write(SECOND, tmp_path / "second.zip", 7)
+    with ZipFile(tmp_path / "second.zip") as packed:
+        script = packed.read("run_autograder").decode()
+        assert '"$root/submission" --task 5 --final --seed 7' in script
+        assert "A1.5, 30 points" in packed.read("README.txt").decode()
+        helpers = packed.read("tinyspec/_assignments/A1/reference.py").decode()
+    assert "def verify(" in helpers and "def generate(" not in helpers
+    bundle.write(A1, tmp_path / "all.zip", 7)
+    with ZipFile(tmp_path / "all.zip") as packed:
+        assert "--task" not in packed.read("run_autograder").decode()
 
 
 # ---------------------------------------------------------------------- the table
@@ -365,7 +431,7 @@ def test_the_table_says_in_a_few_words_what_happened(body: str, tmp_path: Path) 
     submit(tmp_path, "")
     (tmp_path / "helper.py").write_text("def fail():\n    raise KeyError(3)\n", encoding="utf-8")
     source = f"from fractions import Fraction\n{RIGHT}\ndef residual(p, q):\n    {body}\n"
-    result = graded(tmp_path, source, only="residual").results[0]
+    result = graded(tmp_path, source, only=["residual"]).results[0]
     assert table_entry(result) == TABLE[body].format(line=source.count("\n"))
 
 
@@ -381,7 +447,7 @@ def test_the_table_says_why_a_file_could_not_be_imported(tmp_path: Path) -> None
 
 
 def test_the_table_counts_the_laws_that_hold(tmp_path: Path) -> None:
-    report = grading.grade(A1, submit(tmp_path, edited(FROM_P)), limits=SLOW, only="verify")
+    report = grading.grade(A1.select(["verify"]), submit(tmp_path, edited(FROM_P)), limits=SLOW)
     assert table_entry(report.results[0]).startswith("3 of 4 laws hold; broken: joint distribution")
 
 

@@ -73,5 +73,6 @@ def submit(folder: Path, source: str | bytes) -> Path:
 
 
 def graded(folder: Path, source: str | bytes, **named: Any) -> Report:
-    """The report on a submission to the tiny assignment."""
-    return grade(TINY, submit(folder, source), limits=named.pop("limits", FAST), **named)
+    """The report on a submission to the tiny assignment, or to the tasks `only` of it."""
+    assignment = TINY.select(named.pop("only", ()))
+    return grade(assignment, submit(folder, source), limits=named.pop("limits", FAST), **named)

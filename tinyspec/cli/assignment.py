@@ -3,11 +3,13 @@ Gradescope.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.grade import task_option
 
 
 @click.group("assignment", cls=base.Group)
@@ -56,37 +58,40 @@ def list_assignments(as_json: bool) -> None:
 @assignment.command("new", cls=base.Command)
 @click.argument("name")
 @click.argument("folder", type=base.OutputPath(folder=True))
-def new(name: str, folder: Path) -> None:
+@base.options(task_option)
+def new(name: str, folder: Path, tasks: Sequence[str]) -> None:
     """Begin assignment NAME in FOLDER: a hand-out, submission.py with what is to be written, and a
     README.
 
-    Nothing that is there already is overwritten.
+    Nothing that is there already is overwritten. With --task the folder has these functions alone,
+    and places for the earlier ones that they use.
 
     \b
     Examples:
       tinyspec assignment new A1 my-a1
+      tinyspec assignment new A1 my-a1 --task 1,2,3,4      a part of it as a homework
     """
     from tinyspec.grade import assignments
 
-    found = assignments.find(name)
+    found = assignments.find(name).select(tasks)
     for path in assignments.new(found, folder):
         click.echo(path)
-    click.echo(
-        f"Read the hand-out, write submission.py, and see how far it is: tinyspec grade {found.name} {folder}"
-    )
+    command = f"tinyspec grade {found.name} {folder}{assignments.task_options(found)}"
+    click.echo(f"Read the hand-out, write submission.py, and see how far it is: {command}")
 
 
 @assignment.command("bundle", cls=base.Command)
 @click.argument("name")
 @click.argument("out", type=base.OutputPath())
 @base.options(
+    task_option,
     click.option(
         "--seed",
         type=click.IntRange(0),
         help="Of the final run's cases; keep it to yourself.  [default: drawn]",
-    )
+    ),
 )
-def bundle(name: str, out: Path, seed: int | None) -> None:
+def bundle(name: str, out: Path, tasks: Sequence[str], seed: int | None) -> None:
     """Write OUT, a zip file that Gradescope takes as the autograder of assignment NAME.
 
     It holds this package's source, setup.sh and run_autograder, which makes the final run on what a
@@ -97,15 +102,18 @@ def bundle(name: str, out: Path, seed: int | None) -> None:
     Examples:
       tinyspec assignment bundle A1 a1.zip
       tinyspec assignment bundle A1 a1.zip --seed 1848
+      tinyspec assignment bundle A1 first.zip --task 1,2,3,4
     """
     from tinyspec.grade import assignments, bundle, grading
 
-    found = assignments.find(name)
+    found = assignments.find(name).select(tasks)
     seed = grading.draw_seed() if seed is None else seed
     count = bundle.write(found, out, seed)
     click.echo(
         f"{out}: {count} files, {out.stat().st_size / 1e6:.1f} MB; upload it as the autograder's zip file"
     )
+    numbers = ", ".join(task.number for task in found.tasks)
+    click.echo(f"It judges {numbers}: {found.points} points.")
     click.echo(
         f"The final run has seed {seed}. Keep it to yourself; --seed {seed} writes the same file again."
     )

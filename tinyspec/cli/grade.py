@@ -1,12 +1,26 @@
 """tinyspec grade: judge a submission by the laws."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from tinyspec.cli import base
+from tinyspec.errors import TinyspecError
+
+STDOUT = Path("-")
+
+
+task_option = click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    metavar="TASK[,TASK...]",
+    callback=lambda ctx, option, given: [t for word in given for t in word.split(",") if t],
+    help="These tasks alone, as residual, A1.3 or 3; may be repeated.",
+)
 
 
 @click.command("grade", cls=base.Command)
@@ -15,12 +29,12 @@ from tinyspec.cli import base
 @base.options(
     click.option("--final", is_flag=True, help="The final run: other cases, ten times as many drawn."),
     click.option("--seed", type=click.IntRange(0), help="Of the cases that are drawn.  [default: 0; with --final drawn]"),
-    click.option("--task", metavar="NAME", help="Judge this one function."),
+    task_option,
     click.option("--seconds", type=click.FloatRange(min=1), help="For a task's answers in all.  [default: 60; final 600]"),
     click.option("--json", "as_json", type=base.OutputPath(allow_dash=True), metavar="FILE",
                  help="Write the report as JSON; - is standard output."),
-    click.option("--gradescope", type=base.OutputPath(), metavar="FILE",
-                 help="Write Gradescope's results.json."),
+    click.option("--gradescope", type=base.OutputPath(allow_dash=True), metavar="FILE",
+                 help="Write Gradescope's results.json; - is standard output."),
     click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
 )  # fmt: skip
 def grade(
@@ -28,7 +42,7 @@ def grade(
     folder: Path,
     final: bool,
     seed: int | None,
-    task: str | None,
+    tasks: Sequence[str],
     seconds: float | None,
     as_json: Path | None,
     gradescope: Path | None,
@@ -50,6 +64,7 @@ def grade(
     Examples:
       tinyspec grade A1 my-a1
       tinyspec grade A1 my-a1 --task residual
+      tinyspec grade A1 my-a1 --task 1,2,3,4
       tinyspec grade A1 my-a1 --json report.json
       tinyspec grade A1 handed-in --final --seed 1848 --gradescope results.json
     """
@@ -59,28 +74,42 @@ def grade(
     from tinyspec.grade.process import Limits
     from tinyspec.waiting import counted
 
-    found = assignments.find(name)
-    base.check_folder(folder, f"begin one with: tinyspec assignment new {found.name} {folder}")
+    if as_json == gradescope == STDOUT:
+        raise TinyspecError("--json - and --gradescope - both want standard output: name a file")
+    found = assignments.find(name).select(tasks)
+    folder = find_folder(folder, found.name)
     cases = grading.cases_of(final, seed)
-    count = 1 if task else len(found.tasks)
     terminal = Console(stderr=True)
     with counted(terminal if terminal.is_terminal and not quiet else None) as bar:
-        row = bar.add_task("", total=count)
+        row = bar.add_task("", total=len(found.tasks))
 
         def watch(task: Any, done: int) -> None:
             bar.update(row, description=f"{task.title:40}", completed=done)
 
         limits = None if seconds is None else Limits(task=seconds)
-        judged = grading.grade(found, folder, cases, limits, task, watch)
-    if as_json == Path("-"):
-        click.echo(json.dumps(report.as_dict(judged)))
-    else:
+        judged = grading.grade(found, folder, cases, limits, watch)
+    for path, form in ((as_json, report.as_dict), (gradescope, report.gradescope)):
+        if path == STDOUT:
+            click.echo(json.dumps(form(judged)))
+        elif path is not None:
+            path.write_text(json.dumps(form(judged), indent=1) + "\n", encoding="utf-8")
+    if STDOUT not in (as_json, gradescope):
         report.show(judged, base.console())
-    if as_json not in (None, Path("-")):
-        as_json.write_text(json.dumps(report.as_dict(judged), indent=1) + "\n", encoding="utf-8")
-    if gradescope is not None:
-        gradescope.write_text(
-            json.dumps(report.gradescope(judged), indent=1) + "\n", encoding="utf-8"
-        )
     if judged.score < judged.max_score:
         raise click.exceptions.Exit(1)
+
+
+def find_folder(path: Path, name: str) -> Path:
+    """Return the folder to grade: for a submission.py, the folder that holds it.
+
+    Raises TinyspecError where there is none, with what to do.
+    """
+    if path.is_file():
+        if path.name == "submission.py":
+            return path.parent
+        hint = "name the folder that holds submission.py"
+        if path.suffix == ".py":
+            hint = f"rename it to submission.py: tinyspec grade {name} {path.parent}"
+        raise TinyspecError(f"{path} is a file, no folder: {hint}")
+    base.check_folder(path, f"begin one with: tinyspec assignment new {name} {path}")
+    return path

@@ -4,7 +4,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tinyspec.errors import TinyspecError
-from tinyspec.grade.starter import askers, starter
+from tinyspec.grade.starter import askers, drop_tasks, starter
 from tinyspec.grade.task import Assignment
 
 NAMES = ("A1", "A2", "A3")
@@ -34,16 +34,33 @@ def reference_of(assignment: Assignment) -> str:
 
 
 def starter_of(assignment: Assignment) -> str:
-    """What a student's submission.py begins as."""
+    """Return what a student's submission.py begins as.
+
+    Where the assignment has some of its tasks alone, the starter has the functions of these, and
+    of the earlier tasks that they use: the grader puts the reference's functions in their place.
+    """
+    whole = find(assignment.name)
+    uses = {name for task in assignment.tasks for name in task.uses}
+    labels = _labels(whole)
+    earlier = uses - {*_labels(assignment)}
+    others = {*labels} - uses - {*_labels(assignment)}
     try:
-        return starter(reference_of(assignment), _labels(assignment), assignment.name)
+        reference = drop_tasks(reference_of(assignment), others, labels)
+        return starter(reference, labels, assignment.name, earlier)
     except TinyspecError as error:
         raise TinyspecError(f"{assignment.name}/reference.py, {error}") from None
 
 
+def task_options(assignment: Assignment) -> str:
+    """Return " --task 1,2" for these tasks of an assignment; "" for all of them."""
+    if assignment == find(assignment.name):
+        return ""
+    return f" --task {','.join(task.number.split('.')[1] for task in assignment.tasks)}"
+
+
 def _labels(assignment: Assignment) -> dict[str, str]:
     """The numbers of the tasks by their names: {"residual": "A1.3"}."""
-    return {task.name: task.title.split()[0] for task in assignment.tasks}
+    return {task.name: task.number for task in assignment.tasks}
 
 
 def new(assignment: Assignment, where: Path) -> list[Path]:
@@ -81,9 +98,12 @@ def readme(assignment: Assignment) -> str:
         f"| {task.title} | `{task.name}`{judged.get(task.name, '')} | {task.points} |"
         for task in assignment.tasks
     )
+    options = task_options(assignment)
+    part = f"This homework is {_join(assignment)} alone.\n" if options else ""
     return f"""# {name}: {assignment.title}
 
-`handout.md` says what is to be built, and why. Write the functions in `submission.py`; the standard library is all there is.
+{part}`handout.md` says what is to be built, and why. Write the functions in `submission.py`;
+the standard library is all there is.
 
 | task | function | points |
 |---|---|---|
@@ -91,7 +111,7 @@ def readme(assignment: Assignment) -> str:
 
 Grade what you have, as often as you like:
 
-    tinyspec grade {name} .
+    tinyspec grade {name} .{options}
     tinyspec grade {name} . --task {assignment.tasks[0].name}
 
 The report shows, for each function that breaks a law, the smallest case in which it does: yours and what was expected.
@@ -105,6 +125,12 @@ Each law that holds earns its points, whatever becomes of the others. A law that
 """
 
 
+def _join(assignment: Assignment) -> str:
+    """Return the numbers of the tasks as a reader says them: "A1.1, A1.2 and A1.3"."""
+    *most, last = [task.number for task in assignment.tasks]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def rubric(assignment: Assignment) -> str:
     """Return the table of an assignment's laws and their points, in Markdown."""
     rows = ["| task | | law | points |", "|---|---|---|---|"]
@@ -112,7 +138,7 @@ def rubric(assignment: Assignment) -> str:
         numbers = {law.sentence: number for number, law in enumerate(task.laws, 1)}
         for law in task.laws:
             needs = "".join(f" (only where law {numbers[need]} holds)" for need in law.needs)
-            name = f"{task.title.split()[0]} `{task.name}`"
+            name = f"{task.number} `{task.name}`"
             rows.append(
                 f"| {name} | {numbers[law.sentence]} | {law.sentence}{needs} | {law.points} |"
             )

@@ -5,7 +5,7 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import tinyspec
-from tinyspec.grade.assignments import reference_of
+from tinyspec.grade.assignments import reference_of, task_options
 from tinyspec.grade.report import CONTAINER
 from tinyspec.grade.starter import extract_helpers
 from tinyspec.grade.task import Assignment
@@ -37,17 +37,17 @@ mkdir -p "$root/results"
 rm -f "$results" # of an earlier submission: a grader that fails must not keep its score
 cd "$root/source" || exit 1
 export TINYSPEC_PURE=1 # nothing is compiled here
-"$python" -m tinyspec grade {name} "$root/submission" --final --seed {seed} --quiet --gradescope "$results"
+"$python" -m tinyspec grade {name} "$root/submission"{tasks} --final --seed {seed} --quiet --gradescope "$results"
 if [ ! -s "$results" ]; then
     echo '{{"score": 0, "output": "The grader itself failed. Please tell the staff."}}' > "$results"
 fi
 """
 
 README = """\
-Autograder of {name}, {title}. Made by: tinyspec assignment bundle {name} OUT.zip
+Autograder of {name}, {title}: {numbers}, {points} points. Made by: tinyspec assignment bundle {name} OUT.zip{tasks}
 
 setup.sh          run once, when the container is built
-run_autograder    run for every submission: tinyspec grade {name} --final, with the seed of the final run
+run_autograder    run for every submission: tinyspec grade {name}{tasks} --final, with the seed of the final run
 requirements.txt  what is installed from the package index
 tinyspec/         the source of the grader and its laws, and those functions of the reference solution
                   that later tasks are judged with (tinyspec/_assignments); the rest of it is not in here
@@ -64,6 +64,9 @@ def write(assignment: Assignment, out: Path, seed: int) -> int:
     words = {
         "name": assignment.name,
         "title": assignment.title,
+        "numbers": ", ".join(task.number for task in assignment.tasks),
+        "points": assignment.points,
+        "tasks": task_options(assignment),
         "seed": seed,
         "container": CONTAINER,
     }

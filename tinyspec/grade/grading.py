@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyspec.errors import TinyspecError
 from tinyspec.grade.assignments import reference_of
 from tinyspec.grade.process import Limits
 from tinyspec.grade.remote import Function, Helpers, load
@@ -178,7 +177,6 @@ def grade(
     folder: Path,
     cases: Cases = PUBLIC,
     limits: Limits | None = None,
-    only: str | None = None,
     watch: Callable[[Task, int], None] = lambda task, done: None,
 ) -> Report:
     """Judge a folder with a submission.py; whatever is wrong with it is in the report.
@@ -188,16 +186,9 @@ def grade(
     gave a helper another form, and calls it accordingly, loses nothing.
 
     limits  of the child processes; by default a task has more time where it has more cases
-    only    the name of the one task to judge
     watch   is told which task is next, and how many are done
-
-    Raises TinyspecError where `only` is no task of the assignment.
     """
-    tasks = [task for task in assignment.tasks if only in (None, task.name)]
-    if not tasks:
-        raise TinyspecError(
-            f"{assignment.name} has no task {only!r}: {', '.join(t.name for t in assignment.tasks)}"
-        )
+    tasks = assignment.tasks
     limits = limits or Limits(task=Limits().task * cases.times)
     reference = reference_of(assignment) if any(task.uses for task in tasks) else ""
     failed = _missing(folder)
@@ -250,7 +241,10 @@ def _missing(folder: Path) -> Failed | None:
         elif not folder.is_dir():
             said = f"{folder} is no folder: give the folder that holds submission.py"
         elif not (folder / "submission.py").is_file():
-            said = f"{folder} holds no submission.py"
+            others = sorted(path.name for path in folder.glob("*.py") if path.is_file())
+            which = others[0] if len(others) == 1 else "the one that holds your functions"
+            hint = f", but {', '.join(others)}: rename {which} to submission.py" if others else ""
+            said = f"{folder} holds no submission.py{hint}"
     except OSError as error:
         said = f"{folder} cannot be read: {error.strerror}"
     return Failed(said, summary="there is no submission.py") if said else None

@@ -151,7 +151,7 @@ def gradescope(report: Report) -> dict[str, Any]:
                 "score": result.score,
                 "max_score": result.task.points,
                 "status": "failed" if result.counterexample else "passed",
-                "output": "\n".join([summary(result), *explain(result)]),
+                "output": "\n".join(explain(result) or [summary(result)]),
                 "output_format": "text",
             }
             for result in report.results

@@ -9,21 +9,25 @@ the solution needs.
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from tinyspec.errors import TinyspecError
 
 BEGIN, END = "# solution", "# end of solution"
+EARLIER = "put your own from the earlier homework here; the grader uses its own"
 DEFINITION = re.compile(r"\s*(?:async )?(def|class) (\w+)")
 WORDS = re.compile(r"\w+")
 
 
-def starter(reference: str, labels: Mapping[str, str], name: str) -> str:
-    """The starter of a reference.
+def starter(
+    reference: str, labels: Mapping[str, str], name: str, earlier: Collection[str] = ()
+) -> str:
+    """Return the starter of a reference.
 
-    labels  of the functions that are tasks: {"residual": "A1.3"}
-    name    of the assignment, said of the others; methods of a class have the label of the task
-            that uses the class
+    labels   of the functions that are tasks: {"residual": "A1.3"}
+    name     of the assignment, said of the others; methods of a class have the label of the task
+             that uses the class
+    earlier  tasks of another homework: their functions are not to be written in this one
 
     Raises TinyspecError where markers do not match, or a line of the solution would be given away.
 
@@ -49,7 +53,8 @@ def starter(reference: str, labels: Mapping[str, str], name: str) -> str:
                     if "." in owner
                     else ""
                 )
-                label = f"{labels.get(task, name)} {owner}: write me"
+                what = EARLIER if task in earlier else "write me"
+                label = f"{labels.get(task, name)} {owner}: {what}"
                 kept.append(f'{line[:depth]}raise NotImplementedError("{label}")')
         elif hidden:
             secret += [] if line.strip() == END else [line]
@@ -59,6 +64,48 @@ def starter(reference: str, labels: Mapping[str, str], name: str) -> str:
     if leaked := leaks(secret, text):
         raise TinyspecError(f"the starter gives away a line of the solution: {leaked[0]}")
     return text
+
+
+def drop_tasks(reference: str, names: Collection[str], tasks: Collection[str]) -> str:
+    """Return a reference without some of its tasks, and without what only these need.
+
+    names  of the functions to leave out
+    tasks  all functions of the assignment that are tasks
+
+    >>> print(drop_tasks("class A: ...\ndef f(): A()\ndef g():\n    pass\n", ["f"], ["f", "g"]))
+    def g():
+        pass
+    """
+    definitions = (ast.FunctionDef, ast.ClassDef)
+    defined = {
+        node.name: node for node in ast.parse(reference).body if isinstance(node, definitions)
+    }
+    judged = askers(reference, tasks).items()
+    dropped = {*names, *(made for made, task in judged if task in names)}
+    listed = defined.pop("Submission", None)  # the functions of all tasks, without their bodies
+    found = True
+    while found:
+        found = False
+        for name in {*defined} - dropped - {*tasks}:
+            users = {
+                other for other in defined if other != name and _mentions(defined[other], name)
+            }
+            if users and users <= dropped:
+                dropped, found = dropped | {name}, True
+    lines, gone = reference.splitlines(), set[int]()
+    for name in dropped & {*defined}:
+        end = defined[name].end_lineno or 0
+        while end < len(lines) and (not lines[end].strip() or lines[end][0] == " "):
+            end += 1  # comments in the function that stand after its last statement
+        gone.update(range(defined[name].lineno, end + 1))
+    for method in listed.body if listed else []:
+        if isinstance(method, ast.FunctionDef) and method.name in names:
+            gone.update(range(method.lineno, (method.end_lineno or 0) + 1))
+    return "\n".join(line for number, line in enumerate(lines, 1) if number not in gone)
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
 
 
 def askers(reference: str, tasks: Iterable[str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What an assignment is: tasks, the laws that judge them, and the points of each law."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,14 +90,42 @@ class Task(NamedTuple):
     uses: tuple[str, ...] = ()
 
     @property
+    def number(self) -> str:
+        """Return the number in the title: "A1.3"."""
+        return self.title.split()[0]
+
+    @property
     def points(self) -> int:
-        """The points of all its laws."""
+        """Return the points of all its laws."""
         return sum(law.points for law in self.laws)
 
 
 class Assignment(NamedTuple):
-    """An assignment: its name ("A1"), its title and its tasks."""
+    """An assignment, or some tasks of one: its name ("A1"), its title and its tasks."""
 
     name: str
     title: str
     tasks: tuple[Task, ...]
+
+    @property
+    def points(self) -> int:
+        """Return the points of all its tasks."""
+        return sum(task.points for task in self.tasks)
+
+    def select(self, names: Iterable[str]) -> "Assignment":
+        """Return the assignment with these tasks alone, in its own order; all of it for no names.
+
+        A name is that of the function, or the number of the task: "residual", "A1.3" or "3".
+
+        Raises TinyspecError where a name is no task of the assignment.
+        """
+        chosen = set[str]()
+        for name in names:
+            wanted = name.lower().removeprefix(f"{self.name.lower()}.")
+            found = [t.name for t in self.tasks if wanted in (t.name, t.number.split(".")[1])]
+            if not found:
+                known = ", ".join(task.name for task in self.tasks)
+                raise TinyspecError(f"{self.name} has no task {name!r}: {known}")
+            chosen.update(found)
+        tasks = tuple(task for task in self.tasks if task.name in chosen)
+        return self._replace(tasks=tasks) if chosen else self
