@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
+from tests.lm.small import model
 from tinyspec import _core
+from tinyspec.lm import engine
 from tinyspec.lm.engine import LINE, aligned_zeros, pack, unpack
 
 
@@ -35,6 +38,29 @@ def test_a_matrix_packed_into_its_room_is_the_same_and_unpacks_to_itself(
     packed = pack(weight, room)
     assert packed.data_ptr() == room.data_ptr()
     assert torch.equal(packed, pack(weight)) and torch.equal(unpack(packed, out), weight)
+
+
+@pytest.mark.skipif(_core.compute is None, reason="not compiled: nothing is packed")
+def test_a_failed_packing_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third matrix fails: every weight is back, the model computes, and packs when it can."""
+    m = model().to(dtype=torch.float32)
+    before, packed = {name: w.clone() for name, w in m.weights.items()}, []
+
+    def failing(*args: Any) -> torch.Tensor:
+        packed.append(pack(*args))
+        if len(packed) == 3:
+            raise MemoryError("no room")
+        return packed[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "pack", failing)
+        with pytest.raises(MemoryError):
+            m.logits([1, 2])
+    assert list(m.weights) == list(before)
+    assert all(torch.equal(m.weights[name], w) for name, w in before.items())
+    plain = m.training_logits(torch.tensor([[1, 2]]))[0]
+    torch.testing.assert_close(m.logits([1, 2]), plain)
+    assert m.engine is not None
 
 
 MEMORY = """

@@ -41,20 +41,29 @@ class Blocks:
 
     def __init__(self, config: Config, weights: dict[str, Tensor]):
         self.config, self.weights = config, weights
-        self.embed = weights["embed"]
+        self.device = weights["embed"].device
+        self.says = torch.tensor(config.says, device=self.device) if config.says else None
+        self.cos, self.sin = rotations(config, weights["embed"].dtype, self.device)
+        self.bind()
+
+    def bind(self) -> None:
+        """Look up the tensors of every layer in `weights`."""
+        self.embed = self.weights["embed"]  # [V, d]
         parts = [
             f"{part}.{kind}"
             for part in ("norm1", "qkv", "out", "norm2", "up", "down")
             for kind in ("weight", "bias")
         ]
         self.layers = [
-            Block(*(weights.get(f"{i}.{part}") for part in parts))  # type: ignore[arg-type]
-            for i in range(config.n_layers)
+            Block(*(self.weights.get(f"{i}.{part}") for part in parts))  # type: ignore[arg-type]
+            for i in range(self.config.n_layers)
         ]
-        self.vocabulary = self.embed if config.tied else weights["head"]  # [V, d]
-        self.device = self.embed.device
-        self.says = torch.tensor(config.says, device=self.device) if config.says else None
-        self.cos, self.sin = rotations(config, self.embed.dtype, self.device)
+        self.vocabulary = self.embed if self.config.tied else self.weights["head"]  # [V, d]
+
+    def release(self) -> None:
+        """Let go of every tensor but those in `weights`, whose owner may free them one by one."""
+        self.layers = []
+        self.embed = self.vocabulary = torch.empty(0)
 
     def _norm(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
         if self.config.norm == "rms":

@@ -112,16 +112,35 @@ class UnpackedWeights(Mapping[str, Tensor]):
 
 
 class Engine:
-    """Packed weights and the compiled layers that run over them. Empties `weights` as it packs
-    them, to hold one copy.
+    """Packed weights and the compiled layers that run over them.
+
+    Empties `weights` while packing, so that each weight is in memory once. If packing fails, every
+    weight is put back before the error is raised.
     """
 
     def __init__(self, config: Config, weights: dict[str, Tensor]):
         self.config = config
-        half = weights["embed"].dtype == torch.bfloat16
         packed: dict[str, Tensor] = {}
         plain: dict[str, Tensor] = {}
-        shapes = config.shapes()
+        try:
+            self._pack(weights, packed, plain)
+            self._compile(packed, plain)
+        except BaseException:
+            rest = dict(weights)
+            weights.clear()
+            for name, shape in config.shapes().items():
+                if name in rest or name in plain:
+                    weights[name] = rest[name] if name in rest else plain[name]
+                else:
+                    weights[name] = unpack(packed.pop(name), shape[0])
+            raise
+        self.weights = UnpackedWeights(packed, plain, config)
+
+    def _pack(
+        self, weights: dict[str, Tensor], packed: dict[str, Tensor], plain: dict[str, Tensor]
+    ) -> None:
+        """Move matrices into `packed` and all else into `plain`, freeing each as it is moved."""
+        shapes = self.config.shapes()
         matrices = [
             name for name, shape in shapes.items() if len(shape) == 2 and name != "positions"
         ]
@@ -129,18 +148,19 @@ class Engine:
         room = dict(zip(matrices, aligned_zeros(sizes, weights["embed"].dtype), strict=True))
         moved = 0
         for name in shapes:
-            weight = weights.pop(name).detach()
             if name not in room:
-                plain[name] = weight
+                plain[name] = weights.pop(name).detach()
                 continue
-            packed[name] = pack(weight, room[name])
-            moved += weight.nbytes
-            del weight
+            packed[name] = pack(weights[name].detach(), room[name])
+            moved += weights.pop(name).nbytes
             if moved > SPARE:
                 trim_heap()
                 moved = 0
         trim_heap()
-        self.weights = UnpackedWeights(packed, plain, config)
+
+    def _compile(self, packed: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+        """Hand the packed matrices to the compiled layers."""
+        config = self.config
         self.embed, self._positions = packed["embed"], plain.get("positions")
         assert _core.compute is not None
         self.matrices = ours = {name: self._matrix(name, packed, plain) for name in packed}
@@ -170,7 +190,7 @@ class Engine:
             rms=config.norm == "rms",
             gated=config.gated,
             silu=config.activation == "silu",
-            half=half,
+            half=self.embed.dtype == torch.bfloat16,
             eps=config.norm_eps,
             scale=1 / math.sqrt(config.head_dim),
             cos=cos[:, 0].numpy() if turned else None,

@@ -11,7 +11,6 @@ same blocks over dense text with gradients.
 
 import math
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,11 +55,13 @@ class Model:
         self._path: Blocks | Engine = Blocks(config, dict(weights))
         self.dtype, self.device = self._path.embed.dtype, self._path.embed.device
         self._static: Static | None = None  # steps of fixed shape, on a CUDA device
+        self._packing = threading.Lock()
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """By name; unpacked when asked for where the compiled path has packed them."""
-        return self._path.weights
+        """Return the weights by name; the compiled path unpacks each one when it is asked for."""
+        with self._packing:
+            return self._path.weights
 
     @property
     def stream(self) -> torch.dtype:
@@ -74,30 +75,25 @@ class Model:
         return path if isinstance(path, Engine) else None
 
     def pack(self) -> "Model":
-        """Turn to the compiled path where there is one for these weights; done at the first
-        forward, or before by `load`.
-        """
-        if isinstance(self.__dict__.get("_path"), Engine):
-            return self
-        me = (
-            threading.get_ident()
-        )  # threads of a batch may come here together: the first packs, the others wait
-        if self.__dict__.setdefault("_packing", me) != me:
-            while "_packing" in self.__dict__:
-                time.sleep(0.001)
-            return self.pack()
-        try:
-            return self._pack()
-        finally:
-            del self.__dict__["_packing"]
+        """Pack the weights for the compiled path, where these weights have one.
 
-    def _pack(self) -> "Model":
-        if isinstance(self._path, Blocks) and packable(self.config, self._path.weights):
-            weights = self._path.weights
-            del self._path  # it holds the weights too, and two copies may not fit
-            self._path = Engine(self.config, weights)
-        elif self.device.type == "cuda" and self._static is None and isinstance(self._path, Blocks):
-            self._static = Static(self._path)
+        The first forward pass does this, or `load` before it. Threads of a batch may come here
+        together: the first one packs and the others wait. If packing fails, the error is raised
+        and the model keeps its weights unpacked.
+        """
+        if isinstance(self._path, Engine):
+            return self
+        with self._packing:
+            path = self._path
+            if isinstance(path, Blocks) and packable(self.config, path.weights):
+                path.release()  # the engine empties `weights` as it packs: two copies may not fit
+                try:
+                    self._path = Engine(self.config, path.weights)
+                except BaseException:  # the engine has put every weight back
+                    path.bind()
+                    raise
+            elif isinstance(path, Blocks) and path.device.type == "cuda" and self._static is None:
+                self._static = Static(path)
         return self
 
     @classmethod
