@@ -35,7 +35,7 @@ def count_code(source: str) -> tuple[int, int]:
 def room_of(path: Path) -> str:
     """Return the room of a file: its folder, with the chapters and the museum as rooms of their own."""
     parts = path.relative_to(PACKAGE).parts
-    if len(parts) == 1 or parts[0] == "show":
+    if len(parts) == 1 or parts[0] in ("show", "hub"):
         return "root + show"
     if parts[0] in CHAPTERS:
         return "chapters"

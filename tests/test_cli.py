@@ -336,10 +336,10 @@ def test_models_are_listed_and_described(
 def test_fetching_a_model_that_is_here_says_where_and_what_next(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tinyspec import fetching
+    from tinyspec.hub import smollm2
 
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(fetching, "smollm2", lambda *_: pytest.fail("it was fetched again"))
+    monkeypatch.setattr(smollm2, "fetch_smollm2", lambda *_: pytest.fail("it was fetched again"))
     shutil.copytree(zoo.big, tmp_path / "models" / "smollm2")
     result = run("models", "fetch", "smollm2")
     assert result.stdout == f"{tmp_path / 'models' / 'smollm2'}\n"

@@ -118,7 +118,7 @@ class Terminal:
             legacy_windows=False,
         )
         monkeypatch.setattr("tinyspec.cli.base.console", lambda: console)
-        monkeypatch.setattr("tinyspec.display.time.sleep", self.sleep)
+        monkeypatch.setattr("tinyspec.show.display.time.sleep", self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -154,7 +154,7 @@ def test_who_has_seen_enough_still_gets_the_report(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tinyspec.display.time.sleep", interrupt)
+    monkeypatch.setattr("tinyspec.show.display.time.sleep", interrupt)
     result = run("race", "--model", zoo.big, "-n", "8", "-p", "the cat", "-r", "1")
     assert result.exit_code == 0, result.output
     assert "identical: not expected" in terminal.out.getvalue()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tinyspec import data
-from tinyspec.download import download
 from tinyspec.errors import TinyspecError
-from tinyspec.sources import DATA_SETS, DataSet, Source, fetch
+from tinyspec.hub.data_sets import DATA_SETS, DataSet, Source, fetch
+from tinyspec.hub.download import download
 
 CONTENT = bytes(range(256)) * 4000  # 1 MB
 DIGEST = hashlib.sha256(CONTENT).hexdigest()

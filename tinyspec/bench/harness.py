@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tinyspec.waiting import counted
+from tinyspec.progress import progress_bar
 
 Arms = Mapping[str, Callable[[], Any]]
 
@@ -168,7 +168,7 @@ def save(
 @contextmanager
 def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[], None]]:
     """A bar with the time left, on stderr; yields the function that moves it on by one."""
-    bar = counted(None if quiet else Console(stderr=True))
+    bar = progress_bar(None if quiet else Console(stderr=True))
     with bar:
         task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)

@@ -16,7 +16,7 @@ from typing import Any
 from tinyspec import models
 from tinyspec.bench.harness import progress, report
 from tinyspec.generation import start
-from tinyspec.race import race, warm_up
+from tinyspec.show.race import race, warm_up
 
 
 def prompts() -> list[dict[str, str]]:

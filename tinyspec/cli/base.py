@@ -214,6 +214,13 @@ def load_all(
     return target, [tinyspec.load(name, device=device, dtype=dtype) for name in draft] or None
 
 
+def show_progress(quiet: bool) -> Any:
+    """Return a bar on standard error that disappears in the end, at a terminal only."""
+    from tinyspec import progress
+
+    return progress.show_progress(quiet, transient=True)
+
+
 def console() -> Any:
     """A rich console on standard output; into a pipe or file it writes long lines, and no control
     codes.

@@ -69,7 +69,7 @@ def show_lines(
     stats: bool,
 ) -> int:
     """Generate for every line and print as the batches end; return how many lines failed."""
-    from tinyspec.display import describe_layers, statistics, visible
+    from tinyspec.show.display import describe_layers, statistics, visible
 
     failures, terminal = 0, sys.stdout.isatty()
     for line, result in generate_lines(target, lines, seed, options):

@@ -115,8 +115,8 @@ class _Conversation:
 
     def answer(self, said: str) -> None:
         """One turn. A message that the context has no room for is taken back, and said so."""
-        from tinyspec.display import describe_layers, statistics, visible
         from tinyspec.generation import TextStreamer, prompt_ids, start
+        from tinyspec.show.display import describe_layers, statistics, visible
 
         asked = [*self.messages, {"role": "user", "content": said}]
         ids, room = prompt_ids(self.model, asked), self.model.config.max_positions

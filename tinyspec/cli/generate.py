@@ -108,8 +108,8 @@ def generate(
     base.settle(ctx, knobs, [method])
     target, small = base.load_all(model, draft, [method], device, dtype)
 
-    from tinyspec.display import describe_layers, statistics, visible
     from tinyspec.generation import TextStreamer, start
+    from tinyspec.show.display import describe_layers, statistics, visible
 
     stops = [s.replace("\\n", "\n").replace("\\t", "\t") for s in stop]
     options: dict[str, Any] = {"method": method, "draft": small, "stop": stops, "chat": chat}
@@ -137,7 +137,7 @@ def generate(
     else:
         click.echo()
     if replay is not None:
-        from tinyspec.replay import record, save, tell_written
+        from tinyspec.show.replay import record, save, tell_written
 
         save(record(target, method, result), replay)
         click.echo(tell_written(replay), err=True)

@@ -68,23 +68,19 @@ def grade(
       tinyspec grade A1 my-a1 --json report.json
       tinyspec grade A1 handed-in --final --seed 1848 --gradescope results.json
     """
-    from rich.console import Console
-
     from tinyspec.grade import assignments, grading, report
     from tinyspec.grade.process import Limits
-    from tinyspec.waiting import counted
 
     if as_json == gradescope == STDOUT:
         raise TinyspecError("--json - and --gradescope - both want standard output: name a file")
     found = assignments.find(name).select(tasks)
     folder = find_folder(folder, found.name)
     cases = grading.cases_of(final, seed)
-    terminal = Console(stderr=True)
-    with counted(terminal if terminal.is_terminal and not quiet else None) as bar:
-        row = bar.add_task("", total=len(found.tasks))
+    count = len(found.tasks)
+    with base.show_progress(quiet) as advance:
 
         def watch(task: Any, done: int) -> None:
-            bar.update(row, description=f"{task.title:40}", completed=done)
+            advance(f"{task.title:40}", done, count)
 
         limits = None if seconds is None else Limits(task=seconds)
         judged = grading.grade(found, folder, cases, limits, watch)

@@ -4,8 +4,7 @@ field's mistakes.
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,6 @@ from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
     from tinyspec.technique import Card
-
-Bar = Callable[[str, int, int], None]
-"""Shows what is under way: words, done, of how many."""
 
 
 @click.command("laws", cls=base.Command)
@@ -121,7 +117,7 @@ def _prove(
     profile = THOROUGH if thorough else CI
     state = State(resume, profile.name)
     told: list[dict[str, Any]] = []
-    with _bar(quiet or as_json) as show:
+    with base.show_progress(quiet or as_json) as show:
         for card in cards:
             told.append(
                 report(
@@ -157,7 +153,7 @@ def _seeds(
     from tinyspec.laws.prove import FIVE_SECONDS, State, nothing_correct_is_accused
 
     state = State(resume, f"{FIVE_SECONDS.name}, by seed")
-    with _bar(quiet or as_json) as show:
+    with base.show_progress(quiet or as_json) as show:
         told = nothing_correct_is_accused(
             cards, seeds, state, lambda card, seed: show(card.name, seed, seeds)
         )
@@ -192,7 +188,7 @@ def _matrix(what: str, verbose: bool, as_json: bool, quiet: bool) -> None:
     """
     from importlib import import_module
 
-    with _bar(quiet or as_json) as show:
+    with base.show_progress(quiet or as_json) as show:
         lines: list[dict[str, Any]] = import_module(f"tinyspec.laws.{what}").matrix(show)
     name, group = ("mutant", "law") if what == "mutants" else ("toy", "technique")
     killed = sum(line["killed_by"] is not None for line in lines)
@@ -235,7 +231,7 @@ def _demo(method: str, model: str, samples: int, as_json: bool, quiet: bool) -> 
 
     target, draft = base.load_all(model, [], [method], "cpu", None)
     done = 0
-    with _bar(quiet or as_json) as show:
+    with base.show_progress(quiet or as_json) as show:
 
         def watch(value: Any) -> None:
             nonlocal done
@@ -250,24 +246,6 @@ def _demo(method: str, model: str, samples: int, as_json: bool, quiet: bool) -> 
 
 
 # ---------------------------------------------------------------------- showing
-
-
-@contextmanager
-def _bar(hidden: bool) -> Iterator[Bar]:
-    """A progress bar on standard error, at a terminal only."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(
-        console=console, transient=True, disable=hidden or not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=1)
-
-        def show(words: str, done: int, of: int) -> None:
-            progress.update(task, description=words, completed=done, total=of)
-
-        yield show
 
 
 def _table(told: Sequence[dict[str, Any]]) -> None:

@@ -127,7 +127,7 @@ def fetch_data(names: tuple[str, ...], quiet: bool) -> None:
     """
     from rich.console import Console
 
-    from tinyspec.sources import fetch
+    from tinyspec.hub.data_sets import fetch
 
     for path in fetch(names, console=None if quiet else Console(stderr=True)):
         click.echo(str(path))
@@ -167,32 +167,10 @@ def build_datastore(
       tinyspec data datastore code.store --model smollm2 functions.jsonl.gz --field content
       tinyspec generate "Once upon a time" --method rest --datastore tales.store
     """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
     from tinyspec.models import load
     from tinyspec.speculative.drafting.datastore import build
 
     tokenizer = load(model).tokenizer
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
-        tasks = {}
-
-        def tell(what: str, done: int, whole: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=whole)
-            bar.update(tasks[what], completed=done)
-
-        tokens = build(out, files, tokenizer, field, tell)
+    with base.show_progress(quiet) as advance:
+        tokens = build(out, files, tokenizer, field, advance)
     click.echo(f"{out}: {tokens} tokens")

@@ -17,7 +17,7 @@ from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
     from tinyspec.lm.transformer import Model
-    from tinyspec.race import Lane, Outcome, Start
+    from tinyspec.show.race import Lane, Outcome, Start
 
 PLAIN = "autoregressive"
 MOST_RACES = 9  # without --repeat
@@ -184,8 +184,8 @@ def race(
         click.echo(f"loading {model} ...", err=True)  # a large model takes seconds
     target, small = base.load_all(model, draft, contestants, device, dtype)
 
-    from tinyspec import race as racing
     from tinyspec.generation import start
+    from tinyspec.show import race as racing
     from tinyspec.technique import find
 
     texts = [base.read_text(path) for path in references]
@@ -227,7 +227,7 @@ def race(
         return
     from rich.console import Group
 
-    from tinyspec.display import Stage, choose_speed, report
+    from tinyspec.show.display import Stage, choose_speed, report
 
     promises = [find(m).promise(**s).value for m, s in zip(contestants, shares, strict=True)]
     picture = [] if svg is None else [f"picture: {svg}"]
@@ -251,7 +251,7 @@ def _race_often(
     """
     from rich.live import Live
 
-    from tinyspec import race as racing
+    from tinyspec.show import race as racing
 
     most, began = repeat or MOST_RACES, time.monotonic()
     repeats: list[list[Lane]] = []
@@ -336,8 +336,8 @@ def _figures(
 def _draw(
     path: Path, lanes: "Sequence[Lane]", outcomes: "Sequence[Outcome]", title: str, prompt: str
 ) -> None:
-    from tinyspec.display import name_lane
-    from tinyspec.picture import Track, svg
+    from tinyspec.show.display import name_lane
+    from tinyspec.show.picture import Track, svg
 
     tracks = []
     for i, lane in enumerate(lanes):

@@ -21,7 +21,7 @@ def replay(trace: Path, out: Path | None) -> None:
       tinyspec generate "Once upon a time" --method specinfer --replay story.json
       tinyspec replay story.json --out story.html
     """
-    from tinyspec.replay import read, save
+    from tinyspec.show.replay import read, save
 
     page = trace.with_suffix(".html") if out is None else out
     save(read(trace), page)

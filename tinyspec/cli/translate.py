@@ -127,7 +127,7 @@ def translate(
             ctx.exit(130)
         _report(running.result(), n_layers, as_json, stats)
         if replay is not None:
-            from tinyspec.replay import record, record_passes, save, tell_written
+            from tinyspec.show.replay import record, record_passes, save, tell_written
 
             done, given = running.result(), running.model
             save(
@@ -147,7 +147,7 @@ def _run(running: "Extending | Rewriting", shows: bool, grows: bool) -> None:
     """Run to the end. Shows every pass on standard error, or, at a terminal, the text as it grows
     on one line.
     """
-    from tinyspec.display import visible
+    from tinyspec.show.display import visible
 
     live = grows and sys.stderr.isatty() and sys.stdout.isatty()
     for number, _ in enumerate(running, 1):
@@ -160,7 +160,7 @@ def _run(running: "Extending | Rewriting", shows: bool, grows: bool) -> None:
 
 
 def _report(done: "Translation", n_layers: int, as_json: bool, stats: bool) -> None:
-    from tinyspec.display import describe_layers, visible
+    from tinyspec.show.display import describe_layers, visible
 
     if as_json:
         click.echo(json.dumps(done.as_dict(), ensure_ascii=False))

@@ -23,9 +23,9 @@ from tinyspec import models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.lockstep import Lockstep
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.progress import progress_bar
 from tinyspec.training.beam import beam_search, greedy
 from tinyspec.training.bitext import padded
-from tinyspec.waiting import counted
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def translations(
         range(len(sources)), key=lambda i: (len(sources[i]), i)
     )  # of like lengths: less padding
     found: dict[int, list[int]] = {}
-    bar = counted(console)
+    bar = progress_bar(console)
     with bar:
         task = bar.add_task(f"{model.name} writes", total=len(order))
         for at in range(0, len(order), batch):

@@ -31,9 +31,9 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed
 from tinyspec.lm.gate import BatchBarrier, run_together
 from tinyspec.lm.transformer import Model
+from tinyspec.progress import progress_bar
 from tinyspec.training import corpus
 from tinyspec.tree import TokenTree
-from tinyspec.waiting import counted
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def write(
     (where / "asking.json").write_text(
         json.dumps({"target": model.name, **asdict(asking)}, indent=1) + "\n", encoding="utf-8"
     )
-    bar = counted(console)
+    bar = progress_bar(console)
     made: list[Output] = []
     with bar:
         task = bar.add_task(f"texts of {model.name}", total=len(asks))

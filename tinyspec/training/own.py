@@ -19,9 +19,9 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, generate
 from tinyspec.lm.transformer import Model
+from tinyspec.progress import progress_bar
 from tinyspec.training.corpus import Teach
 from tinyspec.training.train import Batch
-from tinyspec.waiting import counted
 
 Draw = Callable[[torch.Generator], Batch]
 HELD = 20  # every so many texts, one is held out
@@ -88,7 +88,7 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     texts, penalties, batches = list[Tensor](), list[float](), -(-own.texts // own.batch)
-    bar = counted(console)
+    bar = progress_bar(console)
     with bar:
         task = bar.add_task(f"texts of {teacher.name}", total=batches)
         for number in range(batches):

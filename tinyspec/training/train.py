@@ -29,9 +29,9 @@ from rich.progress import TextColumn
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
+from tinyspec.progress import progress_bar
 from tinyspec.training.muon import Muon
 from tinyspec.training.schedule import Settings, progress, rate
-from tinyspec.waiting import counted
 
 Batch = tuple[Tensor, ...]
 Batches = Callable[[torch.Generator], Batch]
@@ -80,7 +80,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     run = _Run(dict(weights), settings, folder)
     run.resume()
-    shown = counted(console, TextColumn("{task.fields[note]}"))
+    shown = progress_bar(console, TextColumn("{task.fields[note]}"))
     cuda = [run.device] if run.device.type == "cuda" else []
     generator = torch.Generator(run.device)
     recent: list[Tensor] = []

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tinyspec.decoding.trace import Trace
-from tinyspec.display import count_of, visible
+from tinyspec.show.display import count_of, visible
 
 WIDTH, MARGIN = 960.0, 24.0
 BOX, GAP = 15.0, 2.0  # height of a token's box, space between boxes

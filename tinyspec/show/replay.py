@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec.decoding.trace import Trace
-from tinyspec.display import describe_layers, visible
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Model
+from tinyspec.show.display import describe_layers, visible
 from tinyspec.translating import Translation
 
 Record = dict[str, Any]
@@ -141,7 +141,7 @@ def describe_picture(record: Record) -> str:
 
 def page(record: Record) -> str:
     """Return the record as HTML: one file, nothing to fetch."""
-    template = files("tinyspec").joinpath("replay.html").read_text(encoding="utf-8")
+    template = files("tinyspec.show").joinpath("replay.html").read_text(encoding="utf-8")
     template = template.replace("{{PICTURE}}", html.escape(describe_picture(record)))
     # inside a script element only "<" could end it; as an escape it is the same JSON
     return template.replace(

@@ -11,8 +11,8 @@ from tests.lm.small import LLAMA, model
 from tinyspec.decoding.trace import Trace, TraceRound
 from tinyspec.generation import start
 from tinyspec.lm.transformer import Model
-from tinyspec.picture import LETTERS, Track, svg
-from tinyspec.race import Lane, compare, cut_lane, find_median_race, race, warm_up
+from tinyspec.show.picture import LETTERS, Track, svg
+from tinyspec.show.race import Lane, compare, cut_lane, find_median_race, race, warm_up
 
 SVG = "{http://www.w3.org/2000/svg}"
 

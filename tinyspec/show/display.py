@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinyspec.decoding.trace import Statistics
-from tinyspec.race import Lane, Outcome, cut_lane
+from tinyspec.show.race import Lane, Outcome, cut_lane
 
 STYLES = {
     "accepted": Style(color="#009e73", bold=True),

@@ -1,7 +1,6 @@
-"""One file over HTTP: it goes on where it was cut off, is checked before it is believed, and never
-lies there half.
+"""Download a file over HTTP: resume where it broke, check it, and never leave half a file.
 
-What has arrived grows in `<name>.part` beside its place; only a whole file with the right checksum
+What has arrived grows in `<name>.part` beside its place. Only a whole file with the right checksum
 is moved there.
 """
 
@@ -16,11 +15,12 @@ from pathlib import Path
 
 from tinyspec.errors import TinyspecError
 
-Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if the server says
+ShowBytes = Callable[[int, int | None], None]
+"""Told the bytes that have arrived, and the bytes in all if the server says."""
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
+def sha256_of(path: Path) -> str:
+    """Return the hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -30,15 +30,16 @@ def download(
     target: str | Path,
     *,
     digest: str | None = None,
-    progress: Progress | None = None,
+    progress: ShowBytes | None = None,
     tries: int = 4,
     timeout: float = 30.0,
 ) -> Path:
-    """Bring `url` to `target`. A connection that breaks is taken up again at the byte where it
-    broke, `tries` times.
+    """Download `url` to `target`, and return `target`.
 
-    digest    sha256 of the whole file. What differs is deleted and refused: a later call starts
-              anew.
+    A connection that breaks is taken up again at the byte where it broke, `tries` times.
+
+    digest    sha256 of the whole file; a file with another one is deleted, and the next call starts
+              anew
 
     Raises TinyspecError when the server refuses, cannot be reached, or sends something else. What
     has arrived by then is kept, and the next call goes on from there.
@@ -67,7 +68,7 @@ def download(
         raise TinyspecError(
             f"{url}: cannot be fetched ({reason}){kept}; run the command again to go on"
         ) from trouble
-    if digest is not None and (found := sha256(part)) != digest:
+    if digest is not None and (found := sha256_of(part)) != digest:
         part.unlink()
         raise TinyspecError(
             f"{url}: refused, its sha256 is {found}, expected {digest}; run the command again"
@@ -76,9 +77,10 @@ def download(
     return target
 
 
-def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -> None:
-    """Append to `part` what it lacks. Returns when the server has sent all it announced; else
-    raises OSError.
+def _transfer(url: str, part: Path, progress: ShowBytes | None, timeout: float) -> None:
+    """Append to `part` what it lacks.
+
+    Raises OSError unless the server sends all that it announces.
     """
     have = part.stat().st_size if part.exists() else 0
     headers = {

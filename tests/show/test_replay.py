@@ -18,11 +18,11 @@ import pytest
 from click.testing import CliRunner
 
 import tinyspec
-from tinyspec import replay
 from tinyspec.cli import main
 from tinyspec.decoding.trace import Trace
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
+from tinyspec.show import replay
 
 CALM = (
     'tinyspec generate "The old sailor said" --model exits-loss --method calm --measure classifier --threshold 0.7 '

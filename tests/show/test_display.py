@@ -10,7 +10,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.zoo import Zoo, tiny_zoo
-from tinyspec.display import (
+from tinyspec.generation import TextStreamer, generate, start
+from tinyspec.models import load
+from tinyspec.show.display import (
     HOLD_SECONDS,
     PLAYBACK_SECONDS,
     STYLES,
@@ -25,9 +27,7 @@ from tinyspec.display import (
     statistics,
     visible,
 )
-from tinyspec.generation import TextStreamer, generate, start
-from tinyspec.models import load
-from tinyspec.race import Lane, compare, cut_lane, race
+from tinyspec.show.race import Lane, compare, cut_lane, race
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_a_playback_stretches_all_clocks_alike(
         naps.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr("tinyspec.display.time.sleep", sleep)
+    monkeypatch.setattr("tinyspec.show.display.time.sleep", sleep)
     out = io.StringIO()
     console = Console(file=out, width=80, height=24, force_terminal=True, get_time=lambda: now[0])
     slow = [replace(lane, prefill=1.0, rounds=[0.1] * len(lane.rounds)) for lane in lanes]

@@ -1,0 +1,1 @@
+"""Bring data sets and models to this machine, checked and whole."""
