@@ -14,7 +14,7 @@ from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec import familiar, generation, models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import find, techniques
+from tinyspec.technique import find_technique, load_techniques
 
 
 @pytest.fixture(scope="module")
@@ -236,17 +236,26 @@ def test_hints_name_only_arguments_that_exist() -> None:
         *inspect.signature(tinyspec.generate).parameters,
         *inspect.signature(tinyspec.load).parameters,
     }
-    known |= {knob.name for card in techniques().values() for knob in card.knobs}
+    known |= {knob.name for card in load_techniques().values() for knob in card.knobs}
     for name, hint in familiar.ARGUMENTS.items():
         assert set(re.findall(r"\{(\w+)\}", hint)) <= known, name
         assert name not in inspect.signature(generation.start).parameters
 
 
 def test_other_names_of_techniques_run_them() -> None:
-    assert find("prompt_lookup") is find("ngram") is find("Prompt-Lookup-Decoding") is find("llma")
-    assert find("assisted") is find("draft_model") is find("speculative_decoding")
-    assert set(familiar.METHODS.values()) <= set(techniques())
-    assert not (set(familiar.METHODS) | set(familiar.ABSENT)) & set(techniques()), (
+    assert (
+        find_technique("prompt_lookup")
+        is find_technique("ngram")
+        is find_technique("Prompt-Lookup-Decoding")
+        is find_technique("llma")
+    )
+    assert (
+        find_technique("assisted")
+        is find_technique("draft_model")
+        is find_technique("speculative_decoding")
+    )
+    assert set(familiar.METHODS.values()) <= set(load_techniques())
+    assert not (set(familiar.METHODS) | set(familiar.ABSENT)) & set(load_techniques()), (
         "a technique's own name comes first"
     )
 
@@ -254,12 +263,12 @@ def test_other_names_of_techniques_run_them() -> None:
 @pytest.mark.parametrize("name", ["medusa", "eagle", "EAGLE-3", "mtp", "hydra"])
 def test_a_technique_that_is_not_here_says_so_and_what_is_nearest(name: str) -> None:
     with pytest.raises(TinyspecError, match=r"no such technique is here yet; nearest: \w+"):
-        find(name)
+        find_technique(name)
 
 
 def test_the_nearest_technique_exists() -> None:
     for hint in familiar.ABSENT.values():
-        assert hint.partition("nearest: ")[2].partition(" ")[0] in techniques()
+        assert hint.partition("nearest: ")[2].partition(" ")[0] in load_techniques()
 
 
 def test_the_command_line_says_which_technique_another_name_is() -> None:

@@ -263,16 +263,16 @@ def test_ctrl_c_while_waiting_is_quiet() -> None:
 
 
 def test_techniques_stand_in_the_books_order_whatever_was_imported_first() -> None:
-    code = "import tinyspec.nonautoregressive.nat, tinyspec.early_exit.ppd; from tinyspec.technique import techniques"
+    code = "import tinyspec.nonautoregressive.nat, tinyspec.early_exit.ppd; from tinyspec.technique import load_techniques"
     said = subprocess.run(
-        [sys.executable, "-c", f"{code}; print(*techniques())"],
+        [sys.executable, "-c", f"{code}; print(*load_techniques())"],
         capture_output=True,
         text=True,
         check=True,
     )
-    from tinyspec.technique import techniques
+    from tinyspec.technique import load_techniques
 
-    assert said.stdout.split() == list(techniques())
+    assert said.stdout.split() == list(load_techniques())
     assert (
         said.stdout.split()[:2] == ["auto", "autoregressive"] and said.stdout.split()[-1] == "nat"
     )
@@ -360,7 +360,7 @@ def test_training_errors_are_one_line(tmp_path: Path) -> None:
 
 
 def test_every_technique_says_in_a_few_words_what_it_does() -> None:
-    from tinyspec.technique import techniques
+    from tinyspec.technique import load_techniques
 
-    for card in techniques().values():
+    for card in load_techniques().values():
         assert 3 <= len(card.summary.split()) <= 7, card.name

@@ -11,7 +11,7 @@ from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import mutants, prove, statistics, toys
-from tinyspec.technique import Card, Guarantee, Request, find
+from tinyspec.technique import Card, Guarantee, Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
 
@@ -43,7 +43,7 @@ def biased(monkeypatch: pytest.MonkeyPatch) -> str:
     from tinyspec import technique
 
     card = Card("biased", "Biased", "none", "toy", Guarantee.EXACT, (), build, drafts=1)
-    monkeypatch.setattr(technique, "_cards", {**technique.techniques(), "biased": card})
+    monkeypatch.setattr(technique, "_cards", {**technique.load_techniques(), "biased": card})
     monkeypatch.setattr(prove, "CI", prove.Profile("ci"))
     return card.name
 
@@ -64,7 +64,9 @@ def test_as_json() -> None:
     }
     for entry in told["methods"]:
         assert entry["accused"] is None
-        analysis = find(entry["method"]).kind == "analysis"  # decodes nothing, so it has no law
+        analysis = (
+            find_technique(entry["method"]).kind == "analysis"
+        )  # decodes nothing, so it has no law
         cases = sum(law["cases"] for law in entry["proved"])
         assert cases == 0 if analysis else cases >= 5
 

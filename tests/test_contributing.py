@@ -57,7 +57,7 @@ def test_the_example_is_a_technique_its_trap_and_its_tests() -> None:
 
 @pytest.mark.usefixtures("added")
 def test_every_law_holds_of_it() -> None:
-    card = technique.find(NAME)
+    card = technique.find_technique(NAME)
     assert "Guarantee:" in card.doc
     assert "left out" in card.doc.lower()
     evidence = {found.law: found.cases for found in prove(card, CI)}
@@ -78,7 +78,7 @@ def test_the_command_line_knows_it() -> None:
 
 @pytest.mark.usefixtures("added")
 def test_it_passes_its_trap_and_the_toy_falls_into_it() -> None:
-    technique.find(NAME)
+    technique.find_technique(NAME)
     ((_, trap),) = [entry for entry in toys.traps() if entry[0] == NAME]
     ((_, toy),) = [entry for entry in toys.toys() if entry[0] == NAME]
     assert trap.check(trap.real()).cases > 0
@@ -88,7 +88,7 @@ def test_it_passes_its_trap_and_the_toy_falls_into_it() -> None:
 
 @pytest.mark.usefixtures("added")
 def test_its_own_tests_and_examples_pass() -> None:
-    technique.find(NAME)
+    technique.find_technique(NAME)
     tests = importlib.import_module(f"tests.speculative.test_{NAME}")
     asked = [test for name, test in vars(tests).items() if name.startswith("test_")]
     assert len(asked) == 2
@@ -110,5 +110,5 @@ def test_it_is_formatted_and_linted_as_all_code_is(path: str) -> None:
 
 
 def test_nothing_of_it_is_left() -> None:
-    assert NAME not in technique.techniques()
+    assert NAME not in technique.load_techniques()
     assert NAME not in {name for name, _ in toys.traps()}

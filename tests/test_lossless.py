@@ -14,7 +14,7 @@ from tinyspec import _core
 from tinyspec.generation import Generation
 from tinyspec.lm.engine import Engine
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Guarantee, techniques
+from tinyspec.technique import Guarantee, load_techniques
 
 pytestmark = pytest.mark.skipif(
     _core.compute is None, reason="NO COMPILED TRANSFORMER: rows have no fixed bits"
@@ -34,7 +34,7 @@ SETTINGS = {  # how many rows stand in a block
 }
 METHODS = [
     (name, knobs)
-    for name, card in techniques().items()
+    for name, card in load_techniques().items()
     if card.kind == "decoder"
     and card.guarantee in (Guarantee.EXACT, Guarantee.GREEDY)
     and not card.keeps
@@ -77,7 +77,7 @@ def test_greedy_text_is_plain_decodings_to_the_last_token(
 ) -> None:
     target, draft = pair
     options: dict[str, Any] = {"method": method, "draft": draft, "max_new_tokens": 64, **knobs}
-    if techniques()[method].copies:
+    if load_techniques()[method].copies:
         options["references"] = [" ".join(PROMPTS)]
     for prompt, expected in zip(PROMPTS, plain, strict=True):
         assert said(tinyspec.generate(target, prompt, **options)) == expected

@@ -64,7 +64,7 @@ def match""",
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A registry, an environment and modules of its own for each test."""
-    monkeypatch.setattr(technique, "_cards", dict(technique.techniques()))
+    monkeypatch.setattr(technique, "_cards", dict(technique.load_techniques()))
     monkeypatch.setenv(plugins.VARIABLE, "")
     yield
     for name in [
@@ -286,7 +286,7 @@ def test_an_installed_package_brings_its_technique(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, TECHNIQUE, monkeypatch)
-    card = technique.find("theirs")
+    card = technique.find_technique("theirs")
     assert card.build.__module__ == "their_package.theirs"
     assert card in tinyspec.techniques()
     assert "theirs" in run("methods").stdout
@@ -300,12 +300,12 @@ def test_a_package_that_fails_is_left_out_with_a_warning(
         UserWarning,
         match=r"their_package\.theirs \(their-package\) is left out: ModuleNotFoundError",
     ):
-        known = technique.techniques()
+        known = technique.load_techniques()
     assert "llma" in known
     assert "theirs" not in known
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        technique.techniques()  # said once
+        technique.load_techniques()  # said once
 
 
 def test_entry_points_are_of_the_group_that_is_documented() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tinyspec.cli import main
 from tinyspec.cli.base import KnobCommand
-from tinyspec.technique import techniques
+from tinyspec.technique import load_techniques
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def test_a_command_that_is_shown_is_one(line: str) -> None:
         assert found is not None, name
         command, context = found, click.Context(found, context, name)
     if isinstance(command, KnobCommand) and "--method" in words:
-        card = techniques().get(
+        card = load_techniques().get(
             words[words.index("--method") + 1]
         )  # None: the technique that CONTRIBUTING adds
         for knob in card.knobs if card else ():  # its options beyond those that are listed

@@ -13,7 +13,7 @@ from tinyspec import _core, models
 from tinyspec.decoding.refine import blank, judge
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
-from tinyspec.technique import techniques
+from tinyspec.technique import load_techniques
 from tinyspec.training.bitext import train_joint_tokenizer
 from tinyspec.translating import Translation, Work
 from tinyspec.translation import start
@@ -79,7 +79,7 @@ def work(done: Translation) -> Work:
 
 DECODERS = [
     name
-    for name, card in techniques().items()
+    for name, card in load_techniques().items()
     if card.kind == "decoder"
     and not card.drafts
     and name != "rest"  # which has nothing to retrieve from
@@ -119,7 +119,7 @@ def test_every_technique_without_a_draft_model_says_what_plain_decoding_says(
     trained: Trained, method: str
 ) -> None:
     model = tinyspec.load_translator(trained.teacher, dtype="float64")
-    card = techniques()[method]
+    card = load_techniques()[method]
     neutral = {} if card.lossy is None else {card.lossy[0]: card.lossy[1]}
     done = one(model, TEXT, method=method, **neutral)
     assert done.tokens == one(model, TEXT, method="plain").tokens

@@ -238,6 +238,6 @@ def techniques() -> Catalogue:
     says.
     """
     from tinyspec.notebook import Catalogue
-    from tinyspec.technique import techniques
+    from tinyspec.technique import load_techniques
 
-    return Catalogue(techniques().values())
+    return Catalogue(load_techniques().values())

@@ -34,7 +34,7 @@ from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Model
 from tinyspec.notebook import render_generation
 from tinyspec.pairing import Draft, advised, drafts_for
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
 ModelName: TypeAlias = Model | str | Path
 """A loaded model, or the name or path of one; a name is loaded once and kept."""
@@ -169,7 +169,7 @@ def start(
     **knobs: Any,
 ) -> GenerationRun:
     """Prepare a request: everything that can be wrong with its arguments is said here."""
-    card = find(method)
+    card = find_technique(method)
     check_names(card, knobs, start.__kwdefaults__ or (), temperature)
     card.settings(knobs)
     prompt = check_prompt(prompt)
@@ -237,7 +237,9 @@ def generate(
         return _finish(start(model, prompt, **options))  # type: ignore[arg-type]
     rows, model, seed = check_batch(prompt), load_model(model), options.pop("seed", 0)
     check_budget(None, seed)
-    drafts = drafts_for(model, find(options.get("method", "autoregressive")), options.get("draft"))
+    drafts = drafts_for(
+        model, find_technique(options.get("method", "autoregressive")), options.get("draft")
+    )
     options["draft"] = drafts or None  # loaded once, so that all rows share it and batch
 
     def job(row: int) -> Any:

@@ -9,7 +9,7 @@ from tinyspec import models
 from tinyspec.arguments import wrong
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Card, techniques
+from tinyspec.technique import Card, load_techniques
 
 Draft: TypeAlias = Model | str | Path | Sequence[Model | str | Path] | None
 """One draft model or several, loaded or by name; None: the one that the model's own card names."""
@@ -88,5 +88,7 @@ def check_pair(model: Model, small: Model) -> None:
 def draftless() -> str:
     """The methods that need no draft model, for an error."""
     return ", ".join(
-        name for name, card in techniques().items() if not card.drafts and card.kind == "decoder"
+        name
+        for name, card in load_techniques().items()
+        if not card.drafts and card.kind == "decoder"
     )

@@ -210,7 +210,7 @@ class Card:
             "paper": self.paper,
             "guarantee": self.guarantee.value,
             "kind": self.kind,
-            "neutral": None if self.lossy is None else {self.lossy[0]: _in_json(self.lossy[1])},
+            "neutral": None if self.lossy is None else {self.lossy[0]: json_number(self.lossy[1])},
             "drafts": self.drafts,
             "optional_draft": self.optional_draft,
             "several_drafts": self.several,
@@ -220,7 +220,7 @@ class Card:
         }
 
 
-def _in_json(value: Any) -> Any:
+def json_number(value: Any) -> Any:
     """JSON has no infinity: it is a word there, which a knob takes too."""
     return str(value) if value in (math.inf, -math.inf) else value
 
@@ -268,7 +268,7 @@ def technique(
     return register
 
 
-def techniques() -> dict[str, Card]:
+def load_techniques() -> dict[str, Card]:
     """Return every technique by name: the book's in the order of its chapters, then those of
     plugins.
     """
@@ -295,7 +295,7 @@ def load_plugin(path: str | Path) -> list[Card]:
 
     Raises TinyspecError, one line, if it cannot be run or registers none.
     """
-    techniques()  # so that a name which is taken is found out here
+    load_techniques()  # so that a name which is taken is found out here
     module = import_file(path)
     cards = [card for card in _cards.values() if card.build.__module__ == module]
     if not cards:
@@ -305,7 +305,7 @@ def load_plugin(path: str | Path) -> list[Card]:
     return cards
 
 
-def find(name: str) -> Card:
+def find_technique(name: str) -> Card:
     """Return the card of a technique, by its name here or elsewhere (`prompt_lookup` is llma).
 
     Raises TinyspecError for any other name: it says what is nearest.
@@ -318,7 +318,7 @@ def find(name: str) -> Card:
         name in _cards
     ):  # looking through all files takes milliseconds, which is a short answer's time
         return _cards[name]
-    cards, spelled = techniques(), normalize_method(name)
+    cards, spelled = load_techniques(), normalize_method(name)
     for known in (name, spelled, METHODS.get(spelled)):
         if known in cards:
             return cards[known]

@@ -19,7 +19,7 @@ from tinyspec.generation import GenerationRun
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Card, RefineRequest, Request, find
+from tinyspec.technique import Card, RefineRequest, Request, find_technique
 from tinyspec.translating import Extending, Rewriting, Translation
 from tinyspec.translators import load_once, load_translator, suited
 
@@ -57,7 +57,7 @@ def start(
 ) -> Extending | Rewriting:
     """Prepare a translation: everything that can be wrong with its arguments is said here."""
     model = translator(model)
-    card = find(spelled(model, method))
+    card = find_technique(spelled(model, method))
     check_names(card, knobs, start.__kwdefaults__ or (), temperature)
     source = check_source_type(source)
     check_budget(max_new_tokens, seed)
@@ -157,7 +157,7 @@ def translator(model: Seq2Seq | str | Path, name: str = "model") -> Seq2Seq:
 
 def for_method(method: str, device: str = "cpu", dtype: str | None = None) -> Seq2Seq:
     """The model on this machine that was trained for a method."""
-    card = find(AUTOREGRESSIVE if method == "plain" else method)
+    card = find_technique(AUTOREGRESSIVE if method == "plain" else method)
     return load_translator(suited(method, card.kind == "refine"), device, dtype)
 
 

@@ -21,11 +21,11 @@ from tinyspec.decoding.decode import Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import GenerationRun, start
-from tinyspec.technique import techniques
+from tinyspec.technique import load_techniques
 
 ENDING = replace(LLAMA, eos=tuple(range(0, 13, 2)))  # every other token ends a text
 METHODS = [
-    name for name, card in techniques().items() if card.kind == "decoder" and card.drafts <= 1
+    name for name, card in load_techniques().items() if card.kind == "decoder" and card.drafts <= 1
 ]
 NESTED = ("cascade", "staged")  # decoders in decoders take longest
 EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in NESTED else name for name in METHODS]
@@ -113,7 +113,8 @@ def test_an_end_of_text_ends_nothing_and_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [m for m in METHODS if not techniques()[m].timed and not techniques()[m].persistent]
+    "method",
+    [m for m in METHODS if not load_techniques()[m].timed and not load_techniques()[m].persistent],
 )
 def test_a_run_owes_nothing_to_the_runs_before_it(method: str) -> None:
     may_run(method)
@@ -154,7 +155,7 @@ def test_a_persistent_technique_remembers_within_a_round_and_begins_the_next_wit
         generation, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     )
     for method in METHODS:
-        if not techniques()[method].persistent:
+        if not load_techniques()[method].persistent:
             continue
         may_run(method)
         arm = own(method)

@@ -20,7 +20,7 @@ from tinyspec.bench.book import Book, Sample, dumps
 from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.stores import Prepared
 from tinyspec.errors import TinyspecError
-from tinyspec.technique import techniques
+from tinyspec.technique import load_techniques
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_every_decoder_of_the_chapter_is_asked() -> None:
     asked = set(chapters.methods_of("speculative"))
     here = {
         n
-        for n, card in techniques().items()
+        for n, card in load_techniques().items()
         if card.build.__module__.startswith("tinyspec.speculative")
     }
     assert asked | set(chapters.analyses_of("speculative")) | {PLAIN} == here

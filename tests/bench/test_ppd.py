@@ -11,7 +11,7 @@ import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.bench import ppd
 from tinyspec.bench.book import dumps
-from tinyspec.early_exit.ppd import expected
+from tinyspec.early_exit.ppd import expected_cost
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
 
@@ -48,7 +48,7 @@ def test_the_ledgers_clock_is_the_theorems_from_the_ranks(result: dict[str, Any]
         assert [of["clock"], of["work"]] == pytest.approx(of["theorem"], abs=1e-12)
         for ranks, (steps, work) in zip(result["ranks"], result["counted"][str(k)], strict=True):
             held = sum(rank < k for rank in ranks[4 - 1])
-            assert (steps, work) == pytest.approx(expected(6, 4, k, held / 7, 8))
+            assert (steps, work) == pytest.approx(expected_cost(6, 4, k, held / 7, 8))
 
 
 def test_match_rates_grow_with_k_to_one_and_the_last_layer_always_knows(

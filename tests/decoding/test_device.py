@@ -13,7 +13,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
 WARPS = [
@@ -58,7 +58,7 @@ def made(method: str, sampling: SamplingParams, tokens: int = 24) -> list[int]:
         StoppingCriteria(max_new_tokens=tokens),
         [[3, 1, 4, 1, 5, 9, 2, 6]],
     )
-    decoder = find(method).make(request)
+    decoder = find_technique(method).make(request)
     decoder.extend(PROMPT)
     source = Seeded(3)
     while not decoder.finished:

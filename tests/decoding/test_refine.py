@@ -25,7 +25,7 @@ from tinyspec.laws.accused import LawViolated
 from tinyspec.laws.refine_laws import ALONE, CANVAS, LAWS, PADDING, PASSES, SEED, held, reader
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
-from tinyspec.technique import Card, RefineRequest, Request, find
+from tinyspec.technique import Card, RefineRequest, Request, find_technique
 from tinyspec.tree import TokenTree
 
 SOURCE = [4, 7, 5]
@@ -105,7 +105,7 @@ def test_a_card_makes_what_its_kind_says() -> None:
     ):
         card.make(Request(reader(1, positional=False).given(SOURCE).session()))
     with pytest.raises(TinyspecError, match="extends a text and rewrites none"):
-        find("autoregressive").refiner(RefineRequest(reader(0)))
+        find_technique("autoregressive").refiner(RefineRequest(reader(0)))
 
 
 def test_model_and_teacher_are_told_apart_in_the_ledger() -> None:

@@ -20,14 +20,14 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.calm import (
     BIAS,
     WEIGHT,
+    agreement_labels,
     balanced_loss,
     classified,
-    decayed,
-    fit,
+    decay_threshold,
     gap,
-    labels,
     saturation,
     softmax_response,
+    train_exit_classifier,
 )
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.errors import TinyspecError
@@ -37,11 +37,11 @@ from tinyspec.laws.exit_laws import with_classifier
 from tinyspec.laws.toys import calm as traps
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Guarantee, Request, find
+from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.training.schedule import Settings
 from tinyspec.tree import TokenTree
 
-CARD = find("calm")
+CARD = find_technique("calm")
 GREEDY = SamplingParams(temperature=0.0)
 M = network(LLAMA)
 L, V, D = LLAMA.n_layers, LLAMA.vocab_size, LLAMA.d_model
@@ -153,13 +153,17 @@ def test_on_a_fixed_text_layers_fall_with_the_threshold_from_all_to_the_first(me
 def test_both_decays_are_their_formulas_and_agree_at_one() -> None:
     for t, n in ((0, 10), (3, 10), (10, 10)):
         fade = math.exp(-4 * t / n)
-        assert decayed("paper", 0.6, 4.0, t, n) == pytest.approx(0.54 + 0.1 * fade)
-        assert decayed("t5x", 0.6, 4.0, t, n) == pytest.approx(0.6 * (0.9 + 0.1 * fade))
-        assert decayed("paper", 1.0, 4.0, t, n) == decayed("t5x", 1.0, 4.0, t, n)
-        assert decayed("constant", 0.6, 4.0, t, n) == 0.6
-        assert decayed("paper", 0.0, 4.0, t, n) == pytest.approx(0.1 * fade)
-    assert decayed("paper", 1.0, 0.0, 5, 9) == 1.0 == decayed("t5x", 1.0, 4.0, 5, math.inf)
-    falling = [decayed("paper", 0.7, 4.0, t, 20) for t in range(20)]
+        assert decay_threshold("paper", 0.6, 4.0, t, n) == pytest.approx(0.54 + 0.1 * fade)
+        assert decay_threshold("t5x", 0.6, 4.0, t, n) == pytest.approx(0.6 * (0.9 + 0.1 * fade))
+        assert decay_threshold("paper", 1.0, 4.0, t, n) == decay_threshold("t5x", 1.0, 4.0, t, n)
+        assert decay_threshold("constant", 0.6, 4.0, t, n) == 0.6
+        assert decay_threshold("paper", 0.0, 4.0, t, n) == pytest.approx(0.1 * fade)
+    assert (
+        decay_threshold("paper", 1.0, 0.0, 5, 9)
+        == 1.0
+        == decay_threshold("t5x", 1.0, 4.0, 5, math.inf)
+    )
+    falling = [decay_threshold("paper", 0.7, 4.0, t, 20) for t in range(20)]
     assert falling == sorted(falling, reverse=True) and falling[0] > falling[-1]
 
 
@@ -273,7 +277,7 @@ def test_statistics_and_the_ledger_show_layers_fills_and_head_products() -> None
 
 def test_labels_are_agreement_with_the_top_layer() -> None:
     ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    agrees, states = labels(M, ids)
+    agrees, states = agreement_labels(M, ids)
     assert agrees.shape == (2, 4, L - 1) and states.shape == (2, 4, L - 1, D)
     session = M.session()
     session.extend([1])
@@ -305,7 +309,7 @@ def test_training_lowers_the_held_out_loss_and_leaves_the_model_alone(tmp_path: 
         return (torch.randint(V, (8, 12), generator=generator),)
 
     settings = Settings(40, lr=0.05, warmup=2, weight_decay=0.0, log_every=10, valid_every=20)
-    ended, extras = fit(M, crops, settings, tmp_path)
+    ended, extras = train_exit_classifier(M, crops, settings, tmp_path)
     assert ended.finished and ended.best is not None and ended.best < math.log(2) - 0.005
     assert extras[WEIGHT].shape == (D,) and extras[BIAS].shape == ()
     assert all(torch.equal(weight, before[name]) for name, weight in M.weights.items())

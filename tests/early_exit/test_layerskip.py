@@ -15,7 +15,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.early_exit.layerskip import drafting_layers, evaluations
+from tinyspec.early_exit.layerskip import count_layer_evaluations, resolve_exit_layer
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.laws import toys
@@ -23,10 +23,10 @@ from tinyspec.laws.toys import layerskip as traps
 from tinyspec.lm.config import Config
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Guarantee, Request, find
+from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.training.exit_losses import Course, Exits
 
-CARD = find("layerskip")
+CARD = find_technique("layerskip")
 GREEDY = SamplingParams(temperature=0.0)
 FIVE = replace(LLAMA, n_layers=5)
 
@@ -130,7 +130,11 @@ def test_a_round_costs_n_times_the_exit_to_draft_and_the_layers_above_for_all(
         work = [
             sum(call.row_layers for call in calls) for calls in (round.draft_calls, round.calls)
         ]
-        assert work == list(evaluations(n, exit, 5)) == [n * exit, exit + (5 - exit) * (n + 1)]
+        assert (
+            work
+            == list(count_layer_evaluations(n, exit, 5))
+            == [n * exit, exit + (5 - exit) * (n + 1)]
+        )
         assert [call.rows for call in round.draft_calls] == [1] * n, (
             "one row a guess, the prompt is never read again"
         )
@@ -233,7 +237,7 @@ def test_an_exit_out_of_range_is_named_with_the_range() -> None:
 
 
 def test_by_default_a_quarter_of_the_layers_draft() -> None:
-    assert [drafting_layers(0, depth) for depth in (1, 3, 4, 10, 12, 32)] == [1, 1, 1, 3, 3, 8]
+    assert [resolve_exit_layer(0, depth) for depth in (1, 3, 4, 10, 12, 32)] == [1, 1, 1, 3, 3, 8]
     assert CARD.guarantee is Guarantee.EXACT
 
 

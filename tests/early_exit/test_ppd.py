@@ -19,7 +19,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.early_exit.ppd import expected, guessing_layer, steps
+from tinyspec.early_exit.ppd import count_layer_steps, expected_cost, resolve_guess_layer
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
 from tinyspec.laws.exact import Reference
@@ -27,9 +27,9 @@ from tinyspec.laws.pipeline_laws import guessed
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import ppd as traps
 from tinyspec.lm.feed import ForwardRecord
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
-CARD = find("ppd")
+CARD = find_technique("ppd")
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -124,7 +124,7 @@ def test_a_penalty_for_repetition_enters_the_guess() -> None:
     decoder = made(model.session(), penalty, layer=3, k=1)
     decoder.extend([1, 2, 3])
     pipeline: Any = decoder.target
-    scores = pipeline.session.score(traps.ALONE)
+    scores = pipeline.session.score(traps.NO_DRAFT)
     best = int(penalty.probs(scores.logits[0], [1, 2, 3]).argmax())
     assert pipeline.guesses(scores, [1, 2, 3], penalty).tokens == [best]
     finish(decoder, [])
@@ -154,12 +154,12 @@ def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tok
             else [ForwardRecord("m", 1, depth - begun * (depth - layer), 1)]
         )
         clock, evaluations = (
-            clock + steps(calls),
+            clock + count_layer_steps(calls),
             evaluations + sum(call.row_layers for call in calls),
         )
         begun = at + 1 < tokens and held[at]
     share = Fraction(sum(held), max(tokens - 1, 1))
-    assert (clock, evaluations) == expected(depth, layer, k, share, tokens)
+    assert (clock, evaluations) == expected_cost(depth, layer, k, share, tokens)
 
 
 @pytest.mark.parametrize(("depth", "layer", "k"), [(3, 2, 1), (4, 2, 2), (6, 4, 1)])
@@ -176,7 +176,9 @@ def test_over_all_outcomes_the_clock_is_the_theorems(
         )
         decoder.extend([0])
         rounds = [decoder.step(rng).calls for _ in range(tokens)]
-        return sum(map(steps, rounds)), sum(call.row_layers for calls in rounds for call in calls)
+        return sum(map(count_layer_steps, rounds)), sum(
+            call.row_layers for calls in rounds for call in calls
+        )
 
     outcomes = list(Exhaustive.walk(run))
     got = tuple(sum(Fraction(cost[i]) * mass for cost, mass in outcomes) for i in (0, 1))
@@ -186,7 +188,7 @@ def test_over_all_outcomes_the_clock_is_the_theorems(
         * sum(text[at] in guessed(model, (0, *text[:at]), layer, k) for at in range(tokens - 1))
         for text, mass in texts.items()
     )
-    assert got == expected(depth, layer, k, Fraction(held) / (tokens - 1), tokens)
+    assert got == expected_cost(depth, layer, k, Fraction(held) / (tokens - 1), tokens)
 
 
 def test_more_guesses_never_hold_less_often() -> None:
@@ -195,7 +197,7 @@ def test_more_guesses_never_hold_less_often() -> None:
     clocks = []
     for k in (1, 2, 4, 8, 13):
         decoder = made(model.session(), stop=StoppingCriteria(max_new_tokens=20), k=k)
-        clocks.append(sum(map(steps, finish(decoder, [1, 2]))))
+        clocks.append(sum(map(count_layer_steps, finish(decoder, [1, 2]))))
     assert clocks == sorted(clocks, reverse=True)
     assert (
         clocks[-1] == 20 * 3 - 19
@@ -238,7 +240,7 @@ def test_threads_change_no_token_and_no_bit(dtype: torch.dtype, temperature: flo
         shown = []
         while not decoder.finished:
             round = decoder.step(Seeded(decoder.rounds))
-            shown.append((round.scores.logits.numpy().tobytes(), steps(round.calls)))
+            shown.append((round.scores.logits.numpy().tobytes(), count_layer_steps(round.calls)))
         found.append((decoder.new, shown))
     assert found[0] == found[1]
 
@@ -313,12 +315,12 @@ def test_layers_per_token_count_the_branches() -> None:
     """What `generate` reports is the theorem's number of evaluations: no figure leaves the guesses out."""
     model = network(LLAMA, seed=2, dtype=torch.float32)
     stats = tinyspec.generate(model, [1, 2], method="ppd", layer=2, k=13, max_new_tokens=10).stats
-    assert stats.layers_per_token * 10 == expected(3, 2, 13, 1, 10)[1]
+    assert stats.layers_per_token * 10 == expected_cost(3, 2, 13, 1, 10)[1]
     assert stats.tokens_per_call == 1 and stats.drafted == 0
 
 
 def test_the_default_layer_is_two_thirds_and_never_below_half() -> None:
-    assert [guessing_layer(0, depth) for depth in (1, 2, 3, 4, 5, 6, 10, 12, 30)] == [
+    assert [resolve_guess_layer(0, depth) for depth in (1, 2, 3, 4, 5, 6, 10, 12, 30)] == [
         1,
         1,
         2,
@@ -329,7 +331,7 @@ def test_the_default_layer_is_two_thirds_and_never_below_half() -> None:
         8,
         20,
     ]
-    assert all(guessing_layer(0, depth) * 2 >= depth for depth in range(1, 100))
+    assert all(resolve_guess_layer(0, depth) * 2 >= depth for depth in range(1, 100))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tinyspec.lm.feed import ForwardBatch, Scores
 from tinyspec.lm.plan import Plan, Visible
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import find
+from tinyspec.technique import find_technique
 from tinyspec.tree import ROOT, TokenTree
 
 MODELS = {"llama": model(LLAMA), "gpt2": model(replace(GPT2, n_kv_heads=2))}
@@ -86,7 +86,7 @@ def test_the_bundled_storyteller_is_lawful(zoo: tuple[Model, Model, float]) -> N
     passes.node_logits(target.session, cases=1, rounds=2, nodes=4, tolerance=tolerance)
     passes.sibling_order(target.session, verify_tree, cases=4, tolerance=tolerance)
     held_by(
-        find("speculative_decoding"),
+        find_technique("speculative_decoding"),
         target.session,
         draft.session,
         texts=2,
@@ -232,7 +232,9 @@ def test_permuting_siblings_kills_a_greedy_walk_of_the_first_child() -> None:
 )
 def test_committed_slots_kill_a_wrong_target(begin) -> None:
     draft = model(LLAMA, seed=5)
-    killed(passes.SLOTS, lambda: held_by(find("speculative_decoding"), begin, draft.session))
+    killed(
+        passes.SLOTS, lambda: held_by(find_technique("speculative_decoding"), begin, draft.session)
+    )
 
 
 def test_committed_slots_kill_a_path_that_is_not_gathered() -> None:
@@ -260,7 +262,9 @@ def test_committed_slots_kill_a_stale_draft() -> None:
     draft = model(LLAMA, seed=5)
     killed(
         passes.SLOTS,
-        lambda: held_by(find("speculative_decoding"), M.session, lambda: KeepsGuesses(draft)),
+        lambda: held_by(
+            find_technique("speculative_decoding"), M.session, lambda: KeepsGuesses(draft)
+        ),
     )
 
 

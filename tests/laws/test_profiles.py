@@ -25,7 +25,7 @@ from tinyspec.laws.prove import (
 )
 from tinyspec.laws.stage import small
 from tinyspec.laws.suites import cases
-from tinyspec.technique import Card, Knob, Request, find
+from tinyspec.technique import Card, Knob, Request, find_technique
 
 
 def test_a_knob_is_made_small_unless_its_card_says_how() -> None:
@@ -39,7 +39,7 @@ def test_a_knob_is_made_small_unless_its_card_says_how() -> None:
 
 
 def test_every_choice_and_every_small_value_of_a_knob_is_proved_once() -> None:
-    titles = {case.title for case in cases(find("llma"))}
+    titles = {case.title for case in cases(find_technique("llma"))}
     assert {"which first", "which frequent", "own False"} <= titles
     card = replace(hosted.siblings(True), knobs=(Knob("k", 4, "", small=(2, 1)),))
     assert "k 1" in {case.title for case in cases(card)}
@@ -56,7 +56,7 @@ def test_the_ladder_of_a_knob_starts_at_its_neutral_value() -> None:
 
 
 def test_a_profile_asks_the_same_questions_every_time() -> None:
-    card = find("llma")
+    card = find_technique("llma")
     first, again = ([key for key, _ in questions(card, profile)] for profile in (CI, CI))
     assert first == again
     assert len(set(first)) == len(first)
@@ -71,7 +71,7 @@ def test_a_profile_asks_the_same_questions_every_time() -> None:
 
 def test_what_was_proved_is_not_proved_again(tmp_path: Path) -> None:
     file, profile = tmp_path / "state.json", Profile("short", sample=4)
-    card = find("autoregressive")
+    card = find_technique("autoregressive")
     begun = prove(card, profile, State(file, profile.name))
     calls: list[int] = []
 
@@ -94,7 +94,7 @@ def test_what_was_proved_is_not_proved_again(tmp_path: Path) -> None:
 
 def test_a_run_over_seeds_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     file = tmp_path / "seeds.json"
-    cards = [find("autoregressive")]
+    cards = [find_technique("autoregressive")]
 
     class Stop(Exception):
         pass

@@ -19,21 +19,21 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import requests
 from tinyspec.laws.accused import Evidence, LawViolated
 from tinyspec.lm.gate import run_together
-from tinyspec.technique import Card, Request, find, techniques
+from tinyspec.technique import Card, Request, find_technique, load_techniques
 from tinyspec.tree import TokenTree
 
-DECODERS = [name for name, known in techniques().items() if known.kind == "decoder"]
+DECODERS = [name for name, known in load_techniques().items() if known.kind == "decoder"]
 
 
 @pytest.mark.parametrize("law", requests.LAWS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_technique_keeps_the_laws_of_a_request(name: str, law: str) -> None:
     """State that outlives a request is kept where there is a clock; without one, as here, a request stands alone."""
-    assert requests.LAWS[law](techniques()[name]).cases >= 8
+    assert requests.LAWS[law](load_techniques()[name]).cases >= 8
 
 
 def test_what_is_drafted_is_accepted_often_enough_to_cross_a_stop() -> None:
-    for stage in requests.stages(find("speculative_decoding")):
+    for stage in requests.stages(find_technique("speculative_decoding")):
         if stage.draft == "right":
             rounds = requests.finished(requests.begun(stage))
             assert max(len(one.tokens) for one in rounds) > 1

@@ -18,7 +18,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import evalues, gtest, statistics
 from tinyspec.laws.dense import dense
 from tinyspec.laws.evalues import EValue, martingale, wealth
-from tinyspec.technique import Request, techniques
+from tinyspec.technique import Request, load_techniques
 
 stats = pytest.importorskip("scipy.stats")
 TARGET, DRAFT = model(LLAMA), model(replace(LLAMA, n_layers=1), seed=3)
@@ -217,7 +217,7 @@ def quick(**options):
 
 
 @pytest.mark.parametrize(
-    "method", [name for name, card in techniques().items() if card.kind == "decoder"]
+    "method", [name for name, card in load_techniques().items() if card.kind == "decoder"]
 )
 def test_the_demo_finds_nothing_in_what_is_right_and_its_control_fails(method: str) -> None:
     result = quick(method=method)

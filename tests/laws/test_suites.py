@@ -25,13 +25,13 @@ from tinyspec.laws.prove import Profile, prove
 from tinyspec.laws.suites import ROUND, cases
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
-from tinyspec.technique import Card, Guarantee, Request, find, techniques
+from tinyspec.technique import Card, Guarantee, Request, find_technique, load_techniques
 from tinyspec.tree import ROOT, TokenTree
 
 
-@pytest.mark.parametrize("name", techniques())
+@pytest.mark.parametrize("name", load_techniques())
 def test_every_registered_technique_is_proved(name: str) -> None:
-    card = find(name)
+    card = find_technique(name)
     proved = {evidence.law: evidence for evidence in prove(card)}
     if card.kind == "analysis":
         assert not proved
@@ -71,7 +71,7 @@ HOSTED = {
 @pytest.mark.parametrize("name", HOSTED)
 def test_they_host_techniques_of_every_shape(name: str) -> None:
     """A sample of the cases: a registered technique runs them all, one that keeps another's law too."""
-    assert any(find(known).keeps for known in techniques())
+    assert any(find_technique(known).keeps for known in load_techniques())
     assert (
         sum(evidence.cases for evidence in prove(HOSTED[name], Profile("sample", (0, 1), 8))) >= 16
     )
@@ -97,7 +97,7 @@ def test_who_keeps_nobodys_law_must_bring_an_oracle(monkeypatch: pytest.MonkeyPa
 def test_an_oracle_of_its_own_excuses_nobody_from_its_suite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    card = find("autoregressive")
+    card = find_technique("autoregressive")
     whole = len(cases(card))
     monkeypatch.setitem(suites.ORACLES, card.name, lambda card: Evidence("brute force", 3))
     assert len(cases(card)) == whole + 1
@@ -165,7 +165,7 @@ def unmoved(request: Request) -> Decoder:
     return request.decoder(Siblings(request.drafts[0], 2, True), verify_tree)
 
 
-SPECULATIVE = find("speculative_decoding")
+SPECULATIVE = find_technique("speculative_decoding")
 
 
 def draft_of(request: Request) -> ModelDrafter:
@@ -173,14 +173,20 @@ def draft_of(request: Request) -> ModelDrafter:
 
 
 BROKEN: dict[str, tuple[Card, str]] = {
-    "noise used again": (broken(find("autoregressive"), lambda request: request.decoder(Reuses(request), verify_tree)), JOINT),
+    "noise used again": (
+        broken(
+            find_technique("autoregressive"),
+            lambda request: request.decoder(Reuses(request), verify_tree),
+        ),
+        JOINT,
+    ),
     "bonus from the wrong row": (
         broken(SPECULATIVE, lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row)),
         JOINT,
     ),
     "the end of text is not the end": (
         broken(
-            find("autoregressive"),
+            find_technique("autoregressive"),
             lambda request: Decoder(
                 request.target, BaseDrafter(), verify_tree, sampling=request.sampling
             ),

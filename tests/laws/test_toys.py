@@ -10,7 +10,7 @@ import pytest
 
 from tinyspec.laws import toys
 from tinyspec.laws.toys import Toy, Trap
-from tinyspec.technique import techniques
+from tinyspec.technique import load_techniques
 
 TOYS, TRAPS = toys.toys(), toys.traps()
 
@@ -36,7 +36,7 @@ def test_a_toy_is_short_and_falls_into_its_trap(technique: str, toy: Toy) -> Non
 
 
 def test_every_technique_has_a_toy() -> None:
-    assert {technique for technique, _ in TOYS} == techniques().keys()
+    assert {technique for technique, _ in TOYS} == load_techniques().keys()
 
 
 def test_a_crash_is_no_verdict() -> None:

@@ -14,7 +14,7 @@ from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.static import SIZES, Static
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import find
+from tinyspec.technique import find_technique
 from tinyspec.tree import ROOT, TokenTree
 
 L = LLAMA.n_layers
@@ -50,7 +50,9 @@ def test_every_configuration_computes_what_the_blocks_compute(config: Config, de
 def test_node_logits_are_path_logits_and_the_cache_is_a_fresh_forwards(config: Config) -> None:
     m = steady(model(config))
     assert passes.node_logits(m.session, cases=6, rounds=2, nodes=5).cases
-    assert passes.cache_after_every_round(find("llma").make, m.session, texts=2, tokens=8).cases
+    assert passes.cache_after_every_round(
+        find_technique("llma").make, m.session, texts=2, tokens=8
+    ).cases
 
 
 def test_trees_of_every_size_fit_the_next_larger_step() -> None:

@@ -31,11 +31,17 @@ from tinyspec.laws.sweeps import (
 )
 from tinyspec.laws.tables import TableModel
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
-from tinyspec.nonautoregressive.jacobi import Jacobi, asked, iterate, solve, sweeps
+from tinyspec.nonautoregressive.jacobi import (
+    JacobiDrafter,
+    iterate_block,
+    predict_with_target,
+    solve_blocks,
+    trace_sweeps,
+)
 from tinyspec.speculative.nested import Nested
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
-CARD = find("jacobi")
+CARD = find_technique("jacobi")
 GREEDY = SamplingParams(temperature=0.0)
 FORMS = [
     {"form": "pj"},
@@ -122,7 +128,7 @@ def test_trap_only_what_is_not_final_is_run_and_nobody_looks_at_the_answer_befor
 
 
 def test_trap_iteration_as_published_ends_at_the_greedy_text_from_every_start() -> None:
-    laws.ends_at_greedy(solve)
+    laws.ends_at_greedy(solve_blocks)
 
 
 # ------------------------------------------------------------------ theorems
@@ -139,16 +145,16 @@ def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_on
     confirmed = 0
     for model, block, start in product(tables(2), (2, 4), product((0, 1), repeat=4)):
         says = lambda text, block, model=model: say(model, text, block)  # noqa: E731
-        found = solve(says, PROMPT, 4, block, lambda n, text, start=start: list(start[:n]))
+        found = solve_blocks(says, PROMPT, 4, block, lambda n, text, start=start: list(start[:n]))
         d = begun(CARD.make, model, start, "pgj", block, 0, 4)
-        ours = list(sweeps(d, Seeded(0)))
+        ours = list(trace_sweeps(d, Seeded(0)))
         assert d.new == found.tokens
         for states in found.blocks:
             made = passes = 0
             while made < block:  # then the frame has nothing more to ask
                 sweep, guess, said = ours.pop(0), states[passes], states[passes + 1]
-                assert (sweep.guess, sweep.said) == (tuple(guess[made:-1]), tuple(said[made:]))
-                made, passes = made + sweep.fixed, passes + 1
+                assert (sweep.block, sweep.predicted) == (tuple(guess[made:-1]), tuple(said[made:]))
+                made, passes = made + sweep.n_final, passes + 1
             more = len(states) - 1 - passes
             assert more == (guess != said)  # a pass more, where the last sweep changed something
             confirmed += more
@@ -160,16 +166,18 @@ def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_on
 def test_the_worst_case_is_m_sweeps_in_the_frame_and_m_plus_one_as_published(m: int) -> None:
     model = counting()
     says = lambda text, block: say(model, text, block)  # noqa: E731
-    assert len(iterate(says, PROMPT, [1] * m)) - 1 == m + 1
+    assert len(iterate_block(says, PROMPT, [1] * m)) - 1 == m + 1
     d = begun(CARD.make, model, [1] * m, "pj", 1, 0, m)
-    assert len(list(sweeps(d, Seeded(0)))) == m
+    assert len(list(trace_sweeps(d, Seeded(0)))) == m
 
 
 def test_a_wrong_start_of_one_place_is_repaired_in_one_sweep_where_no_place_reads_it() -> None:
     model = laws.places()
     assert len(by_hand(model, (0,) * 6, "pj", 1, 0, 6)) == 2
     says = lambda text, block: say(model, text, block)  # noqa: E731
-    assert len(iterate(says, PROMPT, [0] * 6)) == 3  # a sweep that knows all, one that confirms it
+    assert (
+        len(iterate_block(says, PROMPT, [0] * 6)) == 3
+    )  # a sweep that knows all, one that confirms it
 
 
 @pytest.mark.parametrize("knobs", [{"block": 1}, {"form": "hgj", "prefix": 0}], ids=str)
@@ -227,9 +235,9 @@ def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParam
 
 def test_the_penalty_is_part_of_the_system_that_is_solved() -> None:
     model = network(11, 6)
-    told = list(sweeps(decoded(model, n=8, form="pj", penalty=1.7), Seeded(0)))
+    told = list(trace_sweeps(decoded(model, n=8, form="pj", penalty=1.7), Seeded(0)))
     text = alone(model, n=8, penalty=1.7)[0]
-    assert [x for sweep in told for x in sweep.said[: sweep.fixed]] == text
+    assert [x for sweep in told for x in sweep.predicted[: sweep.n_final]] == text
     assert text != alone(model, n=8)[0]
 
 
@@ -237,7 +245,9 @@ def test_the_published_algorithm_runs_on_a_session() -> None:
     model, forward_log = network(5, 6), list[Any]()
     session = model.session(forward_log)
     for block in (1, 3, 12):
-        found = solve(asked(session), PROMPT, 12, block, lambda n, text: [0] * n)
+        found = solve_blocks(
+            predict_with_target(session), PROMPT, 12, block, lambda n, text: [0] * n
+        )
         assert found.tokens == alone(model, n=12)[0]
         assert found.passes <= 12 + -(-12 // block)
         session.end()
@@ -260,27 +270,31 @@ def test_a_jacobi_decoder_drafts_for_another_without_changing_its_law() -> None:
 
 def test_the_sweeps_tell_the_whole_block_and_how_much_of_it_is_final() -> None:
     model = network(2, 6)
-    told = list(sweeps(decoded(model, n=10, block=4), Seeded(0)))
-    assert [x for sweep in told for x in sweep.said[: sweep.fixed]] == alone(model, n=10)[0]
+    told = list(trace_sweeps(decoded(model, n=10, block=4), Seeded(0)))
+    assert [x for sweep in told for x in sweep.predicted[: sweep.n_final]] == alone(model, n=10)[0]
     left = 0
     for sweep in told:
-        assert len(sweep.said) == len(sweep.guess) + 1 and 1 <= sweep.fixed <= len(sweep.said)
-        assert left in (0, len(sweep.said))
-        left = len(sweep.said) - sweep.fixed
-    assert json.loads(json.dumps([sweep._asdict() for sweep in told]))[0]["fixed"] == told[0].fixed
+        assert len(sweep.predicted) == len(sweep.block) + 1 and 1 <= sweep.n_final <= len(
+            sweep.predicted
+        )
+        assert left in (0, len(sweep.predicted))
+        left = len(sweep.predicted) - sweep.n_final
+    assert (
+        json.loads(json.dumps([sweep._asdict() for sweep in told]))[0]["fixed"] == told[0].n_final
+    )
 
 
 def test_a_guess_is_what_the_sweep_before_said() -> None:
-    told = list(sweeps(decoded(network(2, 6), n=10, form="pj"), Seeded(0)))
+    told = list(trace_sweeps(decoded(network(2, 6), n=10, form="pj"), Seeded(0)))
     for before, after in pairwise(told):
-        assert after.guess == before.said[before.fixed : -1]
+        assert after.block == before.predicted[before.n_final : -1]
 
 
 # ------------------------------------------------------------------ starts
 
 
 def begin(init: str, seed: int = 0) -> list[int]:
-    return Jacobi(4, None, init, vocabulary=50, pad=9).start(6, [30, 31, 32], Seeded(seed))
+    return JacobiDrafter(4, None, init, vocabulary=50, pad=9).start(6, [30, 31, 32], Seeded(seed))
 
 
 def test_starts_are_padding_random_tokens_the_texts_tokens_or_the_newest_one() -> None:
@@ -305,8 +319,8 @@ def test_no_draft_reaches_beyond_what_is_wanted_or_fits() -> None:
     prompt = [1] * (model.config.max_positions - 3)
     for n, wanted in ((2, 2), (9, 3)):
         d = decoded(model, prompt, n=n, block=8)
-        for sweep in sweeps(d, Seeded(0)):
-            assert len(sweep.said) <= wanted
+        for sweep in trace_sweeps(d, Seeded(0)):
+            assert len(sweep.predicted) <= wanted
         assert d.new == alone(model, prompt, n=n)[0] and len(d.new) == wanted
     d = decoded(model, [1] * model.config.max_positions, block=8)
     assert d.finished == "context" and not d.new
@@ -438,9 +452,9 @@ def test_a_teacher_translates_the_same_in_every_form_from_every_start(knobs: Any
         d = decoded(
             host.given(source), [host.config.bos], n=12, eos=(host.config.eos,), init=init, **knobs
         )
-        told = list(sweeps(d, Seeded(seed)))
+        told = list(trace_sweeps(d, Seeded(seed)))
         assert d.new == dense(host, source, 12)
-        assert len(told) == d.rounds <= len(d.new) and all(sweep.fixed >= 1 for sweep in told)
+        assert len(told) == d.rounds <= len(d.new) and all(sweep.n_final >= 1 for sweep in told)
 
 
 def test_a_block_begins_with_the_models_padding_and_a_language_model_takes_its_end_of_text() -> (
@@ -451,7 +465,7 @@ def test_a_block_begins_with_the_models_padding_and_a_language_model_takes_its_e
         (TableModel(vocabulary=6, eos=(4,)), 4),
         (TableModel(), 0),
     ):
-        assert next(sweeps(decoded(model, [1], block=3), Seeded(0))).guess == (pad, pad)
+        assert next(trace_sweeps(decoded(model, [1], block=3), Seeded(0))).block == (pad, pad)
 
 
 def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_sweeps_are_enough() -> (
@@ -464,7 +478,7 @@ def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_swe
         drafter: Any = d.drafter
         drafter.start = lambda n, text, rng, start=start: list(start[:n])
         text = finish(d)
-        states = iterate(asked(model.session()), [host.config.bos], list(start))
+        states = iterate_block(predict_with_target(model.session()), [host.config.bos], list(start))
         assert states[-1] == text and len(states) - 1 <= 3 + 1
         assert (list(start) == text) == (
             len(states) == 2
@@ -477,9 +491,9 @@ def test_a_sweep_on_a_teacher_runs_what_is_left_of_the_block_and_the_encoder_is_
     forward_log: list[Any] = []
     host = teacher(2).counting(forward_log)
     d = decoded(host.given(SOURCES[0]), [host.config.bos], n=10, forward_log=forward_log, form="pj")
-    told = list(sweeps(d, Seeded(0)))
+    told = list(trace_sweeps(d, Seeded(0)))
     assert [call.rows for call in forward_log if call.model == host.name] == [
-        1 + len(sweep.guess) for sweep in told
+        1 + len(sweep.block) for sweep in told
     ]
     assert [call.prefill for call in forward_log].count(True) == 1
     assert d.target.cache_exact

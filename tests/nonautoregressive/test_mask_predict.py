@@ -12,15 +12,15 @@ from tinyspec.laws.masking import chooses, fillers, follows_the_rule, hides
 from tinyspec.laws.toys import judge, toys
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.mask_predict import (
-    Batch,
-    MaskPredict,
+    MaskPredictRefiner,
+    TranslationPairs,
     beam,
     by_token,
-    hide,
-    loss,
-    masked,
+    count_masked,
+    hide_tokens,
+    masked_lm_loss,
 )
-from tinyspec.technique import Guarantee, RefineRequest, Request, find
+from tinyspec.technique import Guarantee, RefineRequest, Request, find_technique
 
 
 def run(
@@ -31,7 +31,7 @@ def run(
     running = refine(
         request.model,
         source,
-        find("mask_predict").refiner(request, iterations=iterations, lengths=lengths),
+        find_technique("mask_predict").refiner(request, iterations=iterations, lengths=lengths),
         Seeded(0),
         request.forward_log,
     )
@@ -42,7 +42,7 @@ def run(
 
 
 def test_any_number_of_words_is_hidden_and_other_ones_each_time() -> None:
-    assert hides(hide).cases > 0
+    assert hides(hide_tokens).cases > 0
 
 
 @pytest.mark.parametrize(
@@ -57,28 +57,28 @@ def test_what_looks_like_it_is_told_apart(name: str) -> None:
 
 
 def test_every_pass_is_that_of_an_oracle_without_padding_or_batches() -> None:
-    assert follows_the_rule(find("mask_predict").refiner).cases > 100
+    assert follows_the_rule(find_technique("mask_predict").refiner).cases > 100
 
 
 def test_the_best_mean_of_the_likeliest_lengths_is_chosen_with_one_encoder_pass() -> None:
-    assert chooses(find("mask_predict").refiner).cases > 10
+    assert chooses(find_technique("mask_predict").refiner).cases > 10
 
 
 @pytest.mark.parametrize("n", range(1, 14))
 def test_the_schedule_masks_what_the_paper_says_and_strictly_less_each_pass(n: int) -> None:
     for passes in range(1, n + 1):
-        counts = [int(masked(torch.tensor(n), t, passes)) for t in range(passes)]
+        counts = [int(count_masked(torch.tensor(n), t, passes)) for t in range(passes)]
         assert counts == [
             n * (passes - t) // passes for t in range(passes)
         ]  # never the floor's 0 while T <= N
         assert counts[0] == n and all(a > b for a, b in pairwise(counts))
-    assert [int(masked(torch.tensor(n), t, n)) for t in range(n)] == list(
+    assert [int(count_masked(torch.tensor(n), t, n)) for t in range(n)] == list(
         range(n, 0, -1)
     )  # T = N: one more each pass
 
 
 def test_of_more_passes_than_words_each_masks_one_at_least() -> None:
-    assert [int(masked(torch.tensor(2), t, 5)) for t in range(5)] == [2, 1, 1, 1, 1]
+    assert [int(count_masked(torch.tensor(2), t, 5)) for t in range(5)] == [2, 1, 1, 1, 1]
 
 
 def test_words_that_are_not_masked_keep_their_word_and_their_stale_probability() -> None:
@@ -132,7 +132,7 @@ def test_many_sources_in_one_batch_are_each_as_alone() -> None:
     """Rows of a canvas may be of different sources: what the bench does."""
     model, sources = next(fillers()), ((4, 7, 5), (6,), (5, 4))
     padded = torch.tensor([[4, 7, 5], [6, 0, 0], [5, 4, 0]])
-    refiner = MaskPredict(model, 3, 1)
+    refiner = MaskPredictRefiner(model, 3, 1)
     alone = [run(source, 3, 1)[0].tokens for source in sources]
     memory = model.encode(padded)
     canvas = blank([len(text) for text in alone], model.config.mask)
@@ -157,8 +157,12 @@ def test_the_loss_is_the_cross_entropy_of_the_hidden_words_and_of_the_length() -
         torch.tensor([[4, 5, 0], [6, 7, 4]]),
         torch.tensor([[5, 4, 6, 7], [7, 5, 0, 0]]),
     )
-    got = float(loss(model, Batch(source, target), torch.Generator().manual_seed(3), smoothing=0.1))
-    hidden = hide(target != 0, torch.Generator().manual_seed(3))
+    got = float(
+        masked_lm_loss(
+            model, TranslationPairs(source, target), torch.Generator().manual_seed(3), smoothing=0.1
+        )
+    )
+    hidden = hide_tokens(target != 0, torch.Generator().manual_seed(3))
     total = 0.0
     for row in range(2):
         n = int((target[row] != 0).sum())
@@ -177,19 +181,25 @@ def test_the_loss_does_not_depend_on_visible_words_predictions() -> None:
     model = tiny()
     model.forward_log = []
     target = torch.tensor([[5, 4, 6]])
-    loss(model, Batch(torch.tensor([[4, 5]]), target), torch.Generator().manual_seed(1))
+    masked_lm_loss(
+        model, TranslationPairs(torch.tensor([[4, 5]]), target), torch.Generator().manual_seed(1)
+    )
     assert model.forward_log[-1].head_rows == int(
-        hide(target != 0, torch.Generator().manual_seed(1)).sum()
+        hide_tokens(target != 0, torch.Generator().manual_seed(1)).sum()
     )
 
 
 def test_targets_that_the_length_token_cannot_tell_are_refused() -> None:
     with pytest.raises(TinyspecError, match="tells 1 to 3"):
-        loss(tiny(4), Batch(torch.tensor([[4]]), torch.tensor([[5, 5, 5, 5]])), torch.Generator())
+        masked_lm_loss(
+            tiny(4),
+            TranslationPairs(torch.tensor([[4]]), torch.tensor([[5, 5, 5, 5]])),
+            torch.Generator(),
+        )
     with pytest.raises(TinyspecError, match="targets of 0 to 2 tokens"):
-        loss(
+        masked_lm_loss(
             tiny(),
-            Batch(torch.tensor([[4], [5]]), torch.tensor([[5, 5], [0, 0]])),
+            TranslationPairs(torch.tensor([[4], [5]]), torch.tensor([[5, 5], [0, 0]])),
             torch.Generator(),
         )
 
@@ -208,20 +218,23 @@ def test_a_model_without_a_length_token_is_refused() -> None:
     config = Seq2SeqConfig(8, 8, 2, 8, encoder_layers=1, decoder_layers=1, max_positions=12)
     model = Seq2Seq.create(config, torch.Generator().manual_seed(0))
     with pytest.raises(TinyspecError, match="has no LENGTH token"):
-        find("mask_predict").refiner(RefineRequest(model))
+        find_technique("mask_predict").refiner(RefineRequest(model))
 
 
 def test_lengths_stay_within_the_positions() -> None:
     model = [*fillers()][-1]  # five positions, lengths up to seven
     request = RefineRequest(model)
     running = refine(
-        request.model, (4, 5), find("mask_predict").refiner(request, lengths=99), Seeded(0)
+        request.model,
+        (4, 5),
+        find_technique("mask_predict").refiner(request, lengths=99),
+        Seeded(0),
     )
     assert max(len(text) for text in [*running][-1].written().tokens) == 5
 
 
 def test_the_card_says_what_it_is() -> None:
-    card = find("mask_predict")
+    card = find_technique("mask_predict")
     assert (card.kind, card.guarantee) == ("refine", Guarantee.APPROX)
     assert {knob.name: knob.default for knob in card.knobs} == {"iterations": 10, "lengths": 5}
     with pytest.raises(TinyspecError, match="tinyspec translate"):

@@ -15,7 +15,7 @@ from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import nat
 from tinyspec.nonautoregressive.nat import by_fertility, guarded, uniform
 from tinyspec.nonautoregressive.refine_many import chosen
-from tinyspec.technique import RefineRequest, find
+from tinyspec.technique import RefineRequest, find_technique
 from tinyspec.training.aligner import align, fertilities
 from tinyspec.training.dialects import Dialects, padded
 from tinyspec.training.distilled import Writing, write
@@ -32,7 +32,7 @@ def run(
     made = refine(
         request.model,
         source,
-        find("nat").refiner(request, **knobs),
+        find_technique("nat").refiner(request, **knobs),
         Seeded(seed),
         request.forward_log,
     )
@@ -52,7 +52,9 @@ def test_the_length_is_the_sum_of_the_fertilities_and_words_with_none_vanish(
     source: tuple[int, ...],
 ) -> None:
     for seed in SEEDS:
-        refiner = find("nat").refiner(RefineRequest(student(seed), teacher(seed)), samples=6)
+        refiner = find_technique("nat").refiner(
+            RefineRequest(student(seed), teacher(seed)), samples=6
+        )
         canvas = refiner.start(source, memory_of(student(seed), source), Seeded(0))
         for candidate, f in enumerate(canvas.extra.tolist()):
             assert canvas.text(candidate) == [
@@ -81,8 +83,10 @@ def test_the_uniform_copy_takes_the_nearest_place() -> None:
 def test_candidates_are_the_likeliest_the_mean_and_then_samples_of_their_law() -> None:
     model, source = student(1), (6, 5, 4)
     law = fertility_law(model, source)
-    refiner = nat.FertileParallel(model, None, "argmax", 4000, 1.0)
-    drawn = refiner.proposals(model.fertility_logits(memory_of(model, source))[0], Seeded(0))
+    refiner = nat.NatRefiner(model, None, "argmax", 4000, 1.0)
+    drawn = refiner.propose_fertilities(
+        model.fertility_logits(memory_of(model, source))[0], Seeded(0)
+    )
     assert drawn[0].tolist() == named(law, "argmax") and drawn[1].tolist() == named(law, "average")
     for word, row in enumerate(law):
         shares = torch.bincount(drawn[2:, word], minlength=3) / 3998
@@ -111,12 +115,12 @@ def test_one_sample_is_the_decode_of_the_named_fertilities_whatever_the_seed() -
     for which, source, seed in product(("argmax", "average"), SOURCES, (0, 9)):
         model = student(2)
         made = run(model, None, source, seed, samples=1, fertility=which)
-        assert nat.written(model, torch.tensor([source]), which) == [made.tokens]
+        assert nat.translate_batch(model, torch.tensor([source]), which) == [made.tokens]
 
 
 def test_a_batch_of_sentences_is_written_as_each_by_itself() -> None:
     model = student(0)
-    assert nat.written(model, padded(SOURCES)) == [
+    assert nat.translate_batch(model, padded(SOURCES)) == [
         run(model, None, source, samples=1).tokens for source in SOURCES
     ]
 
@@ -138,7 +142,7 @@ def test_the_encoder_and_the_decoder_run_once_and_the_teacher_once_where_there_i
 ):
     for samples, expected in ((1, {"student/encoder": 1, "student": 1}), (9, None)):
         request = RefineRequest(student(0), teacher(0))
-        refiner = find("nat").refiner(request, samples=samples)
+        refiner = find_technique("nat").refiner(request, samples=samples)
         list(refine(request.model, (5, 6), refiner, Seeded(0), request.forward_log))
         counts = {
             name: [call.model for call in request.forward_log].count(name)
@@ -188,9 +192,9 @@ def test_the_loss_is_that_of_fertilities_and_words_per_word() -> None:
             dim=-1
         )
         total -= float(counts[range(len(x)), f].sum() + spoken[range(len(y)), y].sum())
-    assert float(nat.loss(model, (SOURCE, TARGET, COUNTS))) == pytest.approx(total / 5)
+    assert float(nat.nat_loss(model, (SOURCE, TARGET, COUNTS))) == pytest.approx(total / 5)
     wider = torch.cat((TARGET, torch.zeros_like(TARGET)), dim=1)  # a piece of a wider batch
-    assert float(nat.loss(model, (SOURCE, wider, COUNTS))) == pytest.approx(total / 5)
+    assert float(nat.nat_loss(model, (SOURCE, wider, COUNTS))) == pytest.approx(total / 5)
 
 
 def test_reverse_kl_asks_the_teacher_about_the_students_own_words() -> None:
@@ -205,7 +209,7 @@ def test_reverse_kl_asks_the_teacher_about_the_students_own_words() -> None:
         )
         read = torch.repeat_interleave(x, f)[None]
         slots = torch.ones_like(read, dtype=torch.bool)
-        laws = model.logits(nat.parallel(model, read, slots, memory))[0].softmax(dim=-1)
+        laws = model.logits(nat.decode_parallel(model, read, slots, memory))[0].softmax(dim=-1)
         for law in laws:
             causal = torch.ones(len(said), len(said), dtype=torch.bool).tril()
             states = judge.decode(judge.embed(torch.tensor([said])), heard, causal)
@@ -230,14 +234,16 @@ def test_the_gradient_of_fine_tuning_is_that_of_the_expectation_over_all_fertili
         law = logits.softmax(dim=-1)
         costs, exact = {}, torch.zeros((), dtype=torch.float64)
         for f in product(range(3), repeat=2):
-            kept = nat.sane(model, source, torch.tensor([f]), law.detach())
+            kept = nat.clip_fertilities(model, source, torch.tensor([f]), law.detach())
             costs[f] = nat.reverse_kl(model, judge, source, kept, memory, heard).detach()
             exact = exact + law[0, 0, f[0]] * law[0, 1, f[1]] * costs[f][0]
-        mean = tuple(nat.average(law.detach())[0].tolist())
+        mean = tuple(nat.average_fertilities(law.detach())[0].tolist())
         want = torch.autograd.grad(exact, weights, retain_graph=True, materialize_grads=True)
         got = [torch.zeros_like(w) for w in weights]
         for f, cost in costs.items():
-            scalar = nat.reinforce(logits, memory.mask, torch.tensor([f]), cost - costs[mean])
+            scalar = nat.reinforce_surrogate(
+                logits, memory.mask, torch.tensor([f]), cost - costs[mean]
+            )
             slopes = torch.autograd.grad(scalar, weights, retain_graph=True, materialize_grads=True)
             probability = float(law[0, 0, f[0]].detach() * law[0, 1, f[1]].detach())
             got = [total + probability * slope for total, slope in zip(got, slopes, strict=True)]
@@ -250,7 +256,9 @@ def test_fine_tuning_adds_up_its_three_terms_and_leaves_the_teacher_alone() -> N
     model, judge, share = student(0), teacher(0), 0.25
     for weight in (*model.parameters(), *judge.parameters()):
         weight.requires_grad_()
-    value = nat.finetune(model, judge, (SOURCE, TARGET, COUNTS), torch.Generator().manual_seed(3))
+    value = nat.finetune_loss(
+        model, judge, (SOURCE, TARGET, COUNTS), torch.Generator().manual_seed(3)
+    )
     value.backward()
     assert all(weight.grad is None for weight in judge.parameters())
     assert float(model.weights["fertility.weight"].grad.abs().max()) > 0  # type: ignore[union-attr]
@@ -261,14 +269,16 @@ def test_fine_tuning_adds_up_its_three_terms_and_leaves_the_teacher_alone() -> N
         generator = torch.Generator().manual_seed(3)
         drawn = torch.multinomial(law.flatten(0, 1), 1, generator=generator).view(2, 3)
         cost, baseline, given = (
-            nat.reverse_kl(model, judge, SOURCE, nat.sane(model, SOURCE, f, law), memory, heard)
-            for f in (drawn, nat.average(law), COUNTS)
+            nat.reverse_kl(
+                model, judge, SOURCE, nat.clip_fertilities(model, SOURCE, f, law), memory, heard
+            )
+            for f in (drawn, nat.average_fertilities(law), COUNTS)
         )
         chosen = (
             law.log().gather(-1, drawn[..., None])[..., 0].masked_fill(SOURCE == 0, 0).sum(dim=1)
         )
         latent = ((cost - baseline) * chosen).sum()
-        expected = share * (latent + given.sum()) / 5 + (1 - share) * nat.loss(
+        expected = share * (latent + given.sum()) / 5 + (1 - share) * nat.nat_loss(
             model, (SOURCE, TARGET, COUNTS)
         )
     assert float(value.detach()) == pytest.approx(float(expected))
@@ -331,7 +341,7 @@ def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
     ]
     assert sum(right) > 0.95 * len(right)
     model = fit(
-        nat.loss,
+        nat.nat_loss,
         Seq2Seq.create(shape(task, 32, 1), torch.Generator().manual_seed(0)),
         data,
         70,
@@ -369,7 +379,7 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
     said = write(judge, sources, Writing(beam=1))
 
     def share(model: Seq2Seq, samples: int) -> float:
-        refiner = find("nat").refiner(RefineRequest(model, judge), samples=samples)
+        refiner = find_technique("nat").refiner(RefineRequest(model, judge), samples=samples)
         outputs = chosen(model, padded(held), refiner, [Seeded(0) for _ in held])
         return task.quality(held, outputs).valid
 
@@ -378,11 +388,13 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
     for name, targets in (("raw", [p.target for p in train]), ("distilled", said)):
         pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if 0 < len(y) <= 3 * len(x)]
         data = aligned(pairs)
-        model = fit(nat.loss, Seq2Seq.create(config, torch.Generator().manual_seed(2)), data, 250)
+        model = fit(
+            nat.nat_loss, Seq2Seq.create(config, torch.Generator().manual_seed(2)), data, 250
+        )
         shares |= {(name, samples): share(model, samples) for samples in (1, 30)}
         if name == "raw":
             fine = fit(
-                lambda model, *batch: nat.finetune(model, judge, *batch), model, data, 60, 1e-3
+                lambda model, *batch: nat.finetune_loss(model, judge, *batch), model, data, 60, 1e-3
             )
             shares["fine", 1] = share(fine, 1)
     print(shares)
@@ -398,7 +410,7 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
 
 def test_bad_input_is_named() -> None:
     model, judge = student(0), teacher(0)
-    card = find("nat")
+    card = find_technique("nat")
     with pytest.raises(
         TinyspecError,
         match="10 samples need a teacher to choose among them: give one, or set samples",
@@ -436,4 +448,4 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(TinyspecError, match="the source is empty"):
         run(model, None, (), samples=1)
     with pytest.raises(TinyspecError, match="fertilities do not add up to the targets' lengths"):
-        nat.loss(model, (SOURCE, TARGET, COUNTS + 1))
+        nat.nat_loss(model, (SOURCE, TARGET, COUNTS + 1))

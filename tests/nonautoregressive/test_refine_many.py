@@ -9,8 +9,8 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.seq2seq_config import Seq2SeqConfig
-from tinyspec.nonautoregressive.mask_predict import MaskPredict
-from tinyspec.nonautoregressive.nat import FertileParallel
+from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
+from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import alone, chosen, refine_many
 from tinyspec.training.bitext import padded
 
@@ -39,12 +39,12 @@ def model(seed: int, **more: int) -> Seq2Seq:
 
 def mask_predict() -> tuple[Seq2Seq, Refiner]:
     one = model(1, lengths=12)
-    return one, MaskPredict(one, iterations=4, lengths=3)
+    return one, MaskPredictRefiner(one, iterations=4, lengths=3)
 
 
 def nat() -> tuple[Seq2Seq, Refiner]:
     one = model(2, positional=True, fertilities=4)
-    return one, FertileParallel(one, model(3), "argmax", 5, 1.0)
+    return one, NatRefiner(one, model(3), "argmax", 5, 1.0)
 
 
 @pytest.mark.parametrize("make", [mask_predict, nat])
@@ -72,7 +72,9 @@ def test_a_batch_takes_the_passes_of_one_source() -> None:
     one, _ = mask_predict()
     forward_log: list[ForwardRecord] = []
     counted = one.counting(forward_log)
-    refine_many(counted, padded(SOURCES), MaskPredict(counted, 4, 3), [Seeded(i) for i in range(4)])
+    refine_many(
+        counted, padded(SOURCES), MaskPredictRefiner(counted, 4, 3), [Seeded(i) for i in range(4)]
+    )
     assert [call.model for call in forward_log] == ["translator/encoder"] + 4 * ["translator"]
 
 
@@ -92,7 +94,7 @@ def test_a_teacher_judges_candidates_of_many_sources_as_of_one() -> None:
 def test_a_technique_that_draws_while_it_rewrites_is_refused() -> None:
     one, _ = mask_predict()
 
-    class Drawing(MaskPredict):
+    class Drawing(MaskPredictRefiner):
         def rewrite(self, canvas, memory, iteration, rng):  # type: ignore[no-untyped-def]
             rng.split("noise", 0)
 

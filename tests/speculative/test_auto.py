@@ -34,10 +34,10 @@ from tinyspec.speculative.auto import (
 )
 from tinyspec.speculative.goodput import DRAFT, LOOKED, PLAIN, Candidate, Choice, CostModel, Goodput
 from tinyspec.speculative.lookup import OUTPUTS
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
-CARD = find("auto")
+CARD = find_technique("auto")
 GREEDY = SamplingParams(temperature=0.0)
 REFERENCES = [[0, 1, 1, 0, 0, 1, 0]]
 NOTHING_SEEN = Scores((), (), ())  # type: ignore[arg-type]

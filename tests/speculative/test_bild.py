@@ -17,10 +17,10 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
 from tinyspec.laws.toys import bild as traps
 from tinyspec.speculative.verification.bild import rollback_verifier
-from tinyspec.technique import Guarantee, Request, find
+from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.tree import TokenTree
 
-CARD = find("bild")
+CARD = find_technique("bild")
 GREEDY = SamplingParams(temperature=0.0)
 
 

@@ -18,10 +18,10 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import blocks
 from tinyspec.laws.small import pairs
 from tinyspec.speculative.verification.block_verification import verify_tree_by_block
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
-CARD = find("block_verification")
+CARD = find_technique("block_verification")
 HALF, THIRD, QUARTER = F(1, 2), F(1, 3), F(1, 4)
 
 

@@ -17,9 +17,9 @@ from tinyspec.laws.toys.cascade import (
     predicted,
 )
 from tinyspec.speculative.drafting.cascade import MaxGramDrafter, cascade, parse_quotas
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
-CARD = find("cascade")
+CARD = find_technique("cascade")
 
 
 def made(

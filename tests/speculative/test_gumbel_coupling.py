@@ -20,10 +20,10 @@ from tinyspec.laws.small import overlap, pairs
 from tinyspec.speculative.drafting.speculative_decoding import acceptance_rate
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.speculative.verification.gumbel_coupling import match_probability, verify_tree_by_race
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
-CARD = find("gumbel_coupling")
+CARD = find_technique("gumbel_coupling")
 WARPS = [
     SamplingParams(),
     SamplingParams(temperature=0.0),

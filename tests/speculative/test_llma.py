@@ -9,9 +9,9 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.speculative.integrated.llma import LlmaDrafter
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
-CARD = find("llma")
+CARD = find_technique("llma")
 GREEDY = SamplingParams(temperature=0.0)
 
 

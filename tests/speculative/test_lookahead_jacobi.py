@@ -21,10 +21,10 @@ from tinyspec.speculative.drafting.lookahead_jacobi import (
     LookaheadJacobiDrafter,
     NgramPool,
 )
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT
 
-CARD = find("lookahead_jacobi")
+CARD = find_technique("lookahead_jacobi")
 GREEDY = SamplingParams(temperature=0.0)
 SMALL = {"window": 2, "n": 3, "guesses": 2}
 

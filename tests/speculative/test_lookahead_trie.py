@@ -20,23 +20,23 @@ from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import lookahead_trie as toys
 from tinyspec.laws.toys.lookahead_trie import said
 from tinyspec.lm.feed import Scores
-from tinyspec.speculative.integrated.lookahead_trie import Lookahead, shaped
+from tinyspec.speculative.integrated.lookahead_trie import LookaheadTrieDrafter, reshape_branches
 from tinyspec.speculative.lookup import FIRST, OUTPUTS, AcceptanceTracker
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
-CARD = find("lookahead_trie")
+CARD = find_technique("lookahead_trie")
 GREEDY = SamplingParams(temperature=0.0)
 NOTHING = Scores(None, None, ())  # type: ignore[arg-type]
 
 
 def drafter(
     length: int = 64, branch: int = 4, mode: str = "hierarchical", price: float = 0.0
-) -> Lookahead:
-    return Lookahead(Forest(branch + 1, 1 << 18), count(1), length, branch, mode, price)
+) -> LookaheadTrieDrafter:
+    return LookaheadTrieDrafter(Forest(branch + 1, 1 << 18), count(1), length, branch, mode, price)
 
 
-def drafted(d: Lookahead, context: list[int], max_draft_depth: int = 9) -> TokenTree:
+def drafted(d: LookaheadTrieDrafter, context: list[int], max_draft_depth: int = 9) -> TokenTree:
     return d.propose(context, max_draft_depth, GREEDY, Seeded(0))
 
 
@@ -70,7 +70,9 @@ def test_a_prompt_that_goes_on_after_an_output_is_no_branch_of_the_first() -> No
 
 def test_ending_eliminates_the_prompt_and_keeps_the_output() -> None:
     forest, numbers = Forest(5, 1 << 18), count(1)
-    one, other = (Lookahead(forest, numbers, 64, 4, "hierarchical", 0.0) for _ in range(2))
+    one, other = (
+        LookaheadTrieDrafter(forest, numbers, 64, 4, "hierarchical", 0.0) for _ in range(2)
+    )
     one.extend([1, 2], NOTHING)
     other.extend([1, 3], NOTHING)
     one.insert(OUTPUTS, [7, 8])
@@ -81,7 +83,7 @@ def test_ending_eliminates_the_prompt_and_keeps_the_output() -> None:
 
 def test_a_request_that_nobody_ends_leaves_no_prompt_behind() -> None:
     forest, numbers = Forest(5, 1 << 18), count(1)
-    forgotten = Lookahead(forest, numbers, 64, 4, "hierarchical", 0.0)
+    forgotten = LookaheadTrieDrafter(forest, numbers, 64, 4, "hierarchical", 0.0)
     forgotten.extend([1, 2], NOTHING)
     prompt = forgotten.own
     assert forest.size(prompt) > 0
@@ -112,8 +114,8 @@ def test_a_shared_beginning_is_checked_once_in_a_tree_and_twice_side_by_side() -
 
 def test_parallel_branches_keep_the_budget() -> None:
     tree = TokenTree((1, 2, 3, 4), (-1, 0, 0, 0), (None,) * 4, (False,) * 4)
-    assert len(shaped(tree, "parallel", 5).tokens) == 4
-    assert shaped(TokenTree(), "parallel", 5) == TokenTree()
+    assert len(reshape_branches(tree, "parallel", 5).tokens) == 4
+    assert reshape_branches(TokenTree(), "parallel", 5) == TokenTree()
 
 
 def test_rewinding_takes_the_text_out_of_the_trie() -> None:

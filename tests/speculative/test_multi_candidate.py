@@ -17,9 +17,9 @@ from tinyspec.laws.small import pairs
 from tinyspec.laws.theorems import siblings, with_replacement, without_replacement
 from tinyspec.laws.transport import naive
 from tinyspec.speculative.verification.multi_candidate import sequential_acceptance
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
-CARD = find("multi_candidate")
+CARD = find_technique("multi_candidate")
 
 
 def made(

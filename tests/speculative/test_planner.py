@@ -35,7 +35,7 @@ from tinyspec.speculative.drafting.planner import (
     recommend_drafts,
     tokens_per_second,
 )
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
 DRAFTS = [
     Draft("deep", GOOD, 0.4),
@@ -169,7 +169,7 @@ def test_bad_input_is_said_in_one_line() -> None:
     with pytest.raises(TinyspecError, match="measured seconds"):
         recommend_drafts([], [])
     with pytest.raises(TinyspecError, match="tinyspec bench plan-draft"):
-        find("planner").make(Request(Table(1)))
+        find_technique("planner").make(Request(Table(1)))
 
 
 def test_texts_that_end_early_are_profiled_as_far_as_they_go() -> None:

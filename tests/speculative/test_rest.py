@@ -23,9 +23,9 @@ from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import rest as toys
 from tinyspec.speculative.drafting.datastore import HEADER, PIECE, build, indexed, opened, write
 from tinyspec.speculative.drafting.rest import RestDrafter
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
-CARD = find("rest")
+CARD = find_technique("rest")
 GREEDY = SamplingParams(temperature=0.0)
 
 

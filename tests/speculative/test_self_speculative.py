@@ -25,9 +25,9 @@ from tinyspec.speculative.drafting.self_speculative import (
     format_skip_set,
     parse_skip_set,
 )
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
-CARD = find("self_speculative")
+CARD = find_technique("self_speculative")
 GREEDY = SamplingParams(temperature=0.0)
 
 

@@ -30,10 +30,10 @@ from tinyspec.speculative.drafting.sequoia import (
 )
 from tinyspec.speculative.goodput import CostModel
 from tinyspec.speculative.treedraft import TreeDrafter
-from tinyspec.technique import Guarantee, Request, find
+from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
-CARD = find("sequoia")
+CARD = find_technique("sequoia")
 
 
 def made(

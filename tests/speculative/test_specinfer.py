@@ -32,11 +32,11 @@ from tinyspec.speculative.verification.specinfer import (
     merge_trees,
     verify_tree_multi_step,
 )
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.training.schedule import Settings
 from tinyspec.tree import ROOT, TokenTree
 
-CARD = find("specinfer")
+CARD = find_technique("specinfer")
 
 
 def made(

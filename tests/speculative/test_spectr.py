@@ -27,10 +27,10 @@ from tinyspec.speculative.verification.spectr import (
     optimal_acceptance,
     verify_tree_k_seq,
 )
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
-CARD = find("spectr")
+CARD = find_technique("spectr")
 HALF = F(1, 2)
 
 

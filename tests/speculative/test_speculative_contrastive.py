@@ -21,10 +21,10 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
 from tinyspec.laws.small import overlap, pairs
 from tinyspec.laws.toys import speculative_contrastive as traps
-from tinyspec.speculative.integrated.speculative_contrastive import Joint, contrast
-from tinyspec.technique import Request, find
+from tinyspec.speculative.integrated.speculative_contrastive import Joint, make_contrast
+from tinyspec.technique import Request, find_technique
 
-CARD = find("speculative_contrastive")
+CARD = find_technique("speculative_contrastive")
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -114,12 +114,12 @@ def test_logits_have_the_formulas_law(beta: float, plausibility: float) -> None:
         else:
             with np.errstate(divide="ignore", invalid="ignore"):
                 weights = np.where(kept, p_e ** (1 + beta) / (p_a**beta), 0)
-        made = contrast(beta, plausibility)([e + shift, torch.from_numpy(a)], (), ())
+        made = make_contrast(beta, plausibility)([e + shift, torch.from_numpy(a)], (), ())
         assert torch.softmax(made, -1).numpy() == pytest.approx(weights / weights.sum(), abs=1e-12)
 
 
 def test_tokens_that_the_amateur_cannot_say_come_before_all_others() -> None:
-    make = contrast(1.0, 0.25)
+    make = make_contrast(1.0, 0.25)
     assert make([[F(1, 2), F(1, 4), F(1, 4)], [F(1, 2), F(1, 2), F(0)]], (), ()) == [0, 0, F(1, 16)]
     assert make([[F(3, 4), F(1, 4), F(0)], [F(0), F(0), F(1)]], (), ()) == [F(9, 16), F(1, 16), 0]
 

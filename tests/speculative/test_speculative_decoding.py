@@ -34,10 +34,10 @@ from tinyspec.speculative.drafting.speculative_decoding import (
     verify_chain,
     walltime_speedup,
 )
-from tinyspec.technique import Guarantee, Request, find
+from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.tree import TokenTree
 
-CARD = find("speculative_decoding")
+CARD = find_technique("speculative_decoding")
 
 
 def made(

@@ -18,10 +18,10 @@ from tinyspec.laws.toys.staged import (
     guesses_are_the_drafts,
     n_grams_for_the_target,
 )
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
-CARD = find("staged")
+CARD = find_technique("staged")
 
 
 def made(

@@ -23,10 +23,10 @@ from tinyspec.laws.toys.lookahead_trie import said
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.lookup import OUTPUTS
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
-CARD = find("suffix_decoding")
+CARD = find_technique("suffix_decoding")
 GREEDY = SamplingParams(temperature=0.0)
 NOTHING = Scores(None, None, ())  # type: ignore[arg-type]
 

@@ -24,10 +24,10 @@ from tinyspec.speculative.drafting.token_recycling import (
     TokenRecyclingDrafter,
     build_static_tree,
 )
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT
 
-CARD = find("token_recycling")
+CARD = find_technique("token_recycling")
 GREEDY = SamplingParams(temperature=0.0)
 SMALL = {"k": 2, "nodes": 6, "depth": 2}
 

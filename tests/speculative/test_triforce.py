@@ -24,10 +24,10 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.ops import attend_causal, linear
 from tinyspec.lm.queries import chosen
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
-CARD = find("triforce")
+CARD = find_technique("triforce")
 KNOBS = {"gamma1": 1, "gamma2": 3, "budget": 4, "chunk": 2, "rebuild": 5, "sink": 1, "window": 3}
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 

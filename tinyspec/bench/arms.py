@@ -24,7 +24,7 @@ from tinyspec.decoding.trace import Statistics, origins
 from tinyspec.generation import start
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import Draft
-from tinyspec.technique import find
+from tinyspec.technique import find_technique
 
 Clock = Callable[[], float]
 
@@ -85,7 +85,7 @@ class Own:
 
     def __init__(self, spec: ArmSpec, model: Model, settings: Settings, draft: Draft = None):
         self.label, self.draft = spec.label, draft
-        self.base, self.persistent = model, find(spec.name).persistent
+        self.base, self.persistent = model, find_technique(spec.name).persistent
         self.model, self.round, self.held = endless(model), -1, 0
         self.options: dict[str, Any] = {
             "method": spec.name,
@@ -209,7 +209,7 @@ def load(settings: Settings, any_method: bool = False) -> tuple[Model, list[Mode
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    cards = [find(arm.name) for arm in settings.arms if not arm.peer]
+    cards = [find_technique(arm.name) for arm in settings.arms if not arm.peer]
     wanted = any_method or any(card.drafts or card.optional_draft for card in cards)
     model = models.load(settings.model, device=settings.device, dtype=settings.dtype)
     names = draft_names(settings, model)
@@ -234,7 +234,7 @@ def own_arms(settings: Settings, model: Model, draft: Draft) -> list[Arm]:
     """Our arms, plain decoding first; a knob that is wrong is said now."""
     specs = [spec for spec in settings.arms if not spec.peer]
     for spec in specs:
-        find(spec.name).settings(dict(spec.knobs))
+        find_technique(spec.name).settings(dict(spec.knobs))
     return [Own(spec, model, settings, draft) for spec in specs]
 
 

@@ -17,7 +17,7 @@ from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, nearest
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import Draft
-from tinyspec.technique import CHAPTERS, Card, find, techniques
+from tinyspec.technique import CHAPTERS, Card, find_technique, load_techniques
 
 TRIED = 16  # tokens that each technique makes before the table is begun
 BOOKS, CHATS = (
@@ -40,14 +40,16 @@ def methods_of(name: str) -> list[str]:
     known = [chapter.rpartition(".")[2] for chapter in CHAPTERS]
     if name not in known:
         raise TinyspecError(f"there is no chapter '{name}': {nearest(name, known)}")
-    return [method for method, card in techniques().items() if _of(card, name) and method != PLAIN]
+    return [
+        method for method, card in load_techniques().items() if _of(card, name) and method != PLAIN
+    ]
 
 
 def analyses_of(name: str) -> list[str]:
     """Those that decode nothing, for the list of what is left out."""
     return [
         m
-        for m, card in techniques().items()
+        for m, card in load_techniques().items()
         if card.kind == "analysis" and card.build.__module__.split(".")[1] == name
     ]
 
@@ -83,7 +85,7 @@ def contestants(
         if need.built:
             built[method] = need.built
     cannot += [
-        f"{method}: an analysis, it decodes nothing ({find(method).title})"
+        f"{method}: an analysis, it decodes nothing ({find_technique(method).title})"
         for method in analyses_of(name)
     ]
     names = ",".join(draft_names(settings, model)) if draft is not None else None

@@ -30,7 +30,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import mask_predict
 from tinyspec.nonautoregressive.mask_predict import beam, by_token
-from tinyspec.nonautoregressive.nat import parallel, uniform, words
+from tinyspec.nonautoregressive.nat import decode_parallel, forbid_special_tokens, uniform
 from tinyspec.nonautoregressive.refine_many import chosen
 from tinyspec.training.dialects import Dialects, padded
 from tinyspec.training.distilled import Writing, write
@@ -186,15 +186,15 @@ class Trial:
 
         def loss(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
             seed = int(torch.randint(1 << 62, ()))  # the trainer has seeded torch for this step
-            batch = mask_predict.Batch(source, target)
-            return mask_predict.loss(model, batch, torch.Generator().manual_seed(seed))
+            batch = mask_predict.TranslationPairs(source, target)
+            return mask_predict.masked_lm_loss(model, batch, torch.Generator().manual_seed(seed))
 
         model, found = self.fit("mask-predict", loss, self.targets), {}
         for t, count in [
             *((t, lengths[0]) for t in passes),
             *((max(passes), count) for count in lengths[1:]),
         ]:
-            refiner = mask_predict.MaskPredict(model, t, count)
+            refiner = mask_predict.MaskPredictRefiner(model, t, count)
             found[f"mask-predict, T {t}, l {count}"] = self.judged(self.ask(model, refiner), t)
         return found
 
@@ -209,7 +209,7 @@ def said(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) 
     copies of the source.
     """
     places, slots = uniform((source != 0).sum(dim=1), (target != 0).sum(dim=1))
-    logits = model.logits(parallel(model, source.gather(1, places), slots, memory)[slots])
+    logits = model.logits(decode_parallel(model, source.gather(1, places), slots, memory)[slots])
     return F.cross_entropy(logits, target[:, : slots.shape[1]][slots], reduction="sum")
 
 
@@ -238,8 +238,8 @@ class Copying:
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
-        states = parallel(self.model, canvas.tokens, canvas.mask, memory)
-        law = words(self.model, self.model.logits(states)).log_softmax(dim=-1)
+        states = decode_parallel(self.model, canvas.tokens, canvas.mask, memory)
+        law = forbid_special_tokens(self.model, self.model.logits(states)).log_softmax(dim=-1)
         tokens = law.argmax(dim=-1)
         if self.generator is not None:
             tokens = torch.multinomial(

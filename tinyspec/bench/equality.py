@@ -26,7 +26,7 @@ from tinyspec.decoding.trace import Statistics
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
 REHEARSED, CHANGED = "rehearsed", 7
 COLUMNS = ("question", "category", "prompt", "check", "arm", "same", "calls", "drafted", "accepted")
@@ -53,7 +53,7 @@ def greedy(
         positions=limit,
         forward_log=forward_log,
     )
-    decoder, rng, counted = find(method).make(request, **knobs), Seeded(0), Statistics()
+    decoder, rng, counted = find_technique(method).make(request, **knobs), Seeded(0), Statistics()
     decoder.extend(ids)
     while not decoder.finished:
         counted.count(decoder.step(rng))
@@ -109,7 +109,7 @@ def measure(
     after every question.
     """
     for method in methods:
-        if find(method).drafts:
+        if find_technique(method).drafts:
             raise TinyspecError(
                 f"{method} needs a draft model; this comparison takes methods without one"
             )

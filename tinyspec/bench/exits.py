@@ -32,7 +32,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -97,7 +97,7 @@ def decoder(
 ) -> Decoder:
     """CALM at temperature 0, with nothing in its text yet."""
     stop = StoppingCriteria(frozenset(model.config.eos), max_new_tokens=tokens)
-    return find("calm").make(
+    return find_technique("calm").make(
         Request(
             model.session(forward_log),
             sampling=SamplingParams(0.0),

@@ -22,7 +22,7 @@ from tinyspec.bench.arms import endless
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.report import Grid, number, ratio
 from tinyspec.bench.tasks import openings
-from tinyspec.early_exit.layerskip import drafting_layers
+from tinyspec.early_exit.layerskip import resolve_exit_layer
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start
 from tinyspec.lm.blocks import Blocks
@@ -52,7 +52,7 @@ def run(
     loaded = {name: endless(models.load(name, dtype=dtype)) for name in names}
     for name, model in loaded.items():
         for exit in exits:
-            drafting_layers(exit, model.config.n_layers, name)
+            resolve_exit_layer(exit, model.config.n_layers, name)
         if model.config.max_positions <= tokens:
             raise TinyspecError(
                 f"{tokens} new tokens do not fit into the context of {name}: fewer --tokens"

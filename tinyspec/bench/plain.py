@@ -21,7 +21,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
 PROMPT = (
     "Tell me, in a few paragraphs, how a lighthouse works and who looked after it in former times."
@@ -40,7 +40,7 @@ def decode(
         positions=model.config.max_positions,
         forward_log=forward_log,
     )
-    decoder = find(method).make(request, **knobs)
+    decoder = find_technique(method).make(request, **knobs)
     decoder.extend(ids)
     rng = Seeded(0)
     while not decoder.finished:

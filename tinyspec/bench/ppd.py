@@ -26,7 +26,7 @@ from tinyspec.bench.harness import progress, report
 from tinyspec.bench.report import Grid, number, speed
 from tinyspec.bench.tally import five
 from tinyspec.bench.tasks import openings
-from tinyspec.early_exit.ppd import ALONE, expected, guessing_layer, steps
+from tinyspec.early_exit.ppd import NO_DRAFT, count_layer_steps, expected_cost, resolve_guess_layer
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start
 from tinyspec.lm.transformer import Model
@@ -62,7 +62,7 @@ def run(
     """
     model = endless(models.load(name, dtype=dtype))
     depth, room = model.config.n_layers, model.config.max_positions - tokens
-    layer = guessing_layer(layer, depth, model.name)
+    layer = resolve_guess_layer(layer, depth, model.name)
     if room < 1 or tokens < 2:
         raise TinyspecError(
             f"{tokens} new tokens: give 2 to {model.config.max_positions - 1}, to fit into {model.name}"
@@ -108,10 +108,10 @@ def ranked(model: Model, prompt: Sequence[int], text: Sequence[int]) -> list[lis
     found: list[list[int]] = [[] for _ in range(depth)]
     for token in text[:-1]:
         for layer in range(1, depth + 1):  # each run goes on where the one before has left the row
-            row = session.advance(ALONE, layer, head=True).logits[0]
+            row = session.advance(NO_DRAFT, layer, head=True).logits[0]
             above = int((row > row[token]).sum()) + int((row[:token] == row[token]).sum())
             found[layer - 1].append(above)
-        session.score(ALONE)
+        session.score(NO_DRAFT)
         session.commit((), token)
     return found
 
@@ -134,7 +134,10 @@ def _counted(
             for round in start(model, text, method="ppd", layer=layer, k=k, max_new_tokens=tokens)
         ]
         found.append(
-            [sum(map(steps, calls)), sum(call.row_layers for round in calls for call in round)]
+            [
+                sum(map(count_layer_steps, calls)),
+                sum(call.row_layers for round in calls for call in round),
+            ]
         )
     return found
 
@@ -232,7 +235,7 @@ def _gains(depth: int, layer: int, k: int, match: float, tokens: int) -> tuple[f
     """(times as fast by the clock, times the work), against plain decoding. At the last layer
     nothing is begun.
     """
-    ran, done = expected(depth, layer, k, match, tokens)
+    ran, done = expected_cost(depth, layer, k, match, tokens)
     return depth * tokens / ran, done / (depth * tokens)
 
 

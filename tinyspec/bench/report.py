@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from tinyspec.bench.plan import ArmSpec
-from tinyspec.technique import Guarantee, find
+from tinyspec.technique import Guarantee, find_technique
 
 SHORT = {"mt_bench": "MT-bench", "translation": "transl.", "summarization": "summ.", "math_reasoning": "maths",
          "rag": "RAG", "qa": "QA", "human_eval": "HumanEval", "gsm8k": "GSM8K"}  # fmt: skip
@@ -292,7 +292,7 @@ def promises(labels: Sequence[str]) -> list[str]:
     lines = []
     for label in labels:
         spec = ArmSpec.read(label)
-        card = find(spec.name)
+        card = find_technique(spec.name)
         if card.keeps:
             lines.append(f"{label}: keeps {card.keeps}, so its text may be another")
         elif card.promise(**dict(spec.knobs)) in (Guarantee.LOSSY, Guarantee.APPROX):

@@ -25,7 +25,7 @@ from tinyspec._core import COMPILED, Forest, NgramIndex
 from tinyspec.bench.harness import progress, report
 from tinyspec.speculative.drafting.datastore import Datastore, indexed
 from tinyspec.speculative.lookup import OUTPUTS
-from tinyspec.technique import find
+from tinyspec.technique import find_technique
 
 VOCABULARY, PHRASES = 49_152, 20_000
 SIZES = (10_000, 100_000, 1_000_000)
@@ -107,7 +107,7 @@ class Branches(Grown):
     """As lookahead_trie asks."""
 
     def __init__(self) -> None:
-        knobs = find("lookahead_trie").settings({})
+        knobs = find_technique("lookahead_trie").settings({})
         self.nodes, self.branch = knobs["decoding_length"], knobs["branch_length"]
         super().__init__(self.branch + 1)
         self.plan = [(OUTPUTS, self.nodes // 2), (1, self.nodes), (OUTPUTS, self.nodes)]
@@ -124,7 +124,7 @@ class Suffixes(Grown):
     """As suffix_decoding asks."""
 
     def __init__(self) -> None:
-        self.knobs = find("suffix_decoding").settings({})
+        self.knobs = find_technique("suffix_decoding").settings({})
         super().__init__(self.knobs["depth"])
 
     def ask(self, context: Sequence[int]) -> int:
@@ -142,7 +142,7 @@ class Stored:
     store: Datastore
 
     def __init__(self) -> None:
-        knobs = find("rest").settings({})
+        knobs = find_technique("rest").settings({})
         self.shortest = knobs["shortest"]
         self.knobs = [knobs[name] for name in ("longest", "length", "matches", "nodes")]
 

@@ -20,8 +20,8 @@ from tinyspec.bench.report import Grid, number, speed
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.lm.transformer import Model
-from tinyspec.nonautoregressive.jacobi import sweeps
-from tinyspec.technique import find
+from tinyspec.nonautoregressive.jacobi import trace_sweeps
+from tinyspec.technique import find_technique
 
 METHOD, WHOLE = "jacobi", "all"  # PJ: all tokens that are wanted are one block
 
@@ -51,7 +51,7 @@ def run(
             "there is nothing to measure: name sizes of blocks, such as --blocks 1,2,4, or leave --whole"
         )
     for label in labels:
-        find(METHOD).settings(dict(spec(label, init).knobs))
+        find_technique(METHOD).settings(dict(spec(label, init).knobs))
     model = models.load(name, dtype=dtype)
     kind = str(model.dtype).removeprefix("torch.")
     settings = Settings(
@@ -90,7 +90,7 @@ def _traced(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> d
     running = start(
         endless(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
     )
-    told = [sweep._asdict() for sweep in sweeps(running.decoder, running.rng)]
+    told = [sweep._asdict() for sweep in trace_sweeps(running.decoder, running.rng)]
     return {"prompt": list(prompt), **dict(arm.knobs), "new": running.decoder.new, "trace": told}
 
 

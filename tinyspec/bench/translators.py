@@ -13,8 +13,8 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.nonautoregressive.mask_predict import MaskPredict
-from tinyspec.nonautoregressive.nat import FertileParallel
+from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
+from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import chosen, refine_many
 from tinyspec.training import distilled
 from tinyspec.training.bitext import padded
@@ -158,7 +158,7 @@ def _beam(model: Seq2Seq, beam: int) -> Arm:
 
 def _fertile(label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, samples: int) -> Arm:
     def many(part: Sequence[Ids]) -> list[Ids]:
-        refiner = FertileParallel(model, None, first, samples, 1.0)
+        refiner = NatRefiner(model, None, first, samples, 1.0)
         sources = padded(part)
         chances = [Seeded(0) for _ in part]
         if teacher is None:
@@ -182,7 +182,7 @@ def _fertile(label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, sa
 
 def _masking(model: Seq2Seq, iterations: int, lengths: int) -> Arm:
     def many(part: Sequence[Ids]) -> list[Ids]:
-        refiner = MaskPredict(model, iterations, lengths)
+        refiner = MaskPredictRefiner(model, iterations, lengths)
         return chosen(model, padded(part), refiner, [Seeded(0) for _ in part])
 
     knobs = {"iterations": iterations, "lengths": lengths}

@@ -163,9 +163,9 @@ def settle(
     """Each method's share of the knobs. One that no method has may be a misspelt option: say what
     is close.
     """
-    from tinyspec.technique import find
+    from tinyspec.technique import find_technique
 
-    cards = [find(method) for method in methods]
+    cards = [find_technique(method) for method in methods]
     owned = {knob.name for card in cards for knob in card.knobs}
     for name in knobs:
         if name not in owned:
@@ -202,10 +202,10 @@ def load_all(
 ) -> tuple[Any, list[Any] | None]:
     """The model, and its draft models where one of the methods needs or can use one (else None)."""
     import tinyspec
-    from tinyspec.technique import find
+    from tinyspec.technique import find_technique
 
     cards = [
-        find(method) for method in methods
+        find_technique(method) for method in methods
     ]  # a misspelt method is said before anything is loaded
     target = tinyspec.load(model, device=device, dtype=dtype)
     if not draft and any(card.drafts or card.optional_draft for card in cards):

@@ -54,7 +54,7 @@ def train_exits(
     from rich.console import Console
 
     from tinyspec import models
-    from tinyspec.early_exit.calm import fit
+    from tinyspec.early_exit.calm import train_exit_classifier
     from tinyspec.lm import checkpoint
     from tinyspec.training import corpus
     from tinyspec.training.schedule import Settings
@@ -99,7 +99,9 @@ def train_exits(
     )
     state = folder / ".tinyspec" / "exits"
     console = None if quiet else Console(stderr=True)
-    ended, extras = fit(loaded, corpus.crops(ids, batch, context), settings, state, console=console)
+    ended, extras = train_exit_classifier(
+        loaded, corpus.crops(ids, batch, context), settings, state, console=console
+    )
     if not ended.finished:
         raise click.exceptions.Exit(130)
     if not (folder / "config.json").exists():

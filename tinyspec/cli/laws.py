@@ -98,10 +98,10 @@ def find_cards(methods: Sequence[str], everything: bool = False) -> "list[Card]"
     """Return the cards of techniques, each given by name or by file; after those, with
     `everything`, all others.
     """
-    from tinyspec.technique import find, techniques
+    from tinyspec.technique import find_technique, load_techniques
 
-    cards = [find(our_method(name)) for name in methods]
-    return list(dict.fromkeys([*cards, *techniques().values()] if everything else cards))
+    cards = [find_technique(our_method(name)) for name in methods]
+    return list(dict.fromkeys([*cards, *load_techniques().values()] if everything else cards))
 
 
 def _prove(

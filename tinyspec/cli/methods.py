@@ -45,22 +45,22 @@ def methods(name: str | None, as_json: bool, markdown: bool) -> None:
       tinyspec methods speculative_decoding
       tinyspec methods --json
     """
-    from tinyspec.technique import find, techniques
+    from tinyspec.technique import find_technique, load_techniques
 
     if name is not None:
-        card = find(our_method(name))
+        card = find_technique(our_method(name))
         click.echo(json.dumps(card.as_dict() | {"doc": card.doc}) if as_json else described(card))
     elif as_json:
-        click.echo(json.dumps([card.as_dict() for card in techniques().values()]))
+        click.echo(json.dumps([card.as_dict() for card in load_techniques().values()]))
     elif markdown:
-        click.echo(page(techniques().values()))
+        click.echo(page(load_techniques().values()))
     else:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("method", "family", "guarantee", "knobs", "paper"):
             table.add_column(column, overflow="fold")
-        for card in techniques().values():
+        for card in load_techniques().values():
             knobs = ", ".join(f"{knob.name}={knob.default}" for knob in card.knobs)
             table.add_row(card.name, card.family, card.guarantee.value, knobs or "-", card.paper)
         base.console().print(table, highlight=False, markup=False)

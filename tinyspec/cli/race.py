@@ -186,12 +186,12 @@ def race(
 
     from tinyspec.generation import start
     from tinyspec.show import race as racing
-    from tinyspec.technique import find
+    from tinyspec.technique import find_technique
 
     texts = [base.read_text(path) for path in references]
 
     def starter(method: str, share: dict[str, Any]) -> "Start":
-        copied = texts if find(method).copies else []
+        copied = texts if find_technique(method).copies else []
         more = {"references": copied, "chat": chat, **settings, **share}
         return lambda: start(target, text, method=method, draft=small, **more)
 
@@ -199,7 +199,7 @@ def race(
         (PLAIN, starter(PLAIN, {})),
         *((m, starter(m, s)) for m, s in zip(contestants, shares, strict=True)),
     ]
-    if texts and not any(find(method).copies for method in contestants):
+    if texts and not any(find_technique(method).copies for method in contestants):
         raise TinyspecError(
             f"{', '.join(contestants)} copies from no references: leave --reference out, or take llma"
         )
@@ -229,7 +229,9 @@ def race(
 
     from tinyspec.show.display import Stage, choose_speed, report
 
-    promises = [find(m).promise(**s).value for m, s in zip(contestants, shares, strict=True)]
+    promises = [
+        find_technique(m).promise(**s).value for m, s in zip(contestants, shares, strict=True)
+    ]
     picture = [] if svg is None else [f"picture: {svg}"]
     said = Group(report(lanes, outcomes, promises), _machine(target), *picture)
     if live:

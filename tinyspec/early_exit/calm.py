@@ -54,7 +54,7 @@ from tinyspec.tree import Probs
 # ---------------------------------------------------------------------- the measures (section 3.5)
 
 
-class Measure(NamedTuple):
+class ConfidenceMeasure(NamedTuple):
     """A confidence, and what it reads: the row of the exit, so many states."""
 
     of: Callable[[Exit], Any]
@@ -69,14 +69,14 @@ def _saturated(at: Exit) -> float:
     return saturation(*at.states) if at.layer > 1 else 0.0
 
 
-def measure_of(name: str, model: Any) -> Measure:
+def find_measure(name: str, model: Any) -> ConfidenceMeasure:
     """The measure of this name on a model."""
     if name == "classifier":
         weight, bias = classifier(getattr(model, "extras", {}), model.name)
-        return Measure(lambda at: classified(at.states[0], weight, bias), states=1)
+        return ConfidenceMeasure(lambda at: classified(at.states[0], weight, bias), states=1)
     if name == "saturation":
-        return Measure(_saturated, states=2)
-    return Measure(lambda at: softmax_response(at.logits), row=True)
+        return ConfidenceMeasure(_saturated, states=2)
+    return ConfidenceMeasure(lambda at: softmax_response(at.logits), row=True)
 
 
 WEIGHT, BIAS = "exits.weight", "exits.bias"  # of the exit classifier, among a model's extras
@@ -142,12 +142,12 @@ def _doubles(vector: Any) -> Any:
 # ---------------------------------------------------------------------- the threshold (section 3.4, equation 5)
 
 
-def decayed(form: str, threshold: float, tau: float, t: int, n: float) -> float:
+def decay_threshold(form: str, threshold: float, tau: float, t: int, n: float) -> float:
     """The threshold of new token t (from 0) of at most n.
 
-    >>> [round(decayed("paper", 0.5, 4.0, t, 10), 3) for t in (0, 5, 10)]
+    >>> [round(decay_threshold("paper", 0.5, 4.0, t, 10), 3) for t in (0, 5, 10)]
     [0.55, 0.464, 0.452]
-    >>> [round(decayed("t5x", 0.5, 4.0, t, 10), 3) for t in (0, 5, 10)]
+    >>> [round(decay_threshold("t5x", 0.5, 4.0, t, 10), 3) for t in (0, 5, 10)]
     [0.5, 0.457, 0.451]
     """
     fade = math.exp(-tau * t / n)
@@ -156,10 +156,12 @@ def decayed(form: str, threshold: float, tau: float, t: int, n: float) -> float:
     return threshold * (0.9 + 0.1 * fade) if form == "t5x" else threshold
 
 
-class Confident(Rule):
+class ConfidenceRule(Rule):
     """A token leaves where its confidence reaches the threshold of its place in the text."""
 
-    def __init__(self, measure: Measure, threshold: Callable[[int], float], layers: range):
+    def __init__(
+        self, measure: ConfidenceMeasure, threshold: Callable[[int], float], layers: range
+    ):
         self.measure, self.threshold, self.layers = measure, threshold, layers
         self.row, self.states = measure.row, measure.states
 
@@ -216,8 +218,10 @@ def calm(
     rule = Rule()
     if threshold < math.inf:
         layers = range(min_exit, depth, interval)
-        rule = Confident(
-            measure_of(measure, model), lambda t: decayed(decay, threshold, tau, t, limit), layers
+        rule = ConfidenceRule(
+            find_measure(measure, model),
+            lambda t: decay_threshold(decay, threshold, tau, t, limit),
+            layers,
         )
     return replace(request, target=ExitTarget(session, rule, "copy")).decoder(
         BaseDrafter(), verify_tree
@@ -227,7 +231,7 @@ def calm(
 # ---------------------------------------------------------------------- the classifier (section 3.5)
 
 
-def labels(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
+def agreement_labels(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Of a text [B, T]: where a layer's likeliest word is the top's [B, T, L-1]; the states below
     the top [B, T, L-1, d].
     """
@@ -254,7 +258,7 @@ def balanced_loss(agrees: Tensor, states: Tensor, weight: Tensor, bias: Tensor) 
     return ((means * (counts > 0)).sum(0) / (counts > 0).sum(0)).mean()
 
 
-def fit(
+def train_exit_classifier(
     model: Model,
     crops: Callable[[torch.Generator], tuple[Tensor, ...]],
     settings: Settings,
@@ -268,9 +272,9 @@ def fit(
     weights = {WEIGHT: torch.zeros(model.config.d_model), BIAS: torch.zeros(())}
 
     def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
-        return labels(frozen, crops(generator)[0])
+        return agreement_labels(frozen, crops(generator)[0])
 
-    held = labels(
+    held = agreement_labels(
         frozen,
         torch.cat(
             [crops(torch.Generator().manual_seed(settings.seed - i))[0] for i in range(1, 5)]

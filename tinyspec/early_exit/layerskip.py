@@ -37,11 +37,11 @@ from tinyspec.lm.plan import Plan
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 
-def drafting_layers(exit: int, depth: int, name: str = "the model") -> int:
+def resolve_exit_layer(exit: int, depth: int, name: str = "the model") -> int:
     """The knob as a number of layers; 0 is a quarter of the depth. TinyspecError where the model
     has no such exit.
 
-    >>> drafting_layers(0, 32), drafting_layers(0, 10), drafting_layers(4, 10)
+    >>> resolve_exit_layer(0, 32), resolve_exit_layer(0, 10), resolve_exit_layer(4, 10)
     (8, 3, 4)
     """
     if exit > depth:
@@ -51,10 +51,10 @@ def drafting_layers(exit: int, depth: int, name: str = "the model") -> int:
     return exit or (depth + 3) // 4
 
 
-def evaluations(drafted: int, exit: int, depth: int) -> tuple[int, int]:
+def count_layer_evaluations(drafted: int, exit: int, depth: int) -> tuple[int, int]:
     """Layer evaluations of a round that drafted so many tokens: (drafting, verification).
 
-    >>> evaluations(6, 8, 32), sum(evaluations(6, 8, 32)) == 32 * 7
+    >>> count_layer_evaluations(6, 8, 32), sum(count_layer_evaluations(6, 8, 32)) == 32 * 7
     ((48, 176), True)
     """
     return drafted * exit, exit + (depth - exit) * (drafted + 1)
@@ -75,5 +75,5 @@ def layerskip(request: Request, *, exit: int, gamma: int) -> Decoder:
     """The target's first layers draft a chain; the others judge it."""
     session: Any = request.target
     model = session.model
-    early = session.view(Plan(last=drafting_layers(exit, model.config.n_layers, model.name)))
+    early = session.view(Plan(last=resolve_exit_layer(exit, model.config.n_layers, model.name)))
     return request.decoder(SharedSessionDrafter(early, gamma, request.stop.eos), verify_tree)

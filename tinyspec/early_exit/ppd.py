@@ -42,10 +42,10 @@ from tinyspec.lm.feed import ForwardRecord, Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
-ALONE = TokenTree()  # the newest token, and no draft
+NO_DRAFT = TokenTree()  # the newest token, and no draft
 
 
-class Pipeline:
+class PipelinedTarget:
     """A session that starts on guesses of the next token before it has finished the newest. What it
     scores is the session's.
 
@@ -57,8 +57,8 @@ class Pipeline:
     def __init__(self, session: Any, layer: int, k: int, threads: bool = False):
         self.session, self.layer, self.k = session, layer, k
         self.depth: int = session.model.config.n_layers
-        self.coming: tuple[Sequence[int], SamplingParams] | None = None
-        self.beside = ThreadPoolExecutor(1) if threads else None
+        self.upcoming: tuple[Sequence[int], SamplingParams] | None = None
+        self.branch_thread = ThreadPoolExecutor(1) if threads else None
 
     def __getattr__(
         self, name: str
@@ -67,16 +67,20 @@ class Pipeline:
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """The row of the newest token; on the way there, guesses of the next one are begun."""
-        coming, self.coming = self.coming, None
+        coming, self.upcoming = self.upcoming, None
         if coming is not None and self.layer < self.depth:
-            branches = self.guesses(self.session.advance(ALONE, self.layer, head=True), *coming)
-            if self.beside is not None:
+            branches = self.guess_next(
+                self.session.advance(NO_DRAFT, self.layer, head=True), *coming
+            )
+            if self.branch_thread is not None:
                 return self._threaded(branches, tree, hidden_layers)
             self.session.advance(branches, self.depth - self.layer)
         scores: Scores = self.session.score(tree, hidden_layers)
         return scores
 
-    def guesses(self, scores: Scores, text: Sequence[int], sampling: SamplingParams) -> TokenTree:
+    def guess_next(
+        self, scores: Scores, text: Sequence[int], sampling: SamplingParams
+    ) -> TokenTree:
         """What an exit here would say: the k likeliest tokens, side by side below the newest."""
         rows: Any = scores.logits
         if (
@@ -95,9 +99,9 @@ class Pipeline:
     ) -> Scores:
         """Main process and branches at the same time. They share the cache: each writes its own
         slots, and the branches read the newest token's keys of layers that it has left."""
-        assert self.beside is not None
+        assert self.branch_thread is not None
         self.session.advance(branches, 0)  # gives them slots; from here on nothing moves or grows
-        other = self.beside.submit(self.session.advance, branches, self.depth - self.layer)
+        other = self.branch_thread.submit(self.session.advance, branches, self.depth - self.layer)
         try:
             scores: Scores = self.session.score(tree, hidden_layers)
         finally:
@@ -105,12 +109,12 @@ class Pipeline:
         return scores
 
 
-class Announces(BaseDrafter):
+class PpdDrafter(BaseDrafter):
     """Proposes nothing to verify. It tells the pipeline whether a token is to follow: behind the
     last one nothing is begun.
     """
 
-    def __init__(self, pipeline: Pipeline):
+    def __init__(self, pipeline: PipelinedTarget):
         self.pipeline = pipeline
 
     def propose(
@@ -120,14 +124,14 @@ class Announces(BaseDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        self.pipeline.coming = (context, sampling) if max_draft_depth > 0 else None
-        return ALONE
+        self.pipeline.upcoming = (context, sampling) if max_draft_depth > 0 else None
+        return NO_DRAFT
 
 
 # ---------------------------------------------------------------------- the clock (section 4)
 
 
-def steps(calls: Sequence[ForwardRecord]) -> float:
+def count_layer_steps(calls: Sequence[ForwardRecord]) -> float:
     """Layer-steps of a round on k + 1 processors, from its forward log: the newest token up to
     layer dbar, then what is left of it beside the branches, each of which has a processor of its
     own."""
@@ -135,22 +139,22 @@ def steps(calls: Sequence[ForwardRecord]) -> float:
     return alone + max(beside, default=0.0)
 
 
-def expected(depth: int, layer: int, k: int, match: Any, tokens: int) -> tuple[Any, Any]:
+def expected_cost(depth: int, layer: int, k: int, match: Any, tokens: int) -> tuple[Any, Any]:
     """What the theorem says of so many tokens: (layer-steps on k + 1 processors, layer
     evaluations).
 
-    >>> expected(12, 8, 3, 0.5, 11)
+    >>> expected_cost(12, 8, 3, 0.5, 11)
     (112.0, 232.0)
     """
     saved, again = depth - layer, tokens - 1
     return depth * tokens - again * match * saved, depth * tokens + again * saved * (k - match)
 
 
-def guessing_layer(layer: int, depth: int, name: str = "the model") -> int:
+def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
     """The knob as a layer; 0 is two thirds of the depth. TinyspecError where the pipeline would
     need a third stage.
 
-    >>> guessing_layer(0, 12), guessing_layer(6, 12)
+    >>> resolve_guess_layer(0, 12), resolve_guess_layer(6, 12)
     (8, 6)
     """
     least = (depth + 1) // 2
@@ -188,8 +192,8 @@ def ppd(request: Request, *, layer: int, k: int, threads: bool) -> Decoder:
     """The target begins with its next token before the newest one is through."""
     session: Any = request.target
     model = session.model
-    pipeline: Any = Pipeline(
-        session, guessing_layer(layer, model.config.n_layers, model.name), k, threads
+    pipeline: Any = PipelinedTarget(
+        session, resolve_guess_layer(layer, model.config.n_layers, model.name), k, threads
     )
     request.target = pipeline
-    return request.decoder(Announces(pipeline), verify_tree)
+    return request.decoder(PpdDrafter(pipeline), verify_tree)

@@ -19,7 +19,7 @@ import torch
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.early_exit.calm import Confident, decayed, measure_of
+from tinyspec.early_exit.calm import ConfidenceRule, decay_threshold, find_measure
 from tinyspec.laws.accused import Evidence
 from tinyspec.laws.dense import dense, said
 from tinyspec.laws.exact import Law, Reference, compare, law
@@ -229,9 +229,9 @@ def of_parts(parts: Parts) -> Build:
         layers = range(knobs["min_exit"], session.model.config.n_layers, knobs["interval"])
 
         def due(step: int) -> float:
-            return decayed(knobs["decay"], knobs["threshold"], knobs["tau"], step, limit)
+            return decay_threshold(knobs["decay"], knobs["threshold"], knobs["tau"], step, limit)
 
-        rule = Confident(measure_of(knobs["measure"], session.model), due, layers)
+        rule = ConfidenceRule(find_measure(knobs["measure"], session.model), due, layers)
         target = parts.exits(session, rule, "copy")
         return parts.decoder(
             target,

@@ -23,15 +23,15 @@ from tinyspec.decoding.trace import Statistics
 from tinyspec.decoding.verify import residual, verify_tree
 from tinyspec.early_exit.calibrate import Calibrated, PValue, calibrate, hoeffding
 from tinyspec.early_exit.exits import ExitTarget
-from tinyspec.early_exit.ppd import Pipeline
+from tinyspec.early_exit.ppd import PipelinedTarget
 from tinyspec.lm.feed import ForwardBatch, Scores
 from tinyspec.lm.given import Given
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.lm.view import View
-from tinyspec.nonautoregressive.jacobi import Jacobi, solve
-from tinyspec.nonautoregressive.mask_predict import MaskPredict, hide
-from tinyspec.nonautoregressive.nat import FertileParallel, loss, reinforce
+from tinyspec.nonautoregressive.jacobi import JacobiDrafter, solve_blocks
+from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner, hide_tokens
+from tinyspec.nonautoregressive.nat import NatRefiner, nat_loss, reinforce_surrogate
 from tinyspec.speculative.integrated.speculative_contrastive import Joint
 from tinyspec.speculative.nested import Nested
 from tinyspec.speculative.treedraft import Shape, TreeDrafter
@@ -135,11 +135,11 @@ class Parts:
     rollback: Callable[[float, str], Verifier] = rollback_verifier
     block: Verifier = verify_tree_by_block
     k_seq: Verifier = verify_tree_k_seq
-    pipeline: Callable[[Any, int, int], Pipeline] = Pipeline
+    pipeline: Callable[[Any, int, int], PipelinedTarget] = PipelinedTarget
     racing: Callable[[Target, int], Drafter] = GumbelCouplingDrafter
     match: Verifier = verify_tree_by_race
-    jacobi: Callable[..., Jacobi] = Jacobi
-    solve: Callable[..., Any] = solve
+    jacobi: Callable[..., JacobiDrafter] = JacobiDrafter
+    solve: Callable[..., Any] = solve_blocks
     course: Callable[..., Course] = Course
     given: Callable[..., Model] = Given
     judge: Callable[..., Any] = judge
@@ -160,11 +160,11 @@ class Parts:
     calibrate: Callable[..., Calibrated] = calibrate
     p_value: PValue = hoeffding
 
-    mask_predict: type[MaskPredict] = MaskPredict
-    hide: Callable[[Tensor, Generator], Tensor] = hide
-    fertile: type[FertileParallel] = FertileParallel
-    fertile_loss: Callable[..., Tensor] = loss
-    reinforce: Callable[..., Tensor] = reinforce
+    mask_predict: type[MaskPredictRefiner] = MaskPredictRefiner
+    hide: Callable[[Tensor, Generator], Tensor] = hide_tokens
+    fertile: type[NatRefiner] = NatRefiner
+    fertile_loss: Callable[..., Tensor] = nat_loss
+    reinforce: Callable[..., Tensor] = reinforce_surrogate
     align: Callable[..., Aligned] = align
 
 

@@ -14,7 +14,7 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.early_exit.ppd import Announces, steps
+from tinyspec.early_exit.ppd import PpdDrafter, count_layer_steps
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.tables import TableModel
@@ -97,12 +97,12 @@ def clock(build: Build) -> Evidence:
     for case, expected, calls in _runs(build):
         for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
             seen += 1
-            if steps(round) != told.steps:
+            if count_layer_steps(round) != told.steps:
                 begun = {"round": at, "its token was guessed": told.begun}
                 accuse(
                     CLOCK,
                     f"{told.steps} layer-steps",
-                    f"{steps(round)} layer-steps",
+                    f"{count_layer_steps(round)} layer-steps",
                     **case,
                     **begun,
                 )
@@ -129,7 +129,7 @@ def built(parts: Parts) -> Build:
 
     def build(request: Request, layer: int, k: int) -> Decoder:
         pipeline: Any = parts.pipeline(request.target, layer, k)
-        told = Announces(pipeline)
+        told = PpdDrafter(pipeline)
         return parts.decoder(
             pipeline,
             told,

@@ -26,7 +26,7 @@ from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
 from tinyspec.laws.contracts import of_technique
 from tinyspec.laws.suites import Case, cases
 from tinyspec.plugins import describe_error, locate_error
-from tinyspec.technique import Card, Guarantee, techniques
+from tinyspec.technique import Card, Guarantee, load_techniques
 
 CONTRACTS = "the contracts of a drafter"
 
@@ -210,7 +210,7 @@ def fingerprint() -> str:
         for file in sorted(package.rglob("*.py*"))
         if file.relative_to(package).parts[0] not in above
     ]
-    modules = {card.build.__module__ for card in techniques().values()}
+    modules = {card.build.__module__ for card in load_techniques().values()}
     outside = [
         getattr(sys.modules.get(name), "__file__", None)
         for name in modules

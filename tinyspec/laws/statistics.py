@@ -39,7 +39,7 @@ from tinyspec.laws.evalues import EValue
 from tinyspec.laws.gtest import detectable, g_test, moved, power, simulated_power
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import Draft, drafts_for
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import Probs, TokenTree
 
 OTHER = -1
@@ -225,7 +225,7 @@ def demo(
     ids = generation.prompt_ids(model, prompt)
     cells = Cells(model, ids, tokens, width, temperature)
     options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": temperature}
-    texts = [ids] if find(method).copies else []  # what it may copy: the prompt itself
+    texts = [ids] if find_technique(method).copies else []  # what it may copy: the prompt itself
     begun = generation.start(
         model, ids, method=method, draft=small, references=texts, **options, **knobs
     )
@@ -271,7 +271,7 @@ def _wide(model: Model) -> Model:
 
 
 def _drafts(model: Model, draft: Draft, method: str) -> list[Model] | None:
-    chosen = drafts_for(model, find(method), draft)
+    chosen = drafts_for(model, find_technique(method), draft)
     return [_wide(small) for small in chosen] or None
 
 

@@ -19,7 +19,7 @@ from tinyspec.speculative.drafting.speculative_decoding import (
 from tinyspec.speculative.verification.block_verification import verify_tree_by_block
 from tinyspec.speculative.verification.gumbel_coupling import match_probability
 from tinyspec.speculative.verification.spectr import verify_tree_k_seq
-from tinyspec.technique import techniques
+from tinyspec.technique import load_techniques
 
 LLAMA = Config(
     vocab_size=11,
@@ -62,7 +62,7 @@ def theory() -> dict[str, Callable[[], Evidence]]:
         on = f"on a random {config.family}"
         laws[f"node logits {on}"] = partial(passes.node_logits, target.session)
         laws[f"siblings {on}"] = partial(passes.sibling_order, target.session, verify_tree)
-        for card in (card for card in techniques().values() if card.kind == "decoder"):
+        for card in (card for card in load_techniques().values() if card.kind == "decoder"):
             texts = (
                 [[token for _ in range(2) for token in range(config.vocab_size)]]
                 if card.copies

@@ -47,16 +47,16 @@ from tinyspec.tree import TokenTree
 
 # ---------------------------------------------------------------------- the algorithm as published (section 3)
 
-Says = Callable[[Sequence[int], Sequence[int]], list[int]]
+PredictBlock = Callable[[Sequence[int], Sequence[int]], list[int]]
 """(text, block) -> what the model says in every place of the block, given the text and the block's
 tokens before it: a pass.
 """
 
-Start = Callable[[int, Sequence[int]], list[int]]
+InitBlock = Callable[[int, Sequence[int]], list[int]]
 """(n, text) -> the first guess of the next n tokens."""
 
 
-def iterate(says: Says, text: Sequence[int], block: Sequence[int]) -> list[list[int]]:
+def iterate_block(says: PredictBlock, text: Sequence[int], block: Sequence[int]) -> list[list[int]]:
     """PJ: the block and every sweep's answer, until one is equal to its guess. At most m + 1 sweeps
     for m tokens.
     """
@@ -66,7 +66,7 @@ def iterate(says: Says, text: Sequence[int], block: Sequence[int]) -> list[list[
     return states
 
 
-class Solved(NamedTuple):
+class JacobiSolution(NamedTuple):
     """tokens: the text that was made. blocks: of each block its states, the first guess in
     front.
     """
@@ -80,15 +80,15 @@ class Solved(NamedTuple):
         return sum(len(states) - 1 for states in self.blocks)
 
 
-def solve(
-    says: Says,
+def solve_blocks(
+    says: PredictBlock,
     prompt: Sequence[int],
     length: int,
     block: int,
-    start: Start,
+    start: InitBlock,
     ends: frozenset[int] = frozenset(),
     prefix: int | None = None,
-) -> Solved:
+) -> JacobiSolution:
     """PGJ; with block >= length PJ, with a prefix HGJ.
 
     length  the most tokens to make
@@ -101,7 +101,7 @@ def solve(
     while len(made) < length:
         text, n = [*prompt, *made], min(block, parallel - len(made))
         if n > 0:
-            blocks.append(iterate(says, text, start(n, text)))
+            blocks.append(iterate_block(says, text, start(n, text)))
         else:  # autoregressive: of one token no guess is read, and no pass need confirm it
             guess = start(1, text)
             blocks.append([guess, says(text, guess)])
@@ -110,10 +110,10 @@ def solve(
         made += fresh if at is None else fresh[: at + 1]
         if at is not None:
             break
-    return Solved(made, blocks)
+    return JacobiSolution(made, blocks)
 
 
-def asked(target: Target) -> Says:
+def predict_with_target(target: Target) -> PredictBlock:
     """A target as the algorithm sees it, at temperature 0. Its session runs only what it has not
     run below the same text.
     """
@@ -140,12 +140,12 @@ class Sweep(NamedTuple):
            another token
     """
 
-    guess: tuple[int, ...]
-    said: tuple[int, ...]
-    fixed: int
+    block: tuple[int, ...]
+    predicted: tuple[int, ...]
+    n_final: int
 
 
-class Jacobi(BaseDrafter):
+class JacobiDrafter(BaseDrafter):
     """Proposes what the last sweep said of the rest of the block.
 
     size      tokens of a block; None: all that are wanted (PJ)
@@ -212,7 +212,7 @@ class Jacobi(BaseDrafter):
         self.history = list(context) if sampling.repetition_penalty != 1.0 else []
         return TokenTree.chain(self.block[:-1][:max_draft_depth])
 
-    def said(self, round: Round) -> list[int]:
+    def predicted_tokens(self, round: Round) -> list[int]:
         """What the model held for likeliest in every place of this round, [n + 1]: after the
         penalty, which reorders.
         """
@@ -229,11 +229,11 @@ class Jacobi(BaseDrafter):
         if len(round.tokens) >= len(self.block):  # it stands
             self.block = []
             return
-        said = self.said(round)
+        said = self.predicted_tokens(round)
         self.block = [*said, *self.block[len(said) :]][len(round.tokens) :]
 
 
-def sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
+def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
     """Decode to the end, and tell every sweep as plain data."""
     drafter: Any = decoder.drafter
     while not decoder.finished:
@@ -266,7 +266,7 @@ def jacobi(request: Request, *, form: str, block: int, prefix: int, init: str) -
     pad = getattr(
         target.model, "pad", next(iter(config.eos), 0)
     )  # a language model has none: its end of text
-    drafter = Jacobi(
+    drafter = JacobiDrafter(
         None if form == "pj" else block,
         prefix if form == "hgj" else None,
         init,

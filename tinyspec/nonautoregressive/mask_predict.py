@@ -42,26 +42,28 @@ from tinyspec.technique import Guarantee, Knob, RefineRequest, technique
 # ---------------------------------------------------------------------- training (section 2)
 
 
-class Batch(NamedTuple):
+class TranslationPairs(NamedTuple):
     """What `loss` trains on: source [B, S] and target [B, T], padded at the end."""
 
     source: Tensor
     target: Tensor
 
 
-def hide(slots: Tensor, generator: torch.Generator) -> Tensor:
+def hide_tokens(slots: Tensor, generator: torch.Generator) -> Tensor:
     """Which slots [B, T] are masked: 1 to N of each row, each number equally likely, and each
     choice of so many.
     """
     lengths = slots.sum(dim=1)
     share = torch.rand(len(slots), generator=generator, device=slots.device)
     count = (share * lengths).long() + 1  # [B], share < 1
-    return least(torch.rand(slots.shape, generator=generator, device=slots.device), slots, count)
+    return select_lowest(
+        torch.rand(slots.shape, generator=generator, device=slots.device), slots, count
+    )
 
 
-def loss(
+def masked_lm_loss(
     model: Seq2Seq,
-    batch: Batch,
+    batch: TranslationPairs,
     generator: torch.Generator,
     dropout: float = 0.0,
     smoothing: float = 0.1,
@@ -77,7 +79,7 @@ def loss(
             f"targets of {int(lengths.min())} to {int(lengths.max())} tokens: the LENGTH token of {model.name} tells "
             f"1 to {config.lengths - 1}, so leave the others out"
         )
-    hidden = hide(slots, generator)
+    hidden = hide_tokens(slots, generator)
     memory = model.encode(source, dropout)
     read = model.embed(target.masked_fill(hidden, config.mask))
     states = model.decode(read, memory, None, dropout, slots)
@@ -92,17 +94,17 @@ def loss(
 # ---------------------------------------------------------------------- decoding (section 3)
 
 
-def masked(length: Tensor, iteration: int, iterations: int) -> Tensor:
+def count_masked(length: Tensor, iteration: int, iterations: int) -> Tensor:
     """How many of a row's words pass t of T predicts: all in pass 0, then floor(N (T - t) / T), at
     least 1.
 
-    >>> [int(masked(torch.tensor(6), t, 4)) for t in range(4)]
+    >>> [int(count_masked(torch.tensor(6), t, 4)) for t in range(4)]
     [6, 4, 3, 1]
     """
     return (length * (iterations - iteration) // iterations).clamp(min=1)
 
 
-def least(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
+def select_lowest(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
     """The count [C] slots of each row with the lowest scores [C, T], of equals the leftmost;
     padding is never among them.
     """
@@ -111,7 +113,7 @@ def least(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
     return (rank < count[:, None]) & slots
 
 
-def predict(
+def predict_masked(
     model: Seq2Seq, tokens: Tensor, slots: Tensor, memory: EncoderOutput
 ) -> tuple[Tensor, Tensor]:
     """One decoder pass over tokens [C, T], some of them masks: the likeliest words, and their
@@ -124,7 +126,7 @@ def predict(
     return words, scores
 
 
-class MaskPredict:
+class MaskPredictRefiner:
     """T passes over the l likeliest lengths at once. `extra` of its canvas: the slots that the last
     pass predicted.
     """
@@ -144,10 +146,12 @@ class MaskPredict:
         """Mask what is least sure, predict it; everything else keeps its word and the probability
         it had.
         """
-        again = least(
-            canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
+        again = select_lowest(
+            canvas.scores,
+            canvas.mask,
+            count_masked(canvas.mask.sum(dim=1), iteration, self.iterations),
         )
-        words, scores = predict(
+        words, scores = predict_masked(
             self.model,
             canvas.tokens.masked_fill(again, self.model.config.mask),
             canvas.mask,
@@ -176,14 +180,14 @@ class MaskPredict:
     ),
     kind="refine",
 )
-def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> MaskPredict:
+def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> MaskPredictRefiner:
     """All words at once, then the least sure ones again."""
     if not request.model.config.lengths:
         raise TinyspecError(
             f"{request.model.name} has no LENGTH token, so nobody says how long its translations are: use a model that "
             "was trained for mask_predict"
         )
-    return MaskPredict(request.model, iterations, lengths)
+    return MaskPredictRefiner(request.model, iterations, lengths)
 
 
 # ---------------------------------------------------------------------- lengths

@@ -46,7 +46,7 @@ from tinyspec.technique import Guarantee, Knob, RefineRequest, technique
 # ---------------------------------------------------------------------- the model (section 3)
 
 
-def copied(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
+def copy_source(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
     """source [B, S] by fertilities [B, S] -> what the decoder reads [B, T], and which places are
     slots [B, T].
     """
@@ -54,7 +54,7 @@ def copied(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
     return source.gather(1, places), slots
 
 
-def parallel(
+def decode_parallel(
     model: Seq2Seq, read: Tensor, slots: Tensor, memory: EncoderOutput, dropout: float = 0.0
 ) -> Tensor:
     """One pass over all places: states [B, T, d]. A place attends to all others: its own copy is in
@@ -64,7 +64,7 @@ def parallel(
     return model.decode(model.embed(read), memory, others, dropout, slots)
 
 
-def words(model: Seq2Seq, logits: Tensor) -> Tensor:
+def forbid_special_tokens(model: Seq2Seq, logits: Tensor) -> Tensor:
     """The logits [..., V] with special tokens impossible."""
     c = model.config
     return logits.index_fill(
@@ -72,12 +72,12 @@ def words(model: Seq2Seq, logits: Tensor) -> Tensor:
     )
 
 
-def average(law: Tensor) -> Tensor:
+def average_fertilities(law: Tensor) -> Tensor:
     """p_F [..., S, L] -> the expected fertilities, rounded to the nearest (halves up): [..., S]."""
     return (law @ torch.arange(law.shape[-1], dtype=law.dtype, device=law.device) + 0.5).long()
 
 
-def sane(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: Tensor) -> Tensor:
+def clip_fertilities(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: Tensor) -> Tensor:
     """Fertilities [B, S] of sources [B, S] that can be decoded; law [B, S, L] is p_F. Sums beyond 2
     |x| have gone astray.
     """
@@ -90,7 +90,7 @@ def sane(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: Tensor) -> Te
 # ---------------------------------------------------------------------- training (section 3.3, 4)
 
 
-class Batch(NamedTuple):
+class AlignedPairs(NamedTuple):
     """What `loss` trains on: source [B, S] and target [B, T] padded at the end, fertilities [B, S],
     0 at padding.
     """
@@ -100,9 +100,9 @@ class Batch(NamedTuple):
     fertilities: Tensor
 
 
-def loss(
+def nat_loss(
     model: Seq2Seq,
-    batch: Batch | tuple[Tensor, ...],
+    batch: AlignedPairs | tuple[Tensor, ...],
     generator: torch.Generator | None = None,
     dropout: float = 0.0,
     smoothing: float = 0.0,
@@ -110,22 +110,22 @@ def loss(
     """-log p_F(f|x) - sum_t log p(y_t|x, f), per target token. `generator`: as every loss has;
     nothing is drawn here.
     """
-    given = Batch(*batch)
+    given = AlignedPairs(*batch)
     return _supervised(model, given, model.encode(given.source, dropout), dropout, smoothing)
 
 
 def _supervised(
-    model: Seq2Seq, batch: Batch, memory: EncoderOutput, dropout: float, smoothing: float
+    model: Seq2Seq, batch: AlignedPairs, memory: EncoderOutput, dropout: float, smoothing: float
 ) -> Tensor:
     source, target, fertilities = batch
-    read, slots = copied(source, fertilities)
+    read, slots = copy_source(source, fertilities)
     there = target != model.config.pad
     if not torch.equal(there.sum(dim=1), fertilities.sum(dim=1)):
         raise TinyspecError(
             "fertilities do not add up to the targets' lengths: align the same sentences anew"
         )
     said = target[:, : slots.shape[1]][slots]
-    logits = model.logits(parallel(model, read, slots, memory, dropout)[slots])
+    logits = model.logits(decode_parallel(model, read, slots, memory, dropout)[slots])
     tokens = F.cross_entropy(logits, said, reduction="sum", label_smoothing=smoothing)
     counts = F.cross_entropy(
         model.fertility_logits(memory)[memory.mask], fertilities[memory.mask], reduction="sum"
@@ -146,11 +146,15 @@ def reverse_kl(
 
     heard  the teacher's own memory of the sources
     """
-    read, slots = copied(source, fertilities)
-    logits = model.logits(parallel(model, read, slots, memory))
+    read, slots = copy_source(source, fertilities)
+    logits = model.logits(decode_parallel(model, read, slots, memory))
     law = logits.log_softmax(dim=-1)  # [B, T, V]
     with torch.no_grad():
-        written = words(model, logits).argmax(dim=-1).masked_fill(~slots, teacher.config.pad)
+        written = (
+            forbid_special_tokens(model, logits)
+            .argmax(dim=-1)
+            .masked_fill(~slots, teacher.config.pad)
+        )
         before = torch.cat(
             (torch.full_like(written[:, :1], teacher.config.bos), written[:, :-1]), dim=1
         )
@@ -163,7 +167,7 @@ def reverse_kl(
     return (law.exp() * (law - expected)).sum(dim=-1).masked_fill(~slots, 0).sum(dim=-1)
 
 
-def reinforce(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
+def reinforce_surrogate(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
     """A scalar whose gradient is, in the mean over samples, that of the expected cost: the sum of
     cost times log p_F(f|x).
 
@@ -174,10 +178,10 @@ def reinforce(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Te
     return (cost.detach() * chosen.masked_fill(~mask, 0).sum(dim=-1)).sum()
 
 
-def finetune(
+def finetune_loss(
     model: Seq2Seq,
     teacher: Seq2Seq,
-    batch: Batch | tuple[Tensor, ...],
+    batch: AlignedPairs | tuple[Tensor, ...],
     generator: torch.Generator,
     dropout: float = 0.0,
     smoothing: float = 0.0,
@@ -189,7 +193,7 @@ def finetune(
     The first term trains the fertilities alone, by one sample a sentence; the second trains the
     rest by back-propagation.
     """
-    given = Batch(*batch)
+    given = AlignedPairs(*batch)
     source = given.source
     memory = model.encode(source, dropout)
     with torch.no_grad():
@@ -198,9 +202,11 @@ def finetune(
     law = logits.detach().softmax(dim=-1)  # [B, S, L]
     sampled = torch.multinomial(law.flatten(0, 1), 1, generator=generator).view_as(source)
     with torch.no_grad():
-        both = [sane(model, source, f, law) for f in (sampled, average(law))]
+        both = [
+            clip_fertilities(model, source, f, law) for f in (sampled, average_fertilities(law))
+        ]
         costs = [reverse_kl(model, teacher, source, f, memory, heard) for f in both]
-    latent = reinforce(logits, memory.mask, sampled, costs[0] - costs[1])
+    latent = reinforce_surrogate(logits, memory.mask, sampled, costs[0] - costs[1])
     rest = reverse_kl(model, teacher, source, given.fertilities, memory, heard).sum()
     supervised = _supervised(model, given, memory, dropout, smoothing)
     return (
@@ -212,20 +218,22 @@ def finetune(
 # ---------------------------------------------------------------------- decoding (section 3.2)
 
 
-def written(model: Seq2Seq, source: Tensor, fertility: str = "argmax") -> list[list[int]]:
+def translate_batch(model: Seq2Seq, source: Tensor, fertility: str = "argmax") -> list[list[int]]:
     """Translations of padded sources [B, S], each from one fertility sequence, all in one pass: as
     validation asks for them.
     """
     with torch.inference_mode():
         memory = model.encode(source)
         law = model.fertility_logits(memory).softmax(dim=-1)
-        chosen = law.argmax(dim=-1) if fertility == "argmax" else average(law)
-        read, slots = copied(source, sane(model, source, chosen, law))
-        tokens = words(model, model.logits(parallel(model, read, slots, memory))).argmax(dim=-1)
+        chosen = law.argmax(dim=-1) if fertility == "argmax" else average_fertilities(law)
+        read, slots = copy_source(source, clip_fertilities(model, source, chosen, law))
+        tokens = forbid_special_tokens(
+            model, model.logits(decode_parallel(model, read, slots, memory))
+        ).argmax(dim=-1)
     return [row[there].tolist() for row, there in zip(tokens, slots, strict=True)]
 
 
-class FertileParallel:
+class NatRefiner:
     """One pass for s fertility sequences; the teacher chooses."""
 
     def __init__(
@@ -239,13 +247,13 @@ class FertileParallel:
         self.model, self.teacher = model, teacher
         self.first, self.samples, self.temperature = fertility, samples, temperature
 
-    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
+    def propose_fertilities(self, logits: Tensor, rng: RandomSource) -> Tensor:
         """logits [S, L] -> fertility sequences [s, S]: the likeliest of each word and the average,
         then independent samples.
 
         Sample k has a stream of its own, so that more samples contain the fewer.
         """
-        fixed = [logits.argmax(dim=-1), average(logits.softmax(dim=-1))]
+        fixed = [logits.argmax(dim=-1), average_fertilities(logits.softmax(dim=-1))]
         if self.first == "average":
             fixed.reverse()
         law = (logits.double() / self.temperature).softmax(dim=-1).tolist()
@@ -262,20 +270,20 @@ class FertileParallel:
         """
         logits = self.model.fertility_logits(memory)[0]
         row = torch.tensor([list(source)], device=logits.device)
-        proposed = self.proposals(logits, rng)
+        proposed = self.propose_fertilities(logits, rng)
         rows = row.expand(len(proposed), -1)
-        chosen = sane(
+        chosen = clip_fertilities(
             self.model, rows, proposed, logits.softmax(dim=-1)[None].expand(len(rows), -1, -1)
         )
-        read, slots = copied(rows, chosen)
+        read, slots = copy_source(rows, chosen)
         return Canvas(read, slots, logits.new_zeros(read.shape), chosen)
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
         """Every slot's likeliest word."""
-        logits = self.model.logits(parallel(self.model, canvas.tokens, canvas.mask, memory))
-        scores, tokens = words(self.model, logits).log_softmax(dim=-1).max(dim=-1)
+        logits = self.model.logits(decode_parallel(self.model, canvas.tokens, canvas.mask, memory))
+        scores, tokens = forbid_special_tokens(self.model, logits).log_softmax(dim=-1).max(dim=-1)
         return Canvas(
             tokens.masked_fill(~canvas.mask, self.model.config.pad),
             canvas.mask,
@@ -315,9 +323,7 @@ class FertileParallel:
         Knob("temperature", 1.0, "of the law that fertilities are sampled from", low=1e-3),
     ),
 )
-def nat(
-    request: RefineRequest, *, samples: int, fertility: str, temperature: float
-) -> FertileParallel:
+def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: float) -> NatRefiner:
     """Noisy parallel decoding; with one sample, one translation from one fertility sequence."""
     model, teacher = request.model, request.teacher
     if not (model.config.fertilities and model.config.positional):
@@ -326,7 +332,7 @@ def nat(
             f"{model.name} has no {lacks}, so it is no NAT: use a model that was trained for method nat"
         )
     if samples == 1:
-        return FertileParallel(model, None, fertility, 1, temperature)
+        return NatRefiner(model, None, fertility, 1, temperature)
     if teacher is None:
         raise TinyspecError(
             f"{samples} samples need a teacher to choose among them: give one, or set samples to 1"
@@ -337,7 +343,7 @@ def nat(
             f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than {model.name}: "
             "use the teacher it was trained with"
         )
-    return FertileParallel(model, teacher, fertility, samples, temperature)
+    return NatRefiner(model, teacher, fertility, samples, temperature)
 
 
 # ---------------------------------------------------------------------- what the decoder reads (section 3.1)

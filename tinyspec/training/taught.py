@@ -132,16 +132,20 @@ def nat(
         return *both(seen, numbers), padded([counts[i] for i in numbers], 0)
 
     def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        return fertile.loss(model, fertile.Batch(*batch), generator, plan.dropout, plan.smoothing)
+        return fertile.nat_loss(
+            model, fertile.AlignedPairs(*batch), generator, plan.dropout, plan.smoothing
+        )
 
     def fine(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
         assert judge is not None
-        return fertile.finetune(
-            model, judge, fertile.Batch(*batch), generator, plan.dropout, plan.smoothing
+        return fertile.finetune_loss(
+            model, judge, fertile.AlignedPairs(*batch), generator, plan.dropout, plan.smoothing
         )
 
     def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
-        return together(sources, lambda part: fertile.written(model, padded(part).to(model.device)))
+        return together(
+            sources, lambda part: fertile.translate_batch(model, padded(part).to(model.device))
+        )
 
     return Taught(seen, batch, fine if plan.finetune else loss, translate)
 
@@ -155,11 +159,13 @@ def mask_predict(
         return both(seen, numbers)
 
     def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        return masking.loss(model, masking.Batch(*batch), generator, plan.dropout, plan.smoothing)
+        return masking.masked_lm_loss(
+            model, masking.TranslationPairs(*batch), generator, plan.dropout, plan.smoothing
+        )
 
     def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
         def ask(part: list[Sequence[int]]) -> list[list[int]]:
-            refiner = masking.MaskPredict(model, **ASKED)
+            refiner = masking.MaskPredictRefiner(model, **ASKED)
             return chosen(model, padded(part).to(model.device), refiner, [Seeded(0) for _ in part])
 
         return together(sources, ask)

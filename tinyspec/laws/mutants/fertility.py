@@ -22,23 +22,23 @@ from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.parts import PARTS, Parts
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive.nat import (
-    FertileParallel,
-    copied,
-    loss,
-    parallel,
-    reinforce,
-    sane,
+    NatRefiner,
+    clip_fertilities,
+    copy_source,
+    decode_parallel,
+    forbid_special_tokens,
+    nat_loss,
+    reinforce_surrogate,
     uniform,
-    words,
 )
 from tinyspec.technique import RefineRequest
 
 # ---------------------------------------------------------------------- proposals
 
 
-class Floored(FertileParallel):
-    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
-        made = super().proposals(logits, rng)
+class Floored(NatRefiner):
+    def propose_fertilities(self, logits: Tensor, rng: RandomSource) -> Tensor:
+        made = super().propose_fertilities(logits, rng)
         mean = logits.softmax(dim=-1) @ torch.arange(logits.shape[-1], dtype=logits.dtype)
         at = int(self.first == "argmax")
         if at < len(made):
@@ -46,34 +46,36 @@ class Floored(FertileParallel):
         return made
 
 
-class Lukewarm(FertileParallel):
-    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
+class Lukewarm(NatRefiner):
+    def propose_fertilities(self, logits: Tensor, rng: RandomSource) -> Tensor:
         self.temperature = 1.0  # right: what was asked
-        return super().proposals(logits, rng)
+        return super().propose_fertilities(logits, rng)
 
 
-class OneDraw(FertileParallel):
-    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
-        made = super().proposals(logits, rng)
+class OneDraw(NatRefiner):
+    def propose_fertilities(self, logits: Tensor, rng: RandomSource) -> Tensor:
+        made = super().propose_fertilities(logits, rng)
         return torch.cat((made[:2], made[2:3].expand(len(made[2:]), -1)))  # right: each its own
 
 
-class OneLaw(FertileParallel):
-    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
-        made = super().proposals(logits[-1:].expand_as(logits), rng)  # right: each word its own law
-        return torch.cat((super().proposals(logits, Seeded(0))[:2], made[2:]))
+class OneLaw(NatRefiner):
+    def propose_fertilities(self, logits: Tensor, rng: RandomSource) -> Tensor:
+        made = super().propose_fertilities(
+            logits[-1:].expand_as(logits), rng
+        )  # right: each word its own law
+        return torch.cat((super().propose_fertilities(logits, Seeded(0))[:2], made[2:]))
 
 
-class NewestFirst(FertileParallel):
-    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
+class NewestFirst(NatRefiner):
+    def propose_fertilities(self, logits: Tensor, rng: RandomSource) -> Tensor:
         return (
-            super().proposals(logits, rng).flip(0)
+            super().propose_fertilities(logits, rng).flip(0)
         )  # right: the named ones first, so that more contain the fewer
 
 
-class SharedStream(FertileParallel):
-    def proposals(self, logits: Tensor, rng: RandomSource) -> Tensor:
-        made, count = super().proposals(logits, rng), self.samples - 2
+class SharedStream(NatRefiner):
+    def propose_fertilities(self, logits: Tensor, rng: RandomSource) -> Tensor:
+        made, count = super().propose_fertilities(logits, rng), self.samples - 2
         if count > 0:  # right: sample by sample
             stream, rows = rng.split("words first", 0), logits.softmax(dim=-1).tolist()
             made[2:] = torch.tensor([[stream.draw(row) for _ in range(count)] for row in rows]).T
@@ -83,12 +85,12 @@ class SharedStream(FertileParallel):
 # ---------------------------------------------------------------------- copies
 
 
-def _standing(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> type[FertileParallel]:
+def _standing(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> type[NatRefiner]:
     """The first canvas made otherwise from the source [C, S] and the fertilities that were settled
     [C, S].
     """
 
-    class Wrong(FertileParallel):
+    class Wrong(NatRefiner):
         def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
             canvas = super().start(source, memory, rng)
             read, slots = change(torch.tensor([list(source)]).expand_as(canvas.extra), canvas.extra)
@@ -99,7 +101,7 @@ def _standing(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> type
 
 def never_none(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
     more = fertilities.clamp(min=1)  # right: a word without fertility vanishes
-    return copied(source, torch.where(more.sum(dim=1, keepdim=True) > 4, fertilities, more))
+    return copy_source(source, torch.where(more.sum(dim=1, keepdim=True) > 4, fertilities, more))
 
 
 def evenly(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,35 +116,35 @@ def in_turn(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
         [int(word) for n in range(int(f.max())) for word in x[f > n]]
         for x, f in zip(source, fertilities, strict=True)
     ]  # right: a word's copies stand together
-    _, slots = copied(source, fertilities)
+    _, slots = copy_source(source, fertilities)
     return torch.tensor([text + [0] * (slots.shape[1] - len(text)) for text in texts]), slots
 
 
-class Strict(FertileParallel):
+class Strict(NatRefiner):
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         room = min(2 * len(source) + 4, self.model.config.max_positions - 1)
         logits, row = self.model.fertility_logits(memory)[0], torch.tensor([list(source)])
-        proposed = self.proposals(logits, rng)
+        proposed = self.propose_fertilities(logits, rng)
         proposed = proposed.masked_fill(
             proposed.cumsum(dim=1) >= room, 0
         )  # right: cut what is more than the room
         law = logits.softmax(dim=-1)[None].expand(len(proposed), -1, -1)
-        kept = sane(self.model, row.expand_as(proposed), proposed, law)
-        read, slots = copied(row.expand_as(proposed), kept)
+        kept = clip_fertilities(self.model, row.expand_as(proposed), proposed, law)
+        read, slots = copy_source(row.expand_as(proposed), kept)
         return Canvas(read, slots, torch.zeros(read.shape, dtype=torch.float64), kept)
 
 
-class FirstWord(FertileParallel):
+class FirstWord(NatRefiner):
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         logits, row = self.model.fertility_logits(memory)[0], torch.tensor([list(source)])
-        proposed = self.proposals(logits, rng)
+        proposed = self.propose_fertilities(logits, rng)
         law = logits.softmax(dim=-1)[None].expand(len(proposed), -1, -1).clone()
         law[:, 1:, 0] = (
             1.0  # right: none at all becomes one token of the word that most probably gives one
         )
         law[:, 0, 0] = 0.0
-        kept = sane(self.model, row.expand_as(proposed), proposed, law)
-        read, slots = copied(row.expand_as(proposed), kept)
+        kept = clip_fertilities(self.model, row.expand_as(proposed), proposed, law)
+        read, slots = copy_source(row.expand_as(proposed), kept)
         return Canvas(read, slots, torch.zeros(read.shape, dtype=torch.float64), kept)
 
 
@@ -150,11 +152,11 @@ class FirstWord(FertileParallel):
 
 
 def _passing(
-    change: Callable[[FertileParallel, Canvas, EncoderOutput], Tensor],
-) -> type[FertileParallel]:
+    change: Callable[[NatRefiner, Canvas, EncoderOutput], Tensor],
+) -> type[NatRefiner]:
     """The pass with other logits."""
 
-    class Wrong(FertileParallel):
+    class Wrong(NatRefiner):
         def rewrite(
             self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
         ) -> Canvas:
@@ -164,40 +166,41 @@ def _passing(
     return Wrong
 
 
-def own_copy(self: FertileParallel, canvas: Canvas, memory: EncoderOutput) -> Tensor:
+def own_copy(self: NatRefiner, canvas: Canvas, memory: EncoderOutput) -> Tensor:
     states = self.model.decode(
         self.model.embed(canvas.tokens), memory, None, slots=canvas.mask
     )  # right: not the diagonal
-    return words(self.model, self.model.logits(states))
+    return forbid_special_tokens(self.model, self.model.logits(states))
 
 
-def only_before(self: FertileParallel, canvas: Canvas, memory: EncoderOutput) -> Tensor:
+def only_before(self: NatRefiner, canvas: Canvas, memory: EncoderOutput) -> Tensor:
     before = torch.ones(canvas.tokens.shape[1], canvas.tokens.shape[1], dtype=torch.bool).tril(
         -1
     )  # right: behind it too
     states = self.model.decode(self.model.embed(canvas.tokens), memory, before, slots=canvas.mask)
-    return words(self.model, self.model.logits(states))
+    return forbid_special_tokens(self.model, self.model.logits(states))
 
 
-def padding_too(self: FertileParallel, canvas: Canvas, memory: EncoderOutput) -> Tensor:
+def padding_too(self: NatRefiner, canvas: Canvas, memory: EncoderOutput) -> Tensor:
     everywhere = torch.ones_like(canvas.mask)  # right: canvas.mask
-    return words(
-        self.model, self.model.logits(parallel(self.model, canvas.tokens, everywhere, memory))
+    return forbid_special_tokens(
+        self.model,
+        self.model.logits(decode_parallel(self.model, canvas.tokens, everywhere, memory)),
     )
 
 
-def special_too(self: FertileParallel, canvas: Canvas, memory: EncoderOutput) -> Tensor:
+def special_too(self: NatRefiner, canvas: Canvas, memory: EncoderOutput) -> Tensor:
     return self.model.logits(
-        parallel(self.model, canvas.tokens, canvas.mask, memory)
+        decode_parallel(self.model, canvas.tokens, canvas.mask, memory)
     )  # right: words alone
 
 
-def _choosing(choice: Callable[[Tensor, Canvas], Tensor]) -> type[FertileParallel]:
+def _choosing(choice: Callable[[Tensor, Canvas], Tensor]) -> type[NatRefiner]:
     """The candidate by other figures, from what the teacher says of each token and of the end [C, T
     + 1].
     """
 
-    class Wrong(FertileParallel):
+    class Wrong(NatRefiner):
         def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
             if self.teacher is None:
                 return 0
@@ -223,7 +226,7 @@ def by_itself(told: Tensor, canvas: Canvas) -> Tensor:
 
 def unlearnt(model: Seq2Seq, batch: Any) -> Tensor:
     bias = model.weights["fertility.bias"]
-    return loss(model, batch) * 0 + bias.sum() * 0  # right: the fertilities are part of it
+    return nat_loss(model, batch) * 0 + bias.sum() * 0  # right: the fertilities are part of it
 
 
 def padding_learnt(model: Seq2Seq, batch: Any) -> Tensor:
@@ -232,28 +235,30 @@ def padding_learnt(model: Seq2Seq, batch: Any) -> Tensor:
         source == model.config.pad
     ]  # right: words alone
     extra: Tensor = logits.log_softmax(dim=-1)[:, 0].sum() / counts.sum()
-    return loss(model, batch) - extra
+    return nat_loss(model, batch) - extra
 
 
 def per_sentence(model: Seq2Seq, batch: Any) -> Tensor:
-    return loss(model, batch) * (int(batch[2].sum()) / len(batch[0]))  # right: per target token
+    return nat_loss(model, batch) * (int(batch[2].sum()) / len(batch[0]))  # right: per target token
 
 
 def uphill(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
-    return -reinforce(logits, mask, sampled, cost)  # right: a cost falls
+    return -reinforce_surrogate(logits, mask, sampled, cost)  # right: a cost falls
 
 
 def padding_paid(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
-    return reinforce(logits, torch.ones_like(mask), sampled, cost)  # right: words alone
+    return reinforce_surrogate(logits, torch.ones_like(mask), sampled, cost)  # right: words alone
 
 
 def cost_learnt(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
-    return reinforce(logits, mask, sampled, cost) + cost.sum()  # right: the cost is a constant
+    return (
+        reinforce_surrogate(logits, mask, sampled, cost) + cost.sum()
+    )  # right: the cost is a constant
 
 
 def first_word_paid(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
     first = torch.arange(mask.shape[1]) == 0
-    return reinforce(logits, mask & first, sampled, cost)  # right: every word
+    return reinforce_surrogate(logits, mask & first, sampled, cost)  # right: every word
 
 
 # ---------------------------------------------------------------------- witnesses
@@ -299,7 +304,7 @@ def paid(parts: Parts) -> Any:
         return torch.autograd.grad(scalar, logits)[0].tolist()
 
 
-def _rule(name: str, kind: type[FertileParallel], law: str = RULE) -> Mutant:
+def _rule(name: str, kind: type[NatRefiner], law: str = RULE) -> Mutant:
     return Mutant(name, "slip", law, replace(PARTS, fertile=kind), written)
 
 

@@ -17,22 +17,22 @@ from tinyspec.laws.mutants import Mutant
 from tinyspec.laws.parts import PARTS, Parts
 from tinyspec.lm.seq2seq import EncoderOutput
 from tinyspec.nonautoregressive.mask_predict import (
-    MaskPredict,
+    MaskPredictRefiner,
     beam,
     by_token,
-    hide,
-    least,
-    masked,
-    predict,
+    count_masked,
+    hide_tokens,
+    predict_masked,
+    select_lowest,
 )
 
 
 def _counting(
-    count: Callable[[Tensor, int, int], Tensor], choose: Callable[..., Tensor] = least
-) -> type[MaskPredict]:
+    count: Callable[[Tensor, int, int], Tensor], choose: Callable[..., Tensor] = select_lowest
+) -> type[MaskPredictRefiner]:
     """The rule with another number of masks, or other places for them."""
 
-    class Wrong(MaskPredict):
+    class Wrong(MaskPredictRefiner):
         def rewrite(
             self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
         ) -> Canvas:
@@ -42,7 +42,7 @@ def _counting(
                 count(canvas.mask.sum(dim=1), iteration, self.iterations),
             )
             read = canvas.tokens.masked_fill(again, self.model.config.mask)
-            words, scores = predict(self.model, read, canvas.mask, memory)
+            words, scores = predict_masked(self.model, read, canvas.mask, memory)
             return Canvas(
                 torch.where(again, words, canvas.tokens),
                 canvas.mask,
@@ -54,11 +54,11 @@ def _counting(
 
 
 def one_late(n: Tensor, t: int, passes: int) -> Tensor:
-    return masked(n, max(t - 1, 0), passes)  # right: t
+    return count_masked(n, max(t - 1, 0), passes)  # right: t
 
 
 def one_early(n: Tensor, t: int, passes: int) -> Tensor:
-    return masked(n, t + 1, passes) if t else n  # right: t
+    return count_masked(n, t + 1, passes) if t else n  # right: t
 
 
 def rounded_up(n: Tensor, t: int, passes: int) -> Tensor:
@@ -71,37 +71,39 @@ def maybe_none(n: Tensor, t: int, passes: int) -> Tensor:
 
 def of_the_last(n: Tensor, t: int, passes: int) -> Tensor:
     return (
-        masked(n, t, passes)
+        count_masked(n, t, passes)
         if t < 2
-        else (masked(n, t - 1, passes) * (passes - t) // passes).clamp(min=1)
+        else (count_masked(n, t - 1, passes) * (passes - t) // passes).clamp(min=1)
     )  # of N
 
 
 def of_the_longest(n: Tensor, t: int, passes: int) -> Tensor:
-    return masked(n.max().expand_as(n), t, passes)  # right: each row's own length
+    return count_masked(n.max().expand_as(n), t, passes)  # right: each row's own length
 
 
 def padding_counts(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
     known = scores.masked_fill(~slots, -torch.inf)  # right: padding is never the least sure
-    return least(known, torch.ones_like(slots), count) & slots
+    return select_lowest(known, torch.ones_like(slots), count) & slots
 
 
 def surest(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
-    return least(-scores, slots, count)  # right: the lowest
+    return select_lowest(-scores, slots, count)  # right: the lowest
 
 
 def leftmost(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
-    return least(torch.zeros_like(scores), slots, count)  # right: by their probabilities
+    return select_lowest(torch.zeros_like(scores), slots, count)  # right: by their probabilities
 
 
-class SeesTheOld(MaskPredict):
+class SeesTheOld(MaskPredictRefiner):
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
-        again = least(
-            canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
+        again = select_lowest(
+            canvas.scores,
+            canvas.mask,
+            count_masked(canvas.mask.sum(dim=1), iteration, self.iterations),
         )
-        words, scores = predict(
+        words, scores = predict_masked(
             self.model, canvas.tokens, canvas.mask, memory
         )  # right: masks where it is written again
         return Canvas(
@@ -111,15 +113,17 @@ class SeesTheOld(MaskPredict):
         )
 
 
-class SeesThePadding(MaskPredict):
+class SeesThePadding(MaskPredictRefiner):
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
-        again = least(
-            canvas.scores, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
+        again = select_lowest(
+            canvas.scores,
+            canvas.mask,
+            count_masked(canvas.mask.sum(dim=1), iteration, self.iterations),
         )
         read = canvas.tokens.masked_fill(again, self.model.config.mask)
-        words, scores = predict(
+        words, scores = predict_masked(
             self.model, read, torch.ones_like(canvas.mask), memory
         )  # right: canvas.mask
         return Canvas(
@@ -129,7 +133,7 @@ class SeesThePadding(MaskPredict):
         )
 
 
-class KeepsTheFirst(MaskPredict):
+class KeepsTheFirst(MaskPredictRefiner):
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
@@ -139,24 +143,24 @@ class KeepsTheFirst(MaskPredict):
         )  # right: new words, new probabilities
 
 
-class BySum(MaskPredict):
+class BySum(MaskPredictRefiner):
     def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return int(
             canvas.scores.masked_fill(~canvas.mask, 0).sum(dim=1).argmax()
         )  # right: the mean
 
 
-class ByWidth(MaskPredict):
+class ByWidth(MaskPredictRefiner):
     def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return int(canvas.scores.mean(dim=1).argmax())  # right: the mean over the slots
 
 
-class TheLikeliest(MaskPredict):
+class TheLikeliest(MaskPredictRefiner):
     def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return 0  # right: the best mean log-probability
 
 
-class OneShorter(MaskPredict):
+class OneShorter(MaskPredictRefiner):
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         lengths = beam(
             by_token(self.model, memory)[:, 1 : self.model.config.max_positions + 1], self.width
@@ -166,7 +170,7 @@ class OneShorter(MaskPredict):
         )  # right: class 0 stays where it was
 
 
-class Around(MaskPredict):
+class Around(MaskPredictRefiner):
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         first = beam(by_token(self.model, memory), 1)[0][0]  # right: the l likeliest
         longest = self.model.config.max_positions
@@ -176,7 +180,7 @@ class Around(MaskPredict):
 
 
 def with_padding(slots: Tensor, generator: Generator) -> Tensor:
-    return hide(torch.ones_like(slots), generator) & slots  # right: of the row's own slots
+    return hide_tokens(torch.ones_like(slots), generator) & slots  # right: of the row's own slots
 
 
 def each_by_itself(slots: Tensor, generator: Generator) -> Tensor:
@@ -187,7 +191,7 @@ def each_by_itself(slots: Tensor, generator: Generator) -> Tensor:
 
 
 def a_run(slots: Tensor, generator: Generator) -> Tensor:
-    count = hide(slots, generator).sum(dim=1)
+    count = hide_tokens(slots, generator).sum(dim=1)
     return slots & (torch.arange(slots.shape[1]) < count[:, None])  # right: any choice of so many
 
 
@@ -213,11 +217,11 @@ def masks(parts: Parts) -> Any:
     ).tolist()
 
 
-def _rule(name: str, kind: type[MaskPredict]) -> Mutant:
+def _rule(name: str, kind: type[MaskPredictRefiner]) -> Mutant:
     return Mutant(name, "slip", RULE, replace(PARTS, mask_predict=kind), rewrites)
 
 
-def _choice(name: str, kind: type[MaskPredict]) -> Mutant:
+def _choice(name: str, kind: type[MaskPredictRefiner]) -> Mutant:
     return Mutant(name, "slip", CHOICE, replace(PARTS, mask_predict=kind), rewrites)
 
 
@@ -232,9 +236,9 @@ MUTANTS = [
     _rule("no masks where the floor is 0", _counting(maybe_none)),
     _rule("a share of the masks before, not of all words", _counting(of_the_last)),
     _rule("masks counted by the longest candidate", _counting(of_the_longest)),
-    _rule("padding counts as least sure", _counting(masked, padding_counts)),
-    _rule("the surest words are masked", _counting(masked, surest)),
-    _rule("the first words are masked", _counting(masked, leftmost)),
+    _rule("padding counts as least sure", _counting(count_masked, padding_counts)),
+    _rule("the surest words are masked", _counting(count_masked, surest)),
+    _rule("the first words are masked", _counting(count_masked, leftmost)),
     _rule("a word that is written again sees itself", SeesTheOld),
     _rule("padding is looked at", SeesThePadding),
     _rule("a word that is written again keeps its old probability", KeepsTheFirst),

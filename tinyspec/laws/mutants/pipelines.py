@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.early_exit.ppd import ALONE, Pipeline
+from tinyspec.early_exit.ppd import NO_DRAFT, PipelinedTarget
 from tinyspec.laws.mutants import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS
 from tinyspec.laws.pipeline_laws import CLOCK, WORK, ran
@@ -15,41 +15,43 @@ from tinyspec.lm.feed import Scores
 from tinyspec.tree import TokenTree
 
 
-class TooFar(Pipeline):
+class TooFar(PipelinedTarget):
     """Branches run as many layers as the newest token has behind it, and not as many as it has
     before it.
     """
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        if self.coming is not None and self.layer < self.depth:
-            branches = self.guesses(
-                self.session.advance(ALONE, self.layer, head=True), *self.coming
+        if self.upcoming is not None and self.layer < self.depth:
+            branches = self.guess_next(
+                self.session.advance(NO_DRAFT, self.layer, head=True), *self.upcoming
             )
             self.session.advance(branches, self.layer)  # right: self.depth - self.layer
-        self.coming = None
+        self.upcoming = None
         return super().score(tree, hidden_layers)
 
 
-class FromTheTop(Pipeline):
+class FromTheTop(PipelinedTarget):
     """Guesses what the whole model says: it always holds, and is known when the time is over."""
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        coming, self.coming = self.coming, None
+        coming, self.upcoming = self.upcoming, None
         scores = super().score(tree, hidden_layers)
         if coming is not None and self.layer < self.depth:
-            self.session.advance(self.guesses(scores, *coming), self.depth - self.layer)
+            self.session.advance(self.guess_next(scores, *coming), self.depth - self.layer)
         return scores
 
 
-class Unlikely(Pipeline):
+class Unlikely(PipelinedTarget):
     """Begins with the k least likely tokens."""
 
-    def guesses(self, scores: Scores, text: Sequence[int], sampling: SamplingParams) -> TokenTree:
+    def guess_next(
+        self, scores: Scores, text: Sequence[int], sampling: SamplingParams
+    ) -> TokenTree:
         rows: Any = [[-x for x in scores.logits[0]]]  # right: scores.logits
-        return super().guesses(scores._replace(logits=rows), text, sampling)
+        return super().guess_next(scores._replace(logits=rows), text, sampling)
 
 
-class Forgets(Pipeline):
+class Forgets(PipelinedTarget):
     """The token that was decided starts from its embedding, begun or not."""
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
@@ -59,29 +61,31 @@ class Forgets(Pipeline):
             self.session.append((next,))
 
 
-class BehindTheLast(Pipeline):
+class BehindTheLast(PipelinedTarget):
     """Begins with a token that nobody wants."""
 
     heard: Any = None
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        self.heard = self.coming or self.heard
-        self.coming = self.heard  # right: nothing behind the last token
+        self.heard = self.upcoming or self.heard
+        self.upcoming = self.heard  # right: nothing behind the last token
         return super().score(tree, hidden_layers)
 
 
-class OneMore(Pipeline):
+class OneMore(PipelinedTarget):
     """Takes the token behind the k-th along."""
 
     def __init__(self, session: Any, layer: int, k: int, threads: bool = False):
         super().__init__(session, layer, k + 1, threads)
 
 
-class OneByOne(Pipeline):
+class OneByOne(PipelinedTarget):
     """A pass for each branch: the same rows and layers, in more calls."""
 
-    def guesses(self, scores: Scores, text: Sequence[int], sampling: SamplingParams) -> TokenTree:
-        tree = super().guesses(scores, text, sampling)
+    def guess_next(
+        self, scores: Scores, text: Sequence[int], sampling: SamplingParams
+    ) -> TokenTree:
+        tree = super().guess_next(scores, text, sampling)
         for token in tree.tokens:
             self.session.advance(
                 TokenTree((token,), (-1,), (None,), (False,)), self.depth - self.layer

@@ -12,30 +12,30 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws.mutants import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS, Parts
 from tinyspec.laws.sweeps import PUBLISHED, SWEEPS, begun, counting, say, tables, through
-from tinyspec.nonautoregressive.jacobi import Jacobi, Solved, solve
+from tinyspec.nonautoregressive.jacobi import JacobiDrafter, JacobiSolution, solve_blocks
 from tinyspec.tree import TokenTree
 
 # ---------------------------------------------------------------------- in the frame
 
 
-class OneLate(Jacobi):
+class OneLate(JacobiDrafter):
     """The rest of the block is not moved on by the token that the sweep added."""
 
     def observe(self, round: Round) -> None:
-        said = self.said(round)
+        said = self.predicted_tokens(round)
         self.block = [*said, *self.block[len(said) :]][
             len(round.tokens) - 1 : -1
         ]  # right: [len(round.tokens) :]
 
 
-class Stubborn(Jacobi):
+class Stubborn(JacobiDrafter):
     """Places behind the first wrong one keep what they held."""
 
     def observe(self, round: Round) -> None:
         self.block = self.block[len(round.tokens) :]  # right: what the model said
 
 
-class HalfOfIt(Jacobi):
+class HalfOfIt(JacobiDrafter):
     """Only the first place that is not final is replaced."""
 
     def observe(self, round: Round) -> None:
@@ -44,7 +44,7 @@ class HalfOfIt(Jacobi):
         self.block = [*self.block[:1], *held[fixed + 1 :]]  # right: all places
 
 
-class OneBeyond(Jacobi):
+class OneBeyond(JacobiDrafter):
     """A block reads one guess more than it has tokens to make."""
 
     def propose(
@@ -58,7 +58,7 @@ class OneBeyond(Jacobi):
         return TokenTree.chain(self.block[:max_draft_depth])  # right: self.block[:-1][:room]
 
 
-class CountsThePrompt(Jacobi):
+class CountsThePrompt(JacobiDrafter):
     """The prompt's tokens count as made in blocks."""
 
     def propose(
@@ -86,7 +86,7 @@ def _until(done: Any) -> Any:
         start: Any,
         ends: Any = (),
         prefix: Any = None,
-    ) -> Solved:
+    ) -> JacobiSolution:
         made, blocks = list[int](), list[list[list[int]]]()
         while len(made) < length:
             text = [*prompt, *made]
@@ -97,37 +97,37 @@ def _until(done: Any) -> Any:
             for token in states[-1]:
                 made.append(token)
                 if token in ends:
-                    return Solved(made, blocks)
-        return Solved(made, blocks)
+                    return JacobiSolution(made, blocks)
+        return JacobiSolution(made, blocks)
 
     return solved
 
 
 def no_end(
     says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any = (), prefix: Any = None
-) -> Solved:
-    return solve(says, prompt, length, block, start, frozenset(), prefix)  # right: ends
+) -> JacobiSolution:
+    return solve_blocks(says, prompt, length, block, start, frozenset(), prefix)  # right: ends
 
 
 def whole_blocks(
     says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any = (), prefix: Any = None
-) -> Solved:
-    found = solve(says, prompt, length, block, start, ends, prefix)
-    return Solved(
+) -> JacobiSolution:
+    found = solve_blocks(says, prompt, length, block, start, ends, prefix)
+    return JacobiSolution(
         [token for states in found.blocks for token in states[-1]], found.blocks
     )  # right: up to the end
 
 
 def own_token(
     says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any = (), prefix: Any = None
-) -> Solved:
+) -> JacobiSolution:
     def shifted(text: Any, guess: Any) -> Any:
         return [
             says([*text, guess[0]], guess[1:] + guess[-1:])[0],
             *says(text, guess)[1:],
         ]  # right: says(text, guess)
 
-    found: Solved = _until(lambda guess, said, n: n > length)(
+    found: JacobiSolution = _until(lambda guess, said, n: n > length)(
         shifted, prompt, length, block, start, ends, prefix
     )
     return found

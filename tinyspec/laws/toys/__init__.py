@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyspec.laws.accused import Evidence, LawViolated
-from tinyspec.technique import find
+from tinyspec.technique import find_technique
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Toy:
 
 def card(name: str) -> Callable[[], Any]:
     """The builder of a registered technique, looked up when it is needed."""
-    return lambda: find(name).make
+    return lambda: find_technique(name).make
 
 
 def _files() -> dict[str, Any]:

@@ -10,12 +10,12 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.calibrate import Calibrated, PValue, Tested, calibrate
-from tinyspec.early_exit.calm import Confident, Measure, decayed
+from tinyspec.early_exit.calm import ConfidenceMeasure, ConfidenceRule, decay_threshold
 from tinyspec.early_exit.exits import Exit, ExitTarget
 from tinyspec.laws.calibration_laws import CALIBRATED, controls_its_risk
 from tinyspec.laws.exit_laws import MEASURES, RULE, each_measure, follows_the_rule
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
 
 def on_target(
@@ -25,11 +25,11 @@ def on_target(
     layers = range(knobs["min_exit"], request.target.model.config.n_layers, knobs["interval"])  # type: ignore[attr-defined]
 
     def due(step: int) -> float:
-        return decayed(
+        return decay_threshold(
             knobs["decay"], knobs["threshold"], knobs["tau"], step, request.stop.max_new_tokens or 1
         )
 
-    target = make(request.target, Confident(Measure(of, row=True), due, layers))
+    target = make(request.target, ConfidenceRule(ConfidenceMeasure(of, row=True), due, layers))
     return replace(request, target=target).decoder(BaseDrafter(), verify_tree)
 
 
@@ -72,7 +72,7 @@ def nothing_copied(request: Request, **knobs: Any) -> Decoder:
 
 def one_measure(request: Request, **knobs: Any) -> Decoder:
     """Whatever is asked for, it is the softmax."""
-    return find("calm").make(request, **{**knobs, "measure": "softmax"})
+    return find_technique("calm").make(request, **{**knobs, "measure": "softmax"})
 
 
 def best_on_the_examples(

@@ -13,7 +13,7 @@ from tinyspec.laws import sweeps
 from tinyspec.laws.network import greedy
 from tinyspec.laws.sweeps import COST, FIXED, PUBLISHED, SWEEPS, Build
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.nonautoregressive.jacobi import Jacobi, Solved, solve
+from tinyspec.nonautoregressive.jacobi import JacobiDrafter, JacobiSolution, solve_blocks
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 
@@ -27,15 +27,15 @@ def plain(request: Request, **knobs: Any) -> Decoder:
 
 def fixed_number(
     says: Any, prompt: Any, length: int, block: int, start: Any, ends: Any, prefix: Any
-) -> Solved:
+) -> JacobiSolution:
     """Two iterations, then it is taken for solved."""
     states = [start(length, prompt)]
     for _ in range(2):
         states.append(says(prompt, states[-1]))
-    return Solved(states[-1], [states])
+    return JacobiSolution(states[-1], [states])
 
 
-class Anew(Jacobi):
+class Anew(JacobiDrafter):
     """Guesses anew in every sweep."""
 
     def observe(self, round: Round) -> None:
@@ -43,15 +43,15 @@ class Anew(Jacobi):
         self.block = self.start(len(self.block), (), Seeded(0))
 
 
-class Slides(Jacobi):
+class Slides(JacobiDrafter):
     """No blocks: the last answer is repeated, so that as many places are guessed as ever."""
 
     def observe(self, round: Round) -> None:
         super().observe(round)
-        self.block += [self.said(round)[-1]] * len(round.tokens)
+        self.block += [self.predicted_tokens(round)[-1]] * len(round.tokens)
 
 
-class Impatient(Jacobi):
+class Impatient(JacobiDrafter):
     """Two sweeps have to be enough."""
 
     sweeps = 0
@@ -68,7 +68,7 @@ class Impatient(Jacobi):
         )
 
 
-class Known(Jacobi):
+class Known(JacobiDrafter):
     """Knows when it has converged, for it has decoded the text before, token by token."""
 
     target: Any = None
@@ -86,7 +86,7 @@ class Known(Jacobi):
         return tree
 
 
-class Forgetful(Jacobi):
+class Forgetful(JacobiDrafter):
     """Runs the whole text again in every sweep."""
 
     target: Any = None
@@ -98,7 +98,7 @@ class Forgetful(Jacobi):
         self.target.append(text)
 
 
-def _toy(kind: type[Jacobi]) -> Build:
+def _toy(kind: type[JacobiDrafter]) -> Build:
     def build(request: Request, *, form: str, block: int, prefix: int) -> Decoder:
         drafter = kind(None if form == "pj" else block, prefix if form == "hgj" else None)
         if isinstance(drafter, (Known, Forgetful)):
@@ -114,7 +114,7 @@ TRAPS = [
     Trap(SWEEPS, sweeps.sweeps_by_hand, card("jacobi")),
     Trap(FIXED, sweeps.fixes_one_at_least, card("jacobi")),
     Trap(COST, sweeps.costs_what_is_left, card("jacobi")),
-    Trap(PUBLISHED, sweeps.ends_at_greedy, lambda: solve),
+    Trap(PUBLISHED, sweeps.ends_at_greedy, lambda: solve_blocks),
 ]
 TOYS = [
     Toy("autoregression under another name", SWEEPS, plain),

@@ -16,9 +16,9 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.speculative.integrated.llma import LlmaDrafter
-from tinyspec.speculative.integrated.lookahead_trie import Lookahead
+from tinyspec.speculative.integrated.lookahead_trie import LookaheadTrieDrafter
 from tinyspec.speculative.lookup import OUTPUTS, memory
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
 REMEMBERED = "what one request said shortens the next"
 BRANCHES = "several branches are checked in one call"
@@ -129,10 +129,10 @@ def kept_in(request: Request, bound: int) -> "tuple[Forest, count[int]]":
 
 def one_branch(request: Request, **knobs: Any) -> Decoder:
     """The most frequent branch alone."""
-    return find("lookahead_trie").make(request, mode="single", **knobs)
+    return find_technique("lookahead_trie").make(request, mode="single", **knobs)
 
 
-class Hoarding(Lookahead):
+class Hoarding(LookaheadTrieDrafter):
     """Keeps what was asked as if it had been said."""
 
     def extend(self, tokens: Sequence[int], scores: Any) -> None:
@@ -156,14 +156,15 @@ class Stubborn(Forest):
 def one_stage(request: Request, **knobs: Any) -> Decoder:
     """Retrieval without stages."""
     return request.decoder(
-        Lookahead(Stubborn(13, 1 << 18), count(1), 64, 12, "hierarchical", 0.0), verify_tree
+        LookaheadTrieDrafter(Stubborn(13, 1 << 18), count(1), 64, 12, "hierarchical", 0.0),
+        verify_tree,
     )
 
 
 def grows_for_ever(request: Request, bound: int = 0, **knobs: Any) -> Decoder:
     """No node is ever pruned."""
     return request.decoder(
-        Lookahead(*kept_in(request, 1 << 30), 64, 12, "hierarchical", 0.0), verify_tree
+        LookaheadTrieDrafter(*kept_in(request, 1 << 30), 64, 12, "hierarchical", 0.0), verify_tree
     )
 
 

@@ -12,11 +12,17 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.laws.masking import CHOICE, HIDDEN, RULE, chooses, follows_the_rule, hides
 from tinyspec.laws.toys import Toy, Trap
 from tinyspec.lm.seq2seq import EncoderOutput
-from tinyspec.nonautoregressive.mask_predict import MaskPredict, hide, least, masked, predict
-from tinyspec.technique import RefineRequest, find
+from tinyspec.nonautoregressive.mask_predict import (
+    MaskPredictRefiner,
+    count_masked,
+    hide_tokens,
+    predict_masked,
+    select_lowest,
+)
+from tinyspec.technique import RefineRequest, find_technique
 
 
-class Refreshing(MaskPredict):
+class Refreshing(MaskPredictRefiner):
     """Words that stay are given the probability they have now."""
 
     def rewrite(
@@ -34,42 +40,42 @@ class Refreshing(MaskPredict):
         return after._replace(scores=torch.where(after.extra, after.scores, now))
 
 
-class Rewriting(MaskPredict):
+class Rewriting(MaskPredictRefiner):
     """Iterative refinement: every pass writes every word anew, from the text before it."""
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
-        words, scores = predict(self.model, canvas.tokens, canvas.mask, memory)
+        words, scores = predict_masked(self.model, canvas.tokens, canvas.mask, memory)
         return Canvas(words, canvas.mask, scores)
 
 
-class Random(MaskPredict):
+class Random(MaskPredictRefiner):
     """As many words as the schedule says, but any."""
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
         noise = torch.rand(canvas.scores.shape, generator=torch.Generator().manual_seed(iteration))
-        again = least(
-            noise, canvas.mask, masked(canvas.mask.sum(dim=1), iteration, self.iterations)
+        again = select_lowest(
+            noise, canvas.mask, count_masked(canvas.mask.sum(dim=1), iteration, self.iterations)
         )
-        words, scores = predict(
+        words, scores = predict_masked(
             self.model, canvas.tokens.masked_fill(again, 3), canvas.mask, memory
         )
         mixed = torch.where(again, words, canvas.tokens), torch.where(again, scores, canvas.scores)
         return Canvas(mixed[0], canvas.mask, mixed[1])
 
 
-def one_length(request: RefineRequest, iterations: int, lengths: int) -> MaskPredict:
+def one_length(request: RefineRequest, iterations: int, lengths: int) -> MaskPredictRefiner:
     """The likeliest length alone."""
-    return MaskPredict(request.model, iterations, 1)
+    return MaskPredictRefiner(request.model, iterations, 1)
 
 
 def one_after_the_other(request: RefineRequest, iterations: int, lengths: int) -> Any:
     """Each length is a request of its own: what should be one batch is l decodings."""
 
-    class Apart(MaskPredict):
+    class Apart(MaskPredictRefiner):
         def rewrite(
             self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
         ) -> Canvas:
@@ -87,29 +93,29 @@ def one_after_the_other(request: RefineRequest, iterations: int, lengths: int) -
 def fifteen_percent(slots: Tensor, generator: torch.Generator) -> Tensor:
     """As BERT is trained, with one word at least."""
     count = (0.15 * slots.sum(dim=1)).round().long().clamp(min=1)
-    return least(torch.rand(slots.shape, generator=generator), slots, count)
+    return select_lowest(torch.rand(slots.shape, generator=generator), slots, count)
 
 
 def drawn_once(slots: Tensor, generator: torch.Generator) -> Tensor:
     """When the data are prepared, each sentence is given its masks."""
-    return hide(slots, torch.Generator().manual_seed(0))
+    return hide_tokens(slots, torch.Generator().manual_seed(0))
 
 
 def as_released(slots: Tensor, generator: torch.Generator) -> Tensor:
     """The released code's numbers end at N - 1: an empty page is never seen."""
     lengths = slots.sum(dim=1)
     count = (torch.rand(len(slots), generator=generator) * (lengths - 1)).long() + 1
-    return least(torch.rand(slots.shape, generator=generator), slots, count)
+    return select_lowest(torch.rand(slots.shape, generator=generator), slots, count)
 
 
-def _class(kind: type[MaskPredict]) -> Any:
+def _class(kind: type[MaskPredictRefiner]) -> Any:
     return lambda request, iterations, lengths: kind(request.model, iterations, lengths)
 
 
 TRAPS = [
-    Trap(RULE, follows_the_rule, lambda: find("mask_predict").refiner),
-    Trap(CHOICE, chooses, lambda: find("mask_predict").refiner),
-    Trap(HIDDEN, hides, lambda: hide),
+    Trap(RULE, follows_the_rule, lambda: find_technique("mask_predict").refiner),
+    Trap(CHOICE, chooses, lambda: find_technique("mask_predict").refiner),
+    Trap(HIDDEN, hides, lambda: hide_tokens),
 ]
 TOYS = [
     Toy("all probabilities refreshed", RULE, _class(Refreshing)),

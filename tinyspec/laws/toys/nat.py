@@ -35,8 +35,8 @@ from tinyspec.laws.fertility_laws import (
 from tinyspec.laws.toys import Toy, Trap
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive import nat
-from tinyspec.nonautoregressive.nat import FertileParallel, uniform
-from tinyspec.technique import RefineRequest, find
+from tinyspec.nonautoregressive.nat import NatRefiner, uniform
+from tinyspec.technique import RefineRequest, find_technique
 
 FERTILE = "a source word stands on the canvas as often as it is fertile"
 PASS = "a place sees the other places' copies, and where they stand"
@@ -102,7 +102,7 @@ def the_teacher_chooses(build: Build) -> Evidence:
 # ------------------------------------------------------------------ toys
 
 
-class EvenCopies(FertileParallel):
+class EvenCopies(NatRefiner):
     """A length, and the source spread evenly over it."""
 
     def start(self, source: Any, memory: EncoderOutput, rng: Any) -> Canvas:
@@ -120,16 +120,18 @@ def without_positions(request: RefineRequest, samples: int) -> Refiner:
     """A decoder from the shelf: self-attention, cross-attention, nothing that looks at places."""
     model = request.model
     plain = Seq2Seq(replace(model.config, positional=False), model.weights)
-    return FertileParallel(plain, None, "argmax", samples, 1.0)
+    return NatRefiner(plain, None, "argmax", samples, 1.0)
 
 
-class OwnPlace(FertileParallel):
+class OwnPlace(NatRefiner):
     """Attention over all places, its own too."""
 
     def rewrite(self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: Any) -> Canvas:
         states = self.model.decode(self.model.embed(canvas.tokens), memory, None, slots=canvas.mask)
         scores, tokens = (
-            nat.words(self.model, self.model.logits(states)).log_softmax(dim=-1).max(dim=-1)
+            nat.forbid_special_tokens(self.model, self.model.logits(states))
+            .log_softmax(dim=-1)
+            .max(dim=-1)
         )
         return canvas._replace(tokens=tokens, scores=scores)
 
@@ -138,7 +140,7 @@ def own_place_too(request: RefineRequest, samples: int) -> Refiner:
     return OwnPlace(request.model, None, "argmax", samples, 1.0)
 
 
-class Immodest(FertileParallel):
+class Immodest(NatRefiner):
     """The student keeps what it finds likeliest itself."""
 
     def choose(self, canvas: Canvas, source: Any, memory: EncoderOutput) -> int:
@@ -152,8 +154,8 @@ def student_chooses(request: RefineRequest, samples: int) -> Refiner:
 def only_noise(request: RefineRequest, samples: int, fertility: str, temperature: float) -> Refiner:
     """Every sequence is sampled: the likeliest and the mean are not among them."""
 
-    class Noise(FertileParallel):
-        def proposals(self, logits: Tensor, rng: Any) -> Tensor:
+    class Noise(NatRefiner):
+        def propose_fertilities(self, logits: Tensor, rng: Any) -> Tensor:
             law = logits.softmax(dim=-1).tolist()
             streams = [rng.split("fertilities", number) for number in range(self.samples)]
             return torch.tensor([[stream.draw(row) for row in law] for stream in streams])
@@ -164,9 +166,9 @@ def only_noise(request: RefineRequest, samples: int, fertility: str, temperature
 def fresh_noise(request: RefineRequest, samples: int) -> Refiner:
     """Samples depend on how many there are: a tenth translation costs the second."""
 
-    class Fresh(FertileParallel):
-        def proposals(self, logits: Tensor, rng: Any) -> Tensor:
-            return super().proposals(logits, rng.split("samples", self.samples))
+    class Fresh(NatRefiner):
+        def propose_fertilities(self, logits: Tensor, rng: Any) -> Tensor:
+            return super().propose_fertilities(logits, rng.split("samples", self.samples))
 
     return Fresh(request.model, request.teacher if samples > 1 else None, "argmax", samples, 1.0)
 
@@ -174,8 +176,8 @@ def fresh_noise(request: RefineRequest, samples: int) -> Refiner:
 def tokens_alone(model: Seq2Seq, batch: Any) -> Tensor:
     """The fertilities are used, and never learnt."""
     source, target, fertilities = batch
-    read, slots = nat.copied(source, fertilities)
-    logits = model.logits(nat.parallel(model, read, slots, model.encode(source))[slots])
+    read, slots = nat.copy_source(source, fertilities)
+    logits = model.logits(nat.decode_parallel(model, read, slots, model.encode(source))[slots])
     return F.cross_entropy(logits, target[slots])
 
 
@@ -188,13 +190,13 @@ def probability_times_cost(logits: Tensor, mask: Tensor, sampled: Tensor, cost: 
 
 
 TRAPS = [
-    Trap(RULE, noisy_parallel, lambda: find("nat").refiner),
-    Trap(NESTED, nested, lambda: find("nat").refiner),
-    Trap(FERTILE, words_stand_by_fertility, lambda: find("nat").refiner),
-    Trap(PASS, one_pass_as_published, lambda: find("nat").refiner),
-    Trap(TEACHER, the_teacher_chooses, lambda: find("nat").refiner),
-    Trap(SUPERVISED, fertilities_are_learnt, lambda: nat.loss),
-    Trap(EXPECTED, gradient_of_the_expectation, lambda: nat.reinforce),
+    Trap(RULE, noisy_parallel, lambda: find_technique("nat").refiner),
+    Trap(NESTED, nested, lambda: find_technique("nat").refiner),
+    Trap(FERTILE, words_stand_by_fertility, lambda: find_technique("nat").refiner),
+    Trap(PASS, one_pass_as_published, lambda: find_technique("nat").refiner),
+    Trap(TEACHER, the_teacher_chooses, lambda: find_technique("nat").refiner),
+    Trap(SUPERVISED, fertilities_are_learnt, lambda: nat.nat_loss),
+    Trap(EXPECTED, gradient_of_the_expectation, lambda: nat.reinforce_surrogate),
 ]
 TOYS = [
     Toy("samples without the likeliest", RULE, only_noise),

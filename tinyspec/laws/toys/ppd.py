@@ -8,7 +8,7 @@ from typing import Any
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.early_exit.ppd import ALONE, Announces, Pipeline
+from tinyspec.early_exit.ppd import NO_DRAFT, PipelinedTarget, PpdDrafter
 from tinyspec.laws import pipeline_laws
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, law
@@ -52,15 +52,15 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
 
 def _piped(request: Request, pipeline: Any) -> Decoder:
     request.target = pipeline
-    return request.decoder(Announces(pipeline), verify_tree)
+    return request.decoder(PpdDrafter(pipeline), verify_tree)
 
 
 def exits_and_hopes(request: Request, layer: int, k: int) -> Decoder:
     """The likeliest guess is the token; the layers above are run when somebody needs their keys."""
 
-    class Hopes(Pipeline):
+    class Hopes(PipelinedTarget):
         def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-            scores: Scores = self.session.advance(ALONE, self.layer, head=True)
+            scores: Scores = self.session.advance(NO_DRAFT, self.layer, head=True)
             return scores
 
     return _piped(request, Hopes(request.target, layer, k))
@@ -69,14 +69,14 @@ def exits_and_hopes(request: Request, layer: int, k: int) -> Decoder:
 def begins_when_it_knows(request: Request, layer: int, k: int) -> Decoder:
     """All in turn: the branches are chosen by what the whole model said, so every guess holds."""
 
-    class Knows(Pipeline):
+    class Knows(PipelinedTarget):
         def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-            coming, self.coming = self.coming, None
+            coming, self.upcoming = self.upcoming, None
             if coming is not None and self.layer < self.depth:
-                self.session.advance(ALONE, self.layer, head=True)
+                self.session.advance(NO_DRAFT, self.layer, head=True)
             scores: Scores = self.session.score(tree, hidden_layers)
             if coming is not None and self.layer < self.depth:
-                self.session.advance(self.guesses(scores, *coming), self.depth - self.layer)
+                self.session.advance(self.guess_next(scores, *coming), self.depth - self.layer)
             return scores
 
     return _piped(request, Knows(request.target, layer, k))
@@ -87,14 +87,14 @@ def begins_apart(request: Request, layer: int, k: int) -> Decoder:
     there.
     """
 
-    class Apart(Pipeline):
+    class Apart(PipelinedTarget):
         def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-            if self.coming is not None and self.layer < self.depth:
-                branches = self.guesses(
-                    self.session.advance(ALONE, self.layer, head=True), *self.coming
+            if self.upcoming is not None and self.layer < self.depth:
+                branches = self.guess_next(
+                    self.session.advance(NO_DRAFT, self.layer, head=True), *self.upcoming
                 )
                 self.session.fork().advance(branches, self.depth - self.layer)
-            self.coming = None
+            self.upcoming = None
             return super().score(tree, hidden_layers)
 
     return _piped(request, Apart(request.target, layer, k))
@@ -103,13 +103,15 @@ def begins_apart(request: Request, layer: int, k: int) -> Decoder:
 def runs_them_through(request: Request, layer: int, k: int) -> Decoder:
     """Every branch goes through the whole model, as if its token were settled."""
 
-    class Through(Pipeline):
+    class Through(PipelinedTarget):
         def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-            coming = self.coming
+            coming = self.upcoming
             if coming is not None and self.layer < self.depth:
-                branches = self.guesses(self.session.advance(ALONE, self.layer, head=True), *coming)
+                branches = self.guess_next(
+                    self.session.advance(NO_DRAFT, self.layer, head=True), *coming
+                )
                 self.session.advance(branches, self.depth)
-            self.coming = None
+            self.upcoming = None
             return super().score(tree, hidden_layers)
 
     return _piped(request, Through(request.target, layer, k))

@@ -16,7 +16,7 @@ from tinyspec.laws.toys.lookahead_trie import said
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.speculative.lookup import memory
-from tinyspec.technique import Request, find
+from tinyspec.technique import Request, find_technique
 
 ADAPTS = "a draft has at most alpha guesses a token of its match"
 FREQUENT = "of several continuations the most frequent is drafted"
@@ -127,7 +127,7 @@ def longest_match(request: Request, **knobs: Any) -> Decoder:
 
 def forgets(request: Request, **knobs: Any) -> Decoder:
     """The request's own tree alone."""
-    return find("suffix_decoding").make(request, remember=False, **knobs)
+    return find_technique("suffix_decoding").make(request, remember=False, **knobs)
 
 
 TRAPS = [

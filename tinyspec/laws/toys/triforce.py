@@ -15,7 +15,7 @@ from tinyspec.laws.network import WITHIN, network
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.lm.plan import Plan
 from tinyspec.speculative.drafting.speculative_decoding import speculative_decoding
-from tinyspec.speculative.integrated.triforce import Retrieval, Streaming, triforce
+from tinyspec.speculative.integrated.triforce import StreamingDrafter, TriforceDrafter, triforce
 from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
@@ -90,12 +90,12 @@ def joint_law_of_three_levels(build: Build) -> Evidence:
 # ------------------------------------------------------------------ toys
 
 
-class Windowed(Retrieval):
+class Windowed(TriforceDrafter):
     """Keeps the latest chunks."""
 
-    def retrieve(self, states: Any, newest: int) -> Plan:
+    def retrieve_chunks(self, states: Any, newest: int) -> Plan:
         drafter: Any = self.decoder.drafter
-        return Streaming.plan(drafter, newest + 1)
+        return StreamingDrafter.streaming_plan(drafter, newest + 1)
 
 
 def window_only(request: Request, **knobs: Any) -> Decoder:
@@ -114,7 +114,9 @@ def window_only(request: Request, **knobs: Any) -> Decoder:
 def two_levels(request: Request, **knobs: Any) -> Decoder:
     """The small model drafts for the target."""
     small: Any = request.drafts[0]
-    drafter = Streaming(small, knobs["gamma2"], frozenset(), None, knobs["sink"], knobs["window"])
+    drafter = StreamingDrafter(
+        small, knobs["gamma2"], frozenset(), None, knobs["sink"], knobs["window"]
+    )
     decoder = speculative_decoding(request, gamma=knobs["gamma2"], lenience=1.0)
     decoder.drafter = drafter
     return decoder

@@ -31,7 +31,7 @@ from tinyspec.speculative.lookup import FIRST, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
-OWN = 0  # the text of the request in the index; references are 1, 2, ...
+OWN_TEXT = 0  # the text of the request in the index; references are 1, 2, ...
 
 
 class LlmaDrafter(BaseDrafter):
@@ -56,11 +56,11 @@ class LlmaDrafter(BaseDrafter):
             AcceptanceTracker(price),
         )
         self.index = NgramIndex(longest)
-        for text, tokens in enumerate(references, start=OWN + 1):
+        for text, tokens in enumerate(references, start=OWN_TEXT + 1):
             self.index.append(text, tokens)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.index.append(OWN, tokens)
+        self.index.append(OWN_TEXT, tokens)
 
     def propose(
         self,
@@ -74,7 +74,9 @@ class LlmaDrafter(BaseDrafter):
             suffix, min(self.k, max_draft_depth), self.longest, self.n, self.which
         )
         match = (
-            next((n for n in self._matches if self.index.lookup(suffix, 1, self.longest, n)), 1)
+            next(
+                (n for n in self._match_lengths if self.index.lookup(suffix, 1, self.longest, n)), 1
+            )
             if found
             else 1
         )
@@ -82,21 +84,21 @@ class LlmaDrafter(BaseDrafter):
         return self.trust.tree(found, range(-1, n - 1), [1.0] * n, [match] * n)
 
     @property
-    def _matches(self) -> list[int]:
+    def _match_lengths(self) -> list[int]:
         """Lengths of a match that are told apart, the longest first."""
         return [n for n in FIRST if n <= self.longest] if self.trust.price > 0 else []
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
         if self.own:
-            self.index.append(OWN, round.tokens)
+            self.index.append(OWN_TEXT, round.tokens)
 
     def rewind(self, length: int) -> None:
-        if self.index.length(OWN) > length:
-            self.index.rewind(OWN, length)
+        if self.index.length(OWN_TEXT) > length:
+            self.index.rewind(OWN_TEXT, length)
 
     def end(self) -> None:
-        self.index.rewind(OWN, 0)
+        self.index.rewind(OWN_TEXT, 0)
         self.trust.forget()
 
 

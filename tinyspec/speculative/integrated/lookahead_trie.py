@@ -40,7 +40,7 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
 
-class Lookahead(Remembered):
+class LookaheadTrieDrafter(Remembered):
     """Proposes the branches behind the last tokens."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Lookahead(Remembered):
         draft = self.forest.gather(
             plan, suffix, self.branch, min(self.branch, self.budget), deepest
         )
-        return shaped(self.trust.tree(*draft), self.mode, self.budget)
+        return reshape_branches(self.trust.tree(*draft), self.mode, self.budget)
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
@@ -91,13 +91,15 @@ class Lookahead(Remembered):
         self.trust.forget()
 
 
-def shaped(tree: TokenTree, mode: str, budget: int) -> TokenTree:
+def reshape_branches(tree: TokenTree, mode: str, budget: int) -> TokenTree:
     """The branches of a tree: as they are, side by side (at most `budget` guesses in all), or the
     first one.
 
     >>> tree = TokenTree((5, 6, 7), (-1, 0, 0), (None,) * 3, (False,) * 3)
-    >>> shaped(tree, "parallel", 4).tokens, shaped(tree, "parallel", 3).tokens, shaped(tree, "single", 4).tokens
-    ((5, 6, 5, 7), (5, 6), (5, 6))
+    >>> reshape_branches(tree, "parallel", 4).tokens, reshape_branches(tree, "parallel", 3).tokens
+    ((5, 6, 5, 7), (5, 6))
+    >>> reshape_branches(tree, "single", 4).tokens
+    (5, 6)
     """
     if mode == "hierarchical" or not tree.tokens:
         return tree
@@ -106,7 +108,7 @@ def shaped(tree: TokenTree, mode: str, budget: int) -> TokenTree:
         tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens)) if node not in inner
     ]
     if mode == "single":
-        return TokenTree.chain(first_branch(tree))
+        return TokenTree.chain(follow_first_branch(tree))
     tokens, parents = list[int](), list[int]()
     for branch in branches:
         if len(tokens) + len(branch) <= budget:
@@ -115,7 +117,7 @@ def shaped(tree: TokenTree, mode: str, budget: int) -> TokenTree:
     return TokenTree(tuple(tokens), tuple(parents), (None,) * len(tokens), (False,) * len(tokens))
 
 
-def first_branch(tree: TokenTree) -> tuple[int, ...]:
+def follow_first_branch(tree: TokenTree) -> tuple[int, ...]:
     """From the root along the first child of each node: the one that was found first."""
     at, tokens = ROOT, list[int]()
     for node, parent in enumerate(tree.parents):
@@ -177,5 +179,6 @@ def lookahead_trie(
         request.target, request.clock, "lookahead_trie", branch_length + 1, bound, remember
     )
     return request.decoder(
-        Lookahead(forest, prompts, decoding_length, branch_length, mode, price), verify_tree
+        LookaheadTrieDrafter(forest, prompts, decoding_length, branch_length, mode, price),
+        verify_tree,
     )

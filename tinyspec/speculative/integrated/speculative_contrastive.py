@@ -114,7 +114,7 @@ def _together(rows: list[Any]) -> Any:
     return torch.from_numpy(np.stack(rows)) if isinstance(rows[0], np.ndarray) else stack(rows)
 
 
-def contrast(beta: float, plausibility: float) -> Make:
+def make_contrast(beta: float, plausibility: float) -> Make:
     """The expert's row (first) against the amateur's: logits of p_e^(1+beta) / p_a^beta where the
     expert finds x plausible.
     """
@@ -197,6 +197,6 @@ def speculative_contrastive(
     contexts = [
         held for held in (request.positions, *request.draft_max_lengths[:1]) if held is not None
     ]
-    target = Joint([request.target, amateur], contrast(beta, plausibility))
+    target = Joint([request.target, amateur], make_contrast(beta, plausibility))
     joint = replace(request, target=target, positions=min(contexts, default=None))
     return joint.decoder(SharedSessionDrafter(amateur, gamma, request.stop.eos), verify_tree)

@@ -37,7 +37,7 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
 
-class Streaming(ModelDrafter):
+class StreamingDrafter(ModelDrafter):
     """A model that sees the first `sink` tokens and at least the latest `window` (Xiao et al. 2023,
     arXiv 2309.17453).
 
@@ -59,10 +59,10 @@ class Streaming(ModelDrafter):
     def propose(
         self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: RandomSource
     ) -> TokenTree:
-        self.session.replan(self.plan(len(self.session)))
+        self.session.replan(self.streaming_plan(len(self.session)))
         return super().propose(context, max_draft_depth, sampling, rng)
 
-    def plan(self, length: int) -> Plan:
+    def streaming_plan(self, length: int) -> Plan:
         """What is seen of a text of so many tokens."""
         step = max(self.window // 8, 1)
         since = (length - self.window) // step * step
@@ -72,7 +72,7 @@ class Streaming(ModelDrafter):
         return Plan(visible=Visible.everywhere(range(self.sink), since, c.n_layers, c.n_kv_heads))
 
 
-class Retrieval(Nested):
+class TriforceDrafter(Nested):
     """The middle level: the target's own weights over the chunks of its cache that were chosen, and
     what came since.
 
@@ -106,12 +106,12 @@ class Retrieval(Nested):
             newest = (
                 len(self.text) - 1 - (round.verdict.next is not None)
             )  # the last token that was run
-            self.view.plan = self.retrieve(
+            self.view.plan = self.retrieve_chunks(
                 round.scores.hidden[:, path[-1] + 1 if path else 0], newest
             )
             self.chosen_at, self.hidden_layers = len(self.text), ()
 
-    def retrieve(self, states: Any, newest: int) -> Plan:
+    def retrieve_chunks(self, states: Any, newest: int) -> Plan:
         """The plan for the text up to position `newest`, whose token entered the layers with these
         states [L, d].
         """
@@ -132,10 +132,10 @@ class Retrieval(Nested):
             scores = (mean_keys(session.cache, layer, self.chunk, chunks) @ query[:, :, None])[
                 :, :, 0
             ]  # [KV, chunks]
-            layers.append(tuple(self.positions_of(kept) for kept in chosen(scores, keep)))
+            layers.append(tuple(self.chunk_positions(kept) for kept in chosen(scores, keep)))
         return Plan(visible=Visible(tuple(layers), since=chunks * self.chunk))
 
-    def positions_of(self, chunks: list[int]) -> frozenset[int]:
+    def chunk_positions(self, chunks: list[int]) -> frozenset[int]:
         """All tokens of these chunks."""
         return frozenset(chunk * self.chunk + i for chunk in chunks for i in range(self.chunk))
 
@@ -209,7 +209,7 @@ def triforce(
         request.stop.eos,
         request.draft_max_lengths[0] if request.draft_max_lengths else None,
     )
-    drafter = Streaming(small, gamma1, ends, reach, sink, window)
+    drafter = StreamingDrafter(small, gamma1, ends, reach, sink, window)
     middle = Decoder(
         session.view(Plan()),
         drafter,
@@ -218,4 +218,4 @@ def triforce(
         stop=StoppingCriteria(eos=ends),
         forward_log=request.forward_log,
     )
-    return request.decoder(Retrieval(middle, gamma2, budget, chunk, rebuild), verify_tree)
+    return request.decoder(TriforceDrafter(middle, gamma2, budget, chunk, rebuild), verify_tree)
