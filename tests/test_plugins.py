@@ -178,7 +178,7 @@ def test_a_child_process_knows_the_plugin_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(plugins.VARIABLE, write(tmp_path, TECHNIQUE))
-    code = "from tinyspec.technique import find; print(find('mine').title)"
+    code = "from tinyspec.technique import find_technique; print(find_technique('mine').title)"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

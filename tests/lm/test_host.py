@@ -19,7 +19,7 @@ import tinyspec
 from tests.lm.small import LLAMA
 from tinyspec.lm.cache import Cache
 from tinyspec.lm.transformer import Model
-from tinyspec.technique import find
+from tinyspec.technique import find_technique
 
 torch.set_num_threads(2)
 before = set(os.listdir("/proc/self/task"))
