@@ -126,7 +126,7 @@ def test_a_penalty_for_repetition_enters_the_guess() -> None:
     pipeline: Any = decoder.target
     scores = pipeline.session.score(traps.NO_DRAFT)
     best = int(penalty.probs(scores.logits[0], [1, 2, 3]).argmax())
-    assert pipeline.guesses(scores, [1, 2, 3], penalty).tokens == [best]
+    assert pipeline.guess_next(scores, [1, 2, 3], penalty).tokens == [best]
     finish(decoder, [])
     assert decoder.new == plain(model, [1, 2, 3], penalty)
 

@@ -41,7 +41,7 @@ wide = Model.random(replace(config, n_heads=8, n_kv_heads=8, head_dim=64, d_mode
 for case in sys.argv[1:]:
     method, temperature = case.split(":")
     growing = method == "growing"
-    knobs = {"draft": draft} if not growing and find(method).drafts else {}
+    knobs = {"draft": draft} if not growing and find_technique(method).drafts else {}
     for seconds in (0.1, 0.0):  # the first time for what is made once
         time.sleep(seconds)
         begun = ticks()

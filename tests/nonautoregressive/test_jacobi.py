@@ -280,7 +280,7 @@ def test_the_sweeps_tell_the_whole_block_and_how_much_of_it_is_final() -> None:
         assert left in (0, len(sweep.predicted))
         left = len(sweep.predicted) - sweep.n_final
     assert (
-        json.loads(json.dumps([sweep._asdict() for sweep in told]))[0]["fixed"] == told[0].n_final
+        json.loads(json.dumps([sweep._asdict() for sweep in told]))[0]["n_final"] == told[0].n_final
     )
 
 

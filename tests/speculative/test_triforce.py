@@ -194,9 +194,9 @@ def test_taken_back_before_the_choice_it_chooses_again() -> None:
 def test_the_small_model_sees_the_first_tokens_and_the_latest() -> None:
     d = made(sink=2, window=8)
     streaming = d.drafter.decoder.drafter
-    assert streaming.plan(10).visible is None
+    assert streaming.streaming_plan(10).visible is None
     for length in (11, 30, 47):
-        visible = streaming.plan(length).visible
+        visible = streaming.streaming_plan(length).visible
         assert visible.layers[0] == (frozenset({0, 1}),) * 2
         assert visible.since == length - 8
 

@@ -90,7 +90,10 @@ def _traced(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> d
     running = start(
         endless(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
     )
-    told = [sweep._asdict() for sweep in trace_sweeps(running.decoder, running.rng)]
+    told = [  # the keys are those of committed results
+        {"guess": sweep.block, "said": sweep.predicted, "fixed": sweep.n_final}
+        for sweep in trace_sweeps(running.decoder, running.rng)
+    ]
     return {"prompt": list(prompt), **dict(arm.knobs), "new": running.decoder.new, "trace": told}
 
 

@@ -238,7 +238,9 @@ def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
     drafter: Any = decoder.drafter
     while not decoder.finished:
         round = decoder.step(rng)
-        yield Sweep(tuple(round.tree.tokens), tuple(drafter.said(round)), len(round.tokens))
+        yield Sweep(
+            tuple(round.tree.tokens), tuple(drafter.predicted_tokens(round)), len(round.tokens)
+        )
 
 
 @technique(
