@@ -2,7 +2,7 @@
 
 from typing import Any, Self
 
-from tinyspec.grade.props import Prop
+from tinyspec.grade.child import Prop
 
 
 class Counter(Prop):

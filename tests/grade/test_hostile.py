@@ -9,8 +9,7 @@ import pytest
 from tests.grade.props_counter import Counter
 from tests.grade.tiny import FAST, RIGHT, TINY, graded, submit
 from tinyspec.grade.grading import Report, grade
-from tinyspec.grade.process import Limits
-from tinyspec.grade.remote import Function, load
+from tinyspec.grade.process import Limits, load_submission
 from tinyspec.grade.task import Failed
 
 PRELUDE = "import os, sys, time\nfrom fractions import Fraction\n"
@@ -65,7 +64,7 @@ BODIES = {
     "return chance.draw([0.5, float('nan')])": "raises ValueError: chance.draw needs finite numbers from 0 on",
     "return chance.accept(Fraction(1, 3**999))": "raises ValueError: chance.accept takes numbers of at most 1000 bits",
     "return open('/etc/hostname').read()": f"reads a file that is not its own, {NOT_ALLOWED}",
-    "return open(sys.modules['tinyspec.grade.codec'].__file__.replace('codec', 'task')).read()": (
+    "return open(sys.modules['tinyspec.grade.child'].__file__.replace('child', 'task')).read()": (
         f"reads a file that is not its own, {NOT_ALLOWED}"
     ),
     "return chance.draw(3)": "raises TypeError: chance.draw needs a list of numbers, not an int",
@@ -134,9 +133,9 @@ def test_a_submission_reads_its_own_files(tmp_path: Path) -> None:
 def test_what_was_noted_of_a_function_is_out_of_its_reach(tmp_path: Path) -> None:
     for change in ("clear()", "pop()", "__setitem__(0, (7,))"):
         source = f"def count(counter):\n    counter.add(1)\n    counter.trace.{change}\n"
-        child, _ = load(str(submit(tmp_path, source)), FAST)
-        with child, pytest.raises(Failed, match="changes what was noted of it") as failed:
-            Function(child, "count", ["counter"])(Counter(1))
+        loaded = load_submission(str(submit(tmp_path, source)), FAST)
+        with loaded.child, pytest.raises(Failed, match="changes what was noted of it") as failed:
+            loaded.function("count")(Counter(1))
         assert "counter = Counter" in str(failed.value)
 
 

@@ -17,9 +17,10 @@ from tests.grade.tiny import FAST, RATIO, REST, RIGHT, TINY, graded, submit
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.grade import codec, grading
+from tinyspec.grade import grading
 from tinyspec.grade.assignments import NAMES, find, folder, new, starter_of
-from tinyspec.grade.remote import Function, load
+from tinyspec.grade.child import NotPlain, from_json, to_json, to_line
+from tinyspec.grade.process import RemoteFunction, load_submission
 from tinyspec.grade.report import as_dict, details, gradescope, note, summary
 from tinyspec.grade.starter import leaks, solution_lines, starter
 from tinyspec.grade.task import Cases, Failed, brief
@@ -67,14 +68,14 @@ def kinds(value: Any) -> Any:
 def test_plain_data_crosses_unchanged(value: Any) -> None:
     import json
 
-    back = codec.back(json.loads(codec.text(codec.plain(value))))
+    back = from_json(json.loads(to_line(to_json(value))))
     assert back == value
     assert kinds(back) == kinds(value)
 
 
 def test_nan_and_infinity_cross() -> None:
-    assert math.isnan(codec.back(codec.plain([float("nan")]))[0])
-    assert codec.back(codec.plain(float("-inf"))) == float("-inf")
+    assert math.isnan(from_json(to_json([float("nan")]))[0])
+    assert from_json(to_json(float("-inf"))) == float("-inf")
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,8 @@ def test_nan_and_infinity_cross() -> None:
     [{"q": "1"}, {"q": "1/0"}, {"q": 3}, {"t": 3}, {"x": 1}, {}, {"t": [], "d": []}, {"p": 1}],
 )
 def test_what_nobody_wrote_is_refused(data: Any) -> None:
-    with pytest.raises(codec.NotPlain):
-        codec.back([data])
+    with pytest.raises(NotPlain):
+        from_json([data])
 
 
 # ---------------------------------------------------------------------- tables and chances
@@ -129,10 +130,11 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Functions of a source, in a child process."""
     children = []
 
-    def start(source: str, name: str) -> Function:
-        child, loaded = load(str(submit(tmp_path_factory.mktemp("submission"), source)), SLOW)
-        children.append(child)
-        return Function(child, name, loaded.functions[name])
+    def start(source: str, name: str) -> RemoteFunction:
+        folder = submit(tmp_path_factory.mktemp("submission"), source)
+        loaded = load_submission(str(folder), SLOW)
+        children.append(loaded.child)
+        return loaded.function(name)
 
     yield start
     for child in children:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec.grade.assignments import reference_of
-from tinyspec.grade.process import Limits
-from tinyspec.grade.remote import Function, Helpers, load
+from tinyspec.grade.process import Helpers, Limits, load_submission
 from tinyspec.grade.starter import extract_helpers
 from tinyspec.grade.task import Assignment, Cases, Failed, GradedLaw, Task
 from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
@@ -197,12 +196,12 @@ def grade(
 
     def judge_in_child(task: Task, helpers: Helpers | None) -> Result:
         nonlocal hung
-        child, loaded = load(str(folder.resolve()), limits, helpers)
-        with child:
+        loaded = load_submission(str(folder.resolve()), limits, helpers)
+        with loaded.child:
             seconds = max(limits.least, min(limits.call, limits.hanging - hung))
-            function = Function(child, task.name, loaded.functions.get(task.name, []), seconds)
+            function = loaded.function(task.name, seconds)
             result = judge(task, function, cases)
-            hung += seconds if function.hung else 0.0
+            hung += seconds if function.is_hung else 0.0
         return replace(result, helpers=loaded.replaced)
 
     for task in [] if failed else tasks:

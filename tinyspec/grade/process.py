@@ -1,10 +1,16 @@
-"""The parent's end of a child process: started with nothing but limits, asked in lines, and killed
-with all it started.
+"""Call a submitted function as if it were here, while it runs in a child process (child.py).
 
-No security boundary: a submission that means harm belongs in a container. What is held here is what
-accidents do.
+With the answers of chance fixed beforehand (a script), a function of chance asks its questions and
+ends. What it asks after each beginning of a script is its decision tree. The tree is grown breadth
+first, with many scripts in one message. Any chance can then be played against it: `Exhaustive`
+walks all of it, `Seeded` goes one way. So the laws judge a submission as they judge everything
+else.
+
+No security boundary: a submission that means harm belongs in a container. What is stopped here is
+what accidents do.
 """
 
+import inspect
 import json
 import os
 import selectors
@@ -12,14 +18,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
+from tinyspec.grade.child import NotPlain, Prop, describe_kind, from_json, to_json, to_line
+from tinyspec.grade.task import Failed
+from tinyspec.laws.accused import show
 
-CHILD = Path(__file__).with_name("child.py")
-CHUNK = 1 << 16
+CHILD_FILE = Path(__file__).with_name("child.py")
+CHUNK = 1 << 16  # bytes read from a pipe at once
+MAX_RUNS = 128  # in one message
+MAX_ENDS = 20_000  # of a function on one case
+MAX_TREES = 8_000  # that a function remembers
+START_SECONDS = 30.0  # in which Python itself starts, on however busy a machine
+
+Answers = tuple[int, ...]
+"""What chance answered, from the first question on."""
 
 
 class Limits(NamedTuple):
@@ -43,18 +61,16 @@ class Limits(NamedTuple):
     answer: int = 16 << 20
 
 
-class Gone(TinyspecError):
-    """The child was killed, or ended; the sentence's verb says why."""
+class ChildGone(TinyspecError):
+    """The child was killed, or it ended. The message is a clause: "was killed, perhaps ..."."""
 
 
-class Hung(Gone):
+class ChildHung(ChildGone):
     """No answer came in time."""
 
 
-class Child:
-    """One process that holds one submission. Use as a context manager: at its end everything it
-    started is killed.
-    """
+class ChildProcess:
+    """A process that holds one submission. At the end of its `with` block all it started is killed."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -64,7 +80,7 @@ class Child:
         to_child, self._send = os.pipe()
         self._receive, from_child = os.pipe()
         processor = int(limits.task) + 2
-        command = [sys.executable, "-P", "-s", "-S", "-B", str(CHILD)]
+        command = [sys.executable, "-P", "-s", "-S", "-B", str(CHILD_FILE)]
         try:
             self._process = subprocess.Popen(
                 [*command, *map(str, (to_child, from_child, limits.memory, processor))],
@@ -86,7 +102,7 @@ class Child:
         for descriptor in (self._receive, self._output):
             self._waiting.register(descriptor, selectors.EVENT_READ)
 
-    def __enter__(self) -> "Child":
+    def __enter__(self) -> "ChildProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,9 +123,12 @@ class Child:
         self._send = -1
 
     def ask(self, message: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Send a message and wait for its answer. Gone, and the child is dead, where none comes."""
+        """Send a message and return its answer.
+
+        Raises ChildGone if none comes. Then the child is dead.
+        """
         if self._send < 0:
-            raise Gone("was stopped before")
+            raise ChildGone("was stopped before")
         began, self._size = time.monotonic(), 0
         try:
             seconds = self.limits.call if seconds is None else seconds
@@ -120,19 +139,19 @@ class Child:
                 raise ValueError
         except ValueError:
             self.close()
-            raise Gone("writes into the grader's pipe") from None
-        except Gone:
+            raise ChildGone("writes into the grader's pipe") from None
+        except ChildGone:
             self.close()
             raise
         finally:
             self.waited += time.monotonic() - began
         if self.waited > self.limits.task:
             self.close()
-            raise Gone(f"is too slow: it took more than {self.limits.task:g} s in all")
+            raise ChildGone(f"is too slow: it took more than {self.limits.task:g} s in all")
         return data
 
     def _talk(self, message: bytes, until: float, seconds: float) -> bytes:
-        """The line that answers a line."""
+        """Return the line that answers a line."""
         answer = bytearray()
         try:
             message = self._write(message)
@@ -142,7 +161,7 @@ class Child:
                 left = until - time.monotonic()
                 ready = self._waiting.select(max(left, 0))
                 if not ready and left <= 0:
-                    raise Hung(f"does not come back: it was stopped after {seconds:g} s")
+                    raise ChildHung(f"does not come back: it was stopped after {seconds:g} s")
                 for key, _ in ready:
                     if key.fd == self._output:
                         self._drain()
@@ -161,14 +180,14 @@ class Child:
             self._drain()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(1)
-            raise Gone(ended(self._process.poll()))
+            raise ChildGone(describe_exit(self._process.poll()))
         self._size += len(got)
         if self._size > self.limits.answer:
-            raise Gone(f"sends more than {self.limits.answer >> 20} MB of results")
+            raise ChildGone(f"sends more than {self.limits.answer >> 20} MB of results")
         return got
 
     def _write(self, message: bytes) -> bytes:
-        """What of it is left to be written."""
+        """Write what the pipe takes, and return the rest."""
         try:
             return message[os.write(self._send, message) :]
         except BlockingIOError:
@@ -182,13 +201,13 @@ class Child:
             while got := os.read(self._output, CHUNK):
                 self.printed += len(got)
                 if self.printed > self.limits.output:
-                    raise Gone(f"prints more than {self.limits.output >> 10} KB")
+                    raise ChildGone(f"prints more than {self.limits.output >> 10} KB")
             with suppress(KeyError):  # it closed its output
                 self._waiting.unregister(self._output)
 
 
-def ended(status: int | None) -> str:
-    """How a process came to its end, said of the function that brought it about."""
+def describe_exit(status: int | None) -> str:
+    """Return how a process ended, as a clause about the function that ended it."""
     if status is None:
         return "closes the grader's pipe"
     if status >= 0:
@@ -198,3 +217,229 @@ def ended(status: int | None) -> str:
     if status == -signal.SIGKILL:
         return "was killed, perhaps for its memory"
     return f"crashes Python (signal {-status})"
+
+
+# ---------------------------------------------------------------------- decision trees
+
+
+class Decision(NamedTuple):
+    """A question to chance: to "accept" a ratio, or to "draw" from a row. `line` is it as sent."""
+
+    kind: str
+    value: Any
+    line: str
+
+    @property
+    def first(self) -> int:
+        """Return the answer that a run takes after the end of its script."""
+        if self.kind == "accept":
+            return int(self.value > 0)
+        return next(token for token, x in enumerate(self.value) if x > 0)
+
+
+class End(NamedTuple):
+    """The end of a run: a value or a problem (a clause, and a few words), and the props' traces."""
+
+    value: Any
+    problem: str | None
+    summary: str | None
+    traces: Any
+    line: str
+
+
+class DecisionTree:
+    """What a function does on one case: after each sequence of answers, its next question or end."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[Answers, Decision | End] = {}
+        self.ends = 0
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Enter one run. Raises Failed if an earlier run did something else at the same point."""
+        answers: Answers = ()
+        script = run["script"]
+        for place, (kind, data) in enumerate(run["asked"]):
+            if kind not in ("accept", "draw"):
+                raise ValueError(kind)
+            decision = Decision(kind, from_json(data), to_line([kind, data]))
+            self._enter(answers, decision)
+            answers = (*answers, script[place] if place < len(script) else decision.first)
+        result = {name: run.get(name) for name in ("value", "problem", "summary", "traces")}
+        self._enter(answers, End(**result, line=to_line(result)))
+        if len(answers) < len(script):
+            raise Failed("decides differently when it is run again")
+        self.ends += 1
+        if self.ends > MAX_ENDS:
+            raise Failed(f"has more than {MAX_ENDS} ways to go on one case")
+
+    def _enter(self, answers: Answers, node: Decision | End) -> None:
+        known = self.nodes.setdefault(answers, node)
+        if type(known) is not type(node) or known.line != node.line:
+            raise Failed("decides differently when it is run again with the same answers of chance")
+
+
+# ---------------------------------------------------------------------- functions
+
+
+def _signature(*given: Any, chance: Any) -> None:
+    """Have the arguments that a RemoteFunction shows to who inspects it."""
+
+
+class RemoteFunction:
+    """A submitted function. A call raises Failed if the function gives no result.
+
+    A law may hand over positional and named arguments, plain data and props, and last a chance.
+
+    names    of the function's arguments
+    seconds  for one answer; by default those of the child's limits
+    gone     why there is no child any more, or None
+    """
+
+    def __init__(
+        self, child: ChildProcess, name: str, names: list[str], seconds: float | None = None
+    ):
+        self.__name__ = name
+        self.__signature__ = inspect.signature(_signature)
+        self.child, self.names, self.seconds = child, names, seconds
+        self.gone: str | None = None
+        self.is_hung = False
+        self.began = time.process_time()
+        self._trees: dict[str, DecisionTree] = {}
+
+    def __call__(self, *given: Any, chance: Any = None, **named: Any) -> Any:
+        how = None if chance is None else "chance" if "chance" in self.names else ""
+        if given and chance is None and _is_chance(given[-1]):
+            *given, chance = given  # type: ignore[assignment]
+            how = ""
+        props: list[Prop] = []
+
+        def encode_prop(value: Any) -> Any:
+            if not isinstance(value, Prop):
+                raise NotPlain(describe_kind(value))
+            props.append(value)
+            kind = type(value)
+            return [kind.__name__, str(sys.modules[kind.__module__].__file__), value.plain()]
+
+        args = to_json([tuple(given), named], encode_prop)
+        message = {"call": self.__name__, "args": args, "chance": how}
+        key = to_line(message)
+        if key not in self._trees:
+            while len(self._trees) >= MAX_TREES:
+                self._trees.pop(next(iter(self._trees)))
+            self._trees[key] = DecisionTree()
+        try:
+            if time.process_time() - self.began > self.child.limits.task:
+                raise Failed("has so many ways to go that judging them all takes too long")
+            end = self._play(self._trees[key], message, chance)
+            for prop, trace in zip(props, from_json(end.traces) or [], strict=False):
+                prop.trace = trace
+            if end.problem is not None:
+                raise Failed(str(end.problem), summary=str(end.summary or ""))
+            return from_json(end.value)
+        except (Failed, ChildGone, NotPlain) as error:
+            raise self._fail(error, given, named) from None
+
+    def _fail(self, error: Exception, given: Any, named: dict[str, Any]) -> Failed:
+        """Return what is said of a call that gave no result."""
+        said = error.said if isinstance(error, Failed) else str(error)
+        summary = error.summary if isinstance(error, Failed) else said
+        if isinstance(error, ChildGone):
+            said = self.gone = self.gone or said
+            self.is_hung = self.is_hung or isinstance(error, ChildHung)
+            seconds = self.seconds or self.child.limits.call
+            summary = f"took longer than {seconds:g} s" if self.is_hung else said
+        case: dict[str, Any] = {}
+        if not said.startswith(("is not written", "is missing")):
+            extra = [f"argument {place + 1}" for place in range(len(self.names), len(given))]
+            values = [*zip([*self.names, *extra], given, strict=False), *named.items()]
+            case = {name: _show_prop(value) for name, value in values}
+        return Failed(f"{self.__name__} {said}", case, summary)
+
+    def _play(self, tree: DecisionTree, message: dict[str, Any], chance: Any) -> End:
+        """Follow the tree wherever chance leads."""
+        answers: Answers = ()
+        while True:
+            node = tree.nodes.get(answers)
+            if node is None:
+                self._grow(tree, message, answers)
+            elif isinstance(node, End):
+                return node
+            else:
+                answers = (*answers, int(getattr(chance, node.kind)(node.value)))
+
+    def _grow(self, tree: DecisionTree, message: dict[str, Any], wanted: Answers) -> None:
+        """Let the child run the function with these answers, and with others that branch off."""
+        if self.gone is not None:
+            raise ChildGone(self.gone)
+        most = min(max(8, 2 * tree.ends), MAX_RUNS)
+        script = {"script": wanted, "most": most, "again": not tree.nodes}
+        answer = self.child.ask({**message, **script}, self.seconds)
+        try:
+            for run in answer["runs"]:
+                tree.add(run)
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration):
+            raise ChildGone("writes into the grader's pipe") from None
+        if wanted not in tree.nodes:
+            raise Failed("decides differently when it is run again")
+
+
+def _is_chance(value: Any) -> bool:
+    plain = (Prop, int, float, str, list, tuple, dict, Fraction)
+    return not isinstance(value, plain) and hasattr(value, "draw")
+
+
+def _show_prop(value: Any) -> Any:
+    return f"{type(value).__name__} {show(value.plain())}" if isinstance(value, Prop) else value
+
+
+class Helpers(NamedTuple):
+    """Functions of the reference that stand in the place of a submission's own.
+
+    source  of the reference: these functions and what they need
+    names   of the functions
+    task    the function that is judged, which keeps its place whatever it is
+    """
+
+    source: str
+    names: Sequence[str]
+    task: str
+
+
+class LoadedSubmission(NamedTuple):
+    """A submission in its child process.
+
+    functions  names of the arguments of each function
+    replaced   names of the functions that the reference's helpers stand in for
+    """
+
+    child: ChildProcess
+    functions: dict[str, list[str]]
+    replaced: list[str]
+
+    def function(self, name: str, seconds: float | None = None) -> RemoteFunction:
+        """Return a function of the submission; a call of one that is missing raises Failed."""
+        return RemoteFunction(self.child, name, self.functions.get(name, []), seconds)
+
+
+def load_submission(
+    folder: str, limits: Limits, helpers: Helpers | None = None
+) -> LoadedSubmission:
+    """Start a child that imports a submission, and put helpers of the reference in their places.
+
+    Raises Failed, which says why the submission could not be imported.
+    """
+    child = ChildProcess(limits)
+    try:
+        child.ask({}, START_SECONDS)
+        answer = child.ask({"load": folder, "helpers": helpers and helpers._asdict()})
+        functions, replaced = answer.get("ok"), answer.get("replaced")
+        if not isinstance(functions, dict) or not isinstance(replaced, list):
+            problem = str(answer.get("problem", "writes into the grader's pipe"))
+            raise Failed(problem, summary=str(answer.get("summary") or problem))
+    except ChildGone as gone:
+        child.close()
+        raise Failed(str(gone), summary=f"submission.py {gone}") from None
+    except BaseException:
+        child.close()
+        raise
+    return LoadedSubmission(child, functions, replaced)

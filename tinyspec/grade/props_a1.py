@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Self
 
-from tinyspec.grade.props import Prop
+from tinyspec.grade.child import Prop
 
 MOST_CALLS, MOST_TOKENS = (
     100,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Self
 
-from tinyspec.grade.props import Prop
+from tinyspec.grade.child import Prop
 
 MOST_CALLS = 100  # of one run: whoever asks more often is not going to stop
 FARTHEST = 10_000  # position

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Self
 
-from tinyspec.grade.props import Prop
+from tinyspec.grade.child import Prop
 
 MODULUS = 97  # a state is a whole number below this
 MOST_CALLS = 1000  # of one run: whoever asks more often is not going to stop

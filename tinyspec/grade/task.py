@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
-from tinyspec.grade.guard import NOT_ALLOWED
+from tinyspec.grade.child import NOT_ALLOWED
 from tinyspec.laws.accused import Evidence, show
 
 
