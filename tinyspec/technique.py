@@ -7,11 +7,12 @@ a file adds the technique to `tinyspec methods`, to `--method`, to the benchmark
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.decode import Decoder, Target
 from tinyspec.decoding.refine import Refiner
@@ -110,6 +111,7 @@ Builder = Callable[..., Any]
 """(request, **knobs) -> a Decoder, or a Refiner where the card's kind is "refine"."""
 
 B = TypeVar("B", bound=Builder)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, repr=False)
@@ -329,3 +331,17 @@ def find_technique(name: str) -> Card:
     if spelled in ABSENT:
         raise TinyspecError(f"there is no method '{name}': {ABSENT[spelled]}")
     raise TinyspecError(f"there is no method '{name}': {nearest(name, cards)}")
+
+
+_kept: "WeakKeyDictionary[Any, dict[Hashable, Any]]" = WeakKeyDictionary()
+
+
+def per_model_state(target: Any, key: Hashable, make: Callable[[], T]) -> T:
+    """What a persistent technique learnt of this target's model, for as long as that lives; made
+    when first asked for.
+    """
+    known = _kept.setdefault(target.model, {})
+    if key not in known:
+        known[key] = make()
+    found: T = known[key]
+    return found

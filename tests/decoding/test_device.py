@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lm.small import LLAMA, PROMPT, model
+from tinyspec import _core
 from tinyspec.decoding import decode, device, sampling, verify
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -26,16 +27,10 @@ WARPS = [
 ]
 
 
-def far(row: Any) -> bool:
-    return isinstance(row, torch.Tensor)
-
-
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor counts as living on a device."""
-    for module in (decode, sampling, verify):
-        monkeypatch.setattr(module, "on_device", far)
-    monkeypatch.setattr(decode, "in_memory", lambda logits: logits)
+    monkeypatch.setattr(sampling, "is_on_device", lambda row: True)
 
 
 class Waits(TorchDispatchMode):
@@ -119,7 +114,7 @@ def test_equal_siblings_and_their_children_are_walked_as_on_the_host() -> None:
     for _ in range(400):
         rows, uniforms = rng.dirichlet(np.ones(4) / 2, size=8), rng.random(8)
         rows[1:] = rows[1:][same]  # equal paths have equal rows
-        expected = verify._core.walk(*tree, dict(zip(range(-1, 7), rows, strict=True)), uniforms)
+        expected = _core.walk(*tree, dict(zip(range(-1, 7), rows, strict=True)), uniforms)
         there = torch.tensor(rows)
         got = device.walk(
             tree.tokens, tree.parents, laws, tree.probe, there, None, uniforms.tolist()

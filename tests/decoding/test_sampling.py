@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyspec.decoding import device
 from tinyspec.decoding.sampling import (
+    DEVICE,
     SamplingParams,
     exponential_race,
     sample_inverse_cdf,
@@ -143,14 +143,16 @@ def test_the_device_path_decides_as_the_kernels_do(seed, temperature, top_k, top
     knobs = (temperature, top_k, top_p, 0.01, 1.2)
     ours, theirs = (
         SamplingParams(*knobs).probs(logits, [1, 1, 4]),
-        device.warp(logits, [1, 1, 4], *knobs),
+        DEVICE.probs(logits, [1, 1, 4], SamplingParams(*knobs)),
     )
     np.testing.assert_allclose(theirs.numpy(), ours, rtol=0, atol=1e-14)
     rng = np.random.default_rng(seed)
     uniforms = rng.random(6)
-    assert [device.pick(theirs, u) for u in (*uniforms, 0.0, LAST)] == [
+    assert [DEVICE.sample_inverse_cdf(theirs, u) for u in (*uniforms, 0.0, LAST)] == [
         sample_inverse_cdf(ours, u) for u in (*uniforms, 0.0, LAST)
     ]
-    assert device.order(theirs, uniforms.tolist()) == sample_without_replacement(ours, uniforms)
+    assert DEVICE.sample_without_replacement(
+        theirs, uniforms.tolist()
+    ) == sample_without_replacement(ours, uniforms)
     noise = rng.exponential(size=50)
-    assert device.race(theirs, noise) == exponential_race(ours, noise)
+    assert DEVICE.exponential_race(theirs, noise) == exponential_race(ours, noise)

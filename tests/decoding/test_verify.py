@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyspec.decoding import device
 from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import DEVICE, SamplingParams
 from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import ROOT, TokenTree
@@ -179,10 +178,10 @@ def test_the_walk_leaves_the_stream_where_the_twin_leaves_it():
 def test_the_device_moves_equal_the_kernels(p, q):
     p, q = np.array(exact(p), np.float64), np.array(exact(q), np.float64)
     np.testing.assert_allclose(
-        device.residual(torch.tensor(p), torch.tensor(q)).numpy(), residual(p, q), atol=1e-15
+        DEVICE.residual(torch.tensor(p), torch.tensor(q)).numpy(), residual(p, q), atol=1e-15
     )
     np.testing.assert_allclose(
-        device.without(torch.tensor(p), 1).numpy(), exclude_token(p, 1), atol=1e-15
+        DEVICE.exclude_token(torch.tensor(p), 1).numpy(), exclude_token(p, 1), atol=1e-15
     )
 
 

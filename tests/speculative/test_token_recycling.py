@@ -10,10 +10,9 @@ import torch
 from tests.table import Table, law
 from tests.zoo import tiny_zoo
 from tinyspec import generate, load
-from tinyspec.decoding.candidates import candidates, per_model_state
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
@@ -24,7 +23,7 @@ from tinyspec.speculative.drafting.token_recycling import (
     TokenRecyclingDrafter,
     build_static_tree,
 )
-from tinyspec.technique import Request, find_technique
+from tinyspec.technique import Request, find_technique, per_model_state
 from tinyspec.tree import ROOT
 
 CARD = find_technique("token_recycling")
@@ -99,14 +98,14 @@ def test_the_last_row_written_wins() -> None:
 
 def test_a_vocabulary_smaller_than_k_is_filled_up_with_nothing() -> None:
     matrix = AdjacencyMatrix(5)
-    matrix.learn([0], candidates(torch.tensor([[0.0, 2.0]]), [0], 5), 2)
+    matrix.learn([0], top_k_rows(torch.tensor([[0.0, 2.0]]), [0], 5), 2)
     assert matrix.after(0) == [1, 0, NO_CANDIDATE, NO_CANDIDATE, NO_CANDIDATE]
 
 
 def test_candidates_are_the_highest_logits_and_of_equals_the_lowest_ids() -> None:
     rows = np.random.default_rng(0).integers(0, 4, (5, 40)).astype(np.float32)
     for k in (1, 3, 40):
-        found = candidates(torch.from_numpy(rows), range(5), k)
+        found = top_k_rows(torch.from_numpy(rows), range(5), k)
         assert [[rows[i, t] for t in ids] for i, ids in enumerate(found)] == (-np.sort(-rows))[
             :, :k
         ].tolist()

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from tests.table import Table, law
-from tinyspec.decoding.candidates import candidates
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
@@ -67,7 +66,7 @@ def test_the_likeliest_are_the_first_of_all_in_order_ties_to_the_lowest_id(
     row[::3] = -torch.inf
     in_order = sorted(range(999), key=lambda token: (-float(row[token]), token))[:k]
     assert top_k_tokens(row, k) == in_order
-    assert candidates(torch.stack([row, row]), [1], k) == [in_order]
+    assert top_k_rows(torch.stack([row, row]), [1], k) == [in_order]
 
 
 @pytest.mark.parametrize("k", [2, 3, 8, 31])

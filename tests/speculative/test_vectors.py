@@ -10,7 +10,6 @@ import torch
 
 from tinyspec.decoding import sampling
 from tinyspec.decoding.rng import Replay
-from tinyspec.speculative.verification import vectors as module_of_vectors
 from tinyspec.speculative.verification.block_verification import verify_tree_by_block
 from tinyspec.speculative.verification.gumbel_coupling import match_probability
 from tinyspec.speculative.verification.spectr import (
@@ -27,8 +26,7 @@ HALF = F(1, 2)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], torch.Tensor]:
     """Tensors that are taken for a device's: the way they go is the same."""
-    for module in (module_of_vectors, sampling):
-        monkeypatch.setattr(module, "on_device", lambda row: isinstance(row, torch.Tensor))
+    monkeypatch.setattr(sampling, "is_on_device", lambda row: True)
     return lambda row: torch.tensor(np.asarray(row, float))
 
 

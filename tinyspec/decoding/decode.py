@@ -10,8 +10,9 @@ declare the distribution they were committed under.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from tinyspec.decoding.device import warp_rows
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams, in_memory, on_device
+from tinyspec.decoding.sampling import DEVICE, SamplingParams, kernels_of
 from tinyspec.decoding.stopping import Reason, StoppingCriteria
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
@@ -47,35 +48,34 @@ class TargetProbs:
         self, scores: Scores, sampling: SamplingParams, context: Sequence[int], tree: TokenTree
     ):
         self.scores, self.sampling, self.context, self.tree = scores, sampling, context, tree
+        self.kernels = kernels_of(scores.logits)
         self._probs: dict[int, Probs] = {}
         self._logits: Any = None
         self._block: tuple[Any, Any] | None = None
 
     def __getitem__(self, node: int) -> Probs:
         if node not in self._probs:
-            block = self.on_device
+            block = self.block
             self._probs[node] = (
                 self.probs_under(node, self.sampling) if block is None else block[0][node + 1]
             )
         return self._probs[node]
 
     @property
-    def on_device(self) -> tuple[Any, Any] | None:
+    def block(self) -> tuple[Any, Any] | None:
         """All distributions [n + 1, V] and the highest logits [n + 1] on a device; None on the CPU.
 
         A device computes all of them in the time of one, and the verifier waits for it only once.
         """
-        if self._block is None and on_device(self.scores.logits):
+        if self._block is None and self.kernels is DEVICE:
             nodes = range(len(self.tree.tokens)) if self.sampling.repetition_penalty != 1.0 else ()
             paths = [self.tree.tokens_on(self.tree.path(node)) for node in nodes]
             histories = [self.context, *([*self.context, *path] for path in paths)]
-            self._block = self.sampling.block(self.scores.logits, histories)
+            self._block = warp_rows(self.scores.logits, histories, *self.sampling.as_floats())
         return self._block
 
     def greedy_token(self, node: int) -> int | None:
         """Return the greedy token after a node, from its logits; None on a device or if sampling."""
-        if on_device(self.scores.logits):
-            return None
         return self.sampling.greedy_token(self.logits_at(node), self._history(node, self.sampling))
 
     def probs_under(self, node: int, sampling: SamplingParams) -> Probs:
@@ -90,7 +90,7 @@ class TargetProbs:
     def logits_at(self, node: int) -> Any:
         """Return the logits [V] after a node as the model gave them."""
         if self._logits is None:
-            self._logits = in_memory(self.scores.logits)
+            self._logits = self.kernels.as_rows(self.scores.logits)
         return self._logits[node + 1]
 
     def ranking_scores(self, node: int) -> Any:

@@ -6,12 +6,18 @@ device sums in its own order. Everything is computed in float64, whatever the dt
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tinyspec.decoding.kernels import Kernels, Outcome
 from tinyspec.errors import TinyspecError
+from tinyspec.tree import TokenTree
+
+if TYPE_CHECKING:  # both import this file
+    from tinyspec.decoding.rng import RandomSource
+    from tinyspec.decoding.sampling import SamplingParams
 
 
 class Fault(NamedTuple):
@@ -30,21 +36,6 @@ class Fault(NamedTuple):
         if abs(self.top) == float("inf"):
             what = "contain +inf" if self.top > 0 else "are all -inf: no token is allowed"
             raise TinyspecError(f"the logits {what}, so they define no law")
-
-
-def warp(
-    logits: Tensor,
-    history: Sequence[int],
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    penalty: float,
-) -> Tensor:
-    """Logits [V] to a law, float64 [V], as reference.warp."""
-    rows, tops = warp_rows(logits[None], [history], temperature, top_k, top_p, min_p, penalty)
-    Fault(*tops.tolist() if logits.shape[0] else [float("-inf")]).check()  # one number to the host
-    return rows[0]
 
 
 def warp_rows(
@@ -104,58 +95,6 @@ def first_true(mask: Tensor) -> Tensor:
     """Index of the first True (0 where there is none)."""
     at = torch.arange(len(mask), device=mask.device)
     return torch.where(mask, at, len(mask)).min()
-
-
-def pick(row: Tensor, u: float) -> int:
-    """Inverse CDF, as reference.pick."""
-    row = row.to(torch.float64)
-    mass = row.cumsum(0)
-    positive = row > 0
-    last = torch.where(positive, torch.arange(len(row), device=row.device), -1).max()
-    token = int(torch.minimum(first_true(positive & (mass > u * mass[-1])), last))
-    if token < 0 or not bool(mass[-1].isfinite()):
-        raise TinyspecError("cannot draw from a row without finite mass")
-    return token
-
-
-def order(row: Tensor, uniforms: Sequence[float]) -> list[int]:
-    """Draws without replacement, as reference.order."""
-    left, drawn = row.to(torch.float64, copy=True), list[int]()
-    for u in uniforms:
-        if not bool((left > 0).any()):
-            break
-        drawn.append(pick(left, u))
-        left[drawn[-1]] = 0
-    return drawn
-
-
-def race(row: Tensor, noise: Any) -> int:
-    """The exponential race, as reference.race."""
-    time = torch.as_tensor(noise, dtype=torch.float64).to(row.device) / row.to(torch.float64)
-    positive = row > 0
-    if not bool(positive.any()):
-        raise TinyspecError("cannot race a row without mass")
-    time = torch.where(positive, time, float("inf"))
-    return int(first_true(positive & (time == time.min())))
-
-
-def residual(row: Tensor, q: Tensor) -> Tensor:
-    """normalise(max(0, row - q)), or the row where nothing is left."""
-    if len(row) != len(q):
-        raise TinyspecError(
-            f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros"
-        )
-    left = (row - q.to(row)).clamp(min=0)
-    mass = left.sum()
-    return torch.where(mass > 0, left / mass, row)
-
-
-def without(row: Tensor, token: int) -> Tensor:
-    """The row given that it is not `token`, or the row where nothing is left."""
-    left = row.clone()
-    left[token] = 0
-    mass = left.sum()
-    return torch.where(mass > 0, left / mass, row)
 
 
 # --- verifying a tree with one synchronisation
@@ -305,3 +244,87 @@ def _decide(
     if token < 0:
         raise TinyspecError("cannot draw from a row without finite mass")
     return tuple(path), token, tuple(refused), used + 1
+
+
+class DeviceKernels(Kernels):
+    """Torch operations over tensors of a device, [V] float64, where they decide as the host does."""
+
+    def probs(self, logits: Tensor, history: Sequence[int], settings: "SamplingParams") -> Tensor:
+        rows, tops = warp_rows(logits[None], [history], *settings.as_floats())
+        Fault(*tops.tolist() if logits.shape[0] else [float("-inf")]).check()  # one number
+        return rows[0]
+
+    def sample_inverse_cdf(self, p: Tensor, u: float) -> int:
+        p = p.to(torch.float64)
+        mass, positive = p.cumsum(0), p > 0
+        last = torch.where(positive, torch.arange(len(p), device=p.device), -1).max()
+        token = int(torch.minimum(first_true(positive & (mass > u * mass[-1])), last))
+        if token < 0 or not bool(mass[-1].isfinite()):
+            raise TinyspecError("cannot draw from a row without finite mass")
+        return token
+
+    def sample_without_replacement(self, p: Tensor, uniforms: Any) -> list[int]:
+        left, drawn = p.to(torch.float64, copy=True), list[int]()
+        for u in uniforms:
+            if not bool((left > 0).any()):
+                break
+            drawn.append(self.sample_inverse_cdf(left, float(u)))
+            left[drawn[-1]] = 0
+        return drawn
+
+    def exponential_race(self, p: Tensor, noise: Any) -> int:
+        time = torch.as_tensor(noise, dtype=torch.float64).to(p.device) / p.to(torch.float64)
+        positive = p > 0
+        if not bool(positive.any()):
+            raise TinyspecError("cannot race a row without mass")
+        time = torch.where(positive, time, float("inf"))
+        return int(first_true(positive & (time == time.min())))
+
+    def residual(self, p: Tensor, q: Tensor) -> Tensor:
+        if len(p) != len(q):
+            raise TinyspecError(
+                f"the draft's law has {len(q)} tokens, the target's {len(p)}: pad it with zeros"
+            )
+        left = (p - q.to(p)).clamp(min=0)
+        mass = left.sum()
+        return torch.where(mass > 0, left / mass, p)
+
+    def exclude_token(self, p: Tensor, token: int) -> Tensor:
+        left = p.clone()
+        left[token] = 0
+        mass = left.sum()
+        return torch.where(mass > 0, left / mass, p)
+
+    def top_k_rows(self, logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
+        table = logits if isinstance(logits, Tensor) else torch.stack(list(logits))
+        if len(rows) < len(table):
+            table = table[list(rows)]
+        if k == 1:
+            return [[token] for token in table.argmax(dim=-1).tolist()]
+        best, ids = table.topk(min(k, table.shape[-1]), dim=-1)
+        order = ids.argsort(dim=-1)  # `topk` promises no order among equals: the lowest id first
+        ids, best = ids.gather(-1, order), best.gather(-1, order)
+        found: list[list[int]] = ids.gather(
+            -1, best.argsort(dim=-1, descending=True, stable=True)
+        ).tolist()
+        return found
+
+    def as_vector(self, p: Any, like: Tensor | None = None) -> Tensor:
+        return torch.as_tensor(p) if like is None else torch.as_tensor(p).to(like)
+
+    def verify_tree(self, tree: TokenTree, p: Any, rng: "RandomSource") -> Outcome:
+        """Verify with one synchronisation if p has the distributions of all nodes on the device."""
+        block = getattr(p, "block", None)
+        if block is None:
+            return super().verify_tree(tree, p, rng)
+        uniforms = rng.uniforms(len(tree.tokens) + 1)
+        if uniforms is None:
+            raise TinyspecError(
+                "every outcome of a verification is enumerated on the host: use a model on the CPU"
+            )
+        probs, tops = block
+        accepted, token, rejected, used = walk(
+            tree.tokens, tree.parents, tree.draft_probs, tree.probe, probs, tops, uniforms.tolist()
+        )
+        rng.push_back(len(uniforms) - used)
+        return accepted, token, rejected

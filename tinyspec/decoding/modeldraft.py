@@ -5,7 +5,7 @@ from typing import Any
 
 from tinyspec.decoding.decode import BaseDrafter, Round, Target, TargetProbs
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams, is_exact
+from tinyspec.decoding.sampling import SamplingParams, kernels_of
 from tinyspec.lm.chain import draft_chain
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.session import Session
@@ -145,4 +145,4 @@ class SharedSessionDrafter(ModelDrafter):
 def confidence(laws: TargetProbs, tip: int) -> Any:
     """Return the draft's highest probability before sampling settings: how sure the model is."""
     row = laws.probs_under(tip, SamplingParams())
-    return max(row) if is_exact(row) else row.max()
+    return kernels_of(row).as_vector(row).max()

@@ -9,52 +9,39 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from tinyspec import _core
-from tinyspec._core import reference
-from tinyspec.decoding import device
+from tinyspec.decoding.device import DeviceKernels
+from tinyspec.decoding.kernels import HostKernels, Kernels
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import Probs
 
-__all__ = ["SamplingParams", "exponential_race", "sample_inverse_cdf", "sample_without_replacement"]
+EXACT, HOST, DEVICE = Kernels(), HostKernels(), DeviceKernels()
 
 
-def is_exact(row: Any) -> TypeGuard[list[Fraction]]:
-    """Return whether these are Fractions in a list or tuple, as in the exact laws."""
-    return isinstance(row, (list, tuple))
+def is_on_device(row: torch.Tensor) -> bool:
+    """Return whether a tensor must not be copied to the host."""
+    return row.device.type != "cpu"
 
 
-def on_device(row: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether this is a tensor that must not be copied to the host."""
-    return isinstance(row, torch.Tensor) and row.device.type != "cpu"
+def kernels_of(row: Any) -> Kernels:
+    """Return who computes for such a row, or such rows: this is decided here and nowhere else.
 
-
-def on_host(row: Any) -> NDArray[np.float64]:
-    """Return a distribution of the CPU as the kernels read it: contiguous float64."""
+    >>> kernels_of([Fraction(1)]) is EXACT, kernels_of(np.ones(1)) is HOST
+    (True, True)
+    """
+    if isinstance(row, np.ndarray):
+        return HOST
     if isinstance(row, torch.Tensor):
-        row = row.detach().to(torch.float64).numpy()
-    return np.ascontiguousarray(row, np.float64)
-
-
-def in_memory(logits: Any) -> Any:
-    """Return logits [n, V] as an array if they are a CPU tensor: its rows are read 10x faster."""
-    if (
-        isinstance(logits, torch.Tensor)
-        and logits.device.type == "cpu"
-        and logits.dtype in (torch.float32, torch.float64)
-    ):
-        return logits.detach().numpy()
-    return logits
-
-
-def as_fraction(knob: float | Fraction) -> Fraction:
-    """Return a setting as the number that was written: 0.9 is 9/10, not the nearest double."""
-    return knob if isinstance(knob, Fraction) else Fraction(str(knob))
+        return DEVICE if is_on_device(row) else HOST
+    if not isinstance(row, (list, tuple)):
+        return HOST
+    if row and isinstance(row[0], (list, tuple, np.ndarray, torch.Tensor)):
+        return kernels_of(row[0])
+    return EXACT
 
 
 @dataclass(frozen=True)
@@ -112,88 +99,31 @@ class SamplingParams:
 
         Raises TinyspecError for NaN, +inf, or nothing but -inf.
         """
-        if is_exact(logits):
-            return self._exact(logits)
-        if on_device(logits):
-            return device.warp(logits, history, *self._knobs())
-        return _core.warp(_floats(logits), history, *self._knobs())
+        return kernels_of(logits).probs(logits, history, self)
 
     def draw(self, logits: Any, history: Sequence[int], u: float) -> int:
         """Return `sample_inverse_cdf(self.probs(logits, history), u)` in one pass."""
-        if is_exact(logits) or on_device(logits):
-            return sample_inverse_cdf(self.probs(logits, history), u)
-        return _core.draw(_floats(logits), history, *self._knobs(), u)
+        return kernels_of(logits).sample(logits, history, self, u)
 
     def greedy_token(self, logits: Any, history: Sequence[int] = ()) -> int | None:
         """Return the token with all the mass if sampling is greedy on the CPU, else None."""
-        if self.temperature != 0 or is_exact(logits) or on_device(logits):
-            return None
-        return self.draw(logits, history, 0.0)
+        return kernels_of(logits).greedy_token(logits, history, self)
 
-    def block(
-        self, logits: torch.Tensor, histories: Sequence[Sequence[int]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return distributions [n, V] of logits on a device, one history each; highest logits [n]."""
-        return device.warp_rows(logits, histories, *self._knobs())
-
-    def _knobs(self) -> tuple[float, int | None, float | None, float | None, float]:
+    def as_floats(self) -> tuple[float, int | None, float | None, float | None, float]:
+        """Return the settings as the kernels take them: temperature, top_k, top_p, min_p, penalty."""
         top_p = None if self.top_p is None else float(self.top_p)
         min_p = None if self.min_p is None else float(self.min_p)
         return float(self.temperature), self.top_k, top_p, min_p, float(self.repetition_penalty)
 
-    def _exact(self, weights: Sequence[Fraction]) -> list[Fraction]:
-        row = [x if type(x) is Fraction else Fraction(x) for x in weights]
-        if self.repetition_penalty != 1:
-            raise TinyspecError(
-                "a repetition penalty acts on logits: rational weights have no exact one"
-            )
-        if not row or min(row) < 0 or max(row) == 0:
-            raise TinyspecError(
-                "rational weights must be non-negative and not all zero to define a law"
-            )
-        if self.temperature == 0:
-            return list(reference.one_hot(row))
-        power = round(1 / self.temperature)
-        if not math.isclose(power * self.temperature, 1, rel_tol=1e-9):
-            raise TinyspecError(
-                f"rational weights are exact at temperature 0 and 1/n only, got {self.temperature}"
-            )
-        top_p = None if self.top_p is None else as_fraction(self.top_p)
-        min_p = Fraction(0) if self.min_p is None else as_fraction(self.min_p)
-        row = row if power == 1 else [x**power for x in row]
-        law = reference.normalise(reference.truncate(row, self.top_k, top_p, min_p))
-        assert law is not None
-        return law
-
-
-_READ = np.dtype(np.float32), np.dtype(np.float64)
-
-
-def _floats(logits: Any) -> NDArray[np.float32] | NDArray[np.float64]:
-    """Return CPU logits as the kernels read them: narrower dtypes become float32, exactly."""
-    if isinstance(logits, torch.Tensor):
-        logits = logits.detach()
-        logits = (
-            logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-        ).numpy()
-    row = np.ascontiguousarray(logits)
-    return row if row.dtype in _READ else row.astype(np.float64)
-
 
 def sample_inverse_cdf(row: Probs, u: float) -> int:
     """Return the token whose interval of the cumulative sum holds u * total, 0 <= u < 1."""
-    if is_exact(row):
-        return reference.pick(row, u)
-    return device.pick(row, u) if on_device(row) else _core.pick(on_host(row), u)
+    return kernels_of(row).sample_inverse_cdf(row, u)
 
 
 def sample_without_replacement(row: Probs, uniforms: Any) -> list[int]:
     """Return one token for each uniform, without replacement (Plackett-Luce); fewer if none is left."""
-    if is_exact(row):
-        return reference.order(row, list(uniforms))
-    if on_device(row):
-        return device.order(row, [float(u) for u in uniforms])
-    return _core.order(on_host(row), np.ascontiguousarray(uniforms, np.float64))
+    return kernels_of(row).sample_without_replacement(row, uniforms)
 
 
 def exponential_race(row: Probs, noise: Any) -> int:
@@ -201,8 +131,22 @@ def exponential_race(row: Probs, noise: Any) -> int:
 
     With exponential noise it is a sample. Two distributions on the same noise tend to agree.
     """
-    if is_exact(row):
-        return reference.race(row, list(noise))
-    if on_device(row):
-        return device.race(row, noise)
-    return _core.race(on_host(row), np.ascontiguousarray(noise, np.float64))
+    return kernels_of(row).exponential_race(row, noise)
+
+
+def top_k_rows(logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
+    """Return the ids of the k highest logits of some rows of [n, V], highest first, on the host.
+
+    >>> top_k_rows(torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]]), [0, 1], 2)
+    [[1, 2], [0, 1]]
+    """
+    return kernels_of(logits).top_k_rows(logits, rows, k)
+
+
+def top_k_tokens(row: Probs, k: int) -> list[int]:
+    """Return the k tokens of highest probability or logit, highest first, lowest id of equals.
+
+    >>> top_k_tokens([0.2, 0.5, 0.1, 0.2], 3)
+    [1, 0, 3]
+    """
+    return kernels_of(row).top_k_rows([row], [0], k)[0]

@@ -8,12 +8,8 @@ because each node carries the distribution it was drawn from given its earlier s
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tinyspec import _core
-from tinyspec._core import reference
-from tinyspec.decoding import device
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import is_exact, on_device, on_host, sample_inverse_cdf
-from tinyspec.errors import TinyspecError
+from tinyspec.decoding.sampling import kernels_of, sample_inverse_cdf
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 __all__ = ["Verdict", "exclude_token", "residual", "sample_inverse_cdf", "verify_tree"]
@@ -60,20 +56,12 @@ def residual(p: Probs, q: Probs) -> Probs:
     If nothing is left, p and q agree up to rounding, and the result is p. Raises TinyspecError if
     the two vocabularies differ.
     """
-    if is_exact(p) or is_exact(q):
-        return reference.residual(p, q)
-    return device.residual(p, q) if on_device(p) else _core.residual(on_host(p), on_host(q))
+    return kernels_of(p).residual(p, q)
 
 
 def exclude_token(p: Probs, token: int) -> Probs:
     """Return p without this token: the residual of a point mass. If nothing is left: p."""
-    if is_exact(p):
-        return reference.without(p, token)
-    return device.without(p, token) if on_device(p) else _core.without(on_host(p), token)
-
-
-def _reject(p: Probs, q: Probs | None, token: int, last: bool) -> Probs:
-    return exclude_token(p, token) if q is None else residual(p, q)
+    return kernels_of(p).exclude_token(p, token)
 
 
 def verify_tree(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
@@ -96,22 +84,13 @@ def verify_tree(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     Raises TinyspecError if a token has probability 0 under its own declared distribution, or if the
     vocabularies differ.
     """
-    if (on_its_device := getattr(p, "on_device", None)) is not None:
-        return _verify_on_device(tree, on_its_device, rng)
-    greedy_token = getattr(p, "greedy_token", None)
+    greedy_token = getattr(p, "greedy_token", None)  # of `TargetProbs`: it needs no distribution
     if greedy_token is not None and all(q is None for q in tree.draft_probs):
         token = greedy_token(ROOT)
         if token is not None:
             return verify_tree_greedy(tree, greedy_token, token)
-    root = p[ROOT]
-    uniforms = None if is_exact(root) or on_device(root) else rng.uniforms(len(tree.tokens) + 1)
-    if uniforms is None:
-        return Verdict(*reference.walk(*_columns(tree), p, rng.accept, rng.draw, _reject))
-    tokens, parents, draft_probs, probe = _columns(tree)
-    draft_probs = [q if q is None else on_host(q) for q in draft_probs]
-    accepted, token, rejected, used = _core.walk(tokens, parents, draft_probs, probe, p, uniforms)
-    rng.push_back(len(uniforms) - used)
-    return Verdict(accepted, token, rejected)
+    kernels = getattr(p, "kernels", None) or kernels_of(p[ROOT])
+    return Verdict(*kernels.verify_tree(tree, p, rng))
 
 
 def verify_tree_greedy(tree: TokenTree, greedy_token: Callable[[int], int], token: int) -> Verdict:
@@ -135,19 +114,3 @@ def verify_tree_greedy(tree: TokenTree, greedy_token: Callable[[int], int], toke
             return Verdict(tuple(accepted), token, tuple(rejected))
         accepted.append(first)
         token = greedy_token(first)
-
-
-def _verify_on_device(tree: TokenTree, block: tuple[Any, Any], rng: RandomSource) -> Verdict:
-    """Verify a tree whose distributions live on a device, with one synchronisation."""
-    uniforms = rng.uniforms(len(tree.tokens) + 1)
-    if uniforms is None:
-        raise TinyspecError(
-            "every outcome of a verification is enumerated on the host: use a model on the CPU"
-        )
-    accepted, token, rejected, used = device.walk(*_columns(tree), *block, uniforms.tolist())
-    rng.push_back(len(uniforms) - used)
-    return Verdict(accepted, token, rejected)
-
-
-def _columns(tree: TokenTree) -> tuple[Any, Any, Any, Any]:
-    return tree.tokens, tree.parents, tree.draft_probs, tree.probe

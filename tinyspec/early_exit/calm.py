@@ -35,13 +35,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.sampling import SamplingParams, is_exact, on_device
+from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.exits import Exit, ExitTarget, Rule
 from tinyspec.errors import TinyspecError
@@ -89,17 +88,8 @@ def gap(row: Probs) -> Any:
     >>> float(gap(np.array([0.5, 0.125, 0.375])))
     0.125
     """
-    if on_device(row):
-        top = row.topk(min(2, len(row))).values.tolist()
-    elif is_exact(row):
-        top = sorted(row, reverse=True)[:2]
-    else:
-        first = int(np.argmax(row))
-        top = [
-            row[first],
-            max(np.max(row[:first], initial=0.0), np.max(row[first + 1 :], initial=0.0)),
-        ]
-    return top[0] - top[1] if len(top) > 1 else top[0]
+    ids = top_k_tokens(row, 2)
+    return row[ids[0]] - row[ids[1]] if len(ids) > 1 else row[ids[0]]
 
 
 def softmax_response(logits: Any) -> Any:

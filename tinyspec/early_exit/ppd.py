@@ -32,10 +32,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tinyspec.decoding.candidates import candidates
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import ForwardRecord, Scores
@@ -89,7 +88,7 @@ class PipelinedTarget:
             rows = [
                 SamplingParams(repetition_penalty=sampling.repetition_penalty).probs(rows[0], text)
             ]
-        tokens = candidates(rows, [0], self.k)[0]
+        tokens = top_k_rows(rows, [0], self.k)[0]
         return TokenTree(
             tokens, (ROOT,) * len(tokens), (None,) * len(tokens), (False,) * len(tokens)
         )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tinyspec._core import reference
 from tinyspec.decoding import device, verify
 from tinyspec.decoding.rng import Replay
+from tinyspec.decoding.sampling import DEVICE, SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import strategies
 from tinyspec.laws.about import Doubt
@@ -171,6 +172,9 @@ def kernels(where: str = "cpu") -> dict[str, Kernel]:
     def there(x: Any) -> torch.Tensor:
         return torch.tensor(x, device=where)
 
+    def probs(logits: torch.Tensor, history: Sequence[int], *settings: Any) -> torch.Tensor:
+        return DEVICE.probs(logits, history, SamplingParams(*settings))
+
     def move(operation: Callable[..., Any], rows: int) -> Kernel:
         def run(*given: Any) -> Any:
             made = operation(*map(there, given[:rows]), *given[rows:])
@@ -186,12 +190,14 @@ def kernels(where: str = "cpu") -> dict[str, Kernel]:
         return device.walk(tokens, parents, far, probe, rows, None, uniforms.tolist())
 
     return {
-        "pick": move(device.pick, 1),
-        "order": lambda row, uniforms: device.order(there(row), uniforms.tolist()),
-        "race": move(device.race, 1),
-        "warp": move(device.warp, 1),
-        "residual": move(device.residual, 2),
-        "without": move(device.without, 1),
+        "pick": move(DEVICE.sample_inverse_cdf, 1),
+        "order": lambda row, uniforms: DEVICE.sample_without_replacement(
+            there(row), uniforms.tolist()
+        ),
+        "race": move(DEVICE.exponential_race, 1),
+        "warp": move(probs, 1),
+        "residual": move(DEVICE.residual, 2),
+        "without": move(DEVICE.exclude_token, 1),
         "walk": walk,
     }
 

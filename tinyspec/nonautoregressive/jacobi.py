@@ -35,10 +35,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from tinyspec.decoding.candidates import candidates
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, Target, TargetProbs
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
@@ -123,7 +122,7 @@ def predict_with_target(target: Target) -> PredictBlock:
         target.append(text[len(held) :])
         held[:] = text
         scores = target.score(TokenTree.chain(block[:-1]))
-        return [token for (token,) in candidates(scores.logits, range(len(block)), 1)]
+        return [token for (token,) in top_k_rows(scores.logits, range(len(block)), 1)]
 
     return says
 
@@ -220,7 +219,7 @@ class JacobiDrafter(BaseDrafter):
         if not len(scores.logits):  # tokens from outside
             return []
         if not self.history:
-            return [token for (token,) in candidates(scores.logits, range(len(scores.logits)), 1)]
+            return [token for (token,) in top_k_rows(scores.logits, range(len(scores.logits)), 1)]
         laws = TargetProbs(scores, replace(self.sampling, temperature=0.0), self.history, tree)
         return [int(laws[node].argmax()) for node in range(-1, len(tree.tokens))]
 

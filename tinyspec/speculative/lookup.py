@@ -21,10 +21,9 @@ from itertools import count
 from typing import Any
 
 from tinyspec._core import Forest
-from tinyspec.decoding.candidates import per_model_state
 from tinyspec.decoding.decode import BaseDrafter, Round
 from tinyspec.lm.feed import Scores
-from tinyspec.technique import Clock
+from tinyspec.technique import Clock, per_model_state
 from tinyspec.tree import ROOT, TokenTree
 
 RATE = 0.1  # weight of the newest outcome: one hit of many must not look like a habit

@@ -10,19 +10,14 @@ its earlier siblings, so that one walk judges them all.
 from collections import defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
-import torch
-
-from tinyspec.decoding.candidates import top_k_ids
 from tinyspec.decoding.decode import Target, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams, is_exact
+from tinyspec.decoding.sampling import EXACT, SamplingParams, kernels_of, top_k_tokens
 from tinyspec.decoding.verify import exclude_token
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.host import to_numpy
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 Shape: TypeAlias = tuple[int, ...]
@@ -186,26 +181,13 @@ def sample_siblings(q: Probs, k: int, rng: RandomSource) -> list[tuple[int, Prob
 
 def uniform_over_unsampled(q: Probs, seen: Sequence[int]) -> Probs:
     """All tokens but these, each as likely as the other."""
-    each = len(q) - len(seen)
-    if is_exact(q):
-        return [Fraction(int(token not in seen), each) for token in range(len(q))]
-    row: Any = (
-        torch.full_like(q, 1 / each) if isinstance(q, torch.Tensor) else np.full(len(q), 1 / each)
-    )
+    kernels = kernels_of(q)
+    if kernels is EXACT:
+        each = Fraction(1, len(q) - len(seen))
+        return [0 * each if token in seen else each for token in range(len(q))]
+    row = kernels.as_vector(q) * 0 + 1 / (len(q) - len(seen))
     row[list(seen)] = 0
     return row
-
-
-def top_k_tokens(row: Probs, k: int) -> list[int]:
-    """The k tokens that a law, or a row of logits, holds for likeliest, the best first, the lowest
-    id of equals.
-
-    >>> top_k_tokens([0.2, 0.5, 0.1, 0.2], 3)
-    [1, 0, 3]
-    """
-    if is_exact(row):
-        return sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
-    return top_k_ids(to_numpy(row) if isinstance(row, torch.Tensor) else np.asarray(row), k)
 
 
 def _grow(tree: TokenTree, token: int, parent: int) -> None:

@@ -10,6 +10,7 @@ from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import top_k_tokens
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import treelaws
 from tinyspec.laws.accused import Evidence, accuse
@@ -19,7 +20,7 @@ from tinyspec.laws.small import pairs
 from tinyspec.laws.theorems import siblings, with_replacement
 from tinyspec.laws.toys import Toy, Trap, card
 from tinyspec.laws.treelaws import NODES, OTHERS, THREE, Build
-from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape, top_k_tokens
+from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.speculative.verification import multi_candidate as mcsd
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree

@@ -5,9 +5,9 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.candidates import candidates
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import top_k_rows
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
@@ -136,7 +136,7 @@ class KeptPath(TokenRecyclingDrafter):
     def observe(self, round: Round) -> None:
         path = (ROOT, *round.verdict.accepted)
         tokens = [self.newest, *round.tree.tokens_on(round.verdict.accepted)]
-        found = candidates(round.scores.logits, [node + 1 for node in path], self.matrix.k)
+        found = top_k_rows(round.scores.logits, [node + 1 for node in path], self.matrix.k)
         self.matrix.learn(tokens, found, len(round.scores.logits[0]))
 
 

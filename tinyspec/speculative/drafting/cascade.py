@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import Any
 
 from tinyspec._core import NgramIndex
-from tinyspec.decoding.candidates import per_model_state
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs, Verifier
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
@@ -35,7 +34,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.nested import Nested
 from tinyspec.speculative.ngram import Katz, sampled
-from tinyspec.technique import Guarantee, Knob, Request, technique
+from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 PAPER_QUOTAS = {1: "13,10/10", 2: "5,14,10/1,10/10"}

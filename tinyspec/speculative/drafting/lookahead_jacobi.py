@@ -29,10 +29,9 @@ random, here the prompt's tokens stand in turn: the same text for the same seed.
 from collections.abc import Sequence
 from sys import getsizeof
 
-from tinyspec.decoding.candidates import candidates
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.feed import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -168,7 +167,7 @@ class LookaheadJacobiDrafter(BaseDrafter):
         assert self.window is not None  # a round was proposed
         if not self.newest_row:
             return
-        said = candidates(round.scores.logits, [node + 1 for node in self.newest_row], 1)
+        said = top_k_rows(round.scores.logits, [node + 1 for node in self.newest_row], 1)
         for gram in self.window.move_on([token for (token,) in said])[: len(said)]:
             self.pool.add(gram)
 

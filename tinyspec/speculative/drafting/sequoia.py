@@ -35,16 +35,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyspec._core.reference import ratio
-from tinyspec.decoding.candidates import per_model_state
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.speculative.goodput import STEP, CostModel, update_ema
-from tinyspec.speculative.treedraft import Shape, TreeDrafter, sample_siblings, top_k_tokens
-from tinyspec.technique import Clock, Guarantee, Knob, PolicyOverride, Request, technique
+from tinyspec.speculative.treedraft import Shape, TreeDrafter, sample_siblings
+from tinyspec.technique import (
+    Clock,
+    Guarantee,
+    Knob,
+    PolicyOverride,
+    Request,
+    per_model_state,
+    technique,
+)
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 PRIOR = (

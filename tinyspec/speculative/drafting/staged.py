@@ -21,15 +21,14 @@ from collections.abc import Sequence
 from heapq import heappop, heappush, nsmallest
 from typing import Any
 
-from tinyspec.decoding.candidates import per_model_state
 from tinyspec.decoding.decode import Decoder, Target, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.speculative.ngram import Katz, sampled
-from tinyspec.speculative.treedraft import sample_siblings, top_k_tokens
-from tinyspec.technique import Guarantee, Knob, Request, technique
+from tinyspec.speculative.treedraft import sample_siblings
+from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 Path = tuple[int, ...]

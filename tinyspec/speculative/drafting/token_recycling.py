@@ -32,12 +32,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from tinyspec.decoding.candidates import candidates, per_model_state
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.technique import Guarantee, Knob, Request, technique
+from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, TokenTree
 
 NO_CANDIDATE = -1  # no candidate of this rank
@@ -141,7 +140,7 @@ class TokenRecyclingDrafter(BaseDrafter):
 
     def observe(self, round: Round) -> None:
         n, text = len(round.tree.tokens), set(round.verdict.accepted)
-        found = candidates(round.scores.logits, range(n + 1), self.matrix.k)
+        found = top_k_rows(round.scores.logits, range(n + 1), self.matrix.k)
         refused = [node for node in range(n) if node not in text]
         order = [*refused, ROOT, *round.verdict.accepted]  # the text's own rows are written last
         tokens = [self.newest if node == ROOT else round.tree.tokens[node] for node in order]

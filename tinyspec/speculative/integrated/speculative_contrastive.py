@@ -32,8 +32,9 @@ import numpy as np
 import torch
 
 from tinyspec.decoding.decode import Decoder, Target
+from tinyspec.decoding.kernels import as_fraction
 from tinyspec.decoding.modeldraft import SharedSessionDrafter
-from tinyspec.decoding.sampling import as_fraction, is_exact, on_device
+from tinyspec.decoding.sampling import DEVICE, EXACT, kernels_of
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import Scores
@@ -109,7 +110,7 @@ class Joint:
 
 def _together(rows: list[Any]) -> Any:
     """Rows as `Scores` has them: a table's Fractions as a list, logits as one tensor [n+1, V]."""
-    if is_exact(rows[0]):
+    if kernels_of(rows[0]) is EXACT:
         return rows
     return torch.from_numpy(np.stack(rows)) if isinstance(rows[0], np.ndarray) else stack(rows)
 
@@ -121,9 +122,9 @@ def make_contrast(beta: float, plausibility: float) -> Make:
 
     def make(rows: Any, text: Any, path: Any) -> Any:
         expert, amateur = rows
-        if is_exact(expert):
+        if kernels_of(expert) is EXACT:
             return _exact(expert, amateur, beta, plausibility)
-        xp: Any = torch if on_device(expert) else np
+        xp: Any = torch if kernels_of(expert) is DEVICE else np
         e, a = (
             to_numpy(row) if xp is np and isinstance(row, torch.Tensor) else xp.asarray(row)
             for row in rows

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tinyspec._core.reference import ratio
-from tinyspec.decoding.sampling import is_exact, on_device, on_host
+from tinyspec.decoding.sampling import EXACT, kernels_of
 from tinyspec.tree import Probs
 
 __all__ = ["as_row", "exact", "ratio", "same", "vectors"]
@@ -23,19 +23,15 @@ def vectors(row: Probs, q: Probs | None, token: int) -> tuple[Any, Any]:
     mass.
 
     >>> [v.tolist() for v in vectors([0.5, 0.5], None, 1)]
-    [[0.5, 0.5], [0, 1]]
+    [[0.5, 0.5], [0.0, 1]]
     """
-    if q is None:
-        q = (
-            [int(x == token) for x in range(len(row))]
-            if is_exact(row)
-            else np.eye(1, len(row), token)[0]
-        )
-    if is_exact(row) or is_exact(q):
-        return np.array(list(row), dtype=object), np.array(list(q), dtype=object)
-    if on_device(row):
-        return row, torch.as_tensor(q).to(row)
-    return on_host(row), on_host(q)
+    kernels = kernels_of(row)
+    vector = kernels.as_vector(row)
+    if q is not None:
+        return vector, kernels.as_vector(q, vector)
+    point_mass = vector * 0
+    point_mass[token] = 1
+    return vector, point_mass
 
 
 def exact(vector: Any) -> bool:
@@ -53,7 +49,7 @@ def same(one: Probs | None, other: Probs | None) -> bool:
         return one.device == other.device and torch.equal(one, other)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.array_equal(one, other)
-    return is_exact(one) and is_exact(other) and list(one) == list(other)
+    return kernels_of(one) is kernels_of(other) is EXACT and list(one) == list(other)  # type: ignore[arg-type]
 
 
 def as_row(vector: Any) -> Probs:
