@@ -58,7 +58,10 @@ def test_a_right_decoding_function_passes() -> None:
 
 
 def test_right_drafters_pass_and_none_may_propose_anything() -> None:
-    assert check(drafter=published.draft_tokens()).evidence[0].notes == ["exactly"]
+    assert check(drafter=published.draft_tokens()).evidence[0].notes == [
+        "exactly",
+        "V 2-3, gamma 1-2",
+    ]
     for mistake in WRONG_DRAFTERS.values():
 
         def points(*given: Any, mistake: Any = mistake) -> Any:
@@ -121,6 +124,8 @@ def test_a_uniform_of_exactly_zero_must_not_bring_out_what_p_forbids(name: str) 
     forbidden = [row.index(0) for row in found.case["p"] if 0 in row]
     assert any(token in forbidden for token in found.got)
     if name == "<= for <":
+        assert "u < p / q" in found.case["hint"]
+        assert "corners=False" in found.case["hint"]
         assert check(WRONG_VERIFIERS[name], corners=False)
 
 
@@ -167,7 +172,7 @@ def greedy_siblings(tree: Any, p: Any, source: RandomSource) -> Verdict:
 def test_the_librarys_walk_is_proved_on_every_kind_of_tree() -> None:
     result = check(verify_tree)
     assert len(result.evidence) == 4
-    assert all(found.notes[-1] == "exactly" for found in result.evidence)
+    assert all(found.notes[1:] == ["exactly", "V 2-4, gamma 1-2"] for found in result.evidence)
 
 
 def test_a_verifier_that_is_right_on_chains_is_refuted_on_siblings() -> None:
@@ -215,6 +220,25 @@ def test_where_nothing_can_be_said_it_says_why(message: str) -> None:
         check(NO_VERDICT[message])
     with pytest.raises(TinyspecError, match="nothing to check"):
         check()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ({"verifier": 3}, r"a verifier is a function, called as verify\(p_rows .* this is 3"),
+        ({"verifier": lambda p, q: [0]}, r"q_rows \[gamma, V\].*; <lambda>\(p, q\) does not take"),
+        ({"verifier": lambda p, q, d, rng, more: [0]}, r"called as verify\(p_rows"),
+        ({"verifier": lambda tree: [0]}, r"called as verify\(tree, p, rng\) -> Verdict"),
+        ({"drafter": lambda: [0]}, r"called as draft\(q, context, gamma, rng\)"),
+        ({"drafter": "ngram"}, r"a drafter is a function, .*; this is 'ngram'"),
+        ({"generate": lambda p, q: [0]}, r"called as generate\(p, q, gamma, n, rng\) -> tokens"),
+    ],
+)
+def test_another_signature_is_refused_in_one_line(function: Any, message: str) -> None:
+    """`check(3)`: "a verifier is a function, called as verify(p_rows [gamma + 1, V], ...) ..."."""
+    with pytest.raises(TinyspecError, match=message) as caught:
+        check(**function)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_mistake_that_ends_in_an_error_is_shown_with_its_case() -> None:

@@ -24,7 +24,7 @@ expected [0, 1]
 got      [0.268941, 0.731059]
 """
 MENDED = """\
-joint law: kept in 616 cases, 2455 outcomes, # s (in floating point, to 2e-16)
+joint law: kept in 616 cases, 2455 outcomes, # s (in floating point, to 2e-16; V 2-4, gamma 1-3)
 """
 ONE_NUMBER = """\
 broken: joint law
@@ -41,6 +41,7 @@ broken: impossible token
   q = [[1, 0]]
   draft = [0]
   uniforms = the first one drawn is exactly 0.0, which a generator may return
+  hint = accept where u < p / q, not where u <= p / q; corners=False leaves this case out
 expected no token 0: p forbids it
 got      [0, 1]
 """
@@ -54,11 +55,12 @@ expected tokens drawn from the declared distribution
 got      [1, 0]
 """
 DOORS = """\
-joint law: kept in 616 cases, 2455 outcomes, # s (in floating point, to 2e-16)
-joint law: kept in 604 cases, 2245 outcomes, # s (a chain drawn from q, its laws declared; exactly)
-joint law: kept in 151 cases, 779 outcomes, # s (a chain without laws: each token is judged as a point mass; exactly)
-joint law: kept in 151 cases, 1598 outcomes, # s (two siblings drawn from q, independently; exactly)
-joint law: kept in 151 cases, 917 outcomes, # s (two siblings drawn from q without replacement; exactly)
+joint law: kept in 616 cases, 2455 outcomes, # s (in floating point, to 2e-16; V 2-4, gamma 1-3)
+joint law: kept in 604 cases, 2245 outcomes, # s (a chain drawn from q, its laws declared; exactly; V 2-4, gamma 1-2)
+joint law: kept in 151 cases, 779 outcomes, # s (a chain without laws: each token is judged as a point mass; \
+exactly; V 2-4, gamma 1-2)
+joint law: kept in 151 cases, 1598 outcomes, # s (two siblings drawn from q, independently; exactly; V 2-4, gamma 1-2)
+joint law: kept in 151 cases, 917 outcomes, # s (two siblings drawn from q without replacement; exactly; V 2-4, gamma 1-2)
 rng.gumbel cannot be enumerated: draw with rng.random(), rng.uniform(), rng.choice(n, p=row), \
 rng.integers() or rng.multinomial()
 """

@@ -17,7 +17,16 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.accused import CheckResult, Evidence, LawViolated, show
 from tinyspec.laws.cases import Case, shrink
 from tinyspec.laws.dice import NEGLIGIBLE, Dice, Negligible
-from tinyspec.laws.forms import NUMBERS, Form, Law, Misfit, Rounds, needed, takes_random_source
+from tinyspec.laws.forms import (
+    NUMBERS,
+    Form,
+    Law,
+    Misfit,
+    Rounds,
+    check_signature,
+    needed,
+    takes_random_source,
+)
 from tinyspec.laws.forms_house import KINDS, House
 from tinyspec.laws.forms_text import Drafting, Generation, OwnDrafting
 from tinyspec.laws.uniform import NotEnumerable
@@ -26,6 +35,11 @@ GIVE_UP = 25  # cases that raise before anything is said of the law: then the fu
 CORNERS = (
     60  # cases, of those in which p forbids a token, that are tried with a uniform of exactly 0
 )
+VERIFIER = "verify(p_rows [gamma + 1, V], q_rows [gamma, V], draft [gamma], rng) -> tokens"
+HOUSE_VERIFIER = "verify(tree, p, rng) -> Verdict"
+DRAFTER = "draft(q, context, gamma, rng) -> (tokens, distributions), or as draft(context, rng)"
+GENERATE = "generate(p, q, gamma, n, rng) -> tokens"
+CORNER_HINT = "accept where u < p / q, not where u <= p / q; corners=False leaves this case out"
 AGAIN = 12  # runs of an accused case that must agree, so that a function with noise of its own is told so instead
 
 
@@ -40,31 +54,43 @@ def check(
     seconds: float = 10.0,
     tolerance: float = 1e-6,
 ) -> CheckResult:
-    """Prove functions exact, or find the smallest counterexample; print the verdict and return it.
+    """Prove a function exact on every small case, or find the smallest case that it gets wrong.
 
-    The result is true where nothing was broken: in a test write `assert check(my_verifier)`. The
-    counterexample is `check(...).counterexample`: law, case, expected, got.
+    Prints the verdict and returns it. The result is true where nothing was broken, so that a test
+    reads `assert check(my_verifier)`; `check(...).counterexample` has law, case, expected and got.
 
-    verifier    verify(p_rows, q_rows, draft, rng) -> tokens; rows are [gamma + 1, V] and [gamma,
-                V], draft gamma ids; returns the accepted tokens and one more. Or verify(tree, p,
-                chance) -> Verdict, known by the name `rng`
-    drafter     draft(q, context, gamma, rng) -> (tokens, laws); q(context) -> row; a law is a row
-                or None
-    generate    generate(p, q, gamma, n, rng) -> tokens: the first n, from the empty context
-    trees       the trees a house verifier is judged on; a verifier of chains is given ("chain",)
-    corners     whether a uniform of exactly 0 must not bring out a token that p forbids
-    seed        of the larger cases, which are drawn
+    verifier    verify(p_rows, q_rows, draft, rng) -> tokens: one round on a chain of gamma draft
+                tokens. p_rows [gamma + 1, V] and q_rows [gamma, V] are target and draft
+                probabilities, draft [gamma] the token ids drawn from q_rows; returns the accepted
+                tokens and one more. Or the library's own form, verify(tree, p, rng) -> Verdict: a
+                function whose first argument is called `tree`
+    drafter     draft(q, context, gamma, rng) -> (tokens, distributions): q(context) is the draft
+                model's row [V]; returns, for each token, the row it was drawn from, or None. Or
+                draft(context, rng), which has a model of its own
+    generate    generate(p, q, gamma, n, rng) -> tokens: the first n after the empty context
+    trees       the kinds of trees that a verifier of the library's form is judged on: "chain",
+                "point masses", "siblings", "without replacement"
+    corners     whether to try uniforms of exactly 0.0, which a generator may return: they must not
+                let a token of target probability 0 pass, as a test u <= p / q does
+    seed        of the larger cases, which are drawn at random
     seconds     of computing for each function, after which the search stops and says so
     tolerance   in float64; the largest deviation that passed is noted
 
-    rng stands for numpy.random.Generator, for a function without arguments, or for a list of
-    uniforms (gamma + 1 of them).
-    Raises TinyspecError where no verdict is possible: the function fails on every small case, or
-    draws in a way that cannot be enumerated.
+    Rows are lists of Fractions, float64 arrays or tensors: the first that the function can compute
+    with. rng stands for a numpy.random.Generator, for a function without arguments, or for a list of
+    gamma + 1 uniforms; a function without rng draws from numpy.random, random or torch. Cases have
+    vocabularies of two to four tokens and up to three draft tokens: the verdict says which.
+
+    Raises TinyspecError where no verdict is possible: the function is called in another way, fails
+    on every small case, or draws in a way that cannot be enumerated.
     """
     forms: list[Form] = []
     if verifier is not None:
-        if takes_random_source(verifier):
+        if not callable(verifier) or not takes_random_source(verifier):
+            check_signature(verifier, "verifier", VERIFIER, 3)
+            forms.append(Rounds(verifier, tolerance))
+        else:
+            check_signature(verifier, "verifier", HOUSE_VERIFIER, 2)
             for kind in trees:
                 if kind not in KINDS:
                     raise TinyspecError(
@@ -73,11 +99,12 @@ def check(
                 house = House(verifier, tolerance)
                 house.kind, house.about = kind, KINDS[kind]
                 forms.append(house)
-        else:
-            forms.append(Rounds(verifier, tolerance))
     if drafter is not None:
-        forms.append((OwnDrafting if needed(drafter) <= 2 else Drafting)(drafter, tolerance))
+        own = callable(drafter) and needed(drafter) <= 2
+        check_signature(drafter, "drafter", DRAFTER, 1 if own else 3)
+        forms.append((OwnDrafting if own else Drafting)(drafter, tolerance))
     if generate is not None:
+        check_signature(generate, "decoding function", GENERATE, 4)
         forms.append(Generation(generate, tolerance))
     if not forms:
         raise TinyspecError(
@@ -85,6 +112,7 @@ def check(
         )
     evidence, counterexample = list[Evidence](), None
     for form in forms:
+        form.corner_hint = CORNER_HINT
         try:
             evidence.append(
                 _Search(form, seconds / (len(trees) if isinstance(form, House) else 1)).run(
@@ -125,6 +153,11 @@ def prove(
         raise accused.with_traceback(None) from None
 
 
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"
+
+
 class _OutOfTime(BaseException):
     """A case has too many outcomes for the time that is left."""
 
@@ -155,6 +188,7 @@ class _Search:
         self.until = time.process_time() + self.seconds
         cases, notes = 0, list[str]()
         small = list[Any]()
+        sizes: set[tuple[int, int]] = set()  # vocabulary and gamma of each case
         try:
             for tried, case in enumerate(islice(self.form.cases(seed), self.most)):
                 law = self.law(case)
@@ -163,6 +197,7 @@ class _Search:
                         break
                     continue
                 cases += 1
+                sizes.add((case.vocabulary, case.gamma))
                 if self.form.judge(case, law) is not None:
                     self.accuse(case)
                 if (
@@ -185,6 +220,9 @@ class _Search:
         notes.insert(
             0, "exactly" if exact else f"in floating point, to {max(self.form.worst, 1e-16):.0e}"
         )
+        if isinstance(case, Case):
+            vocabularies, gammas = zip(*sizes, strict=True)
+            notes.insert(1, f"V {_span(vocabularies)}, gamma {_span(gammas)}")
         notes = [self.form.about, *notes] if self.form.about else notes
         return Evidence(self.form.law, cases, self.branches, time.perf_counter() - began, notes)
 

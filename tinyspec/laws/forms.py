@@ -140,6 +140,28 @@ def takes(function: Callable[..., Any], given: int) -> str | None:
     return next((name for name in parameters_of(function) if name in GENERATORS), None)
 
 
+def check_signature(function: Any, what: str, signature: str, given: int) -> None:
+    """Raise TinyspecError, in one line, unless a function can be called with `given` arguments.
+
+    The generator is not counted: it is given last, by name, or not at all, as `takes` says.
+    """
+    if not callable(function):
+        raise TinyspecError(f"a {what} is a function, called as {signature}; this is {function!r}")
+    try:
+        own = inspect.signature(function)
+    except (TypeError, ValueError):  # some compiled functions do not tell their arguments
+        return
+    keyword = takes(function, given)
+    arguments = [None] * (given + (keyword == ""))
+    try:
+        own.bind(*arguments, **({keyword: None} if keyword else {}))
+    except TypeError:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TinyspecError(
+            f"a {what} is called as {signature}; {name}{own} does not take these arguments"
+        ) from None
+
+
 @dataclass
 class Form:
     """One reader's function: subclasses say how to play a case and how to judge what came out."""
@@ -152,6 +174,7 @@ class Form:
     what = "function"
     law = "joint law"
     about = ""  # said with the evidence
+    corner_hint = ""  # what to do about a counterexample that needs a uniform of exactly 0
 
     def cases(self, seed: int) -> Iterator[Any]:
         raise NotImplementedError
@@ -208,6 +231,8 @@ class Form:
                 shown["uniforms"] = (
                     f"the {which} one drawn is exactly 0.0, which a generator may return"
                 )
+                if self.corner_hint:
+                    shown["hint"] = self.corner_hint
                 return Counterexample(
                     "impossible token", shown, f"no token {token}: p forbids it", list(tokens)
                 )
