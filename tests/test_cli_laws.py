@@ -10,7 +10,7 @@ from tests.zoo import failed, run
 from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws import mutants, prove, statistics, toys
+from tinyspec.laws import museum, prove, statistics, toys
 from tinyspec.technique import Card, Guarantee, Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -124,8 +124,13 @@ def test_seeds_tell_who_was_accused(biased: str) -> None:
     assert "broken: " in result.output
 
 
-@pytest.mark.parametrize(("what", "module"), [("mutants", mutants), ("toys", toys)])
-def test_the_matrices_are_printed(monkeypatch: pytest.MonkeyPatch, what: str, module: Any) -> None:
+@pytest.mark.parametrize(
+    ("what", "module", "function"),
+    [("mutants", museum, "judge_mutants"), ("toys", toys, "matrix")],
+)
+def test_the_matrices_are_printed(
+    monkeypatch: pytest.MonkeyPatch, what: str, module: Any, function: str
+) -> None:
     name, group = what[:-1], "law" if what == "mutants" else "technique"
     killed = {
         name: "always accepts",
@@ -133,7 +138,7 @@ def test_the_matrices_are_printed(monkeypatch: pytest.MonkeyPatch, what: str, mo
         "killed_by": "joint law",
         "counterexample": {"case": {"p": "[1, 0]"}, "expected": "1", "got": "0"},
     }
-    monkeypatch.setattr(module, "matrix", lambda watch: [killed, killed])
+    monkeypatch.setattr(module, function, lambda watch: [killed, killed])
     result = run("laws", f"--{what}")
     assert result.exit_code == 0, result.output
     assert result.output == f"the joint law: 2 of 2 killed\n2 of 2 {what} killed\n"
@@ -144,7 +149,7 @@ def test_the_matrices_are_printed(monkeypatch: pytest.MonkeyPatch, what: str, mo
     assert f"2 of 2 {what} killed" in result.output
     assert json.loads(run("laws", f"--{what}", "--json").stdout) == [killed, killed]
     lives = {name: "drifts", group: "the joint law", "killed_by": None, "counterexample": None}
-    monkeypatch.setattr(module, "matrix", lambda watch: [killed, lives])
+    monkeypatch.setattr(module, function, lambda watch: [killed, lives])
     for options in ((), ("--verbose",)):
         result = run("laws", f"--{what}", *options)
         assert result.exit_code == 1
@@ -154,8 +159,9 @@ def test_the_matrices_are_printed(monkeypatch: pytest.MonkeyPatch, what: str, mo
 
 def test_a_matrix_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(mutants, "mutants", lambda: mutants._all("MUTANTS")[:2])
-    mutants.matrix(lambda *now: told.append(now))
+    two = museum.mutants()[:2]
+    monkeypatch.setattr(museum, "mutants", lambda: two)
+    museum.judge_mutants(lambda *now: told.append(now))
     assert [(at, of) for _, at, of in told] == [(0, 2), (1, 2)]
 
 

@@ -173,6 +173,9 @@ def retrievals() -> Iterator[Case]:
             order = fallback.suffix_order(case["tokens"])
             for suffix, few in product(([0], [1, 0], [0, 0]), ({}, {"most": 1}, {"matches": 1})):
                 yield {**case, "order": order, "suffix": suffix, **knobs, **few}
+    often = np.array([0, 1, 0, 2, 0, 3, 0, 4], np.int32)  # of four places two are read: which?
+    order = fallback.suffix_order(often)
+    yield {**case, "tokens": often, "order": order, "suffix": [0], **knobs, "matches": 2}
     for wrong in (
         {"shortest": 0},
         {"longest": 32},

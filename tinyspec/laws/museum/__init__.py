@@ -1,0 +1,74 @@
+"""The museum: the field's real mistakes, each one change of the library, and the law that catches it.
+
+A row says which function, which text and what stands there instead. A mutant is killed if the law
+meant for it accuses it: by its verdict, not by a crash, and not by another law. That also shows that
+the change is no equivalent in disguise, for the same law accuses nothing in the library as it is.
+
+To add a mutant, write one row in the table of its kind. Its `bug` says where the mistake was met: B1
+to B45 and S1 to S12 are classes found in public implementations (`catalogue` has each source), "slip"
+is a small slip that every verifier and loop should be tried with.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from tinyspec.laws.accused import Evidence, LawViolated
+from tinyspec.laws.extra import extra
+from tinyspec.laws.museum import drafting, loop, rewriting, sessions, verification
+from tinyspec.laws.museum.catalogue import CATALOGUE
+from tinyspec.laws.museum.rows import Equivalent, Mutant
+
+TABLES = (verification, drafting, loop, sessions, rewriting)
+Watch = Callable[[str, int, int], None]
+"""Called before each row is judged: with its name, its number from 0 on, and how many there are."""
+
+
+def mutants() -> list[Mutant]:
+    """Return every mutant, in the order of the tables."""
+    return [mutant for table in TABLES for mutant in table.MUTANTS]
+
+
+def equivalents() -> list[Equivalent]:
+    """Return the changes that change nothing a law could see."""
+    return [change for table in TABLES for change in getattr(table, "EQUIVALENT", ())]
+
+
+def judge_mutant(mutant: Mutant) -> dict[str, Any]:
+    """Return one line of the matrix: mutant, bug, met (where), host, law, killed_by, counterexample.
+
+    killed_by is the law whose verdict it was, or None; then `survived` says what happened.
+    """
+    return {
+        "mutant": mutant.name,
+        "bug": mutant.bug,
+        "met": "; ".join(CATALOGUE[bug] for bug in mutant.bug.split(", ")),
+        "host": mutant.host,
+        "law": mutant.law,
+        **ask_law(mutant.law, mutant.check),
+    }
+
+
+def ask_law(law: str, check: Callable[[], Evidence]) -> dict[str, Any]:
+    """Return what a law said of something wrong: killed_by, counterexample, and perhaps survived."""
+    try:
+        survived = f"{check().cases} cases found nothing"
+    except LawViolated as accused:
+        found = accused.counterexample
+        if found.law == law:
+            return {"killed_by": law, "counterexample": found.as_dict()}
+        survived = f"accused by another law: {found.law}"
+    except Exception as crash:  # a crash is not a verdict
+        survived = f"{type(crash).__name__}: {crash}"
+    return {"killed_by": None, "counterexample": None, "survived": survived}
+
+
+def judge_mutants(watch: Watch | None = None) -> list[dict[str, Any]]:
+    """Return a line for every mutant, judged by the law meant for it."""
+    for library in ("hypothesis", "scipy"):  # missing, it would look like a crash of a mutant
+        extra(library)
+    lines, rows = [], mutants()
+    for at, mutant in enumerate(rows):
+        if watch is not None:
+            watch(mutant.name, at, len(rows))
+        lines.append(judge_mutant(mutant))
+    return lines

@@ -1,0 +1,578 @@
+"""Verification with one defect each: the walk down a tree, blocks, several drafts, shared noise,
+rollbacks, cascades and joint targets.
+"""
+
+from functools import partial
+
+from tinyspec._core import reference
+from tinyspec._core.reference import walk
+from tinyspec.decoding.decode import Decoder, TargetProbs
+from tinyspec.decoding.verify import verify_tree
+from tinyspec.laws import joint_laws, theorems
+from tinyspec.laws.blocks import BLOCK, EMITTED
+from tinyspec.laws.couplings import AGREE, INVARIANT
+from tinyspec.laws.exact import JOINT
+from tinyspec.laws.museum.patching import Patch
+from tinyspec.laws.museum.rows import Equivalent, Mutant
+from tinyspec.laws.nested_laws import LEVELS
+from tinyspec.laws.selection import FACTOR, SELECTED
+from tinyspec.laws.toys.bild import ALGORITHM
+from tinyspec.speculative.integrated.speculative_contrastive import Joint
+from tinyspec.speculative.nested import Nested
+from tinyspec.speculative.treedraft import TreeDrafter
+from tinyspec.speculative.verification import spectr
+from tinyspec.speculative.verification.bild import rollback_verifier
+from tinyspec.speculative.verification.block_verification import verify_tree_by_block
+from tinyspec.speculative.verification.gumbel_coupling import (
+    GumbelCouplingDrafter,
+    verify_tree_by_race,
+)
+from tinyspec.speculative.verification.spectr import verify_tree_k_seq
+
+TEST = "accept(ratio(row, laws[node], token))"
+REJECT = "row = refuse(row, laws[node], token, not untested)"
+RATIO = "return row[token] / q[token]"
+RESIDUAL = "return normalise(unnormalized_residual(row, q, -1)) or list(row)"
+WALKED = "return Verdict(*reference.walk(*_columns(tree), p, rng.accept, rng.draw, _reject))"
+PROBS = "target_probs = TargetProbs(scores, self.sampling, history, tree)"
+
+_walk = partial(Mutant, law=JOINT, function=walk)
+_ratio = partial(Mutant, law=JOINT, function=reference.ratio)
+_residual = partial(Mutant, law=JOINT, function=reference.residual)
+_verify = partial(Mutant, law=JOINT, function=verify_tree)
+_step = partial(Mutant, law=JOINT, function=Decoder.step)
+_block = partial(Mutant, law=EMITTED, function=verify_tree_by_block)
+_drafts = partial(Mutant, law=SELECTED, function=verify_tree_k_seq)
+_rollback = partial(Mutant, law=ALGORITHM, function=rollback_verifier)
+_nested = partial(Mutant, law=LEVELS, function=Nested.propose)
+_middle = partial(Mutant, law=LEVELS, function=Nested.__init__)
+_joint = partial(Mutant, law=joint_laws.ROWS)
+
+# ------------------------------------------------------------------ the walk
+
+RATIOS = [
+    _walk("everything is accepted", TEST, "accept(1)"),
+    _ratio("p and q swapped", RATIO, "return q[token] / row[token] if row[token] else 1"),
+    _ratio("root of the ratio", RATIO, "return (row[token] / q[token]) ** 0.5"),
+    _ratio("ratio times 1.05", RATIO, "return row[token] / q[token] * 21 / 20"),
+    _walk("first guess not verified", TEST, f"{TEST[:-1]} if path else 1)", bug="B15"),
+    _ratio(
+        "a sample of the target for each sibling",
+        RATIO,
+        "return row[token]",
+        bug="B8",
+        also=(Patch(walk, REJECT, "row = p[path[-1] if path else ROOT]"),),
+    ),
+    _walk("every sibling accepted", TEST, "accept(1)", law=theorems.TRANSPORT),
+    _ratio(
+        "placeholder -1 accepted",
+        "if not 0 <= token < len(row):",
+        "if not token < len(row):",
+        bug="B37, B35",
+        law="vocabulary",
+        also=(Patch(verify_tree, "else rng.uniforms(len(tree.tokens) + 1)", "else None"),),
+    ),
+]
+RESIDUALS = [
+    _walk("residual is p", REJECT, "row = p[path[-1] if path else ROOT]"),
+    Mutant(
+        "residual is |p - q|",
+        "x - y if x > y else 0 * x for",
+        "abs(x - y) for",
+        reference.unnormalized_residual,
+        law=JOINT,
+    ),
+    _residual(
+        "residual without relu",
+        RESIDUAL,
+        """left = [x - y for x, y in zip(row, q, strict=True)]
+first = next(i for i in range(len(row)) if sum(left[: i + 1]) > 0 or i == len(row) - 1)
+return [0 * x + (i == first) for i, x in enumerate(row)]  # a search in a sum that ends at 0""",
+    ),
+    _residual(
+        "residual is softmax(p - q)",
+        RESIDUAL,
+        """weights = [math.exp(x - y) for x, y in zip(row, q, strict=True)]
+return [w / sum(weights) for w in weights]""",
+        bug="B2",
+    ),
+    _walk(
+        "residual of the row before",
+        "refuse(row, laws",
+        "refuse(p[max(path[-1] - 1, ROOT) if path else ROOT], laws",
+    ),
+    _walk("row behind the refused guess", REJECT, "row = p[node]", bug="B16"),
+    _walk(
+        "refusal of a sibling forgotten",
+        "refuse(row, laws",
+        "refuse(p[path[-1] if path else ROOT], laws",
+    ),
+    _residual(
+        "residual not normalised between siblings",
+        RESIDUAL,
+        """left = unnormalized_residual(row, q, -1)
+return left if sum(left) else list(row)""",
+        law=theorems.REJECTION,
+    ),
+]
+LAST_TOKENS = [
+    _walk(
+        "no bonus token",
+        "draw(row)",
+        "None if path and not siblings else draw(row)",
+        law=theorems.TOKENS,
+    ),
+    _walk(
+        "bonus from the draft's law",
+        "draw(row)",
+        "draw(laws[path[-1]] or row if path and not siblings else row)",
+    ),
+    _walk(
+        "bonus from the row at the root",
+        "draw(row)",
+        "draw(p[ROOT] if path and not siblings else row)",
+    ),
+    _verify(
+        "recovered token lost",
+        WALKED,
+        f"""{WALKED.replace("return", "verdict =")}
+return verdict._replace(next=None) if verdict.accepted and verdict.rejected else verdict""",
+        bug="B16, S7",
+    ),
+]
+SHAPES = [
+    _verify(
+        "accepted anywhere in the draft",
+        WALKED,
+        f"""chain = list(tree.parents) == list(range(-1, len(tree.tokens) - 1))
+if chain and tree.tokens and all(q is not None for q in tree.draft_probs):
+    tests = zip(tree.tokens, tree.parents, tree.draft_probs, strict=True)
+    n = sum(rng.accept(p[up][x] / q[x]) for x, up, q in tests)
+    left = p[n - 1] if n == len(tree.tokens) else residual(p[n - 1], tree.draft_probs[n])
+    return Verdict(tuple(range(n)), rng.draw(left))
+{WALKED}""",
+        bug="B1",
+    ),
+    _verify(
+        "one uniform for all positions",
+        WALKED,
+        f"""from tinyspec.laws.uniform import Span
+{WALKED.replace("rng.accept", "Span(rng).below")}""",
+        bug="B32, S6",
+    ),
+    _verify(
+        "equal siblings merged",
+        WALKED,
+        f"""first = {{(x, up): i for i, x, up in reversed(list(zip(range(99), *tree[:2])))}}
+keep = sorted(first.values())
+if max(tree.depths(), default=1) == 1 and len(keep) < len(tree.tokens):
+    columns = ([column[i] for i in keep] for column in _columns(tree))
+    accepted, *rest = reference.walk(*columns, p, rng.accept, rng.draw, _reject)
+    return Verdict(tuple(keep[i] for i in accepted), *rest)
+{WALKED}""",
+    ),
+    _verify(
+        "sampled and matched, without a ratio",
+        WALKED,
+        "return verify_tree_greedy(tree, lambda node: rng.draw(p[node]), rng.draw(root))",
+        bug="B8",
+        law=theorems.ACCEPTANCE,
+    ),
+    _walk(
+        "only the first sibling tested",
+        "untested = untested[1:]",
+        "untested = []",
+        law=theorems.KSEQ,
+    ),
+    _verify(
+        "half of the guesses not looked at",
+        WALKED,
+        f"""tree = tree if rng.accept(reference.Fraction(1, 2)) else TokenTree()
+{WALKED}""",
+        law=theorems.MATCHING,
+    ),
+]
+ROWS = [
+    _step(
+        "draft warped, target not",
+        PROBS,
+        PROBS.replace("self.sampling", "SamplingParams()"),
+        bug="B6",
+    ),
+    _step(
+        "warped only at the last token",
+        'verdict = self.verifier(tree, target_probs, rng.split("verify", self.rounds))',
+        """stream = rng.split("verify", self.rounds)
+verdict = self.verifier(tree, TargetProbs(scores, SamplingParams(), history, tree), stream)
+if not verdict.rejected:
+    verdict = verdict._replace(next=stream.draw(target_probs[(ROOT, *verdict.accepted)[-1]]))""",
+        bug="B7",
+    ),
+    Mutant(
+        "penalty forgets the guesses",
+        "return [*self.context, *self.tree.tokens_on(self.tree.path(node))]",
+        "return self.context",
+        TargetProbs._history,
+        bug="B7",
+        law=JOINT,
+    ),
+    _step(
+        "temperature 0 judged by the soft law",
+        PROBS,
+        PROBS.replace("self.sampling", "SamplingParams(self.sampling.temperature or 1.0)"),
+        bug="B14, S5",
+        law="greedy equality",
+    ),
+]
+
+# ------------------------------------------------------------------ a block
+
+EVERY_PLACE = """passed = [
+    rng.accept(w if n == len(draft) else _passes(_left(p[at[n]], tree, draft[n], w).sum(), w))
+    for n, w in enumerate(weights)
+    if n
+]
+place = {}
+if place == len(draft):
+    return Verdict(tuple(draft), rng.draw(p[at[place]]))
+left = _left(p[at[place]], tree, draft[place], weights[place])
+row = as_row(left) if left.sum() > 0 else p[at[place]]
+return Verdict(tuple(draft[:place]), rng.draw(row), tuple(draft[place:]))"""
+PLACE = "place = len(weights) - 1"
+BLOCKS = [
+    _block(
+        "a block ends at the first place that fails",
+        PLACE,
+        EVERY_PLACE.format("[*passed, False].index(False)"),
+    ),
+    _block("a block keeps as many places as pass", PLACE, EVERY_PLACE.format("sum(passed)")),
+    _block(
+        "a block's residual without its weight",
+        "row = ( as_row(left)",
+        "left = _left(p[at[place]], tree, draft[place], 1)\nrow = ( as_row(left)",
+    ),
+    _block("a block's ratio not clipped on the way", "min(1, weights", "max(0, weights"),
+    _block(
+        "a block's place passes with its weight",
+        "_passes(left.sum(), weights[place])",
+        "weights[place]",
+    ),
+    _block(
+        "a block judged token by token",
+        "draft = _chain(tree)",
+        """from tinyspec.decoding.verify import verify_tree
+return verify_tree(tree, p, rng)
+draft = _chain(tree)""",
+        law=BLOCK,
+    ),
+]
+
+# ------------------------------------------------------------------ k independent drafts
+
+FACTOR_OF = "rho = division_factor(*laws, len(drafts))"
+REMAINDER = "return (1 - s) * p + s * (p - rho * q).clip(min=0)"
+DRAFTS = [
+    _drafts("K-SEQ divides by k", FACTOR_OF, "rho = len(drafts)", law=FACTOR),
+    _drafts(
+        "K-SEQ is recursive rejection",
+        "path, refused, row = list[int](), list[int](), p[ROOT]",
+        """from tinyspec.decoding.verify import verify_tree
+return verify_tree(tree, p, rng)""",
+        law=FACTOR,
+    ),
+    _drafts(
+        "K-SEQ's factor rounded down",
+        "return rho",
+        "return rho - (rho - 1) / 64",
+        function=spectr.division_factor,
+    ),
+    _drafts(
+        "K-SEQ's residual without its share",
+        REMAINDER,
+        "return p - q.clip(max=p / rho)",
+        function=spectr.k_seq_residual,
+    ),
+    _drafts(
+        "K-SEQ's residual that of one draft",
+        REMAINDER,
+        "return (p - q).clip(min=0)",
+        function=spectr.k_seq_residual,
+    ),
+    _drafts(
+        "K-SEQ's residual of the last draft alone",
+        "left = k_seq_residual(*laws, len(drafts), rho)",
+        "left = laws[0] * [int(x != tokens[-1]) for x in range(len(row))]",
+    ),
+    _drafts(
+        "K-SEQ for all drafts where some have parted",
+        FACTOR_OF,
+        "rho = division_factor(*laws, len(_below(tree, {ROOT})))",
+        also=(
+            Patch(
+                verify_tree_k_seq,
+                "k_seq_residual(*laws, len(drafts), rho)",
+                "k_seq_residual(*laws, len(_below(tree, {ROOT})), rho)",
+            ),
+        ),
+    ),
+    _drafts(
+        "K-SEQ lets drafts that have parted go on",
+        "{node for node in siblings if tree.tokens[node] == tokens[passed]}",
+        "set(siblings)",
+    ),
+]
+
+# ------------------------------------------------------------------ a race on shared noise
+
+RACE_OF = "rng.exponential_race(row, len(p.context) + len(path))"
+RACES = [
+    Mutant(
+        "a coupled draft with noise of its own",
+        "_Races(rng, len(context))",
+        "rng",
+        GumbelCouplingDrafter.propose,
+        law=AGREE,
+    ),
+    Mutant(
+        "a coupled draft one position late",
+        "_Races(rng, len(context))",
+        "_Races(rng, len(context) + 1)",
+        GumbelCouplingDrafter.propose,
+        law=AGREE,
+    ),
+    Mutant(
+        "a coupled target that draws", RACE_OF, "rng.draw(row)", verify_tree_by_race, law=INVARIANT
+    ),
+    Mutant(
+        "noise counted in the round",
+        RACE_OF,
+        "rng.exponential_race(row, len(path))",
+        verify_tree_by_race,
+        bug="S1",
+        law=INVARIANT,
+    ),
+]
+
+# ------------------------------------------------------------------ a rollback
+
+DISTANCE = "p.probs_under(at, SamplingParams())[token] < least"
+WRITES = "said = rng.draw(p[at])"
+TAKES_BACK = 'if rule == "paper" or said != token: return Verdict(path, said, (node,))'
+ROLLBACKS = [
+    _rollback("distance under the user's temperature", DISTANCE, "p[at][token] < least"),
+    _rollback("distance by the row behind the token", DISTANCE, DISTANCE.replace("at,", "node,")),
+    _rollback(
+        "distance to the likeliest token",
+        DISTANCE,
+        f"{DISTANCE} * max(p.probs_under(at, SamplingParams()))",
+    ),
+    _rollback("a certain token is bad", DISTANCE, DISTANCE.replace("<", "<=")),
+    _rollback("the bad token stays", "Verdict(path, said,", "Verdict((*path, node), said,"),
+    _rollback("the bad token is written again", WRITES, "said = token"),
+    _rollback("the large model writes the place behind", WRITES, "said = rng.draw(p[node])"),
+    _rollback(
+        "the block stays unread behind a bad token",
+        TAKES_BACK,
+        """if rule == "paper" or said != token:
+    return Verdict(path, said, (node,))
+return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))""",
+    ),
+]
+
+# ------------------------------------------------------------------ a cascade
+
+WRITTEN = """return TokenTree.chain(
+    *self.write(self.text, min(self.gamma, max_draft_depth), sampling, rng)
+)"""
+REWRITTEN = (
+    "tokens, laws = self.write(self.text, min(self.gamma, max_draft_depth), sampling, rng)\n"
+)
+MIDDLE = "self.decoder, self.gamma, self.guest = decoder, gamma, guest"
+NESTED = [
+    Mutant(
+        "a cascade declares the smallest model's law",
+        "laws += round.output_probs if self.truthful else [None] * len(round.tokens)",
+        """small = round.tree.draft_probs[0] if round.tree.tokens else None
+each = zip(round.tokens, round.output_probs, strict=True)
+laws += [small if small and small[x] else row for x, row in each]""",
+        Nested.write,
+        law=LEVELS,
+    ),
+    _middle(
+        "the middle draws again after a refusal",
+        MIDDLE,
+        f"""def verify(tree, p, rng, right=decoder.verifier):
+    verdict = right(tree, p, rng)
+    at = verdict.accepted[-1] if verdict.accepted else -1
+    return verdict._replace(next=rng.draw(p[at])) if verdict.rejected else verdict
+
+decoder.verifier = verify
+{MIDDLE}""",
+        bug="S12",
+    ),
+    _nested(
+        "a cascade declares the row behind a token",
+        WRITTEN,
+        f"{REWRITTEN}return TokenTree.chain(tokens, [*laws[1:], *laws[-1:]])",
+        bug="B16",
+    ),
+    _nested(
+        "a cascade drops what its middle was unsure of",
+        WRITTEN,
+        f"""{REWRITTEN}sure = [2 * q[x] >= 1 for x, q in zip(tokens, laws, strict=True)]
+n = [*sure, False].index(False)
+return TokenTree.chain(tokens[:n], laws[:n])""",
+    ),
+    _middle(
+        "the middle of a cascade refuses nothing",
+        MIDDLE,
+        f"""decoder.verifier = lambda tree, p, rng: Verdict(
+    tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1])
+)
+{MIDDLE}""",
+    ),
+]
+
+# ------------------------------------------------------------------ a joint target
+
+NEXT = "self.text += [*self._tree.tokens_on(path), *(() if next is None else (next,))]"
+JOINTS = [
+    _joint(
+        "one member is rewound",
+        "for member in self.members:",
+        "for member in self.members[:1]:",
+        Joint.rewind,
+    ),
+    _joint(
+        "the small member misses the recovered token",
+        NEXT,
+        f"""if next is not None:
+    self.members[1].rewind(len(self.text) + len(path))
+{NEXT}""",
+        Joint.commit,
+    ),
+    _joint(
+        "one member is told",
+        "for member in self.members:",
+        "for member in self.members[:1]:",
+        Joint.append,
+    ),
+    _joint(
+        "the small member's row is a position behind",
+        "[scores.logits[node + 1] for scores in (first, *others)]",
+        """[
+    first.logits[node + 1],
+    *(scores.logits[(ROOT, *tree.parents)[node + 1] + 1] for scores in others),
+]""",
+        Joint.score,
+    ),
+    _joint("members swapped", "self.make(parts,", "self.make(parts[::-1],", Joint.score),
+    _joint(
+        "a mask that does not see the path",
+        "tree.tokens_on(tree.path(node))",
+        "()",
+        Joint.score,
+    ),
+    _joint("a mask that sees what was taken back", "del self.text[length:]", "", Joint.rewind),
+    _joint(
+        "a mask that does not see the accepted guesses",
+        NEXT,
+        "self.text += () if next is None else (next,)",
+        Joint.commit,
+    ),
+]
+
+MUTANTS = [
+    *RATIOS,
+    *RESIDUALS,
+    *LAST_TOKENS,
+    *SHAPES,
+    *ROWS,
+    *BLOCKS,
+    *DRAFTS,
+    *RACES,
+    *ROLLBACKS,
+    *NESTED,
+    *JOINTS,
+]
+EQUIVALENT = [
+    Equivalent(
+        "ratio capped at 1",
+        TEST,
+        f"accept(min(1, {TEST[7:]})",
+        walk,
+        proof="accept(r) asks whether u < r for a uniform u < 1; for r >= 1 it is true, capped or not.",
+        laws=(JOINT, theorems.ACCEPTANCE, theorems.TOKENS, theorems.REJECTION),
+    ),
+    Equivalent(
+        "a refused point mass tested again",
+        "return TokenTree(tokens, parents, rows, (False,) * len(tokens))",
+        """twice = [token for token in tokens for _ in range(2)]
+return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))""",
+        TreeDrafter.propose,
+        proof="After x was refused as a point mass the law in force gives x nothing: an equal "
+        "sibling passes with probability 0, and taking x out of a law that has none of it changes "
+        "nothing.",
+        laws=(JOINT,),
+    ),
+    Equivalent(
+        "residual scaled before the last draw",
+        "draw(row)",
+        "draw([2 * x for x in row])",
+        walk,
+        bug="S10",
+        proof="A draw divides by the sum of the row it is given, so a constant factor (one over the "
+        "sum, or over the sum plus epsilon) cancels. In the ratio of a sibling that follows it does "
+        "not: that is a mutant, above.",
+        laws=(JOINT, theorems.TOKENS),
+    ),
+    Equivalent(
+        "a block's places tested from the first",
+        PLACE,
+        EVERY_PLACE.format("max(n for n, passes in enumerate([True, *passed]) if passes)"),
+        verify_tree_by_block,
+        proof="Each place has a uniform of its own, so which one of them is the largest that passes "
+        "does not depend on the order in which they are tested; from behind, the first that passes "
+        "is known to be it.",
+        laws=(BLOCK, EMITTED),
+    ),
+    Equivalent(
+        "K-SEQ's factor by halving alone",
+        "while k > 1:",
+        """low, high = rho, 0 * rho + k
+for _ in range(COARSE if exact(p) else HALVINGS):
+    middle = (low + high) / 2
+    mass = _number(p.clip(max=middle * q).sum())
+    low, high = (low, middle) if _spare(mass, middle, k) >= 0 else (middle, high)
+return high
+while k > 1:""",
+        spectr.division_factor,
+        proof="Any factor between the least lawful one and k keeps the law, and both ways come to "
+        "the least one from above, in floats to within rounding: what is accepted is the same.",
+        laws=(FACTOR, SELECTED),
+    ),
+    Equivalent(
+        "the middle's text does not follow the target's",
+        "if self.positions is not None and len(text) > self.positions:",
+        """mine = self.decoder.context
+text = [*mine, *text[len(mine) :]][: len(text)]
+if self.positions is not None and len(text) > self.positions:""",
+        Nested.follow,
+        bug="B19",
+        proof="The middle is exact for its own law after whatever text it holds, and declares that "
+        "law; the target's walk is exact for every declared law. Only the acceptance falls.",
+        laws=(LEVELS,),
+    ),
+    Equivalent(
+        "the middle reads its text anew every round",
+        "self.text.extend(round.tokens)",
+        """text = [*self.text, *round.tokens]
+self.rewind(0)
+self.text.extend(text)""",
+        Nested.observe,
+        bug="B17",
+        proof="What a model says of a text does not depend on how often it has read it; only the "
+        "cost does.",
+        laws=(LEVELS,),
+    ),
+]
