@@ -5,8 +5,9 @@ reported.
 from functools import partial
 
 from tinyspec._core import fallback, reference
-from tinyspec.decoding import rng, sampling, trace, verify
+from tinyspec.decoding import rng, trace
 from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.kernels import HostKernels
 from tinyspec.decoding.rng import Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -16,9 +17,9 @@ from tinyspec.laws.exact import JOINT
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Mutant
 
-_probs = partial(Mutant, law="warp is its definition", function=SamplingParams.probs)
+_probs = partial(Mutant, law="warp is its definition", function=HostKernels.probs)
 _truncate = partial(Mutant, law="warp is its definition", function=reference.truncate)
-_residual = partial(Mutant, law="residual is a law", function=verify.residual)
+_residual = partial(Mutant, law="residual is a law", function=HostKernels.residual)
 _streams = partial(Mutant, law=JOINT, function=Decoder.step)
 _step = partial(Mutant, law="stop", function=Decoder.step)
 _stop = partial(Mutant, law="stop", function=StoppingCriteria.cut)
@@ -28,25 +29,23 @@ _logprobs = partial(Mutant, law="logprobs are the targets", function=trace.compu
 
 # ------------------------------------------------------------------ warpers, residuals, draws
 
-WARPED = "return _core.warp(_floats(logits), history, *self._knobs())"
-RESIDUAL = (
-    "return device.residual(p, q) if on_device(p) else _core.residual(on_host(p), on_host(q))"
-)
+WARPED = "return _core.warp(_as_floats(logits), history, *settings.as_floats())"
+RESIDUAL = "return _core.residual(_as_doubles(p), _as_doubles(q))"
 WARPS = [
     Mutant(
         "temperature 0 is no temperature",
         "float(self.temperature),",
         "float(self.temperature or 1.0),",
-        SamplingParams._knobs,
+        SamplingParams.as_floats,
         bug="B13",
         law="warp is its definition",
     ),
     _probs(
         "divided by temperature 0",
         WARPED,
-        f"""if self.temperature == 0:
+        f"""if settings.temperature == 0:
     with np.errstate(all="ignore"):
-        weights = np.exp((_floats(logits) - max(logits)) / 0.0)
+        weights = np.exp((_as_floats(logits) - max(logits)) / 0.0)
         return weights / weights.sum()
 {WARPED}""",
         bug="B13",
@@ -73,14 +72,14 @@ if top_k is not None and top_p is not None:
     ),
     _probs(
         "NaN passes",
-        "_floats(logits)",
-        "np.nan_to_num(_floats(logits), nan=-np.inf, posinf=np.inf, neginf=-np.inf)",
+        "_as_floats(logits)",
+        "np.nan_to_num(_as_floats(logits), nan=-np.inf, posinf=np.inf, neginf=-np.inf)",
         bug="B10",
     ),
     _probs(
         "penalty once an occurrence",
         WARPED,
-        f"""logits, penalty = np.array(logits, np.float64), self.repetition_penalty
+        f"""logits, penalty = np.array(logits, np.float64), settings.repetition_penalty
 for token in history if penalty != 1 else ():
     logits[token] *= penalty if logits[token] < 0 else 1 / penalty
 {WARPED.replace("history", "()")}""",
@@ -90,8 +89,7 @@ DRAWS = [
     _residual(
         "residual divides by nothing",
         RESIDUAL,
-        """import numpy as np
-left = (on_host(p) - on_host(q)).clip(min=0)
+        """left = (_as_doubles(p) - _as_doubles(q)).clip(min=0)
 with np.errstate(all="ignore"):
     return left / left.sum()""",
         bug="B9, S7",
@@ -99,7 +97,7 @@ with np.errstate(all="ignore"):
     _residual(
         "epsilon in the residual's sum",
         RESIDUAL,
-        """left = (on_host(p) - on_host(q)).clip(min=0)
+        """left = (_as_doubles(p) - _as_doubles(q)).clip(min=0)
 return left / (left.sum() + 1e-6) if left.any() else p""",
         bug="S10",
     ),
@@ -142,10 +140,10 @@ return int(np.searchsorted(sums, u * sums[-1], side="right"))""",
     ),
     Mutant(
         "race divides by zero noise",
-        "return _core.race(on_host(row), np.ascontiguousarray(noise, np.float64))",
+        "return _core.race(_as_doubles(p), np.ascontiguousarray(noise, np.float64))",
         """with np.errstate(all="ignore"):
-    return int(np.argmax(on_host(row) / np.asarray(noise)))""",
-        sampling.exponential_race,
+    return int(np.argmax(_as_doubles(p) / np.asarray(noise)))""",
+        HostKernels.exponential_race,
         bug="B11",
         law="support",
     ),

@@ -371,8 +371,8 @@ EQUIVALENT = [
     ),
     Equivalent(
         "a pass for each branch",
-        "tokens = candidates(rows, [0], self.k)[0]",
-        """tokens = candidates(rows, [0], self.k)[0]
+        "tokens = top_k_rows(rows, [0], self.k)[0]",
+        """tokens = top_k_rows(rows, [0], self.k)[0]
 for token in tokens:
     one = TokenTree((token,), (ROOT,), (None,), (False,))
     self.session.advance(one, self.depth - self.layer)""",

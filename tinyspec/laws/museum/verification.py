@@ -7,6 +7,7 @@ from functools import partial
 from tinyspec._core import reference
 from tinyspec._core.reference import walk
 from tinyspec.decoding.decode import Decoder, TargetProbs
+from tinyspec.decoding.kernels import HostKernels, Kernels
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import joint_laws, theorems
 from tinyspec.laws.blocks import BLOCK, EMITTED
@@ -33,13 +34,13 @@ TEST = "accept(ratio(row, laws[node], token))"
 REJECT = "row = refuse(row, laws[node], token, not untested)"
 RATIO = "return row[token] / q[token]"
 RESIDUAL = "return normalise(unnormalized_residual(row, q, -1)) or list(row)"
-WALKED = "return Verdict(*reference.walk(*_columns(tree), p, rng.accept, rng.draw, _reject))"
+WALKED = "return reference.walk(*tree, p, rng.accept, rng.draw, self._reject)"
 PROBS = "target_probs = TargetProbs(scores, self.sampling, history, tree)"
 
 _walk = partial(Mutant, law=JOINT, function=walk)
 _ratio = partial(Mutant, law=JOINT, function=reference.ratio)
 _residual = partial(Mutant, law=JOINT, function=reference.residual)
-_verify = partial(Mutant, law=JOINT, function=verify_tree)
+_verify = partial(Mutant, law=JOINT, function=Kernels.verify_tree)
 _step = partial(Mutant, law=JOINT, function=Decoder.step)
 _block = partial(Mutant, law=EMITTED, function=verify_tree_by_block)
 _drafts = partial(Mutant, law=SELECTED, function=verify_tree_k_seq)
@@ -70,7 +71,7 @@ RATIOS = [
         "if not token < len(row):",
         bug="B37, B35",
         law="vocabulary",
-        also=(Patch(verify_tree, "else rng.uniforms(len(tree.tokens) + 1)", "else None"),),
+        also=(Patch(HostKernels.verify_tree, "rng.uniforms(len(tree.tokens) + 1)", "None"),),
     ),
 ]
 RESIDUALS = [
@@ -135,8 +136,8 @@ LAST_TOKENS = [
     _verify(
         "recovered token lost",
         WALKED,
-        f"""{WALKED.replace("return", "verdict =")}
-return verdict._replace(next=None) if verdict.accepted and verdict.rejected else verdict""",
+        f"""{WALKED.replace("return", "accepted, token, rejected =")}
+return accepted, None if accepted and rejected else token, rejected""",
         bug="B16, S7",
     ),
 ]
@@ -148,8 +149,8 @@ SHAPES = [
 if chain and tree.tokens and all(q is not None for q in tree.draft_probs):
     tests = zip(tree.tokens, tree.parents, tree.draft_probs, strict=True)
     n = sum(rng.accept(p[up][x] / q[x]) for x, up, q in tests)
-    left = p[n - 1] if n == len(tree.tokens) else residual(p[n - 1], tree.draft_probs[n])
-    return Verdict(tuple(range(n)), rng.draw(left))
+    left = p[n - 1] if n == len(tree.tokens) else self.residual(p[n - 1], tree.draft_probs[n])
+    return tuple(range(n)), rng.draw(left), ()
 {WALKED}""",
         bug="B1",
     ),
@@ -166,15 +167,16 @@ if chain and tree.tokens and all(q is not None for q in tree.draft_probs):
         f"""first = {{(x, up): i for i, x, up in reversed(list(zip(range(99), *tree[:2])))}}
 keep = sorted(first.values())
 if max(tree.depths(), default=1) == 1 and len(keep) < len(tree.tokens):
-    columns = ([column[i] for i in keep] for column in _columns(tree))
-    accepted, *rest = reference.walk(*columns, p, rng.accept, rng.draw, _reject)
-    return Verdict(tuple(keep[i] for i in accepted), *rest)
+    small = TokenTree(*([column[i] for i in keep] for column in tree))
+    accepted, *others = self.verify_tree(small, p, rng)
+    return tuple(keep[i] for i in accepted), *others
 {WALKED}""",
     ),
-    _verify(
+    Mutant(
         "sampled and matched, without a ratio",
-        WALKED,
-        "return verify_tree_greedy(tree, lambda node: rng.draw(p[node]), rng.draw(root))",
+        "return Verdict(*kernels.verify_tree(tree, p, rng))",
+        "return verify_tree_greedy(tree, lambda node: rng.draw(p[node]), rng.draw(p[ROOT]))",
+        verify_tree,
         bug="B8",
         law=theorems.ACCEPTANCE,
     ),
@@ -187,7 +189,7 @@ if max(tree.depths(), default=1) == 1 and len(keep) < len(tree.tokens):
     _verify(
         "half of the guesses not looked at",
         WALKED,
-        f"""tree = tree if rng.accept(reference.Fraction(1, 2)) else TokenTree()
+        f"""tree = tree if rng.accept(Fraction(1, 2)) else TokenTree()
 {WALKED}""",
         law=theorems.MATCHING,
     ),
@@ -405,7 +407,6 @@ laws += [small if small and small[x] else row for x, row in each]""",
     verdict = right(tree, p, rng)
     at = verdict.accepted[-1] if verdict.accepted else -1
     return verdict._replace(next=rng.draw(p[at])) if verdict.rejected else verdict
-
 decoder.verifier = verify
 {MIDDLE}""",
         bug="S12",
