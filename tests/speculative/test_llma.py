@@ -1,5 +1,7 @@
 """LLMA: copying from references beside the prompt."""
 
+from itertools import product
+
 import pytest
 
 from tests.table import Table, law
@@ -8,7 +10,8 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.speculative.integrated.llma import LlmaDrafter
+from tinyspec.lm.feed import Scores
+from tinyspec.speculative.integrated.llma import LlmaDrafter, copy_after_match
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("llma")
@@ -41,6 +44,18 @@ def made(target: Table, references: list[list[int]], wanted: int, **knobs: objec
         target, sampling=GREEDY, stop=StoppingCriteria(max_new_tokens=wanted), references=references
     )
     return CARD.make(request, **{"price": 0.0, **knobs})
+
+
+@pytest.mark.parametrize(("n", "longest"), [(1, 1), (1, 3), (2, 3)])
+def test_the_algorithm_as_printed_is_what_runs(n: int, longest: int) -> None:
+    """All references of four tokens and all texts of up to four, over two tokens."""
+    nothing = Scores(None, None, ())  # type: ignore[arg-type]
+    for reference in product((0, 1), repeat=4):
+        for text in (text for size in range(1, 5) for text in product((0, 1), repeat=size)):
+            drafter = LlmaDrafter([[0, 1, 1], reference], n, longest, 2, "last", True)
+            drafter.extend(text, nothing)
+            expected = copy_after_match(text, [[0, 1, 1], reference], n, longest, 2)
+            assert list(drafter.propose(text, 9, GREEDY, Seeded(0)).tokens) == expected
 
 
 @pytest.mark.parametrize("k", [1, 3, 15])

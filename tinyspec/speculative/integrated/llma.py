@@ -1,22 +1,26 @@
-"""LLMA, inference with reference: where the text repeats something it has seen, copy on.
+"""LLMA (inference with reference): copy the next tokens from a text that the output repeats.
 
-Yang et al. 2023, arXiv 2304.04487. If the last n tokens occur in a reference text, the k tokens
-that follow there are the draft; the target checks them in one pass, keeps what agrees and adds a
-token of its own; after a mismatch a new match is sought. With no match the step is plain decoding.
-What makes it LLMA and not prompt lookup: references are *texts beside the prompt* (retrieved
-documents, earlier answers, the draft under revision); the prompt, and with `own` the text as it
-grows, count as further references. All their n-grams are indexed once; a token costs O(n) to add.
-Nothing is trained.
+Paper: Yang et al. 2023, arXiv 2304.04487. Nothing is trained.
 
-Guarantee: EXACT. The paper decodes greedily; a copied token is a point mass, so the walk is exact
-at any temperature.
-Tested in tests/speculative/test_llma.py: a text copied whole takes ceil(N / (k + 1)) calls; a
-reference outside the prompt is used; longest match first; the index is never rebuilt. Off by
-itself: of the copy, the tokens are run that are expected to hold with at least `price`
-(speculative/lookup.py), so where copies lately failed the step is plain decoding. `price` 0 is the
-paper's rule: all k are run.
-Left out: nothing. The paper reports about 2x on LLaMA 7B-30B with k about 15 (retrieval, cache and
-multi-turn settings).
+Idea. Answers often repeat what a reference says: a retrieved document, an earlier answer, the text
+under revision. If the last n tokens also occur in a reference, the k tokens that follow there are
+the draft. The target checks them in one forward pass, keeps those that agree, and adds one token.
+After a mismatch a new match is sought. Without a match the step is plain decoding. The prompt is a
+reference too and, with `own`, so is the text as it grows.
+
+    calls(N) = ceil(N / (k + 1))        target passes for N tokens that are copied whole
+
+Every n-gram is indexed once; adding a token costs O(longest).
+
+Guarantee: EXACT. The paper decodes greedily; a copied token is a point mass, so verification is
+exact at any temperature.
+Pitfall: searching the prompt alone (that is prompt lookup); building the index anew for each token.
+Addition: `price`. The paper runs all k tokens. Here a copied token is run only if its chance of
+being accepted is at least `price` (speculative/lookup.py), so where copies lately failed the step
+is plain decoding. `price` 0 is the paper's rule.
+Tests: tests/speculative/test_llma.py (`copy_after_match` against what runs, on all short texts; the
+calls of a text copied whole; a reference outside the prompt; the longest match; the index).
+Left out: nothing. The paper reports about 2x on LLaMA 7B to 30B with k about 15.
 """
 
 from collections.abc import Sequence
@@ -31,11 +35,43 @@ from tinyspec.speculative.lookup import FIRST, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
-OWN_TEXT = 0  # the text of the request in the index; references are 1, 2, ...
+OWN_TEXT = 0  # number of the request's own text in the index; references are 1, 2, ...
+
+
+def copy_after_match(
+    text: Sequence[int], references: Sequence[Sequence[int]], n: int, longest: int, k: int
+) -> list[int]:
+    """Return the k tokens that follow the longest match of the text's end (section 3).
+
+    text        the prompt and the output so far; it is a reference too, the last of them
+    references  texts to copy from
+    n, longest  tokens of the shortest and of the longest match
+    k           tokens to copy
+
+    Of several matches of one length the last is taken. The decoder runs `LlmaDrafter`, which finds
+    the same in an index. A test compares the two on all short texts.
+
+    >>> copy_after_match([7, 1, 2], [[1, 2, 3, 4, 5]], n=1, longest=8, k=2)
+    [3, 4]
+    """
+    for size in range(min(longest, len(text)), n - 1, -1):  # a long match is the better evidence
+        match = list(text[len(text) - size :])
+        for reference in reversed([*references, text]):
+            for start in range(len(reference) - size - 1, -1, -1):
+                if list(reference[start : start + size]) == match:
+                    return list(reference[start + size : start + size + k])
+    return []  # no match: a plain decoding step
 
 
 class LlmaDrafter(BaseDrafter):
-    """Proposes what followed the longest recent suffix in any of the texts."""
+    """Propose what followed the longest match of the text's end in any text.
+
+    n, longest  tokens of the shortest and of the longest match
+    k           tokens copied in a round
+    which       occurrence to copy from: "first", "last" or "frequent"
+    own         whether the text as it grows is a reference too
+    price       least chance of acceptance of a token that is run; 0: all are run
+    """
 
     def __init__(
         self,
@@ -47,14 +83,8 @@ class LlmaDrafter(BaseDrafter):
         own: bool,
         price: float = 0.0,
     ):
-        self.n, self.longest, self.k, self.which, self.own, self.trust = (
-            n,
-            longest,
-            k,
-            which,
-            own,
-            AcceptanceTracker(price),
-        )
+        self.n, self.longest, self.k, self.which, self.own = n, longest, k, which, own
+        self.trust = AcceptanceTracker(price)
         self.index = NgramIndex(longest)
         for text, tokens in enumerate(references, start=OWN_TEXT + 1):
             self.index.append(text, tokens)
@@ -70,23 +100,18 @@ class LlmaDrafter(BaseDrafter):
         rng: RandomSource,
     ) -> TokenTree:
         suffix = context[-self.longest :]
-        found = self.index.lookup(
-            suffix, min(self.k, max_draft_depth), self.longest, self.n, self.which
-        )
-        match = (
-            next(
-                (n for n in self._match_lengths if self.index.lookup(suffix, 1, self.longest, n)), 1
-            )
-            if found
-            else 1
-        )
-        n = len(found)
-        return self.trust.tree(found, range(-1, n - 1), [1.0] * n, [match] * n)
+        k = min(self.k, max_draft_depth)
+        copied = self.index.lookup(suffix, k, self.longest, self.n, self.which)
+        match = self._match_length(suffix) if copied else 1
+        n = len(copied)
+        return self.trust.tree(copied, range(-1, n - 1), [1.0] * n, [match] * n)
 
-    @property
-    def _match_lengths(self) -> list[int]:
-        """Lengths of a match that are told apart, the longest first."""
-        return [n for n in FIRST if n <= self.longest] if self.trust.price > 0 else []
+    def _match_length(self, suffix: Sequence[int]) -> int:
+        """Return the length of the match, rounded down to a length whose acceptance is tracked."""
+        if self.trust.price == 0:  # everything is run, whatever its chance
+            return 1
+        lengths = (n for n in FIRST if n <= self.longest)  # the longest first
+        return next((n for n in lengths if self.index.lookup(suffix, 1, self.longest, n)), 1)
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
@@ -110,15 +135,15 @@ class LlmaDrafter(BaseDrafter):
     guarantee=Guarantee.EXACT,
     copies=True,
     knobs=(
-        Knob("n", 1, "shortest match that is copied from, in tokens", low=1),
-        Knob("k", 15, "tokens copied in a round", low=1),
-        Knob("longest", 8, "longest match that is looked for, in tokens", low=1),
+        Knob("n", 1, "shortest match that is copied from, in tokens", low=1, high=64),
+        Knob("k", 15, "tokens copied in a round", low=1, high=1024),
+        Knob("longest", 8, "longest match that is looked for, in tokens", low=1, high=64),
         Knob("which", "last", "occurrence to copy from", choices=("first", "last", "frequent")),
         Knob("own", True, "whether the text as it grows is a reference too", choices=(True, False)),
         Knob(
             "price",
             0.25,
-            "least chance to hold of a token that is run; 0: all",
+            "least chance of acceptance of a token that is run; 0: all",
             low=0.0,
             high=1.0,
             small=(0.0, 0.25),
