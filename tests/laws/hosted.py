@@ -16,7 +16,7 @@ from tinyspec.laws.parts import Siblings
 from tinyspec.lm.feed import Scores
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
-from tinyspec.speculative.integrated.speculative_contrastive import Joint
+from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
 from tinyspec.technique import Card, Guarantee, Knob, RefineRequest, Request
 from tinyspec.tree import ROOT, TokenTree
 
@@ -323,7 +323,7 @@ def less(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> Any:
 
 def contrast(request: Request) -> Decoder:
     """Its law is its own: the card says so, and the suites ask its own target."""
-    request.target = Joint([request.target, request.drafts[0]], less)
+    request.target = JointTarget([request.target, request.drafts[0]], less)
     return request.decoder(BaseDrafter(), verify_tree)
 
 

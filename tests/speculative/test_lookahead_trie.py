@@ -3,6 +3,7 @@
 import gc
 import random
 import time
+from collections import Counter
 from itertools import count
 from typing import Any
 
@@ -20,7 +21,11 @@ from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.toys import lookahead_trie as toys
 from tinyspec.laws.toys.lookahead_trie import said
 from tinyspec.lm.feed import Scores
-from tinyspec.speculative.integrated.lookahead_trie import LookaheadTrieDrafter, reshape_branches
+from tinyspec.speculative.integrated.lookahead_trie import (
+    LookaheadTrieDrafter,
+    reshape_branches,
+    retrieve_branches,
+)
 from tinyspec.speculative.lookup import FIRST, OUTPUTS, AcceptanceTracker
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
@@ -47,6 +52,38 @@ def spelled(tree: TokenTree) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("trap", toys.TRAPS, ids=lambda trap: trap.law)
 def test_trap(trap: Any) -> None:
     assert trap.check(trap.real()).cases > 0
+
+
+def windows_of(*texts: list[int], longest: int) -> Counter[tuple[int, ...]]:
+    return Counter(
+        tuple(text[at : at + size])
+        for text in texts
+        for size in range(1, longest + 1)
+        for at in range(len(text) - size + 1)
+    )
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 64])
+def test_the_algorithm_as_printed_is_what_runs(budget: int) -> None:
+    """Random prompts and outputs: the same branches, but for which of equally frequent ones are cut."""
+    rng, branch, cut, grown = random.Random(budget), 3, 0, 0
+    for _ in range(300):
+        text, output = ([rng.randrange(3) for _ in range(rng.randint(1, 9))] for _ in range(2))
+        d = drafter(budget, branch)
+        d.insert(OUTPUTS, output)
+        d.extend(text, NOTHING)
+        outputs, prompt = windows_of(output, longest=4), windows_of(text, longest=4)
+        expected = retrieve_branches(outputs, prompt, text, branch, budget)
+        got = spelled(drafted(d, text))
+        if budget == 64:
+            assert got == set(expected)
+            grown += len(got)
+        else:
+            assert len(got) == len(expected)
+            assert got <= set(retrieve_branches(outputs, prompt, text, branch, 64))
+            cut += len(got) == budget
+    assert budget == 64 or cut > 100
+    assert budget < 64 or grown > 500
 
 
 def test_branches_are_inserted_behind_every_position_of_prompt_and_output() -> None:

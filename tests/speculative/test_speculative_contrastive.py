@@ -21,7 +21,11 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import toys
 from tinyspec.laws.small import overlap, pairs
 from tinyspec.laws.toys import speculative_contrastive as traps
-from tinyspec.speculative.integrated.speculative_contrastive import Joint, make_contrast
+from tinyspec.speculative.integrated.speculative_contrastive import (
+    JointTarget,
+    contrast_weights,
+    make_contrast,
+)
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("speculative_contrastive")
@@ -114,6 +118,7 @@ def test_logits_have_the_formulas_law(beta: float, plausibility: float) -> None:
         else:
             with np.errstate(divide="ignore", invalid="ignore"):
                 weights = np.where(kept, p_e ** (1 + beta) / (p_a**beta), 0)
+        assert contrast_weights(list(p_e), list(p_a), beta, plausibility) == pytest.approx(weights)
         made = make_contrast(beta, plausibility)([e + shift, torch.from_numpy(a)], (), ())
         assert torch.softmax(made, -1).numpy() == pytest.approx(weights / weights.sum(), abs=1e-12)
 
@@ -194,7 +199,7 @@ def test_rational_rows_have_a_contrast_at_whole_beta_only() -> None:
 
 
 def test_models_of_two_vocabularies_are_refused_in_one_line() -> None:
-    joint = Joint([Table(1, 3), Table(2, 4)], lambda rows, text, path: rows[0])
+    joint = JointTarget([Table(1, 3), Table(2, 4)], lambda rows, text, path: rows[0])
     joint.extend((0,))
     with pytest.raises(TinyspecError, match=r"\[3, 4\] tokens"):
         joint.score(made().drafter.propose([0], 0, GREEDY, Seeded(0)))
@@ -210,7 +215,7 @@ def test_a_cascade_with_deferral_is_a_joint_target() -> None:
     def decoder(gamma: int) -> Decoder:
         small = Table(2)
         return Decoder(
-            Joint([Table(1), small], deferring), ModelDrafter(Table(2), gamma), verify_tree
+            JointTarget([Table(1), small], deferring), ModelDrafter(Table(2), gamma), verify_tree
         )
 
     assert law(lambda: decoder(2), 3) == law(lambda: decoder(0), 3)
@@ -225,12 +230,12 @@ def test_a_grammar_is_a_joint_target_of_one() -> None:
 
     drafted = law(
         lambda: Decoder(
-            Joint([Table(1, zeros=False)], mask), ModelDrafter(Table(2), 2), verify_tree
+            JointTarget([Table(1, zeros=False)], mask), ModelDrafter(Table(2), 2), verify_tree
         ),
         3,
     )
     plain = law(
-        lambda: Decoder(Joint([Table(1, zeros=False)], mask), BaseDrafter(), verify_tree), 3
+        lambda: Decoder(JointTarget([Table(1, zeros=False)], mask), BaseDrafter(), verify_tree), 3
     )
     assert drafted == plain
     assert all(a != b for text in plain for a, b in zip((0, *text), text, strict=False))
@@ -239,4 +244,4 @@ def test_a_grammar_is_a_joint_target_of_one() -> None:
 def test_every_combination_of_members_speaks_of_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     for exact in product((True, False), repeat=2):
         members = [type("Member", (), {"cache_exact": yes})() for yes in exact]
-        assert Joint(members, lambda rows, text, path: rows[0]).cache_exact == all(exact)
+        assert JointTarget(members, lambda rows, text, path: rows[0]).cache_exact == all(exact)

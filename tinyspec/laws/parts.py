@@ -32,7 +32,7 @@ from tinyspec.lm.view import View
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter, solve_blocks
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner, hide_tokens
 from tinyspec.nonautoregressive.nat import NatRefiner, nat_loss, reinforce_surrogate
-from tinyspec.speculative.integrated.speculative_contrastive import Joint
+from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
 from tinyspec.speculative.nested import Nested
 from tinyspec.speculative.treedraft import Shape, TreeDrafter
 from tinyspec.speculative.verification.bild import rollback_verifier
@@ -131,7 +131,7 @@ class Parts:
     index: Callable[[int], Any] = NgramIndex
     forest: Callable[[int, int], Any] = Forest
     nested: Callable[..., Nested] = Nested
-    joint: type[Joint] = Joint
+    joint: type[JointTarget] = JointTarget
     rollback: Callable[[float, str], Verifier] = rollback_verifier
     block: Verifier = verify_tree_by_block
     k_seq: Verifier = verify_tree_k_seq

@@ -18,7 +18,7 @@ from tinyspec.laws.museum.rows import Equivalent, Mutant
 from tinyspec.laws.nested_laws import LEVELS
 from tinyspec.laws.selection import FACTOR, SELECTED
 from tinyspec.laws.toys.bild import ALGORITHM
-from tinyspec.speculative.integrated.speculative_contrastive import Joint
+from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
 from tinyspec.speculative.nested import Nested
 from tinyspec.speculative.treedraft import TreeDrafter
 from tinyspec.speculative.verification import spectr
@@ -442,7 +442,7 @@ JOINTS = [
         "one member is rewound",
         "for member in self.members:",
         "for member in self.members[:1]:",
-        Joint.rewind,
+        JointTarget.rewind,
     ),
     _joint(
         "the small member misses the recovered token",
@@ -450,13 +450,13 @@ JOINTS = [
         f"""if next is not None:
     self.members[1].rewind(len(self.text) + len(path))
 {NEXT}""",
-        Joint.commit,
+        JointTarget.commit,
     ),
     _joint(
         "one member is told",
         "for member in self.members:",
         "for member in self.members[:1]:",
-        Joint.append,
+        JointTarget.append,
     ),
     _joint(
         "the small member's row is a position behind",
@@ -465,21 +465,25 @@ JOINTS = [
     first.logits[node + 1],
     *(scores.logits[(ROOT, *tree.parents)[node + 1] + 1] for scores in others),
 ]""",
-        Joint.score,
+        JointTarget.score,
     ),
-    _joint("members swapped", "self.make(parts,", "self.make(parts[::-1],", Joint.score),
+    _joint(
+        "members swapped", "self.combine(parts,", "self.combine(parts[::-1],", JointTarget.score
+    ),
     _joint(
         "a mask that does not see the path",
         "tree.tokens_on(tree.path(node))",
         "()",
-        Joint.score,
+        JointTarget.score,
     ),
-    _joint("a mask that sees what was taken back", "del self.text[length:]", "", Joint.rewind),
+    _joint(
+        "a mask that sees what was taken back", "del self.text[length:]", "", JointTarget.rewind
+    ),
     _joint(
         "a mask that does not see the accepted guesses",
         NEXT,
         "self.text += () if next is None else (next,)",
-        Joint.commit,
+        JointTarget.commit,
     ),
 ]
 

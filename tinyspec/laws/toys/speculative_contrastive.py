@@ -20,7 +20,7 @@ from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
 from tinyspec.laws.row_laws import normal
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.speculative.integrated.speculative_contrastive import Joint, make_contrast
+from tinyspec.speculative.integrated.speculative_contrastive import JointTarget, make_contrast
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 
@@ -146,7 +146,7 @@ def judged(ratio: str, rest: str, bonus: str) -> Build:
         request: Request, gamma: int, beta: float = BETA, plausibility: float = 0.1
     ) -> Decoder:
         make = make_contrast(beta, plausibility)
-        both = Joint(
+        both = JointTarget(
             [request.target, request.drafts[0]], lambda rows, *text: [*rows[0], *make(rows, *text)]
         )
 
@@ -180,7 +180,7 @@ def anything_goes(
     """No set of plausible tokens: what the expert all but excludes is said, if the amateur excludes
     it more.
     """
-    target = Joint([request.target, request.drafts[0]], make_contrast(beta, 0.0))
+    target = JointTarget([request.target, request.drafts[0]], make_contrast(beta, 0.0))
     return replace(request, target=target).decoder(
         SharedSessionDrafter(request.drafts[0], gamma), verify_tree
     )
@@ -189,7 +189,7 @@ def anything_goes(
 def second_amateur(request: Request, gamma: int, beta: float) -> Decoder:
     """One amateur drafts; for the contrast the draft is run through another one."""
     again = request.drafts[0].model.session(request.forward_log)  # type: ignore[attr-defined]
-    target = Joint([request.target, again], make_contrast(beta, 0.1))
+    target = JointTarget([request.target, again], make_contrast(beta, 0.1))
     return replace(request, target=target).decoder(
         ModelDrafter(request.drafts[0], gamma), verify_tree
     )

@@ -1,33 +1,38 @@
-"""Lookahead with a trie: what was asked and answered before is kept as branches, and many of them
-are checked at once.
+"""Lookahead with a trie: draft the branches that followed the last tokens in earlier texts.
 
-Zhao et al. (Ant Group), KDD 2024, arXiv 2312.12728; not the Jacobi method of Fu et al. that has the
-same name. A trie of token windows is fed with every prompt and, as it grows, every output, and
-outlives the request. The last tokens are looked up in it; what followed them gives not one draft
-but a tree of them, checked in one call. Four procedures make it this technique: *branch inserting*
-(a branch of `branch_length` tokens behind every position), *branch eliminating* (a prompt's
-branches go when its request ends), *node pruning* (beyond `bound` nodes the counts are halved, and
-what falls to 0 goes), *multi-stage retrieval* (the longest match first, a token less until there
-are `branch_length` guesses; of too many the most frequent, half the draft being kept for outputs
-and the rest filled from the prompt first). Branches are checked as a tree (hierarchical), side by
-side without sharing what they begin with (parallel), or the best one alone (single). Nothing is
-trained.
+Paper: Zhao et al. (Ant Group), KDD 2024, arXiv 2312.12728. It is not the Jacobi method of Fu et al.
+that has the same name. Nothing is trained.
 
-Guarantee: EXACT. A branch is a point mass, so the walk is exact at any temperature, whatever the
-trie holds.
-Tested in tests/speculative/test_lookahead_trie.py: each procedure alone; what one request said
-shortens the next; the nodes that the tree shares are checked once.
-State: outputs outlive the request (`persistent`), one trie a model, for as long as the model lives;
-in a batch, where a row must equal the row run alone, each request has its own. Above temperature 0
-the text of a seed depends on what is known. Off by itself: guesses are run where they are expected
-to hold with at least `price` (speculative/lookup.py), so with no match, or where matches lately failed,
-the step is plain decoding. `price` 0 is the paper's rule: whatever is found is run.
-Left out: stop words as roots of branches, and the bounds of a single first token's branches: one
-bound is set for all. Here the matches of all stages are joined; the paper takes the last stage's,
-which are the same windows by another order.
+Idea. A trie counts all windows of tokens of every prompt and, as it grows, of every output; it
+outlives the request. The last tokens are looked up in it. What followed them is not one draft but a
+tree of drafts, and the target checks the tree in one forward pass. Four procedures make it this
+technique:
+
+    branch inserting       a branch of `branch_length` tokens is stored after every position
+    branch eliminating     the branches of a prompt go when its request ends
+    node pruning           beyond `bound` nodes all counts are halved; what falls to 0 goes
+    multi-stage retrieval  the longest match first, one token less until there are `branch_length`
+                           draft tokens; of too many the most frequent, half of the draft reserved
+                           for outputs and the rest filled from the prompt first
+
+Branches are checked as a tree (hierarchical), side by side (parallel), or the best alone (single).
+
+Guarantee: EXACT. A branch is a point mass, so verification is exact at any temperature, whatever
+the trie holds.
+Pitfall: a dictionary of the prompt's n-grams, which forgets what other requests wrote.
+State: outputs outlive the request (`persistent`), one trie for each model. In a batch each request
+has its own, because a row must equal the row run alone. Above temperature 0 the text of a seed
+depends on what the trie knows.
+Addition: `price`. The paper runs whatever it finds. Here a draft token is run only if its chance of
+being accepted is at least `price` (speculative/lookup.py). `price` 0 is the paper's rule.
+Tests: tests/speculative/test_lookahead_trie.py (`retrieve_branches` against what runs; each
+procedure alone; one request shortens the next; shared beginnings are checked once).
+Left out: stop words as roots of branches, and a bound for the branches of each first token: one
+bound is set for all. Matches of all stages are joined; the paper takes those of the last stage,
+which are the same windows in another order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 from tinyspec._core import Forest
@@ -39,9 +44,58 @@ from tinyspec.speculative.lookup import NOTHING, OUTPUTS, AcceptanceTracker, Rem
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
+Branch = tuple[int, ...]
+"""Tokens that follow the newest token of the text."""
+
+
+def retrieve_branches(
+    outputs: Mapping[Branch, int],
+    prompt: Mapping[Branch, int],
+    text: Sequence[int],
+    branch_length: int,
+    decoding_length: int,
+) -> list[Branch]:
+    """Return the draft, as the branches that end at its nodes (multi-stage retrieval, section 4.2).
+
+    outputs, prompt  how often each window of up to branch_length + 1 tokens occurred in what the
+                     model wrote, and in this prompt
+    text             the prompt and the output so far
+    branch_length    tokens of the longest match, and draft tokens that are enough
+    decoding_length  draft tokens of a round
+
+    Half of the draft is reserved for outputs; the rest is filled from the prompt first. A parent
+    occurs at least as often as its children, so every branch follows the branch that it extends.
+
+    >>> windows = {(1,): 2, (2,): 1, (3,): 1, (1, 2): 1, (1, 3): 1, (1, 2, 1): 1}
+    >>> retrieve_branches({}, windows, [7, 1], branch_length=2, decoding_length=2)
+    [(2,), (3,)]
+    """
+    stages = (
+        (outputs, decoding_length // 2),
+        (prompt, decoding_length),
+        (outputs, decoding_length),
+    )
+    draft = list[Branch]()
+    for size in range(min(branch_length, len(text)), 0, -1):  # the longest match first
+        match = tuple(text[len(text) - size :])
+        for windows, budget in stages:
+            found = {w[size:]: n for w, n in windows.items() if w[:size] == match and w != match}
+            for branch in sorted(found, key=lambda branch: (-found[branch], len(branch))):
+                if len(draft) < budget and branch not in draft:
+                    draft.append(branch)
+        if len(draft) >= min(branch_length, decoding_length):
+            break  # enough: a shorter match is a weaker one
+    return draft
+
 
 class LookaheadTrieDrafter(Remembered):
-    """Proposes the branches behind the last tokens."""
+    """Propose the branches that follow the last tokens, from the prompt and from all outputs.
+
+    length  draft tokens of a round
+    branch  tokens of a branch, and of the longest match
+    mode    form of the draft: "hierarchical", "parallel" or "single"
+    price   least chance of acceptance of a draft token that is run; 0: all are run
+    """
 
     def __init__(
         self,
@@ -53,12 +107,8 @@ class LookaheadTrieDrafter(Remembered):
         price: float,
     ):
         super().__init__(forest, prompts)
-        self.budget, self.branch, self.mode, self.trust = (
-            length,
-            branch,
-            mode,
-            AcceptanceTracker(price),
-        )
+        self.budget, self.branch, self.mode = length, branch, mode
+        self.trust = AcceptanceTracker(price)
 
     def propose(
         self,
@@ -71,15 +121,14 @@ class LookaheadTrieDrafter(Remembered):
             return NOTHING
         self.settle()
         suffix, deepest = context[-self.branch :], min(self.branch, max_draft_depth)
-        plan = [(self.own, 2), (OUTPUTS, 4)]  # a glance: is a draft worth its while?
+        # A few nodes tell whether a draft would be worth its cost; growing all of it takes longer.
+        plan = [(self.own, 2), (OUTPUTS, 4)]
         tokens, parents, shares, matches = self.forest.gather(plan, suffix, self.branch, 1, 1)
         if not tokens or not self.trust.worth(shares, matches[0]):
             return self.trust.record_without_running(tokens, parents, matches)
-        half = self.budget // 2
-        plan = [(OUTPUTS, half), (self.own, self.budget), (OUTPUTS, self.budget)]
-        draft = self.forest.gather(
-            plan, suffix, self.branch, min(self.branch, self.budget), deepest
-        )
+        plan = [(OUTPUTS, self.budget // 2), (self.own, self.budget), (OUTPUTS, self.budget)]
+        enough = min(self.branch, self.budget)
+        draft = self.forest.gather(plan, suffix, self.branch, enough, deepest)
         return reshape_branches(self.trust.tree(*draft), self.mode, self.budget)
 
     def observe(self, round: Round) -> None:
@@ -92,8 +141,11 @@ class LookaheadTrieDrafter(Remembered):
 
 
 def reshape_branches(tree: TokenTree, mode: str, budget: int) -> TokenTree:
-    """The branches of a tree: as they are, side by side (at most `budget` guesses in all), or the
-    first one.
+    """Return the branches of a tree in the form that `mode` names, with at most `budget` nodes.
+
+    hierarchical  the tree as it is
+    parallel      its branches side by side, sharing nothing
+    single        the branch that was found first
 
     >>> tree = TokenTree((5, 6, 7), (-1, 0, 0), (None,) * 3, (False,) * 3)
     >>> reshape_branches(tree, "parallel", 4).tokens, reshape_branches(tree, "parallel", 3).tokens
@@ -103,22 +155,20 @@ def reshape_branches(tree: TokenTree, mode: str, budget: int) -> TokenTree:
     """
     if mode == "hierarchical" or not tree.tokens:
         return tree
-    inner = set(tree.parents)
-    branches = [
-        tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens)) if node not in inner
-    ]
     if mode == "single":
         return TokenTree.chain(follow_first_branch(tree))
+    inner = set(tree.parents)
     tokens, parents = list[int](), list[int]()
-    for branch in branches:
+    for leaf in (node for node in range(len(tree.tokens)) if node not in inner):
+        branch = tree.tokens_on(tree.path(leaf))
         if len(tokens) + len(branch) <= budget:
             parents += [ROOT, *range(len(tokens), len(tokens) + len(branch) - 1)]
             tokens += branch
     return TokenTree(tuple(tokens), tuple(parents), (None,) * len(tokens), (False,) * len(tokens))
 
 
-def follow_first_branch(tree: TokenTree) -> tuple[int, ...]:
-    """From the root along the first child of each node: the one that was found first."""
+def follow_first_branch(tree: TokenTree) -> Branch:
+    """Return the tokens from the root along the first child of each node."""
     at, tokens = ROOT, list[int]()
     for node, parent in enumerate(tree.parents):
         if parent == at:
@@ -135,7 +185,9 @@ def follow_first_branch(tree: TokenTree) -> tuple[int, ...]:
     guarantee=Guarantee.EXACT,
     persistent=True,
     knobs=(
-        Knob("decoding_length", 64, "guesses checked in a round", low=1, high=1024, small=(3, 1)),
+        Knob(
+            "decoding_length", 64, "draft tokens checked in a round", low=1, high=1024, small=(3, 1)
+        ),
         Knob(
             "branch_length",
             12,
@@ -150,11 +202,11 @@ def follow_first_branch(tree: TokenTree) -> tuple[int, ...]:
             "form of the branches",
             choices=("hierarchical", "parallel", "single"),
         ),
-        Knob("bound", 1 << 18, "nodes of the trie of outputs", low=1, small=(64, 2)),
+        Knob("bound", 1 << 18, "nodes of the trie of outputs", low=1, high=1 << 24, small=(64, 2)),
         Knob(
             "price",
             0.25,
-            "least chance to hold of a guess that is run; 0: all",
+            "least chance of acceptance of a draft token that is run; 0: all",
             low=0.0,
             high=1.0,
             small=(0.0, 0.25),
@@ -174,7 +226,7 @@ def lookahead_trie(
     price: float,
     remember: bool,
 ) -> Decoder:
-    """Branches from all that was asked here and answered before."""
+    """Draft branches of all prompts and outputs that this model has seen."""
     forest, prompts = memory(
         request.target, request.clock, "lookahead_trie", branch_length + 1, bound, remember
     )

@@ -1,24 +1,30 @@
-"""Speculative contrastive decoding: the small model drafts, and is also what the large one is
-contrasted with.
+"""Speculative contrastive decoding: draft with the model that the target is contrasted with.
 
-Yuan et al., ACL 2024, arXiv 2311.08981. Contrastive decoding writes what an expert holds for
-likelier than an amateur does: among the tokens that the expert finds plausible, p_e(x) >= a max
-p_e, the law is proportional to p_e^(1+beta) / p_a^beta, and nothing else may be said. It needs a
-row of each model for every token. Speculative decoding needs both models too: the amateur samples
-gamma tokens from its own law, the expert scores them in one call, and the walk keeps each with
-min(1, p/q). What makes it this technique: p in that ratio, in the residual and behind the last
-guess is the *contrast*, q the amateur's own law; and the amateur runs each token once for both
-purposes (only its row behind the last guess is left to do). Nothing is trained. The paper writes
-alpha for a (ours is the acceptance rate), M_e and M_a for expert and amateur.
+Paper: Yuan et al., ACL 2024, arXiv 2311.08981. Its alpha is our plausibility, because alpha is the
+acceptance rate here; its M_e and M_a are expert (target) and amateur (draft). Nothing is trained.
 
-Where the amateur gives a plausible token no mass at all, the contrast is taken as the limit of
-little mass: only such tokens are said, by the expert's p_e^(1+beta). The contrast is of the models'
-own laws; temperature and filters come after it.
+Idea. Contrastive decoding writes what an expert finds likelier than an amateur does. Each token
+needs a distribution of both models, and so does speculative decoding. Here the amateur serves both
+purposes: it drafts gamma tokens from its own distribution q, the expert scores them in one forward
+pass, and the draft is verified against the *contrast* of the two models.
 
-Guarantee: EXACT relative to plain contrastive decoding (which is gamma 0), not to the expert; beta
-0 and plausibility 0 give speculative decoding of the expert. Tested in
-tests/speculative/test_speculative_contrastive.py: the joint law against the formula, the acceptance
-rate 1 - TV(contrast, amateur), one row of the amateur a token.
+    V(x_<t)  = {x : p_e(x) >= plausibility * max p_e}                   tokens that are plausible
+    p(x)     ~ p_e(x)^(1 + beta) / p_a(x)^beta  for x in V, else 0      the contrast
+    q(x)     = p_a(x)                                                   the draft's distribution
+    P(accept x) = min(1, p(x) / q(x))
+
+The amateur runs each token once; only its distribution after the last draft token is left to
+compute. If it gives a plausible token no probability at all, p is the limit of a small
+probability: only such tokens are possible, in proportion to p_e^(1 + beta). The contrast is formed
+of the models' own distributions; temperature and filters come after it.
+
+Guarantee: EXACT relative to plain contrastive decoding (gamma 0), not to the expert alone. beta 0
+and plausibility 0 give speculative decoding of the expert.
+Pitfall: using the contrast for rejected tokens only, or the expert in place of p in the ratio or
+the residual; leaving out the plausible set.
+Tests: tests/speculative/test_speculative_contrastive.py (the joint distribution against the
+formula; `contrast_weights` against what runs on logits; the acceptance rate 1 - TV(p, q); one pass
+of the amateur for each token).
 Left out: nothing. The defaults of beta, plausibility and gamma are those usual for contrastive
 decoding.
 """
@@ -42,25 +48,81 @@ from tinyspec.lm.host import stack, to_numpy
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
-Make: TypeAlias = Callable[[Sequence[Any], Sequence[int], Sequence[int]], Any]
-"""(one row of each member, the committed text, the path below it) -> the joint row: logits, or a
-table's weights, [V]. A function of its arguments alone. The text is shared: it is read, never
-changed."""
+CombineLogits: TypeAlias = Callable[[Sequence[Any], Sequence[int], Sequence[int]], Any]
+"""(one row of each model, committed text, path below it) -> the joint row [V]: logits, or a table's
+weights. It depends on its arguments alone and must not change the text."""
 
 
-class Joint:
-    """Members that hold the same text. Hidden states, and the depth that rows ran to, are the first
-    member's.
+def contrast_weights(
+    expert: Sequence[Any], amateur: Sequence[Any], beta: Any, plausibility: Any
+) -> list[Any]:
+    """Return the contrast of two distributions, not normalized (section 3).
+
+    expert, amateur  [V] probabilities p_e and p_a
+    beta             strength of the contrast
+    plausibility     least share of the expert's greatest probability
+
+    On tables of fractions this is what runs. On logits `make_contrast` computes the same.
+
+    >>> contrast_weights([0.5, 0.25, 0.25], [0.5, 0.25, 0.125], beta=1, plausibility=0.5)
+    [0.5, 0.25, 0.5]
+    """
+    floor = plausibility * max(expert)
+    is_possible = [p_e > 0 and p_e >= floor for p_e in expert]
+    only_expert = [ok and not p_a for ok, p_a in zip(is_possible, amateur, strict=True)]
+    if beta and any(only_expert):  # 1 / p_a^beta is infinite there: nothing else is possible
+        is_possible, amateur = only_expert, [1] * len(amateur)
+    return [
+        p_e ** (1 + beta) / p_a**beta if ok else 0 * p_e
+        for ok, p_e, p_a in zip(is_possible, expert, amateur, strict=True)
+    ]
+
+
+def make_contrast(beta: float, plausibility: float) -> CombineLogits:
+    """Return the function that combines the expert's row (first) and the amateur's into p."""
+
+    def combine(rows: Any, text: Any, path: Any) -> Any:
+        expert, amateur = rows
+        if kernels_of(expert) is EXACT:
+            if beta != round(beta):
+                raise TinyspecError(
+                    f"rational weights have an exact contrast at whole beta only, got {beta}"
+                )
+            return contrast_weights(expert, amateur, round(beta), as_fraction(plausibility))
+        xp: Any = torch if kernels_of(expert) is DEVICE else np
+        e, a = (
+            to_numpy(row) if xp is np and isinstance(row, torch.Tensor) else xp.asarray(row)
+            for row in rows
+        )
+        floor = e.max() + math.log(plausibility) if plausibility else -math.inf
+        is_possible = (e >= floor) & (e > -math.inf)
+        only_expert = is_possible & (a == -math.inf)
+        if beta and bool(only_expert.any()):
+            is_possible, a = only_expert, e
+        # The models' normalizing constants shift all logits alike, so they need not be subtracted.
+        with np.errstate(invalid="ignore"):  # -inf of both models: not possible anyway
+            gap = e - a if beta else xp.zeros_like(e)
+        return torch.as_tensor(xp.where(is_possible, e + beta * gap, -math.inf))
+
+    return combine
+
+
+class JointTarget:
+    """Several models that hold the same text and score one tree; a function makes p of their rows.
+
+    Contrastive decoding, cascades with deferral (the small model's row where it is good enough) and
+    grammar masks are such functions. A model may draft as well (`SharedSessionDrafter`): its
+    session keeps the nodes that it drafted. Hidden states and layers are the first model's.
     """
 
-    def __init__(self, members: Sequence[Target], make: Make):
-        self.members, self.make = tuple(members), make
+    def __init__(self, members: Sequence[Target], combine: CombineLogits):
+        self.members, self.combine = tuple(members), combine
         self.text: list[int] = []
         self._tree = TokenTree()  # the last that was scored
 
     @property
     def cache_exact(self) -> bool:
-        """Whether every member's cache is what teacher-forcing the text would give."""
+        """Return whether every model's cache is what teacher-forcing the text would give."""
         return all(member.cache_exact for member in self.members)
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
@@ -77,7 +139,7 @@ class Joint:
         self.text.extend(tokens)
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        """Every member scores the tree; entry i of the logits is made of their entries i."""
+        """Score the tree with every model; row i of the logits combines their rows i."""
         first, *others = (
             member.score(tree, () if i else hidden_layers) for i, member in enumerate(self.members)
         )
@@ -89,8 +151,8 @@ class Joint:
                 raise TinyspecError(
                     f"the models of a joint target have {sorted(sizes)} tokens: use one vocabulary"
                 )
-            rows.append(self.make(parts, self.text, tree.tokens_on(tree.path(node))))
-        return first._replace(logits=_together(rows))
+            rows.append(self.combine(parts, self.text, tree.tokens_on(tree.path(node))))
+        return first._replace(logits=_stack_rows(rows))
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
         for member in self.members:
@@ -108,55 +170,11 @@ class Joint:
         self.text = []
 
 
-def _together(rows: list[Any]) -> Any:
-    """Rows as `Scores` has them: a table's Fractions as a list, logits as one tensor [n+1, V]."""
+def _stack_rows(rows: list[Any]) -> Any:
+    """Return rows in the form of `Scores`: a list for fractions, else one tensor [n + 1, V]."""
     if kernels_of(rows[0]) is EXACT:
         return rows
     return torch.from_numpy(np.stack(rows)) if isinstance(rows[0], np.ndarray) else stack(rows)
-
-
-def make_contrast(beta: float, plausibility: float) -> Make:
-    """The expert's row (first) against the amateur's: logits of p_e^(1+beta) / p_a^beta where the
-    expert finds x plausible.
-    """
-
-    def make(rows: Any, text: Any, path: Any) -> Any:
-        expert, amateur = rows
-        if kernels_of(expert) is EXACT:
-            return _exact(expert, amateur, beta, plausibility)
-        xp: Any = torch if kernels_of(expert) is DEVICE else np
-        e, a = (
-            to_numpy(row) if xp is np and isinstance(row, torch.Tensor) else xp.asarray(row)
-            for row in rows
-        )
-        floor = e.max() + math.log(plausibility) if plausibility else -math.inf
-        said = (e >= floor) & (e > -math.inf)
-        unheard = said & (a == -math.inf)  # the amateur cannot say it
-        if beta and bool(unheard.any()):
-            said, a = unheard, e
-        with np.errstate(invalid="ignore"):  # -inf of both: not said
-            gap = (
-                e - a if beta else xp.zeros_like(e)
-            )  # the models' normalisers shift all tokens alike
-        return torch.as_tensor(xp.where(said, e + beta * gap, -math.inf))
-
-    return make
-
-
-def _exact(p_e: list[Any], p_a: list[Any], beta: float, plausibility: float) -> list[Any]:
-    """The same on a table's rational rows, as weights."""
-    if beta != round(beta):
-        raise TinyspecError(
-            f"rational weights have an exact contrast at whole beta only, got {beta}"
-        )
-    power, floor = round(beta), as_fraction(plausibility) * max(p_e)
-    said = [e > 0 and e >= floor for e in p_e]
-    if power and any(ok and not a for ok, a in zip(said, p_a, strict=True)):
-        said, p_a = [ok and not a for ok, a in zip(said, p_a, strict=True)], [1] * len(p_a)
-    return [
-        e ** (1 + power) / a**power if ok else 0 * e
-        for ok, e, a in zip(said, p_e, p_a, strict=True)
-    ]
 
 
 @technique(
@@ -173,18 +191,20 @@ def _exact(p_e: list[Any], p_a: list[Any], beta: float, plausibility: float) -> 
             4,
             "tokens the amateur proposes in a round; 0 is plain contrastive decoding",
             low=0,
+            high=1024,
         ),
         Knob(
             "beta",
             0.5,
             "strength of the contrast; 0 is the expert alone",
             low=0.0,
+            high=64.0,
             small=(1.0, 0.0),
         ),
         Knob(
             "plausibility",
             0.1,
-            "tokens below this share of the expert's best are not said",
+            "tokens below this share of the expert's greatest probability are excluded",
             low=0.0,
             high=1.0,
         ),
@@ -193,11 +213,11 @@ def _exact(p_e: list[Any], p_a: list[Any], beta: float, plausibility: float) -> 
 def speculative_contrastive(
     request: Request, *, gamma: int, beta: float, plausibility: float
 ) -> Decoder:
-    """The draft model is the amateur: it drafts, and the target is the contrast with it."""
+    """Draft with the amateur, and verify against its contrast with the expert."""
     amateur = request.drafts[0]
     contexts = [
         held for held in (request.positions, *request.draft_max_lengths[:1]) if held is not None
     ]
-    target = Joint([request.target, amateur], make_contrast(beta, plausibility))
+    target = JointTarget([request.target, amateur], make_contrast(beta, plausibility))
     joint = replace(request, target=target, positions=min(contexts, default=None))
     return joint.decoder(SharedSessionDrafter(amateur, gamma, request.stop.eos), verify_tree)
