@@ -1,18 +1,22 @@
 """TriForce: what is retrieved, the three levels, the residual, and what a large budget means."""
 
 import warnings
+from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
 
 from tests.lm.small import GPT2, LLAMA, model
-from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
+from tinyspec.laws.dice import Dice
+from tinyspec.laws.network import network
 from tinyspec.laws.toys.triforce import (
     finds_the_needle,
     joint_law_of_three_levels,
@@ -22,8 +26,8 @@ from tinyspec.laws.toys.triforce import (
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.ops import attend_causal, linear
-from tinyspec.lm.queries import chosen
 from tinyspec.lm.transformer import Model
+from tinyspec.speculative.integrated.triforce import decode_three_levels, select_chunks
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
@@ -67,6 +71,49 @@ def asked_and_kept(m: Model, ids: list[int]) -> tuple[list[torch.Tensor], list[t
     return asked, kept
 
 
+@pytest.mark.parametrize(("gamma1", "gamma2"), [(1, 1), (1, 3), (2, 3), (3, 2)])
+def test_the_algorithm_as_printed_is_what_runs(gamma1: int, gamma2: int) -> None:
+    """Each text of the second round has the same probability, on a pair of small transformers."""
+    target, draft, prompt = network(1, 2, 2), network(11, 2, 2), (0, 1, 1, 0, 1)
+    knobs = {"budget": 2, "chunk": 1, "rebuild": 0, "sink": 0, "window": 64}
+
+    def second_round(rng: Exhaustive) -> tuple[Decoder, Round]:
+        request = Request(target.session(), [draft.session()])
+        d = CARD.make(request, gamma1=gamma1, gamma2=gamma2, **knobs)
+        d.extend(prompt)
+        first = d.step(Seeded(0))  # chooses the chunks
+        return (d, first) if rng is None else (d, d.step(rng))  # type: ignore[redundant-expr]
+
+    d, _ = second_round(None)  # type: ignore[arg-type]
+    text, plan = d.context, d.drafter.view.plan  # type: ignore[attr-defined]
+    assert plan.visible is not None
+
+    def soft(row: torch.Tensor) -> list[float]:
+        return row.softmax(-1).tolist()
+
+    @cache
+    def rows_of(tokens: tuple[int, ...]) -> list[list[float]]:
+        session = target.session()
+        session.extend(text)
+        logits = session.view(plan).score(TokenTree.chain(tokens)).logits[-1]
+        whole = [m.logits([*text, *tokens])[-1] for m in (draft, target)]
+        return [soft(row) for row in (whole[0], logits, whole[1])]
+
+    def printed(rng: Exhaustive) -> tuple[int, ...]:
+        levels = (lambda tokens, i=i: rows_of(tuple(tokens))[i] for i in range(3))
+        tokens = decode_three_levels(*levels, gamma1, gamma2, Dice(rng))
+        return tuple(map(int, tokens))
+
+    laws = []
+    for run in (lambda rng: tuple(second_round(rng)[1].tokens), printed):
+        found: dict[tuple[int, ...], float] = {}
+        for tokens, probability in Exhaustive.walk(run):
+            found[tokens] = found.get(tokens, 0) + float(probability)
+        laws.append(found)
+    assert len(laws[0]) > gamma2
+    assert laws[1] == pytest.approx(laws[0], abs=1e-10)
+
+
 def test_trap_retrieval_knows_what_a_window_has_left_behind() -> None:
     assert finds_the_needle(CARD.make).cases == 4
     with pytest.raises(AssertionError, match="retrieved key"):
@@ -104,8 +151,8 @@ def test_the_chunks_are_those_whose_mean_key_agrees_most_with_the_newest_query(
 
 def test_the_first_chunk_is_always_kept_and_equals_go_to_the_earlier() -> None:
     scores = torch.tensor([[-9.0, 1.0, 3.0, 3.0], [5.0, 0.0, 0.0, 0.0]])
-    assert chosen(scores, 2) == [[0, 2], [0, 1]]
-    assert chosen(scores, 1) == [[0], [0]]
+    assert select_chunks(scores, 2) == [[0, 2], [0, 1]]
+    assert select_chunks(scores, 1) == [[0], [0]]
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(0.0), SamplingParams(0.8)], ids=str)

@@ -1,26 +1,40 @@
-"""TriForce: for long contexts, the target drafts for itself over a retrieved part of its cache.
+"""TriForce: draft for a long context with the target itself, on a retrieved part of its cache.
 
-Sun et al., COLM 2024, arXiv 2404.11912. Three levels. A small draft model that sees only the first
-tokens and the latest ones (StreamingLLM) drafts for the *target itself with a retrieved cache*;
-what that commits is the draft for the target with its full cache. Retrieval: the old keys are cut
-into chunks; in every layer and for every key/value head the chunks whose mean key agrees most with
-the current query are kept, the first chunk always, and so is whatever came since. The choice serves
-many rounds, because what is looked at changes slowly; it is made when the prompt has been read, and
-again every `rebuild` tokens. Nothing is trained. Eviction is a visible set, never a physical drop,
-so every rollback is defined.
+Paper: Sun et al., COLM 2024, arXiv 2404.11912. Nothing is trained.
 
-Guarantee: EXACT. The middle level is exact for its own law, so its tokens declare that law; after a
-refusal inside it draws from the residual (the released loop draws from the middle's row again, and
-loses the law). Tested in tests/speculative/test_triforce.py: a needle that only retrieval finds;
-the chosen set against brute force; a budget that holds the whole context makes middle and target
-agree always. The law of three levels is enumerated on small transformers.
-Left out: a choice made anew when acceptance falls. Chunks are chosen by a round that is run anyway
-(the first is plain), whose newest token gives the query; where query heads share keys, their scores
-are added.
+Idea. With a long context the target's cost is its key/value cache. Three levels share the work:
+1. a small draft model that sees only the first tokens and the latest ones (StreamingLLM, Xiao et
+   al. 2023, arXiv 2309.17453) drafts gamma1 tokens for level 2;
+2. the target's own weights, over *retrieved* chunks of its cache and all that came since, verify
+   them until gamma2 tokens stand;
+3. the target with its full cache verifies these gamma2 tokens in one forward pass.
+
+Retrieval: old keys are cut into chunks. In every layer, for every key/value head, the chunks whose
+mean key agrees most with the newest query q are kept, and the first chunk always:
+
+    score(chunk) = q . mean of the chunk's keys             q: summed over the heads that share keys
+
+Attention changes slowly, so the choice serves many rounds. It is made when the prompt has been
+read, and again every `rebuild` tokens. A key that is not chosen is invisible, not deleted, so every
+rollback is defined.
+
+Guarantee: EXACT. Level 2 is exact for its own distribution, so its tokens declare that one as q.
+Pitfall: after a rejection in level 2 the released loop samples from level 2's distribution instead
+of the residual; its tokens then do not follow the q that they declare.
+Tests: tests/speculative/test_triforce.py (`decode_three_levels` against what runs, outcome by
+outcome; a needle that only retrieval finds; the chunks against brute force; a budget that holds the
+context). The joint distribution is enumerated on small transformers.
+Left out: choosing anew when acceptance falls. The query is that of a round that is run anyway (the
+first is plain).
 """
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.modeldraft import ModelDrafter
@@ -29,19 +43,54 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.cache import Cache
+from tinyspec.lm.ops import linear
 from tinyspec.lm.plan import Plan, Visible
-from tinyspec.lm.queries import chosen, mean_keys, queries
+from tinyspec.lm.rope import rotate, rotations
 from tinyspec.lm.session import Session
+from tinyspec.lm.transformer import Model
+from tinyspec.speculative.drafting.speculative_decoding import verify_chain
 from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
+NextProbs = Callable[[list[int]], Any]
+"""(draft tokens after the text) -> distribution of the next token [V]."""
+
+
+def decode_three_levels(
+    small: NextProbs, middle: NextProbs, target: NextProbs, gamma1: int, gamma2: int, rng: Any
+) -> list[int]:
+    """Return the tokens of one round (algorithm 1).
+
+    small   the draft model on the first and latest tokens
+    middle  the target on the retrieved part of its cache
+    target  the target on its full cache
+    rng     a numpy.random.Generator
+
+    The decoder runs `TriforceDrafter`, a decoder inside a decoder. A test compares the two on every
+    outcome.
+    """
+    stood = list[int]()  # tokens that level 2 has written, each sampled from its row of q
+    q = list[Any]()
+    while len(stood) < gamma2:
+        draft, q_small = list[int](), list[Any]()
+        for _ in range(min(gamma1, gamma2 - len(stood) - 1)):  # a round of level 2 adds one token
+            q_small.append(small(stood + draft))
+            draft.append(rng.choice(len(q_small[-1]), p=q_small[-1]))
+        p_middle = [middle(stood + draft[:i]) for i in range(len(draft) + 1)]
+        tokens = verify_chain(p_middle, q_small, draft, rng)
+        stood += tokens
+        q += p_middle[: len(tokens)]  # not q_small: level 2 is exact for its own distribution
+    p = [target(stood[:i]) for i in range(len(stood) + 1)]  # one forward pass
+    return verify_chain(p, q, stood, rng)
+
 
 class StreamingDrafter(ModelDrafter):
-    """A model that sees the first `sink` tokens and at least the latest `window` (Xiao et al. 2023,
-    arXiv 2309.17453).
+    """Draft with a model that sees the first `sink` tokens and at least the latest `window`.
 
-    The window moves in steps of an eighth of itself: what was run under another plan is run again.
+    The window moves in steps of an eighth of itself, because positions that were computed under
+    another plan are computed again.
     """
 
     def __init__(
@@ -63,7 +112,7 @@ class StreamingDrafter(ModelDrafter):
         return super().propose(context, max_draft_depth, sampling, rng)
 
     def streaming_plan(self, length: int) -> Plan:
-        """What is seen of a text of so many tokens."""
+        """Return the plan for a text of `length` tokens."""
         step = max(self.window // 8, 1)
         since = (length - self.window) // step * step
         if since <= self.sink:
@@ -73,10 +122,11 @@ class StreamingDrafter(ModelDrafter):
 
 
 class TriforceDrafter(Nested):
-    """The middle level: the target's own weights over the chunks of its cache that were chosen, and
-    what came since.
+    """Draft with the target's own weights, over chosen chunks of its cache and what came since.
 
-    budget  tokens that are kept of the old cache; chunk: tokens that are kept or dropped together
+    budget   tokens that are kept of the old cache
+    chunk    tokens that are kept or dropped together
+    rebuild  tokens after which the chunks are chosen anew; 0: never
     """
 
     def __init__(self, inner: Decoder, gamma: int, budget: int, chunk: int, rebuild: int):
@@ -89,59 +139,49 @@ class TriforceDrafter(Nested):
         self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: RandomSource
     ) -> TokenTree:
         n = len(self.text)
-        due = self.chosen_at is None or (self.rebuild and n >= self.chosen_at + self.rebuild)
-        self.hidden_layers = (
-            range(self.view.session.model.config.n_layers) if due else ()
-        )  # this round shows its states
-        return (
-            TokenTree()
-            if self.chosen_at is None
-            else super().propose(context, max_draft_depth, sampling, rng)
-        )
+        is_due = self.chosen_at is None or (self.rebuild and n >= self.chosen_at + self.rebuild)
+        # The target shows its hidden states in a round after which chunks are chosen.
+        n_layers = self.view.session.model.config.n_layers
+        self.hidden_layers = range(n_layers) if is_due else ()
+        if self.chosen_at is None:
+            return TokenTree()
+        return super().propose(context, max_draft_depth, sampling, rng)
 
     def observe(self, round: Round) -> None:
         super().observe(round)
         if self.hidden_layers:
             path = round.verdict.accepted
-            newest = (
-                len(self.text) - 1 - (round.verdict.next is not None)
-            )  # the last token that was run
-            self.view.plan = self.retrieve_chunks(
-                round.scores.hidden[:, path[-1] + 1 if path else 0], newest
-            )
+            newest = len(self.text) - 1 - (round.verdict.next is not None)  # that was computed
+            states = round.scores.hidden[:, path[-1] + 1 if path else 0]
+            self.view.plan = self.retrieve_chunks(states, newest)
             self.chosen_at, self.hidden_layers = len(self.text), ()
 
     def retrieve_chunks(self, states: Any, newest: int) -> Plan:
-        """The plan for the text up to position `newest`, whose token entered the layers with these
-        states [L, d].
+        """Return the plan for the text up to position `newest`.
+
+        states  [L, d] what entered each layer at that position
         """
         session = self.view.session
-        config, chunks, keep = (
-            session.model.config,
-            (newest + 1) // self.chunk,
-            self.budget // self.chunk,
-        )
+        config = session.model.config
+        chunks, keep = (newest + 1) // self.chunk, self.budget // self.chunk
         if keep >= chunks:  # the full cache
             return Plan()
-        asked = queries(session.model, states, newest)  # [L, H, hd]
-        grouped = asked.view(len(asked), config.n_kv_heads, -1, config.head_dim).sum(
-            dim=2
-        )  # [L, KV, hd]
+        queries = recompute_queries(session.model, states, newest)  # [L, H, hd]
+        grouped = queries.view(len(queries), config.n_kv_heads, -1, config.head_dim).sum(dim=2)
         layers = []
-        for layer, query in enumerate(grouped):
-            scores = (mean_keys(session.cache, layer, self.chunk, chunks) @ query[:, :, None])[
-                :, :, 0
-            ]  # [KV, chunks]
-            layers.append(tuple(self.chunk_positions(kept) for kept in chosen(scores, keep)))
+        for layer, query in enumerate(grouped):  # query [KV, hd]
+            keys = mean_keys(session.cache, layer, self.chunk, chunks)  # [KV, chunks, hd]
+            scores = (keys @ query[:, :, None])[:, :, 0]  # [KV, chunks]
+            layers.append(tuple(map(self.chunk_positions, select_chunks(scores, keep))))
         return Plan(visible=Visible(tuple(layers), since=chunks * self.chunk))
 
     def chunk_positions(self, chunks: list[int]) -> frozenset[int]:
-        """All tokens of these chunks."""
+        """Return the positions of all tokens of these chunks."""
         return frozenset(chunk * self.chunk + i for chunk in chunks for i in range(self.chunk))
 
     def rewind(self, length: int) -> None:
         super().rewind(length)
-        if self.chosen_at is not None and length < self.chosen_at:  # what was chosen may be gone
+        if self.chosen_at is not None and length < self.chosen_at:  # a chosen chunk may be gone
             self.chosen_at, self.view.plan = None, Plan()
 
     def end(self) -> None:
@@ -158,27 +198,48 @@ class TriforceDrafter(Nested):
     drafts=1,
     hidden=True,
     knobs=(
-        Knob("gamma1", 1, "tokens the small model drafts for the middle level", low=1, small=(1,)),
         Knob(
-            "gamma2", 6, "tokens the middle level makes before the target looks", low=1, small=(2,)
+            "gamma1",
+            1,
+            "tokens the small model drafts for the middle level",
+            low=1,
+            high=1024,
+            small=(1,),
+        ),
+        Knob(
+            "gamma2",
+            6,
+            "tokens the middle level writes before the target verifies them",
+            low=1,
+            high=1024,
+            small=(2,),
         ),
         Knob(
             "budget",
             4096,
             "tokens of the old cache that the middle level sees",
             low=1,
+            high=1 << 20,
             small=(1, 2),
         ),
-        Knob("chunk", 8, "tokens that are retrieved together", low=1, small=(1,)),
+        Knob("chunk", 8, "tokens that are retrieved together", low=1, high=4096, small=(1,)),
         Knob(
             "rebuild",
             256,
             "tokens after which chunks are chosen anew; 0: never",
             low=0,
+            high=1 << 20,
             small=(1, 0),
         ),
-        Knob("sink", 16, "first tokens that the small model sees", low=0, small=(1,)),
-        Knob("window", 496, "latest tokens that the small model sees", low=1, small=(1,)),
+        Knob("sink", 16, "first tokens that the small model sees", low=0, high=4096, small=(1,)),
+        Knob(
+            "window",
+            496,
+            "latest tokens that the small model sees",
+            low=1,
+            high=1 << 20,
+            small=(1,),
+        ),
     ),
 )
 def triforce(
@@ -192,7 +253,7 @@ def triforce(
     sink: int,
     window: int,
 ) -> Decoder:
-    """A small model, the target on retrieved keys, the target."""
+    """Nest two decoders: a small model drafts for the target on retrieved keys, that for the target."""
     if budget < chunk:
         raise TinyspecError(
             f"the budget of {budget} tokens holds no chunk of {chunk}: give a budget of at least {chunk}"
@@ -219,3 +280,61 @@ def triforce(
         forward_log=request.forward_log,
     )
     return request.decoder(TriforceDrafter(middle, gamma2, budget, chunk, rebuild), verify_tree)
+
+
+# ---------------------------------------------------------------------- retrieval (section 4.1)
+
+
+def recompute_queries(model: Model, states: Tensor, position: int) -> Tensor:
+    """Return the queries of the token at `position`, rotated to it: [L, H, hd].
+
+    states  [L, d] what entered each layer (hidden layers 0 to L - 1)
+
+    A forward pass does not keep its queries, so they are computed again from the hidden states.
+    """
+    c, weights = model.config, model.weights
+    rows = list[Tensor]()
+    for layer, state in enumerate(states):
+        gain, bias = (
+            _like(state, weights.get(f"{layer}.norm1.{kind}")) for kind in ("weight", "bias")
+        )
+        if c.norm == "rms":
+            x = F.rms_norm(state, (c.d_model,), gain, c.norm_eps)
+        else:
+            x = F.layer_norm(state, (c.d_model,), gain, bias, c.norm_eps)
+        qkv, offset = (
+            _like(state, weights.get(f"{layer}.qkv.{kind}")) for kind in ("weight", "bias")
+        )
+        assert qkv is not None
+        offset = None if offset is None else offset[: c.q_dim]
+        rows.append(linear(x[None], qkv[: c.q_dim].contiguous(), offset)[0])
+    queries = torch.stack(rows).view(len(rows), c.n_heads, c.head_dim)
+    if c.positions == "rope":
+        cos, sin = rotations(c, states.dtype, states.device)
+        queries = rotate(queries, cos[position], sin[position])
+    return queries
+
+
+def mean_keys(cache: Cache, layer: int, chunk: int, chunks: int) -> Tensor:
+    """Return the mean key of each of the first `chunks` chunks: [KV, chunks, hd]."""
+    keys = cache.keys[layer][:, : chunk * chunks].contiguous()
+    wide = torch.float64 if keys.dtype == torch.float64 else torch.float32
+    means: Tensor = keys.to(wide).view(len(keys), chunks, chunk, -1).mean(dim=2)
+    return means
+
+
+def select_chunks(scores: Tensor, keep: int) -> list[list[int]]:
+    """Return for every head the `keep` chunks with the highest scores, in order.
+
+    scores  [KV, chunks]
+
+    The first chunk is always among them. Of chunks with equal scores the earlier one is kept.
+    """
+    order: Sequence[Sequence[int]] = (
+        scores[:, 1:].argsort(dim=-1, descending=True, stable=True).tolist()
+    )
+    return [sorted([0, *(chunk + 1 for chunk in row[: keep - 1])]) for row in order]
+
+
+def _like(state: Tensor, weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.to(state.device, state.dtype)
