@@ -10,7 +10,8 @@ from tests.zoo import failed, run
 from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws import museum, prove, statistics, toys
+from tinyspec.laws import museum, prove, statistics
+from tinyspec.laws import traps as toys
 from tinyspec.technique import Card, Guarantee, Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 

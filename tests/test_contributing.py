@@ -15,14 +15,14 @@ from click.testing import CliRunner
 
 from tinyspec import technique
 from tinyspec.cli import main
-from tinyspec.laws import toys
+from tinyspec.laws import traps as toys
 from tinyspec.laws.prove import CI, CONTRACTS, prove
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"`((?:tinyspec|tests)/\S+\.py)`:\n\n```python\n(.*?)```", TEXT, re.DOTALL))
 NAME = "naive_sampling"
-PACKAGES = ("tinyspec.speculative.verification", "tinyspec.laws.toys", "tests.speculative")
+PACKAGES = ("tinyspec.speculative.verification", "tinyspec.laws.traps", "tests.speculative")
 
 
 @pytest.fixture

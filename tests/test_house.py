@@ -149,7 +149,7 @@ CODE_LINES = {
     "decoding": 1340,
     "chapters": 4_900,
     "laws": 9420,
-    "museum": 6730,
+    "museum": 5600,
     "training": 2710,
     "bench": 5880,
     "grade": 3950,

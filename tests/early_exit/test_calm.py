@@ -32,9 +32,9 @@ from tinyspec.early_exit.calm import (
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
-from tinyspec.laws import toys
+from tinyspec.laws import traps as toys
 from tinyspec.laws.exit_laws import with_classifier
-from tinyspec.laws.toys import calm as traps
+from tinyspec.laws.traps import calm as traps
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Request, find_technique

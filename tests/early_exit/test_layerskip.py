@@ -18,8 +18,8 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.layerskip import count_layer_evaluations, resolve_exit_layer
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
-from tinyspec.laws import toys
-from tinyspec.laws.toys import layerskip as traps
+from tinyspec.laws import traps as toys
+from tinyspec.laws.traps import layerskip as traps
 from tinyspec.lm.config import Config
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model

@@ -21,11 +21,11 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.ppd import count_layer_steps, expected_cost, resolve_guess_layer
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import toys
+from tinyspec.laws import traps as toys
 from tinyspec.laws.exact import Reference
 from tinyspec.laws.pipeline_laws import guessed
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import ppd as traps
+from tinyspec.laws.traps import ppd as traps
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.technique import Request, find_technique
 

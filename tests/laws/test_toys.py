@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tinyspec.laws import toys
-from tinyspec.laws.toys import Toy, Trap
+from tinyspec.laws import traps as toys
+from tinyspec.laws.traps import Toy, Trap
 from tinyspec.technique import load_techniques
 
 TOYS, TRAPS = toys.toys(), toys.traps()

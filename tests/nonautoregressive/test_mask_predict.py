@@ -9,7 +9,7 @@ from tinyspec.decoding.refine import Pass, Refinement, blank, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.masking import chooses, fillers, follows_the_rule, hides
-from tinyspec.laws.toys import judge, toys
+from tinyspec.laws.traps import judge, toys
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.mask_predict import (
     MaskPredictRefiner,

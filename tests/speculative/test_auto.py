@@ -23,7 +23,7 @@ from tinyspec.laws.exact import Reference
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.stage import adversary
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys.auto import POEM, Ticking, Watch, astray, took
+from tinyspec.laws.traps.auto import POEM, Ticking, Watch, astray, took
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.auto import (
     INITIAL_TRUST,

@@ -14,8 +14,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import toys
-from tinyspec.laws.toys import bild as traps
+from tinyspec.laws import traps as toys
+from tinyspec.laws.traps import bild as traps
 from tinyspec.speculative.verification.bild import rollback_verifier
 from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.tree import TokenTree

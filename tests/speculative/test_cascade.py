@@ -10,7 +10,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys.cascade import (
+from tinyspec.laws.traps.cascade import (
     called_as_k_says,
     constant_gamma,
     copies_the_longest,

@@ -15,7 +15,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import lookahead_jacobi as toys
+from tinyspec.laws.traps import lookahead_jacobi as toys
 from tinyspec.speculative.drafting.lookahead_jacobi import (
     JacobiWindow,
     LookaheadJacobiDrafter,

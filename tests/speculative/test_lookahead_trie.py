@@ -18,8 +18,8 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
-from tinyspec.laws.toys import lookahead_trie as toys
-from tinyspec.laws.toys.lookahead_trie import said
+from tinyspec.laws.traps import lookahead_trie as toys
+from tinyspec.laws.traps.lookahead_trie import said
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.integrated.lookahead_trie import (
     LookaheadTrieDrafter,

@@ -49,7 +49,7 @@ def plain(p: int = 1, sampling: SamplingParams | None = None) -> Decoder:
 def test_trap_three_candidates_a_node_keep_the_joint_law(
     sampling: SamplingParams, replacement: bool
 ) -> None:
-    """The best k judged by q, sorted draws, a forgotten refusal: each gives another law (laws/toys/multi_candidate.py)."""
+    """The best k judged by q, sorted draws, a forgotten refusal: each gives another law (laws/traps/multi_candidate.py)."""
     got = law(lambda: made(sampling=sampling, configuration="3", replacement=replacement), 2)
     assert got == law(lambda: plain(sampling=sampling), 2)
 

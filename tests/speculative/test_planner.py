@@ -11,8 +11,8 @@ from tests.table import Table
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.toys.auto import Watch
-from tinyspec.laws.toys.planner import (
+from tinyspec.laws.traps.auto import Watch
+from tinyspec.laws.traps.planner import (
     FAIR,
     GOOD,
     POOR,
@@ -22,7 +22,7 @@ from tinyspec.laws.toys.planner import (
     recommends_the_fastest,
     requests,
 )
-from tinyspec.laws.toys.planner import advise as planned
+from tinyspec.laws.traps.planner import advise as planned
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
 from tinyspec.speculative.drafting.planner import (

@@ -16,8 +16,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import toys
-from tinyspec.laws.toys import self_speculative as traps
+from tinyspec.laws import traps as toys
+from tinyspec.laws.traps import self_speculative as traps
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.speculative.drafting.self_speculative import (
     DraftExit,

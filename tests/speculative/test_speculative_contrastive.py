@@ -18,9 +18,9 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import toys
+from tinyspec.laws import traps as toys
 from tinyspec.laws.small import overlap, pairs
-from tinyspec.laws.toys import speculative_contrastive as traps
+from tinyspec.laws.traps import speculative_contrastive as traps
 from tinyspec.speculative.integrated.speculative_contrastive import (
     JointTarget,
     contrast_weights,

@@ -10,7 +10,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.toys.staged import (
+from tinyspec.laws.traps.staged import (
     a_fixed_tree,
     a_tree_alone,
     beats_fixed_trees,

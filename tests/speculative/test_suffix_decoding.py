@@ -18,8 +18,8 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
-from tinyspec.laws.toys import suffix_decoding as toys
-from tinyspec.laws.toys.lookahead_trie import said
+from tinyspec.laws.traps import suffix_decoding as toys
+from tinyspec.laws.traps.lookahead_trie import said
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.lookup import OUTPUTS

@@ -16,7 +16,7 @@ from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.toys import token_recycling as toys
+from tinyspec.laws.traps import token_recycling as toys
 from tinyspec.speculative.drafting.token_recycling import (
     NO_CANDIDATE,
     AdjacencyMatrix,

@@ -17,7 +17,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.dice import Dice
 from tinyspec.laws.network import network
-from tinyspec.laws.toys.triforce import (
+from tinyspec.laws.traps.triforce import (
     finds_the_needle,
     joint_law_of_three_levels,
     middle_draws_again,

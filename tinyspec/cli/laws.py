@@ -186,7 +186,8 @@ def _matrix(what: str, verbose: bool, as_json: bool, quiet: bool) -> None:
 
     In a pipe: one line for each law of the mutants, or technique of the toys, unless `verbose`.
     """
-    from tinyspec.laws import museum, toys
+    from tinyspec.laws import museum
+    from tinyspec.laws import traps as toys
 
     with base.show_progress(quiet or as_json) as show:
         lines = museum.judge_mutants(show) if what == "mutants" else toys.matrix(show)

@@ -45,7 +45,7 @@ from tinyspec.laws.cache_laws import FAMILIES, Through, Wrong, weights
 from tinyspec.laws.parts import KERNELS, Parts
 from tinyspec.laws.small import Exact
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import bild
+from tinyspec.laws.traps import bild
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT
 

@@ -106,7 +106,7 @@ def cases(card: Card, seed: int = 0) -> list[Case]:
         if not own:
             raise TinyspecError(
                 f"{card.name} promises no other's law, so it must bring an oracle of its rule: laws.suites.oracle, or traps in "
-                f"laws/toys/{card.name}.py"
+                f"laws/traps/{card.name}.py"
             )
         return [*_rewriting(card, seed), *own] if card.kind == "refine" else own
     if card.coupled:
@@ -120,7 +120,7 @@ def _traps(name: str) -> list[Case]:
     """What tells a technique from its look-alikes: where nobody else's law is kept, exact oracles
     of its own rule.
     """
-    place = f"tinyspec.laws.toys.{name}"
+    place = f"tinyspec.laws.traps.{name}"
     try:
         found = importlib.import_module(place)  # it stands above this module, and imports it
     except ModuleNotFoundError as missing:

@@ -17,7 +17,7 @@ from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
 from tinyspec.laws.nested_laws import LEVELS
 from tinyspec.laws.selection import FACTOR, SELECTED
-from tinyspec.laws.toys.bild import ALGORITHM
+from tinyspec.laws.traps.bild import ALGORITHM
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
 from tinyspec.speculative.nested import Nested
 from tinyspec.speculative.treedraft import TreeDrafter

@@ -14,7 +14,7 @@ user's settings (at temperature 0: their argmax).
 Two rollbacks. "paper" (algorithm 1): the first bad token ends the block, whatever the large model
 writes there. "safe": where the large model writes the very token that stood there, nothing is taken
 back and the scan goes on. The authors' code also saves that rollback, but then keeps the rest of
-the block unread, however bad: its toy is in laws/toys/bild.py.
+the block unread, however bad: its toy is in laws/traps/bild.py.
 
 Guarantee: LOSSY in `rollback`. At 0 every token is bad, so that every place is the large model's
 own draw: EXACT under both rules at any temperature (and a fallback of 1 calls the large model for

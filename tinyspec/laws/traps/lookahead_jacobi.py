@@ -13,7 +13,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting.lookahead_jacobi import LookaheadJacobiDrafter
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import Toy, Trap
-from tinyspec.laws.toys.auto import Ticking, Watch
+from tinyspec.laws.traps import Toy, Trap
+from tinyspec.laws.traps.auto import Ticking, Watch
 from tinyspec.speculative.drafting import planner
 from tinyspec.speculative.drafting.planner import DraftProfile, NewRequests
 from tinyspec.technique import Request

@@ -10,7 +10,7 @@ from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws.accused import Evidence
 from tinyspec.laws.loop_laws import model
 from tinyspec.laws.selection import FACTOR, SELECTED, least_factor, selected
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.treedraft import TreeDrafter, shape
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree

@@ -14,7 +14,7 @@ from tinyspec.early_exit.calm import ConfidenceMeasure, ConfidenceRule, decay_th
 from tinyspec.early_exit.exits import Exit, ExitTarget
 from tinyspec.laws.calibration_laws import CALIBRATED, controls_its_risk
 from tinyspec.laws.exit_laws import MEASURES, RULE, each_measure, follows_the_rule
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.technique import Request, find_technique
 
 

@@ -12,7 +12,7 @@ from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import sweeps
 from tinyspec.laws.network import greedy
 from tinyspec.laws.sweeps import COST, FIXED, PUBLISHED, SWEEPS, Build
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter, JacobiSolution, solve_blocks
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree

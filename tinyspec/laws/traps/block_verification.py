@@ -11,7 +11,7 @@ from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws.accused import Evidence
 from tinyspec.laws.blocks import BLOCK, EMITTED, block
 from tinyspec.laws.loop_laws import model
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 

@@ -15,7 +15,7 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference
 from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
 from tinyspec.laws.row_laws import normal
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.verification.bild import BildDrafter, rollback_verifier
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree

@@ -11,8 +11,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Reciter
-from tinyspec.laws.toys import Toy, Trap, card
-from tinyspec.laws.toys.lookahead_trie import said
+from tinyspec.laws.traps import Toy, Trap, card
+from tinyspec.laws.traps.lookahead_trie import said
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.speculative.lookup import memory

@@ -32,7 +32,7 @@ from tinyspec.laws.fertility_laws import (
     teacher,
     usable,
 )
-from tinyspec.laws.toys import Toy, Trap
+from tinyspec.laws.traps import Toy, Trap
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive import nat
 from tinyspec.nonautoregressive.nat import NatRefiner, uniform

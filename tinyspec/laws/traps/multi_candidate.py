@@ -18,7 +18,7 @@ from tinyspec.laws.exact import JOINT
 from tinyspec.laws.loop_laws import Table, model, said
 from tinyspec.laws.small import pairs
 from tinyspec.laws.theorems import siblings, with_replacement
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.laws.treelaws import NODES, OTHERS, THREE, Build
 from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.speculative.verification import multi_candidate as mcsd

@@ -12,7 +12,7 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference, law
 from tinyspec.laws.needle import ANSWERS, QUESTION, haystack, needle_model
 from tinyspec.laws.network import WITHIN, network
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.plan import Plan
 from tinyspec.speculative.drafting.speculative_decoding import speculative_decoding
 from tinyspec.speculative.integrated.triforce import StreamingDrafter, TriforceDrafter, triforce

@@ -10,7 +10,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Counted, recited
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import Request

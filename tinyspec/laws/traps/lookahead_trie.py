@@ -14,7 +14,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Reciter
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.speculative.integrated.lookahead_trie import LookaheadTrieDrafter
 from tinyspec.speculative.lookup import OUTPUTS, memory

@@ -14,7 +14,7 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, law
 from tinyspec.laws.pipeline_laws import CLOCK, WORK
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.feed import Scores
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree

@@ -16,7 +16,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, law
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan
 from tinyspec.speculative.drafting.self_speculative import (

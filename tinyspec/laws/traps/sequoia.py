@@ -15,7 +15,7 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT
 from tinyspec.laws.small import pairs
 from tinyspec.laws.theorems import siblings, without_replacement
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.laws.treelaws import Build
 from tinyspec.speculative.drafting import sequoia as seq
 from tinyspec.speculative.treedraft import Shape, TreeDrafter, shape

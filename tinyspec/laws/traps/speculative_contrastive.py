@@ -19,7 +19,7 @@ from tinyspec.laws.exact import Reference
 from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
 from tinyspec.laws.row_laws import normal
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget, make_contrast
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree

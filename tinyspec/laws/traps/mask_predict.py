@@ -10,7 +10,7 @@ from torch import Tensor
 from tinyspec.decoding.refine import Canvas
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.laws.masking import CHOICE, HIDDEN, RULE, chooses, follows_the_rule, hides
-from tinyspec.laws.toys import Toy, Trap
+from tinyspec.laws.traps import Toy, Trap
 from tinyspec.lm.seq2seq import EncoderOutput
 from tinyspec.nonautoregressive.mask_predict import (
     MaskPredictRefiner,

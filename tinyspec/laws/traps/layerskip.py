@@ -20,7 +20,7 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, law
 from tinyspec.laws.exit_loss_laws import DROPOUT, HEAD, WEIGHTS
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.plan import Plan

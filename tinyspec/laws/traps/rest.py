@@ -15,7 +15,7 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference, law
 from tinyspec.laws.reciter import recited
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting.datastore import indexed
 from tinyspec.speculative.drafting.rest import RestDrafter
 from tinyspec.technique import Request

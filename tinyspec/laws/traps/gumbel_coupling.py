@@ -9,7 +9,7 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.couplings import AGREE, FORMULA, INVARIANT, agree, formula, invariant
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.verification import gumbel_coupling as gumbel
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree

@@ -13,7 +13,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.tables import TableSession
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import Request

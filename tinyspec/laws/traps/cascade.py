@@ -16,7 +16,7 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference, law
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting.cascade import MaxGramDrafter, cascade, parse_quotas
 from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Request

@@ -14,7 +14,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.tables import TableModel
-from tinyspec.laws.toys import Toy, Trap, card
+from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting.staged import staged
 from tinyspec.speculative.treedraft import TreeDrafter, shape
 from tinyspec.technique import Request

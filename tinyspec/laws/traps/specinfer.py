@@ -16,7 +16,7 @@ from tinyspec.laws.exact import JOINT
 from tinyspec.laws.loop_laws import model
 from tinyspec.laws.small import overlap, pairs, positive_part
 from tinyspec.laws.theorems import siblings, with_replacement
-from tinyspec.laws.toys import Toy, Trap, card, multi_candidate
+from tinyspec.laws.traps import Toy, Trap, card, multi_candidate
 from tinyspec.laws.treelaws import NODES, OTHERS, THREE, Build
 from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.speculative.verification import specinfer as sif
