@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tinyspec.laws.exact import Law, law
+from tinyspec.laws.exact import JointLaw, exact_law
 from tinyspec.laws.tables import TableModel, TableSession
 
-__all__ = ["Law", "Table", "law"]
+__all__ = ["JointLaw", "Table", "exact_law"]
 
 
 class Table(TableSession):

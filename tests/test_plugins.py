@@ -77,9 +77,9 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def _few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first cases of each law: the command is tried, not the technique."""
-    every = prove.questions
+    every = prove.list_questions
 
-    def first(card: technique.Card, profile: prove.Profile) -> list[tuple[str, prove.Case]]:
+    def first(card: technique.Card, profile: prove.Profile) -> list[tuple[str, prove.SuiteCase]]:
         asked = every(card, profile)
         laws = dict.fromkeys(case.law for _, case in asked)
         return [entry for law in laws for entry in [e for e in asked if e[1].law == law][:3]]

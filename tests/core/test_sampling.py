@@ -12,14 +12,22 @@ from tinyspec import _core
 from tinyspec._core import fallback, reference
 from tinyspec._core.reference_exp import exponential
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.strategies import SIZES, Floats, Walk, borders, rows, uniforms, walks
+from tinyspec.laws.strategies import (
+    VOCABULARY_SIZES,
+    FloatRow,
+    WalkCase,
+    cdf_edges,
+    edge_uniforms,
+    float_rows,
+    tree_walks,
+)
 
 cores = pytest.mark.parametrize("core", [_core, fallback])
 
 
-@given(SIZES.flatmap(rows), st.data())
-def test_a_draw_is_a_token_that_the_row_allows(row: Floats, data: st.DataObject) -> None:
-    given = np.array(data.draw(st.lists(uniforms(borders(row)), min_size=1, max_size=6)))
+@given(VOCABULARY_SIZES.flatmap(float_rows), st.data())
+def test_a_draw_is_a_token_that_the_row_allows(row: FloatRow, data: st.DataObject) -> None:
+    given = np.array(data.draw(st.lists(edge_uniforms(cdf_edges(row)), min_size=1, max_size=6)))
     assert row[_core.pick(row, given[0])] > 0
     drawn = _core.order(row, given)
     assert len(set(drawn)) == len(drawn) == min(len(given), np.count_nonzero(row))
@@ -28,8 +36,8 @@ def test_a_draw_is_a_token_that_the_row_allows(row: Floats, data: st.DataObject)
     assert row[_core.race(row, noise)] > 0
 
 
-@given(SIZES.flatmap(walks))
-def test_a_walk_uses_one_uniform_a_tested_node_and_one_for_the_draw(case: Walk) -> None:
+@given(VOCABULARY_SIZES.flatmap(tree_walks))
+def test_a_walk_uses_one_uniform_a_tested_node_and_one_for_the_draw(case: WalkCase) -> None:
     path, _, refused, used = _core.walk(*case)
     assert used == len(path) + len(refused) + 1
     assert not any(case.probe[node] for node in (*path, *refused))
@@ -83,7 +91,7 @@ def test_a_greedy_law_is_the_first_of_the_largest_wherever_it_stands(n: int, dty
     st.sampled_from([np.float32, np.float64]),
 )
 def test_a_greedy_law_under_a_penalty_is_that_of_the_penalised_scores(
-    logits: Floats, history: list[int], penalty: float, dtype: type
+    logits: FloatRow, history: list[int], penalty: float, dtype: type
 ) -> None:
     """Ties too: a score that falls may meet another one, which then stands first."""
     assume(max(logits) > -math.inf)

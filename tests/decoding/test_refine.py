@@ -22,7 +22,16 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import refine_laws
 from tinyspec.laws.accused import LawViolated
-from tinyspec.laws.refine_laws import ALONE, CANVAS, LAWS, PADDING, PASSES, SEED, held, reader
+from tinyspec.laws.refine_laws import (
+    CANDIDATE_ALONE,
+    CANVAS_ORDER,
+    PADDING_DECIDES,
+    REFINE_LAWS,
+    REFINE_PASSES,
+    SEED_DECIDES,
+    hold_on_sources,
+    random_reader,
+)
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.technique import Card, RefineRequest, Request, find_technique
@@ -44,7 +53,7 @@ def canvas(*texts: Sequence[int]) -> Canvas:
 
 def test_every_pass_is_an_event_and_the_source_is_encoded_once() -> None:
     forward_log = list[ForwardRecord]()
-    request = RefineRequest(reader(0), forward_log=forward_log)
+    request = RefineRequest(random_reader(0), forward_log=forward_log)
     running = refine(request.model, SOURCE, hosted.FillIn(request.model), Seeded(0), forward_log)
     passes = list(running)
     assert [step.iteration for step in passes] == [0, 1]
@@ -60,7 +69,7 @@ def test_every_pass_is_an_event_and_the_source_is_encoded_once() -> None:
 
 
 def test_a_pass_is_told_as_plain_data() -> None:
-    request = RefineRequest(reader(0))
+    request = RefineRequest(random_reader(0))
     step = next(iter(refine(request.model, SOURCE, hosted.FillIn(request.model), Seeded(0))))
     written = step.written()
     assert written.calls == 1
@@ -72,7 +81,7 @@ def test_a_pass_is_told_as_plain_data() -> None:
 
 
 def test_stopped_half_way_the_best_so_far_is_there() -> None:
-    request = RefineRequest(reader(0))
+    request = RefineRequest(random_reader(0))
     running = refine(request.model, SOURCE, hosted.FillIn(request.model), Seeded(0))
     assert running.tokens == [] == running.scores
     next(iter(running))
@@ -90,7 +99,7 @@ def test_a_candidate_without_slots_has_the_worst_mean() -> None:
 
 
 def test_a_source_is_needed_and_has_to_fit() -> None:
-    request = RefineRequest(reader(0))
+    request = RefineRequest(random_reader(0))
     with pytest.raises(TinyspecError, match="the source is empty"):
         refine(request.model, [], hosted.FillIn(request.model), Seeded(0))
     with pytest.raises(TinyspecError, match="the source has 13 tokens, reader has 12 positions"):
@@ -99,17 +108,17 @@ def test_a_source_is_needed_and_has_to_fit() -> None:
 
 def test_a_card_makes_what_its_kind_says() -> None:
     card = hosted.card(hosted.fill_in, kind="refine")
-    assert isinstance(card.refiner(RefineRequest(reader(0))), hosted.FillIn)
+    assert isinstance(card.refiner(RefineRequest(random_reader(0))), hosted.FillIn)
     with pytest.raises(
         TinyspecError, match="rewrites a translation and extends no text: use `tinyspec translate"
     ):
-        card.make(Request(reader(1, positional=False).given(SOURCE).session()))
+        card.make(Request(random_reader(1, positional=False).given(SOURCE).session()))
     with pytest.raises(TinyspecError, match="extends a text and rewrites none"):
-        find_technique("autoregressive").refiner(RefineRequest(reader(0)))
+        find_technique("autoregressive").refiner(RefineRequest(random_reader(0)))
 
 
 def test_model_and_teacher_are_told_apart_in_the_ledger() -> None:
-    request = RefineRequest(reader(0), reader(0))
+    request = RefineRequest(random_reader(0), random_reader(0))
     assert request.teacher is not None
     request.teacher.encode(torch.tensor([SOURCE]))
     assert [call.model for call in request.forward_log] == ["reader (teacher)/encoder"]
@@ -129,7 +138,7 @@ def said(teacher: Seq2Seq, source: list[int], text: list[int]) -> list[float]:
 
 def test_one_pass_judges_all_candidates_as_the_teacher_would_one_by_one() -> None:
     texts, forward_log = [[4, 5, 6, 8], [7], [5, 5]], list[ForwardRecord]()
-    teacher = reader(3, positional=False).counting(forward_log)
+    teacher = random_reader(3, positional=False).counting(forward_log)
     scores = judge(teacher, SOURCE, canvas(*texts))
     assert [call.model for call in forward_log] == ["teacher/encoder", "teacher"]
     for row, text in enumerate(texts):
@@ -142,16 +151,16 @@ def test_one_pass_judges_all_candidates_as_the_teacher_would_one_by_one() -> Non
 
 
 def test_what_stands_in_padding_is_not_judged() -> None:
-    teacher, made = reader(3, positional=False), canvas([4, 5, 6], [7])
+    teacher, made = random_reader(3, positional=False), canvas([4, 5, 6], [7])
     other = made._replace(tokens=torch.where(made.mask, made.tokens, 8))
     assert torch.equal(judge(teacher, SOURCE, made), judge(teacher, SOURCE, other))
 
 
 def test_a_teacher_that_cannot_judge_is_refused() -> None:
-    model = reader(0)
+    model = random_reader(0)
     with pytest.raises(TinyspecError, match="does not write from left to right"):
-        check_teacher(model, reader(1))
-    strange = reader(1, positional=False)
+        check_teacher(model, random_reader(1))
+    strange = random_reader(1, positional=False)
     strange = Seq2Seq(replace(strange.config, vocab_size=10), strange.weights, name="stranger")
     with pytest.raises(
         TinyspecError, match="the teacher stranger has another vocabulary than reader"
@@ -160,7 +169,7 @@ def test_a_teacher_that_cannot_judge_is_refused() -> None:
     with pytest.raises(
         TinyspecError, match="the translation has 13 tokens, teacher has 12 positions"
     ):
-        judge(reader(1, positional=False), SOURCE, canvas([4] * 12))
+        judge(random_reader(1, positional=False), SOURCE, canvas([4] * 12))
 
 
 # ---------------------------------------------------------------------- what the laws see
@@ -262,28 +271,30 @@ class TakesNone(hosted.FillIn):
 @pytest.mark.parametrize(
     ("law", "wrong"),
     [
-        (PASSES, Encodes),
-        (PASSES, OneByOne),
-        (ALONE, SeesPadding),
-        (ALONE, ByTheBatch),
-        (PADDING, SeesPadding),
-        (PADDING, CountsPadding),
-        (SEED, Dices),
-        (CANVAS, Overwrites),
-        (CANVAS, PaddedInFront),
-        (CANVAS, Endless),
-        (CANVAS, TakesNone),
+        (REFINE_PASSES, Encodes),
+        (REFINE_PASSES, OneByOne),
+        (CANDIDATE_ALONE, SeesPadding),
+        (CANDIDATE_ALONE, ByTheBatch),
+        (PADDING_DECIDES, SeesPadding),
+        (PADDING_DECIDES, CountsPadding),
+        (SEED_DECIDES, Dices),
+        (CANVAS_ORDER, Overwrites),
+        (CANVAS_ORDER, PaddedInFront),
+        (CANVAS_ORDER, Endless),
+        (CANVAS_ORDER, TakesNone),
     ],
 )
 def test_a_law_sees_the_defect_it_is_meant_for(law: str, wrong: type[hosted.FillIn]) -> None:
     with pytest.raises(LawViolated) as accused:
-        held(law, _card(wrong), {})
+        hold_on_sources(law, _card(wrong), {})
     assert accused.value.counterexample.law == law
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", REFINE_LAWS)
 def test_nothing_correct_is_accused(law: str) -> None:
-    assert held(law, _card(hosted.FillIn), {}, seed=3).cases == len(refine_laws.SOURCES)
+    assert hold_on_sources(law, _card(hosted.FillIn), {}, seed=3).cases == len(
+        refine_laws.REFINE_SOURCES
+    )
 
 
 def _card(refiner: type[hosted.FillIn]) -> Card:
@@ -311,7 +322,7 @@ def test_the_loop_asks_in_order_and_gives_each_pass_its_own_chance() -> None:
             asked.append(("choose", canvas, None))
             return 1
 
-    request = RefineRequest(reader(0))
+    request = RefineRequest(random_reader(0))
     running: Refinement = refine(request.model, SOURCE, Scripted(request.model), Seeded(5))
     assert len(list(running)) == 2
     assert [entry[0] for entry in asked] == ["start", "rewrite", "rewrite", "choose"]
@@ -326,4 +337,4 @@ def test_the_loop_asks_in_order_and_gives_each_pass_its_own_chance() -> None:
 
 def test_the_hosted_refiner_is_a_refiner() -> None:
     made: Callable[[RefineRequest], Refiner] = hosted.fill_in
-    assert made(RefineRequest(reader(0))).finished(canvas([4]), 2)
+    assert made(RefineRequest(random_reader(0))).finished(canvas([4]), 2)

@@ -17,14 +17,20 @@ from tinyspec.early_exit.calibrate import (
     textual,
 )
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.calibration_laws import CALIBRATED, EPSILON, LAWS, violation, weight
+from tinyspec.laws.calibration_laws import (
+    CALIBRATED,
+    CALIBRATION_LAWS,
+    EPSILON,
+    binomial_probability,
+    violation_probability,
+)
 from tinyspec.laws.museum import mutants
 from tinyspec.laws.parts import PARTS
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", CALIBRATION_LAWS)
 def test_the_library_keeps_the_law(law: str) -> None:
-    assert LAWS[law](PARTS).cases > 0
+    assert CALIBRATION_LAWS[law](PARTS).cases > 0
 
 
 def test_of_four_hundred_examples_fixed_sequence_testing_errs_with_3_percent_and_who_goes_on_with_38() -> (
@@ -34,7 +40,7 @@ def test_of_four_hundred_examples_fixed_sequence_testing_errs_with_3_percent_and
     n, delta, above = 400, F(1, 10), F(101, 1000)
     passing = max(k for k in range(60) if binomial(k, n, delta) <= EPSILON)
     rejected = sum(
-        weight(k, n, above) for k in range(passing + 1)
+        binomial_probability(k, n, above) for k in range(passing + 1)
     )  # a null that is true, and is rejected
     assert float(rejected) == pytest.approx(0.031, abs=5e-4) and rejected < EPSILON
     assert float(1 - (1 - rejected) ** 15) == pytest.approx(0.376, abs=5e-4)
@@ -43,16 +49,16 @@ def test_of_four_hundred_examples_fixed_sequence_testing_errs_with_3_percent_and
 def test_the_whole_procedure_errs_exactly_as_often_as_its_first_true_null_is_rejected() -> None:
     risks = (F(1, 10), F(51, 100), F(51, 100))
     safe, bad = F(9, 10) ** 5, F(49, 100) ** 5  # only five examples without a loss pass
-    assert violation(calibrate, risks)[0] == safe * bad
+    assert violation_probability(calibrate, risks)[0] == safe * bad
     goes_on = next(row for row in mutants() if row.name == "the testing goes on behind a failure")
     with goes_on.applied():
-        assert violation(calibrate, risks)[0] == 1 - (1 - bad) ** 2 > EPSILON
+        assert violation_probability(calibrate, risks)[0] == 1 - (1 - bad) ** 2 > EPSILON
 
 
 def test_hoeffding_alone_would_not_tell_the_mutant_from_the_real_thing() -> None:
     """Why the logic is tested with binomial p-values: five examples never reach epsilon by Hoeffding at a half."""
     assert hoeffding(0, 5, F(1, 2)) > EPSILON
-    assert CALIBRATED in LAWS
+    assert CALIBRATED in CALIBRATION_LAWS
 
 
 @given(st.integers(1, 60), st.floats(0.01, 0.99), st.data())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tinyspec
 from tests.lm.small import GPT2, LLAMA, same_cache
 from tests.lm.small import model as network
-from tests.table import Table, law
+from tests.table import Table, exact_law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
@@ -23,7 +23,7 @@ from tinyspec.early_exit.ppd import count_layer_steps, expected_cost, resolve_gu
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import traps as toys
 from tinyspec.laws.exact import Reference
-from tinyspec.laws.pipeline_laws import guessed
+from tinyspec.laws.pipeline_laws import likeliest_guesses
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import ppd as traps
 from tinyspec.lm.feed import ForwardRecord
@@ -87,9 +87,11 @@ def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
 )
 @pytest.mark.parametrize(("layer", "k"), [(2, 1), (2, 3), (3, 2)])
 def test_the_joint_law_is_the_whole_models(sampling: SamplingParams, layer: int, k: int) -> None:
-    reference = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
+    reference = exact_law(
+        lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
+    )
     assert (
-        law(lambda: CARD.make(Request(Table(1), sampling=sampling), layer=layer, k=k), 2)
+        exact_law(lambda: CARD.make(Request(Table(1), sampling=sampling), layer=layer, k=k), 2)
         == reference
     )
 
@@ -185,7 +187,10 @@ def test_over_all_outcomes_the_clock_is_the_theorems(
     texts = Reference(model.row, sampling).law(tokens - 1, (0,))
     held = sum(
         mass
-        * sum(text[at] in guessed(model, (0, *text[:at]), layer, k) for at in range(tokens - 1))
+        * sum(
+            text[at] in likeliest_guesses(model, (0, *text[:at]), layer, k)
+            for at in range(tokens - 1)
+        )
         for text, mass in texts.items()
     )
     assert got == expected_cost(depth, layer, k, Fraction(held) / (tokens - 1), tokens)

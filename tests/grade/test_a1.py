@@ -29,7 +29,7 @@ from tinyspec.grade import (
 from tinyspec.grade.a1 import ASSIGNMENT
 from tinyspec.grade.task import Cases, Task
 from tinyspec.laws.accused import Evidence, LawViolated
-from tinyspec.laws.cases import Model
+from tinyspec.laws.cases import SmallModel
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A1"
 TASKS = {task.name: task for task in ASSIGNMENT.tasks}
@@ -1069,8 +1069,8 @@ def test_a_session_says_the_rows_of_its_model() -> None:
     texts = [tuple(rng.choices(range(3), k=rng.randint(1, 6))) for _ in range(40)]
     for text in texts:
         session = props_a1.Session(laws, "text")
-        assert session.score(list(text))[-1] == list(Model(laws, "text").law(text))
-        assert props_a1.Session(laws).score(text)[-1] == list(Model(laws).law(text[1:]))
+        assert session.score(list(text))[-1] == list(SmallModel(laws, "text").law(text))
+        assert props_a1.Session(laws).score(text)[-1] == list(SmallModel(laws).law(text[1:]))
 
 
 def test_a_session_shows_what_the_handout_names_and_nothing_else() -> None:

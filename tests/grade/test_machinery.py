@@ -25,8 +25,8 @@ from tinyspec.grade.report import as_dict, details, gradescope, note, summary
 from tinyspec.grade.starter import leaks, solution_lines, starter
 from tinyspec.grade.task import Cases, Failed, brief
 from tinyspec.laws.accused import LawViolated
-from tinyspec.laws.checking import prove
-from tinyspec.laws.forms import Rounds
+from tinyspec.laws.checking import prove_form
+from tinyspec.laws.forms import VerifierForm
 
 SLOW = FAST._replace(
     task=600.0, call=30.0
@@ -183,7 +183,9 @@ def verdict(function: Callable[..., Any], style: Any, seed: int) -> Any:
         return function(style, p, q, draft, chance)
 
     try:
-        found = prove(Rounds(verify), seed, most=40, numbers=("fractions",), through=(Failed,))
+        found = prove_form(
+            VerifierForm(verify), seed, most=40, numbers=("fractions",), through=(Failed,)
+        )
         return found.law, found.cases, found.branches, found.notes
     except LawViolated as accused:
         return accused.counterexample
@@ -212,9 +214,9 @@ def test_prove_lets_an_exception_through_where_it_is_told_to() -> None:
         raise Failed("no")
 
     with pytest.raises(Failed, match=r"^no$"):
-        prove(Rounds(verify), through=(Failed,))
+        prove_form(VerifierForm(verify), through=(Failed,))
     with pytest.raises(TinyspecError, match="no verdict"):
-        prove(Rounds(verify))
+        prove_form(VerifierForm(verify))
 
 
 def test_a_case_is_played_once_however_often_it_is_asked_for(there: Any) -> None:

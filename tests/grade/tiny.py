@@ -9,7 +9,7 @@ from tinyspec.grade.grading import Report, grade
 from tinyspec.grade.process import Limits
 from tinyspec.grade.task import Assignment, Cases, GradedLaw, Task
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.small import pairs
+from tinyspec.laws.small import distribution_pairs
 
 FAST = Limits(call=1.5, task=20.0, hanging=1.5, least=0.5, memory=400 << 20, output=1 << 18)
 
@@ -20,7 +20,7 @@ REST = "the residual is max(0, p - q), normalised"
 def ratio(function: Any, cases: Cases) -> Evidence:
     """accept(p, q, token, chance) is True with probability min(1, p[token] / q[token])."""
     seen = 0
-    for p, q in list(pairs((2,), 5))[: 20 * cases.times]:
+    for p, q in list(distribution_pairs((2,), 5))[: 20 * cases.times]:
         for token in range(2):
             if q[token]:
                 law = Exhaustive.law(lambda chance: function(p, q, token, chance))  # noqa: B023
@@ -34,7 +34,7 @@ def ratio(function: Any, cases: Cases) -> Evidence:
 def rest(function: Any, cases: Cases) -> Evidence:
     """residual(p, q) is [V]."""
     seen = 0
-    for p, q in list(pairs((2,), 5))[: 20 * cases.times]:
+    for p, q in list(distribution_pairs((2,), 5))[: 20 * cases.times]:
         beyond = [max(Fraction(0), x - y) for x, y in zip(p, q, strict=True)]
         if sum(beyond):
             expected, got = [x / sum(beyond) for x in beyond], function(list(p), list(q))

@@ -2,13 +2,13 @@
 
 from fractions import Fraction as F
 
-from tinyspec.laws.cases import Case, Model, of_a_round, shrink
+from tinyspec.laws.cases import CheckCase, SmallModel, round_cases, shrink_case
 
 
 def test_cases_come_in_order_of_vocabulary_and_gamma_and_are_the_same_each_time() -> None:
-    cases = list(of_a_round(0))
-    assert cases == list(of_a_round(0))
-    assert cases != list(of_a_round(1))
+    cases = list(round_cases(0))
+    assert cases == list(round_cases(0))
+    assert cases != list(round_cases(1))
     kinds = list(dict.fromkeys((case.vocabulary, case.gamma) for case in cases))
     assert kinds == sorted(kinds)
     for case in cases:
@@ -19,15 +19,15 @@ def test_shrinking_ends_at_the_smallest_broken_case() -> None:
     def law(*weights: int) -> tuple[F, ...]:
         return tuple(F(x, sum(weights)) for x in weights)
 
-    case = Case(Model((law(3, 2), law(1, 4))), Model((law(2, 3),)), 1, 2)
-    smallest = shrink(case, lambda c: c.q.laws[0][0] > 0 and c.p.laws[0][1] > 0)
+    case = CheckCase(SmallModel((law(3, 2), law(1, 4))), SmallModel((law(2, 3),)), 1, 2)
+    smallest = shrink_case(case, lambda c: c.q.laws[0][0] > 0 and c.p.laws[0][1] > 0)
     assert smallest.size == 3
     assert smallest.q.laws[0][0] > 0 and smallest.p.laws[0][1] > 0
 
 
 def test_a_law_by_text_differs_where_the_texts_differ() -> None:
     rows = tuple((F(i, 9), F(9 - i, 9)) for i in range(7))
-    model = Model(rows, "text")
+    model = SmallModel(rows, "text")
     shown = model.shown(2)
     assert len(shown) == 7
     assert len({tuple(row) for row in shown.values()}) == 7

@@ -32,8 +32,15 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import contracts
 from tinyspec.laws.accused import LawViolated
-from tinyspec.laws.contracts import EXAMINED, PRESENCE, TRUTHFUL, Setting, looked_at, offences
-from tinyspec.laws.exact import law
+from tinyspec.laws.contracts import (
+    EXAMINED,
+    PRESENCE,
+    TRUTHFUL,
+    ContractSetting,
+    examined_nodes,
+    find_violations,
+)
+from tinyspec.laws.exact import exact_law
 from tinyspec.laws.parts import Siblings
 from tinyspec.laws.tables import TableModel
 from tinyspec.technique import Request
@@ -83,36 +90,36 @@ HONEST = [
 
 @pytest.mark.parametrize(("drafter", "verifier"), HONEST)
 def test_an_honest_drafter_is_not_accused(drafter: Drafting, verifier: Any) -> None:
-    for evidence in contracts.contracts(decoder(drafter, verifier)):
+    for evidence in contracts.check_contracts(decoder(drafter, verifier)):
         assert evidence.cases > 60
         assert evidence.branches >= evidence.cases
 
 
 @pytest.mark.parametrize("card", tinyspec.techniques(), ids=lambda card: card.name)
 def test_every_technique_keeps_its_contracts(card: Any) -> None:
-    found = contracts.of_technique(card)
-    assert [evidence.law for evidence in found] == (list(contracts.LAWS) if found else [])
+    found = contracts.contracts_of_technique(card)
+    assert [evidence.law for evidence in found] == (list(contracts.CONTRACT_LAWS) if found else [])
     assert bool(found) == (card.kind == "decoder" and not card.coupled)
     assert all(evidence.branches >= evidence.cases > 0 for evidence in found)
 
 
-@pytest.mark.parametrize("sampling", contracts.RATIONAL + contracts.IRRATIONAL, ids=str)
+@pytest.mark.parametrize("sampling", contracts.EXACT_SAMPLINGS + contracts.FLOAT_SAMPLINGS, ids=str)
 def test_a_law_declared_before_the_warper_is_seen_under_every_warper(
     sampling: SamplingParams,
 ) -> None:
     """Each warper in the list changes some row of the tables, so none is there for show."""
-    settings = [Setting(seed, sampling, torch.float64) for seed in range(1, 7)]
-    assert any(offences(lambda s=s: decoder(Raw)(request(s)))[0] for s in settings)  # type: ignore[misc]
+    settings = [ContractSetting(seed, sampling, torch.float64) for seed in range(1, 7)]
+    assert any(find_violations(lambda s=s: decoder(Raw)(request(s)))[0] for s in settings)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("dtype", contracts.DTYPES, ids=str)
 def test_a_law_drawn_in_another_dtype_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
-    setting = Setting(2, SamplingParams(temperature=0.7), dtype)
-    found, _ = offences(lambda: decoder(Narrow)(request(setting)))
+    setting = ContractSetting(2, SamplingParams(temperature=0.7), dtype)
+    found, _ = find_violations(lambda: decoder(Narrow)(request(setting)))
     assert {offence.law for offence in found} == {TRUTHFUL}
 
 
-def request(setting: Setting) -> Request:
+def request(setting: ContractSetting) -> Request:
     return Request(setting.model(0).session(), [setting.model(1).session()], setting.sampling)
 
 
@@ -133,7 +140,7 @@ def emitted(
             drafter(draft.session(), gamma, frozenset()), verifier
         )
 
-    return law(made, tokens)
+    return exact_law(made, tokens)
 
 
 def test_keep_only_token_0_emits_it_with_three_quarters() -> None:
@@ -146,7 +153,9 @@ def test_keep_only_token_0_emits_it_with_three_quarters() -> None:
         (0,): F(1, 2),
         (1,): F(1, 2),
     }
-    found, _ = offences(lambda: decoder(KeepZero)(request(Setting(((1, 1), (1, 1))))))
+    found, _ = find_violations(
+        lambda: decoder(KeepZero)(request(ContractSetting(((1, 1), (1, 1)))))
+    )
     assert found[0] == (PRESENCE, (0,), (), [F(1, 2), F(1, 2)], [1, 0])
 
 
@@ -170,8 +179,10 @@ def test_block_verification_and_examined_tokens_29_128_instead_of_3_16() -> None
 
 def test_block_verification_keeps_the_law_of_fresh_drafts() -> None:
     target, draft = TableModel(4), TableModel(5, zeros=False)
-    plain = law(lambda: Request(target.session()).decoder(BaseDrafter(), verify_tree), 3)
-    fast = law(lambda: Request(target.session()).decoder(Drafted(draft.session(), 2), block), 3)
+    plain = exact_law(lambda: Request(target.session()).decoder(BaseDrafter(), verify_tree), 3)
+    fast = exact_law(
+        lambda: Request(target.session()).decoder(Drafted(draft.session(), 2), block), 3
+    )
     assert fast == plain
 
 
@@ -194,7 +205,8 @@ def test_the_walk_reads_chance_exactly_as_often_as_looked_at_says() -> None:
 
         for verdict, _ in Exhaustive.walk(tested):
             order = sorted(
-                {*verdict.accepted, *verdict.rejected}, key=lambda node: len(looked_at(tree, node))
+                {*verdict.accepted, *verdict.rejected},
+                key=lambda node: len(examined_nodes(tree, node)),
             )
             if order:
-                assert looked_at(tree, order[-1]) == order[:-1]
+                assert examined_nodes(tree, order[-1]) == order[:-1]

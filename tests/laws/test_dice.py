@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.laws.dice import Dice
-from tinyspec.laws.dice_torch import torch_everywhere
-from tinyspec.laws.uniform import NotEnumerable, Span, Uniform
+from tinyspec.laws.dice import EnumeratedGenerator
+from tinyspec.laws.dice_torch import replace_torch_generators
+from tinyspec.laws.uniform import LazyUniform, NotEnumerable, UniformSpan
 
 # ---------------------------------------------------------------------- uniforms that are not drawn
 
@@ -24,8 +24,8 @@ LAW = (
 )
 
 
-def outcomes(function: Callable[[Dice], Any]) -> dict[Any, Any]:
-    return Exhaustive.law(lambda source: function(Dice(source)))
+def outcomes(function: Callable[[EnumeratedGenerator], Any]) -> dict[Any, Any]:
+    return Exhaustive.law(lambda source: function(EnumeratedGenerator(source)))
 
 
 INVERSIONS = {
@@ -96,7 +96,7 @@ def test_uniforms_as_integers_logarithms_and_arrays() -> None:
 
 
 def test_the_same_seed_gives_the_same_noise_and_another_one_does_not() -> None:
-    def seeded(first: Any, second: Any) -> Callable[[Dice], Any]:
+    def seeded(first: Any, second: Any) -> Callable[[EnumeratedGenerator], Any]:
         return lambda rng: tuple(
             bool(rng.generator(seed).random() < F(1, 2)) for seed in (first, second)
         )
@@ -107,7 +107,7 @@ def test_the_same_seed_gives_the_same_noise_and_another_one_does_not() -> None:
 
 def test_a_pinned_uniform_is_zero_and_may_meet_its_boundary() -> None:
     def ask(source: Exhaustive) -> Any:
-        u = Uniform(Span(source, pinned=True))
+        u = LazyUniform(UniformSpan(source, pinned=True))
         return u < 0, u <= 0, u > 0, u >= 0, u == 0, 1 - u <= 1, u + 1 < 1, int(5 * u)
 
     assert Exhaustive.law(ask) == {(False, True, False, True, True, True, False, 0): 1}
@@ -149,7 +149,7 @@ ASKED_IN_TORCH: dict[str, Callable[[], Any]] = {
 
 def in_torch(function: Callable[[], Any]) -> dict[Any, Any]:
     def run(source: Exhaustive) -> Any:
-        with torch_everywhere(Dice(source)):
+        with replace_torch_generators(EnumeratedGenerator(source)):
             return tuple(bool(x) for x in function())
 
     return Exhaustive.law(run)

@@ -18,7 +18,15 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, sample_inverse_cdf, verify_tree
 from tinyspec.laws.accused import LawViolated
-from tinyspec.laws.exact import JOINT, QUIET, REPEATS, Reference, compare, law, warped
+from tinyspec.laws.exact import (
+    JOINT,
+    QUIET,
+    REPEATS,
+    Reference,
+    apply_warpers,
+    compare_laws,
+    exact_law,
+)
 from tinyspec.laws.tables import TableModel, TableSession
 from tinyspec.lm.plan import Plan
 from tinyspec.tree import ROOT, TokenTree
@@ -53,7 +61,7 @@ def same(
     factory: Callable[[], Decoder], model: TableModel = P, tokens: int = 3, **options: Any
 ) -> None:
     sampling = options.pop("sampling", SamplingParams())
-    compare(Reference(model.row, sampling).law(tokens), law(factory, tokens, **options))
+    compare_laws(Reference(model.row, sampling).law(tokens), exact_law(factory, tokens, **options))
 
 
 # ---------------------------------------------------------------------- exactness
@@ -97,18 +105,20 @@ def test_the_judges_warpers_are_those_of_the_house(
     min_p: float | None,
 ) -> None:
     sampling = SamplingParams(temperature, top_k, top_p, min_p)
-    exact = warped([F(x) for x in weights], (), sampling)
+    exact = apply_warpers([F(x) for x in weights], (), sampling)
     assert exact == sampling.probs([F(x) for x in weights])
     logits = np.log(np.maximum(weights, 1e-300))
-    np.testing.assert_allclose(warped(logits, (), sampling), sampling.probs(logits), atol=1e-12)
+    np.testing.assert_allclose(
+        apply_warpers(logits, (), sampling), sampling.probs(logits), atol=1e-12
+    )
     penalty = SamplingParams(0.7, repetition_penalty=1.3)
     np.testing.assert_allclose(
-        warped(logits, (1, 1, 2), penalty), penalty.probs(logits, (1, 1, 2)), atol=1e-12
+        apply_warpers(logits, (1, 1, 2), penalty), penalty.probs(logits, (1, 1, 2)), atol=1e-12
     )
 
 
 def test_merging_changes_nothing_but_the_work() -> None:
-    merged, whole = law(drafted, 3), law(drafted, 3, merge=False)
+    merged, whole = exact_law(drafted, 3), exact_law(drafted, 3, merge=False)
     assert merged == whole
     assert merged.branches < whole.branches / 2
     assert merged.states < whole.states
@@ -116,14 +126,15 @@ def test_merging_changes_nothing_but_the_work() -> None:
 
 def test_a_law_is_exact_below_a_prompt_of_any_length_and_after_a_stop() -> None:
     stop = StoppingCriteria(eos=frozenset({1}), max_new_tokens=3)
-    compare(
-        Reference(P.row, stop=stop).law(3, (2, 0, 1)), law(lambda: drafted(stop=stop), 3, (2, 0, 1))
+    compare_laws(
+        Reference(P.row, stop=stop).law(3, (2, 0, 1)),
+        exact_law(lambda: drafted(stop=stop), 3, (2, 0, 1)),
     )
-    assert law(lambda: plain(stop=StoppingCriteria(max_new_tokens=0)), 3) == {(): 1}
+    assert exact_law(lambda: plain(stop=StoppingCriteria(max_new_tokens=0)), 3) == {(): 1}
 
 
 def test_one_round_alone() -> None:
-    joint = law(drafted, 9, rounds=1)
+    joint = exact_law(drafted, 9, rounds=1)
     assert sum(joint.values()) == 1
     assert {len(text) for text in joint} == {1, 2, 3}
 
@@ -135,8 +146,8 @@ def test_laws_in_floats_agree_to_twelve_digits() -> None:
         SamplingParams(repetition_penalty=1.3),
         SamplingParams(0.7, top_p=0.8, repetition_penalty=0.8),
     ):
-        got = law(lambda sampling=sampling: drafted(p, q, sampling=sampling), 3)  # type: ignore[misc]
-        compare(Reference(p.row, sampling).law(3), got, within=1e-12)
+        got = exact_law(lambda sampling=sampling: drafted(p, q, sampling=sampling), 3)  # type: ignore[misc]
+        compare_laws(Reference(p.row, sampling).law(3), got, within=1e-12)
         assert got.branches > len(got)
 
 
@@ -297,7 +308,7 @@ def test_a_counter_blocks_merging_and_its_law_is_right() -> None:
         return Decoder(P.session(), Counts(), verify_tree)
 
     same(counts)
-    assert law(counts, 3).states > law(plain, 3).states
+    assert exact_law(counts, 3).states > exact_law(plain, 3).states
 
 
 def test_it_sees_global_noise() -> None:
@@ -371,9 +382,9 @@ def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:
         same(exits(plan))
         target = TableSession(P, plan=plan)
         right = Reference(lambda context, plan=plan: P.row(context, plan)).law(2)  # type: ignore[misc]
-        compare(
+        compare_laws(
             right,
-            law(
+            exact_law(
                 lambda plan=plan: Decoder(TableSession(P, plan=plan), BaseDrafter(), verify_tree), 2
             ),
         )  # type: ignore[misc]
@@ -386,7 +397,7 @@ def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:
 
 def test_the_smallest_text_that_differs_is_told() -> None:
     with pytest.raises(LawViolated) as caught:
-        compare(
+        compare_laws(
             {(0,): F(1, 2), (1,): F(1, 2)}, {(0,): F(1, 3), (1,): F(2, 3)}, p=[F(1, 2), F(1, 2)]
         )
     told = caught.value.counterexample

@@ -27,7 +27,7 @@ def storyteller() -> Tokenizer:
 
 
 def test_the_storytellers_pieces_join_to_its_text() -> None:
-    assert streaming.streaming(storyteller()).cases > 150
+    assert streaming.streaming_law(storyteller()).cases > 150
 
 
 def test_stop_strings_are_found_wherever_tokens_cut_them() -> None:
@@ -112,8 +112,8 @@ STREAMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("defect", STREAMS)
 def test_a_defective_stream_is_accused(defect: str) -> None:
-    with pytest.raises(LawViolated, match=streaming.STREAM):
-        streaming.streaming(storyteller(), STREAMS[defect])
+    with pytest.raises(LawViolated, match=streaming.STREAM_LAW):
+        streaming.streaming_law(storyteller(), STREAMS[defect])
 
 
 class NewBlock(StoppingCriteria):
@@ -159,5 +159,5 @@ class Hasty(StoppingCriteria):
 
 @pytest.mark.parametrize("kind", [NewBlock, LastToken, Characters, Kept, Hasty])
 def test_a_defective_stop_is_accused(kind: type[StoppingCriteria]) -> None:
-    with pytest.raises(LawViolated, match=streaming.STRINGS):
+    with pytest.raises(LawViolated, match=streaming.STOP_STRINGS):
         streaming.stop_strings(storyteller(), kind)

@@ -15,7 +15,7 @@ from tinyspec._core import compute
 from tinyspec.decoding.decode import BaseDrafter
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import passes
-from tinyspec.laws.dense import dense
+from tinyspec.laws.dense import run_dense
 from tinyspec.lm.feed import ForwardBatch, Scores
 from tinyspec.lm.plan import Plan, Visible
 from tinyspec.lm.session import Session
@@ -52,7 +52,7 @@ def test_the_plain_pass_is_the_model_trained(m: Model) -> None:
     text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
     with torch.no_grad():
         expected = m.training_logits(torch.tensor([text]))[0].numpy()
-    np.testing.assert_allclose(dense(m, text).logits, expected, atol=1e-11)
+    np.testing.assert_allclose(run_dense(m, text).logits, expected, atol=1e-11)
 
 
 @models
@@ -60,13 +60,13 @@ def test_the_plain_pass_follows_a_plan(m: Model) -> None:
     session = Session(m, plan=Plan(last=2, skip=frozenset({0, 3})))
     session.extend([3, 1, 4, 1, 5])
     assert passes.committed_slots(session) == 4 * 1
-    found = dense(m, [3, 1, 4, 1, 5], session.plan)
+    found = run_dense(m, [3, 1, 4, 1, 5], session.plan)
     np.testing.assert_allclose(
         session.score(TokenTree()).logits[0].numpy(), found.logits[-1], atol=1e-11
     )
     assert [keys is None for keys in found.keys] == [True, False, True]
     with pytest.raises(ValueError, match="sees everything"):
-        dense(m, [1], Plan(visible=Visible.everywhere((0,), 1, LLAMA.n_layers, 2)))
+        run_dense(m, [1], Plan(visible=Visible.everywhere((0,), 1, LLAMA.n_layers, 2)))
 
 
 # ---------------------------------------------------------------------------------------------- the code is lawful
@@ -107,7 +107,7 @@ def test_a_token_that_left_early_is_judged_as_far_as_it_ran() -> None:
     assert not session.cache_exact
     assert passes.committed_slots(session) == 4 * 3 + 2 * 2
     session.cache.keys[1][:, 5] += 1e-6
-    killed(passes.SLOTS, lambda: passes.committed_slots(session))
+    killed(passes.COMMITTED_SLOTS, lambda: passes.committed_slots(session))
 
 
 # ------------------------------------------------------------------------------------------------ what they kill
@@ -184,7 +184,7 @@ class Forgets(Session):
     "change", [flat_positions, siblings_visible, parent_hidden, late_positions]
 )
 def test_node_logits_kill_a_wrong_mask_or_position(change) -> None:
-    killed(passes.NODES, lambda: passes.node_logits(gated(change)))
+    killed(passes.NODE_LOGITS, lambda: passes.node_logits(gated(change)))
 
 
 def test_row_identity_kills_a_product_that_sums_otherwise_for_many_rows() -> None:
@@ -197,19 +197,19 @@ def test_row_identity_kills_a_product_that_sums_otherwise_for_many_rows() -> Non
             s._replace(logits=s.logits * (1 + 2**-23)) if len(s.logits) > 2 else s for s in scores
         ]
 
-    killed(passes.ROWS, lambda: passes.row_identity(lambda: Session(m, gate=gate)))
+    killed(passes.ROW_IDENTITY, lambda: passes.row_identity(lambda: Session(m, gate=gate)))
 
 
 @pytest.mark.parametrize("change", [flat_positions, siblings_visible])
 def test_permuting_siblings_kills_what_knows_their_order(change) -> None:
-    killed(passes.SIBLINGS, lambda: passes.sibling_order(gated(change), verify_tree))
+    killed(passes.SIBLING_ORDER, lambda: passes.sibling_order(gated(change), verify_tree))
 
 
 @pytest.mark.parametrize(
     "begin", [NotGathered, KeepsGuesses], ids=["path not gathered", "rejected keys kept"]
 )
 def test_node_logits_kill_a_wrong_commit(begin) -> None:
-    killed(passes.NODES, lambda: passes.node_logits(lambda: begin(M)))
+    killed(passes.NODE_LOGITS, lambda: passes.node_logits(lambda: begin(M)))
 
 
 def test_permuting_siblings_kills_a_greedy_walk_of_the_first_child() -> None:
@@ -222,7 +222,7 @@ def test_permuting_siblings_kills_a_greedy_walk_of_the_first_child() -> None:
             path, at = (*path, node), node
         return Verdict(path, int(np.argmax(p[at])))
 
-    killed(passes.SIBLINGS, lambda: passes.sibling_order(M.session, first_child))
+    killed(passes.SIBLING_ORDER, lambda: passes.sibling_order(M.session, first_child))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,8 @@ def test_permuting_siblings_kills_a_greedy_walk_of_the_first_child() -> None:
 def test_committed_slots_kill_a_wrong_target(begin) -> None:
     draft = model(LLAMA, seed=5)
     killed(
-        passes.SLOTS, lambda: held_by(find_technique("speculative_decoding"), begin, draft.session)
+        passes.COMMITTED_SLOTS,
+        lambda: held_by(find_technique("speculative_decoding"), begin, draft.session),
     )
 
 
@@ -242,7 +243,7 @@ def test_committed_slots_kill_a_path_that_is_not_gathered() -> None:
 
     class Two(BaseDrafter):
         def propose(self, context, max_draft_depth, sampling, source):
-            best = int(dense(M, context).logits[-1].argmax())
+            best = int(run_dense(M, context).logits[-1].argmax())
             tokens = ((best + 1) % LLAMA.vocab_size, best)
             return (
                 TokenTree(tokens, (ROOT, ROOT), (None, None), (False, False))
@@ -254,14 +255,16 @@ def test_committed_slots_kill_a_path_that_is_not_gathered() -> None:
         return request.decoder(Two(), verify_tree)
 
     passes.cache_after_every_round(bush, M.session)
-    killed(passes.SLOTS, lambda: passes.cache_after_every_round(bush, lambda: NotGathered(M)))
+    killed(
+        passes.COMMITTED_SLOTS, lambda: passes.cache_after_every_round(bush, lambda: NotGathered(M))
+    )
 
 
 def test_committed_slots_kill_a_stale_draft() -> None:
     """The draft model keeps what it computed for tokens that the target refused."""
     draft = model(LLAMA, seed=5)
     killed(
-        passes.SLOTS,
+        passes.COMMITTED_SLOTS,
         lambda: held_by(
             find_technique("speculative_decoding"), M.session, lambda: KeepsGuesses(draft)
         ),
@@ -272,7 +275,7 @@ def test_trees_are_reordered_only_among_siblings() -> None:
     rng = random.Random(0)
     for _ in range(50):
         tree = passes.random_tree(rng, 7, [1, 2])
-        other, old = passes.reordered(rng, tree)
+        other, old = passes.reorder_siblings(rng, tree)
         assert sorted(old) == list(range(7))
         for node, was in enumerate(old):
             assert [old[i] for i in other.path(node)] == list(tree.path(was))

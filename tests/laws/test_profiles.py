@@ -12,58 +12,58 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact import JOINT
-from tinyspec.laws.knobs import ladder
+from tinyspec.laws.knobs import knob_ladder
 from tinyspec.laws.prove import (
     CI,
     FIVE_SECONDS,
     Profile,
     State,
-    fingerprint,
+    code_fingerprint,
+    list_questions,
     nothing_correct_is_accused,
-    prove,
-    questions,
+    prove_technique,
 )
-from tinyspec.laws.stage import small
-from tinyspec.laws.suites import cases
+from tinyspec.laws.stage import small_knob
+from tinyspec.laws.suites import technique_cases
 from tinyspec.technique import Card, Knob, Request, find_technique
 
 
 def test_a_knob_is_made_small_unless_its_card_says_how() -> None:
-    assert small(Knob("k", 15, "", low=1), 2) == 2
-    assert small(Knob("k", 1, ""), 2) == 1
-    assert small(Knob("k", 9, "", low=4), 2) == 4
-    assert small(Knob("k", 9, "", small=(3, 5)), 2) == 3
-    assert small(Knob("on", True, ""), 2) is True
-    assert small(Knob("x", 0.3, ""), 2) == 0.3
-    assert small(Knob("which", 5, "", choices=(5, 7)), 2) == 5
+    assert small_knob(Knob("k", 15, "", low=1), 2) == 2
+    assert small_knob(Knob("k", 1, ""), 2) == 1
+    assert small_knob(Knob("k", 9, "", low=4), 2) == 4
+    assert small_knob(Knob("k", 9, "", small=(3, 5)), 2) == 3
+    assert small_knob(Knob("on", True, ""), 2) is True
+    assert small_knob(Knob("x", 0.3, ""), 2) == 0.3
+    assert small_knob(Knob("which", 5, "", choices=(5, 7)), 2) == 5
 
 
 def test_every_choice_and_every_small_value_of_a_knob_is_proved_once() -> None:
-    titles = {case.title for case in cases(find_technique("llma"))}
+    titles = {case.title for case in technique_cases(find_technique("llma"))}
     assert {"which first", "which frequent", "own False"} <= titles
     card = replace(hosted.siblings(True), knobs=(Knob("k", 4, "", small=(2, 1)),))
-    assert "k 1" in {case.title for case in cases(card)}
+    assert "k 1" in {case.title for case in technique_cases(card)}
 
 
 def test_the_ladder_of_a_knob_starts_at_its_neutral_value() -> None:
-    assert ladder(SPECULATIVE)[0] == 1.0
-    assert ladder(SPECULATIVE) == sorted(ladder(SPECULATIVE), reverse=True)
-    assert ladder(hosted.EARLY) == [3, 2, 1]
+    assert knob_ladder(SPECULATIVE)[0] == 1.0
+    assert knob_ladder(SPECULATIVE) == sorted(knob_ladder(SPECULATIVE), reverse=True)
+    assert knob_ladder(hosted.EARLY) == [3, 2, 1]
     choice = replace(
         hosted.EARLY, lossy=("layers", 3), knobs=(Knob("layers", 3, "", choices=(1, 2, 3)),)
     )
-    assert ladder(choice) == [3, 2, 1]
+    assert knob_ladder(choice) == [3, 2, 1]
 
 
 def test_a_profile_asks_the_same_questions_every_time() -> None:
     card = find_technique("llma")
-    first, again = ([key for key, _ in questions(card, profile)] for profile in (CI, CI))
+    first, again = ([key for key, _ in list_questions(card, profile)] for profile in (CI, CI))
     assert first == again
     assert len(set(first)) == len(first)
-    sample = [key for key, _ in questions(card, FIVE_SECONDS)]
+    sample = [key for key, _ in list_questions(card, FIVE_SECONDS)]
     assert len(sample) == FIVE_SECONDS.sample
     assert set(sample) < set(first)
-    thorough = questions(card, Profile("x", range(10)))
+    thorough = list_questions(card, Profile("x", range(10)))
     assert (
         len(thorough) == 10 * (len(first) - 1) + 1
     )  # the contracts ask the same whatever the seed
@@ -72,19 +72,19 @@ def test_a_profile_asks_the_same_questions_every_time() -> None:
 def test_what_was_proved_is_not_proved_again(tmp_path: Path) -> None:
     file, profile = tmp_path / "state.json", Profile("short", sample=4)
     card = find_technique("autoregressive")
-    begun = prove(card, profile, State(file, profile.name))
+    begun = prove_technique(card, profile, State(file, profile.name))
     calls: list[int] = []
 
     def build(request: Request) -> Decoder:
         calls.append(1)
         return request.decoder(BaseDrafter(), verify_tree)
 
-    assert prove(replace(card, build=build), profile, State(file, profile.name)) == begun
+    assert prove_technique(replace(card, build=build), profile, State(file, profile.name)) == begun
     assert not calls
     with pytest.raises(TinyspecError, match="begun under"):
         State(file, "thorough")
     text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace(fingerprint(), "another"), encoding="utf-8")
+    file.write_text(text.replace(code_fingerprint(), "another"), encoding="utf-8")
     with pytest.raises(TinyspecError, match="other code"):
         State(file, profile.name)
     file.write_text("[]")

@@ -25,17 +25,17 @@ from tinyspec.tree import TokenTree
 DECODERS = [name for name, known in load_techniques().items() if known.kind == "decoder"]
 
 
-@pytest.mark.parametrize("law", requests.LAWS)
+@pytest.mark.parametrize("law", requests.REQUEST_LAWS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_technique_keeps_the_laws_of_a_request(name: str, law: str) -> None:
     """State that outlives a request is kept where there is a clock; without one, as here, a request stands alone."""
-    assert requests.LAWS[law](load_techniques()[name]).cases >= 8
+    assert requests.REQUEST_LAWS[law](load_techniques()[name]).cases >= 8
 
 
 def test_what_is_drafted_is_accepted_often_enough_to_cross_a_stop() -> None:
-    for stage in requests.stages(find_technique("speculative_decoding")):
+    for stage in requests.request_stages(find_technique("speculative_decoding")):
         if stage.draft == "right":
-            rounds = requests.finished(requests.begun(stage))
+            rounds = requests.finish_request(requests.begin_on_stage(stage))
             assert max(len(one.tokens) for one in rounds) > 1
 
 
@@ -200,55 +200,70 @@ class Proposed(Statistics):
 
 SOUND = drafting(chain)
 DEFECTS: dict[str, tuple[str, Callable[[], Evidence]]] = {
-    "a bonus is not counted": (requests.TRACE, lambda: requests.trace_identities(SOUND, Uncounted)),
-    "drafted is accepted": (requests.TRACE, lambda: requests.trace_identities(SOUND, Proposed)),
+    "a bonus is not counted": (
+        requests.TRACE_IDENTITIES,
+        lambda: requests.trace_identities(SOUND, Uncounted),
+    ),
+    "drafted is accepted": (
+        requests.TRACE_IDENTITIES,
+        lambda: requests.trace_identities(SOUND, Proposed),
+    ),
     "a bonus is called accepted": (
-        requests.TRACE,
+        requests.TRACE_IDENTITIES,
         lambda: requests.trace_identities(
             SOUND, origins=lambda one: ["accepted"] * len(one.tokens)
         ),
     ),
     "the cut is not told": (
-        requests.TRACE,
+        requests.TRACE_IDENTITIES,
         lambda: requests.trace_identities(drafting(chain, Silent)),
     ),
     "a call after the report": (
-        requests.LEDGER,
+        requests.CALLS_IN_ROUNDS,
         lambda: requests.every_call_is_in_a_round(
             drafting(lambda request: Careless(request.drafts[0], 2))
         ),
     ),
-    "state in a class": (requests.SEED, lambda: requests.same_seed_same_output(drafting(Shared))),
+    "state in a class": (
+        requests.SAME_SEED,
+        lambda: requests.same_seed_same_output(drafting(Shared)),
+    ),
     "guesses by global chance": (
-        requests.SEED,
+        requests.SAME_SEED,
         lambda: requests.same_seed_same_output(drafting(Python)),
     ),
     "requests share a memory": (
-        requests.APART,
+        requests.TWO_REQUESTS,
         lambda: requests.two_requests_are_the_two_alone(drafting(Shared)),
     ),
     "random moves": (
-        requests.GLOBAL,
+        requests.GLOBAL_RANDOMNESS,
         lambda: requests.global_randomness_is_untouched(drafting(Python)),
     ),
     "torch moves": (
-        requests.GLOBAL,
+        requests.GLOBAL_RANDOMNESS,
         lambda: requests.global_randomness_is_untouched(drafting(Torch)),
     ),
     "rows come back in another order": (
-        requests.ROWS,
+        requests.BATCH_ROW_ALONE,
         lambda: requests.a_batch_row_is_the_row_alone(SOUND, swapped),
     ),
     "rows are rounded otherwise": (
-        requests.ROWS,
+        requests.BATCH_ROW_ALONE,
         lambda: requests.a_batch_row_is_the_row_alone(SOUND, wider),
     ),
-    "a stop inside a block is missed": (requests.STOP, lambda: requests.stop(stopping(Late))),
-    "a stop across two blocks is missed": (
-        requests.STOP,
-        lambda: requests.stop(stopping(Blockwise)),
+    "a stop inside a block is missed": (
+        requests.STOP_OF_REQUEST,
+        lambda: requests.stop_of_request(stopping(Late)),
     ),
-    "one end of text of several": (requests.STOP, lambda: requests.stop(stopping(FirstEnd))),
+    "a stop across two blocks is missed": (
+        requests.STOP_OF_REQUEST,
+        lambda: requests.stop_of_request(stopping(Blockwise)),
+    ),
+    "one end of text of several": (
+        requests.STOP_OF_REQUEST,
+        lambda: requests.stop_of_request(stopping(FirstEnd)),
+    ),
 }
 
 
@@ -262,10 +277,10 @@ def test_a_law_of_requests_sees(defect: str) -> None:
 
 
 def test_every_law_of_requests_kills_something() -> None:
-    assert {law for law, _ in DEFECTS.values()} == set(requests.LAWS)
+    assert {law for law, _ in DEFECTS.values()} == set(requests.REQUEST_LAWS)
 
 
 def test_the_sound_technique_behind_the_defects_is_not_accused() -> None:
-    for law in requests.LAWS.values():
+    for law in requests.REQUEST_LAWS.values():
         law(SOUND)
-    assert requests.stop(stopping(StoppingCriteria)).cases > 100
+    assert requests.stop_of_request(stopping(StoppingCriteria)).cases > 100

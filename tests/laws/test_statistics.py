@@ -16,8 +16,8 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import evalues, gtest, statistics
-from tinyspec.laws.dense import dense
-from tinyspec.laws.evalues import EValue, martingale, wealth
+from tinyspec.laws.dense import run_dense
+from tinyspec.laws.evalues import EValue, betting_wealth, wealth_is_martingale
 from tinyspec.technique import Request, load_techniques
 
 stats = pytest.importorskip("scipy.stats")
@@ -45,8 +45,11 @@ def bets(shrunk, mean=lambda wealths: sum(wealths) / len(wealths)):
 
 
 def test_the_wealth_is_a_martingale_exactly() -> None:
-    assert martingale(lambda outcomes, null: wealth(outcomes, null, (1, 3))).cases > 400
-    martingale(bets(lambda count, n, m, p: (count + m * p) / (n + m)))
+    assert (
+        wealth_is_martingale(lambda outcomes, null: betting_wealth(outcomes, null, (1, 3))).cases
+        > 400
+    )
+    wealth_is_martingale(bets(lambda count, n, m, p: (count + m * p) / (n + m)))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_the_wealth_is_a_martingale_exactly() -> None:
     ],
 )
 def test_a_wealth_that_is_none_is_accused(bet) -> None:
-    killed(evalues.MARTINGALE, lambda: martingale(bet))
+    killed(evalues.MARTINGALE, lambda: wealth_is_martingale(bet))
 
 
 def test_the_running_e_value_is_the_wealth() -> None:
@@ -76,7 +79,7 @@ def test_the_running_e_value_is_the_wealth() -> None:
     highest = 1.0
     for n, x in enumerate(outcomes, 1):
         running.see(x)
-        now = wealth(outcomes[:n], NULL)
+        now = betting_wealth(outcomes[:n], NULL)
         highest = max(highest, now)
         assert math.exp(running.log) == pytest.approx(now)
         assert running.p == pytest.approx(1 / highest)
@@ -117,7 +120,7 @@ def test_looking_at_the_g_test_after_every_text_does_not() -> None:
     """The control of the test above: a p-value that is valid once is not valid three hundred times."""
     critical, expected = stats.chi2.isf(0.1, 3), np.array(list(NULL.values()))
     counts = np.cumsum(streams(NULL, 300, 300)[..., None] == np.array(list(NULL)), axis=1)[:, 49:]
-    g = gtest._g(counts, expected * np.arange(50, 301)[:, None])
+    g = gtest._g_statistic(counts, expected * np.arange(50, 301)[:, None])
     assert (g[:, -1] >= critical).mean() < 0.17
     assert (g >= critical).any(axis=1).mean() > 0.25
 
@@ -144,7 +147,7 @@ def test_the_statistic_is_scipy_s_where_no_cell_is_small() -> None:
 
 def test_small_cells_are_put_together() -> None:
     law = dict.fromkeys(range(64), 1 / 64)
-    groups = gtest.pooled(law, 100)
+    groups = gtest.pool_cells(law, 100)
     assert sorted(x for group in groups for x in group) == list(range(64))
     assert all(len(group) * 100 / 64 >= gtest.LEAST for group in groups)
     assert gtest.g_test({0: 1}, law).freedom == 0 and gtest.g_test({0: 1}, law).p == 1
@@ -153,14 +156,14 @@ def test_small_cells_are_put_together() -> None:
 
 def test_the_power_that_is_stated_is_the_power() -> None:
     for texts, alpha in ((300, 0.05), (2000, 0.01)):
-        share = gtest.detectable(NULL, "b", texts, alpha)
+        share = gtest.smallest_detectable_share(NULL, "b", texts, alpha)
         assert share is not None
-        assert gtest.power(NULL, share, "b", texts, alpha) == pytest.approx(0.9, abs=1e-3)
+        assert gtest.g_test_power(NULL, share, "b", texts, alpha) == pytest.approx(0.9, abs=1e-3)
         assert gtest.simulated_power(NULL, share, "b", texts, alpha) == pytest.approx(0.9, abs=0.03)
-        assert gtest.power(NULL, 0.0, "b", texts, alpha) == pytest.approx(alpha, abs=1e-6)
+        assert gtest.g_test_power(NULL, 0.0, "b", texts, alpha) == pytest.approx(alpha, abs=1e-6)
         assert gtest.simulated_power(NULL, 0.0, "b", texts, alpha) == pytest.approx(alpha, abs=0.02)
-    assert gtest.detectable(NULL, "b", 4, 0.01) is None
-    assert gtest.moved(NULL, 0.1, "a") == pytest.approx(0.05)
+    assert gtest.smallest_detectable_share(NULL, "b", 4, 0.01) is None
+    assert gtest.moved_variation(NULL, 0.1, "a") == pytest.approx(0.05)
 
 
 # ------------------------------------------------------------------------------------------------------- the texts
@@ -168,19 +171,19 @@ def test_the_power_that_is_stated_is_the_power() -> None:
 
 def logs(text: list[int]) -> np.ndarray:
     """The log of the law of the next token at temperature 0.7."""
-    row = dense(TARGET, text).logits[-1] / 0.7
+    row = run_dense(TARGET, text).logits[-1] / 0.7
     return row - np.log(np.exp(row).sum())
 
 
 def test_cells_are_the_coarsened_law() -> None:
-    cells = statistics.Cells(TARGET, PROMPT, 2, 3, 0.7)
+    cells = statistics.TextCells(TARGET, PROMPT, 2, 3, 0.7)
     assert math.fsum(cells.law.values()) == pytest.approx(1)
     assert len(cells.law) == 3 * 4 + 1
     assert cells.greedy == (
         first := int(logs(PROMPT).argmax()),
         int(logs([*PROMPT, first]).argmax()),
     )
-    fine: dict[statistics.Cell, float] = {}
+    fine: dict[statistics.TextCell, float] = {}
     root = logs(PROMPT)
     for first in range(LLAMA.vocab_size):
         for second, log in enumerate(logs([*PROMPT, first])):
@@ -188,11 +191,11 @@ def test_cells_are_the_coarsened_law() -> None:
             fine[cell] = fine.get(cell, 0.0) + math.exp(root[first] + log)
     assert fine == pytest.approx(cells.law)
     ends = replace(LLAMA, eos=(max(cells.law, key=lambda cell: cells.law[cell])[0],))
-    assert (ends.eos[0],) in statistics.Cells(model(ends), PROMPT, 2, 3, 0.7).law
+    assert (ends.eos[0],) in statistics.TextCells(model(ends), PROMPT, 2, 3, 0.7).law
 
 
 def test_a_text_that_cannot_be_is_no_cell() -> None:
-    cells = statistics.Cells(TARGET, PROMPT, 2, LLAMA.vocab_size, 1.0)
+    cells = statistics.TextCells(TARGET, PROMPT, 2, LLAMA.vocab_size, 1.0)
     assert len(cells.law) == LLAMA.vocab_size**2
     for text in ((LLAMA.vocab_size, 0), (3,), ()):
         assert cells.of(text) not in cells.law
@@ -204,8 +207,8 @@ def test_every_text_has_noise_of_its_own_and_the_same_seed_the_same_texts() -> N
     for decoder in (first, again):
         decoder.target = TARGET.session()
         decoder.extend(PROMPT)
-    drawn = list(islice(statistics.texts(first, 7), 20))
-    assert drawn == list(islice(statistics.texts(again, 7), 20))
+    drawn = list(islice(statistics.sample_texts(first, 7), 20))
+    assert drawn == list(islice(statistics.sample_texts(again, 7), 20))
     assert len(set(drawn)) > 10 and first.context == PROMPT
 
 
@@ -213,7 +216,9 @@ def test_every_text_has_noise_of_its_own_and_the_same_seed_the_same_texts() -> N
 
 
 def quick(**options):
-    return statistics.demo(TARGET, DRAFT, prompt=PROMPT, **{"samples": 100, "width": 3, **options})
+    return statistics.run_demo(
+        TARGET, DRAFT, prompt=PROMPT, **{"samples": 100, "width": 3, **options}
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,7 +229,7 @@ def test_the_demo_finds_nothing_in_what_is_right_and_its_control_fails(method: s
     assert result["texts"] == sum(n for _, n in result["counts"]) == 100
     assert not result["refuted"] and result["control_failed"]
     assert result["power"]["simulated"] == pytest.approx(0.9, abs=0.05)
-    page = statistics.report(result)
+    page = statistics.format_demo(result)
     assert "evidence, not proof" in page and "nothing found" in page and method in page
 
 
@@ -240,8 +245,8 @@ def test_without_a_number_of_texts_it_runs_until_it_refutes_or_is_interrupted() 
     request = Request(TARGET.session(), stop=statistics.generation.stopping(TARGET, (), 2))
     broken = request.decoder(statistics.SoftGreedy(TARGET.session(), 2), verify_tree)
     broken.extend(PROMPT)
-    cells = statistics.Cells(TARGET, PROMPT, 2, 3, 1.0)
-    found = statistics.sample(broken, cells, samples=None, seed=0, alpha=0.01)
+    cells = statistics.TextCells(TARGET, PROMPT, 2, 3, 1.0)
+    found = statistics.sample_and_test(broken, cells, samples=None, seed=0, alpha=0.01)
     assert found["e"]["refuted"] and found["e"]["after"] == found["texts"]
     assert (
         found["g"] is None
@@ -253,26 +258,26 @@ def test_without_a_number_of_texts_it_runs_until_it_refutes_or_is_interrupted() 
 
     result = quick(samples=None, watch=patience)
     assert result["texts"] == 30 and result["g"] is None and result["power"] is None
-    assert "G-test   " not in statistics.report(result)
+    assert "G-test   " not in statistics.format_demo(result)
 
 
 def test_a_refutation_and_a_blind_control_are_said() -> None:
     result = quick(samples=40)
-    assert "refuted: the texts do not" in statistics.report({**result, "refuted": True})
-    assert "void" in statistics.report({**result, "control_failed": False})
-    cells = statistics.Cells(TARGET, PROMPT, 2, LLAMA.vocab_size, 1.0)
+    assert "refuted: the texts do not" in statistics.format_demo({**result, "refuted": True})
+    assert "void" in statistics.format_demo({**result, "control_failed": False})
+    cells = statistics.TextCells(TARGET, PROMPT, 2, LLAMA.vocab_size, 1.0)
     del cells.law[max(cells.law, key=lambda cell: cells.law[cell])]
     cells.law = {cell: mass / sum(cells.law.values()) for cell, mass in cells.law.items()}
     request = Request(TARGET.session(), stop=statistics.generation.stopping(TARGET, (), 2))
     decoder = request.decoder(BaseDrafter(), verify_tree)
     decoder.extend(PROMPT)
-    found = statistics.sample(decoder, cells, samples=100, seed=0, alpha=0.01)
+    found = statistics.sample_and_test(decoder, cells, samples=100, seed=0, alpha=0.01)
     assert (
         found["e"]["p"] == 0 and found["e"]["log10"] is found["g"]["statistic"] is None
     )  # JSON has no infinity
-    assert "G = infinite" in statistics.report(
+    assert "G = infinite" in statistics.format_demo(
         {**result, **found}
-    ) and "10^infinite" in statistics.report({**result, **found})
+    ) and "10^infinite" in statistics.format_demo({**result, **found})
 
 
 def test_what_cannot_be_sampled_is_refused(monkeypatch) -> None:

@@ -18,11 +18,11 @@ from tinyspec.laws import refine_laws, suites
 from tinyspec.laws.accused import Evidence, LawViolated
 from tinyspec.laws.adversaries import GREEDY
 from tinyspec.laws.exact import JOINT
-from tinyspec.laws.knobs import COST
+from tinyspec.laws.knobs import KNOB_COST
 from tinyspec.laws.parts import Siblings
-from tinyspec.laws.pathwise import PATHS, race_law
-from tinyspec.laws.prove import Profile, prove
-from tinyspec.laws.suites import ROUND, cases
+from tinyspec.laws.pathwise import SAME_TOKENS, race_law
+from tinyspec.laws.prove import Profile, prove_technique
+from tinyspec.laws.suites import ROUND_LAWS, technique_cases
 from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
 from tinyspec.technique import Card, Guarantee, Request, find_technique, load_techniques
@@ -32,22 +32,22 @@ from tinyspec.tree import ROOT, TokenTree
 @pytest.mark.parametrize("name", load_techniques())
 def test_every_registered_technique_is_proved(name: str) -> None:
     card = find_technique(name)
-    proved = {evidence.law: evidence for evidence in prove(card)}
+    proved = {evidence.law: evidence for evidence in prove_technique(card)}
     if card.kind == "analysis":
         assert not proved
     elif card.kind == "refine":
-        own = set(proved) - set(refine_laws.LAWS)
+        own = set(proved) - set(refine_laws.REFINE_LAWS)
         assert own
-        assert len(proved) == len(own) + len(refine_laws.LAWS)
+        assert len(proved) == len(own) + len(refine_laws.REFINE_LAWS)
     elif card.guarantee is Guarantee.APPROX:
         assert proved["its own oracle"].cases
     else:
         assert {GREEDY} <= set(proved)
         if card.guarantee is not Guarantee.GREEDY:
-            law = PATHS if card.coupled else JOINT
+            law = SAME_TOKENS if card.coupled else JOINT
             assert proved[law].cases >= (9 if card.hidden or card.coupled else 30)
             assert proved[law].branches >= 50
-        assert (COST in proved) == (card.lossy is not None)
+        assert (KNOB_COST in proved) == (card.lossy is not None)
 
 
 # ---------------------------------------------------------------------- what they host
@@ -73,12 +73,16 @@ def test_they_host_techniques_of_every_shape(name: str) -> None:
     """A sample of the cases: a registered technique runs them all, one that keeps another's law too."""
     assert any(find_technique(known).keeps for known in load_techniques())
     assert (
-        sum(evidence.cases for evidence in prove(HOSTED[name], Profile("sample", (0, 1), 8))) >= 16
+        sum(
+            evidence.cases
+            for evidence in prove_technique(HOSTED[name], Profile("sample", (0, 1), 8))
+        )
+        >= 16
     )
 
 
 def test_an_analysis_has_no_law_and_is_not_built() -> None:
-    assert prove(hosted.card(hosted.planner, kind="analysis")) == []
+    assert prove_technique(hosted.card(hosted.planner, kind="analysis")) == []
 
 
 def test_who_keeps_nobodys_law_must_bring_an_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,20 +91,20 @@ def test_who_keeps_nobodys_law_must_bring_an_oracle(monkeypatch: pytest.MonkeyPa
         hosted.card(hosted.fill_in, Guarantee.APPROX),
     ):
         with pytest.raises(TinyspecError, match="oracle"):
-            prove(card)
+            prove_technique(card)
         with monkeypatch.context() as patch:
             patch.setitem(suites.ORACLES, card.name, lambda card: Evidence("brute force", 3))
-            known = list(refine_laws.LAWS) if card.kind == "refine" else []
-            assert [evidence.law for evidence in prove(card)] == [*known, "brute force"]
+            known = list(refine_laws.REFINE_LAWS) if card.kind == "refine" else []
+            assert [evidence.law for evidence in prove_technique(card)] == [*known, "brute force"]
 
 
 def test_an_oracle_of_its_own_excuses_nobody_from_its_suite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     card = find_technique("autoregressive")
-    whole = len(cases(card))
+    whole = len(technique_cases(card))
     monkeypatch.setitem(suites.ORACLES, card.name, lambda card: Evidence("brute force", 3))
-    assert len(cases(card)) == whole + 1
+    assert len(technique_cases(card)) == whole + 1
 
 
 # ---------------------------------------------------------------------- what they see
@@ -195,17 +199,17 @@ BROKEN: dict[str, tuple[Card, str]] = {
     ),
     "the smallest's law is declared": (hosted.cascade(False), JOINT),
     "judged by the exit's rows": (hosted.own_draft(Plan(last=1), exact=False), JOINT),
-    "races numbered by the round": (hosted.racing(3), PATHS),
+    "races numbered by the round": (hosted.racing(3), SAME_TOKENS),
     "an exit that is not neutral": (replace(hosted.EARLY, lossy=("layers", 2)), JOINT),
     "a knob that makes it dearer": (
         replace(hosted.EARLY, build=lambda request, layers: hosted.early(request, layers=3 if layers == 3 else 4 - layers)),
-        COST,
+        KNOB_COST,
     ),
     "keys left where they were": (hosted.card(unmoved, drafts=1), JOINT),
     "laws told one row late": (
         broken(SPECULATIVE, lambda request: Late(request.target, draft_of(request), verify_tree, sampling=request.sampling,
                                                  stop=request.stop, positions=request.positions)),
-        ROUND,
+        ROUND_LAWS,
     ),
 }  # fmt: skip
 
@@ -214,7 +218,7 @@ BROKEN: dict[str, tuple[Card, str]] = {
 def test_they_accuse_what_is_broken(name: str) -> None:
     card, law = BROKEN[name]
     with pytest.raises(LawViolated) as caught:
-        prove(card)
+        prove_technique(card)
     assert caught.value.counterexample.law == law
     assert name != "keys left where they were" or "transformer" in str(caught.value.__notes__)
 
@@ -224,13 +228,13 @@ def test_a_greedy_promise_is_judged_at_temperature_0() -> None:
         return request.decoder(BaseDrafter(), lambda tree, p, rng: Verdict((), len(p.context) % 3))
 
     with pytest.raises(LawViolated) as caught:
-        prove(hosted.card(build, Guarantee.GREEDY))
+        prove_technique(hosted.card(build, Guarantee.GREEDY))
     assert caught.value.counterexample.law == GREEDY
 
 
 def test_a_counterexample_is_small_and_speaks_of_p_and_q() -> None:
     with pytest.raises(LawViolated) as caught:
-        prove(
+        prove_technique(
             broken(
                 SPECULATIVE,
                 lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row),

@@ -9,7 +9,7 @@ import pytest
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import theorems
 from tinyspec.laws.accused import Evidence, LawViolated
-from tinyspec.laws.small import but, pairs
+from tinyspec.laws.small import distribution_pairs, without_token
 from tinyspec.speculative.drafting.speculative_decoding import best_gamma
 from tinyspec.tree import ROOT, TokenTree
 
@@ -71,9 +71,9 @@ def killed(law: str, run: Callable[[], Evidence]) -> LawViolated:
 def test_what_is_right_is_never_accused() -> None:
     """A second implementation, written here; that of the library is in test_theory."""
     for law in (
-        theorems.acceptance,
+        theorems.acceptance_theorem,
         theorems.tokens_of_a_round,
-        theorems.recursive_rejection,
+        theorems.recursive_rejection_law,
         theorems.several_drafts,
     ):
         evidence = law(RIGHT, largest=4)
@@ -91,11 +91,13 @@ def test_what_is_right_is_never_accused() -> None:
     ids=["5 % too easy", "ratio turned round", "always", "squared"],
 )
 def test_leviathan_theorem_3_5_kills_a_wrong_ratio(broken: Toy) -> None:
-    killed(theorems.ACCEPTANCE, lambda: theorems.acceptance(broken))
+    killed(theorems.ACCEPTANCE, lambda: theorems.acceptance_theorem(broken))
 
 
 def test_a_counterexample_is_the_smallest_and_speaks_of_p_and_q() -> None:
-    accused = killed(theorems.ACCEPTANCE, lambda: theorems.acceptance(Toy(ratio=lambda p, q: F(1))))
+    accused = killed(
+        theorems.ACCEPTANCE, lambda: theorems.acceptance_theorem(Toy(ratio=lambda p, q: F(1)))
+    )
     assert accused.counterexample.case == {"p": (0, 1), "q": (1, 0)}
     assert (accused.counterexample.expected, accused.counterexample.got) == (0, 1)
 
@@ -104,7 +106,7 @@ def test_a_counterexample_is_the_smallest_and_speaks_of_p_and_q() -> None:
     "broken", [Toy(bonus=False), Toy(prefix=False)], ids=["no bonus", "counts behind a refusal"]
 )
 def test_leviathan_equation_1_kills_a_wrong_count(broken: Toy) -> None:
-    killed(theorems.TOKENS, lambda: theorems.tokens_of_a_round(broken))
+    killed(theorems.ROUND_TOKENS, lambda: theorems.tokens_of_a_round(broken))
 
 
 # ------------------------------------------------------------------------------------------------ the analysis
@@ -135,7 +137,7 @@ def test_equation_1_kills_a_wrong_formula(formula) -> None:
     ids=["always 4", "draft as much as you can", "one less", "half the cost", "always drafts"],
 )
 def test_corollary_3_9_kills_a_wrong_planner(plan) -> None:
-    killed(theorems.PLANNER, lambda: theorems.planner(plan))
+    killed(theorems.PLANNER, lambda: theorems.planner_is_optimal(plan))
 
 
 # ---------------------------------------------------------------------------------------------------- lenience
@@ -186,7 +188,7 @@ def test_spectr_kills_a_walk_that_tests_every_sibling_against_p() -> None:
 
 def test_specinfer_kills_a_walk_that_looks_at_the_first_sibling_alone() -> None:
     killed(theorems.MATCHING, lambda: theorems.several_drafts(Toy(tests=1)))
-    killed(theorems.REJECTION, lambda: theorems.recursive_rejection(Toy(tests=1)))
+    killed(theorems.REJECTION, lambda: theorems.recursive_rejection_law(Toy(tests=1)))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_specinfer_kills_a_walk_that_looks_at_the_first_sibling_alone() -> None:
     ids=["|p - q|", "not normalised", "p (1 - q)"],
 )
 def test_recursive_rejection_kills_a_wrong_residual(left) -> None:
-    killed(theorems.REJECTION, lambda: theorems.recursive_rejection(Toy(left=left)))
+    killed(theorems.REJECTION, lambda: theorems.recursive_rejection_law(Toy(left=left)))
 
 
 def k_seq(tree: TokenTree, p, rng) -> Verdict:
@@ -228,14 +230,14 @@ def k_seq(tree: TokenTree, p, rng) -> Verdict:
 
 
 def test_k_seq_reaches_its_share_of_the_optimum_and_keeps_the_law() -> None:
-    theorems.kseq(k_seq, largest=4)
-    for p, q in list(pairs(largest=5))[::9]:
-        _, law, _ = theorems.siblings(k_seq, theorems.with_replacement, p, q, 3)
+    theorems.kseq_reaches_share(k_seq, largest=4)
+    for p, q in list(distribution_pairs(largest=5))[::9]:
+        _, law, _ = theorems.play_siblings(k_seq, theorems.with_replacement, p, q, 3)
         assert law == {token: mass for token, mass in enumerate(p) if mass}
 
 
 def test_k_seq_s_bound_kills_single_draft_rejection_called_k_seq() -> None:
-    killed(theorems.KSEQ, lambda: theorems.kseq(Toy(tests=1)))
+    killed(theorems.KSEQ, lambda: theorems.kseq_reaches_share(Toy(tests=1)))
 
 
 # ---------------------------------------------------------------------------------------- order of the siblings
@@ -246,7 +248,7 @@ def test_children_in_draw_order_keep_the_law() -> None:
         tokens = rng.sample_without_replacement(q, k)
         laws = [q]
         for token in tokens[:-1]:
-            laws.append(but(laws[-1], token))
+            laws.append(without_token(laws[-1], token))
         return tokens, laws
 
     theorems.draw_order(by_chance, verify_tree, largest=4)
@@ -269,7 +271,7 @@ def test_children_sorted_after_they_were_drawn_do_not(along: bool) -> None:
             q
         ] * len(tokens)
 
-    killed(theorems.ORDER, lambda: theorems.draw_order(shown, verify_tree))
+    killed(theorems.DRAW_ORDER, lambda: theorems.draw_order(shown, verify_tree))
 
 
 @pytest.mark.parametrize("law_of", [lambda q, laws: [q] * len(laws)], ids=["the first law for all"])
@@ -278,4 +280,4 @@ def test_a_law_that_was_not_renormalised_is_seen(law_of) -> None:
         tokens, laws = theorems.without_replacement(q, k, rng)
         return tokens, law_of(q, laws)
 
-    killed(theorems.ORDER, lambda: theorems.draw_order(stale, verify_tree))
+    killed(theorems.DRAW_ORDER, lambda: theorems.draw_order(stale, verify_tree))

@@ -9,7 +9,7 @@ import pytest
 import tinyspec
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import extra, transport
-from tinyspec.laws.small import overlap, pairs, rows
+from tinyspec.laws.small import distribution_pairs, distributions, overlap_mass
 
 
 def test_the_linear_program_and_the_cut_agree() -> None:
@@ -17,7 +17,7 @@ def test_the_linear_program_and_the_cut_agree() -> None:
     rng = np.random.default_rng(0)
     cases = [
         (p, q, k, replace)
-        for p, q in list(pairs((3,), 5))[::23]
+        for p, q in list(distribution_pairs((3,), 5))[::23]
         for k in (1, 2, 3)
         for replace in (True, False)
     ]
@@ -26,15 +26,15 @@ def test_the_linear_program_and_the_cut_agree() -> None:
         p, q = (tuple(F(int(x), int(w.sum())) for x in w) for w in weights)
         cases.append((p, q, int(rng.integers(1, 4)), bool(rng.integers(2))))
     for p, q, k, again in cases:
-        drawn = transport.drafts(q, k, again)
-        best = transport.optimum(p, drawn)
+        drawn = transport.drafted_sets(q, k, again)
+        best = transport.optimal_transport(p, drawn)
         assert transport.by_linear_program(p, drawn) == pytest.approx(float(best), abs=1e-9)
         if k == 1:
-            assert best == overlap(p, q)
+            assert best == overlap_mass(p, q)
         if again:  # the closed form over all sets of tokens
             sets = [[y for y in range(len(p)) if mask >> y & 1] for mask in range(1 << len(p))]
             assert best == min(1 + sum(p[y] for y in h) - sum(q[y] for y in h) ** k for h in sets)
-            assert transport.naive(p, q, k) <= best
+            assert transport.matching_acceptance(p, q, k) <= best
 
 
 def test_without_scipy_the_error_says_what_to_install(monkeypatch) -> None:
@@ -54,8 +54,8 @@ def test_the_install_command_fits_a_clone_or_a_wheel(monkeypatch, tmp_path) -> N
 
 
 def test_small_laws_come_once_each_and_the_smallest_first() -> None:
-    some = list(pairs(largest=6))
+    some = list(distribution_pairs(largest=6))
     assert len(set(some)) == len(some)
     assert some[0] == ((0, 1), (0, 1))
     assert all(sum(p) == sum(q) == 1 for p, q in some)
-    assert len(list(rows(3, 4))) == 9
+    assert len(list(distributions(3, 4))) == 9

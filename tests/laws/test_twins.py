@@ -23,7 +23,7 @@ compiled = pytest.mark.skipif(
 @compiled
 @pytest.mark.parametrize("name", twins.TWINS)
 def test_a_kernel_equals_its_twin_bit_for_bit(name: str) -> None:
-    assert twins.twin(name, getattr(_core, name)).cases > 150
+    assert twins.equals_twin(name, getattr(_core, name)).cases > 150
 
 
 def test_every_function_of_the_core_has_a_twin() -> None:
@@ -34,21 +34,21 @@ def test_every_function_of_the_core_has_a_twin() -> None:
 
 
 def test_the_front_doors_decide_as_the_twin_on_the_same_uniforms() -> None:
-    assert min(devices.replayed().cases, devices.decided().cases) > 100
+    assert min(devices.walk_equals_twin().cases, devices.decisions_equal_twin().cases) > 100
 
 
-@pytest.mark.parametrize("name", devices.kernels())
+@pytest.mark.parametrize("name", devices.device_kernels())
 def test_torch_operations_decide_as_the_twins(name: str) -> None:
-    evidence = devices.on_device(name, devices.kernels()[name])
+    evidence = devices.on_device(name, devices.device_kernels()[name])
     excused = int(evidence.notes[-1].split()[0])
     assert excused < evidence.cases / 8  # a law that lets everything off proves nothing
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", devices.kernels())
+@pytest.mark.parametrize("name", devices.device_kernels())
 def test_a_cuda_device_decides_as_the_twins(name: str) -> None:
-    devices.on_device(name, devices.kernels("cuda")[name])
+    devices.on_device(name, devices.device_kernels("cuda")[name])
 
 
 # --- each law kills -------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def walking(
 
     def walk(tokens: Any, parents: Any, laws: Any, probe: Any, p: Any, uniforms: Any) -> Any:
         given, lists = (
-            devices.Given(uniforms.tolist()),
+            devices.TwinUniforms(uniforms.tolist()),
             [None if q is None else q.tolist() for q in laws],
         )
         first = uniforms[0] if len(uniforms) else 0.0
@@ -207,7 +207,7 @@ DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
 )
 def test_a_defective_kernel_is_accused(name: str, defect: str, kernel: Callable[..., Any]) -> None:
     with pytest.raises(LawViolated) as caught:
-        twins.twin(name, kernel)
+        twins.equals_twin(name, kernel)
     assert (caught.value.counterexample.law, caught.value.counterexample.case["kernel"]) == (
         "twin",
         name,
@@ -216,7 +216,7 @@ def test_a_defective_kernel_is_accused(name: str, defect: str, kernel: Callable[
 
 def test_an_accusation_names_the_smallest_rows() -> None:
     with pytest.raises(LawViolated) as caught:
-        twins.twin("residual", far_apart)
+        twins.equals_twin("residual", far_apart)
     case = caught.value.counterexample.case
     assert ({*case["p"]}, {*case["q"]}) == ({0.0, 1.0}, {0.0, 1.0})
     assert str(caught.value).splitlines()[2:4] == ["  p = [0, 1]", "  q = [1, 0]"]
@@ -238,11 +238,11 @@ class EagerChance(Replay):
 
 def test_defects_behind_the_front_doors_are_accused() -> None:
     with pytest.raises(LawViolated):
-        devices.replayed(rng=SpendthriftChance)
+        devices.walk_equals_twin(rng=SpendthriftChance)
     with pytest.raises(LawViolated):
-        devices.decided(rng=EagerChance)
+        devices.decisions_equal_twin(rng=EagerChance)
     with pytest.raises(LawViolated):  # a law that is rounded once more on its way
-        devices.replayed(
+        devices.walk_equals_twin(
             walk=lambda tree, p, rng: verify.verify_tree(
                 tree._replace(draft_probs=[narrow(q) for q in tree.draft_probs]), p, rng
             )
@@ -258,7 +258,7 @@ def not_beyond(row: Any, u: float) -> int:
     return int(np.searchsorted(np.cumsum(row), u * row.sum()))
 
 
-ON_CPU = devices.kernels()
+ON_CPU = devices.device_kernels()
 DEVICE_DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
     ("pick", "a sum that equals u * total wins", not_beyond),
     ("pick", "u = 0 gives token 0", at_zero),

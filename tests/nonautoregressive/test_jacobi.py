@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.table import Table, law
+from tests.table import Table, exact_law
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec import generate, load, translate
 from tinyspec.decoding.decode import BaseDrafter, Decoder
@@ -17,17 +17,16 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import sweeps as laws
-from tinyspec.laws.exact import law as exact_law
-from tinyspec.laws.network import network
+from tinyspec.laws.network import small_network
 from tinyspec.laws.sweeps import (
-    PROMPT,
-    begun,
-    by_hand,
-    counting,
+    SWEEP_PROMPT,
+    begin_sweeps,
+    counting_table,
+    expected_sweeps,
+    greedy_by_hand,
     only_fixed_point,
-    plain,
-    say,
-    tables,
+    sweep_block,
+    sweep_tables,
 )
 from tinyspec.laws.tables import TableModel
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
@@ -54,7 +53,7 @@ FORMS = [
 
 def decoded(
     model: Any,
-    prompt: Any = PROMPT,
+    prompt: Any = SWEEP_PROMPT,
     n: int = 14,
     forward_log: Any = None,
     eos: Any = (),
@@ -88,7 +87,7 @@ def finish(d: Decoder, seed: int = 0) -> list[int]:
 
 def alone(
     model: Any,
-    prompt: Any = PROMPT,
+    prompt: Any = SWEEP_PROMPT,
     n: int = 14,
     forward_log: Any = None,
     eos: Any = (),
@@ -128,25 +127,27 @@ def test_trap_only_what_is_not_final_is_run_and_nobody_looks_at_the_answer_befor
 
 
 def test_trap_iteration_as_published_ends_at_the_greedy_text_from_every_start() -> None:
-    laws.ends_at_greedy(solve_blocks)
+    laws.solve_ends_at_greedy(solve_blocks)
 
 
 # ------------------------------------------------------------------ theorems
 
 
 def test_greedy_text_is_the_only_fixed_point() -> None:
-    for model, n in product(tables(5), (1, 2, 4)):
-        assert only_fixed_point(model, n) == [tuple(plain(model, PROMPT, n))]
+    for model, n in product(sweep_tables(5), (1, 2, 4)):
+        assert only_fixed_point(model, n) == [tuple(greedy_by_hand(model, SWEEP_PROMPT, n))]
 
 
 def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_only_the_latter_confirms() -> (
     None
 ):
     confirmed = 0
-    for model, block, start in product(tables(2), (2, 4), product((0, 1), repeat=4)):
-        says = lambda text, block, model=model: say(model, text, block)  # noqa: E731
-        found = solve_blocks(says, PROMPT, 4, block, lambda n, text, start=start: list(start[:n]))
-        d = begun(CARD.make, model, start, "pgj", block, 0, 4)
+    for model, block, start in product(sweep_tables(2), (2, 4), product((0, 1), repeat=4)):
+        says = lambda text, block, model=model: sweep_block(model, text, block)  # noqa: E731
+        found = solve_blocks(
+            says, SWEEP_PROMPT, 4, block, lambda n, text, start=start: list(start[:n])
+        )
+        d = begin_sweeps(CARD.make, model, start, "pgj", block, 0, 4)
         ours = list(trace_sweeps(d, Seeded(0)))
         assert d.new == found.tokens
         for states in found.blocks:
@@ -164,25 +165,25 @@ def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_on
 
 @pytest.mark.parametrize("m", [1, 2, 7])
 def test_the_worst_case_is_m_sweeps_in_the_frame_and_m_plus_one_as_published(m: int) -> None:
-    model = counting()
-    says = lambda text, block: say(model, text, block)  # noqa: E731
-    assert len(iterate_block(says, PROMPT, [1] * m)) - 1 == m + 1
-    d = begun(CARD.make, model, [1] * m, "pj", 1, 0, m)
+    model = counting_table()
+    says = lambda text, block: sweep_block(model, text, block)  # noqa: E731
+    assert len(iterate_block(says, SWEEP_PROMPT, [1] * m)) - 1 == m + 1
+    d = begin_sweeps(CARD.make, model, [1] * m, "pj", 1, 0, m)
     assert len(list(trace_sweeps(d, Seeded(0)))) == m
 
 
 def test_a_wrong_start_of_one_place_is_repaired_in_one_sweep_where_no_place_reads_it() -> None:
-    model = laws.places()
-    assert len(by_hand(model, (0,) * 6, "pj", 1, 0, 6)) == 2
-    says = lambda text, block: say(model, text, block)  # noqa: E731
+    model = laws.place_table()
+    assert len(expected_sweeps(model, (0,) * 6, "pj", 1, 0, 6)) == 2
+    says = lambda text, block: sweep_block(model, text, block)  # noqa: E731
     assert (
-        len(iterate_block(says, PROMPT, [0] * 6)) == 3
+        len(iterate_block(says, SWEEP_PROMPT, [0] * 6)) == 3
     )  # a sweep that knows all, one that confirms it
 
 
 @pytest.mark.parametrize("knobs", [{"block": 1}, {"form": "hgj", "prefix": 0}], ids=str)
 def test_blocks_of_one_and_a_prefix_of_none_are_plain_decoding_call_by_call(knobs: Any) -> None:
-    model, ours, theirs = network(3, 5), list[Any](), list[Any]()
+    model, ours, theirs = small_network(3, 5), list[Any](), list[Any]()
     assert finish(decoded(model, forward_log=ours, **knobs)) == alone(model, forward_log=theirs)[0]
     assert ours == theirs
 
@@ -195,7 +196,7 @@ def test_blocks_of_one_and_a_prefix_of_none_are_plain_decoding_call_by_call(knob
 def test_a_transformer_says_its_greedy_text_in_every_form_from_every_start(
     knobs: Any, init: str
 ) -> None:
-    model = network(11, 6)
+    model = small_network(11, 6)
     for penalty, eos in ((1.0, ()), (1.4, ()), (1.0, (4,))):
         d = decoded(model, eos=eos, penalty=penalty, init=init, **knobs)
         text, other = alone(model, eos=eos, penalty=penalty)
@@ -204,7 +205,7 @@ def test_a_transformer_says_its_greedy_text_in_every_form_from_every_start(
 
 
 def test_an_adversary_who_knows_the_text_cannot_change_it() -> None:
-    model = network(11, 6)
+    model = small_network(11, 6)
     text = alone(model, n=8)[0]
     for wrong in range(6):
         d = decoded(model, n=8, form="pj")
@@ -219,7 +220,7 @@ def test_an_adversary_who_knows_the_text_cannot_change_it() -> None:
 )
 def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     for init, block, tokens in (("pad", 3, 3), ("random", 2, 2)):
-        expected = law(
+        expected = exact_law(
             lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), tokens
         )
 
@@ -230,11 +231,11 @@ def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParam
                 init=init,
             )
 
-        assert law(ours, tokens) == expected
+        assert exact_law(ours, tokens) == expected
 
 
 def test_the_penalty_is_part_of_the_system_that_is_solved() -> None:
-    model = network(11, 6)
+    model = small_network(11, 6)
     told = list(trace_sweeps(decoded(model, n=8, form="pj", penalty=1.7), Seeded(0)))
     text = alone(model, n=8, penalty=1.7)[0]
     assert [x for sweep in told for x in sweep.predicted[: sweep.n_final]] == text
@@ -242,16 +243,16 @@ def test_the_penalty_is_part_of_the_system_that_is_solved() -> None:
 
 
 def test_the_published_algorithm_runs_on_a_session() -> None:
-    model, forward_log = network(5, 6), list[Any]()
+    model, forward_log = small_network(5, 6), list[Any]()
     session = model.session(forward_log)
     for block in (1, 3, 12):
         found = solve_blocks(
-            predict_with_target(session), PROMPT, 12, block, lambda n, text: [0] * n
+            predict_with_target(session), SWEEP_PROMPT, 12, block, lambda n, text: [0] * n
         )
         assert found.tokens == alone(model, n=12)[0]
         assert found.passes <= 12 + -(-12 // block)
         session.end()
-        assert sum(call.rows for call in forward_log) <= len(PROMPT) + sum(
+        assert sum(call.rows for call in forward_log) <= len(SWEEP_PROMPT) + sum(
             len(states[0]) * (len(states) - 1) for states in found.blocks
         )
         forward_log.clear()
@@ -262,14 +263,16 @@ def test_a_jacobi_decoder_drafts_for_another_without_changing_its_law() -> None:
         inner = CARD.make(Request(Table(4), stop=StoppingCriteria()), block=3)
         return Decoder(Table(3), Nested(inner, 2), verify_tree)
 
-    assert law(cascade, 2) == law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2)
+    assert exact_law(cascade, 2) == exact_law(
+        lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2
+    )
 
 
 # ------------------------------------------------------------------ the sweeps as data
 
 
 def test_the_sweeps_tell_the_whole_block_and_how_much_of_it_is_final() -> None:
-    model = network(2, 6)
+    model = small_network(2, 6)
     told = list(trace_sweeps(decoded(model, n=10, block=4), Seeded(0)))
     assert [x for sweep in told for x in sweep.predicted[: sweep.n_final]] == alone(model, n=10)[0]
     left = 0
@@ -285,7 +288,7 @@ def test_the_sweeps_tell_the_whole_block_and_how_much_of_it_is_final() -> None:
 
 
 def test_a_guess_is_what_the_sweep_before_said() -> None:
-    told = list(trace_sweeps(decoded(network(2, 6), n=10, form="pj"), Seeded(0)))
+    told = list(trace_sweeps(decoded(small_network(2, 6), n=10, form="pj"), Seeded(0)))
     for before, after in pairwise(told):
         assert after.block == before.predicted[before.n_final : -1]
 
@@ -310,12 +313,12 @@ def test_starts_are_padding_random_tokens_the_texts_tokens_or_the_newest_one() -
 @pytest.mark.parametrize("knobs", FORMS, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_few_tokens_or_none(knobs: Any, n: int) -> None:
-    model = network(7, 5)
+    model = small_network(7, 5)
     assert finish(decoded(model, n=n, **knobs)) == alone(model, n=n)[0]
 
 
 def test_no_draft_reaches_beyond_what_is_wanted_or_fits() -> None:
-    model = network(7, 5)
+    model = small_network(7, 5)
     prompt = [1] * (model.config.max_positions - 3)
     for n, wanted in ((2, 2), (9, 3)):
         d = decoded(model, prompt, n=n, block=8)
@@ -346,12 +349,12 @@ def test_a_hybrid_needs_no_length_it_ends_where_the_text_does() -> None:
     for prefix in (0, 4, 100):
         request = Request(model.session(), sampling=GREEDY, stop=StoppingCriteria(frozenset({19})))
         d = CARD.make(request, form="hgj", block=5, prefix=prefix)
-        d.extend(PROMPT)
+        d.extend(SWEEP_PROMPT)
         assert finish(d) == list(range(2, 20)) and d.finished == "eos"
 
 
 def test_after_a_rewind_a_block_begins_anew() -> None:
-    model = network(2, 6)
+    model = small_network(2, 6)
     d = decoded(model, n=20, block=6)
     rng = Seeded(1)
     for _ in range(3):
@@ -360,11 +363,11 @@ def test_after_a_rewind_a_block_begins_anew() -> None:
     assert d.drafter.block == []  # type: ignore[attr-defined]
     while not d.finished:
         d.step(rng)
-    assert d.context[: 2 + 18] == [*PROMPT, *alone(model, n=18)[0]]
+    assert d.context[: 2 + 18] == [*SWEEP_PROMPT, *alone(model, n=18)[0]]
 
 
 def test_nothing_is_left_of_a_request_that_ended() -> None:
-    d = decoded(network(2, 6), n=20, form="pj")
+    d = decoded(small_network(2, 6), n=20, form="pj")
     d.step(Seeded(0))
     d.end()
     drafter: Any = d.drafter

@@ -8,7 +8,12 @@ import torch
 from tinyspec.decoding.refine import Pass, Refinement, blank, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.masking import chooses, fillers, follows_the_rule, hides
+from tinyspec.laws.masking import (
+    chooses_best_length,
+    follows_mask_predict,
+    hides_uniformly,
+    random_fillers,
+)
 from tinyspec.laws.traps import judge, toys
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.mask_predict import (
@@ -26,7 +31,7 @@ from tinyspec.technique import Guarantee, RefineRequest, Request, find_technique
 def run(
     source: tuple[int, ...] = (4, 7, 5), iterations: int = 4, lengths: int = 3
 ) -> tuple[Refinement, list[Pass]]:
-    model = next(fillers())
+    model = next(random_fillers())
     request = RefineRequest(model, forward_log=[])
     running = refine(
         request.model,
@@ -42,7 +47,7 @@ def run(
 
 
 def test_any_number_of_words_is_hidden_and_other_ones_each_time() -> None:
-    assert hides(hide_tokens).cases > 0
+    assert hides_uniformly(hide_tokens).cases > 0
 
 
 @pytest.mark.parametrize(
@@ -57,11 +62,11 @@ def test_what_looks_like_it_is_told_apart(name: str) -> None:
 
 
 def test_every_pass_is_that_of_an_oracle_without_padding_or_batches() -> None:
-    assert follows_the_rule(find_technique("mask_predict").refiner).cases > 100
+    assert follows_mask_predict(find_technique("mask_predict").refiner).cases > 100
 
 
 def test_the_best_mean_of_the_likeliest_lengths_is_chosen_with_one_encoder_pass() -> None:
-    assert chooses(find_technique("mask_predict").refiner).cases > 10
+    assert chooses_best_length(find_technique("mask_predict").refiner).cases > 10
 
 
 @pytest.mark.parametrize("n", range(1, 14))
@@ -115,7 +120,7 @@ def test_lengths_beside_it_change_nothing_of_a_candidate() -> None:
 def test_one_pass_is_plain_parallel_decoding() -> None:
     running, passes = run(iterations=1, lengths=1)
     assert len(passes) == 1
-    model, canvas = next(fillers()), passes[0].after
+    model, canvas = next(random_fillers()), passes[0].after
     memory = model.encode(torch.tensor([[4, 7, 5]]))
     pages = blank([int(canvas.mask.sum())], model.config.mask)
     rows = model.logits(model.decode(model.embed(pages.tokens), memory))[0, :, 4:]
@@ -130,7 +135,7 @@ def test_passes_are_counted_one_of_the_encoder_and_t_of_the_decoder() -> None:
 
 def test_many_sources_in_one_batch_are_each_as_alone() -> None:
     """Rows of a canvas may be of different sources: what the bench does."""
-    model, sources = next(fillers()), ((4, 7, 5), (6,), (5, 4))
+    model, sources = next(random_fillers()), ((4, 7, 5), (6,), (5, 4))
     padded = torch.tensor([[4, 7, 5], [6, 0, 0], [5, 4, 0]])
     refiner = MaskPredictRefiner(model, 3, 1)
     alone = [run(source, 3, 1)[0].tokens for source in sources]
@@ -222,7 +227,7 @@ def test_a_model_without_a_length_token_is_refused() -> None:
 
 
 def test_lengths_stay_within_the_positions() -> None:
-    model = [*fillers()][-1]  # five positions, lengths up to seven
+    model = [*random_fillers()][-1]  # five positions, lengths up to seven
     request = RefineRequest(model)
     running = refine(
         request.model,

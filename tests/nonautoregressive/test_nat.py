@@ -10,7 +10,13 @@ import torch
 from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.fertility_laws import fertility_law, judged, named, student, teacher
+from tinyspec.laws.fertility_laws import (
+    fertility_law,
+    fixed_fertilities,
+    random_student,
+    random_teacher,
+    teacher_score,
+)
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import nat
 from tinyspec.nonautoregressive.nat import by_fertility, guarded, uniform
@@ -53,9 +59,9 @@ def test_the_length_is_the_sum_of_the_fertilities_and_words_with_none_vanish(
 ) -> None:
     for seed in SEEDS:
         refiner = find_technique("nat").refiner(
-            RefineRequest(student(seed), teacher(seed)), samples=6
+            RefineRequest(random_student(seed), random_teacher(seed)), samples=6
         )
-        canvas = refiner.start(source, memory_of(student(seed), source), Seeded(0))
+        canvas = refiner.start(source, memory_of(random_student(seed), source), Seeded(0))
         for candidate, f in enumerate(canvas.extra.tolist()):
             assert canvas.text(candidate) == [
                 word for word, n in zip(source, f, strict=True) for _ in range(n)
@@ -81,13 +87,15 @@ def test_the_uniform_copy_takes_the_nearest_place() -> None:
 
 
 def test_candidates_are_the_likeliest_the_mean_and_then_samples_of_their_law() -> None:
-    model, source = student(1), (6, 5, 4)
+    model, source = random_student(1), (6, 5, 4)
     law = fertility_law(model, source)
     refiner = nat.NatRefiner(model, None, "argmax", 4000, 1.0)
     drawn = refiner.propose_fertilities(
         model.fertility_logits(memory_of(model, source))[0], Seeded(0)
     )
-    assert drawn[0].tolist() == named(law, "argmax") and drawn[1].tolist() == named(law, "average")
+    assert drawn[0].tolist() == fixed_fertilities(law, "argmax") and drawn[
+        1
+    ].tolist() == fixed_fertilities(law, "average")
     for word, row in enumerate(law):
         shares = torch.bincount(drawn[2:, word], minlength=3) / 3998
         assert torch.allclose(shares.double(), torch.tensor(row, dtype=torch.float64), atol=0.035)
@@ -101,8 +109,8 @@ def test_more_samples_contain_the_fewer_so_that_the_teachers_score_never_falls(
     for seed in SEEDS:
         scores = []
         for samples in (1, 2, 3, 6, 12):
-            made = run(student(seed), teacher(seed), source, samples=samples)
-            scores.append(judged(teacher(seed), source, made.tokens))
+            made = run(random_student(seed), random_teacher(seed), source, samples=samples)
+            scores.append(teacher_score(random_teacher(seed), source, made.tokens))
         assert all(
             later >= earlier - 1e-9
             for earlier, later in zip(scores, scores[1:], strict=False)  # noqa: RUF007
@@ -113,13 +121,13 @@ def test_more_samples_contain_the_fewer_so_that_the_teachers_score_never_falls(
 
 def test_one_sample_is_the_decode_of_the_named_fertilities_whatever_the_seed() -> None:
     for which, source, seed in product(("argmax", "average"), SOURCES, (0, 9)):
-        model = student(2)
+        model = random_student(2)
         made = run(model, None, source, seed, samples=1, fertility=which)
         assert nat.translate_batch(model, torch.tensor([source]), which) == [made.tokens]
 
 
 def test_a_batch_of_sentences_is_written_as_each_by_itself() -> None:
-    model = student(0)
+    model = random_student(0)
     assert nat.translate_batch(model, padded(SOURCES)) == [
         run(model, None, source, samples=1).tokens for source in SOURCES
     ]
@@ -127,7 +135,7 @@ def test_a_batch_of_sentences_is_written_as_each_by_itself() -> None:
 
 def test_a_translation_depends_on_the_source_and_its_fertilities_alone() -> None:
     """The same fertilities, whatever seed they came from and whichever candidates stand beside them."""
-    model, judge, source = student(3), teacher(3), (4, 7, 5)
+    model, judge, source = random_student(3), random_teacher(3), (4, 7, 5)
     told: dict[tuple[int, ...], list[int]] = {}
     for seed, samples in product(range(6), (3, 8)):
         canvas = run(model, judge, source, seed, samples=samples, temperature=4.0).canvas
@@ -141,7 +149,7 @@ def test_the_encoder_and_the_decoder_run_once_and_the_teacher_once_where_there_i
     None
 ):
     for samples, expected in ((1, {"student/encoder": 1, "student": 1}), (9, None)):
-        request = RefineRequest(student(0), teacher(0))
+        request = RefineRequest(random_student(0), random_teacher(0))
         refiner = find_technique("nat").refiner(request, samples=samples)
         list(refine(request.model, (5, 6), refiner, Seeded(0), request.forward_log))
         counts = {
@@ -161,14 +169,17 @@ def test_fertilities_gone_astray_are_cut_and_none_at_all_becomes_one() -> None:
 
 def test_a_source_at_the_limit_of_the_positions_gets_no_more_than_fit() -> None:
     for seed in SEEDS:
-        model = student(seed, fertilities=6, positions=6)
-        made = run(model, teacher(seed, positions=6), (4, 5, 6, 7, 4, 5), samples=8)
+        model = random_student(seed, fertilities=6, positions=6)
+        made = run(model, random_teacher(seed, positions=6), (4, 5, 6, 7, 4, 5), samples=8)
         assert 1 <= len(made.tokens) <= 5
 
 
 def test_special_tokens_are_never_written() -> None:
     for seed in range(8):
-        assert min(run(student(seed), teacher(seed), (4, 5, 6, 7), samples=4).tokens) >= 4
+        assert (
+            min(run(random_student(seed), random_teacher(seed), (4, 5, 6, 7), samples=4).tokens)
+            >= 4
+        )
 
 
 # ------------------------------------------------------------------ training
@@ -179,7 +190,7 @@ COUNTS = torch.tensor([[2, 0, 1], [0, 2, 0]])
 
 
 def test_the_loss_is_that_of_fertilities_and_words_per_word() -> None:
-    model, total = student(0), 0.0
+    model, total = random_student(0), 0.0
     for x, y, f in (
         (SOURCE[0], TARGET[0], COUNTS[0]),
         (SOURCE[1, :2], TARGET[1, :2], COUNTS[1, :2]),
@@ -198,7 +209,7 @@ def test_the_loss_is_that_of_fertilities_and_words_per_word() -> None:
 
 
 def test_reverse_kl_asks_the_teacher_about_the_students_own_words() -> None:
-    model, judge = student(0), teacher(0)
+    model, judge = random_student(0), random_teacher(0)
     got = nat.reverse_kl(model, judge, SOURCE, COUNTS, model.encode(SOURCE), judge.encode(SOURCE))
     for row, (x, f) in enumerate(((SOURCE[0], COUNTS[0]), (SOURCE[1, :2], COUNTS[1, :2]))):
         memory, heard, total, said = (
@@ -222,7 +233,7 @@ def test_reverse_kl_asks_the_teacher_about_the_students_own_words() -> None:
 def test_the_gradient_of_fine_tuning_is_that_of_the_expectation_over_all_fertilities() -> None:
     """Walked, not sampled: 3 classes, 2 words. The baseline, a constant, changes no mean."""
     for seed in range(3):
-        model, judge = student(seed), teacher(seed)
+        model, judge = random_student(seed), random_teacher(seed)
         source = torch.tensor([[4, 6]])
         weights = [
             w.requires_grad_()
@@ -253,7 +264,7 @@ def test_the_gradient_of_fine_tuning_is_that_of_the_expectation_over_all_fertili
 
 
 def test_fine_tuning_adds_up_its_three_terms_and_leaves_the_teacher_alone() -> None:
-    model, judge, share = student(0), teacher(0), 0.25
+    model, judge, share = random_student(0), random_teacher(0), 0.25
     for weight in (*model.parameters(), *judge.parameters()):
         weight.requires_grad_()
     value = nat.finetune_loss(
@@ -409,7 +420,7 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
 
 
 def test_bad_input_is_named() -> None:
-    model, judge = student(0), teacher(0)
+    model, judge = random_student(0), random_teacher(0)
     card = find_technique("nat")
     with pytest.raises(
         TinyspecError,
@@ -434,7 +445,7 @@ def test_bad_input_is_named() -> None:
     ):
         card.refiner(RefineRequest(model, model), samples=2)
     with pytest.raises(TinyspecError, match="has 8 positions, fewer than student"):
-        card.refiner(RefineRequest(model, teacher(0, positions=8)), samples=2)
+        card.refiner(RefineRequest(model, random_teacher(0, positions=8)), samples=2)
     with pytest.raises(TinyspecError, match="samples is 0: it must be at least 1"):
         card.refiner(RefineRequest(model), samples=0)
     with pytest.raises(

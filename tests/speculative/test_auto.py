@@ -21,7 +21,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.exact import Reference
 from tinyspec.laws.reciter import Reciter
-from tinyspec.laws.stage import adversary
+from tinyspec.laws.stage import choose_every_way
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps.auto import POEM, Ticking, Watch, astray, took
 from tinyspec.lm.feed import Scores
@@ -75,7 +75,7 @@ def every_policy(
             choices: list[int] = []
 
             def choose(ways: int, dice: Any) -> int:
-                choices.append(adversary(ways, dice))
+                choices.append(choose_every_way(ways, dice))
                 return choices[-1]
 
             decoder, past = make(choose), []

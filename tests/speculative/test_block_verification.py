@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from tests.table import Table, law
+from tests.table import Table, exact_law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -16,7 +16,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import blocks
-from tinyspec.laws.small import pairs
+from tinyspec.laws.small import distribution_pairs
 from tinyspec.speculative.verification.block_verification import verify_tree_by_block
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
@@ -40,7 +40,7 @@ def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_doe
     p, q = [THIRD, 2 * THIRD], [2 * THIRD, THIRD]
     assert kept(verify_tree, p, q, 2) == F(10, 9)
     assert kept(verify_tree_by_block, p, q, 2) == F(11, 9)
-    assert blocks.Block(tuple(p), tuple(q), False, 2).kept() == (F(10, 9), F(11, 9), F(12, 9))
+    assert blocks.BlockCase(tuple(p), tuple(q), False, 2).kept() == (F(10, 9), F(11, 9), F(12, 9))
     # the draft 0, 1: w_1 = 1/2 is the risk that is taken at once token by token; as a block the place 2 has w_2 = 1
     verdict = verify_tree_by_block(TokenTree.chain([0, 1], [q, q]), [p, p, p], Replay([0.99, 0.0]))
     assert verdict.accepted == (0, 1)
@@ -49,7 +49,7 @@ def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_doe
 def test_theorem_the_law_is_kept_and_as_many_tokens_as_the_clipped_ratio_says_never_fewer_than_token_by_token() -> (
     None
 ):
-    evidence = blocks.block(verify_tree_by_block, largest=4)
+    evidence = blocks.block_keeps_its_promise(verify_tree_by_block, largest=4)
     assert evidence.branches > evidence.cases > 400
 
 
@@ -60,7 +60,7 @@ def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> 
         ((HALF, QUARTER, QUARTER), (F(1, 7), F(4, 7), F(2, 7))),
     ):
         case, passed, drawn, weight = (
-            blocks.Block(p, q, True, gamma),
+            blocks.BlockCase(p, q, True, gamma),
             defaultdict(F),
             defaultdict(F),
             {(): F(1)},
@@ -84,7 +84,7 @@ def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> 
 
 
 def test_theorem_a_longer_block_keeps_more_and_one_guess_is_judged_as_a_token() -> None:
-    for p, q in pairs(largest=5):
+    for p, q in distribution_pairs(largest=5):
         assert kept(verify_tree_by_block, p, q, 1) == kept(verify_tree, p, q, 1)
         lengths = [
             kept(verify_tree_by_block, p, q, gamma) for gamma in range(4 if len(p) == 2 else 3)
@@ -106,7 +106,7 @@ def test_the_joint_law_over_several_rounds_is_the_targets(sampling: SamplingPara
     for p, q in ((1, 2), (3, 4)):
         made = lambda p=p, q=q: CARD.make(Request(Table(p), [Table(q)], sampling), gamma=2)  # noqa: E731
         plain = lambda p=p: Decoder(Table(p), BaseDrafter(), verify_tree, sampling=sampling)  # noqa: E731
-        assert law(made, 3) == law(plain, 3)
+        assert exact_law(made, 3) == exact_law(plain, 3)
 
 
 def test_a_guess_behind_the_end_has_been_looked_at_and_may_not_keep_its_law() -> None:
@@ -132,7 +132,7 @@ def test_a_guess_behind_the_end_has_been_looked_at_and_may_not_keep_its_law() ->
             self.tail = list(round.tree.tokens[refused[0] + 1 :]) if refused else []
 
     def said(verifier, declared):
-        return law(lambda: Decoder(Constant(0, 2), Leftover(declared), verifier), 2)[1, 0]
+        return exact_law(lambda: Decoder(Constant(0, 2), Leftover(declared), verifier), 2)[1, 0]
 
     assert (
         said(verify_tree, declared=True) == said(verify_tree_by_block, declared=False) == F(3, 16)
@@ -145,7 +145,7 @@ def test_a_guess_behind_the_end_has_been_looked_at_and_may_not_keep_its_law() ->
 
 def test_floats_decide_as_fractions_do() -> None:
     grid = [F(2 * i + 1, 14) for i in range(7)]
-    case = blocks.Block((F(1, 8), F(3, 8), HALF), (HALF, QUARTER, QUARTER), True, 2)
+    case = blocks.BlockCase((F(1, 8), F(3, 8), HALF), (HALF, QUARTER, QUARTER), True, 2)
     for draft, uniforms in product(product(range(3), repeat=2), product(grid, repeat=3)):
         rows = {node: case.target(draft[: node + 1]) for node in range(ROOT, 2)}
         laws = [case.draft(draft[:node]) for node in range(2)]

@@ -15,8 +15,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import couplings
-from tinyspec.laws.loop_laws import Always
-from tinyspec.laws.small import overlap, pairs
+from tinyspec.laws.loop_laws import ConstantDrafter
+from tinyspec.laws.small import distribution_pairs, overlap_mass
 from tinyspec.speculative.drafting.speculative_decoding import acceptance_rate
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.speculative.verification.gumbel_coupling import match_probability, verify_tree_by_race
@@ -64,8 +64,8 @@ def test_one_seed_one_text_whoever_drafts_also_nobody(sampling: SamplingParams) 
         ]
         texts.append(text(CARD.make(request()), seed))
         for drafter in (
-            Always((0, 1, 2)),
-            Always((0, 1), side_by_side=True),
+            ConstantDrafter((0, 1, 2)),
+            ConstantDrafter((0, 1), side_by_side=True),
             Bush(),
             LlmaDrafter([], 1, 3, 4, "last", True),
         ):
@@ -75,23 +75,23 @@ def test_one_seed_one_text_whoever_drafts_also_nobody(sampling: SamplingParams) 
 
 
 def test_theorem_it_is_the_text_of_racing_alone() -> None:
-    assert couplings.invariant(CARD.make).cases == 96
+    assert couplings.same_text_whoever_drafts(CARD.make).cases == 96
 
 
 def test_a_guess_is_kept_where_the_races_agree() -> None:
-    assert couplings.agree(CARD.make).cases == 432
+    assert couplings.draft_kept_where_winners_agree(CARD.make).cases == 432
 
 
 def test_theorem_the_probability_of_agreement_its_bounds_and_its_integral() -> None:
-    assert couplings.formula(match_probability).cases > 200
+    assert couplings.agreement_formula(match_probability).cases > 200
 
 
 def test_theorem_it_keeps_between_what_needs_no_knowledge_of_q_and_what_the_ratio_test_keeps() -> (
     None
 ):
     strict = 0
-    for p, q in pairs((2, 3, 4), 5):
-        same = overlap(p, q)
+    for p, q in distribution_pairs((2, 3, 4), 5):
+        same = overlap_mass(p, q)
         got = match_probability(list(p), list(q))
         assert isinstance(got, (int, F)) and same / (2 - same) <= got <= same
         strict += same / (2 - same) < got < same

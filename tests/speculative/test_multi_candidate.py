@@ -13,9 +13,9 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.small import pairs
-from tinyspec.laws.theorems import siblings, with_replacement, without_replacement
-from tinyspec.laws.transport import naive
+from tinyspec.laws.small import distribution_pairs
+from tinyspec.laws.theorems import play_siblings, with_replacement, without_replacement
+from tinyspec.laws.transport import matching_acceptance
 from tinyspec.speculative.verification.multi_candidate import sequential_acceptance
 from tinyspec.technique import Request, find_technique
 
@@ -55,8 +55,8 @@ def test_trap_three_candidates_a_node_keep_the_joint_law(
 
 
 def test_all_tokens_without_replacement_are_accepted_surely() -> None:
-    for p, q in ((p, q) for p, q in pairs(largest=6) if all(q)):
-        accepted, _, _ = siblings(verify_tree, without_replacement, p, q, len(p))
+    for p, q in ((p, q) for p, q in distribution_pairs(largest=6) if all(q)):
+        accepted, _, _ = play_siblings(verify_tree, without_replacement, p, q, len(p))
         assert accepted == 1
 
 
@@ -64,19 +64,19 @@ def test_naive_sampling_accepts_no_more_than_with_replacement_and_that_no_more_t
     None
 ):
     strict = 0
-    for (p, q), k in product(pairs(largest=5), (1, 2, 3)):
-        twice, _, _ = siblings(verify_tree, with_replacement, p, q, k)
-        once, _, _ = siblings(verify_tree, without_replacement, p, q, k)
-        assert naive(p, q, k) <= twice <= once
-        strict += naive(p, q, k) < twice < once
+    for (p, q), k in product(distribution_pairs(largest=5), (1, 2, 3)):
+        twice, _, _ = play_siblings(verify_tree, with_replacement, p, q, k)
+        once, _, _ = play_siblings(verify_tree, without_replacement, p, q, k)
+        assert matching_acceptance(p, q, k) <= twice <= once
+        strict += matching_acceptance(p, q, k) < twice < once
     assert strict > 0
 
 
 def test_the_chance_that_one_of_k_passes_is_the_formulas() -> None:
-    for (p, q), k in product(pairs(largest=5), (1, 2, 3)):
+    for (p, q), k in product(distribution_pairs(largest=5), (1, 2, 3)):
         assert (
             sequential_acceptance(list(p), list(q), k)
-            == siblings(verify_tree, with_replacement, p, q, k)[0]
+            == play_siblings(verify_tree, with_replacement, p, q, k)[0]
         )
     assert sequential_acceptance([0.5, 0.5], [0.5, 0.5], 1) == pytest.approx(1)
 

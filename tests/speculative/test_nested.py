@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.table import Table, law
+from tests.table import Table, exact_law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.contracts import contracts
+from tinyspec.laws.contracts import check_contracts
 from tinyspec.lm.plan import Plan
 from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Request
@@ -42,7 +42,7 @@ def three(
     "sampling", [SamplingParams(), SamplingParams(0.0), SamplingParams(top_p=0.7)], ids=str
 )
 def test_three_levels_keep_the_targets_joint_law(sampling: SamplingParams) -> None:
-    assert law(lambda: three(sampling), 2) == law(
+    assert exact_law(lambda: three(sampling), 2) == exact_law(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
     )
 
@@ -65,7 +65,7 @@ def test_an_inexact_inner_decoder_declares_nothing() -> None:
 
 
 def test_it_keeps_the_contracts_of_a_drafter() -> None:
-    assert all(found.cases for found in contracts(lambda request: levels(request), 2))
+    assert all(found.cases for found in check_contracts(lambda request: levels(request), 2))
 
 
 def test_it_makes_gamma_tokens_or_as_many_as_there_is_room_for() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.table import Table, law
+from tests.table import Table, exact_law
 from tests.zoo import Zoo, run, tiny_zoo
 from tinyspec import generate, load
 from tinyspec.decoding.decode import BaseDrafter, Decoder
@@ -48,7 +48,7 @@ def test_the_released_sampling_branch_gives_the_law_that_the_docstring_says() ->
         request = Request(Constant(3), references=[[2, 0, 2, 1, 2, 0]])
         return toys._with(RestDrafter, toys.a_draw_a_path)(request, shortest=1, length=1)
 
-    found = law(biased, 1, (2,))
+    found = exact_law(biased, 1, (2,))
     assert [round(float(found[(token,)]), 4) for token in range(3)] == [0.675, 0.255, 0.07]
 
 
@@ -62,9 +62,9 @@ class Constant(Table):
 )
 def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     references = [[0, 1, 2, 0, 0, 1], [1, 1, 2]]
-    plain = law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3)
+    plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3)
     assert (
-        law(
+        exact_law(
             lambda: CARD.make(
                 Request(Table(3), sampling=sampling, references=references), shortest=1, price=0
             ),

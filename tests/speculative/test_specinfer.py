@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.lm.small import LLAMA, model
-from tests.table import Table, law
+from tests.table import Table, exact_law
 from tests.zoo import TEXT, failed, run, tiny_zoo
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
@@ -19,8 +19,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.small import Exact, rows
-from tinyspec.laws.theorems import Given
+from tinyspec.laws.small import Exact, distributions
+from tinyspec.laws.theorems import NodeRows
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
 from tinyspec.speculative.treedraft import TreeDrafter, shape
@@ -60,7 +60,7 @@ def one_token(p: Exact, qs: tuple[Exact, ...]) -> tuple[dict[int, F], F, F]:
         tokens = [rng.draw(list(q)) for q in qs]
         n = len(tokens)
         tree = TokenTree(tokens, (ROOT,) * n, [list(q) for q in qs], (False,) * n)
-        verdict = verify_tree_multi_step(tree, Given(dict.fromkeys(range(ROOT, n), p)), rng)  # type: ignore[arg-type]
+        verdict = verify_tree_multi_step(tree, NodeRows(dict.fromkeys(range(ROOT, n), p)), rng)  # type: ignore[arg-type]
         token = tokens[verdict.accepted[0]] if verdict.accepted else verdict.next
         assert token is not None
         return bool(verdict.accepted), token, rng.draw(list(p)) in tokens
@@ -72,7 +72,7 @@ def one_token(p: Exact, qs: tuple[Exact, ...]) -> tuple[dict[int, F], F, F]:
     return emitted, passed, found
 
 
-THIRDS = [*rows(3, 1), *rows(3, 2), *rows(3, 3)]
+THIRDS = [*distributions(3, 1), *distributions(3, 2), *distributions(3, 3)]
 
 
 def test_trap_colliding_proposals_of_different_models_are_tested_one_by_one() -> None:
@@ -88,10 +88,12 @@ def test_trap_colliding_proposals_of_different_models_are_tested_one_by_one() ->
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.5)], ids=str)
 def test_the_joint_law_under_two_models_and_one(sampling: SamplingParams) -> None:
-    plain = law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
+    plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
     for qs, expansion in (((2, 3), "1"), ((2,), "1x2")):
         assert (
-            law(lambda qs=qs, expansion=expansion: made(1, qs, sampling, expansion=expansion), 2)
+            exact_law(
+                lambda qs=qs, expansion=expansion: made(1, qs, sampling, expansion=expansion), 2
+            )
             == plain
         )  # type: ignore[misc]
 
@@ -131,7 +133,7 @@ def test_an_accepted_token_opens_the_children_of_every_model_that_said_it() -> N
             TokenTree.chain([1, 2], [sure, [F(0), F(0), F(1)]]),
         ]
     )
-    p = Given(
+    p = NodeRows(
         {ROOT: tuple(sure), 0: (F(0), F(0), F(1)), 2: (F(0), F(0), F(1)), 3: (F(1), F(0), F(0))}
     )
     paths = {

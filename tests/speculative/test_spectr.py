@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.table import Table, law
+from tests.table import Table, exact_law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -16,9 +16,9 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import selection, theorems
-from tinyspec.laws.small import overlap, pairs
-from tinyspec.laws.transport import by_linear_program, drafts, kseq_acceptance, kseq_share
-from tinyspec.laws.transport import optimum as least_cut
+from tinyspec.laws.small import distribution_pairs, overlap_mass
+from tinyspec.laws.transport import by_linear_program, drafted_sets, kseq_acceptance, kseq_share
+from tinyspec.laws.transport import optimal_transport as least_cut
 from tinyspec.speculative.verification.multi_candidate import sequential_acceptance as recursive
 from tinyspec.speculative.verification.spectr import (
     chance_of_any,
@@ -61,14 +61,14 @@ def test_the_factor_is_the_least_that_keeps_the_law() -> None:
 
 
 def test_the_law_is_kept_where_drafts_meet_and_part() -> None:
-    assert selection.selected(verify_tree_k_seq, largest=4).branches > 800
+    assert selection.selection_keeps_law(verify_tree_k_seq, largest=4).branches > 800
 
 
 # ------------------------------------------------------------------ theorems
 
 
 def test_theorem_k_seq_reaches_its_share_of_the_optimum() -> None:
-    assert theorems.kseq(verify_tree_k_seq, largest=4).branches > 500
+    assert theorems.kseq_reaches_share(verify_tree_k_seq, largest=4).branches > 500
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -76,8 +76,8 @@ def test_the_optimum_is_the_linear_programs_and_k_seq_lies_between_its_share_of_
     k: int,
 ) -> None:
     pytest.importorskip("scipy")
-    for p, q in list(pairs((3,), 5))[::19]:
-        drawn = drafts(q, k, replace=True)
+    for p, q in list(distribution_pairs((3,), 5))[::19]:
+        drawn = drafted_sets(q, k, replace=True)
         assert optimal_acceptance(p, q, k) == least_cut(p, drawn)
         assert optimal_acceptance(floats(p), floats(q), k) == pytest.approx(
             by_linear_program(p, drawn), abs=1e-9
@@ -128,11 +128,14 @@ def test_rho_lies_between_1_and_k_solves_its_equation_in_floats_and_is_rounded_u
 
 
 def test_one_draft_is_token_verification() -> None:
-    for p, q in pairs(largest=4):
-        got, law_of_one, _ = theorems.siblings(
+    for p, q in distribution_pairs(largest=4):
+        got, law_of_one, _ = theorems.play_siblings(
             verify_tree_k_seq, theorems.with_replacement, p, q, 1
         )
-        assert (got, law_of_one) == (overlap(p, q), {token: x for token, x in enumerate(p) if x})
+        assert (got, law_of_one) == (
+            overlap_mass(p, q),
+            {token: x for token, x in enumerate(p) if x},
+        )
 
 
 # ------------------------------------------------------------------ the law
@@ -153,7 +156,7 @@ def test_the_joint_law_of_three_tokens_is_the_targets(
     made = lambda: CARD.make(  # noqa: E731
         Request(Table(1, 2), [Table(2, 2, zeros=False)], sampling), k=k, gamma=gamma
     )
-    assert law(made, 3) == law(
+    assert exact_law(made, 3) == exact_law(
         lambda: Decoder(Table(1, 2), BaseDrafter(), verify_tree, sampling=sampling), 3
     )
 
@@ -172,14 +175,14 @@ class Any3(BaseDrafter):
 
 def test_on_any_tree_groups_of_one_law_follow_on_what_the_others_left() -> None:
     """Also in the groups' own order: the drafts of q are judged together, whatever stands between them."""
-    assert law(lambda: Decoder(Table(3), Any3(), verify_tree_k_seq), 2) == law(
+    assert exact_law(lambda: Decoder(Table(3), Any3(), verify_tree_k_seq), 2) == exact_law(
         lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2
     )
 
 
 def test_siblings_without_replacement_keep_the_law() -> None:
-    for p, q in list(pairs((3,), 6))[::23]:
-        _, got, _ = theorems.siblings(verify_tree_k_seq, theorems.without_replacement, p, q, 3)
+    for p, q in list(distribution_pairs((3,), 6))[::23]:
+        _, got, _ = theorems.play_siblings(verify_tree_k_seq, theorems.without_replacement, p, q, 3)
         assert got == {token: x for token, x in enumerate(p) if x}
 
 

@@ -19,7 +19,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import traps as toys
-from tinyspec.laws.small import overlap, pairs
+from tinyspec.laws.small import distribution_pairs, overlap_mass
 from tinyspec.laws.traps import speculative_contrastive as traps
 from tinyspec.speculative.integrated.speculative_contrastive import (
     JointTarget,
@@ -82,7 +82,7 @@ def test_theorem_a_guess_is_accepted_with_one_minus_the_total_variation_of_contr
     None
 ):
     seen = 0
-    for p, q in pairs((2, 3), 5):
+    for p, q in distribution_pairs((2, 3), 5):
         expected = traps.contrasted(p, q, 1, F("0.25"))
 
         def passed(source: Exhaustive, p: Any = p, q: Any = q) -> bool:
@@ -97,7 +97,7 @@ def test_theorem_a_guess_is_accepted_with_one_minus_the_total_variation_of_contr
             return bool(decoder.step(source).verdict.accepted)
 
         rate = sum(x for path, x in Exhaustive.walk(passed) if path)
-        assert rate == overlap(expected, q)
+        assert rate == overlap_mass(expected, q)
         seen += 1
     assert seen > 100
 

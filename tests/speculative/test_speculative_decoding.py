@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lm.small import PROMPT, model
-from tests.table import Table, law
+from tests.table import Table, exact_law
 from tinyspec import _core
 from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
@@ -20,10 +20,10 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import check
-from tinyspec.laws.cases import of_a_round
+from tinyspec.laws.cases import round_cases
 from tinyspec.laws.checking import _Search
-from tinyspec.laws.forms import Rounds
-from tinyspec.laws.forms_house import House
+from tinyspec.laws.forms import VerifierForm
+from tinyspec.laws.forms_house import HouseVerifierForm
 from tinyspec.lm.gate import BatchBarrier
 from tinyspec.speculative.drafting.speculative_decoding import (
     acceptance_rate,
@@ -68,7 +68,7 @@ WARPS = [
 @pytest.mark.parametrize("gamma", [1, 2])
 def test_the_joint_law_of_three_tokens_is_the_targets(sampling: SamplingParams, gamma: int) -> None:
     for p, q in ((1, 2), (3, 4)):
-        assert law(lambda p=p, q=q: made(p, q, sampling, gamma=gamma), 3) == law(
+        assert exact_law(lambda p=p, q=q: made(p, q, sampling, gamma=gamma), 3) == exact_law(
             lambda p=p: plain(p, sampling), 3
         )  # type: ignore[misc]
 
@@ -80,11 +80,12 @@ def test_the_algorithm_as_printed_is_proved_exact() -> None:
 def test_the_algorithm_as_printed_is_what_runs_outcome_by_outcome() -> None:
     """Each outcome (draft, tokens) of `verify_chain` has the probability that it has under `verify_tree`."""
     printed, runs = (
-        _Search(form, seconds=0) for form in (Rounds(verify_chain, 0.0), House(verify_tree, 0.0))
+        _Search(form, seconds=0)
+        for form in (VerifierForm(verify_chain, 0.0), HouseVerifierForm(verify_tree, 0.0))
     )
     printed.until = runs.until = float("inf")
     compared = 0
-    for case in islice(of_a_round(0), 0, None, 3):
+    for case in islice(round_cases(0), 0, None, 3):
         if case.gamma < 3:
             expected = runs.law(case)
             assert expected and printed.law(case) == expected
@@ -100,8 +101,8 @@ def test_trap_a_greedy_draft_judged_by_its_soft_law_is_biased_and_the_law_sees_i
             q = Table(2, zeros=False).row(context)
             return TokenTree.chain([q.index(max(q))], [q])
 
-    toy = law(lambda: Decoder(Table(1), Greedy(), verify_tree), 2)
-    assert toy != law(lambda: plain(1), 2)
+    toy = exact_law(lambda: Decoder(Table(1), Greedy(), verify_tree), 2)
+    assert toy != exact_law(lambda: plain(1), 2)
 
 
 def test_the_bonus_token_follows_a_draft_that_passes_whole() -> None:
@@ -211,8 +212,8 @@ def test_arithmetic_grows_by_theorem_3_11() -> None:
 def test_leviathan_a5_lenience_caps_every_probability(lenience: float) -> None:
     """No token becomes more than 1 / lenience times as likely; tested on the exact law of one token."""
     for p, q in ((1, 2), (3, 4), (5, 6)):
-        lenient = law(lambda p=p, q=q: made(p, q, gamma=1, lenience=lenience), 1)  # type: ignore[misc]
-        exact = law(lambda p=p: plain(p), 1)  # type: ignore[misc]
+        lenient = exact_law(lambda p=p, q=q: made(p, q, gamma=1, lenience=lenience), 1)  # type: ignore[misc]
+        exact = exact_law(lambda p=p: plain(p), 1)  # type: ignore[misc]
         assert sum(lenient.values()) == pytest.approx(1)
         for text, probability in lenient.items():
             assert float(probability) <= float(exact.get(text, 0)) / lenience + 1e-12

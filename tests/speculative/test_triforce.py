@@ -15,8 +15,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.dice import Dice
-from tinyspec.laws.network import network
+from tinyspec.laws.dice import EnumeratedGenerator
+from tinyspec.laws.network import small_network
 from tinyspec.laws.traps.triforce import (
     finds_the_needle,
     joint_law_of_three_levels,
@@ -74,7 +74,7 @@ def asked_and_kept(m: Model, ids: list[int]) -> tuple[list[torch.Tensor], list[t
 @pytest.mark.parametrize(("gamma1", "gamma2"), [(1, 1), (1, 3), (2, 3), (3, 2)])
 def test_the_algorithm_as_printed_is_what_runs(gamma1: int, gamma2: int) -> None:
     """Each text of the second round has the same probability, on a pair of small transformers."""
-    target, draft, prompt = network(1, 2, 2), network(11, 2, 2), (0, 1, 1, 0, 1)
+    target, draft, prompt = small_network(1, 2, 2), small_network(11, 2, 2), (0, 1, 1, 0, 1)
     knobs = {"budget": 2, "chunk": 1, "rebuild": 0, "sink": 0, "window": 64}
 
     def second_round(rng: Exhaustive) -> tuple[Decoder, Round]:
@@ -101,7 +101,7 @@ def test_the_algorithm_as_printed_is_what_runs(gamma1: int, gamma2: int) -> None
 
     def printed(rng: Exhaustive) -> tuple[int, ...]:
         levels = (lambda tokens, i=i: rows_of(tuple(tokens))[i] for i in range(3))
-        tokens = decode_three_levels(*levels, gamma1, gamma2, Dice(rng))
+        tokens = decode_three_levels(*levels, gamma1, gamma2, EnumeratedGenerator(rng))
         return tuple(map(int, tokens))
 
     laws = []

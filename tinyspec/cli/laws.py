@@ -112,7 +112,7 @@ def _prove(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    from tinyspec.laws.prove import CI, THOROUGH, State, report
+    from tinyspec.laws.prove import CI, THOROUGH, State, report_technique
 
     profile = THOROUGH if thorough else CI
     state = State(resume, profile.name)
@@ -120,7 +120,7 @@ def _prove(
     with base.show_progress(quiet or as_json) as show:
         for card in cards:
             told.append(
-                report(
+                report_technique(
                     card,
                     profile,
                     state,
@@ -228,7 +228,7 @@ def group_by(lines: Sequence[dict[str, Any]], key: str) -> dict[str, list[dict[s
 
 
 def _demo(method: str, model: str, samples: int, as_json: bool, quiet: bool) -> None:
-    from tinyspec.laws.statistics import demo, report
+    from tinyspec.laws.statistics import format_demo, run_demo
 
     target, draft = base.load_all(model, [], [method], "cpu", None)
     done = 0
@@ -239,11 +239,11 @@ def _demo(method: str, model: str, samples: int, as_json: bool, quiet: bool) -> 
             done += 1
             show(f"{method} on {model}", done, samples)
 
-        told = demo(target, draft, method, samples=samples, watch=watch)
+        told = run_demo(target, draft, method, samples=samples, watch=watch)
     if as_json:
         click.echo(json.dumps(told))
     else:
-        click.echo(report(told))
+        click.echo(format_demo(told))
 
 
 # ---------------------------------------------------------------------- showing

@@ -15,8 +15,8 @@ from typing import Any
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.grade.task import Cases
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import warped
-from tinyspec.laws.small import Exact, overlap, pairs, rows
+from tinyspec.laws.exact import apply_warpers
+from tinyspec.laws.small import Exact, distribution_pairs, distributions, overlap_mass
 
 Function = Callable[..., Any]
 Knobs = tuple[Fraction, int | None, Fraction | None]
@@ -112,7 +112,7 @@ def of_warp(law: str, knobs: Sequence[Knobs]) -> Callable[[Function, Cases], Evi
             for temperature, top_k, top_p in knobs:
                 case = {"weights": row, "temperature": temperature, "top_k": top_k, "top_p": top_p}
                 got = held_row(warp(list(row), temperature, top_k, top_p), len(row), A_LAW, case)
-                expected = warped(row, (), SamplingParams(float(temperature), top_k, top_p))
+                expected = apply_warpers(row, (), SamplingParams(float(temperature), top_k, top_p))
                 if law is not A_LAW and not same_row(expected, got):
                     accuse(law, expected, got, **case)
                 evidence.cases += 1
@@ -148,7 +148,7 @@ order = of_warp(
 
 def two_laws(cases: Cases, drawn: int = 60) -> Iterator[tuple[Exact, Exact]]:
     """Pairs (p, q): all small ones, then drawn ones over three to five tokens."""
-    yield from pairs(largest=5)
+    yield from distribution_pairs(largest=5)
     rng = random.Random(f"two laws {cases.seed}")
     for _ in range(drawn * cases.times):
         size = rng.randint(3, 5)
@@ -241,7 +241,7 @@ def whole(residual: Function, cases: Cases) -> Evidence:
     evidence = Evidence(WHOLE)
     for case, p, q, got in residuals(residual, cases, REST):
         evidence.cases += 1
-        refused = 1 - overlap(p, q)
+        refused = 1 - overlap_mass(p, q)
         said = [min(a, b) + refused * x for a, b, x in zip(p, q, got, strict=True)]
         if not same_row(p, said):
             accuse(WHOLE, list(p), said, **case, residual=got, alpha=1 - refused)
@@ -252,7 +252,7 @@ def equal(residual: Function, cases: Cases) -> Evidence:
     """Where the laws are equal, p comes back and nothing is divided by 0."""
     evidence = Evidence(EQUAL)
     rng = random.Random(f"equal {cases.seed}")
-    small = [row for size in (2, 3) for below in range(1, 4) for row in rows(size, below)]
+    small = [row for size in (2, 3) for below in range(1, 4) for row in distributions(size, below)]
     for p in (*small, *(one_law(rng, rng.randint(3, 5)) for _ in range(20 * cases.times))):
         case = {"p (target row)": list(p), "q (draft row)": list(p)}
         got = held_row(residual(list(p), list(p)), len(p), EQUAL, case)

@@ -19,7 +19,7 @@ from tinyspec.grade.a1_round import Text, alike
 from tinyspec.grade.a1_stage import STOPS, Run, Situation, endings, every, situations
 from tinyspec.grade.task import Cases
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.cases import shrink
+from tinyspec.laws.cases import shrink_case
 from tinyspec.laws.exact import Reference
 
 JOINT = "joint distribution: over all rounds, the text has the distribution of plain decoding"
@@ -56,7 +56,9 @@ def smallest_endings(cases: Cases) -> list[Situation]:
 
 def smallest(given: Situation, broken: Callable[[Situation], bool]) -> Situation:
     """The smallest situation that a broken one leads to."""
-    return replace(given, case=shrink(given.case, lambda case: broken(replace(given, case=case))))
+    return replace(
+        given, case=shrink_case(given.case, lambda case: broken(replace(given, case=case)))
+    )
 
 
 def plain(given: Situation) -> dict[Text, Any]:

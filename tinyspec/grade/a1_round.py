@@ -16,8 +16,8 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.grade.a1_laws import Function, close
 from tinyspec.grade.task import Cases
 from tinyspec.laws.accused import Counterexample, Evidence, LawViolated, accuse
-from tinyspec.laws.cases import Case, shrink, stage
-from tinyspec.laws.forms import Law, Outcome, Rounds
+from tinyspec.laws.cases import CheckCase, cases_of_kind, shrink_case
+from tinyspec.laws.forms import OutcomeProbs, RunOutcome, VerifierForm
 from tinyspec.laws.small import Exact
 
 TOKENS = "a round returns the first tokens of the draft, none to all, and one token more"
@@ -62,7 +62,7 @@ def said(verify: Function, given: Given, chance: Exhaustive) -> Text:
     return tuple(tokens)
 
 
-def rounds(cases: Cases) -> Iterator[Case]:
+def rounds(cases: Cases) -> Iterator[CheckCase]:
     """Targets and drafts, the smallest first: a law for each place, then one for each text."""
     times, seed = cases.times, cases.seed
     for vocabulary, gamma, whole, count in (
@@ -72,20 +72,20 @@ def rounds(cases: Cases) -> Iterator[Case]:
         (3, 1, 3, 30),
         (3, 2, 3, 8),
     ):
-        yield from stage(
+        yield from cases_of_kind(
             vocabulary, gamma, gamma + 1, whole, (gamma + 1, gamma), "length", count * times, seed
         )
-    yield from stage(2, 2, 3, 3, (7, 3), "text", 8 * times, seed)
-    yield from stage(2, 3, 4, 3, (4, 3), "length", 6 * times, seed)
+    yield from cases_of_kind(2, 2, 3, 3, (7, 3), "text", 8 * times, seed)
+    yield from cases_of_kind(2, 3, 4, 3, (4, 3), "length", 6 * times, seed)
 
 
-def drafts(case: Case) -> Iterator[Given]:
+def drafts(case: CheckCase) -> Iterator[Given]:
     """What verify may be given under these laws: every draft that q can make."""
     for draft in case.q.joint(case.gamma):
         yield given(case, draft)
 
 
-def given(case: Case, draft: Text) -> Given:
+def given(case: CheckCase, draft: Text) -> Given:
     """The rows of a draft, and the draft."""
     p = [case.p.law(draft[:place]) for place in range(case.gamma + 1)]
     return Given(p, [case.q.law(draft[:place]) for place in range(case.gamma)], draft)
@@ -150,29 +150,29 @@ def joint(verify: Function, cases: Cases) -> Evidence:
     target's joint law.
     """
     evidence = Evidence(JOINT)
-    form = Rounds(verify)
+    form = VerifierForm(verify)
 
-    def law(case: Case) -> Law:
-        outcomes: Law = {}
+    def law(case: CheckCase) -> OutcomeProbs:
+        outcomes: OutcomeProbs = {}
 
-        def play(chance: Exhaustive) -> Outcome:
+        def play(chance: Exhaustive) -> RunOutcome:
             draft: Text = ()
             for _ in range(case.gamma):
                 draft = (*draft, chance.draw(case.q.law(draft)))
-            return Outcome(draft, said(verify, given(case, draft), chance))
+            return RunOutcome(draft, said(verify, given(case, draft), chance))
 
         for outcome, mass in Exhaustive.walk(play):
             outcomes[outcome] = outcomes.get(outcome, 0) + mass
             evidence.branches += 1
         return outcomes
 
-    def broken(case: Case) -> bool:
+    def broken(case: CheckCase) -> bool:
         return form.judge(case, law(case)) is not None
 
     for case in rounds(cases):
         evidence.cases += 1
         if broken(case):
-            smallest = shrink(case, broken)
+            smallest = shrink_case(case, broken)
             found = form.judge(smallest, law(smallest))
             assert found is not None
             raise LawViolated(named(found))

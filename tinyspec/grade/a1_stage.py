@@ -17,8 +17,8 @@ from tinyspec.grade.a1_round import Text
 from tinyspec.grade.props_a1 import Session, behind
 from tinyspec.grade.task import Cases
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.cases import Case, Model, stage
-from tinyspec.laws.exact import warped
+from tinyspec.laws.cases import CheckCase, SmallModel, cases_of_kind
+from tinyspec.laws.exact import apply_warpers
 from tinyspec.laws.small import Exact
 
 STOPS = "the text ends after n tokens or at the end token, wherever in a block that is"
@@ -32,7 +32,7 @@ class Situation:
     denominators.
     """
 
-    case: Case
+    case: CheckCase
     prompt: Text = (0,)
     eos: int | None = None
     knobs: Knobs = PLAIN
@@ -61,7 +61,9 @@ class Situation:
         temperature, top_k, top_p = self.knobs
         row = tuple(self.row(name, text))
         if row not in self.remembered:
-            self.remembered[row] = warped(row, (), SamplingParams(float(temperature), top_k, top_p))
+            self.remembered[row] = apply_warpers(
+                row, (), SamplingParams(float(temperature), top_k, top_p)
+            )
         return self.remembered[row]
 
     @cached_property
@@ -173,10 +175,10 @@ def endings(cases: Cases) -> Iterator[Situation]:
         says = [rng.randrange(3) for _ in range(3)]
         others = [rng.choice((token, 1, 2)) for token in says]
         p, q = (
-            Model(successors(each), "last")
+            SmallModel(successors(each), "last")
             for each in (says, rng.choice((says, others, [1, 1, 1])))
         )
-        yield Situation(Case(p, q, gamma, n), prompt, eos)
+        yield Situation(CheckCase(p, q, gamma, n), prompt, eos)
 
 
 def situations(cases: Cases) -> Iterator[Situation]:
@@ -203,9 +205,9 @@ def situations(cases: Cases) -> Iterator[Situation]:
         (2, 2, 3, 5, (7, 7), "text", 10, PLAIN, None),
         (3, 2, 3, 6, (5, 5), "text", 3, PLAIN, 2),
     ):
-        for case in stage(vocabulary, gamma, n, whole, lengths, by, count * times, seed):
+        for case in cases_of_kind(vocabulary, gamma, n, whole, lengths, by, count * times, seed):
             yield Situation(case, (0,), eos, knobs)
             if by == "length" and lengths in ((3, 3), (4, 4)):
                 yield Situation(replace(case, q=case.p), (0,), eos, knobs)
-    for case in stage(2, 2, 3, 3, (7, 7), "text", 2 * times, seed + 1):
+    for case in cases_of_kind(2, 2, 3, 3, (7, 7), "text", 2 * times, seed + 1):
         yield Situation(case, (1, 0), None, PLAIN)

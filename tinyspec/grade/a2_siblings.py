@@ -14,8 +14,15 @@ from tinyspec.errors import TinyspecError
 from tinyspec.grade.a2_trees import same, words
 from tinyspec.grade.task import Cases, Failed
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.forms import pretty
-from tinyspec.laws.small import Exact, but, overlap, pairs, positive_part, rows
+from tinyspec.laws.forms import to_small_fraction
+from tinyspec.laws.small import (
+    Exact,
+    distribution_pairs,
+    distributions,
+    overlap_mass,
+    positive_part,
+    without_token,
+)
 
 KEPT_IS = "what is accepted is the candidate at that place"
 LAW = "the token has the target's distribution"
@@ -52,10 +59,10 @@ def drafts(cases: Cases) -> Iterator[Case]:
     """Target row, draft row, number of candidates: all small ones, then larger ones."""
     for vocabulary, largest in ((2, 5), (3, 4)):
         for k in (0, 1, 2, 3):
-            for p, q in pairs((vocabulary,), largest):
+            for p, q in distribution_pairs((vocabulary,), largest):
                 if k <= support(q):
                     yield p, q, k
-    for p, q in pairs((4,), 5):
+    for p, q in distribution_pairs((4,), 5):
         if support(q) == 4:
             yield p, q, 4
     random, larger = Random(f"{cases.seed} siblings"), list[Case]()
@@ -114,7 +121,7 @@ def said(law: str, function: Function, p: Exact, q: Exact, k: int) -> Said:
         for _ in range(k):
             assert left is not None
             candidates.append(chance.draw(left))
-            left = but(left, candidates[-1])
+            left = without_token(left, candidates[-1])
         return tuple(candidates), judged(law, function, p, q, candidates, chance)
 
     if (p, q, k) in played(function):
@@ -151,7 +158,7 @@ def has_the_law(function: Function, cases: Cases) -> Evidence:
             for candidates, outcomes in sorted(found.items()):
                 total = sum(outcomes.values())
                 what[candidates] = {
-                    place_token: pretty(x / total) for place_token, x in outcomes.items()
+                    place_token: to_small_fraction(x / total) for place_token, x in outcomes.items()
                 }
             case: dict[str, Any] = {
                 "p": p,
@@ -160,7 +167,7 @@ def has_the_law(function: Function, cases: Cases) -> Evidence:
             }
             case["each draw"] = what
             case["compared"] = "the distribution of the token, over all draws"
-            accuse(LAW, list(p), [pretty(x) for x in got], **case)
+            accuse(LAW, list(p), [to_small_fraction(x) for x in got], **case)
         seen += any(place is not None for outcomes in found.values() for place, _ in outcomes)
     return Evidence(LAW, seen)
 
@@ -175,9 +182,9 @@ def rule(p: Exact, q: Exact, k: int) -> Fraction:
     """
     if k == 0:
         return Fraction(0)
-    kept, left = overlap(p, q), positive_part(p, q)
+    kept, left = overlap_mass(p, q), positive_part(p, q)
     for token, x in enumerate(q):
-        rest = but(q, token)
+        rest = without_token(q, token)
         refused = x - min(p[token], x)
         if refused and left is not None and rest is not None:
             kept += refused * rule(left, rest, k - 1)
@@ -198,7 +205,7 @@ def keeps(function: Function, cases: Cases) -> Evidence:
             accuse(
                 KEPT,
                 f"one is accepted with probability {expected}",
-                f"with probability {pretty(got)}",
+                f"with probability {to_small_fraction(got)}",
                 **case,
             )
         seen += 1
@@ -209,7 +216,7 @@ def points(cases: Cases) -> Iterator[tuple[Exact, tuple[int, ...]]]:
     """Target rows and candidates, in every order."""
     for vocabulary, largest in ((2, 3), (3, 3)):
         for whole in range(1, largest + 1):
-            for p in rows(vocabulary, whole):
+            for p in distributions(vocabulary, whole):
                 for k in (0, 1, 2, 3):
                     for candidates in permutations(range(vocabulary), k):
                         yield p, candidates
@@ -235,7 +242,7 @@ def keeps_points(function: Function, cases: Cases) -> Evidence:
             if x
         }
         if not all(same(expected.get(key, 0), law.get(key, 0)) for key in {*expected, *law}):
-            got = {key: pretty(x) for key, x in law.items()}
+            got = {key: to_small_fraction(x) for key, x in law.items()}
             case = {
                 "p": p,
                 "q": None,

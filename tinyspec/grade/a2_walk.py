@@ -14,9 +14,9 @@ from tinyspec.grade.a2_siblings import MASSLESS, at_least, played
 from tinyspec.grade.a2_trees import WITHIN, Parents, path, words
 from tinyspec.grade.task import Cases, Failed
 from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
-from tinyspec.laws.cases import Case, shrink, stage
-from tinyspec.laws.forms import Form, Law, Outcome, pretty
-from tinyspec.laws.small import but
+from tinyspec.laws.cases import CheckCase, cases_of_kind, shrink_case
+from tinyspec.laws.forms import Form, OutcomeProbs, RunOutcome, to_small_fraction
+from tinyspec.laws.small import without_token
 from tinyspec.tree import ROOT, TokenTree
 
 PATH = "the path goes down the tree from its root"
@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Grown(Case):
+class Grown(CheckCase):
     """A case with the tree that is drawn: its shape, and the nodes whose children are point
     masses.
     """
@@ -73,7 +73,7 @@ def cases_of(cases: Cases) -> Iterator[Grown]:
             ):  # as many rows as there are texts: more than anyone would read
                 continue
             lengths = (texts[depth + 1], max(1, texts[depth]))
-            for case in stage(
+            for case in cases_of_kind(
                 vocabulary,
                 depth,
                 depth + 1,
@@ -107,7 +107,7 @@ def drawn(case: Grown, chance: Exhaustive) -> tuple[TokenTree, list[Any]]:
             if law is None:
                 continue
             token = chance.draw(law)
-            left[above], q_rows[above + 1] = but(law, token), list(full)
+            left[above], q_rows[above + 1] = without_token(law, token), list(full)
         number[node] = len(tokens)
         tokens.append(token)
         parents.append(above)
@@ -128,7 +128,7 @@ class Walks(Form):
 
     law = JOINT
 
-    def outcome(self, case: Grown, chance: Exhaustive) -> Outcome:
+    def outcome(self, case: Grown, chance: Exhaustive) -> RunOutcome:
         """One tree, walked."""
         tree, q_rows = drawn(case, chance)
         said = tuple(tree.tokens)
@@ -139,13 +139,13 @@ class Walks(Form):
         except Failed:
             raise
         except TinyspecError as error:  # from the chance
-            return Outcome(said, (), (str(error),), MASSLESS)
+            return RunOutcome(said, (), (str(error),), MASSLESS)
         if (
             not isinstance(got, (list, tuple))
             or len(got) != 2
             or not isinstance(got[0], (list, tuple))
         ):
-            return Outcome(
+            return RunOutcome(
                 said, (), (words(got),), "two things: the list of accepted nodes, and a token"
             )
         down, token = list(got[0]), got[1]
@@ -154,20 +154,20 @@ class Walks(Form):
             or not isinstance(token, int)
             or not 0 <= token < case.vocabulary
         ):
-            return Outcome(said, (), (words(token),), f"a token, 0 to {case.vocabulary - 1}")
+            return RunOutcome(said, (), (words(token),), f"a token, 0 to {case.vocabulary - 1}")
         nodes = range(len(tree.tokens))
         if not all(type(node) is int and node in nodes for node in down) or down != (
             list(tree.path(down[-1])) if down else []
         ):
-            return Outcome(
+            return RunOutcome(
                 said,
                 (),
                 (tuple(down),),
                 f"nodes of the tree with parents {list(tree.parents)}, each a child of the one before",
             )
-        return Outcome(said, (*tree.tokens_on(down), token))
+        return RunOutcome(said, (*tree.tokens_on(down), token))
 
-    def outcomes(self, case: Grown) -> Law:
+    def outcomes(self, case: Grown) -> OutcomeProbs:
         known = played(self.function)
         if case not in known:
             known[case] = Exhaustive.law(lambda chance: self.outcome(case, chance))
@@ -188,7 +188,7 @@ class Walks(Form):
         names = {"draft": "tokens of the tree", "output of each draft": "each tree"}
         return {names.get(name, name): value for name, value in shown.items()}, expected, got
 
-    def problem(self, case: Grown, law: Law) -> Counterexample | None:
+    def problem(self, case: Grown, law: OutcomeProbs) -> Counterexample | None:
         """What is no path, or no token."""
         for outcome in law:
             if outcome.problem:
@@ -197,10 +197,10 @@ class Walks(Form):
                 return Counterexample(name, shown, outcome.problem, outcome.laws[0])
         return None
 
-    def joint(self, case: Grown, law: Law) -> Counterexample | None:
+    def joint(self, case: Grown, law: OutcomeProbs) -> Counterexample | None:
         return self.problem(case, law) or self.compare(case, law)
 
-    def kept(self, case: Grown, law: Law) -> Counterexample | None:
+    def kept(self, case: Grown, law: OutcomeProbs) -> Counterexample | None:
         """The expected number of accepted tokens, against the library's walk."""
         if (problem := self.problem(case, law)) is not None:
             return problem
@@ -222,18 +222,18 @@ class Walks(Form):
         )
         if at_least(expected, got):
             return None
-        said = (f"on average, accepted tokens: {pretty(x)}" for x in (expected, got))
+        said = (f"on average, accepted tokens: {to_small_fraction(x)}" for x in (expected, got))
         return Counterexample(KEPT, self.shown(case), *said)
 
 
-Judge = Callable[[Walks, Grown, Law], Counterexample | None]
+Judge = Callable[[Walks, Grown, OutcomeProbs], Counterexample | None]
 
 
 def _every(name: str, judge: Judge, function: Function, cases: Cases) -> Evidence:
     """Judge all cases; one that is accused is made smaller as long as it is accused."""
     walks, seen, branches = Walks(function, WITHIN), 0, 0
 
-    def broken(case: Case) -> bool:
+    def broken(case: CheckCase) -> bool:
         assert isinstance(case, Grown)
         try:
             return judge(walks, case, walks.outcomes(case)) is not None
@@ -243,7 +243,7 @@ def _every(name: str, judge: Judge, function: Function, cases: Cases) -> Evidenc
     for case in cases_of(cases):
         law = walks.outcomes(case)
         if judge(walks, case, law) is not None:
-            smallest: Any = shrink(case, broken)
+            smallest: Any = shrink_case(case, broken)
             accused = judge(walks, smallest, walks.outcomes(smallest))
             assert accused is not None
             raise LawViolated(accused)

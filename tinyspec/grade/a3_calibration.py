@@ -18,13 +18,13 @@ from tinyspec.laws.calibration_laws import (
     CURVES,
     EPSILON,
     EXAMPLES,
-    HALF,
+    HALF_RISK,
     SEQUENCE,
     SUPER,
+    binomial_probability,
+    binomial_tail,
     is_a_p_value,
-    tail,
-    violation,
-    weight,
+    violation_probability,
 )
 
 TAIL = "the p-value of k losses is P(Bin(n, delta) <= k), exactly"
@@ -53,7 +53,7 @@ def is_valid(function: Function, cases: Cases) -> Evidence:
             n, delta, risk = case["examples"], case["delta"], case["risk"]
             yours = {k: checked(k, n, delta) for k in range(n + 1)}
             often = {
-                u: sum(weight(k, n, risk) for k, p in yours.items() if p <= u)
+                u: sum(binomial_probability(k, n, risk) for k, p in yours.items() if p <= u)
                 for u in yours.values()
             }
             u, mass = max(often.items(), key=lambda found: found[1] - found[0])
@@ -83,12 +83,12 @@ def is_the_tail(function: Function, cases: Cases) -> Evidence:
             if isinstance(got, float):
                 accuse(
                     TAIL,
-                    f"{tail(losses, n, delta)}, a Fraction",
+                    f"{binomial_tail(losses, n, delta)}, a Fraction",
                     f"{got!r}, a float: it is rounded",
                     **case,
                 )
-            if got != tail(losses, n, delta):
-                accuse(TAIL, tail(losses, n, delta), got, **case)
+            if got != binomial_tail(losses, n, delta):
+                accuse(TAIL, binomial_tail(losses, n, delta), got, **case)
     return Evidence(TAIL, seen)
 
 
@@ -141,7 +141,7 @@ def controls_its_risk(function: Function, cases: Cases) -> Evidence:
     walked = 0
     for name, risks in CURVES.items():
         wrong.clear()
-        mass, outcomes = violation(procedure, risks)
+        mass, outcomes = violation_probability(procedure, risks)
         walked += outcomes
         if mass > EPSILON:
             p_values, choice = min(wrong, key=lambda found: sorted(found[0], reverse=True))
@@ -150,7 +150,7 @@ def controls_its_risk(function: Function, cases: Cases) -> Evidence:
                 "thresholds": thresholds,
                 "their true risks": risks,
                 "which are": name,
-                "delta": HALF,
+                "delta": HALF_RISK,
                 "epsilon": EPSILON,
                 "prompts": EXAMPLES,
                 "p-values, for example": p_values,

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from tinyspec.errors import TinyspecError
 from tinyspec.grade.child import NotPlain, Prop, describe_kind, from_json, to_json, to_line
 from tinyspec.grade.task import Failed
-from tinyspec.laws.accused import show
+from tinyspec.laws.accused import format_value
 
 CHILD_FILE = Path(__file__).with_name("child.py")
 CHUNK = 1 << 16  # bytes read from a pipe at once
@@ -389,7 +389,11 @@ def _is_chance(value: Any) -> bool:
 
 
 def _show_prop(value: Any) -> Any:
-    return f"{type(value).__name__} {show(value.plain())}" if isinstance(value, Prop) else value
+    return (
+        f"{type(value).__name__} {format_value(value.plain())}"
+        if isinstance(value, Prop)
+        else value
+    )
 
 
 class Helpers(NamedTuple):

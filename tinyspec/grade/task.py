@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
 from tinyspec.grade.child import NOT_ALLOWED
-from tinyspec.laws.accused import Evidence, show
+from tinyspec.laws.accused import Evidence, format_value
 
 
 class Cases(NamedTuple):
@@ -70,7 +70,7 @@ class Failed(TinyspecError):
 
 def brief(value: Any, most: int = 120) -> str:
     """A value on one line, its middle left out where it is long."""
-    text = show(value)
+    text = format_value(value)
     return text if len(text) <= most else f"{text[: most - 40]} ... {text[-35:]}"
 
 

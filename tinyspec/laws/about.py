@@ -4,10 +4,10 @@ answer.
 
 from typing import Any
 
-EPS = 2.0**-52
+FLOAT_EPS = 2.0**-52
 
 
-class Doubt:
+class RoundingDoubt:
     """A computation over n numbers, and whether any of its comparisons was too close to call.
 
     A device may add n numbers in any order, which errs by at most n * eps of their sum. The twin
@@ -21,56 +21,60 @@ class Doubt:
     """
 
     def __init__(self, n: int) -> None:
-        self.charge = (n / 8 + 2) * EPS
+        self.charge = (n / 8 + 2) * FLOAT_EPS
         self.near = False
 
-    def about(self, value: float, slack: float = 0.0) -> "About":
+    def about(self, value: float, slack: float = 0.0) -> "BoundedNumber":
         """A number of this computation; without slack it is exact."""
-        return About(float(value), slack, self)
+        return BoundedNumber(float(value), slack, self)
 
-    def row(self, row: Any) -> "list[About]":
+    def row(self, row: Any) -> "list[BoundedNumber]":
         """A law of exact numbers."""
         return [self.about(x) for x in row.tolist()]
 
 
-class About:
+class BoundedNumber:
     """A number that lies within `slack` of `value`."""
 
     __slots__ = ("doubt", "slack", "value")
 
-    def __init__(self, value: float, slack: float, doubt: Doubt) -> None:
+    def __init__(self, value: float, slack: float, doubt: RoundingDoubt) -> None:
         self.value, self.slack, self.doubt = value, slack, doubt
 
     def _both(self, other: Any) -> tuple[float, float]:
-        return (other.value, other.slack) if isinstance(other, About) else (float(other), 0.0)
+        return (
+            (other.value, other.slack) if isinstance(other, BoundedNumber) else (float(other), 0.0)
+        )
 
-    def __add__(self, other: Any) -> "About":
+    def __add__(self, other: Any) -> "BoundedNumber":
         value, slack = self._both(other)
         made = self.value + value
         rounded = 0.0 if value == 0 or self.value == 0 else self.doubt.charge * abs(made)
-        return About(made, self.slack + slack + rounded, self.doubt)
+        return BoundedNumber(made, self.slack + slack + rounded, self.doubt)
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> "About":
+    def __sub__(self, other: Any) -> "BoundedNumber":
         value, slack = self._both(other)
         made = self.value - value
-        return About(made, self.slack + slack + EPS * abs(made), self.doubt)
+        return BoundedNumber(made, self.slack + slack + FLOAT_EPS * abs(made), self.doubt)
 
-    def __mul__(self, other: Any) -> "About":
+    def __mul__(self, other: Any) -> "BoundedNumber":
         value, slack = self._both(other)
         made = self.value * value
-        return About(
-            made, abs(value) * self.slack + abs(self.value) * slack + EPS * abs(made), self.doubt
+        return BoundedNumber(
+            made,
+            abs(value) * self.slack + abs(self.value) * slack + FLOAT_EPS * abs(made),
+            self.doubt,
         )
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Any) -> "About":
+    def __truediv__(self, other: Any) -> "BoundedNumber":
         value, slack = self._both(other)
         made = self.value / value
-        return About(
-            made, (self.slack + abs(made) * slack) / abs(value) + EPS * abs(made), self.doubt
+        return BoundedNumber(
+            made, (self.slack + abs(made) * slack) / abs(value) + FLOAT_EPS * abs(made), self.doubt
         )
 
     def __gt__(self, other: Any) -> bool:

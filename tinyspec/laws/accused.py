@@ -28,19 +28,19 @@ class Counterexample:
         """
         return {
             "law": self.law,
-            "case": {name: _plain(value) for name, value in self.case.items()},
-            "expected": _plain(self.expected),
-            "got": _plain(self.got),
+            "case": {name: _as_plain_data(value) for name, value in self.case.items()},
+            "expected": _as_plain_data(self.expected),
+            "got": _as_plain_data(self.got),
         }
 
     def __str__(self) -> str:
-        shown = [f"  {name} = {show(value)}" for name, value in self.case.items()]
+        shown = [f"  {name} = {format_value(value)}" for name, value in self.case.items()]
         return "\n".join(
             [
                 f"broken: {self.law}",
                 *shown,
-                f"expected {show(self.expected)}",
-                f"got      {show(self.got)}",
+                f"expected {format_value(self.expected)}",
+                f"got      {format_value(self.got)}",
             ]
         )
 
@@ -111,7 +111,7 @@ def accuse(law: str, expected: Any, got: Any, **case: Any) -> None:
     raise LawViolated(Counterexample(law, case, expected, got))
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as a reader of the task would write it: 1/3 for a fraction, six digits for a float.
 
     >>> from fractions import Fraction
@@ -119,23 +119,25 @@ def show(value: Any) -> str:
     '{(0, 1): 1/3, (1,): 0.25}'
     """
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{show(k)}: {show(v)}" for k, v in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{format_value(k)}: {format_value(v)}" for k, v in value.items()) + "}"
+        )
     if isinstance(value, tuple):
-        return "(" + ", ".join(map(show, value)) + ("," if len(value) == 1 else "") + ")"
+        return "(" + ", ".join(map(format_value, value)) + ("," if len(value) == 1 else "") + ")"
     if isinstance(value, list):
-        return "[" + ", ".join(map(show, value)) + "]"
+        return "[" + ", ".join(map(format_value, value)) + "]"
     if hasattr(value, "tolist"):
-        return show(value.tolist())
+        return format_value(value.tolist())
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _plain(value: Any) -> Any:
+def _as_plain_data(value: Any) -> Any:
     if isinstance(value, dict):
-        return {show(k): _plain(v) for k, v in value.items()}
+        return {format_value(k): _as_plain_data(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [_as_plain_data(v) for v in value]
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return _as_plain_data(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -16,18 +16,18 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.network import greedy
+from tinyspec.laws.network import likeliest_token
 from tinyspec.laws.stage import DRAFTS, Stage
 from tinyspec.technique import Card
 from tinyspec.tree import TokenTree
 
 GREEDY = "greedy equality"
-TOKENS = 14
-V = 5
-EOS = V - 1
+GREEDY_TOKENS = 14
+GREEDY_VOCABULARY = 5
+GREEDY_EOS = GREEDY_VOCABULARY - 1
 
 
-class Guess(BaseDrafter):
+class GuessDrafter(BaseDrafter):
     """Proposes a chain of three tokens, each of which it would stake everything on; its law says
     so.
 
@@ -50,7 +50,7 @@ class Guess(BaseDrafter):
         return TokenTree.chain(tokens, [np.eye(self.vocabulary)[token] for token in tokens])
 
 
-def greedy_equality(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
+def greedy_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
     """The technique with its own drafter on every kind of draft model, then its verifier under four
     strange drafters.
     """
@@ -58,35 +58,35 @@ def greedy_equality(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[
         card,
         seed=seed + 50,
         prompt=(0, 1, 2),
-        vocabulary=V,
+        vocabulary=GREEDY_VOCABULARY,
         deep=True,
         sampling=SamplingParams(0.0),
         largest=4,
     )
     for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
         stage = replace(base, draft=draft)
-        yield GREEDY, f"{draft} draft", lambda stage=stage: equal(stage)  # type: ignore[misc]
+        yield GREEDY, f"{draft} draft", lambda stage=stage: greedily_equal(stage)  # type: ignore[misc]
     for strange in ("right", "wrong", "end of text", "random"):
         yield (
             GREEDY,
             f"its verifier, guesses always {strange}",
-            lambda strange=strange: equal(base, strange),  # type: ignore[misc]
+            lambda strange=strange: greedily_equal(base, strange),  # type: ignore[misc]
         )
 
 
-def equal(stage: Stage, strange: str | None = None) -> Evidence:
+def greedily_equal(stage: Stage, strange: str | None = None) -> Evidence:
     """The same tokens with and without an end of text, over two prompts."""
     begun, rounds = perf_counter(), 0
     for stop in (
-        StoppingCriteria(max_new_tokens=TOKENS),
-        StoppingCriteria(eos=frozenset({EOS}), max_new_tokens=TOKENS),
+        StoppingCriteria(max_new_tokens=GREEDY_TOKENS),
+        StoppingCriteria(eos=frozenset({GREEDY_EOS}), max_new_tokens=GREEDY_TOKENS),
     ):
         for prompt in (stage.prompt, (3,)):
             here = replace(stage, prompt=prompt, stop=stop)
             decoder = here.decoder()
             if strange is not None:
-                decoder.drafter = Guess(guesser(here, strange), V)
-            got, expected = run(decoder, prompt), plain(here)
+                decoder.drafter = GuessDrafter(make_guesser(here, strange), GREEDY_VOCABULARY)
+            got, expected = run_request(decoder, prompt), greedy_by_dense_passes(here)
             rounds += decoder.rounds
             if got != expected:
                 at = next(
@@ -100,17 +100,17 @@ def equal(stage: Stage, strange: str | None = None) -> Evidence:
     return Evidence(GREEDY, 4, rounds, perf_counter() - begun)
 
 
-def guesser(stage: Stage, strange: str) -> Callable[[Sequence[int]], int]:
+def make_guesser(stage: Stage, strange: str) -> Callable[[Sequence[int]], int]:
     """Whoever guesses always right, always wrong, always the end of text, or at random."""
     if strange == "end of text":
-        return lambda text: EOS
+        return lambda text: GREEDY_EOS
     if strange == "random":
-        return lambda text: (7 * len(text) + 3 * sum(text) + 1) % V
+        return lambda text: (7 * len(text) + 3 * sum(text) + 1) % GREEDY_VOCABULARY
     off = 0 if strange == "right" else 1
-    return lambda text: (greedy(stage.row(tuple(text)).tolist()) + off) % V
+    return lambda text: (likeliest_token(stage.row(tuple(text)).tolist()) + off) % GREEDY_VOCABULARY
 
 
-def run(decoder: Decoder, prompt: Sequence[int]) -> list[int]:
+def run_request(decoder: Decoder, prompt: Sequence[int]) -> list[int]:
     """The new tokens of a whole request."""
     decoder.extend(prompt)
     rng = Seeded(0)
@@ -119,12 +119,12 @@ def run(decoder: Decoder, prompt: Sequence[int]) -> list[int]:
     return decoder.new
 
 
-def plain(stage: Stage) -> list[int]:
+def greedy_by_dense_passes(stage: Stage) -> list[int]:
     """What plain greedy decoding says, by a dense pass a token."""
     new: list[int] = []
-    while len(new) < TOKENS and not (new and new[-1] in stage.stop.eos):
-        new.append(greedy(stage.row((*stage.prompt, *new)).tolist()))
+    while len(new) < GREEDY_TOKENS and not (new and new[-1] in stage.stop.eos):
+        new.append(likeliest_token(stage.row((*stage.prompt, *new)).tolist()))
     return new
 
 
-__all__: list[Any] = ["GREEDY", "Guess", "equal", "greedy_equality"]
+__all__: list[Any] = ["GREEDY", "GuessDrafter", "greedily_equal", "greedy_cases"]

@@ -29,7 +29,7 @@ TWICE = (
 )
 
 
-def loops(source: Any, target: Any, rounds: int, placed: int) -> list[float]:
+def em_by_plain_loops(source: Any, target: Any, rounds: int, placed: int) -> list[float]:
     """The log-likelihood before each round and after the last, word by word: model 1, then model
     2.
     """
@@ -72,7 +72,7 @@ def rounds_of_em(align: Align) -> Evidence:
     for (source, target), (rounds, placed) in (
         (c, r) for c in CORPORA for r in ((3, 0), (0, 3), (2, 2))
     ):
-        want = loops(source, target, rounds, placed)
+        want = em_by_plain_loops(source, target, rounds, placed)
         got, seen = align(source, target, rounds=rounds, placed=placed).likelihood, seen + 1
         if len(want) != len(got) or any(abs(a - b) > 1e-9 for a, b in zip(want, got, strict=True)):
             accuse(EM, want, got, source=source, target=target, model_1=rounds, model_2=placed)
@@ -113,7 +113,7 @@ def known_alignments(align: Align) -> Evidence:
     return Evidence(KNOWN, 3)
 
 
-LAWS: dict[str, Callable[[Parts], Evidence]] = {
+ALIGNMENT_LAWS: dict[str, Callable[[Parts], Evidence]] = {
     EM: lambda parts: rounds_of_em(parts.align),
     KNOWN: lambda parts: known_alignments(parts.align),
 }

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.small import Exact, pairs
-from tinyspec.laws.theorems import Given, Verifier
+from tinyspec.laws.small import Exact, distribution_pairs
+from tinyspec.laws.theorems import NodeRows, TreeVerifier
 from tinyspec.tree import ROOT, TokenTree
 
-BLOCK = "tokens kept of a block = sum_i E[w_i], w_i the clipped running ratio (block verification, arXiv 2403.10444)"
-EMITTED = "what a block emits has the target's law (block verification, arXiv 2403.10444)"
+BLOCK_TOKENS = "tokens kept of a block = sum_i E[w_i], w_i the clipped running ratio (block verification, arXiv 2403.10444)"
+BLOCK_EMITTED = "what a block emits has the target's law (block verification, arXiv 2403.10444)"
 
-Text = tuple[int, ...]
+Tokens = tuple[int, ...]
 
 
-class Kept(NamedTuple):
+class TokensKept(NamedTuple):
     """Tokens kept of a draft, on average.
 
     by_token  by token verification: sum_i E_q[product of min(1, p / q)]
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     bound: Fraction
 
 
-class Block(NamedTuple):
+class BlockCase(NamedTuple):
     """p and q at the beginning of the text, whether they change along it, the length of a draft,
     and how many there are.
     """
@@ -48,20 +48,20 @@ class Block(NamedTuple):
     gamma: int
     k: int = 1
 
-    def target(self, text: Text) -> Exact:
+    def target(self, text: Tokens) -> Exact:
         """p behind a text: turned by one place a token 0, where it is bent."""
-        return _turned(self.p, text.count(0) if self.bent else 0)
+        return _turned_row(self.p, text.count(0) if self.bent else 0)
 
-    def draft(self, text: Text) -> Exact:
+    def draft(self, text: Tokens) -> Exact:
         """q behind a text: turned by one place a token, where it is bent."""
-        return _turned(self.q, len(text) if self.bent else 0)
+        return _turned_row(self.q, len(text) if self.bent else 0)
 
-    def kept(self) -> "Kept":
+    def kept(self) -> "TokensKept":
         """What a verifier keeps of a draft on average, as the paper says it."""
         totals = [Fraction(0)] * 3
 
         def along(
-            text: Text, drafted: Fraction, said: Fraction, weight: Fraction, by_token: Fraction
+            text: Tokens, drafted: Fraction, said: Fraction, weight: Fraction, by_token: Fraction
         ) -> None:
             if text:
                 for i, share in enumerate((by_token, weight, min(Fraction(1), said / drafted))):
@@ -77,7 +77,7 @@ class Block(NamedTuple):
                     along((*text, token), drafted * b, said * a, clipped, alone)
 
         along((), *[Fraction(1)] * 4)
-        return Kept(*totals)
+        return TokensKept(*totals)
 
     def words(self) -> dict[str, Any]:
         """For a counterexample."""
@@ -95,65 +95,70 @@ class Block(NamedTuple):
         }
 
 
-def blocks(vocabularies: Sequence[int], largest: int, gamma: int) -> Iterator[Block]:
+def block_cases(vocabularies: Sequence[int], largest: int, gamma: int) -> Iterator[BlockCase]:
     """The smallest first; three tokens with drafts of two at most."""
-    for p, q in pairs(vocabularies, largest):
+    for p, q in distribution_pairs(vocabularies, largest):
         for bent, length in product((False, True), range(1, gamma + 1)):
             if length < 3 or len(p) == 2:
-                yield Block(p, q, bent, length)
+                yield BlockCase(p, q, bent, length)
 
 
-def block(
-    verifier: Verifier,
+def block_keeps_its_promise(
+    verifier: TreeVerifier,
     vocabularies: Sequence[int] = (2, 3),
     largest: int = 5,
     gamma: int = 3,
-    laws: Sequence[str] = (EMITTED, BLOCK),
+    laws: Sequence[str] = (BLOCK_EMITTED, BLOCK_TOKENS),
 ) -> Evidence:
     """Whatever text was emitted so far in a round, the next token has the law p; and the tokens
     kept are as many as the clipped ratio says: never fewer than token verification keeps, never
     more than any verifier can."""
     began, cases, branches = perf_counter(), 0, 0
-    for case in blocks(vocabularies, largest, gamma):
-        round = played(verifier, case)
+    for case in block_cases(vocabularies, largest, gamma):
+        round = play_rounds(verifier, case)
         cases, branches = cases + 1, branches + round.branches
-        if EMITTED in laws:
-            lawful(EMITTED, case, round)
+        if BLOCK_EMITTED in laws:
+            expect_target_law(BLOCK_EMITTED, case, round)
         due = case.kept()
         assert due.by_token <= due.block <= due.bound  # the theorem, of the oracle itself
-        if BLOCK in laws and round.kept != due.block:
-            accuse(BLOCK, due.block, round.kept, **case.words(), token_by_token=due.by_token)
+        if BLOCK_TOKENS in laws and round.kept != due.block:
+            accuse(BLOCK_TOKENS, due.block, round.kept, **case.words(), token_by_token=due.by_token)
     return Evidence(laws[-1], cases, branches, perf_counter() - began)
 
 
-class Played(NamedTuple):
+class PlayedRounds(NamedTuple):
     """Every outcome of a round: tokens kept on average, and the probability that each text is
     emitted, and more behind it.
     """
 
     kept: Fraction
-    emitted: dict[Text, Fraction]
-    beyond: dict[Text, Fraction]
+    emitted: dict[Tokens, Fraction]
+    beyond: dict[Tokens, Fraction]
     branches: int
 
 
-def played(verifier: Verifier, case: Block) -> Played:
+def play_rounds(verifier: TreeVerifier, case: BlockCase) -> PlayedRounds:
     """Drafts drawn, judged, and counted."""
     kept, branches = Fraction(0), 0
-    emitted, beyond = defaultdict[Text, Fraction](Fraction), defaultdict[Text, Fraction](Fraction)
-    for (accepted, text), probability in Exhaustive.walk(lambda rng: _round(verifier, case, rng)):
+    emitted, beyond = (
+        defaultdict[Tokens, Fraction](Fraction),
+        defaultdict[Tokens, Fraction](Fraction),
+    )
+    for (accepted, text), probability in Exhaustive.walk(
+        lambda rng: _play_round(verifier, case, rng)
+    ):
         branches += 1
         kept += probability * accepted
         for n in range(len(text) + 1):
             emitted[text[:n]] += probability
             beyond[text[:n]] += probability if n < len(text) else 0
-    return Played(kept, emitted, beyond, branches)
+    return PlayedRounds(kept, emitted, beyond, branches)
 
 
-def _round(verifier: Verifier, case: Block, rng: Any) -> tuple[int, Text]:
+def _play_round(verifier: TreeVerifier, case: BlockCase, rng: Any) -> tuple[int, Tokens]:
     """k drafts side by side, depth by depth: how many tokens were kept, and what was emitted."""
     rows, stream = {ROOT: case.target(())}, rng.split("draft", 0)
-    texts: list[Text] = []
+    texts: list[Tokens] = []
     parents, laws = list[int](), list[Any]()
     for node in range(case.k * case.gamma):
         parents.append(node - case.k if node >= case.k else ROOT)
@@ -162,12 +167,12 @@ def _round(verifier: Verifier, case: Block, rng: Any) -> tuple[int, Text]:
         texts.append((*before, stream.draw(case.draft(before))))
         rows[node] = case.target(texts[-1])
     tree = TokenTree([text[-1] for text in texts], parents, laws, (False,) * len(texts))
-    verdict = verifier(tree, Given(rows), rng.split("verify", 0))
+    verdict = verifier(tree, NodeRows(rows), rng.split("verify", 0))
     said = texts[verdict.accepted[-1]] if verdict.accepted else ()
     return len(said), (*said, *(() if verdict.next is None else (verdict.next,)))
 
 
-def lawful(name: str, case: Block, round: Played) -> None:
+def expect_target_law(name: str, case: BlockCase, round: PlayedRounds) -> None:
     """A round that goes beyond a text goes on with p: necessary and enough, since later rounds
     start afresh.
     """
@@ -180,6 +185,6 @@ def lawful(name: str, case: Block, round: Played) -> None:
                 accuse(name, case.target(text), law, **case.words(), text=text)
 
 
-def _turned(row: Exact, places: int) -> Exact:
+def _turned_row(row: Exact, places: int) -> Exact:
     places %= len(row)
     return row[places:] + row[:places]

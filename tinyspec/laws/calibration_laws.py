@@ -23,7 +23,7 @@ CALIBRATED = (
 SEQUENCE = "the candidates in front of the first that fails are accepted (fixed-sequence testing)"
 SUPER = "where the risk is delta or more, a p-value is at most u with probability at most u (arXiv 2110.01052)"
 
-HALF, JUST_ABOVE, EPSILON = Fraction(1, 2), Fraction(51, 100), Fraction(1, 20)
+HALF_RISK, JUST_ABOVE, EPSILON = Fraction(1, 2), Fraction(51, 100), Fraction(1, 20)
 SAFE = Fraction(1, 10)
 EXAMPLES = 5  # the fewest with which five tosses show anything: 2^-5 < 1/20
 CURVES = {
@@ -35,18 +35,18 @@ CURVES = {
 
 
 @cache
-def weight(losses: int, n: int, risk: Fraction) -> Fraction:
+def binomial_probability(losses: int, n: int, risk: Fraction) -> Fraction:
     """P(Bin(n, risk) = losses)."""
     return comb(n, losses) * risk**losses * (1 - risk) ** (n - losses)
 
 
 @cache
-def tail(losses: int, n: int, delta: Fraction) -> Fraction:
+def binomial_tail(losses: int, n: int, delta: Fraction) -> Fraction:
     """P(Bin(n, delta) <= losses): the sharpest p-value of losses 0 and 1."""
-    return sum((weight(k, n, delta) for k in range(losses + 1)), Fraction(0))
+    return sum((binomial_probability(k, n, delta) for k in range(losses + 1)), Fraction(0))
 
 
-def chosen(
+def chosen_candidate(
     procedure: Callable[..., Any], counts: Sequence[int], n: int, delta: Fraction, p_value: Any
 ) -> Any:
     """Which candidate, by number, a procedure chooses where they had so many losses."""
@@ -60,19 +60,19 @@ def chosen(
     return found.choice
 
 
-def violation(
-    procedure: Callable[..., Any], risks: Sequence[Fraction], p_value: Any = tail
+def violation_probability(
+    procedure: Callable[..., Any], risks: Sequence[Fraction], p_value: Any = binomial_tail
 ) -> tuple[Fraction, int]:
     """The probability that the risk of the chosen candidate is above delta; how many outcomes were
     walked.
     """
     mass, walked = Fraction(0), 0
     for counts in product(range(EXAMPLES + 1), repeat=len(risks)):
-        at, walked = chosen(procedure, counts, EXAMPLES, HALF, p_value), walked + 1
-        if at is not None and risks[at] > HALF:
+        at, walked = chosen_candidate(procedure, counts, EXAMPLES, HALF_RISK, p_value), walked + 1
+        if at is not None and risks[at] > HALF_RISK:
             probability = Fraction(1)
             for count, risk in zip(counts, risks, strict=True):
-                probability *= weight(count, EXAMPLES, risk)
+                probability *= binomial_probability(count, EXAMPLES, risk)
             mass += probability
     return mass, walked
 
@@ -81,12 +81,12 @@ def controls_its_risk(procedure: Callable[..., Any]) -> Evidence:
     """On every curve, the probability of a wrong choice is at most epsilon."""
     began, branches = perf_counter(), 0
     for name, risks in CURVES.items():
-        mass, walked = violation(procedure, risks)
+        mass, walked = violation_probability(procedure, risks)
         branches += walked
         if mass > EPSILON:
             case = {
                 "risks": risks,
-                "delta": HALF,
+                "delta": HALF_RISK,
                 "epsilon": EPSILON,
                 "examples": EXAMPLES,
                 "curve": name,
@@ -106,10 +106,13 @@ def accepts_what_passed(procedure: Callable[..., Any]) -> Evidence:
     """
     began, seen = perf_counter(), 0
     for counts in product((0, 1, 3), repeat=4):
-        passed = [tail(count, EXAMPLES, HALF) <= EPSILON for count in counts]
+        passed = [binomial_tail(count, EXAMPLES, HALF_RISK) <= EPSILON for count in counts]
         front = passed.index(False) if False in passed else len(passed)
         expected = front - 1 if front else None
-        got, seen = chosen(procedure, counts, EXAMPLES, HALF, tail), seen + 1
+        got, seen = (
+            chosen_candidate(procedure, counts, EXAMPLES, HALF_RISK, binomial_tail),
+            seen + 1,
+        )
         if got != expected:
             accuse(
                 SEQUENCE,
@@ -117,7 +120,7 @@ def accepts_what_passed(procedure: Callable[..., Any]) -> Evidence:
                 got,
                 losses=counts,
                 examples=EXAMPLES,
-                delta=HALF,
+                delta=HALF_RISK,
                 epsilon=EPSILON,
             )
     return Evidence(SEQUENCE, seen, 0, perf_counter() - began)
@@ -126,9 +129,11 @@ def accepts_what_passed(procedure: Callable[..., Any]) -> Evidence:
 def is_a_p_value(p_value: Callable[..., Any]) -> Evidence:
     """By the exact distribution of the number of losses, at delta and above it."""
     began, seen = perf_counter(), 0
-    for n, delta in product((1, 2, 5, 12), (Fraction(1, 10), Fraction(1, 3), HALF)):
+    for n, delta in product((1, 2, 5, 12), (Fraction(1, 10), Fraction(1, 3), HALF_RISK)):
         for risk in (delta, (1 + delta) / 2, Fraction(1)):
-            values = [(p_value(k, n, delta), weight(k, n, risk)) for k in range(n + 1)]
+            values = [
+                (p_value(k, n, delta), binomial_probability(k, n, risk)) for k in range(n + 1)
+            ]
             for u, _ in values:
                 mass, seen = sum((w for p, w in values if p <= u), Fraction(0)), seen + 1
                 if mass > u and float(mass) > float(u) + 1e-12:
@@ -143,7 +148,7 @@ def is_a_p_value(p_value: Callable[..., Any]) -> Evidence:
     return Evidence(SUPER, seen, 0, perf_counter() - began)
 
 
-LAWS: dict[str, Callable[[Parts], Evidence]] = {
+CALIBRATION_LAWS: dict[str, Callable[[Parts], Evidence]] = {
     CALIBRATED: lambda parts: controls_its_risk(parts.calibrate),
     SEQUENCE: lambda parts: accepts_what_passed(parts.calibrate),
     SUPER: lambda parts: is_a_p_value(parts.p_value),

@@ -9,11 +9,11 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from tinyspec.laws.small import Exact, rows
+from tinyspec.laws.small import Exact, distributions
 
 
 @dataclass(frozen=True)
-class Model:
+class SmallModel:
     """A law for every context, from a short list of laws, [V] each.
 
     by  "length": the context's length says which (longer ones take the last);  "text": every text
@@ -59,11 +59,11 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Case:
+class CheckCase:
     """A target p, a draft q, gamma drafted tokens, and how many tokens of output are compared."""
 
-    p: Model
-    q: Model
+    p: SmallModel
+    q: SmallModel
     gamma: int
     tokens: int
 
@@ -77,12 +77,14 @@ class Case:
         return sum(max(x.denominator for x in law) for law in (*self.p.laws, *self.q.laws))
 
 
-def pool(vocabulary: int, whole: int) -> list[Exact]:
+def distributions_up_to(vocabulary: int, whole: int) -> list[Exact]:
     """Every law with a common denominator of at most `whole`."""
-    return [row for denominator in range(1, whole + 1) for row in rows(vocabulary, denominator)]
+    return [
+        row for denominator in range(1, whole + 1) for row in distributions(vocabulary, denominator)
+    ]
 
 
-def stage(
+def cases_of_kind(
     vocabulary: int,
     gamma: int,
     tokens: int,
@@ -91,11 +93,11 @@ def stage(
     by: str,
     count: int,
     seed: int,
-) -> list[Case]:
+) -> list[CheckCase]:
     """Cases of one kind by size: all there are, or `count` of them. `lengths` counts the laws of p
     and of q.
     """
-    laws = pool(vocabulary, whole)
+    laws = distributions_up_to(vocabulary, whole)
     n = sum(lengths)
     if len(laws) ** n <= count:
         chosen = list(product(laws, repeat=n))
@@ -103,12 +105,13 @@ def stage(
         rng = random.Random(f"{seed} {vocabulary} {gamma} {tokens} {whole} {by}")
         chosen = [tuple(rng.choice(laws) for _ in range(n)) for _ in range(count)]
     cases = [
-        Case(Model(c[: lengths[0]], by), Model(c[lengths[0] :], by), gamma, tokens) for c in chosen
+        CheckCase(SmallModel(c[: lengths[0]], by), SmallModel(c[lengths[0] :], by), gamma, tokens)
+        for c in chosen
     ]
     return sorted(cases, key=lambda case: case.size)
 
 
-def of_a_round(seed: int) -> Iterator[Case]:
+def round_cases(seed: int) -> Iterator[CheckCase]:
     """For a verifier: one round, gamma + 1 tokens. A law for each place, then a law for each
     text.
     """
@@ -122,15 +125,15 @@ def of_a_round(seed: int) -> Iterator[Case]:
         (4, 1, 5, 10, 0),
     ):
         tokens = gamma + 1
-        yield from stage(
+        yield from cases_of_kind(
             vocabulary, gamma, tokens, whole, (gamma + 1, gamma), "length", places, seed
         )
         if texts:
-            lengths = (_texts(vocabulary, gamma), _texts(vocabulary, gamma - 1))
-            yield from stage(vocabulary, gamma, tokens, whole, lengths, "text", texts, seed)
+            lengths = (_count_texts(vocabulary, gamma), _count_texts(vocabulary, gamma - 1))
+            yield from cases_of_kind(vocabulary, gamma, tokens, whole, lengths, "text", texts, seed)
 
 
-def of_rounds(seed: int) -> Iterator[Case]:
+def generation_cases(seed: int) -> Iterator[CheckCase]:
     """For a whole decoding function: several rounds; p and q the same in every context, then
     not.
     """
@@ -145,10 +148,10 @@ def of_rounds(seed: int) -> Iterator[Case]:
         (3, 1, 2, 3, (4, 4), "text", 12),
         (3, 2, 2, 2, (4, 4), "text", 4),
     ):
-        yield from stage(vocabulary, gamma, tokens, whole, lengths, by, count, seed)
+        yield from cases_of_kind(vocabulary, gamma, tokens, whole, lengths, by, count, seed)
 
 
-def of_a_draft(seed: int) -> Iterator[Case]:
+def draft_cases(seed: int) -> Iterator[CheckCase]:
     """For a drafter: only q matters."""
     for vocabulary, gamma, whole, count in (
         (2, 1, 4, 9),
@@ -156,24 +159,28 @@ def of_a_draft(seed: int) -> Iterator[Case]:
         (3, 1, 4, 30),
         (3, 2, 3, 30),
     ):
-        for case in stage(vocabulary, gamma, gamma, whole, (0, gamma), "length", count, seed):
+        for case in cases_of_kind(
+            vocabulary, gamma, gamma, whole, (0, gamma), "length", count, seed
+        ):
             yield replace(case, p=case.q)
 
 
-def _texts(vocabulary: int, length: int) -> int:
+def _count_texts(vocabulary: int, length: int) -> int:
     """How many texts there are of up to `length` tokens."""
     return sum(vocabulary**n for n in range(length + 1))
 
 
-def shrink(case: Case, broken: Callable[[Case], bool]) -> Case:
+def shrink_case(case: CheckCase, broken: Callable[[CheckCase], bool]) -> CheckCase:
     """Replace laws by ones of smaller denominators as long as the smaller case is broken too."""
     simpler = True
     while simpler:
         simpler = False
         for name in ("p", "q"):
-            model: Model = getattr(case, name)
+            model: SmallModel = getattr(case, name)
             for place, law in enumerate(model.laws):
-                for smaller in pool(case.vocabulary, max(x.denominator for x in law) - 1):
+                for smaller in distributions_up_to(
+                    case.vocabulary, max(x.denominator for x in law) - 1
+                ):
                     laws = (*model.laws[:place], smaller, *model.laws[place + 1 :])
                     smaller_model = replace(model, laws=laws)
                     other = (

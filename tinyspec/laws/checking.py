@@ -14,21 +14,21 @@ from typing import Any
 
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.accused import CheckResult, Evidence, LawViolated, show
-from tinyspec.laws.cases import Case, shrink
-from tinyspec.laws.dice import NEGLIGIBLE, Dice, Negligible
+from tinyspec.laws.accused import CheckResult, Evidence, LawViolated, format_value
+from tinyspec.laws.cases import CheckCase, shrink_case
+from tinyspec.laws.dice import NEGLIGIBLE, EnumeratedGenerator, Negligible
 from tinyspec.laws.forms import (
     NUMBERS,
     Form,
-    Law,
     Misfit,
-    Rounds,
+    OutcomeProbs,
+    VerifierForm,
     check_signature,
-    needed,
+    count_required,
     takes_random_source,
 )
-from tinyspec.laws.forms_house import KINDS, House
-from tinyspec.laws.forms_text import Drafting, Generation, OwnDrafting
+from tinyspec.laws.forms_house import TREE_KINDS, HouseVerifierForm
+from tinyspec.laws.forms_text import DrafterForm, GenerationForm, OwnDrafterForm
 from tinyspec.laws.uniform import NotEnumerable
 
 GIVE_UP = 25  # cases that raise before anything is said of the law: then the function does not fit its form
@@ -48,7 +48,7 @@ def check(
     *,
     drafter: Callable[..., Any] | None = None,
     generate: Callable[..., Any] | None = None,
-    trees: Sequence[str] = tuple(KINDS),
+    trees: Sequence[str] = tuple(TREE_KINDS),
     corners: bool = True,
     seed: int = 0,
     seconds: float = 10.0,
@@ -88,24 +88,24 @@ def check(
     if verifier is not None:
         if not callable(verifier) or not takes_random_source(verifier):
             check_signature(verifier, "verifier", VERIFIER, 3)
-            forms.append(Rounds(verifier, tolerance))
+            forms.append(VerifierForm(verifier, tolerance))
         else:
             check_signature(verifier, "verifier", HOUSE_VERIFIER, 2)
             for kind in trees:
-                if kind not in KINDS:
+                if kind not in TREE_KINDS:
                     raise TinyspecError(
-                        f"no trees of the kind {kind!r}: there are {', '.join(KINDS)}"
+                        f"no trees of the kind {kind!r}: there are {', '.join(TREE_KINDS)}"
                     )
-                house = House(verifier, tolerance)
-                house.kind, house.about = kind, KINDS[kind]
+                house = HouseVerifierForm(verifier, tolerance)
+                house.kind, house.about = kind, TREE_KINDS[kind]
                 forms.append(house)
     if drafter is not None:
-        own = callable(drafter) and needed(drafter) <= 2
+        own = callable(drafter) and count_required(drafter) <= 2
         check_signature(drafter, "drafter", DRAFTER, 1 if own else 3)
-        forms.append((OwnDrafting if own else Drafting)(drafter, tolerance))
+        forms.append((OwnDrafterForm if own else DrafterForm)(drafter, tolerance))
     if generate is not None:
         check_signature(generate, "decoding function", GENERATE, 4)
-        forms.append(Generation(generate, tolerance))
+        forms.append(GenerationForm(generate, tolerance))
     if not forms:
         raise TinyspecError(
             "nothing to check: give a verifier, a drafter or a decoding function (generate=)"
@@ -115,9 +115,9 @@ def check(
         form.corner_hint = CORNER_HINT
         try:
             evidence.append(
-                _Search(form, seconds / (len(trees) if isinstance(form, House) else 1)).run(
-                    seed, corners
-                )
+                _Search(
+                    form, seconds / (len(trees) if isinstance(form, HouseVerifierForm) else 1)
+                ).run(seed, corners)
             )
         except LawViolated as accused:
             counterexample = accused.counterexample
@@ -127,7 +127,7 @@ def check(
     return result
 
 
-def prove(
+def prove_form(
     form: Form,
     seed: int = 0,
     *,
@@ -153,7 +153,7 @@ def prove(
         raise accused.with_traceback(None) from None
 
 
-def _span(numbers: Sequence[int]) -> str:
+def _format_span(numbers: Sequence[int]) -> str:
     low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low}-{high}"
 
@@ -220,9 +220,9 @@ class _Search:
         notes.insert(
             0, "exactly" if exact else f"in floating point, to {max(self.form.worst, 1e-16):.0e}"
         )
-        if isinstance(case, Case):
+        if isinstance(case, CheckCase):
             vocabularies, gammas = zip(*sizes, strict=True)
-            notes.insert(1, f"V {_span(vocabularies)}, gamma {_span(gammas)}")
+            notes.insert(1, f"V {_format_span(vocabularies)}, gamma {_format_span(gammas)}")
         notes = [self.form.about, *notes] if self.form.about else notes
         return Evidence(self.form.law, cases, self.branches, time.perf_counter() - began, notes)
 
@@ -239,13 +239,13 @@ class _Search:
             f"{text} (on rows of {', '.join(numbers)})" for text, numbers in said.items()
         )
         shown = "; ".join(
-            f"{name} = {show(value)}" for name, value in self.form.shown(case).items()
+            f"{name} = {format_value(value)}" for name, value in self.form.shown(case).items()
         )
         raise TinyspecError(f"no verdict: the {self.form.what} failed at {shown}: {how}") from list(
             errors.values()
         )[-1]
 
-    def law(self, case: Any, zero: int | None = None) -> Law | None:
+    def law(self, case: Any, zero: int | None = None) -> OutcomeProbs | None:
         """The probability of every outcome, in Fractions if it can be; None where the function
         raises.
         """
@@ -264,13 +264,13 @@ class _Search:
             self.crash = (case, errors)
         return None
 
-    def enumerate(self, case: Any, numbers: str, zero: int | None) -> Law:
+    def enumerate(self, case: Any, numbers: str, zero: int | None) -> OutcomeProbs:
         """Run the function once for each way its chance can go."""
 
         def play(rng: Exhaustive) -> Any:
             if time.process_time() > self.until:
                 raise _OutOfTime
-            dice = Dice(rng, zero, case.gamma + 1)
+            dice = EnumeratedGenerator(rng, zero, case.gamma + 1)
             try:
                 return self.form.play(case, numbers, dice, rng)
             except Negligible:
@@ -283,7 +283,7 @@ class _Search:
             finally:
                 self.made = max(self.made, dice.made)
 
-        law: Law = {}
+        law: OutcomeProbs = {}
         self.form.lost = 0.0
         for outcome, probability in Exhaustive.walk(play):
             self.branches += 1
@@ -305,7 +305,7 @@ class _Search:
             self.seconds
         )  # there is something to say: shrinking and running again may take as long once more
         try:
-            found = shrink(case, broken) if isinstance(case, Case) else case
+            found = shrink_case(case, broken) if isinstance(case, CheckCase) else case
         except _OutOfTime:
             self.until += self.seconds
         self.crash = crash

@@ -14,35 +14,35 @@ from typing import Any
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
 
-COUNT = "a forest is a count of windows"
-DEPTH = 3
+FOREST_COUNT = "a forest is a count of windows"
+FOREST_DEPTH = 3
 
-Windows = Counter[tuple[int, ...]]
+WindowCounts = Counter[tuple[int, ...]]
 
 
-def windows(*texts: Sequence[int]) -> Windows:
+def count_windows(*texts: Sequence[int]) -> WindowCounts:
     """How often each window of up to DEPTH tokens occurs."""
     spans = [
         (text, end, n)
         for text in texts
         for end in range(1, len(text) + 1)
-        for n in range(1, min(DEPTH, end) + 1)
+        for n in range(1, min(FOREST_DEPTH, end) + 1)
     ]
     return Counter(tuple(text[end - n : end]) for text, end, n in spans)
 
 
-def halved(counts: Windows) -> Windows:
+def halve_counts(counts: WindowCounts) -> WindowCounts:
     """Rounded down; what falls to 0 goes."""
     return Counter({window: count // 2 for window, count in counts.items() if count > 1})
 
 
-def told(forest: Any, tree: int, ids: Sequence[int]) -> dict[tuple[int, ...], float]:
+def forest_windows(forest: Any, tree: int, ids: Sequence[int]) -> dict[tuple[int, ...], float]:
     """All windows of two tokens and more that a forest knows, in its order, with the share of each
     behind its first token.
     """
     found: dict[tuple[int, ...], float] = {}
     for first in ids:
-        tokens, parents, shares, _ = forest.gather([(tree, 99)], [first], 1, 1, DEPTH)
+        tokens, parents, shares, _ = forest.gather([(tree, 99)], [first], 1, 1, FOREST_DEPTH)
         paths: list[tuple[int, ...]] = []
         for token, parent, share in zip(tokens, parents, shares, strict=True):
             paths.append((*((first,) if parent < 0 else paths[parent]), token))
@@ -50,12 +50,12 @@ def told(forest: Any, tree: int, ids: Sequence[int]) -> dict[tuple[int, ...], fl
     return found
 
 
-def hold(forest: Any, tree: int, counts: Windows, **case: Any) -> None:
+def expect_counts(forest: Any, tree: int, counts: WindowCounts, **case: Any) -> None:
     """Accuse a tree that tells anything else than these counts."""
     ids = sorted(
         {window[0] for window in counts} | {token for text in case["texts"] for token in text}
     )
-    got = told(forest, tree, ids)
+    got = forest_windows(forest, tree, ids)
     expected = dict[tuple[int, ...], float]()
     for window in sorted((window for window in counts if len(window) > 1), key=len):
         siblings = sum(count for other, count in counts.items() if other[:-1] == window[:-1])
@@ -63,12 +63,15 @@ def hold(forest: Any, tree: int, counts: Windows, **case: Any) -> None:
     if {window: round(share, 9) for window, share in got.items()} != {
         w: round(s, 9) for w, s in expected.items()
     }:
-        accuse(COUNT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
+        accuse(FOREST_COUNT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
     for first in ids:
         order = [counts[window] for window in got if window[0] == first]
         if order != sorted(order, reverse=True):
             accuse(
-                COUNT, "the most frequent window first", [w for w in got if w[0] == first], **case
+                FOREST_COUNT,
+                "the most frequent window first",
+                [w for w in got if w[0] == first],
+                **case,
             )
 
 
@@ -80,38 +83,42 @@ def forest_is_a_count(parts: Parts) -> Evidence:
     for big in (2, 70_000):
         for text in (t for n in range(2, 6) for t in product((1, big), repeat=n)):
             cases += 1
-            case: dict[str, Any] = {"texts": [text], "depth": DEPTH}
-            forest = parts.forest(DEPTH, 999)
+            case: dict[str, Any] = {"texts": [text], "depth": FOREST_DEPTH}
+            forest = parts.forest(FOREST_DEPTH, 999)
             own, other = forest.open(0), forest.open(1)
             forest.append(own, text)
             forest.append(other, text[::-1])
-            hold(
+            expect_counts(
                 forest,
                 0,
-                windows(text),
+                count_windows(text),
                 **case,
                 done="text 1 was appended, in another tree it stands backward",
             )
             forest.append(own, text)
             forest.rewind(own, len(text))
-            hold(
+            expect_counts(
                 forest,
                 0,
-                windows(text),
+                count_windows(text),
                 **case,
                 done="appended twice, and taken back to its first length",
             )
             forest.drop(1)
-            hold(forest, 1, Counter(), **case, done="the other tree was dropped: it is looked at")
+            expect_counts(
+                forest, 1, Counter(), **case, done="the other tree was dropped: it is looked at"
+            )
             forest.close(own)
             more = forest.open(0)
             forest.append(more, text)
-            hold(forest, 0, windows(text, text), **case, done="closed, and said once more")
+            expect_counts(
+                forest, 0, count_windows(text, text), **case, done="closed, and said once more"
+            )
             forest.halve(0)
-            hold(forest, 0, windows(text), **case, done="said twice, and halved")
+            expect_counts(forest, 0, count_windows(text), **case, done="said twice, and halved")
             forest.append(more, text)
-            both = windows(text) + windows(text)
-            hold(
+            both = count_windows(text) + count_windows(text)
+            expect_counts(
                 forest,
                 0,
                 both,
@@ -120,8 +127,14 @@ def forest_is_a_count(parts: Parts) -> Evidence:
             )
             forest.halve(0)
             forest.halve(0)
-            hold(forest, 0, halved(halved(both)), **case, done="as before, and halved twice")
-    return Evidence(COUNT, cases)
+            expect_counts(
+                forest,
+                0,
+                halve_counts(halve_counts(both)),
+                **case,
+                done="as before, and halved twice",
+            )
+    return Evidence(FOREST_COUNT, cases)
 
 
-LAWS = {COUNT: forest_is_a_count}
+FOREST_LAWS = {FOREST_COUNT: forest_is_a_count}

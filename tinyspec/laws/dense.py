@@ -20,7 +20,7 @@ from tinyspec.lm.transformer import Model
 Array = NDArray[np.float64]
 
 
-class Pass(NamedTuple):
+class DensePass(NamedTuple):
     """What one pass over n tokens leaves: logits [n, V]; by layer, keys and values [n, KV, hd]
     (rotated, where that is done), None where the plan does not run the layer's attention."""
 
@@ -35,16 +35,16 @@ tokens leave here.
 """
 
 
-def dense(
+def run_dense(
     model: Model, text: Sequence[int], plan: Plan | None = None, leaves: Leaves | None = None
-) -> Pass:
+) -> DensePass:
     """One causal pass of the model over a text. `plan` may stop early or skip sublayers; what is
     visible is everything.
 
     A token that leaves keeps its state from there on: keys and values of the layers above are made
     from it.
     """
-    c, w, plan = model.config, _weights(model), plan or Plan()
+    c, w, plan = model.config, _dense_weights(model), plan or Plan()
     if plan.visible is not None:
         raise ValueError(
             "the dense pass sees everything: it cannot judge a plan that hides positions"
@@ -59,51 +59,51 @@ def dense(
     for layer in range(last):
         entered = x
         if 2 * layer not in plan.skip:
-            fused = _linear(w, f"{layer}.qkv", _norm(model, w, f"{layer}.norm1", x)).reshape(
-                n, -1, c.head_dim
-            )
+            fused = _dense_linear(
+                w, f"{layer}.qkv", _dense_norm(model, w, f"{layer}.norm1", x)
+            ).reshape(n, -1, c.head_dim)
             q, k, v = np.split(
                 fused, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1
             )  # each [n, heads, hd]
             if c.positions == "rope":
-                q, k = _turn(model, q), _turn(model, k)
+                q, k = _rotate(model, q), _rotate(model, k)
             keys[layer], values[layer] = k, v
-            x = x + _linear(w, f"{layer}.out", _mix(q, k, v))
+            x = x + _dense_linear(w, f"{layer}.out", _dense_attention(q, k, v))
         if 2 * layer + 1 not in plan.skip:
-            h = _linear(w, f"{layer}.up", _norm(model, w, f"{layer}.norm2", x))
-            act = _silu if c.activation == "silu" else _gelu
+            h = _dense_linear(w, f"{layer}.up", _dense_norm(model, w, f"{layer}.norm2", x))
+            act = _dense_silu if c.activation == "silu" else _dense_gelu
             h = act(h[:, : c.d_ff]) * h[:, c.d_ff :] if c.gated else act(h)
-            x = x + _linear(w, f"{layer}.down", h)
+            x = x + _dense_linear(w, f"{layer}.down", h)
         x = np.where(left[:, None], entered, x)
         if leaves is not None:
             left = left | leaves(layer + 1, x, entered)
-    return Pass(said(model, x), keys, values)
+    return DensePass(logits_of_states(model, x), keys, values)
 
 
-def said(model: Model, x: Array) -> Array:
+def logits_of_states(model: Model, x: Array) -> Array:
     """The logits [n, V] of states [n, d]."""
-    w = _weights(model)
-    return _norm(model, w, "norm", x) @ w["embed" if model.config.tied else "head"].T
+    w = _dense_weights(model)
+    return _dense_norm(model, w, "norm", x) @ w["embed" if model.config.tied else "head"].T
 
 
-_read: WeakKeyDictionary[Model, dict[str, Array]] = WeakKeyDictionary()
+_weight_cache: WeakKeyDictionary[Model, dict[str, Array]] = WeakKeyDictionary()
 
 
-def _weights(model: Model) -> dict[str, Array]:
+def _dense_weights(model: Model) -> dict[str, Array]:
     """The weights in float64, converted once for as long as the model lives."""
-    if model not in _read:
-        _read[model] = {
+    if model not in _weight_cache:
+        _weight_cache[model] = {
             name: weight.detach().double().cpu().numpy() for name, weight in model.weights.items()
         }
-    return _read[model]
+    return _weight_cache[model]
 
 
-def _linear(w: dict[str, Array], name: str, x: Array) -> Array:
+def _dense_linear(w: dict[str, Array], name: str, x: Array) -> Array:
     y: Array = x @ w[f"{name}.weight"].T
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def _norm(model: Model, w: dict[str, Array], name: str, x: Array) -> Array:
+def _dense_norm(model: Model, w: dict[str, Array], name: str, x: Array) -> Array:
     layered = model.config.norm == "layer"
     if layered:
         x = x - x.mean(axis=1, keepdims=True)
@@ -115,7 +115,7 @@ def _norm(model: Model, w: dict[str, Array], name: str, x: Array) -> Array:
     return y + w[f"{name}.bias"] if layered else y
 
 
-def _turn(model: Model, x: Array) -> Array:
+def _rotate(model: Model, x: Array) -> Array:
     """x [n, heads, hd], row m turned by m times the frequencies: the pair (i, i + hd/2) as one
     complex number.
     """
@@ -125,7 +125,7 @@ def _turn(model: Model, x: Array) -> Array:
     return np.concatenate((turned.real, turned.imag), axis=2)
 
 
-def _mix(q: Array, k: Array, v: Array) -> Array:
+def _dense_attention(q: Array, k: Array, v: Array) -> Array:
     """Causal attention of every head: [n, H hd]."""
     n, heads, width = q.shape
     group = heads // k.shape[1]
@@ -138,11 +138,11 @@ def _mix(q: Array, k: Array, v: Array) -> Array:
     return np.concatenate(mixed, axis=1)
 
 
-def _silu(x: Array) -> Array:
+def _dense_silu(x: Array) -> Array:
     y: Array = x / (1 + np.exp(-x))
     return y
 
 
-def _gelu(x: Array) -> Array:
+def _dense_gelu(x: Array) -> Array:
     y: Array = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return y

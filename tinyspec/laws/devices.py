@@ -22,18 +22,27 @@ from tinyspec.decoding.rng import Replay
 from tinyspec.decoding.sampling import DEVICE, SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import strategies
-from tinyspec.laws.about import Doubt
+from tinyspec.laws.about import RoundingDoubt
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.grids import GRIDS
-from tinyspec.laws.search import search, st
-from tinyspec.laws.strategies import SIZES, Knobs, Walk
-from tinyspec.laws.twins import TWINS, Case, Kernel, brief, judged, outcome
+from tinyspec.laws.search import search_cases, st
+from tinyspec.laws.strategies import VOCABULARY_SIZES, WalkCase, WarpKnobs
+from tinyspec.laws.twins import (
+    TWINS,
+    Kernel,
+    KernelCase,
+    abbreviate,
+    judge_kernel,
+    outcome_or_refusal,
+)
 from tinyspec.tree import TokenTree
 
 EPS = 2.0**-52
-TINY = 1e-290  # below this a share of a law decides nothing, and denormal numbers round coarsely
+NEGLIGIBLE_SHARE = (
+    1e-290  # below this a share of a law decides nothing, and denormal numbers round coarsely
+)
 
-KINDS: dict[str, Callable[[NDArray[Any]], Any]] = {
+ROW_KINDS: dict[str, Callable[[NDArray[Any]], Any]] = {
     "float64 array": np.ascontiguousarray,
     "float64 tensor": torch.tensor,
     "float32 tensor": partial(torch.tensor, dtype=torch.float32),
@@ -46,7 +55,7 @@ KINDS: dict[str, Callable[[NDArray[Any]], Any]] = {
 # ------------------
 
 
-class Given:
+class TwinUniforms:
     """Uniforms for the twin, one at a time, and how many are left."""
 
     def __init__(self, uniforms: Sequence[Any]):
@@ -61,7 +70,7 @@ class Given:
         return bool(self.next() < ratio)
 
 
-def replayed(
+def walk_equals_twin(
     walk: Callable[..., Any] = verify.verify_tree,
     rng: Callable[..., Any] = Replay,
     examples: int = 120,
@@ -69,12 +78,12 @@ def replayed(
     """Law: a walk under `Replay`, whatever the draft's laws lie in, says what the twin says of the
     numbers in them, and leaves as many uniforms."""
 
-    def judge(drawn: tuple[str, Walk]) -> None:
+    def judge(drawn: tuple[str, WalkCase]) -> None:
         kind, case = drawn
-        laws = [None if law is None else KINDS[kind](law) for law in case.laws]
+        laws = [None if law is None else ROW_KINDS[kind](law) for law in case.laws]
         tree, given = (
             TokenTree(case.tokens, case.parents, laws, case.probe),
-            Given(case.uniforms.tolist()),
+            TwinUniforms(case.uniforms.tolist()),
         )
 
         def ours() -> Any:
@@ -86,7 +95,7 @@ def replayed(
             columns = (
                 case.tokens,
                 case.parents,
-                [None if law is None else _numbers(law) for law in laws],
+                [None if law is None else _row_as_floats(law) for law in laws],
                 case.probe,
             )
             said = reference.walk(
@@ -94,20 +103,25 @@ def replayed(
             )
             return (*said, len(given.rest))
 
-        expected, got = outcome(theirs, {}), outcome(ours, {})
+        expected, got = outcome_or_refusal(theirs, {}), outcome_or_refusal(ours, {})
         if expected != got:
-            shown = {key: brief(value) for key, value in case._asdict().items()}
+            shown = {key: abbreviate(value) for key, value in case._asdict().items()}
             accuse("twin", expected, got, kernel="walk under Replay", laws_lie_in=kind, **shown)
 
-    cases, grid = st.tuples(st.sampled_from(list(KINDS)), SIZES.flatmap(strategies.walks)), 0
+    cases, grid = (
+        st.tuples(
+            st.sampled_from(list(ROW_KINDS)), VOCABULARY_SIZES.flatmap(strategies.tree_walks)
+        ),
+        0,
+    )
     for case in GRIDS["walk"]():
-        kind = list(KINDS)[grid % len(KINDS)]
-        judge((kind, Walk(**case)))
+        kind = list(ROW_KINDS)[grid % len(ROW_KINDS)]
+        judge((kind, WalkCase(**case)))
         grid += 1
-    return Evidence("twin", grid) + search(cases, judge, "twin", examples)
+    return Evidence("twin", grid) + search_cases(cases, judge, "twin", examples)
 
 
-def decided(rng: Callable[..., Any] = Replay, examples: int = 120) -> Evidence:
+def decisions_equal_twin(rng: Callable[..., Any] = Replay, examples: int = 120) -> Evidence:
     """Law: what a chance makes of its uniforms by `accept`, `draw` and `order` is what the twin's
     lines make of them.
     """
@@ -118,12 +132,12 @@ def decided(rng: Callable[..., Any] = Replay, examples: int = 120) -> Evidence:
         uniforms: list[float] = []
         for _ in range(draw(st.integers(1, 4))):
             kind = draw(st.sampled_from(["accept", "draw", "order"]))
-            row = draw(strategies.rows(draw(st.integers(1, 4))))
+            row = draw(strategies.float_rows(draw(st.integers(1, 4))))
             ratio = draw(st.sampled_from([0.0, 0.5, 1.0, 2.0]))
             times = draw(st.integers(1, 3)) if kind == "order" else 1
             asked.append((kind, ratio if kind == "accept" else row, times))
-            edges = [ratio] if kind == "accept" else strategies.borders(row)
-            uniforms += [draw(strategies.uniforms(edges)) for _ in range(times)]
+            edges = [ratio] if kind == "accept" else strategies.cdf_edges(row)
+            uniforms += [draw(strategies.edge_uniforms(edges)) for _ in range(times)]
         return asked, uniforms
 
     def judge(case: tuple[list[tuple[str, Any, int]], list[float]]) -> None:
@@ -153,10 +167,10 @@ def decided(rng: Callable[..., Any] = Replay, examples: int = 120) -> Evidence:
                 )
             rest = rest[used:]
 
-    return search(questions(), judge, "twin", examples)
+    return search_cases(questions(), judge, "twin", examples)
 
 
-def _numbers(row: Any) -> list[float]:
+def _row_as_floats(row: Any) -> list[float]:
     return [float(x) for x in (row.double().numpy() if isinstance(row, torch.Tensor) else row)]
 
 
@@ -164,7 +178,7 @@ def _numbers(row: Any) -> list[float]:
 # ------------------
 
 
-def kernels(where: str = "cpu") -> dict[str, Kernel]:
+def device_kernels(where: str = "cpu") -> dict[str, Kernel]:
     """device.py's operations on a device, as functions of ndarrays like the kernels they stand
     for.
     """
@@ -210,38 +224,41 @@ def on_device(name: str, kernel: Kernel, examples: int = 120, large: int = 2) ->
     """
     off = 0
 
-    def judge(case: Case) -> None:
+    def judge(case: KernelCase) -> None:
         nonlocal off
-        expected, got = outcome(TWINS[name].define, case), outcome(kernel, case)
+        expected, got = (
+            outcome_or_refusal(TWINS[name].define, case),
+            outcome_or_refusal(kernel, case),
+        )
         refused = isinstance(expected, str) or isinstance(got, str)
         agreed = (
             isinstance(expected, str) and isinstance(got, str)
             if refused
-            else AGREE[name](case, expected, got)
+            else AGREEMENT_BY_KERNEL[name](case, expected, got)
         )
         if agreed is None:
             off += 1
         elif not agreed:
-            shown = {key: brief(x) for key, x in case.items()}
-            accuse("twin on a device", brief(expected), brief(got), kernel=name, **shown)
+            shown = {key: abbreviate(x) for key, x in case.items()}
+            accuse("twin on a device", abbreviate(expected), abbreviate(got), kernel=name, **shown)
 
-    evidence = judged(name, judge, "twin on a device", examples, large)
+    evidence = judge_kernel(name, judge, "twin on a device", examples, large)
     evidence.notes.append(f"{off} of {evidence.cases} decided otherwise on a boundary")
     return evidence
 
 
-def _doubtful(twin: Kernel, n: int, rows: Callable[[Doubt], Any]) -> bool:
+def _is_doubtful(twin: Kernel, n: int, rows: Callable[[RoundingDoubt], Any]) -> bool:
     """Whether a comparison of the twin was too close to call."""
-    doubt = Doubt(n)
+    doubt = RoundingDoubt(n)
     twin(*rows(doubt))
     return doubt.near
 
 
-def _equal(case: Case, expected: Any, got: Any) -> bool:
+def _equal_outcomes(case: KernelCase, expected: Any, got: Any) -> bool:
     return bool(expected == got)
 
 
-def _drawn(case: Case, expected: Any, got: Any) -> bool | None:
+def _draws_agree(case: KernelCase, expected: Any, got: Any) -> bool | None:
     """Picks and orders: tokens of positive probability, the twin's unless a cumulative sum lies at
     the uniform.
     """
@@ -254,44 +271,45 @@ def _drawn(case: Case, expected: Any, got: Any) -> bool | None:
     ):
         return bool(expected == got)
     twin = reference.order if isinstance(got, list) else reference.pick
-    return None if _doubtful(twin, len(row), lambda doubt: (doubt.row(row), last)) else False
+    return None if _is_doubtful(twin, len(row), lambda doubt: (doubt.row(row), last)) else False
 
 
-def _walked(case: Case, expected: Any, got: Any) -> bool | None:
+def _walks_agree(case: KernelCase, expected: Any, got: Any) -> bool | None:
     if expected == got:
         return True
 
-    def doubted(doubt: Doubt) -> Any:
-        given = Given(case["uniforms"].tolist())
+    def doubted(doubt: RoundingDoubt) -> Any:
+        given = TwinUniforms(case["uniforms"].tolist())
         columns = [case[name] for name in ("tokens", "parents", "probe")]
         laws = [None if law is None else doubt.row(law) for law in case["laws"]]
         p = {node: doubt.row(row) for node, row in case["p"].items()}
         draw = lambda row: reference.pick(row, given.next())  # noqa: E731
         return (*columns[:2], laws, columns[2], p, given.accept, draw)
 
-    return None if _doubtful(reference.walk, len(case["p"][-1]), doubted) else False
+    return None if _is_doubtful(reference.walk, len(case["p"][-1]), doubted) else False
 
 
-def _rows(case: Case, expected: Any, got: Any) -> bool:
+def _rows_agree(case: KernelCase, expected: Any, got: Any) -> bool:
     """Residuals: the same support, and shares within a few n * eps."""
     slack = 4 * (len(expected) + 4) * EPS
     return bool(
         (
-            ((expected > TINY) == (got > TINY)) & (abs(expected - got) <= slack * expected + TINY)
+            ((expected > NEGLIGIBLE_SHARE) == (got > NEGLIGIBLE_SHARE))
+            & (abs(expected - got) <= slack * expected + NEGLIGIBLE_SHARE)
         ).all()
     )
 
 
-def _warped(case: Case, expected: Any, got: Any) -> bool | None:
-    if _rows(case, expected, got):
+def _warps_agree(case: KernelCase, expected: Any, got: Any) -> bool | None:
+    if _rows_agree(case, expected, got):
         return True
-    scores, knobs = case["logits"], [case[name] for name in Knobs._fields]
+    scores, knobs = case["logits"], [case[name] for name in WarpKnobs._fields]
     whole = reference.warp(scores.tolist(), knobs[0], knobs[1], None, None, None, knobs[-1])
-    lawful = abs(got.sum() - 1) < 1e-9 and (np.array(whole)[got > TINY] > 0).all()
-    return None if lawful and not _firm(scores.tolist(), *knobs) else False
+    lawful = abs(got.sum() - 1) < 1e-9 and (np.array(whole)[got > NEGLIGIBLE_SHARE] > 0).all()
+    return None if lawful and not _is_firm(scores.tolist(), *knobs) else False
 
 
-def _firm(
+def _is_firm(
     scores: list[float],
     history: Any,
     temperature: float,
@@ -330,13 +348,13 @@ def _firm(
     return not 0 < gap < 16 * EPS * max(1.0, abs(min(inside) - max(final)) / temperature)
 
 
-AGREE: dict[str, Callable[[Case, Any, Any], bool | None]] = {
-    "pick": _drawn,
-    "order": _drawn,
-    "race": _equal,
-    "warp": _warped,
-    "residual": _rows,
-    "without": _rows,
-    "walk": _walked,
+AGREEMENT_BY_KERNEL: dict[str, Callable[[KernelCase, Any, Any], bool | None]] = {
+    "pick": _draws_agree,
+    "order": _draws_agree,
+    "race": _equal_outcomes,
+    "warp": _warps_agree,
+    "residual": _rows_agree,
+    "without": _rows_agree,
+    "walk": _walks_agree,
 }
 """Whether an outcome is the twin's; None where it is not and the case allows either."""

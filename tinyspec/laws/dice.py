@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.laws.uniform import TINY, NotEnumerable, Span, Uniform
+from tinyspec.laws.uniform import TINY_SPLIT, LazyUniform, NotEnumerable, UniformSpan
 
-Shape = int | tuple[int, ...] | None
+ArrayShape = int | tuple[int, ...] | None
 
 # A run whose probability fell below this is not followed: loops that reject have no last outcome.
 NEGLIGIBLE = 1e-6
-MOST = 1000  # numbers that a run on two or three tokens may draw
+MOST_NUMBERS = 1000  # numbers that a run on two or three tokens may draw
 
 
 class Negligible(BaseException):
@@ -32,16 +32,16 @@ class Negligible(BaseException):
     """
 
 
-class _Shared:
+class _SharedStreams:
     """What all generators of one run have in common."""
 
     def __init__(self, rng: Exhaustive, zero: int | None) -> None:
         self.rng, self.zero = rng, zero
-        self.streams: dict[Any, list[Span]] = {}
+        self.streams: dict[Any, list[UniformSpan]] = {}
         self.made = 0
 
 
-class Dice:
+class EnumeratedGenerator:
     """Looks like numpy.random.Generator; iterating over it or indexing it gives uniforms.
 
     zero    the number of the uniform that is exactly 0.0, or None
@@ -49,10 +49,10 @@ class Dice:
     """
 
     def __init__(self, rng: Exhaustive, zero: int | None = None, length: int | None = None) -> None:
-        self._begin(_Shared(rng, zero), object(), length)
+        self._begin(_SharedStreams(rng, zero), object(), length)
 
-    def _begin(self, shared: _Shared, key: Any, length: int | None = None) -> None:
-        self._shared, self._length, self._given = shared, length, list[Uniform]()
+    def _begin(self, shared: _SharedStreams, key: Any, length: int | None = None) -> None:
+        self._shared, self._length, self._given = shared, length, list[LazyUniform]()
         self._start(key)
 
     def _start(self, key: Any) -> None:
@@ -68,36 +68,36 @@ class Dice:
         """Uniforms used so far, by every generator of this run."""
         return self._shared.made
 
-    def _next(self) -> Uniform:
+    def _next(self) -> LazyUniform:
         if self._at == len(self._stream):
             shared = self._shared
             if (
                 shared.made > 12 and shared.rng.probability < NEGLIGIBLE
             ):  # (asked late: it takes time)
                 raise Negligible
-            if shared.made == MOST:
-                raise RuntimeError(f"it drew {MOST} random numbers and was not done")
-            self._stream.append(Span(shared.rng, shared.made == shared.zero))
+            if shared.made == MOST_NUMBERS:
+                raise RuntimeError(f"it drew {MOST_NUMBERS} random numbers and was not done")
+            self._stream.append(UniformSpan(shared.rng, shared.made == shared.zero))
             shared.made += 1
         self._at += 1
-        return Uniform(self._stream[self._at - 1])
+        return LazyUniform(self._stream[self._at - 1])
 
     def seed(self, seed: Any = None) -> None:
         """Start a stream; the same seed gives the same noise again."""
         self._start(object() if seed is None else ("seed", str(seed)))
 
-    def generator(self, seed: Any = None) -> "Dice":
+    def generator(self, seed: Any = None) -> "EnumeratedGenerator":
         """numpy.random.default_rng."""
-        if isinstance(seed, Dice):
+        if isinstance(seed, EnumeratedGenerator):
             return seed
-        child = Dice.__new__(Dice)
+        child = EnumeratedGenerator.__new__(EnumeratedGenerator)
         child._begin(self._shared, object() if seed is None else ("generator", str(seed)))
         child._at = 0
         return child
 
     # ------------------------------------------------------------------ numpy
 
-    def random(self, size: Shape = None, **kwargs: Any) -> Any:
+    def random(self, size: ArrayShape = None, **kwargs: Any) -> Any:
         """Uniforms in [0, 1)."""
         return _shaped(self._next, size)
 
@@ -107,18 +107,18 @@ class Dice:
         """Uniforms in [0, 1), by dimensions."""
         return self.random(shape or None)
 
-    def uniform(self, low: Any = 0, high: Any = 1, size: Shape = None) -> Any:
+    def uniform(self, low: Any = 0, high: Any = 1, size: ArrayShape = None) -> Any:
         """Uniforms in [low, high)."""
         return _shaped(lambda: low + (high - low) * self._next(), size)
 
     def choice(
-        self, a: Any, size: Shape = None, replace: bool = True, p: Any = None, **kwargs: Any
+        self, a: Any, size: ArrayShape = None, replace: bool = True, p: Any = None, **kwargs: Any
     ) -> Any:
         """One of range(a) or of a sequence, with the probabilities p; raises ValueError for those
         that numpy refuses.
         """
         n = a if isinstance(a, (int, np.integer)) else len(a)
-        row = [Fraction(1, int(n))] * int(n) if p is None else _law(p, int(n))
+        row = [Fraction(1, int(n))] * int(n) if p is None else _checked_probabilities(p, int(n))
 
         def one() -> Any:
             token = self._pick(row)
@@ -128,9 +128,9 @@ class Dice:
 
         return _shaped(one, size)
 
-    def multinomial(self, n: int, pvals: Any, size: Shape = None) -> Any:
+    def multinomial(self, n: int, pvals: Any, size: ArrayShape = None) -> Any:
         """How often each token came in n draws."""
-        row = _law(pvals, len(pvals))
+        row = _checked_probabilities(pvals, len(pvals))
 
         def counts() -> Any:
             drawn = np.zeros(len(row), int)
@@ -144,14 +144,16 @@ class Dice:
             else np.array([counts() for _ in range(math.prod(np.atleast_1d(size)))])
         )
 
-    def integers(self, low: int, high: int | None = None, size: Shape = None, **kwargs: Any) -> Any:
+    def integers(
+        self, low: int, high: int | None = None, size: ArrayShape = None, **kwargs: Any
+    ) -> Any:
         """Integers in [low, high), or in [0, low)."""
         start, stop = (0, low) if high is None else (low, high)
         return _shaped(
             lambda: start + self._pick([Fraction(1, stop - start)] * (stop - start)), size
         )
 
-    def binomial(self, n: int, p: Any, size: Shape = None) -> Any:
+    def binomial(self, n: int, p: Any, size: ArrayShape = None) -> Any:
         """How many of n uniforms lie below p."""
         return _shaped(lambda: sum(bool(self._next() < p) for _ in range(n)), size)
 
@@ -202,7 +204,7 @@ class Dice:
         for the first time.
         """
         mass = sum(row)
-        least = TINY * mass if isinstance(mass, float) else 0
+        least = TINY_SPLIT * mass if isinstance(mass, float) else 0
         support = [token for token, x in enumerate(row) if x > least]
         u, reached = self._next(), 0 * mass
         for token in support[:-1]:
@@ -212,7 +214,7 @@ class Dice:
         return support[-1]
 
 
-def _law(p: Any, n: int) -> list[Any]:
+def _checked_probabilities(p: Any, n: int) -> list[Any]:
     """The probabilities, refused with ValueError where numpy refuses them."""
     row = [x.item() if hasattr(x, "item") else x for x in p]
     if len(row) != n:
@@ -226,12 +228,12 @@ def _law(p: Any, n: int) -> list[Any]:
     return row
 
 
-def _shaped(one: Callable[[], Any], size: Shape) -> Any:
+def _shaped(one: Callable[[], Any], size: ArrayShape) -> Any:
     if size is None:
         return one()
     shape = tuple(int(n) for n in np.atleast_1d(size))
     drawn = [one() for _ in range(math.prod(shape))]
-    if any(isinstance(x, Uniform) for x in drawn):
+    if any(isinstance(x, LazyUniform) for x in drawn):
         array = np.empty(len(drawn), object)
         array[:] = drawn
         return array.reshape(shape)
@@ -261,7 +263,7 @@ _PYTHON = {name: name for name in ("random", "choice", "choices", "seed")}
 
 
 @contextmanager
-def everywhere(dice: Dice) -> Iterator[None]:
+def replace_generators(dice: EnumeratedGenerator) -> Iterator[None]:
     """While it lasts, the global generators of numpy and of the module random are these dice; no
     global state moves.
     """

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinyspec.laws.dice import Dice
+from tinyspec.laws.dice import EnumeratedGenerator
 from tinyspec.laws.uniform import NotEnumerable
 
-ASKED = ("lt", "le", "gt", "ge")
-MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-MOVED = {
+COMPARISONS = ("lt", "le", "gt", "ge")
+MIRRORED_COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+ARITHMETIC = {
     "rsub": "rsub",
     "add": "add",
     "radd": "add",
@@ -28,7 +28,7 @@ MOVED = {
 }
 
 
-class Uniforms:
+class TorchUniforms:
     """What torch.rand gives: uniforms in a shape. Methods that only move or convert a tensor give
     it back as it is.
     """
@@ -48,47 +48,51 @@ class Uniforms:
         """The only uniform."""
         return self.array.item()
 
-    def _as_it_is(self, *args: Any, **kwargs: Any) -> "Uniforms":
+    def _as_it_is(self, *args: Any, **kwargs: Any) -> "TorchUniforms":
         return self
 
     to = cpu = cuda = float = double = detach = clone = contiguous = _as_it_is
 
-    def view(self, *shape: Any) -> "Uniforms":
+    def view(self, *shape: Any) -> "TorchUniforms":
         """In another shape."""
-        return Uniforms(self.array.reshape(*shape))
+        return TorchUniforms(self.array.reshape(*shape))
 
     reshape = view
 
-    def squeeze(self, dim: int | None = None) -> "Uniforms":
+    def squeeze(self, dim: int | None = None) -> "TorchUniforms":
         """Without dimensions of length one."""
-        return Uniforms(np.squeeze(self.array, dim))
+        return TorchUniforms(np.squeeze(self.array, dim))
 
-    def unsqueeze(self, dim: int) -> "Uniforms":
+    def unsqueeze(self, dim: int) -> "TorchUniforms":
         """With one more dimension."""
-        return Uniforms(np.expand_dims(self.array, dim))
+        return TorchUniforms(np.expand_dims(self.array, dim))
 
-    def log(self) -> "Uniforms":
+    def log(self) -> "TorchUniforms":
         """Element by element."""
-        return Uniforms(np.log(self.array))
+        return TorchUniforms(np.log(self.array))
 
     def __len__(self) -> int:
         return len(self.array)
 
-    def __getitem__(self, index: Any) -> "Uniforms":
-        return Uniforms(self.array[_host(index)])
+    def __getitem__(self, index: Any) -> "TorchUniforms":
+        return TorchUniforms(self.array[_host(index)])
 
-    def __iter__(self) -> Iterator["Uniforms"]:
-        return (Uniforms(x) for x in self.array)
+    def __iter__(self) -> Iterator["TorchUniforms"]:
+        return (TorchUniforms(x) for x in self.array)
 
     def __float__(self) -> Any:
         return float(self.item())
 
     def _ask(self, name: str, other: Any) -> torch.Tensor:
-        return torch.tensor(getattr(np, NUMPY[name])(self.array, _host(other)).astype(bool))
+        return torch.tensor(
+            getattr(np, NUMPY_COMPARISONS[name])(self.array, _host(other)).astype(bool)
+        )
 
-    def _move(self, name: str, other: Any) -> "Uniforms":
+    def _move(self, name: str, other: Any) -> "TorchUniforms":
         x = _host(other)
-        return Uniforms(x - self.array if name == "rsub" else getattr(self.array, f"__{name}__")(x))
+        return TorchUniforms(
+            x - self.array if name == "rsub" else getattr(self.array, f"__{name}__")(x)
+        )
 
     def __lt__(self, other: Any) -> Any:
         return self._ask("lt", other)
@@ -140,41 +144,41 @@ class Uniforms:
             )  # one by one: numpy compares neighbouring keys
         if name == "log":
             return args[0].log()
-        if name in ASKED:
+        if name in COMPARISONS:
             a, b = args
-            return a._ask(name, b) if isinstance(a, cls) else b._ask(MIRRORED[name], a)
-        if name in MOVED:
+            return a._ask(name, b) if isinstance(a, cls) else b._ask(MIRRORED_COMPARISONS[name], a)
+        if name in ARITHMETIC:
             a, b = args
             if isinstance(a, cls):
-                return a._move(MOVED[name], b)
+                return a._move(ARITHMETIC[name], b)
             if name != "div":
-                return b._move("rsub" if name == "sub" else MOVED[name], a)
+                return b._move("rsub" if name == "sub" else ARITHMETIC[name], a)
         raise NotEnumerable(
             f"torch.{name} of random numbers cannot be enumerated: compare torch.rand with a ratio"
         )
 
 
-NUMPY = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
+NUMPY_COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
 
 
 def _host(x: Any) -> Any:
-    if isinstance(x, Uniforms):
+    if isinstance(x, TorchUniforms):
         return x.array
     return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
 
 
 @contextmanager
-def torch_everywhere(dice: Dice) -> Iterator[None]:
+def replace_torch_generators(dice: EnumeratedGenerator) -> Iterator[None]:
     """While it lasts, torch draws from these dice; no state of torch's generators moves."""
 
-    def rand(*size: Any, **kwargs: Any) -> Uniforms:
+    def rand(*size: Any, **kwargs: Any) -> TorchUniforms:
         shape = kwargs.get(
             "size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size
         )
-        return Uniforms(dice.random(tuple(shape)))
+        return TorchUniforms(dice.random(tuple(shape)))
 
-    def rand_like(tensor: torch.Tensor, **kwargs: Any) -> Uniforms:
-        return Uniforms(dice.random(tuple(tensor.shape)))
+    def rand_like(tensor: torch.Tensor, **kwargs: Any) -> TorchUniforms:
+        return TorchUniforms(dice.random(tuple(tensor.shape)))
 
     def multinomial(
         input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.reach import ATOMS, reach
+from tinyspec.laws.reach import ATOMS, find_reachable
 from tinyspec.laws.tables import TableModel
 
 DECIMALS = 12
@@ -37,7 +37,7 @@ CONTAINERS = (list, tuple, dict, set, frozenset)
 PYTHONS = {object, *CONTAINERS, int, str, float, bytes, BaseException, Exception}
 
 
-def digest(thing: object, outside: Iterable[object] = ()) -> bytes:
+def compute_digest(thing: object, outside: Iterable[object] = ()) -> bytes:
     """The digest of an object and of all that can be reached from it. Raises TinyspecError for what
     it cannot see through.
 
@@ -46,12 +46,12 @@ def digest(thing: object, outside: Iterable[object] = ()) -> bytes:
     >>> digest([1, (2, 0.5)]) == digest([1, (2, 0.5 + 1e-15)]), digest([1]) == digest([True])
     (True, False)
     """
-    walk = _Walk(outside)
+    walk = _GraphWalk(outside)
     walk.see(thing)
     return blake2b("\0".join(walk.said).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-class _Walk:
+class _GraphWalk:
     """One walk over an object graph; `said` is what it found, as words."""
 
     def __init__(self, outside: Iterable[object]):
@@ -84,7 +84,9 @@ class _Walk:
         self._alive.append(thing)
         look = _LOOKS.get(kind)
         if look is None:
-            look = next((_LOOKS[base] for base in _BASES if issubclass(kind, base)), _Walk.object)
+            look = next(
+                (_LOOKS[base] for base in _BASES if issubclass(kind, base)), _GraphWalk.object
+            )
         look(self, thing)
 
     # ------------------------------------------------------------------ containers and numbers
@@ -105,7 +107,7 @@ class _Walk:
         """By the digests of its members: their order is chance."""
         members = list(thing)
         self.said.append(f"set {len(members)}")
-        for _, i in sorted((digest(member), i) for i, member in enumerate(members)):
+        for _, i in sorted((compute_digest(member), i) for i, member in enumerate(members)):
             self.see(members[i])
 
     def array(self, thing: Any) -> None:
@@ -113,7 +115,7 @@ class _Walk:
         if thing.dtype == object:
             self.list(thing.ravel().tolist())
         else:
-            self.said.append(_bytes(thing))
+            self.said.append(_rounded_bytes(thing))
 
     def tensor(self, thing: torch.Tensor) -> None:
         self.said.append(f"tensor {thing.dtype} {tuple(thing.shape)} {thing.device}")
@@ -123,7 +125,7 @@ class _Walk:
             if flat.dtype in (torch.float64, torch.int64, torch.bool)
             else flat.to(torch.float64)
         )
-        self.said.append(_bytes(exact.numpy()))
+        self.said.append(_rounded_bytes(exact.numpy()))
 
     def table(self, thing: TableModel) -> None:
         """What it remembers is a function of what it is."""
@@ -149,7 +151,7 @@ class _Walk:
         """What a class or function reaches through names: what can change is seen anew each
         time.
         """
-        names, places = reach(owner)
+        names, places = find_reachable(owner)
         for get, name, before in names:  # many, and nearly always as they were
             if get(name) is not before:
                 self.said.append(f"data {name}")
@@ -199,14 +201,14 @@ class _Walk:
         self.see(kind)
         form = _FORMS.get(kind)
         if form is None:
-            form = _FORMS[kind] = (_alien(kind), _slots(kind))
+            form = _FORMS[kind] = (_is_compiled(kind), _slots(kind))
         if form[0]:
             self.reduced(thing)
             return
         for container, look in (
-            (dict, _Walk.dict),
-            ((list, tuple), _Walk.list),
-            ((set, frozenset), _Walk.set),
+            (dict, _GraphWalk.dict),
+            ((list, tuple), _GraphWalk.list),
+            ((set, frozenset), _GraphWalk.set),
         ):
             if isinstance(thing, container):
                 look(self, thing)
@@ -268,13 +270,13 @@ class _Walk:
         self.see(thing.get_state())
 
 
-def _bytes(array: Any) -> str:
+def _rounded_bytes(array: Any) -> str:
     if array.dtype.kind in "fc":
         array = np.round(array, DECIMALS) + 0.0  # no negative zero
     return bytes(np.ascontiguousarray(array).tobytes()).hex()
 
 
-def _alien(kind: type) -> bool:
+def _is_compiled(kind: type) -> bool:
     """Whether instances hold more than attributes, slots and contents: memory that only compiled
     code can see.
     """
@@ -305,14 +307,31 @@ _VALUES: dict[type, Callable[[Any], str]] = {
     float: lambda x: f"float {round(x, DECIMALS) + 0.0!r}",
     Fraction: lambda x: f"fraction {x.numerator}/{x.denominator}",
 }
-_LOOKS: dict[type, Callable[[_Walk, Any], None]] = {
-    list: _Walk.list, dict: _Walk.dict, set: _Walk.set, frozenset: _Walk.set, np.ndarray: _Walk.array,
-    torch.Tensor: _Walk.tensor, torch.Generator: _Walk.generator, types.FunctionType: _Walk.function,
-    types.CellType: _Walk.cell, types.MethodType: _Walk.method, types.BuiltinFunctionType: _Walk.builtin,
-    partial: _Walk.partial, types.ModuleType: _Walk.module, type: _Walk.type, weakref.ref: _Walk.weak,
-    TableModel: _Walk.table, threading.local: _Walk.local, types.GeneratorType: _Walk.opaque, types.CoroutineType: _Walk.opaque,
-    types.AsyncGeneratorType: _Walk.opaque, type(lru_cache(len)): _Walk.cache, Enum: _Walk.enum, np.generic: _Walk.array,
-}  # fmt: skip
+_LOOKS: dict[type, Callable[[_GraphWalk, Any], None]] = {
+    list: _GraphWalk.list,
+    dict: _GraphWalk.dict,
+    set: _GraphWalk.set,
+    frozenset: _GraphWalk.set,
+    np.ndarray: _GraphWalk.array,
+    torch.Tensor: _GraphWalk.tensor,
+    torch.Generator: _GraphWalk.generator,
+    types.FunctionType: _GraphWalk.function,
+    types.CellType: _GraphWalk.cell,
+    types.MethodType: _GraphWalk.method,
+    types.BuiltinFunctionType: _GraphWalk.builtin,
+    partial: _GraphWalk.partial,
+    types.ModuleType: _GraphWalk.module,
+    type: _GraphWalk.type,
+    weakref.ref: _GraphWalk.weak,
+    TableModel: _GraphWalk.table,
+    threading.local: _GraphWalk.local,
+    types.GeneratorType: _GraphWalk.opaque,
+    types.CoroutineType: _GraphWalk.opaque,
+    types.AsyncGeneratorType: _GraphWalk.opaque,
+    type(lru_cache(len)): _GraphWalk.cache,
+    Enum: _GraphWalk.enum,
+    np.generic: _GraphWalk.array,
+}
 _BASES = (
     Enum,
     torch.Tensor,

@@ -19,13 +19,13 @@ from time import perf_counter
 from typing import Any
 
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.small import rows
+from tinyspec.laws.small import distributions
 
 STRENGTHS = (10, 100, 1000, 10000)
 MARTINGALE = "the wealth is a martingale under the null (Ville)"
 
 
-def wealth(
+def betting_wealth(
     outcomes: Sequence[Any], null: Mapping[Any, Any], strengths: Sequence[int] = STRENGTHS
 ) -> Any:
     """The e-value of outcomes in order, in the numbers of `null`: what the formulas say, for any
@@ -91,7 +91,7 @@ class EValue:
         return self.highest >= -math.log(alpha)
 
 
-def martingale(
+def wealth_is_martingale(
     bet: Callable[[Sequence[int], Mapping[int, Fraction]], Fraction], length: int = 4
 ) -> Evidence:
     """bet(outcomes, null) is the wealth after these outcomes: it starts at 1, is never negative,
@@ -99,7 +99,7 @@ def martingale(
     `length` outcomes, exactly: no simulation."""
     began, cases = perf_counter(), 0
     for n, whole, cells in product(range(length), range(2, 5), (2, 3)):
-        for row in rows(cells, whole):
+        for row in distributions(cells, whole):
             null = {x: mass for x, mass in enumerate(row) if mass}
             for past in product(null, repeat=n):
                 now = bet(past, null) if past else Fraction(1)

@@ -23,20 +23,20 @@ from tinyspec.decoding.exhaustive import Exhaustive, _Script
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import accuse
-from tinyspec.laws.digest import digest
+from tinyspec.laws.digest import compute_digest
 
-Text = tuple[int, ...]
-Conditional = Callable[[Text], Any]
+Tokens = tuple[int, ...]
+Conditional = Callable[[Tokens], Any]
 """context -> row of the target, unwarped: [V] Fractions, or float64 logits."""
 
-Choice = tuple[int, int]  # which of how many branches
+BranchChoice = tuple[int, int]  # which of how many branches
 
 JOINT = "joint law"
 QUIET = "global random states untouched"
 REPEATS = "the same choices make the same run"
 
 
-class Law(dict[Text, Any]):
+class JointLaw(dict[Tokens, Any]):
     """Texts of new tokens and their probabilities (Fractions, or floats).
 
     branches  outcomes of rounds that were walked
@@ -47,14 +47,14 @@ class Law(dict[Text, Any]):
     states = 0
 
 
-def law(
+def exact_law(
     factory: Callable[[], Decoder],
     tokens: int = 3,
     prompt: Sequence[int] = (0,),
     merge: bool = True,
     outside: Callable[[Decoder], Iterable[object]] = lambda decoder: (),
     rounds: int | None = None,
-) -> Law:
+) -> JointLaw:
     """The exact joint law of the first `tokens` new tokens; shorter texts where the decoder
     stopped.
 
@@ -68,18 +68,18 @@ def law(
     neither has an exact law.
     """
     noise = _global_noise()
-    joint = Law()
-    waiting: dict[Any, tuple[list[Choice], Any]] = {
+    joint = JointLaw()
+    waiting: dict[Any, tuple[list[BranchChoice], Any]] = {
         b"": ([], 1)
     }  # state -> (choices that lead there, probability)
     done = 0
-    first: tuple[list[Choice], Text, Any] | None = None
+    first: tuple[list[BranchChoice], Tokens, Any] | None = None
     while waiting:
-        ahead: dict[Any, tuple[list[Choice], Any]] = {}
+        ahead: dict[Any, tuple[list[BranchChoice], Any]] = {}
         for choices, probability in waiting.values():
             joint.states += 1
-            for (decoder, before), after, taken in _walk(
-                partial(_play, factory, prompt, done), choices
+            for (decoder, before), after, taken in _walk_below(
+                partial(_replay, factory, prompt, done), choices
             ):
                 joint.branches += 1
                 first = first or (taken, tuple(decoder.context), after)
@@ -89,7 +89,7 @@ def law(
                     joint[text] = joint.get(text, 0) + mass
                     continue
                 key = (
-                    digest(decoder, (decoder.forward_log, *outside(decoder)))
+                    compute_digest(decoder, (decoder.forward_log, *outside(decoder)))
                     if merge
                     else joint.branches
                 )
@@ -97,7 +97,9 @@ def law(
                 ahead[key] = (taken, mass) if known is None else (known[0], known[1] + mass)
         waiting, done = ahead, done + 1
     if first is not None:  # the first branch again, now that all others have been walked
-        (decoder, _), after, _ = next(iter(_walk(partial(_play, factory, prompt, 0), first[0])))
+        (decoder, _), after, _ = next(
+            iter(_walk_below(partial(_replay, factory, prompt, 0), first[0]))
+        )
         if (tuple(decoder.context), after) != first[1:]:
             accuse(
                 REPEATS,
@@ -115,7 +117,7 @@ def law(
     return joint
 
 
-def _play(
+def _replay(
     factory: Callable[[], Decoder], prompt: Sequence[int], done: int, rng: Exhaustive
 ) -> tuple[Decoder, Any]:
     """A decoder after its prompt, `done` rounds and one more; and how probable the former were."""
@@ -133,7 +135,7 @@ def _play(
 class _Path(_Script):
     """Choices to follow, and how many there were to choose from when this way was first gone."""
 
-    def __init__(self, fixed: Sequence[Choice], choices: Sequence[int]):
+    def __init__(self, fixed: Sequence[BranchChoice], choices: Sequence[int]):
         super().__init__(choices)
         self.fixed = fixed
 
@@ -151,9 +153,9 @@ class _Path(_Script):
         return super().branch(options)
 
 
-def _walk(
-    function: Callable[[Exhaustive], Any], fixed: list[Choice]
-) -> Iterator[tuple[Any, Any, list[Choice]]]:
+def _walk_below(
+    function: Callable[[Exhaustive], Any], fixed: list[BranchChoice]
+) -> Iterator[tuple[Any, Any, list[BranchChoice]]]:
     """`Exhaustive.walk` below a fixed beginning; also tells the choices of each outcome."""
     choices = [choice for choice, _ in fixed]
     while True:
@@ -195,22 +197,22 @@ class Reference:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: StoppingCriteria = field(default_factory=StoppingCriteria)
     limit: int | None = None  # positions of the context, prompt included
-    _rows: dict[Text, Any] = field(default_factory=dict)
+    _rows: dict[Tokens, Any] = field(default_factory=dict)
 
-    def next(self, context: Text) -> list[Any]:
+    def next(self, context: Tokens) -> list[Any]:
         """The warped row after a context: Fractions or floats."""
         if context not in self._rows:
-            self._rows[context] = warped(self.row(context), context, self.sampling)
+            self._rows[context] = apply_warpers(self.row(context), context, self.sampling)
         return self._rows[context]  # type: ignore[no-any-return]
 
-    def law(self, tokens: int = 3, prompt: Sequence[int] = (0,)) -> Law:
+    def law(self, tokens: int = 3, prompt: Sequence[int] = (0,)) -> JointLaw:
         """The joint law of the first `tokens` new tokens."""
-        joint, prompt = Law(), tuple(prompt)
+        joint, prompt = JointLaw(), tuple(prompt)
         wanted = (
             tokens if self.stop.max_new_tokens is None else min(tokens, self.stop.max_new_tokens)
         )
         wanted = wanted if self.limit is None else min(wanted, self.limit - len(prompt))
-        open_texts: list[tuple[Text, Any]] = [((), 1)]
+        open_texts: list[tuple[Tokens, Any]] = [((), 1)]
         for text, probability in open_texts:  # grows while it is walked
             if len(text) >= wanted or self._ended(text):
                 joint[text] = joint.get(text, 0) + probability
@@ -220,12 +222,12 @@ class Reference:
                     open_texts.append(((*text, token), probability * x))
         return joint
 
-    def _ended(self, text: Text) -> bool:
+    def _ended(self, text: Tokens) -> bool:
         by_token = bool(text) and text[-1] in self.stop.eos
         return by_token or any(text[-len(s) :] == s for s in self.stop.sequences)
 
 
-def warped(row: Any, context: Sequence[int], sampling: SamplingParams) -> list[Any]:
+def apply_warpers(row: Any, context: Sequence[int], sampling: SamplingParams) -> list[Any]:
     """The law after the warpers, as design and manual define them: weights of Fractions exactly,
     logits in floats.
     """
@@ -267,9 +269,9 @@ def warped(row: Any, context: Sequence[int], sampling: SamplingParams) -> list[A
 # ---------------------------------------------------------------------- the comparison
 
 
-def compare(
-    expected: dict[Text, Any],
-    got: dict[Text, Any],
+def compare_laws(
+    expected: dict[Tokens, Any],
+    got: dict[Tokens, Any],
     within: float = 0.0,
     law: str = JOINT,
     **case: Any,

@@ -21,24 +21,26 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.calm import ConfidenceRule, decay_threshold, find_measure
 from tinyspec.laws.accused import Evidence
-from tinyspec.laws.dense import dense, said
-from tinyspec.laws.exact import Law, Reference, compare, law
-from tinyspec.laws.network import WITHIN, network
+from tinyspec.laws.dense import logits_of_states, run_dense
+from tinyspec.laws.exact import JointLaw, Reference, compare_laws, exact_law
+from tinyspec.laws.network import NETWORK_TOLERANCE, small_network
 from tinyspec.laws.parts import Parts
-from tinyspec.laws.suites import oracle
+from tinyspec.laws.suites import register_oracle
 from tinyspec.laws.tables import TableModel
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Card, Request
 
-RULE = "a token leaves at the first layer that is sure, and is copied up (CALM, arXiv 2207.07061)"
-MEASURES = "each measure is its own (CALM, arXiv 2207.07061, section 3.5)"
-LAYERS, V = 3, 3
+EXIT_RULE = (
+    "a token leaves at the first layer that is sure, and is copied up (CALM, arXiv 2207.07061)"
+)
+EXIT_MEASURES = "each measure is its own (CALM, arXiv 2207.07061, section 3.5)"
+EXIT_LAYERS, EXIT_VOCABULARY = 3, 3
 
 Build = Callable[..., Decoder]
 
 
 @dataclass(frozen=True)
-class Setting:
+class ExitSetting:
     """What a user chose, and how long the text may become."""
 
     threshold: float
@@ -63,29 +65,39 @@ class Setting:
 
     def asked(self, layer: int) -> bool:
         """Whether a token may leave behind so many layers."""
-        return self.min_exit <= layer < LAYERS and (layer - self.min_exit) % self.interval == 0
+        return self.min_exit <= layer < EXIT_LAYERS and (layer - self.min_exit) % self.interval == 0
 
 
 ON_TABLES = (
-    Setting(0.0), Setting(0.3), Setting(0.5), Setting(1.0), Setting(0.3, min_exit=2), Setting(0.25, interval=2),
-    Setting(0.2, "paper"), Setting(0.34, "t5x"), Setting(0.5, "t5x", tau=0.0), Setting(1.0, min_exit=3),
-)  # fmt: skip
+    ExitSetting(0.0),
+    ExitSetting(0.3),
+    ExitSetting(0.5),
+    ExitSetting(1.0),
+    ExitSetting(0.3, min_exit=2),
+    ExitSetting(0.25, interval=2),
+    ExitSetting(0.2, "paper"),
+    ExitSetting(0.34, "t5x"),
+    ExitSetting(0.5, "t5x", tau=0.0),
+    ExitSetting(1.0, min_exit=3),
+)
 ON_NETWORKS = (
-    *(Setting(x, "constant", measure, tokens=2) for measure, xs in
+    *(ExitSetting(x, "constant", measure, tokens=2) for measure, xs in
       (("softmax", (0.1, 0.4)), ("saturation", (0.0, 0.6, 0.9)), ("classifier", (0.3, 0.6))) for x in xs),
-    Setting(0.2, "paper", "softmax", tokens=2), Setting(0.5, "paper", "classifier", tokens=2),
+    ExitSetting(0.2, "paper", "softmax", tokens=2), ExitSetting(0.5, "paper", "classifier", tokens=2),
 )  # fmt: skip
-PROMPT = (0, 1)
+EXIT_PROMPT = (0, 1)
 
 
-def tables() -> Iterator[TableModel]:
-    yield from (TableModel(seed, V, LAYERS, zeros=bool(seed % 2)) for seed in (1, 4))
+def exit_tables() -> Iterator[TableModel]:
+    yield from (
+        TableModel(seed, EXIT_VOCABULARY, EXIT_LAYERS, zeros=bool(seed % 2)) for seed in (1, 4)
+    )
 
 
 @lru_cache(maxsize=4)
 def with_classifier(seed: int) -> Model:
     """A small transformer beside whose weights a classifier stands that nobody trained."""
-    plain = network(seed, vocabulary=4)
+    plain = small_network(seed, vocabulary=4)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(plain.config.d_model, generator=generator)
     extras = {"exits.weight": weight, "exits.bias": torch.tensor(0.1)}
@@ -95,13 +107,15 @@ def with_classifier(seed: int) -> Model:
 # ---------------------------------------------------------------------- the rule, written out again
 
 
-def on_table(model: TableModel, text: Sequence[int], first: int, setting: Setting) -> Any:
+def exit_row_on_table(
+    model: TableModel, text: Sequence[int], first: int, setting: ExitSetting
+) -> Any:
     """The row after a text in which the tokens from position `first` on may leave: [V]
     Fractions.
     """
     net, n = model.network, len(text)
     states, left = [net.embed(token) for token in text], [False] * n
-    for layer in range(LAYERS):
+    for layer in range(EXIT_LAYERS):
         keys = [net.keys(layer, state, position) for position, state in enumerate(states)]
         for at in range(n):
             if left[at]:
@@ -113,7 +127,7 @@ def on_table(model: TableModel, text: Sequence[int], first: int, setting: Settin
     return model.head(states[-1])
 
 
-def on_network(model: Model, text: Sequence[int], first: int, setting: Setting) -> Any:
+def exit_row_on_network(model: Model, text: Sequence[int], first: int, setting: ExitSetting) -> Any:
     """The same on a transformer, by any measure: logits [V]."""
     may = np.arange(len(text)) >= first
     due = np.array([setting.due(max(at - first, 0)) for at in range(len(text))])
@@ -121,15 +135,15 @@ def on_network(model: Model, text: Sequence[int], first: int, setting: Setting) 
     def leaves(layer: int, states: Any, below: Any) -> Any:
         if not setting.asked(layer):
             return np.zeros(len(text), dtype=np.bool_)
-        return may & (sure(model, setting.measure, layer, states, below) >= due)
+        return may & (confidence_of(model, setting.measure, layer, states, below) >= due)
 
-    return dense(model, text, leaves=leaves).logits[-1]
+    return run_dense(model, text, leaves=leaves).logits[-1]
 
 
-def sure(model: Model, measure: str, layer: int, states: Any, below: Any) -> Any:
+def confidence_of(model: Model, measure: str, layer: int, states: Any, below: Any) -> Any:
     """The confidence of every token: [n]."""
     if measure == "softmax":
-        logits = said(model, states)
+        logits = logits_of_states(model, states)
         p = np.exp(logits - logits.max(axis=1, keepdims=True))
         top = np.sort(p / p.sum(axis=1, keepdims=True), axis=1)
         return top[:, -1] - top[:, -2]
@@ -143,48 +157,56 @@ def sure(model: Model, measure: str, layer: int, states: Any, below: Any) -> Any
 # ---------------------------------------------------------------------- the law
 
 
-def follows_the_rule(
-    build: Build, on_tables: Sequence[Setting] = ON_TABLES, networks: Sequence[Setting] = ()
+def follows_exit_rule(
+    build: Build, on_tables: Sequence[ExitSetting] = ON_TABLES, networks: Sequence[ExitSetting] = ()
 ) -> Evidence:
     """The exact joint law of whole texts at thresholds that bite."""
     began, cases, branches = perf_counter(), 0, 0
-    for model in tables():
+    for model in exit_tables():
         for setting in on_tables:
-            got = _hold(build, model, on_table, setting, SamplingParams(), 0.0, RULE)
+            got = _compare_exit_law(
+                build, model, exit_row_on_table, setting, SamplingParams(), 0.0, EXIT_RULE
+            )
             cases, branches = cases + 1, branches + got.branches
     for setting in networks:
-        got = _hold(
-            build, with_classifier(3), on_network, setting, SamplingParams(top_k=2), WITHIN, RULE
+        got = _compare_exit_law(
+            build,
+            with_classifier(3),
+            exit_row_on_network,
+            setting,
+            SamplingParams(top_k=2),
+            NETWORK_TOLERANCE,
+            EXIT_RULE,
         )
         cases, branches = cases + 1, branches + got.branches
-    return Evidence(RULE, cases, branches, perf_counter() - began)
+    return Evidence(EXIT_RULE, cases, branches, perf_counter() - began)
 
 
 def each_measure(build: Build) -> Evidence:
     """The same on transformers alone, for all three measures."""
     began, branches = perf_counter(), 0
     for setting in ON_NETWORKS:
-        branches += _hold(
+        branches += _compare_exit_law(
             build,
             with_classifier(3),
-            on_network,
+            exit_row_on_network,
             setting,
             SamplingParams(top_k=2),
-            WITHIN,
-            MEASURES,
+            NETWORK_TOLERANCE,
+            EXIT_MEASURES,
         ).branches
-    return Evidence(MEASURES, len(ON_NETWORKS), branches, perf_counter() - began)
+    return Evidence(EXIT_MEASURES, len(ON_NETWORKS), branches, perf_counter() - began)
 
 
-def _hold(
+def _compare_exit_law(
     build: Build,
     model: Any,
     rows: Any,
-    setting: Setting,
+    setting: ExitSetting,
     sampling: SamplingParams,
     within: float,
     name: str,
-) -> Law:
+) -> JointLaw:
     stop = StoppingCriteria(max_new_tokens=setting.tokens)
 
     def make() -> Decoder:
@@ -196,31 +218,31 @@ def _hold(
             **setting.knobs,
         )
 
-    first = len(PROMPT) - 1  # the last of the prompt decides the first new token
+    first = len(EXIT_PROMPT) - 1  # the last of the prompt decides the first new token
     expected = Reference(lambda text: rows(model, text, first, setting), sampling, stop).law(
-        setting.tokens, PROMPT
+        setting.tokens, EXIT_PROMPT
     )
-    got = law(make, setting.tokens, PROMPT, outside=lambda decoder: (model,))
-    compare(
+    got = exact_law(make, setting.tokens, EXIT_PROMPT, outside=lambda decoder: (model,))
+    compare_laws(
         dict(expected),
         dict(got),
         within,
         name,
         model=repr(model),
         sampling=sampling,
-        prompt=PROMPT,
+        prompt=EXIT_PROMPT,
         **setting.knobs,
     )
     return got
 
 
-@oracle("calm")
+@register_oracle("calm")
 def calm_oracle(card: Card) -> Evidence:
     """Away from its neutral value too, CALM has a law that can be written down."""
-    return follows_the_rule(card.make, networks=ON_NETWORKS)
+    return follows_exit_rule(card.make, networks=ON_NETWORKS)
 
 
-def of_parts(parts: Parts) -> Build:
+def build_exits(parts: Parts) -> Build:
     """CALM on another exit target."""
 
     def build(request: Request, **knobs: Any) -> Decoder:
@@ -245,4 +267,4 @@ def of_parts(parts: Parts) -> Build:
     return build
 
 
-LAWS = {RULE: lambda parts: follows_the_rule(of_parts(parts))}
+EXIT_RULE_LAWS = {EXIT_RULE: lambda parts: follows_exit_rule(build_exits(parts))}

@@ -21,19 +21,19 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
 from tinyspec.training.exit_losses import Course, Exits
 
-WEIGHTS = "what an exit's loss counts"
-DROPOUT = "how often a layer is left out"
-HEAD = "all exits speak through one norm and one head"
+EXIT_WEIGHTS = "what an exit's loss counts"
+LAYER_DROPOUT = "how often a layer is left out"
+ONE_HEAD = "all exits speak through one norm and one head"
 
-Make = Callable[[Exits, int, int], Course]
-SHAPES = [(3, 12), (4, 40), (10, 60)]
+MakeCourse = Callable[[Exits, int, int], Course]
+COURSE_SHAPES = [(3, 12), (4, 40), (10, 60)]
 """Layers, steps."""
-SECTIONS = [
+EXIT_SECTIONS = [
     Exits("linear"), Exits("sum", e_scale=0.25), Exits("sum", curriculum="rotational", rotation=3),
     Exits("linear", curriculum="gradual"), Exits("sum", curriculum="gradual", p_max=0.2),
     Exits("linear", curriculum="rotational", rotation=2, p_max=0.1), Exits("none", p_max=0.3, scratch=False),
 ]  # fmt: skip
-SMALL = Config(
+EXIT_CONFIG = Config(
     vocab_size=7,
     d_model=8,
     n_layers=3,
@@ -45,7 +45,7 @@ SMALL = Config(
 )
 
 
-def _counted(exits: Exits, layers: int, step: int, steps: int) -> list[int]:
+def _counted_layers(exits: Exits, layers: int, step: int, steps: int) -> list[int]:
     """The layers whose exits count at a step."""
     if exits.curriculum == "rotational":
         return sorted({*range(step % exits.rotation, layers, exits.rotation), layers - 1})
@@ -55,7 +55,7 @@ def _counted(exits: Exits, layers: int, step: int, steps: int) -> list[int]:
     return list(range(layers))
 
 
-def due(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
+def published_weights(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
     """The weight of every exit at a step, as published."""
     last = layers - 1
     if exits.weights == "linear":
@@ -66,14 +66,14 @@ def due(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
         ]
     else:
         e = [0.0] * last + [1.0]
-    counted = _counted(exits, layers, step, steps)
+    counted = _counted_layers(exits, layers, step, steps)
     return [
         e[layer] / sum(e[k] for k in counted) if layer in counted else 0.0
         for layer in range(layers)
     ]
 
 
-def chances(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
+def published_dropout(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
     """How likely each layer is left out for a sample at a step, as published."""
     rise = math.exp(step * math.log(2) / (steps - 1)) - 1 if exits.scratch else 1.0
     return [
@@ -82,8 +82,10 @@ def chances(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
     ]
 
 
-def _steps(make: Make) -> Iterator[tuple[dict[str, Any], Course, Exits, tuple[int, int, int]]]:
-    for exits, (layers, steps) in product(SECTIONS, SHAPES):
+def _course_steps(
+    make: MakeCourse,
+) -> Iterator[tuple[dict[str, Any], Course, Exits, tuple[int, int, int]]]:
+    for exits, (layers, steps) in product(EXIT_SECTIONS, COURSE_SHAPES):
         course = make(exits, layers, steps)
         for step in range(steps):
             course.begin(step, step / steps)
@@ -95,27 +97,27 @@ def _steps(make: Make) -> Iterator[tuple[dict[str, Any], Course, Exits, tuple[in
             )
 
 
-def weights(make: Make) -> Evidence:
+def exit_loss_weights(make: MakeCourse) -> Evidence:
     """e(t, l) at every step; they sum to 1."""
     seen = 0
-    for case, course, exits, at in _steps(make):
-        expected, seen = due(exits, *at), seen + 1
+    for case, course, exits, at in _course_steps(make):
+        expected, seen = published_weights(exits, *at), seen + 1
         if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.shares, strict=True)):
-            accuse(WEIGHTS, expected, course.shares, **case)
-    return Evidence(WEIGHTS, seen)
+            accuse(EXIT_WEIGHTS, expected, course.shares, **case)
+    return Evidence(EXIT_WEIGHTS, seen)
 
 
-def dropout(make: Make) -> Evidence:
+def layer_dropout(make: MakeCourse) -> Evidence:
     """p(t, l) at every step: 0 at the bottom, p_max at the top of the last step."""
     seen = 0
-    for case, course, exits, at in _steps(make):
-        expected, seen = chances(exits, *at), seen + 1
+    for case, course, exits, at in _course_steps(make):
+        expected, seen = published_dropout(exits, *at), seen + 1
         if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.dropped, strict=True)):
-            accuse(DROPOUT, expected, course.dropped, **case)
-    return Evidence(DROPOUT, seen)
+            accuse(LAYER_DROPOUT, expected, course.dropped, **case)
+    return Evidence(LAYER_DROPOUT, seen)
 
 
-def loss_of(make: Make, exits: Exits, model: Model, step: int) -> float:
+def loss_of(make: MakeCourse, exits: Exits, model: Model, step: int) -> float:
     """The loss of one batch at a step of ten."""
     ids = torch.randint(
         model.config.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step)
@@ -125,47 +127,52 @@ def loss_of(make: Make, exits: Exits, model: Model, step: int) -> float:
     return float(course.loss(model.dense(), ids[:, :-1], ids[:, 1:]))
 
 
-def _cut(model: Model, layers: int) -> Model:
+def _cut_model(model: Model, layers: int) -> Model:
     """The model of the first layers, with the norm and the head of the whole."""
     above = tuple(f"{layer}." for layer in range(layers, model.config.n_layers))
     kept = {name: weight for name, weight in model.weights.items() if not name.startswith(above)}
     return Model(replace(model.config, n_layers=layers), kept)
 
 
-def one_head(make: Make) -> Evidence:
+def one_head(make: MakeCourse) -> Evidence:
     """The loss is the weighted sum of the cross-entropies of as many models, each cut off behind a
     layer.
     """
-    model, seen = Model.random(SMALL, seed=1, dtype=torch.float64, scale=0.5), 0
-    cut = [_cut(model, layers) for layers in range(1, 4)]
-    for exits, step in product([exits for exits in SECTIONS if not exits.p_max], range(4)):
-        ids = torch.randint(SMALL.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step))
+    model, seen = Model.random(EXIT_CONFIG, seed=1, dtype=torch.float64, scale=0.5), 0
+    cut = [_cut_model(model, layers) for layers in range(1, 4)]
+    for exits, step in product([exits for exits in EXIT_SECTIONS if not exits.p_max], range(4)):
+        ids = torch.randint(
+            EXIT_CONFIG.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step)
+        )
         each = [
             float(
                 F.cross_entropy(m.training_logits(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
             )
             for m in cut
         ]
-        expected = sum(e * loss for e, loss in zip(due(exits, 3, step, 10), each, strict=True))
+        expected = sum(
+            e * loss for e, loss in zip(published_weights(exits, 3, step, 10), each, strict=True)
+        )
         got, seen = loss_of(make, exits, model, step), seen + 1
         if abs(got - expected) > 1e-6:
-            accuse(HEAD, expected, got, section=exits, step=step, losses_of_the_exits=each)
-    return Evidence(HEAD, seen)
+            accuse(ONE_HEAD, expected, got, section=exits, step=step, losses_of_the_exits=each)
+    return Evidence(ONE_HEAD, seen)
 
 
-def told(parts: Parts) -> Any:
+def course_figures(parts: Parts) -> Any:
     """What can be seen without a law: weights, chances and losses."""
-    model = Model.random(SMALL, seed=1, dtype=torch.float64, scale=0.5)
+    model = Model.random(EXIT_CONFIG, seed=1, dtype=torch.float64, scale=0.5)
     figures = [
-        (list(course.shares), list(course.dropped)) for _, course, _, _ in _steps(parts.course)
+        (list(course.shares), list(course.dropped))
+        for _, course, _, _ in _course_steps(parts.course)
     ]
     return figures, [
-        loss_of(parts.course, exits, model, 1) for exits in SECTIONS if not exits.p_max
+        loss_of(parts.course, exits, model, 1) for exits in EXIT_SECTIONS if not exits.p_max
     ]
 
 
-LAWS: dict[str, Callable[[Parts], Evidence]] = {
-    WEIGHTS: lambda parts: weights(parts.course),
-    DROPOUT: lambda parts: dropout(parts.course),
-    HEAD: lambda parts: one_head(parts.course),
+EXIT_LOSS_LAWS: dict[str, Callable[[Parts], Evidence]] = {
+    EXIT_WEIGHTS: lambda parts: exit_loss_weights(parts.course),
+    LAYER_DROPOUT: lambda parts: layer_dropout(parts.course),
+    ONE_HEAD: lambda parts: one_head(parts.course),
 }

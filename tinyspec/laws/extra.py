@@ -10,7 +10,7 @@ import tinyspec
 from tinyspec.errors import TinyspecError
 
 
-def extra(module: str) -> Any:
+def import_extra(module: str) -> Any:
     """The module, or an error that says how to get it.
 
     >>> extra("no_such_library.part")  # doctest: +ELLIPSIS

@@ -20,16 +20,16 @@ from tinyspec.laws.parts import Parts
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import RefineRequest
 
-RULE = "the law of noisy parallel decoding (Gu et al. 2018)"
+FERTILITY_RULE = "the law of noisy parallel decoding (Gu et al. 2018)"
 NESTED = "more samples contain the fewer (Gu et al. 2018)"
 SUPERVISED = "the aligner's fertilities are learnt (Gu et al. 2018)"
-EXPECTED = "the fertilities follow the gradient of the expected cost (Gu et al. 2018)"
-WITHIN = 1e-9
+EXPECTED_COST = "the fertilities follow the gradient of the expected cost (Gu et al. 2018)"
+FERTILITY_TOLERANCE = 1e-9
 
 Build = Callable[..., Refiner]
 
 
-def student(seed: int, fertilities: int = 3, positions: int = 24) -> Seq2Seq:
+def random_student(seed: int, fertilities: int = 3, positions: int = 24) -> Seq2Seq:
     """A random NAT with four words (ids 4 to 7), in float64, with strong opinions."""
     shape: dict[str, Any] = {
         "vocab_size": 8,
@@ -42,17 +42,23 @@ def student(seed: int, fertilities: int = 3, positions: int = 24) -> Seq2Seq:
     config = Seq2SeqConfig(
         **shape, max_positions=positions, positional=True, fertilities=fertilities
     )
-    return loud(Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64))
+    return amplify_weights(
+        Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64)
+    )
 
 
-def teacher(seed: int, positions: int = 24) -> Seq2Seq:
+def random_teacher(seed: int, positions: int = 24) -> Seq2Seq:
     """A random autoregressive model over the same words."""
-    config = replace(student(0).config, positional=False, fertilities=0, max_positions=positions)
-    made = loud(Seq2Seq.create(config, torch.Generator().manual_seed(1000 + seed), torch.float64))
+    config = replace(
+        random_student(0).config, positional=False, fertilities=0, max_positions=positions
+    )
+    made = amplify_weights(
+        Seq2Seq.create(config, torch.Generator().manual_seed(1000 + seed), torch.float64)
+    )
     return Seq2Seq(config, made.weights, name="teacher")
 
 
-def loud(model: Seq2Seq) -> Seq2Seq:
+def amplify_weights(model: Seq2Seq) -> Seq2Seq:
     """Matrices three times as large: random choices differ, so that what is mixed up shows."""
     weights = {name: 3 * w if w.ndim == 2 else w for name, w in model.weights.items()}
     return Seq2Seq(model.config, weights, name="student")
@@ -69,14 +75,16 @@ def fertility_law(
     return [[float(p) for p in row] for row in (logits / temperature).softmax(dim=-1)]
 
 
-def named(law: Sequence[Sequence[float]], which: str) -> list[int]:
+def fixed_fertilities(law: Sequence[Sequence[float]], which: str) -> list[int]:
     """Each word's likeliest fertility, or its mean."""
     if which == "argmax":
         return [max(range(len(row)), key=row.__getitem__) for row in law]
     return [int(sum(f * p for f, p in enumerate(row)) + 0.5) for row in law]
 
 
-def usable(fertilities: Sequence[int], law: Sequence[Sequence[float]], positions: int) -> list[int]:
+def usable_fertilities(
+    fertilities: Sequence[int], law: Sequence[Sequence[float]], positions: int
+) -> list[int]:
     """Cut where the sum passes 2 |x| + 4 or the positions; never empty."""
     kept, total = list[int](), 0
     for f in fertilities:
@@ -87,7 +95,9 @@ def usable(fertilities: Sequence[int], law: Sequence[Sequence[float]], positions
     return kept
 
 
-def parallel(model: Seq2Seq, source: Sequence[int], fertilities: Sequence[int]) -> list[int]:
+def translate_in_parallel(
+    model: Seq2Seq, source: Sequence[int], fertilities: Sequence[int]
+) -> list[int]:
     """The translation that these fertilities give."""
     read = [word for word, f in zip(source, fertilities, strict=True) for _ in range(f)]
     others = torch.tensor([[i != j for j in range(len(read))] for i in range(len(read))])
@@ -96,7 +106,7 @@ def parallel(model: Seq2Seq, source: Sequence[int], fertilities: Sequence[int]) 
     return [4 + max(range(len(row) - 4), key=row[4:].__getitem__) for row in logits.tolist()]
 
 
-def judged(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> float:
+def teacher_score(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> float:
     """log p of a translation and its end, token by token."""
     memory, total = model.encode(torch.tensor([list(source)])), 0.0
     for at, token in enumerate([*text, model.config.eos]):
@@ -107,7 +117,7 @@ def judged(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> float:
     return total
 
 
-def expected(
+def expected_translations(
     model: Seq2Seq,
     judge: Seq2Seq | None,
     source: Sequence[int],
@@ -118,21 +128,21 @@ def expected(
     """Every translation with its probability."""
     law, drawn = fertility_law(model, source), fertility_law(model, source, temperature)
     second = "average" if fertility == "argmax" else "argmax"
-    fixed = [named(law, which) for which in (fertility, second)][:samples]
+    fixed = [fixed_fertilities(law, which) for which in (fertility, second)][:samples]
     outcomes: dict[tuple[int, ...], float] = {}
     texts: dict[tuple[int, ...], list[int]] = {}
     scores: dict[tuple[int, ...], float] = {}
 
     def text(sequence: Sequence[int]) -> list[int]:
-        key = tuple(usable(sequence, law, model.config.max_positions))
+        key = tuple(usable_fertilities(sequence, law, model.config.max_positions))
         if key not in texts:
-            texts[key] = parallel(model, source, key)
+            texts[key] = translate_in_parallel(model, source, key)
         return texts[key]
 
     def score(one: Sequence[int]) -> float:
         assert judge is not None
         if tuple(one) not in scores:
-            scores[tuple(one)] = judged(judge, source, one)
+            scores[tuple(one)] = teacher_score(judge, source, one)
         return scores[tuple(one)]
 
     sequences = list(product(*(range(len(row)) for row in drawn)))
@@ -149,7 +159,7 @@ def expected(
 
 # ---------------------------------------------------------------------- the law
 
-CASES: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
+FERTILITY_CASES: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
     ((5,), 3, {"samples": 1}),
     ((4, 6), 3, {"samples": 1, "fertility": "average"}),
     ((6, 4, 7), 3, {"samples": 2}),
@@ -161,7 +171,7 @@ CASES: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
 ]
 
 
-def decoded(
+def decode_once(
     build: Build, request: RefineRequest, source: Sequence[int], rng: Any, **knobs: Any
 ) -> tuple[int, ...]:
     """One translation."""
@@ -171,14 +181,14 @@ def decoded(
     return tuple(run.tokens)
 
 
-def runs() -> Iterator[tuple[Seq2Seq, Seq2Seq, tuple[int, ...], dict[str, Any]]]:
+def fertility_runs() -> Iterator[tuple[Seq2Seq, Seq2Seq, tuple[int, ...], dict[str, Any]]]:
     """Models, sources and settings; the second ones have few positions."""
-    for seed, (source, fertilities, knobs) in product(range(2), CASES):
+    for seed, (source, fertilities, knobs) in product(range(2), FERTILITY_CASES):
         positions = 5 if seed == 1 else 24
-        model = student(seed, fertilities, positions)
+        model = random_student(seed, fertilities, positions)
         yield (
             model,
-            teacher(seed, positions),
+            random_teacher(seed, positions),
             source,
             {"fertility": "argmax", "temperature": 1.0, **knobs},
         )
@@ -187,31 +197,34 @@ def runs() -> Iterator[tuple[Seq2Seq, Seq2Seq, tuple[int, ...], dict[str, Any]]]
 def noisy_parallel(build: Build) -> Evidence:
     """Every outcome of every setting, by walking all fertility sequences."""
     branches = count = 0
-    for model, judge, source, knobs in runs():
-        want = expected(model, judge, source, **knobs)
+    for model, judge, source, knobs in fertility_runs():
+        want = expected_translations(model, judge, source, **knobs)
         got: dict[tuple[int, ...], float] = {}
         with torch.inference_mode():
             for text, probability in Exhaustive.walk(
-                lambda rng, model=model, judge=judge, source=source, knobs=knobs: decoded(  # type: ignore[misc]
+                lambda rng, model=model, judge=judge, source=source, knobs=knobs: decode_once(  # type: ignore[misc]
                     build, RefineRequest(model, judge), source, rng, **knobs
                 )
             ):
                 got[text] = got.get(text, 0) + float(probability)
                 branches += 1
         count += 1
-        if any(abs(got.get(text, 0) - want.get(text, 0)) > WITHIN for text in {*got, *want}):
+        if any(
+            abs(got.get(text, 0) - want.get(text, 0)) > FERTILITY_TOLERANCE
+            for text in {*got, *want}
+        ):
             shown = {"source": source, **knobs, "classes of fertility": model.config.fertilities}
-            accuse(RULE, dict(sorted(want.items())), dict(sorted(got.items())), **shown)
-    return Evidence(RULE, count, branches)
+            accuse(FERTILITY_RULE, dict(sorted(want.items())), dict(sorted(got.items())), **shown)
+    return Evidence(FERTILITY_RULE, count, branches)
 
 
-def nested(build: Build) -> Evidence:
+def samples_are_nested(build: Build) -> Evidence:
     """The candidates of a smaller s are the first of a larger; so the teacher's best score never
     falls.
     """
     seen = 0
     for seed, source in product(range(3), ((4, 5), (6, 4, 7, 5))):
-        model, judge = student(seed), teacher(seed)
+        model, judge = random_student(seed), random_teacher(seed)
         told, scores = list[Any](), list[float]()
         for samples in (1, 2, 3, 5, 8):
             request = RefineRequest(model, judge)
@@ -226,7 +239,7 @@ def nested(build: Build) -> Evidence:
                 pass
             assert run.canvas is not None
             told.append([run.canvas.text(row) for row in range(len(run.canvas.tokens))])
-            scores.append(judged(judge, source, run.tokens))
+            scores.append(teacher_score(judge, source, run.tokens))
             seen += 1
         for fewer, more in pairwise(told):
             if more[: len(fewer)] != fewer:
@@ -239,7 +252,7 @@ def nested(build: Build) -> Evidence:
                     more=len(more),
                 )
         for low, high in pairwise(scores):
-            if high < low - WITHIN:
+            if high < low - FERTILITY_TOLERANCE:
                 accuse(
                     NESTED,
                     f"at least {low}",
@@ -257,7 +270,7 @@ def fertilities_are_learnt(loss: Callable[..., Tensor]) -> Evidence:
     source, target = torch.tensor([[4, 6, 5], [7, 5, 0]]), torch.tensor([[5, 5, 6], [4, 4, 0]])
     fertilities = torch.tensor([[2, 0, 1], [0, 2, 0]])
     for seed in range(3):
-        model = student(seed)
+        model = random_student(seed)
         bias = [weight.requires_grad_() for weight in model.parameters()][-1]
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(
@@ -297,12 +310,16 @@ def gradient_of_the_expectation(surrogate: Callable[..., Tensor]) -> Evidence:
                 got = got + law[0, f[0]].detach() * law[1, f[1]].detach() * slope
         if float((want - got).abs().max()) > 1e-12:
             accuse(
-                EXPECTED, want.flatten().tolist(), got.flatten().tolist(), words=2, classes=count
+                EXPECTED_COST,
+                want.flatten().tolist(),
+                got.flatten().tolist(),
+                words=2,
+                classes=count,
             )
-    return Evidence(EXPECTED, 3, 3 * count**2)
+    return Evidence(EXPECTED_COST, 3, 3 * count**2)
 
 
-def builder(parts: Parts) -> Build:
+def build_fertile(parts: Parts) -> Build:
     """The refiner of these parts, as the technique makes it."""
 
     def build(
@@ -314,9 +331,9 @@ def builder(parts: Parts) -> Build:
     return build
 
 
-LAWS: dict[str, Callable[[Parts], Evidence]] = {
-    RULE: lambda parts: noisy_parallel(builder(parts)),
-    NESTED: lambda parts: nested(builder(parts)),
+FERTILITY_LAWS: dict[str, Callable[[Parts], Evidence]] = {
+    FERTILITY_RULE: lambda parts: noisy_parallel(build_fertile(parts)),
+    NESTED: lambda parts: samples_are_nested(build_fertile(parts)),
     SUPERVISED: lambda parts: fertilities_are_learnt(parts.fertile_loss),
-    EXPECTED: lambda parts: gradient_of_the_expectation(parts.reinforce),
+    EXPECTED_COST: lambda parts: gradient_of_the_expectation(parts.reinforce),
 }

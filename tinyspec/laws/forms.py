@@ -24,11 +24,11 @@ import torch
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.accused import Counterexample
-from tinyspec.laws.cases import Case, of_a_round
-from tinyspec.laws.dice import Dice, everywhere
-from tinyspec.laws.dice_torch import torch_everywhere
+from tinyspec.laws.cases import CheckCase, round_cases
+from tinyspec.laws.dice import EnumeratedGenerator, replace_generators
+from tinyspec.laws.dice_torch import replace_torch_generators
 
-Text = tuple[int, ...]
+Tokens = tuple[int, ...]
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 GENERATORS = (
     "source",
@@ -47,18 +47,18 @@ class Misfit(TinyspecError):
     """The function has another form than the one it was announced as."""
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """One way a run can go: what was drafted, what came out, the laws a drafter declared, and what
     is wrong in itself.
     """
 
-    draft: Text
-    tokens: Text
+    draft: Tokens
+    tokens: Tokens
     laws: tuple[Any, ...] = ()
     problem: str = ""
 
 
-Law = dict[Outcome, Any]
+OutcomeProbs = dict[RunOutcome, Any]
 """The probability of every outcome."""
 
 
@@ -66,7 +66,7 @@ NUMBERS: tuple[str, ...] = ("fractions", "numpy", "torch")
 """What rows are made of, in the order in which they are offered to a function."""
 
 
-def plain(row: Any, numbers: str) -> Any:
+def convert_rows(row: Any, numbers: str) -> Any:
     """A row, or a list of rows, as the reader's function gets it, its own copy."""
     if numbers == "fractions":
         return [list(x) if isinstance(x, (list, tuple)) else x for x in row]
@@ -74,7 +74,7 @@ def plain(row: Any, numbers: str) -> Any:
     return array if numbers == "numpy" else torch.tensor(array)
 
 
-def ids(result: Any, what: str) -> Text:
+def read_token_ids(result: Any, what: str) -> Tokens:
     """The token ids that a function returned."""
     try:
         tokens = result.tolist() if hasattr(result, "tolist") else list(result)
@@ -87,7 +87,7 @@ def ids(result: Any, what: str) -> Text:
         ) from None
 
 
-def pretty(x: Any) -> Any:
+def to_small_fraction(x: Any) -> Any:
     """A float that is a small fraction up to rounding, as that fraction."""
     if not isinstance(x, float):
         return x
@@ -120,7 +120,7 @@ def takes_random_source(function: Callable[..., Any]) -> bool:
     return bool(names) and (names[0] == "tree" or names[-1] in ("source", "chance"))
 
 
-def needed(function: Callable[..., Any]) -> int:
+def count_required(function: Callable[..., Any]) -> int:
     """How many arguments a function must be given; a large number where that cannot be seen."""
     parameters = parameters_of(function).values()
     if not parameters or any(x.kind is x.VAR_POSITIONAL for x in parameters):
@@ -131,11 +131,11 @@ def needed(function: Callable[..., Any]) -> int:
     )
 
 
-def takes(function: Callable[..., Any], given: int) -> str | None:
+def find_generator(function: Callable[..., Any], given: int) -> str | None:
     """How a function takes its generator beside `given` arguments: "" last in line, a name, or
     None: not at all.
     """
-    if needed(function) > given:
+    if count_required(function) > given:
         return ""
     return next((name for name in parameters_of(function) if name in GENERATORS), None)
 
@@ -151,7 +151,7 @@ def check_signature(function: Any, what: str, signature: str, given: int) -> Non
         own = inspect.signature(function)
     except (TypeError, ValueError):  # some compiled functions do not tell their arguments
         return
-    keyword = takes(function, given)
+    keyword = find_generator(function, given)
     arguments = [None] * (given + (keyword == ""))
     try:
         own.bind(*arguments, **({keyword: None} if keyword else {}))
@@ -179,20 +179,22 @@ class Form:
     def cases(self, seed: int) -> Iterator[Any]:
         raise NotImplementedError
 
-    def play(self, case: Any, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:
+    def play(
+        self, case: Any, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
         raise NotImplementedError
 
-    def judge(self, case: Any, law: Law) -> Counterexample | None:
+    def judge(self, case: Any, law: OutcomeProbs) -> Counterexample | None:
         raise NotImplementedError
 
     def shown(self, case: Any) -> dict[str, Any]:
         return {"p": case.p.shown(case.gamma), "q": case.q.shown(case.gamma - 1)}
 
-    def call(self, dice: Dice, *given: Any) -> Any:
+    def call(self, dice: EnumeratedGenerator, *given: Any) -> Any:
         """The function on these arguments, the generator last, by name, or not at all."""
-        keyword = takes(self.function, len(given))
+        keyword = find_generator(self.function, len(given))
         generator: Any = dice.rng if takes_random_source(self.function) else dice
-        with np.errstate(all="ignore"), everywhere(dice), torch_everywhere(dice):
+        with np.errstate(all="ignore"), replace_generators(dice), replace_torch_generators(dice):
             if keyword is None:
                 return self.function(*given)
             return (
@@ -211,7 +213,7 @@ class Form:
         self.worst = max(self.worst, apart)
         return True
 
-    def too_rare(self, outcome: Outcome, mass: Any) -> bool:
+    def too_rare(self, outcome: RunOutcome, mass: Any) -> bool:
         """Whether a wrong outcome is below the tolerance (float32 sums miss 1 by 1e-7): then it is
         only noted.
         """
@@ -220,7 +222,7 @@ class Form:
         self.rare = f"a run of probability {float(mass):.0e} returns {list(outcome.tokens)}"
         return True
 
-    def corner(self, case: Any, law: Law, number: int) -> Counterexample | None:
+    def corner(self, case: Any, law: OutcomeProbs, number: int) -> Counterexample | None:
         """What must not happen even where a uniform is exactly 0: a token that p forbids."""
         for draft, tokens, _, _ in law:
             for place, token in enumerate(tokens[: case.tokens]):
@@ -238,12 +240,12 @@ class Form:
                 )
         return None
 
-    def compare(self, case: Case, law: Law) -> Counterexample | None:
+    def compare(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
         """The law of the first token, of the first two, ...: each must be the target's. Short
         outputs go on with p.
         """
         for count in range(1, case.tokens + 1):
-            expected, got = case.p.joint(count), dict[Text, Any]()
+            expected, got = case.p.joint(count), dict[Tokens, Any]()
             for outcome, mass in law.items():
                 texts = {outcome.tokens[:count]: mass}
                 if len(outcome.tokens) < count:
@@ -259,13 +261,18 @@ class Form:
         return None
 
     def report(
-        self, case: Case, law: Law, count: int, expected: dict[Text, Any], got: dict[Text, Any]
+        self,
+        case: CheckCase,
+        law: OutcomeProbs,
+        count: int,
+        expected: dict[Tokens, Any],
+        got: dict[Tokens, Any],
     ) -> tuple[dict[str, Any], Any, Any]:
         """The case, the expected law and the law that came out, as the reader would write them
         down.
         """
-        drafts: dict[Text, Any] = {}
-        outputs: dict[Text, dict[Text, Any]] = {}
+        drafts: dict[Tokens, Any] = {}
+        outputs: dict[Tokens, dict[Tokens, Any]] = {}
         for outcome, mass in law.items():
             drafts[outcome.draft] = drafts.get(outcome.draft, 0) + mass
             came = outputs.setdefault(outcome.draft, {})
@@ -274,10 +281,15 @@ class Form:
         if len(drafts) == 1:
             shown["draft"] = list(next(iter(drafts)))
         else:
-            shown["draft"] = {draft: pretty(mass) for draft, mass in sorted(drafts.items())}
+            shown["draft"] = {
+                draft: to_small_fraction(mass) for draft, mass in sorted(drafts.items())
+            }
             if sum(map(len, outputs.values())) <= 12:
                 shown["output of each draft"] = {
-                    draft: {text: pretty(x / drafts[draft]) for text, x in sorted(came.items())}
+                    draft: {
+                        text: to_small_fraction(x / drafts[draft])
+                        for text, x in sorted(came.items())
+                    }
                     for draft, came in sorted(outputs.items())
                 }
         if count == 1:
@@ -286,7 +298,7 @@ class Form:
             return (
                 shown,
                 *(
-                    [pretty(texts.get((token,), Fraction(0))) for token in tokens]
+                    [to_small_fraction(texts.get((token,), Fraction(0))) for token in tokens]
                     for texts in (expected, got)
                 ),
             )  # type: ignore[return-value]
@@ -297,30 +309,32 @@ class Form:
         return (
             shown,
             *(
-                {text: pretty(texts.get(text, Fraction(0))) for text in every}
+                {text: to_small_fraction(texts.get(text, Fraction(0))) for text in every}
                 for texts in (expected, got)
             ),
         )  # type: ignore[return-value]
 
 
-class Rounds(Form):
+class VerifierForm(Form):
     """verify(p_rows, q_rows, draft, rng) -> tokens."""
 
     what = "verifier"
 
-    def cases(self, seed: int) -> Iterator[Case]:
-        return of_a_round(seed)
+    def cases(self, seed: int) -> Iterator[CheckCase]:
+        return round_cases(seed)
 
-    def play(self, case: Case, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:
-        draft: Text = ()
+    def play(
+        self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
+        draft: Tokens = ()
         for _ in range(case.gamma):
             draft = (*draft, rng.draw(case.q.law(draft)))
-        p = plain([case.p.law(draft[:place]) for place in range(case.gamma + 1)], numbers)
-        q = plain([case.q.law(draft[:place]) for place in range(case.gamma)], numbers)
+        p = convert_rows([case.p.law(draft[:place]) for place in range(case.gamma + 1)], numbers)
+        q = convert_rows([case.q.law(draft[:place]) for place in range(case.gamma)], numbers)
         result = self.call(dice, p, q, list(draft))
-        return Outcome(draft, ids(result, self.what))
+        return RunOutcome(draft, read_token_ids(result, self.what))
 
-    def judge(self, case: Case, law: Law) -> Counterexample | None:
+    def judge(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
         for outcome, mass in law.items():
             n = len(outcome.tokens)
             fits = 1 <= n <= case.tokens and all(

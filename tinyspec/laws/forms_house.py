@@ -8,28 +8,32 @@ from typing import Any
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
-from tinyspec.laws.cases import Case, of_a_round
-from tinyspec.laws.dice import Dice
-from tinyspec.laws.forms import Misfit, Outcome, Rounds, Text, plain
-from tinyspec.laws.small import but
+from tinyspec.laws.cases import CheckCase, round_cases
+from tinyspec.laws.dice import EnumeratedGenerator
+from tinyspec.laws.forms import Misfit, RunOutcome, Tokens, VerifierForm, convert_rows
+from tinyspec.laws.small import without_token
 from tinyspec.tree import ROOT, TokenTree
 
 
-class House(Rounds):
+class HouseVerifierForm(VerifierForm):
     """verify(tree, p, rng) -> Verdict, on one kind of tree."""
 
     kind = "chain"
 
-    def cases(self, seed: int) -> Iterator[Case]:
-        cases = [case for case in of_a_round(seed) if case.gamma < 3]
+    def cases(self, seed: int) -> Iterator[CheckCase]:
+        cases = [case for case in round_cases(seed) if case.gamma < 3]
         return iter(cases if self.kind == "chain" else cases[::4])
 
-    def shown(self, case: Case) -> dict[str, Any]:
-        return super().shown(case) | {"tree": KINDS[self.kind]}
+    def shown(self, case: CheckCase) -> dict[str, Any]:
+        return super().shown(case) | {"tree": TREE_KINDS[self.kind]}
 
-    def play(self, case: Case, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:
+    def play(
+        self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
         tree = self.tree(case, numbers, rng.split("draft", 0))
-        verdict: Verdict = self.function(tree, Given(tree, case, numbers), rng.split("verify", 0))
+        verdict: Verdict = self.function(
+            tree, HouseTargetProbs(tree, case, numbers), rng.split("verify", 0)
+        )
         if not hasattr(verdict, "accepted"):
             raise Misfit(f"verify(tree, p, rng) returns a Verdict; this one returned {verdict!r}")
         path, problem, text = tuple(verdict.accepted), "", tuple[int, ...]()
@@ -42,20 +46,20 @@ class House(Rounds):
                 break
             text = (*text, tree.tokens[node])
         tokens = () if problem else tree.tokens_on(path)
-        return Outcome(
+        return RunOutcome(
             tuple(tree.tokens),
             (*tokens, *(() if verdict.next is None else (verdict.next,))),
             (),
             problem,
         )
 
-    def tree(self, case: Case, numbers: str, rng: Exhaustive) -> TokenTree:
+    def tree(self, case: CheckCase, numbers: str, rng: Exhaustive) -> TokenTree:
         """A draft of this kind; two siblings at the root, each with a child where gamma is 2."""
         if self.kind in ("chain", "point masses"):
-            chain: Text = ()
+            chain: Tokens = ()
             for _ in range(case.gamma):
                 chain = (*chain, rng.draw(case.q.law(chain)))
-            laws = [plain(case.q.law(chain[:place]), numbers) for place in range(case.gamma)]
+            laws = [convert_rows(case.q.law(chain[:place]), numbers) for place in range(case.gamma)]
             return TokenTree.chain(chain, laws if self.kind == "chain" else None)
         tokens, parents, kept = list[int](), list[int](), list[Any]()
         law: Any = case.q.law(())
@@ -65,18 +69,18 @@ class House(Rounds):
             tokens.append(rng.draw(law))
             parents.append(ROOT)
             kept.append(law)
-            law = law if self.kind == "siblings" else but(law, tokens[-1])
+            law = law if self.kind == "siblings" else without_token(law, tokens[-1])
         for node, token in enumerate(tuple(tokens)) if case.gamma > 1 else ():
             law = case.q.law((token,))
             tokens.append(rng.draw(law))
             parents.append(node)
             kept.append(law)
         return TokenTree(
-            tokens, parents, [plain(law, numbers) for law in kept], (False,) * len(tokens)
+            tokens, parents, [convert_rows(law, numbers) for law in kept], (False,) * len(tokens)
         )
 
 
-KINDS = {
+TREE_KINDS = {
     "chain": "a chain drawn from q, its laws declared",
     "point masses": "a chain without laws: each token is judged as a point mass",
     "siblings": "two siblings drawn from q, independently",
@@ -84,14 +88,16 @@ KINDS = {
 }
 
 
-class Given:
+class HouseTargetProbs:
     """The target's rows as a house verifier reads them: p[ROOT], p[node]."""
 
-    def __init__(self, tree: TokenTree, case: Case, numbers: str):
+    def __init__(self, tree: TokenTree, case: CheckCase, numbers: str):
         self.tree, self.case, self.numbers, self.sampling = tree, case, numbers, SamplingParams()
 
     def __getitem__(self, node: int) -> Any:
-        return plain(self.case.p.law(self.tree.tokens_on(self.tree.path(node))), self.numbers)
+        return convert_rows(
+            self.case.p.law(self.tree.tokens_on(self.tree.path(node))), self.numbers
+        )
 
     def probs_under(self, node: int, sampling: SamplingParams) -> Any:
         return self[node]

@@ -6,20 +6,29 @@ from typing import Any
 
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.laws.accused import Counterexample
-from tinyspec.laws.cases import Case, Model, of_a_draft, of_rounds
-from tinyspec.laws.dice import Dice
-from tinyspec.laws.forms import Form, Law, Misfit, Outcome, Text, ids, plain, pretty
+from tinyspec.laws.cases import CheckCase, SmallModel, draft_cases, generation_cases
+from tinyspec.laws.dice import EnumeratedGenerator
+from tinyspec.laws.forms import (
+    Form,
+    Misfit,
+    OutcomeProbs,
+    RunOutcome,
+    Tokens,
+    convert_rows,
+    read_token_ids,
+    to_small_fraction,
+)
 
 
-class Generation(Form):
+class GenerationForm(Form):
     """generate(p, q, gamma, n, rng) -> tokens."""
 
     what = "decoding function"
 
-    def cases(self, seed: int) -> Iterator[Case]:
-        return of_rounds(seed)
+    def cases(self, seed: int) -> Iterator[CheckCase]:
+        return generation_cases(seed)
 
-    def shown(self, case: Case) -> dict[str, Any]:
+    def shown(self, case: CheckCase) -> dict[str, Any]:
         shown = {}
         for name, model in (("p", case.p), ("q", case.q)):
             laws: Any = model.shown(case.tokens - 1)
@@ -30,16 +39,20 @@ class Generation(Form):
             shown[name] = laws
         return shown | {"gamma": case.gamma, "n": case.tokens}
 
-    def play(self, case: Case, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:
+    def play(
+        self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
         def p(context: Any) -> Any:
-            return plain(case.p.law(ids(context, "context")), numbers)
+            return convert_rows(case.p.law(read_token_ids(context, "context")), numbers)
 
         def q(context: Any) -> Any:
-            return plain(case.q.law(ids(context, "context")), numbers)
+            return convert_rows(case.q.law(read_token_ids(context, "context")), numbers)
 
-        return Outcome((), ids(self.call(dice, p, q, case.gamma, case.tokens), self.what))
+        return RunOutcome(
+            (), read_token_ids(self.call(dice, p, q, case.gamma, case.tokens), self.what)
+        )
 
-    def judge(self, case: Case, law: Law) -> Counterexample | None:
+    def judge(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
         for outcome, mass in law.items():
             fits = len(outcome.tokens) >= case.tokens and all(
                 0 <= t < case.vocabulary for t in outcome.tokens
@@ -57,24 +70,26 @@ class Generation(Form):
         return shown, expected, got
 
 
-class Drafting(Form):
+class DrafterForm(Form):
     """draft(q, context, gamma, rng) -> (tokens, laws)."""
 
     what, law = "drafter", "truthful drafter"
 
-    def cases(self, seed: int) -> Iterator[Case]:
-        return of_a_draft(seed)
+    def cases(self, seed: int) -> Iterator[CheckCase]:
+        return draft_cases(seed)
 
-    def shown(self, case: Case) -> dict[str, Any]:
+    def shown(self, case: CheckCase) -> dict[str, Any]:
         return {"q": case.q.shown(case.gamma - 1), "gamma": case.gamma}
 
-    def play(self, case: Case, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:
+    def play(
+        self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
         def q(context: Any) -> Any:
-            return plain(case.q.law(ids(context, "context")), numbers)
+            return convert_rows(case.q.law(read_token_ids(context, "context")), numbers)
 
         return self.outcome(self.call(dice, q, [], case.gamma))
 
-    def outcome(self, result: Any) -> Outcome:
+    def outcome(self, result: Any) -> RunOutcome:
         """What a drafter returned."""
         try:
             tokens, laws = result
@@ -90,21 +105,21 @@ class Drafting(Form):
             raise Misfit(
                 f"a drafter returns one distribution (or None) a token; this one returned {len(kept)} for {len(tokens)}"
             )
-        return Outcome((), ids(tokens, self.what), kept)
+        return RunOutcome((), read_token_ids(tokens, self.what), kept)
 
-    def judge(self, case: Case, law: Law) -> Counterexample | None:
+    def judge(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
         """Each token, given those before it and its declared law, is distributed as that law says,
         wherever it is kept.
         """
         for place in range(max(len(outcome.tokens) for outcome in law)):
-            reached: dict[Text, Any] = {}
-            kept: dict[tuple[Text, Any], list[Any]] = {}
+            reached: dict[Tokens, Any] = {}
+            kept: dict[tuple[Tokens, Any], list[Any]] = {}
             for outcome, mass in law.items():
                 before = outcome.tokens[:place]
                 reached[before] = reached.get(before, 0) + mass
                 if len(outcome.tokens) > place and outcome.laws[place] is not None:
                     if not 0 <= outcome.tokens[place] < len(outcome.laws[place]):
-                        declared = [pretty(x) for x in outcome.laws[place]]
+                        declared = [to_small_fraction(x) for x in outcome.laws[place]]
                         shown = self.shown(case) | {
                             "drafted before": list(before),
                             "declared": declared,
@@ -127,36 +142,38 @@ class Drafting(Form):
                 )
                 shown = self.shown(case) | {
                     "drafted before": list(before),
-                    "declared": [pretty(x) for x in declared],
+                    "declared": [to_small_fraction(x) for x in declared],
                 }
                 expected = f"tokens drawn from the declared distribution{', kept whatever they are' if part else ''}"
-                got = [pretty(mass / whole) for mass in masses]
+                got = [to_small_fraction(mass / whole) for mass in masses]
                 return Counterexample("presence" if part else self.law, shown, expected, got)
         return None
 
-    def corner(self, case: Case, law: Law, number: int) -> Counterexample | None:
+    def corner(self, case: CheckCase, law: OutcomeProbs, number: int) -> Counterexample | None:
         return None
 
 
 @dataclass(frozen=True)
-class Context:
+class DraftContext:
     """What a drafter with a model of its own is asked."""
 
-    text: Text
+    text: Tokens
     gamma: int = 8  # uniforms it may index
     tokens: int = 0
     vocabulary: int = 0
-    p = Model(())
+    p = SmallModel(())
 
 
-class OwnDrafting(Drafting):
+class OwnDrafterForm(DrafterForm):
     """draft(context, rng) -> (tokens, laws)."""
 
-    def cases(self, seed: int) -> Iterator[Context]:  # type: ignore[override]
-        return (Context(text) for text in ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)))
+    def cases(self, seed: int) -> Iterator[DraftContext]:  # type: ignore[override]
+        return (DraftContext(text) for text in ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)))
 
-    def shown(self, case: Context) -> dict[str, Any]:  # type: ignore[override]
+    def shown(self, case: DraftContext) -> dict[str, Any]:  # type: ignore[override]
         return {"context": list(case.text)}
 
-    def play(self, case: Context, numbers: str, dice: Dice, rng: Exhaustive) -> Outcome:  # type: ignore[override]
+    def play(  # type: ignore[override]
+        self, case: DraftContext, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
         return self.outcome(self.call(dice, list(case.text)))

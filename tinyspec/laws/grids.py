@@ -14,57 +14,57 @@ import numpy as np
 
 from tinyspec._core import fallback
 from tinyspec.laws import small
-from tinyspec.laws.strategies import LAST, Floats, borders
+from tinyspec.laws.strategies import LARGEST_UNIFORM, FloatRow, cdf_edges
 from tinyspec.tree import ROOT
 
-Case = dict[str, Any]
+KernelCase = dict[str, Any]
 
 
-def _float(row: Any) -> Floats:
+def _float_row(row: Any) -> FloatRow:
     return np.array([float(x) for x in row])
 
 
-def pairs(largest: int) -> list[tuple[Floats, Floats]]:
+def float_pairs(largest: int) -> list[tuple[FloatRow, FloatRow]]:
     """Every p and q of two and three tokens whose denominators add up to at most `largest`; few
     tokens first.
     """
-    return [(_float(p), _float(q)) for p, q in small.pairs((2, 3), largest)]
+    return [(_float_row(p), _float_row(q)) for p, q in small.distribution_pairs((2, 3), largest)]
 
 
-ROWS = [
-    _float(row)
+SMALL_ROWS = [
+    _float_row(row)
     for vocabulary in (1, 2, 3)
     for whole in (1, 2, 3)
-    for row in small.rows(vocabulary, whole)
+    for row in small.distributions(vocabulary, whole)
 ]
 
 
-def edges(*rows: Floats) -> list[float]:
+def deciding_uniforms(*rows: FloatRow) -> list[float]:
     """0, the largest uniform, and where these rows change their mind."""
-    found = {x for row in rows for x in borders(row) if 0 < x < 1}
-    return [0.0, *sorted(found), LAST]
+    found = {x for row in rows for x in cdf_edges(row) if 0 < x < 1}
+    return [0.0, *sorted(found), LARGEST_UNIFORM]
 
 
-def picks() -> Iterator[Case]:
-    for row in [*ROWS, np.zeros(2), np.array([np.inf, 0.0])]:
-        for u in edges(row):
+def small_picks() -> Iterator[KernelCase]:
+    for row in [*SMALL_ROWS, np.zeros(2), np.array([np.inf, 0.0])]:
+        for u in deciding_uniforms(row):
             yield {"row": row, "u": u}
 
 
-def orders() -> Iterator[Case]:
-    for row in ROWS:
+def small_orders() -> Iterator[KernelCase]:
+    for row in SMALL_ROWS:
         for n in range(4):
-            for uniforms in product((0.0, 0.5, LAST), repeat=n):
+            for uniforms in product((0.0, 0.5, LARGEST_UNIFORM), repeat=n):
                 yield {"row": row, "uniforms": np.array(uniforms, np.float64)}
 
 
-def races() -> Iterator[Case]:
-    for row in [*ROWS, np.zeros(2)]:
+def small_races() -> Iterator[KernelCase]:
+    for row in [*SMALL_ROWS, np.zeros(2)]:
         for noise in product((0.0, 1.0, np.inf), repeat=len(row)):
             yield {"row": row, "noise": np.array(noise)}
 
 
-SETTINGS: list[Case] = [
+SETTINGS: list[KernelCase] = [
     {},
     {"temperature": 0.0},
     {"temperature": 0.5},
@@ -78,7 +78,7 @@ SETTINGS: list[Case] = [
     {"history": [1], "penalty": 2.0, "temperature": 0.0},
     {"temperature": 0.5, "top_k": 2, "top_p": 0.9},
 ]
-NEUTRAL: Case = {
+NEUTRAL: KernelCase = {
     "history": [],
     "temperature": 1.0,
     "top_k": None,
@@ -88,7 +88,7 @@ NEUTRAL: Case = {
 }
 
 
-def samplings() -> Iterator[Case]:
+def small_samplings() -> Iterator[KernelCase]:
     for size in (1, 2, 3):
         for logits in product(
             (0.0, 1.0, -np.inf) if size > 2 else (0.0, 1.0, -1.0, -np.inf, np.nan), repeat=size
@@ -97,24 +97,24 @@ def samplings() -> Iterator[Case]:
                 yield {"logits": np.array(logits), **NEUTRAL, **setting}
 
 
-def draws() -> Iterator[Case]:
-    for case in samplings():
-        for u in (0.0, 0.5, LAST):
+def small_draws() -> Iterator[KernelCase]:
+    for case in small_samplings():
+        for u in (0.0, 0.5, LARGEST_UNIFORM):
             yield {**case, "u": u}
 
 
-def residuals() -> Iterator[Case]:
-    for p, q in pairs(6):
+def small_residuals() -> Iterator[KernelCase]:
+    for p, q in float_pairs(6):
         yield {"p": p, "q": q}
 
 
-def withouts() -> Iterator[Case]:
-    for row in ROWS:
+def small_withouts() -> Iterator[KernelCase]:
+    for row in SMALL_ROWS:
         for token in range(len(row)):
             yield {"row": row, "token": token}
 
 
-def walks() -> Iterator[Case]:
+def small_walks() -> Iterator[KernelCase]:
     """One guess, drawn from q or a point mass; then two, side by side and in a chain. Rows are the
     same everywhere.
     """
@@ -124,7 +124,7 @@ def walks() -> Iterator[Case]:
         ([ROOT, ROOT], 3, 2),
         ([ROOT, 0], 3, 2),
     ):
-        for p, q in (pair for pair in pairs(largest) if len(pair[0]) == size):
+        for p, q in (pair for pair in float_pairs(largest) if len(pair[0]) == size):
             for law in (q, None):
                 may = range(len(p)) if law is None else np.flatnonzero(q).tolist()
                 for tokens in product(may, repeat=len(parents)):
@@ -132,9 +132,9 @@ def walks() -> Iterator[Case]:
                     tests = [
                         0.0,
                         *([float(np.nextafter(ratio, 0)), ratio] if 0 < ratio < 1 else []),
-                        LAST,
+                        LARGEST_UNIFORM,
                     ]
-                    for uniforms in product(*[tests] * len(parents), (0.0, 0.5, LAST)):
+                    for uniforms in product(*[tests] * len(parents), (0.0, 0.5, LARGEST_UNIFORM)):
                         yield {
                             "tokens": list(tokens),
                             "parents": parents,
@@ -145,30 +145,30 @@ def walks() -> Iterator[Case]:
                         }
 
 
-def shapes() -> Iterator[Case]:
+def small_shapes() -> Iterator[KernelCase]:
     for n in range(5):
         for parents in product(*(range(ROOT, node) for node in range(n))):
             yield {"parents": list(parents)}
     yield from ({"parents": [0]}, {"parents": [-2]}, {"parents": [ROOT, 1]})
 
 
-def spellings() -> Iterator[Case]:
-    for shape in shapes():
+def small_spellings() -> Iterator[KernelCase]:
+    for shape in small_shapes():
         for tokens in product(range(2), repeat=len(shape["parents"])):
             yield {"tokens": list(tokens), **shape}
     yield {"tokens": [0], "parents": []}
 
 
-def texts() -> Iterator[Case]:
+def small_texts() -> Iterator[KernelCase]:
     for n in range(6):
         for tokens in product((0, 1, -1), repeat=n):
             yield {"tokens": np.array(tokens, np.int32)}
 
 
-def retrievals() -> Iterator[Case]:
+def small_retrievals() -> Iterator[KernelCase]:
     """Short texts and ends of texts; then what is refused."""
     knobs = {"shortest": 1, "longest": 3, "length": 2, "matches": 9, "most": 9}
-    for case in texts():
+    for case in small_texts():
         if len(case["tokens"]) < 5:
             order = fallback.suffix_order(case["tokens"])
             for suffix, few in product(([0], [1, 0], [0, 0]), ({}, {"most": 1}, {"matches": 1})):
@@ -187,19 +187,19 @@ def retrievals() -> Iterator[Case]:
         yield {**case, "order": case["tokens"] * 0, "suffix": [0], **knobs, **wrong}
 
 
-GRIDS: dict[str, Callable[[], Iterator[Case]]] = {
-    "pick": picks,
-    "order": orders,
-    "race": races,
-    "warp": samplings,
-    "draw": draws,
-    "residual": residuals,
-    "without": withouts,
-    "walk": walks,
-    "ancestors": shapes,
-    "depths": shapes,
-    "unique_paths": spellings,
-    "suffix_order": texts,
-    "retrieve": retrievals,
+GRIDS: dict[str, Callable[[], Iterator[KernelCase]]] = {
+    "pick": small_picks,
+    "order": small_orders,
+    "race": small_races,
+    "warp": small_samplings,
+    "draw": small_draws,
+    "residual": small_residuals,
+    "without": small_withouts,
+    "walk": small_walks,
+    "ancestors": small_shapes,
+    "depths": small_shapes,
+    "unique_paths": small_spellings,
+    "suffix_order": small_texts,
+    "retrieve": small_retrievals,
 }
 """By the kernel's name."""

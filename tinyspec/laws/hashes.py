@@ -10,7 +10,7 @@ from tinyspec.lm.plan import Plan
 HEAVIEST = 4  # weights are 0..4: small enough that a counterexample can be read
 
 
-class Hashes:
+class HashNetwork:
     """The network whose states are hashes. `hash` of a tuple of integers is the same in every run
     and process.
     """
@@ -44,7 +44,7 @@ class Hashes:
         return row if any(row) else [1, *row[1:]]
 
 
-class Given:
+class RowsByHand:
     """The network whose states are the tokens it saw: for conditionals written by hand."""
 
     def __init__(self, rows: Callable[[tuple[int, ...]], Sequence[Any]]):
@@ -66,7 +66,7 @@ class Given:
         return self.rows(state)
 
 
-def seen(plan: Plan, layer: int, row: int, at: int) -> bool:
+def is_visible(plan: Plan, layer: int, row: int, at: int) -> bool:
     """Whether the row at a position may look at another position under a plan (its first head
     speaks for all).
     """

@@ -11,30 +11,30 @@ from tinyspec.laws.parts import Parts
 from tinyspec.laws.tables import TableModel
 from tinyspec.tree import ROOT, TokenTree
 
-ROWS = "a joint row is made of its members' rows"
+JOINT_ROWS = "a joint row is made of its members' rows"
 
-FORK = TokenTree((1, 2, 0, 1), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
-CHAIN = TokenTree.chain((2, 0))
+JOINT_FORK = TokenTree((1, 2, 0, 1), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
+JOINT_CHAIN = TokenTree.chain((2, 0))
 
 Act = tuple[str, tuple[Any, ...]]
-STORIES: tuple[tuple[Act, ...], ...] = (
-    (("score", (CHAIN,)),),
-    (("score", (FORK,)), ("commit", ((0, 2), 1)), ("score", (CHAIN,))),
-    (("score", (CHAIN,)), ("commit", ((0,), None)), ("score", (FORK,))),
-    (("append", ((1, 2),)), ("score", (FORK,))),
+JOINT_STORIES: tuple[tuple[Act, ...], ...] = (
+    (("score", (JOINT_CHAIN,)),),
+    (("score", (JOINT_FORK,)), ("commit", ((0, 2), 1)), ("score", (JOINT_CHAIN,))),
+    (("score", (JOINT_CHAIN,)), ("commit", ((0,), None)), ("score", (JOINT_FORK,))),
+    (("append", ((1, 2),)), ("score", (JOINT_FORK,))),
     (
-        ("score", (FORK,)),
+        ("score", (JOINT_FORK,)),
         ("commit", ((1,), 0)),
         ("rewind", (2,)),
         ("extend", ((0, 1),)),
-        ("score", (FORK,)),
+        ("score", (JOINT_FORK,)),
     ),
-    (("score", (CHAIN,)), ("end", ()), ("extend", ((2, 2),)), ("score", (CHAIN,))),
+    (("score", (JOINT_CHAIN,)), ("end", ()), ("extend", ((2, 2),)), ("score", (JOINT_CHAIN,))),
 )
 """What a target goes through after its prompt."""
 
 
-def penalised(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> list[Any]:
+def penalised_row(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> list[Any]:
     """The first member's weights, lowered by the second's, and halved for the tokens that the text
     or the path holds.
     """
@@ -46,11 +46,11 @@ def penalised(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> 
     ]
 
 
-def played(
+def play_story(
     joint: Callable[..., Any], story: Sequence[Act], models: Sequence[TableModel]
 ) -> Iterator[tuple[Any, ...]]:
     """The text, a path below it, and the joint row there: for every row that is scored."""
-    target = joint([model.session() for model in models], penalised)
+    target = joint([model.session() for model in models], penalised_row)
     text, tree = [0, 1], TokenTree()
     target.extend(text)
     for act, given in story:
@@ -70,14 +70,14 @@ def played(
 def rows_are_the_members(parts: Parts) -> Evidence:
     """Against the members' rows by passes of their own."""
     seen = 0
-    for story in STORIES:
+    for story in JOINT_STORIES:
         models = [TableModel(seed, zeros=False) for seed in (3, 4)]
-        for text, path, got in played(parts.joint, story, models):
+        for text, path, got in play_story(parts.joint, story, models):
             rows = [model.row((*text, *path)) for model in models]
-            expected, seen = penalised(rows, text, path), seen + 1
+            expected, seen = penalised_row(rows, text, path), seen + 1
             if [Fraction(x) for x in got] != expected:
                 accuse(
-                    ROWS,
+                    JOINT_ROWS,
                     expected,
                     list(got),
                     text=text,
@@ -85,7 +85,7 @@ def rows_are_the_members(parts: Parts) -> Evidence:
                     rows=rows,
                     story=[act for act, _ in story],
                 )
-    return Evidence(ROWS, seen)
+    return Evidence(JOINT_ROWS, seen)
 
 
-LAWS = {ROWS: rows_are_the_members}
+JOINT_ROW_LAWS = {JOINT_ROWS: rows_are_the_members}

@@ -41,7 +41,7 @@ from tinyspec.laws import (
     translation_laws,
 )
 from tinyspec.laws.accused import Evidence
-from tinyspec.laws.cache_laws import FAMILIES, Through, Wrong, weights
+from tinyspec.laws.cache_laws import FAMILIES, PartlyRightDrafter, ThroughParts, family_model
 from tinyspec.laws.parts import KERNELS, Parts
 from tinyspec.laws.small import Exact
 from tinyspec.laws.tables import TableModel
@@ -49,19 +49,19 @@ from tinyspec.laws.traps import bild
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT
 
-Law = Callable[[Parts], Evidence]
+PartsLaw = Callable[[Parts], Evidence]
 
 
 def of_sessions(
     law: Callable[[Parts, passes.Begin], Evidence],
     families: Iterable[str] = FAMILIES,
     dtypes: Iterable[torch.dtype] = (torch.float64,),
-) -> Law:
+) -> PartsLaw:
     """A law of sessions, on a model of each family and dtype."""
 
     def check(parts: Parts) -> Evidence:
         models = [
-            Through(weights(family).to(dtype=dtype), parts)
+            ThroughParts(family_model(family).to(dtype=dtype), parts)
             for family, dtype in product(families, dtypes)
         ]
         first, *rest = (law(parts, lambda model=model: parts.session(model)) for model in models)  # type: ignore[misc]
@@ -70,18 +70,18 @@ def of_sessions(
     return check
 
 
-def nodes(parts: Parts, begin: passes.Begin) -> Evidence:
+def node_logits_of_parts(parts: Parts, begin: passes.Begin) -> Evidence:
     """Node logits are path logits."""
     return passes.node_logits(begin, cases=2, rounds=2, nodes=5)
 
 
-def _rows(parts: Parts, begin: passes.Begin) -> Evidence:
+def _row_identity_of_parts(parts: Parts, begin: passes.Begin) -> Evidence:
     return passes.row_identity(begin, cases=5)
 
 
-def _slots(parts: Parts, begin: passes.Begin) -> Evidence:
+def _slots_of_parts(parts: Parts, begin: passes.Begin) -> Evidence:
     def make(request: Request) -> Decoder:
-        drafter = Wrong(weights("rotations"), 1, wide=True)
+        drafter = PartlyRightDrafter(family_model("rotations"), 1, wide=True)
         return parts.decoder(
             request.target, drafter, parts.walk, sampling=request.sampling, stop=request.stop
         )
@@ -101,7 +101,7 @@ def _draw_order(parts: Parts) -> Evidence:
     return theorems.draw_order(draft, parts.walk, largest=6, most=2)
 
 
-def _contract(law: str) -> Law:
+def _contract(law: str) -> PartsLaw:
     """A contract of the drafters: of the chain, of siblings without replacement, and of trees."""
 
     def check(parts: Parts) -> Evidence:
@@ -122,7 +122,8 @@ def _contract(law: str) -> Law:
             return parts.decoder(request.target, drafter, parts.walk, sampling=request.sampling)
 
         first, *rest = (
-            contracts.contracts(make, laws=(law,))[0] for make in (chain, siblings, tree, again)
+            contracts.check_contracts(make, laws=(law,))[0]
+            for make in (chain, siblings, tree, again)
         )
         return sum(rest, start=first)
 
@@ -142,60 +143,72 @@ def _coupled(parts: Parts) -> Callable[..., Decoder]:
 
 
 def _twins(parts: Parts) -> Evidence:
-    from tinyspec.laws.twins import twin  # needs Hypothesis
+    from tinyspec.laws.twins import equals_twin  # needs Hypothesis
 
     known = sorted(
         parts.kernels.items(), key=lambda entry: entry[1] is KERNELS[entry[0]]
     )  # what was replaced first
-    first, *rest = (twin(name, kernel, examples=60, large=0) for name, kernel in known)
+    first, *rest = (equals_twin(name, kernel, examples=60, large=0) for name, kernel in known)
     return sum(rest, start=first)
 
 
 @cache
-def judges() -> dict[str, Law]:
+def all_judges() -> dict[str, PartsLaw]:
     """Name -> law."""
     return {
         **loop_laws.LAWS,
-        **stop_laws.LAWS,
-        **report_laws.LAWS,
+        **stop_laws.STOP_LAWS,
+        **report_laws.REPORT_LAWS,
         **row_laws.LAWS,
-        **counting.LAWS,
-        **cache_laws.LAWS,
-        **joint_laws.LAWS,
-        **nested_laws.LAWS,
-        **pipeline_laws.LAWS,
-        **translation_laws.LAWS,
-        **exit_loss_laws.LAWS,
-        **exit_laws.LAWS,
-        **masking.LAWS,
-        **fertility_laws.LAWS,
-        **alignment_laws.LAWS,
-        **calibration_laws.LAWS,
+        **counting.FOREST_LAWS,
+        **cache_laws.SESSION_LAWS,
+        **joint_laws.JOINT_ROW_LAWS,
+        **nested_laws.CASCADE_LAWS,
+        **pipeline_laws.PIPELINE_LAWS,
+        **translation_laws.TRANSLATION_LAWS,
+        **exit_loss_laws.EXIT_LOSS_LAWS,
+        **exit_laws.EXIT_RULE_LAWS,
+        **masking.MASK_LAWS,
+        **fertility_laws.FERTILITY_LAWS,
+        **alignment_laws.ALIGNMENT_LAWS,
+        **calibration_laws.CALIBRATION_LAWS,
         bild.ALGORITHM: lambda parts: bild.follows_the_algorithm(bild.policed(parts.rollback)),
-        **{law: _contract(law) for law in contracts.LAWS},
-        theorems.ACCEPTANCE: lambda parts: theorems.acceptance(parts.walk),
-        theorems.TOKENS: lambda parts: theorems.tokens_of_a_round(parts.walk, gamma=2),
-        theorems.REJECTION: lambda parts: theorems.recursive_rejection(
+        **{law: _contract(law) for law in contracts.CONTRACT_LAWS},
+        theorems.ACCEPTANCE: lambda parts: theorems.acceptance_theorem(parts.walk),
+        theorems.ROUND_TOKENS: lambda parts: theorems.tokens_of_a_round(parts.walk, gamma=2),
+        theorems.REJECTION: lambda parts: theorems.recursive_rejection_law(
             parts.walk, largest=6, most=2
         ),
         theorems.TRANSPORT: lambda parts: theorems.several_drafts(parts.walk, largest=5, most=2),
         theorems.MATCHING: lambda parts: theorems.several_drafts(parts.walk, largest=5, most=2),
-        theorems.KSEQ: lambda parts: theorems.kseq(parts.walk, largest=5, most=2),
-        theorems.ORDER: _draw_order,
-        blocks.BLOCK: lambda parts: blocks.block(parts.block, gamma=2, laws=(blocks.BLOCK,)),
-        blocks.EMITTED: lambda parts: blocks.block(parts.block, gamma=2, laws=(blocks.EMITTED,)),
-        selection.SELECTED: lambda parts: selection.selected(parts.k_seq, largest=4),
+        theorems.KSEQ: lambda parts: theorems.kseq_reaches_share(parts.walk, largest=5, most=2),
+        theorems.DRAW_ORDER: _draw_order,
+        blocks.BLOCK_TOKENS: lambda parts: blocks.block_keeps_its_promise(
+            parts.block, gamma=2, laws=(blocks.BLOCK_TOKENS,)
+        ),
+        blocks.BLOCK_EMITTED: lambda parts: blocks.block_keeps_its_promise(
+            parts.block, gamma=2, laws=(blocks.BLOCK_EMITTED,)
+        ),
+        selection.SELECTED: lambda parts: selection.selection_keeps_law(parts.k_seq, largest=4),
         selection.FACTOR: lambda parts: selection.least_factor(parts.k_seq, ks=(1, 2)),
-        couplings.INVARIANT: lambda parts: couplings.invariant(_coupled(parts), seeds=4),
-        couplings.AGREE: lambda parts: couplings.agree(_coupled(parts), grid=8),
-        sweeps.SWEEPS: lambda parts: sweeps.sweeps_by_hand(sweeps.through(parts.jacobi)),
-        sweeps.PUBLISHED: lambda parts: sweeps.ends_at_greedy(parts.solve),
+        couplings.COUPLING_INVARIANT: lambda parts: couplings.same_text_whoever_drafts(
+            _coupled(parts), seeds=4
+        ),
+        couplings.COUPLING_AGREES: lambda parts: couplings.draft_kept_where_winners_agree(
+            _coupled(parts), grid=8
+        ),
+        sweeps.SWEEP_IS_JACOBI: lambda parts: sweeps.sweeps_by_hand(
+            sweeps.build_jacobi(parts.jacobi)
+        ),
+        sweeps.SOLVE_PUBLISHED: lambda parts: sweeps.solve_ends_at_greedy(parts.solve),
         "twin": _twins,
-        pathwise.RACE: lambda parts: pathwise.race_law(parts.replay, grid=10),
-        passes.NODES: of_sessions(nodes),
-        passes.SIBLINGS: of_sessions(
+        pathwise.RACE_LAW: lambda parts: pathwise.race_law(parts.replay, grid=10),
+        passes.NODE_LOGITS: of_sessions(node_logits_of_parts),
+        passes.SIBLING_ORDER: of_sessions(
             lambda parts, begin: passes.sibling_order(begin, parts.walk, cases=10)
         ),
-        passes.ROWS: of_sessions(_rows, dtypes=(torch.float32, torch.bfloat16)),
-        passes.SLOTS: of_sessions(_slots),
+        passes.ROW_IDENTITY: of_sessions(
+            _row_identity_of_parts, dtypes=(torch.float32, torch.bfloat16)
+        ),
+        passes.COMMITTED_SLOTS: of_sessions(_slots_of_parts),
     }

@@ -15,12 +15,12 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.stage import Stage
 from tinyspec.technique import Card
 
-COST = "cost falls as the knob is turned"
+KNOB_COST = "cost falls as the knob is turned"
 PREFIXES = ((0,), (1, 0), (0, 1, 1), (1, 1, 0, 1))
 STEPS = 4
 
 
-def ladder(card: Card) -> list[Any]:
+def knob_ladder(card: Card) -> list[Any]:
     """Values of the lossy knob, from its neutral one outward."""
     assert card.lossy is not None
     name, neutral = card.lossy
@@ -42,7 +42,7 @@ def ladder(card: Card) -> list[Any]:
     )
 
 
-def cost(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
+def cost_of_token(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
     """Layers that the target ran a row of in one round, by the tokens it committed: expectations;
     and the outcomes walked.
     """
@@ -66,7 +66,7 @@ def cost(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
     return work / tokens, outcomes
 
 
-def monotone(stage: Stage, values: Sequence[Any]) -> Evidence:
+def cost_is_monotone(stage: Stage, values: Sequence[Any]) -> Evidence:
     """The cost of a token on every fixed text, along the ladder."""
     begun, branches = perf_counter(), 0
     assert stage.card.lossy is not None
@@ -75,11 +75,11 @@ def monotone(stage: Stage, values: Sequence[Any]) -> Evidence:
         here = Stage(**{**_fields(stage), "prompt": prefix})
         before: Any = None
         for value in values:
-            now, outcomes = cost(here, name, value)
+            now, outcomes = cost_of_token(here, name, value)
             branches += outcomes
             if before is not None and now > before + 1e-9:
                 accuse(
-                    COST,
+                    KNOB_COST,
                     f"at most {float(before):.6g}",
                     float(now),
                     **here.words(),
@@ -87,7 +87,7 @@ def monotone(stage: Stage, values: Sequence[Any]) -> Evidence:
                     **{name: value},
                 )
             before = now
-    return Evidence(COST, len(PREFIXES) * len(values), branches, perf_counter() - begun)
+    return Evidence(KNOB_COST, len(PREFIXES) * len(values), branches, perf_counter() - begun)
 
 
 def _fields(stage: Stage) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, Law, Reference
+from tinyspec.laws.exact import JOINT, JointLaw, Reference
 from tinyspec.laws.noise import Name, Noise
 from tinyspec.laws.parts import Parts
-from tinyspec.laws.row_laws import normal
+from tinyspec.laws.row_laws import normalised
 from tinyspec.laws.tables import TableModel
 from tinyspec.tree import ROOT, TokenTree
 
@@ -31,20 +31,20 @@ same everywhere.
 """
 
 
-def model(table: Table) -> TableModel:
+def table_model(table: Table) -> TableModel:
     """A table model whose rows are these weights, by the last token."""
     return TableModel(
         vocabulary=len(table[0]), rows=lambda context: table[context[-1] % len(table)]
     )
 
 
-def said(table: Table) -> Any:
+def format_table(table: Table) -> Any:
     """A table in a counterexample: one law, or one for each last token."""
-    laws = [normal(weights) for weights in table]
+    laws = [normalised(weights) for weights in table]
     return laws[0] if len(laws) == 1 else {f"after {token}": law for token, law in enumerate(laws)}
 
 
-class Always(BaseDrafter):
+class ConstantDrafter(BaseDrafter):
     """Proposes the same tokens whatever the text is, one after the other or side by side; no law is
     declared.
     """
@@ -65,7 +65,7 @@ class Always(BaseDrafter):
         return TokenTree(self.tokens, (ROOT,) * n, (None,) * n, (False,) * n)
 
 
-class Halving(SamplingParams):
+class HalvingParams(SamplingParams):
     """A penalty that is exact: a token that the text holds already has half its weight."""
 
     def probs(self, logits: Any, history: Sequence[int] = ()) -> Any:
@@ -77,7 +77,7 @@ class Halving(SamplingParams):
 
 
 @dataclass(frozen=True)
-class Case:
+class LoopCase:
     """A target and a draft, how guesses are made of the draft's law, the warpers, and how many
     tokens are looked at.
     """
@@ -92,37 +92,43 @@ class Case:
         """The decoder made of these parts."""
         sampling = self.sampling or parts.sampling()
         return parts.decoder(
-            model(self.p).session(), self._drafter(parts), parts.walk, sampling=sampling
+            table_model(self.p).session(), self._drafter(parts), parts.walk, sampling=sampling
         )
 
     def _drafter(self, parts: Parts) -> Drafter:
         if self.draft == POINTS:
-            return Always((1, 0))
+            return ConstantDrafter((1, 0))
         if self.draft == BESIDE:
-            return Always((0, 1), side_by_side=True)
-        small = model(self.q).session()
+            return ConstantDrafter((0, 1), side_by_side=True)
+        small = table_model(self.q).session()
         if self.draft in (ONE, TWO):
             return parts.drafter(small, 1 if self.draft == ONE else 2, frozenset())
         if self.draft == FORK:
             return parts.trees(small, (ROOT, ROOT, 0), False)
         return parts.siblings(small, 2, self.draft == BOTH)
 
-    def expected(self, n: int) -> Law:
+    def expected(self, n: int) -> JointLaw:
         """The law of the first n tokens of plain decoding."""
-        if isinstance(self.sampling, Halving):
+        if isinstance(self.sampling, HalvingParams):
             sampling = self.sampling
-            return Reference(lambda text: sampling.probs(normal(self.p[0]), text)).law(n)
+            return Reference(lambda text: sampling.probs(normalised(self.p[0]), text)).law(n)
         return Reference(
-            lambda text: normal(self.p[text[-1] % len(self.p)]), self.sampling or SamplingParams()
+            lambda text: normalised(self.p[text[-1] % len(self.p)]),
+            self.sampling or SamplingParams(),
         ).law(n)
 
     def shown(self) -> dict[str, Any]:
         """For a counterexample."""
         sampling = {} if self.sampling is None else {"sampling": self.sampling}
-        return {"p": said(self.p), "q": said(self.q), "draft": self.draft, **sampling}
+        return {
+            "p": format_table(self.p),
+            "q": format_table(self.q),
+            "draft": self.draft,
+            **sampling,
+        }
 
 
-SMALL: list[tuple[Table, Table]] = [
+SMALL_TABLES: list[tuple[Table, Table]] = [
     (((1, 0),), ((0, 1),)),
     (((0, 1),), ((1, 1),)),
     (((1, 1),), ((0, 1),)),
@@ -134,7 +140,7 @@ SMALL: list[tuple[Table, Table]] = [
     (((1, 1, 0),), ((0, 1, 1),)),
     (((0, 1, 2),), ((2, 1, 1),)),
 ]
-WARPS = (
+LOOP_KNOBS = (
     {"temperature": 0.0},
     {"temperature": 0.5},
     {"top_k": 1},
@@ -146,28 +152,30 @@ WIDE: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
 WIDER: Table = ((2, 1, 1), (1, 1, 2), (1, 3, 1))
 
 
-def cases() -> Iterator[Case]:
+def loop_cases() -> Iterator[LoopCase]:
     """Smallest first: one guess, and under every warper; then two, in a chain and side by side;
     then larger tables.
     """
-    for p, q in SMALL:
-        yield Case(p, q, ONE, 2)
-    for knobs in WARPS:
-        yield Case(((1, 2),), ((2, 1),), ONE, 2, SamplingParams(**knobs))
-    yield Case(((1, 1),), ((1, 1),), ONE, 2, Halving(repetition_penalty=2.0))
+    for p, q in SMALL_TABLES:
+        yield LoopCase(p, q, ONE, 2)
+    for knobs in LOOP_KNOBS:
+        yield LoopCase(((1, 2),), ((2, 1),), ONE, 2, SamplingParams(**knobs))
+    yield LoopCase(((1, 1),), ((1, 1),), ONE, 2, HalvingParams(repetition_penalty=2.0))
     for draft in (POINTS, BESIDE, TWO, BOTH, FEW):
-        for p, q in SMALL:
-            yield Case(p, q, draft, 3 if len(p[0]) == 2 and draft == TWO else 2)
+        for p, q in SMALL_TABLES:
+            yield LoopCase(p, q, draft, 3 if len(p[0]) == 2 and draft == TWO else 2)
     for draft in (ONE, TWO, BOTH, FEW):
-        yield Case(WIDE, WIDER, draft, 2)
-    for p, q in (*SMALL[2:6], (((1, 1),), ((1, 3), (3, 1)))):
-        yield Case(p, q, FORK, 2)
-    for knobs in WARPS:
-        yield Case(WIDE, WIDER, ONE, 2, SamplingParams(**knobs))
-    yield Case(((1, 1, 2),), ((1, 1, 1),), TWO, 2, Halving(repetition_penalty=2.0))
+        yield LoopCase(WIDE, WIDER, draft, 2)
+    for p, q in (*SMALL_TABLES[2:6], (((1, 1),), ((1, 3), (3, 1)))):
+        yield LoopCase(p, q, FORK, 2)
+    for knobs in LOOP_KNOBS:
+        yield LoopCase(WIDE, WIDER, ONE, 2, SamplingParams(**knobs))
+    yield LoopCase(((1, 1, 2),), ((1, 1, 1),), TWO, 2, HalvingParams(repetition_penalty=2.0))
 
 
-def joint(make: Callable[[], Decoder], tokens: int) -> tuple[dict[tuple[int, ...], Any], int]:
+def enumerate_tokens(
+    make: Callable[[], Decoder], tokens: int
+) -> tuple[dict[tuple[int, ...], Any], int]:
     """The law of the first tokens over as many rounds as they take, and how many branches it took
     to see it.
     """
@@ -185,13 +193,13 @@ def joint(make: Callable[[], Decoder], tokens: int) -> tuple[dict[tuple[int, ...
     return Exhaustive.law(run), branches
 
 
-def joint_law(parts: Parts) -> Evidence:
+def joint_law_of_parts(parts: Parts) -> Evidence:
     """The tokens of several rounds are distributed as the target's own, also where the same noise
     is used twice.
     """
     seen, branches = 0, 0
-    for case in cases():
-        law, walked = joint(lambda case=case: case.decoder(parts), case.tokens)  # type: ignore[misc]
+    for case in loop_cases():
+        law, walked = enumerate_tokens(lambda case=case: case.decoder(parts), case.tokens)  # type: ignore[misc]
         seen, branches = seen + 1, branches + walked
         for n in range(1, case.tokens + 1):  # the shortest text whose law is wrong
             got: dict[tuple[int, ...], Any] = {}
@@ -220,9 +228,9 @@ def chance_ledger(parts: Parts) -> Evidence:
     """No two decisions of a request share a uniform, over eight rounds."""
     name, rounds = "chance ledger", 8
     for draft in (ONE, TWO, BOTH, FEW):
-        case = Case(((1, 3),), ((3, 1),), draft, 1)
+        case = LoopCase(((1, 3),), ((3, 1),), draft, 1)
 
-        def request(rng: Exhaustive, case: Case = case) -> list[Name]:
+        def request(rng: Exhaustive, case: LoopCase = case) -> list[Name]:
             decoder, noise = case.decoder(parts), Noise(rng)
             decoder.extend((0,))
             for _ in range(rounds):
@@ -238,4 +246,4 @@ def chance_ledger(parts: Parts) -> Evidence:
     return Evidence(name, 4)
 
 
-LAWS = {JOINT: joint_law, "chance ledger": chance_ledger}
+LAWS = {JOINT: joint_law_of_parts, "chance ledger": chance_ledger}

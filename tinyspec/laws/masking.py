@@ -21,23 +21,23 @@ from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import RefineRequest
 
-RULE = "every pass of Mask-Predict rewrites what the paper says (Ghazvininejad et al. 2019)"
-CHOICE = (
+MASK_RULE = "every pass of Mask-Predict rewrites what the paper says (Ghazvininejad et al. 2019)"
+LENGTH_CHOICE = (
     "of the likeliest lengths the best mean log-probability is chosen (Ghazvininejad et al. 2019)"
 )
-HIDDEN = "1 to N tokens are hidden, each number and each choice equally likely (Ghazvininejad et al. 2019)"
+MASKS_HIDDEN = "1 to N tokens are hidden, each number and each choice equally likely (Ghazvininejad et al. 2019)"
 
-MASK, FIRST, LENGTHS = 3, 4, 8  # ids below FIRST are special; the LENGTH token tells 1 to 7
-WITHIN = 1e-9
-SOURCES = ((4,), (6, 5), (4, 7, 5))
-PASSES = ((1, 2), (2, 1), (3, 3), (4, 5), (9, 2))  # iterations, lengths
-CHOICES = ((1, 3), (2, 1), (3, 4), (2, 99))
+MASK, FIRST_WORD, LENGTHS = 3, 4, 8  # ids below FIRST are special; the LENGTH token tells 1 to 7
+MASK_TOLERANCE = 1e-9
+MASK_SOURCES = ((4,), (6, 5), (4, 7, 5))
+MASK_PASSES = ((1, 2), (2, 1), (3, 3), (4, 5), (9, 2))  # iterations, lengths
+LENGTH_CHOICES = ((1, 3), (2, 1), (3, 4), (2, 99))
 
 Build = Callable[..., Refiner]
 Hide = Callable[[Tensor, torch.Generator], Tensor]
 
 
-def fillers() -> Iterator[Seq2Seq]:
+def random_fillers() -> Iterator[Seq2Seq]:
     """Random conditional masked language models of 16 words in float64, loud, so that words differ;
     one of few positions.
     """
@@ -62,7 +62,7 @@ def fillers() -> Iterator[Seq2Seq]:
 # ---------------------------------------------------------------------- the rule, by itself
 
 
-def likeliest(model: Seq2Seq, source: Sequence[int], count: int) -> list[int]:
+def likeliest_lengths(model: Seq2Seq, source: Sequence[int], count: int) -> list[int]:
     """The lengths to try, the likeliest first."""
     row = model.length_logits(model.encode(torch.tensor([list(source)])))[0].tolist()
     return sorted(
@@ -70,7 +70,7 @@ def likeliest(model: Seq2Seq, source: Sequence[int], count: int) -> list[int]:
     )[:count]
 
 
-def rewritten(
+def rewrite_by_rule(
     model: Seq2Seq, source: Sequence[int], n: int, passes: int
 ) -> list[tuple[list[int], list[float]]]:
     """Words and kept log-probabilities of a translation of n words, after each pass."""
@@ -83,8 +83,8 @@ def rewritten(
         read = [MASK if i in again else word for i, word in enumerate(words)]
         rows = model.logits(model.decode(model.embed(torch.tensor([read])), memory))[0].tolist()
         for i in again:
-            row = rows[i][FIRST:]
-            words[i] = FIRST + row.index(max(row))
+            row = rows[i][FIRST_WORD:]
+            words[i] = FIRST_WORD + row.index(max(row))
             kept[i] = max(row) - math.log(sum(math.exp(x) for x in row))
         found.append((list(words), list(kept)))
     return found
@@ -93,16 +93,16 @@ def rewritten(
 # ---------------------------------------------------------------------- the laws
 
 
-def follows_the_rule(build: Build) -> Evidence:
+def follows_mask_predict(build: Build) -> Evidence:
     """Words and scores of every candidate after every pass."""
     seen = 0
-    for model, source, (passes, lengths) in product(fillers(), SOURCES, PASSES):
-        run = begun(build, model, source, passes, lengths)
+    for model, source, (passes, lengths) in product(random_fillers(), MASK_SOURCES, MASK_PASSES):
+        run = begin_translation(build, model, source, passes, lengths)
         after = [step.after for step in run]
-        for row, n in enumerate(likeliest(model, source, lengths)):
+        for row, n in enumerate(likeliest_lengths(model, source, lengths)):
             expected, got = (
-                rewritten(model, source, n, passes),
-                [_told(canvas, row) for canvas in after],
+                rewrite_by_rule(model, source, n, passes),
+                [_candidate(canvas, row) for canvas in after],
             )
             shown = {
                 "source": source,
@@ -112,15 +112,20 @@ def follows_the_rule(build: Build) -> Evidence:
                 "model": model,
             }
             if [words for words, _ in got] != [words for words, _ in expected]:
-                accuse(RULE, [words for words, _ in expected], [words for words, _ in got], **shown)
+                accuse(
+                    MASK_RULE,
+                    [words for words, _ in expected],
+                    [words for words, _ in got],
+                    **shown,
+                )
             for (_, kept), (_, scores) in zip(expected, got, strict=True):
-                if any(abs(a - b) > WITHIN for a, b in zip(kept, scores, strict=True)):
-                    accuse(RULE, kept, scores, **shown)
+                if any(abs(a - b) > MASK_TOLERANCE for a, b in zip(kept, scores, strict=True)):
+                    accuse(MASK_RULE, kept, scores, **shown)
             seen += 1
-    return Evidence(RULE, seen)
+    return Evidence(MASK_RULE, seen)
 
 
-def begun(
+def begin_translation(
     build: Build, model: Seq2Seq, source: Sequence[int], passes: int, lengths: int
 ) -> Refinement:
     """A translation under way."""
@@ -134,49 +139,49 @@ def begun(
     )
 
 
-def _told(canvas: Canvas, row: int) -> tuple[list[int], list[float]]:
+def _candidate(canvas: Canvas, row: int) -> tuple[list[int], list[float]]:
     """A candidate's words and scores; none where there is no such candidate."""
     if row >= len(canvas.tokens):
         return [], []
     return canvas.text(row), canvas.scores[row][canvas.mask[row]].tolist()
 
 
-def chooses(build: Build) -> Evidence:
+def chooses_best_length(build: Build) -> Evidence:
     """The translation, its candidates and what they cost: T decoder passes for all of them, one of
     the encoder.
     """
     seen = 0
-    for model, source, (passes, lengths) in product(fillers(), SOURCES, CHOICES):
-        run = begun(build, model, source, passes, lengths)
+    for model, source, (passes, lengths) in product(random_fillers(), MASK_SOURCES, LENGTH_CHOICES):
+        run = begin_translation(build, model, source, passes, lengths)
         for _ in run:
             pass
-        tried = likeliest(model, source, lengths)
-        candidates = [rewritten(model, source, n, passes)[-1] for n in tried]
+        tried = likeliest_lengths(model, source, lengths)
+        candidates = [rewrite_by_rule(model, source, n, passes)[-1] for n in tried]
         best = max(candidates, key=lambda one: sum(one[1]) / len(one[1]))
         shown = {"source": source, "lengths": lengths, "T": passes, "model": model}
         assert run.canvas is not None
         if (got := run.canvas.mask.sum(dim=1).tolist()) != tried:
-            accuse(CHOICE, tried, got, **shown)
+            accuse(LENGTH_CHOICE, tried, got, **shown)
         if run.tokens != best[0]:
-            accuse(CHOICE, best[0], run.tokens, **shown)
-        if (calls := _passes(run.forward_log)) != (1, passes):
+            accuse(LENGTH_CHOICE, best[0], run.tokens, **shown)
+        if (calls := _count_passes(run.forward_log)) != (1, passes):
             accuse(
-                CHOICE,
+                LENGTH_CHOICE,
                 (1, passes),
                 calls,
                 **shown,
                 counted="passes of the encoder and of the decoder",
             )
         seen += 1
-    return Evidence(CHOICE, seen)
+    return Evidence(LENGTH_CHOICE, seen)
 
 
-def _passes(forward_log: Sequence[ForwardRecord]) -> tuple[int, int]:
+def _count_passes(forward_log: Sequence[ForwardRecord]) -> tuple[int, int]:
     encoder = sum(call.model.endswith("/encoder") for call in forward_log)
     return encoder, len(forward_log) - encoder
 
 
-def hides(hide: Hide) -> Evidence:
+def hides_uniformly(hide: Hide) -> Evidence:
     """The frequencies of all choices of rows of 1 to 4 slots beside padding, in two batches,
     against their law (chi-square).
     """
@@ -200,24 +205,26 @@ def hides(hide: Hide) -> Evidence:
         far = sum((got.get(key, 0) - want) ** 2 / want for key, want in named.items())
         if set(got) - set(named) or far > len(named) + 6 * math.sqrt(2 * len(named)):
             accuse(
-                HIDDEN,
+                MASKS_HIDDEN,
                 {key: round(want) for key, want in named.items()},
                 dict(sorted(got.items())),
                 tokens=n,
             )
         if n == 4 and bool((first == second).all()):
-            accuse(HIDDEN, "masks drawn anew for every batch", "the same masks twice", tokens=n)
-    return Evidence(HIDDEN, 8 * rows)
+            accuse(
+                MASKS_HIDDEN, "masks drawn anew for every batch", "the same masks twice", tokens=n
+            )
+    return Evidence(MASKS_HIDDEN, 8 * rows)
 
 
-def _built(parts: Parts) -> Build:
+def _build_mask_predict(parts: Parts) -> Build:
     return lambda request, iterations, lengths: parts.mask_predict(
         request.model, iterations, lengths
     )
 
 
-LAWS = {
-    RULE: lambda parts: follows_the_rule(_built(parts)),
-    CHOICE: lambda parts: chooses(_built(parts)),
-    HIDDEN: lambda parts: hides(parts.hide),
+MASK_LAWS = {
+    MASK_RULE: lambda parts: follows_mask_predict(_build_mask_predict(parts)),
+    LENGTH_CHOICE: lambda parts: chooses_best_length(_build_mask_predict(parts)),
+    MASKS_HIDDEN: lambda parts: hides_uniformly(parts.hide),
 }

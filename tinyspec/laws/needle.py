@@ -14,7 +14,7 @@ from tinyspec.lm.transformer import Model
 FILLER, QUESTION = 0, 1
 NEEDLES = (2, 3, 4, 5)
 ANSWERS = (6, 7, 8, 9)
-WHICH, SAID = 4, 8  # first of the four coordinates: which needle it was, what attention brought
+WHICH, ATTENDED = 4, 8  # first of the four coordinates: which needle it was, what attention brought
 
 
 def needle_model(name: str = "needle") -> Model:
@@ -37,13 +37,13 @@ def needle_model(name: str = "needle") -> Model:
         embed[needle, [2, WHICH + i]] = 1.0
         embed[answer, 3] = 1.0
         qkv[8 + i, WHICH + i] = 1.0  # ... and is told which
-        weights["0.out.weight"][SAID + i, i] = 4.0
-        head[answer, SAID + i] = 4.0
+        weights["0.out.weight"][ATTENDED + i, i] = 4.0
+        head[answer, ATTENDED + i] = 4.0
     head[FILLER, 0] = head[QUESTION, 3] = 40.0  # more than a little of everything that is seen
     return Model(config, weights, name=name)
 
 
-def haystack(which: int, length: int, at: int) -> list[int]:
+def make_haystack(which: int, length: int, at: int) -> list[int]:
     """A prompt of so many tokens with a needle at a place, and the question at its end."""
     text = [FILLER] * (length - 1) + [QUESTION]
     text[at] = NEEDLES[which]

@@ -11,27 +11,27 @@ from typing import Any
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import Reference, law
-from tinyspec.laws.loop_laws import Table, model, said
+from tinyspec.laws.exact import Reference, exact_law
+from tinyspec.laws.loop_laws import Table, format_table, table_model
 from tinyspec.laws.parts import Parts
-from tinyspec.laws.row_laws import normal
+from tinyspec.laws.row_laws import normalised
 
 LEVELS = "joint law of three levels"
 
-HALF, THIRD, OTHER = ((1, 1),), ((1, 2),), ((2, 1),)
-CASES: tuple[tuple[Table, Table, Table], ...] = (
-    (HALF, HALF, THIRD),
-    (HALF, THIRD, OTHER),
-    (THIRD, OTHER, HALF),
-    (((1, 3), (2, 1)), ((2, 1), (1, 2)), THIRD),
+HALF_TABLE, THIRD_TABLE, OTHER_TABLE = ((1, 1),), ((1, 2),), ((2, 1),)
+CASCADE_CASES: tuple[tuple[Table, Table, Table], ...] = (
+    (HALF_TABLE, HALF_TABLE, THIRD_TABLE),
+    (HALF_TABLE, THIRD_TABLE, OTHER_TABLE),
+    (THIRD_TABLE, OTHER_TABLE, HALF_TABLE),
+    (((1, 3), (2, 1)), ((2, 1), (1, 2)), THIRD_TABLE),
     (((1, 2, 1), (1, 0, 1), (2, 1, 1)), ((1, 1, 2), (1, 1, 1), (1, 2, 1)), ((2, 1, 1),)),
 )
 """Target, middle, small."""
 
 
-def cascade(parts: Parts, tables: tuple[Table, Table, Table]) -> Decoder:
+def make_cascade(parts: Parts, tables: tuple[Table, Table, Table]) -> Decoder:
     """A small model drafts a token for the middle, which makes two for the target."""
-    target, middle, small = (model(table).session() for table in tables)
+    target, middle, small = (table_model(table).session() for table in tables)
     inner = parts.decoder(middle, parts.drafter(small, 1, frozenset()), parts.walk)
     return parts.decoder(target, parts.nested(inner, 2), parts.walk)
 
@@ -39,25 +39,25 @@ def cascade(parts: Parts, tables: tuple[Table, Table, Table]) -> Decoder:
 def three_levels(parts: Parts) -> Evidence:
     """The joint law of the first two tokens, over as many rounds as they take."""
     branches = 0
-    for tables in CASES:
-        got = law(lambda tables=tables: cascade(parts, tables), 2)  # type: ignore[misc]
+    for tables in CASCADE_CASES:
+        got = exact_law(lambda tables=tables: make_cascade(parts, tables), 2)  # type: ignore[misc]
         rows = tables[0]
-        expected = Reference(lambda text, rows=rows: normal(rows[text[-1] % len(rows)])).law(2)  # type: ignore[misc]
+        expected = Reference(lambda text, rows=rows: normalised(rows[text[-1] % len(rows)])).law(2)  # type: ignore[misc]
         branches += got.branches
         if got != expected:
-            told = dict(zip(("p", "middle", "small"), map(said, tables), strict=True))
+            told = dict(zip(("p", "middle", "small"), map(format_table, tables), strict=True))
             accuse(
                 LEVELS, dict(sorted(expected.items())), dict(sorted(got.items())), **told, gamma=2
             )
-    return Evidence(LEVELS, len(CASES), branches)
+    return Evidence(LEVELS, len(CASCADE_CASES), branches)
 
 
-def drafted(parts: Parts) -> Any:
+def drafted_rounds(parts: Parts) -> Any:
     """What can be seen without a law: the trees and texts of some rounds."""
     seen = []
-    for tables in CASES:
+    for tables in CASCADE_CASES:
         for seed in range(6):
-            decoder, rng = cascade(parts, tables), Seeded(seed)
+            decoder, rng = make_cascade(parts, tables), Seeded(seed)
             decoder.extend((0,))
             for _ in range(3):
                 round = decoder.step(rng)
@@ -68,4 +68,4 @@ def drafted(parts: Parts) -> Any:
     return seen
 
 
-LAWS: dict[str, Callable[[Parts], Evidence]] = {LEVELS: three_levels}
+CASCADE_LAWS: dict[str, Callable[[Parts], Evidence]] = {LEVELS: three_levels}

@@ -13,11 +13,11 @@ import torch
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
 
-WITHIN = 1e-10
+NETWORK_TOLERANCE = 1e-10
 
 
 @lru_cache(maxsize=64)
-def network(seed: int, vocabulary: int = 4, layers: int = 3) -> Model:
+def small_network(seed: int, vocabulary: int = 4, layers: int = 3) -> Model:
     """A transformer of width 8; its gains are random and its weights large, so that every layer and
     position tells.
     """
@@ -33,6 +33,6 @@ def network(seed: int, vocabulary: int = 4, layers: int = 3) -> Model:
     return model
 
 
-def greedy(row: Sequence[Any]) -> int:
+def likeliest_token(row: Sequence[Any]) -> int:
     """The likeliest token, the lowest id of equals."""
     return max(range(len(row)), key=lambda token: (row[token], -token))

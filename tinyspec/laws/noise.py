@@ -11,7 +11,7 @@ from typing import Any
 
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.uniform import Span
+from tinyspec.laws.uniform import UniformSpan
 from tinyspec.tree import Probs
 
 Name = tuple[Any, ...]
@@ -33,7 +33,7 @@ class Noise:
         self._begin(branches, (), {}, [])
 
     def _begin(
-        self, branches: Exhaustive, stream: Name, spans: dict[Name, Span], reads: list[Name]
+        self, branches: Exhaustive, stream: Name, spans: dict[Name, UniformSpan], reads: list[Name]
     ) -> None:
         self._branches, self._stream, self._spans, self.reads = branches, stream, spans, reads
         self._index = 0
@@ -51,7 +51,7 @@ class Noise:
 
     def _below(self, name: Name, cut: Any) -> bool:
         """Whether this uniform lies below the cut. Narrows its interval."""
-        return self._spans.setdefault(name, Span(self._branches)).below(cut)
+        return self._spans.setdefault(name, UniformSpan(self._branches)).below(cut)
 
     def accept(self, ratio: Any) -> bool:
         """u < ratio."""

@@ -23,13 +23,13 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.tree import Probs, TokenTree
 
 TRUTHFUL, PRESENCE, EXAMINED = "truthful drafter", "presence", "examined tokens"
-LAWS = (TRUTHFUL, PRESENCE, EXAMINED)
-ROUNDING = (
+CONTRACT_LAWS = (TRUTHFUL, PRESENCE, EXAMINED)
+CONTRACT_ROUNDING = (
     1e-12  # float64 rows; the draws of a row and the row itself are the same numbers in any dtype
 )
 
 
-class Offence(NamedTuple):
+class ContractViolation(NamedTuple):
     """A node whose token is not distributed as declared.
 
     context  the text when it was proposed;  before: the guesses looked at before it;  got: the law
@@ -91,7 +91,7 @@ def _key(row: Probs) -> tuple[Any, ...]:
     return tuple(x / mass if isinstance(x, Fraction) else round(x / mass, 12) for x in numbers)
 
 
-def looked_at(tree: TokenTree, node: int) -> list[int]:
+def examined_nodes(tree: TokenTree, node: int) -> list[int]:
     """The nodes a verifier has tested when it comes to `node`: down its path, siblings in order up
     to the accepted one.
 
@@ -112,9 +112,9 @@ def looked_at(tree: TokenTree, node: int) -> list[int]:
     return tested
 
 
-def offences(
+def find_violations(
     factory: Callable[[], Decoder], prompt: Sequence[int] = (0,), rounds: int = 1
-) -> tuple[list[Offence], int]:
+) -> tuple[list[ContractViolation], int]:
     """Every offence in the trees of the first `rounds` rounds, the shortest text first; and how
     many runs there were.
     """
@@ -142,7 +142,7 @@ def offences(
             for node, law in enumerate(tree.draft_probs):
                 if law is not None and not tree.probe[node]:
                     before = tuple((tree.tokens[i], None if tree.draft_probs[i] is None else _key(tree.draft_probs[i]))
-                                   for i in looked_at(tree, node))  # fmt: skip
+                                   for i in examined_nodes(tree, node))  # fmt: skip
                     declared = _key(law)
                     drawn = (declared, tree.tokens[node])
                     left[drawn] -= 1  # a draw explains one node
@@ -163,21 +163,23 @@ def offences(
         context, before, declared = given
         mass = sum(group.values())
         got = [group.get(token, 0 * mass) / mass for token in range(len(declared))]
-        if any(not _same(a, b) for a, b in zip(declared, got, strict=True)) or max(group) >= len(
-            declared
-        ):
+        if any(not _same_probability(a, b) for a, b in zip(declared, got, strict=True)) or max(
+            group
+        ) >= len(declared):
             name = next(law for law in (EXAMINED, TRUTHFUL, PRESENCE) if law in names[given])
             found.append(
-                Offence(name, context, tuple(token for token, _ in before), list(declared), got)
+                ContractViolation(
+                    name, context, tuple(token for token, _ in before), list(declared), got
+                )
             )
     return sorted(
         found, key=lambda offence: (len(offence.context), len(offence.before), offence.context)
     ), runs
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same_probability(a: Any, b: Any) -> bool:
     return (
         bool(a == b)
         if isinstance(a, Fraction) and isinstance(b, Fraction)
-        else abs(a - b) <= ROUNDING
+        else abs(a - b) <= CONTRACT_ROUNDING
     )

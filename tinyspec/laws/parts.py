@@ -49,7 +49,7 @@ from tinyspec.tree import ROOT, Probs
 Forward = Callable[[Sequence[ForwardBatch]], list[Scores]]
 
 
-def trees(model: Target, shape: Shape, replace: bool) -> TreeDrafter:
+def make_tree_drafter(model: Target, shape: Shape, replace: bool) -> TreeDrafter:
     """A tree of this shape drawn from a model."""
     return TreeDrafter(model, shape, replace=replace)
 
@@ -63,12 +63,12 @@ class Siblings(TreeDrafter):
         super().__init__(model, (ROOT,) * k, replace=replace)
 
 
-def through(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
+def pass_through(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
     """What stands between sessions and their model: nothing."""
     return forward(feeds)
 
 
-def session(model: Model) -> Session:
+def make_session(model: Model) -> Session:
     """A session on a model, as `model.session()` makes it."""
     return Session(model)
 
@@ -127,7 +127,7 @@ class Parts:
     sampling: Callable[..., SamplingParams] = SamplingParams
     drafter: Callable[[Target, int, frozenset[int]], Drafter] = ModelDrafter
     siblings: Callable[[Target, int, bool], Drafter] = Siblings
-    trees: Callable[[Target, Shape, bool], Drafter] = trees
+    trees: Callable[[Target, Shape, bool], Drafter] = make_tree_drafter
     index: Callable[[int], Any] = NgramIndex
     forest: Callable[[int, int], Any] = Forest
     nested: Callable[..., Nested] = Nested
@@ -153,9 +153,9 @@ class Parts:
     statistics: Callable[[], Statistics] = Statistics
     origins: Callable[[Round], tuple[str, ...]] = trace.origins
     logprobs: Callable[[Round], list[float]] = trace.compute_logprobs
-    session: Callable[[Model], Session] = session
+    session: Callable[[Model], Session] = make_session
     view: Callable[..., View] = View
-    forward: Callable[[Forward, Sequence[ForwardBatch]], list[Scores]] = through
+    forward: Callable[[Forward, Sequence[ForwardBatch]], list[Scores]] = pass_through
     exits: Callable[..., ExitTarget] = ExitTarget
     calibrate: Callable[..., Calibrated] = calibrate
     p_value: PValue = hoeffding

@@ -19,15 +19,15 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.dense import Array, dense
+from tinyspec.laws.dense import Array, run_dense
 from tinyspec.lm.session import Session
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 
-NODES = "node logits = path logits (SpecInfer's tree attention, arXiv 2305.09781)"
-SIBLINGS = "permuting siblings changes no logits and no greedy output"
-ROWS = "row identity: no bit of a row depends on what is computed beside it"
-SLOTS = "committed slots = a fresh forward, up to their reach, after every round"
+NODE_LOGITS = "node logits = path logits (SpecInfer's tree attention, arXiv 2305.09781)"
+SIBLING_ORDER = "permuting siblings changes no logits and no greedy output"
+ROW_IDENTITY = "row identity: no bit of a row depends on what is computed beside it"
+COMMITTED_SLOTS = "committed slots = a fresh forward, up to their reach, after every round"
 
 Begin = Callable[[], Session]
 
@@ -40,7 +40,7 @@ def random_tree(rng: random.Random, nodes: int, names: Sequence[int]) -> TokenTr
     )
 
 
-def reordered(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, list[int]]:
+def reorder_siblings(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, list[int]]:
     """The same tree with siblings, and with them their subtrees, in another order; and the old
     index of every node.
     """
@@ -70,17 +70,19 @@ def node_logits(
     for case, size in ((case, size) for size in range(nodes + 1) for case in range(cases)):
         rng = random.Random(f"{size}:{case}")
         session = begin()
-        names = _names(rng, session)
+        names = _some_tokens(rng, session)
         session.extend([rng.choice(names) for _ in range(1 + size + case)])
         for _ in range(rounds):
             tree = random_tree(rng, size, names)
             text = session.text
             scores = session.score(tree)
             for node in range(ROOT, size):
-                expected = dense(session.model, [*text, *tree.tokens_on(tree.path(node))]).logits[
-                    -1
-                ]
-                _agree(NODES, expected, scores.logits[node + 1], tolerance, text, tree, node=node)
+                expected = run_dense(
+                    session.model, [*text, *tree.tokens_on(tree.path(node))]
+                ).logits[-1]
+                _expect_rows_agree(
+                    NODE_LOGITS, expected, scores.logits[node + 1], tolerance, text, tree, node=node
+                )
                 looked += 1
             session.commit(
                 tree.path(rng.randrange(ROOT, size)),
@@ -88,7 +90,7 @@ def node_logits(
             )
             if session.text == text:
                 session.append(names[:1])
-    return Evidence(NODES, looked, 0, perf_counter() - began)
+    return Evidence(NODE_LOGITS, looked, 0, perf_counter() - began)
 
 
 def row_identity(begin: Begin, *, cases: int = 8) -> Evidence:
@@ -98,7 +100,7 @@ def row_identity(begin: Begin, *, cases: int = 8) -> Evidence:
     for case in range(cases):
         rng = random.Random(case)
         session = begin()
-        names = _names(rng, session)
+        names = _some_tokens(rng, session)
         text = [rng.choice(names) for _ in range(1 + 4 * case)]
         tree = random_tree(rng, 1 + case, names)
         session.extend(text)
@@ -110,8 +112,10 @@ def row_identity(begin: Begin, *, cases: int = 8) -> Evidence:
                 plain.score(TokenTree())
                 plain.commit((), token)
             alone, looked = plain.score(TokenTree()).logits[0], looked + 1
-            _agree(ROWS, _array(alone), logits[node + 1], 0.0, text, tree, node=node)
-    return Evidence(ROWS, looked, 0, perf_counter() - began)
+            _expect_rows_agree(
+                ROW_IDENTITY, _as_array(alone), logits[node + 1], 0.0, text, tree, node=node
+            )
+    return Evidence(ROW_IDENTITY, looked, 0, perf_counter() - began)
 
 
 def sibling_order(
@@ -130,23 +134,23 @@ def sibling_order(
         rng = random.Random(case)
         prompt_length, size = 1 + case % 5, 2 + case * (nodes - 1) // cases
         plain = begin()
-        names = _names(rng, plain)
+        names = _some_tokens(rng, plain)
         text = [rng.choice(names) for _ in range(prompt_length)]
         plain.extend(text)
         names = [
             *names,
-            int(dense(plain.model, text).logits[-1].argmax()),
+            int(run_dense(plain.model, text).logits[-1].argmax()),
         ]  # something that greedy decoding takes
         tree = random_tree(rng, size, names)
-        other, old = reordered(rng, tree)
+        other, old = reorder_siblings(rng, tree)
         turned = begin()
         turned.extend(text)
         rows, moved = plain.score(tree).logits, turned.score(other).logits
         for node in range(ROOT, size):
             expected = rows[ROOT + 1] if node == ROOT else rows[old[node] + 1]
-            _agree(
-                SIBLINGS,
-                _array(expected),
+            _expect_rows_agree(
+                SIBLING_ORDER,
+                _as_array(expected),
                 moved[node + 1],
                 tolerance,
                 text,
@@ -161,14 +165,14 @@ def sibling_order(
             said = (*shape.tokens_on(verdict.accepted), verdict.next)
             if said != spelled:
                 accuse(
-                    SIBLINGS,
+                    SIBLING_ORDER,
                     spelled,
                     said,
                     text=text,
                     tokens=tuple(shape.tokens),
                     parents=tuple(shape.parents),
                 )
-    return Evidence(SIBLINGS, cases, 0, perf_counter() - began)
+    return Evidence(SIBLING_ORDER, cases, 0, perf_counter() - began)
 
 
 def _greedily(session: Session, text: Sequence[int], tree: TokenTree) -> tuple[int, ...]:
@@ -176,7 +180,7 @@ def _greedily(session: Session, text: Sequence[int], tree: TokenTree) -> tuple[i
     paths = {tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))}
     said: tuple[int, ...] = ()
     while True:
-        said = (*said, int(dense(session.model, [*text, *said]).logits[-1].argmax()))
+        said = (*said, int(run_dense(session.model, [*text, *said]).logits[-1].argmax()))
         if said not in paths:
             return said
 
@@ -192,11 +196,11 @@ def committed_slots(session: Session, tolerance: float = 1e-10, run: bool = True
     far as it was run exactly: such a session does not say `cache_exact`.
     """
     text, cache = session.text, session.cache
-    fresh = dense(session.model, text, session.plan)
+    fresh = run_dense(session.model, text, session.plan)
     compared, lawful = 0, session.cache_exact
     for slot, node in enumerate(session.committed[:-1]):
         if run and not cache.present[slot].any():
-            accuse(SLOTS, "keys and values", "none", text=text, slot=slot)
+            accuse(COMMITTED_SLOTS, "keys and values", "none", text=text, slot=slot)
         if not (lawful or node.exact):
             continue
         for layer in np.flatnonzero(cache.present[slot]):
@@ -208,13 +212,13 @@ def committed_slots(session: Session, tolerance: float = 1e-10, run: bool = True
             ):
                 want = expected[layer]
                 if want is not None:
-                    got = _array(held[layer][:, slot])
+                    got = _as_array(held[layer][:, slot])
                     if not np.abs(got - want[slot]).max() <= tolerance * max(
                         1.0, float(np.abs(want).max())
                     ):
                         where = {"slot": slot, "layer": int(layer)}
                         accuse(
-                            SLOTS,
+                            COMMITTED_SLOTS,
                             want[slot].ravel()[:4],
                             got.ravel()[:4],
                             text=text,
@@ -242,7 +246,7 @@ def cache_after_every_round(
     for case in range(texts):
         rng = random.Random(case)
         session, small = target(), [begin() for begin in drafts]
-        names = _names(rng, session)
+        names = _some_tokens(rng, session)
         request = Request(
             session,
             small,
@@ -262,11 +266,15 @@ def cache_after_every_round(
                     compared += committed_slots(other, tolerance, run=False)
         decoder.end()
     return Evidence(
-        SLOTS, rounds, compared, perf_counter() - began, [f"{compared} (slot, layer) compared"]
+        COMMITTED_SLOTS,
+        rounds,
+        compared,
+        perf_counter() - began,
+        [f"{compared} (slot, layer) compared"],
     )
 
 
-def _names(rng: random.Random, session: Session) -> list[int]:
+def _some_tokens(rng: random.Random, session: Session) -> list[int]:
     return rng.sample(range(session.model.config.vocab_size), 3)
 
 
@@ -276,12 +284,12 @@ def _one_hot(logits: Any) -> Array:
     return row
 
 
-def _array(tensor: Any) -> Array:
+def _as_array(tensor: Any) -> Array:
     found: Array = tensor.detach().double().cpu().numpy()
     return found
 
 
-def _agree(
+def _expect_rows_agree(
     law: str,
     expected: Array,
     got: Any,
@@ -291,7 +299,7 @@ def _agree(
     **case: Any,
 ) -> None:
     """Accuse unless the two rows agree; shows the logit that is furthest off."""
-    off = np.abs(_array(got) - expected)
+    off = np.abs(_as_array(got) - expected)
     worst = int(np.nan_to_num(off, nan=np.inf).argmax())
     if not off[worst] <= tolerance * max(1.0, float(np.abs(expected).max())):
         where = {
@@ -300,4 +308,4 @@ def _agree(
             "parents": tuple(tree.parents),
             **case,
         }
-        accuse(law, float(expected[worst]), float(_array(got)[worst]), **where, logit_of=worst)
+        accuse(law, float(expected[worst]), float(_as_array(got)[worst]), **where, logit_of=worst)

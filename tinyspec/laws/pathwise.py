@@ -15,39 +15,39 @@ from tinyspec.decoding.rng import RandomSource, Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import Text
-from tinyspec.laws.stage import DRAFTS, Stage, told_warp
+from tinyspec.laws.exact import Tokens
+from tinyspec.laws.stage import DRAFTS, Stage, format_sampling
 from tinyspec.technique import Card
 
-PATHS = "same noise, same tokens"
-RACE = "a race has the law of its row"
-TOKENS, SEEDS = 8, 12
-WARPS = (SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, top_p=0.9))
+SAME_TOKENS = "same noise, same tokens"
+RACE_LAW = "a race has the law of its row"
+PATH_TOKENS, PATH_SEEDS = 8, 12
+PATH_SAMPLINGS = (SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, top_p=0.9))
 
 
-def coupled(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
+def coupled_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
     """Every kind of draft, then the race itself."""
-    for sampling in WARPS:
+    for sampling in PATH_SAMPLINGS:
         stage = Stage(
             card,
             seed=seed,
             prompt=(0, 1),
             sampling=sampling,
             floats=True,
-            stop=StoppingCriteria(max_new_tokens=TOKENS),
+            stop=StoppingCriteria(max_new_tokens=PATH_TOKENS),
             deep=card.hidden,
         )
         for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
             here = replace(stage, draft=draft)
             yield (
-                PATHS,
-                f"{told_warp(sampling)}, {draft} draft",
+                SAME_TOKENS,
+                f"{format_sampling(sampling)}, {draft} draft",
                 lambda here=here: same_tokens(here),  # type: ignore[misc]
             )
-    yield RACE, "two tokens", lambda: race_law(lambda uniforms: Replay(uniforms))
+    yield RACE_LAW, "two tokens", lambda: race_law(lambda uniforms: Replay(uniforms))
 
 
-def same_tokens(stage: Stage, seeds: int = SEEDS) -> Evidence:
+def same_tokens(stage: Stage, seeds: int = PATH_SEEDS) -> Evidence:
     """The decoder's tokens are those that win the races of the target's rows, position by position,
     on the same seed.
     """
@@ -57,13 +57,13 @@ def same_tokens(stage: Stage, seeds: int = SEEDS) -> Evidence:
         decoder.extend(stage.prompt)
         while not decoder.finished:
             decoder.step(rng)
-        text: Text = stage.prompt
-        while len(text) < len(stage.prompt) + TOKENS:
+        text: Tokens = stage.prompt
+        while len(text) < len(stage.prompt) + PATH_TOKENS:
             text = (*text, races.exponential_race(reference.next(text), len(text)))
         expected, got = text[len(stage.prompt) :], tuple(decoder.new)
         if got != expected:
             accuse(
-                PATHS,
+                SAME_TOKENS,
                 expected,
                 got,
                 **stage.words(),
@@ -71,7 +71,7 @@ def same_tokens(stage: Stage, seeds: int = SEEDS) -> Evidence:
                 draft=stage.draft,
                 seed=seed,
             )
-    return Evidence(PATHS, seeds, seeds, perf_counter() - begun)
+    return Evidence(SAME_TOKENS, seeds, seeds, perf_counter() - begun)
 
 
 def race_law(rng: Callable[[list[float]], RandomSource], grid: int = 40) -> Evidence:
@@ -97,5 +97,5 @@ def race_law(rng: Callable[[list[float]], RandomSource], grid: int = 40) -> Evid
                 )
             expected, seen = 1 - (1 - u0) ** ((1 - p) / p), seen + 1
             if not math.isclose(low, expected, abs_tol=1e-9):
-                accuse(RACE, expected, low, p=[p, 1 - p], u0=u0)
-    return Evidence(RACE, seen, 0, perf_counter() - begun)
+                accuse(RACE_LAW, expected, low, p=[p, 1 - p], u0=u0)
+    return Evidence(RACE_LAW, seen, 0, perf_counter() - begun)

@@ -23,8 +23,8 @@ from typing import Any
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import exit_laws  # noqa: F401  (enters CALM's oracle)
 from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
-from tinyspec.laws.contracts import of_technique
-from tinyspec.laws.suites import Case, cases
+from tinyspec.laws.contracts import contracts_of_technique
+from tinyspec.laws.suites import SuiteCase, technique_cases
 from tinyspec.plugins import describe_error, locate_error
 from tinyspec.technique import Card, Guarantee, load_techniques
 
@@ -49,14 +49,14 @@ THOROUGH = Profile("thorough", range(10))
 FIVE_SECONDS = Profile("five-second", sample=16)
 PROFILES = {profile.name: profile for profile in (CI, THOROUGH, FIVE_SECONDS)}
 
-Watch = Callable[[Card, int, int, Case], None]
+WatchCases = Callable[[Card, int, int, SuiteCase], None]
 """Called before each case with the card, how many cases are done, how many there are, and the
 case.
 """
 
 
-def prove(
-    card: Card, profile: Profile = CI, state: "State | None" = None, watch: Watch | None = None
+def prove_technique(
+    card: Card, profile: Profile = CI, state: "State | None" = None, watch: WatchCases | None = None
 ) -> list[Evidence]:
     """What was proved, one Evidence a law. Raises LawViolated at the first case that fails, the
     smallest first.
@@ -64,7 +64,7 @@ def prove(
     A technique of kind "analysis" decodes nothing, so there is nothing to prove: the list is empty.
     """
     found: dict[str, Evidence] = {}
-    for case, run in _runs(card, questions(card, profile), state, watch):
+    for case, run in _case_runs(card, list_questions(card, profile), state, watch):
         try:
             _add(found, run())
         except LawViolated as accused:
@@ -75,12 +75,15 @@ def prove(
     return list(found.values())
 
 
-def _runs(
-    card: Card, asked: Sequence[tuple[str, Case]], state: "State | None", watch: Watch | None
-) -> Iterator[tuple[Case, Callable[[], Evidence]]]:
+def _case_runs(
+    card: Card,
+    asked: Sequence[tuple[str, SuiteCase]],
+    state: "State | None",
+    watch: WatchCases | None,
+) -> Iterator[tuple[SuiteCase, Callable[[], Evidence]]]:
     """Yield every case that is asked, and what runs it or remembers how it went."""
 
-    def run(key: str, case: Case) -> Evidence:
+    def run(key: str, case: SuiteCase) -> Evidence:
         evidence = None if state is None else state.known(card.name, key)
         if evidence is None:
             evidence = case.run()
@@ -99,11 +102,11 @@ def _add(found: dict[str, Evidence], evidence: Evidence) -> None:
     found[evidence.law] = evidence if known is None else known + evidence
 
 
-def questions(card: Card, profile: Profile) -> list[tuple[str, Case]]:
+def list_questions(card: Card, profile: Profile) -> list[tuple[str, SuiteCase]]:
     """Every case of a profile, with a name that is its own: seed, law, title."""
-    asked: list[tuple[str, Case]] = []
+    asked: list[tuple[str, SuiteCase]] = []
     for seed in profile.seeds:
-        chosen = cases(card, seed)
+        chosen = technique_cases(card, seed)
         if profile.sample is not None and len(chosen) > profile.sample:
             places = sorted(
                 random.Random(f"{card.name} {seed}").sample(range(len(chosen)), profile.sample)
@@ -118,7 +121,9 @@ def questions(card: Card, profile: Profile) -> list[tuple[str, Case]]:
         asked.append(
             (
                 CONTRACTS,
-                Case(CONTRACTS, "truthful, presence, examined tokens", lambda: _contracts(card)),
+                SuiteCase(
+                    CONTRACTS, "truthful, presence, examined tokens", lambda: _contracts(card)
+                ),
             )
         )
     return asked
@@ -128,7 +133,7 @@ def _contracts(card: Card) -> Evidence:
     """What its drafter owes, under every warper and in every precision; they ask the same whatever
     the seed.
     """
-    return sum(of_technique(card), Evidence(CONTRACTS))
+    return sum(contracts_of_technique(card), Evidence(CONTRACTS))
 
 
 class State:
@@ -143,7 +148,7 @@ class State:
         self.done: dict[str, dict[str, dict[str, Any]]] = {}
         self.accused: list[dict[str, Any]] = []
         self._written = 0.0
-        fingerprint()
+        code_fingerprint()
         if path is not None and path.exists():
             self._read(path)
 
@@ -160,7 +165,7 @@ class State:
             raise TinyspecError(
                 f"{path} was begun under the profile '{profile}', not '{self.profile}': choose another name"
             )
-        if code != fingerprint():
+        if code != code_fingerprint():
             raise TinyspecError(
                 f"{path} was begun with other code, which proves nothing of this: choose another name"
             )
@@ -189,7 +194,7 @@ class State:
             return
         whole = {
             "profile": self.profile,
-            "code": fingerprint(),
+            "code": code_fingerprint(),
             "done": self.done,
             "accused": self.accused,
         }
@@ -201,7 +206,7 @@ class State:
 
 
 @cache
-def fingerprint() -> str:
+def code_fingerprint() -> str:
     """Of the code that is judged and that judges, as it was when this process began: everything
     below the command line, and the files of plugins."""
     package, above = Path(__file__).parent.parent, ("cli", "bench")
@@ -221,11 +226,11 @@ def fingerprint() -> str:
     return blake2b(b"\0".join(sources), digest_size=8).hexdigest()
 
 
-def report(
+def report_technique(
     card: Card,
     profile: Profile,
     state: State | None = None,
-    watch: Watch | None = None,
+    watch: WatchCases | None = None,
     strict: bool = False,
 ) -> dict[str, Any]:
     """Hold a technique to all its laws and return plain data: method, guarantee, what was proved,
@@ -240,11 +245,11 @@ def report(
     law, title = "its card", "what the laws ask of it"
     caught = () if strict else (Exception,)
     try:
-        asked = questions(card, profile)
+        asked = list_questions(card, profile)
     except caught as error:
         broken[law] = {"title": title, **_crash(card, law, error).as_dict()}
         asked = []
-    for case, run in _runs(card, asked, state, watch):
+    for case, run in _case_runs(card, asked, state, watch):
         if (law := case.law) in broken:
             continue
         try:
@@ -294,7 +299,7 @@ def nothing_correct_is_accused(
             if known is None:
                 try:
                     known = sum(
-                        prove(card, Profile("five-second", (seed,), FIVE_SECONDS.sample)),
+                        prove_technique(card, Profile("five-second", (seed,), FIVE_SECONDS.sample)),
                         Evidence("all"),
                     )
                 except LawViolated as accused:

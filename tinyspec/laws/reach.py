@@ -20,7 +20,7 @@ OURSELVES = ("tinyspec.laws.digest", "tinyspec.laws.reach")
 ATOMS = (type(None), bool, int, str, bytes, complex, type(Ellipsis), type(NotImplemented))
 
 
-class Place(NamedTuple):
+class ReachedPlace(NamedTuple):
     """Somewhere a value can be found again.
 
     of      a namespace (anything with `get`), or a cell
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 Names = list[tuple[Any, str, Any]]
 
 
-def reach(owner: Any) -> tuple[Names, list[Place]]:
+def find_reachable(owner: Any) -> tuple[Names, list[ReachedPlace]]:
     """The data that a class or function reaches by name; not a function's own defaults and cells,
     which are its own.
 
@@ -54,20 +54,22 @@ def reach(owner: Any) -> tuple[Names, list[Place]]:
     then the places whose value must be looked at.
     """
     key = owner.__code__ if isinstance(owner, types.FunctionType) else owner
-    if key not in _known:
+    if key not in _reach_cache:
         own = (
             owner,
             *_cells(owner),
         )  # by identity: cells are equal where their contents are, and arrays have no truth
-        places = [place for place in _places(owner) if all(place.of is not mine for mine in own)]
+        places = [
+            place for place in _find_places(owner) if all(place.of is not mine for mine in own)
+        ]
         quick = [place for place in places if place.still and hasattr(place.of, "get")]
         rest = [place for place in places if not (place.still and hasattr(place.of, "get"))]
         slow = [place for place in rest if not (place.still and _settled(place))]
-        _known[key] = [(place.of.get, place.name, place.before) for place in quick], slow
-    return _known[key]
+        _reach_cache[key] = [(place.of.get, place.name, place.before) for place in quick], slow
+    return _reach_cache[key]
 
 
-def _settled(place: Place) -> bool:
+def _settled(place: ReachedPlace) -> bool:
     """Nobody rebinds the defaults of a function that no instance holds, or the class that a
     generated method encloses.
     """
@@ -78,10 +80,10 @@ def _cells(owner: Any) -> tuple[types.CellType, ...]:
     return (owner.__closure__ if isinstance(owner, types.FunctionType) else None) or ()
 
 
-_known: dict[Any, tuple[Names, list[Place]]] = {}
+_reach_cache: dict[Any, tuple[Names, list[ReachedPlace]]] = {}
 
 
-def _places(owner: Any) -> Iterator[Place]:
+def _find_places(owner: Any) -> Iterator[ReachedPlace]:
     waiting, met = [owner], {id(owner)}
     told: set[tuple[int, str]] = set()
     for code in waiting:  # grows while it is walked
@@ -93,7 +95,7 @@ def _places(owner: Any) -> Iterator[Place]:
                 value, "__func__", getattr(value, "fget", getattr(value, "__wrapped__", value))
             )
             followed = isinstance(inner, (types.FunctionType, type))
-            if followed and id(inner) not in met and not trusted(inner):
+            if followed and id(inner) not in met and not is_trusted(inner):
                 met.add(id(inner))
                 waiting.append(inner)
             if type(value).__name__ != "_tuplegetter":
@@ -101,10 +103,12 @@ def _places(owner: Any) -> Iterator[Place]:
                     value, "cache_info"
                 )  # a cache is not looked into: its counters tell
                 given = tuple(value.values()) if name == "__kwdefaults__" and value else value
-                yield Place(place, name, value, not remembers and (followed or _still(given)))
+                yield ReachedPlace(
+                    place, name, value, not remembers and (followed or _still(given))
+                )
 
 
-def trusted(owner: Any) -> bool:
+def is_trusted(owner: Any) -> bool:
     """Whether a class or function is of the standard library or of a library that keeps no state of
     a decoder.
     """
@@ -114,10 +118,10 @@ def trusted(owner: Any) -> bool:
 
 def _names_of(owner: Any) -> Iterator[tuple[Any, str, Any]]:
     """Where a class or function looks, for which names, and what is there."""
-    if trusted(owner):
+    if is_trusted(owner):
         return
     if isinstance(owner, types.FunctionType):
-        for name in _words(owner.__code__):
+        for name in _names_in_code(owner.__code__):
             if name in owner.__globals__:
                 yield owner.__globals__, name, owner.__globals__[name]
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
@@ -126,7 +130,7 @@ def _names_of(owner: Any) -> Iterator[tuple[Any, str, Any]]:
             yield cell, "", _content(cell)
         return
     for kind in owner.__mro__:
-        if not trusted(kind):
+        if not is_trusted(kind):
             for name, value in vars(kind).items():
                 if isinstance(value, types.FunctionType) or not name.startswith(
                     ("__", "_abc_", "_field")
@@ -141,12 +145,12 @@ def _content(cell: types.CellType) -> Any:
         return Ellipsis
 
 
-def _words(code: types.CodeType) -> Iterator[str]:
+def _names_in_code(code: types.CodeType) -> Iterator[str]:
     """Names that a piece of code, and the code inside it, look up."""
     yield from code.co_names
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
-            yield from _words(part)
+            yield from _names_in_code(part)
 
 
 def _still(value: Any) -> bool:

@@ -25,7 +25,7 @@ class Reciter(TableModel):
         return [int(x == token) for x in range(max(self.poem) + 1)]
 
 
-def recited(
+def recite_until(
     build: Callable[..., Decoder],
     poem: list[int],
     wanted: int,
@@ -43,7 +43,7 @@ def recited(
     return decoder
 
 
-class Counted(list[int]):
+class CountedText(list[int]):
     """A text that counts how often it is read from the beginning."""
 
     read = 0

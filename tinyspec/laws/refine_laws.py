@@ -21,22 +21,22 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import Card, RefineRequest
 
-PASSES = "passes of a rewriting"
-ALONE = "a candidate alone"
-PADDING = "padding decides nothing"
-SEED = "only the seed decides"
-CANVAS = "a canvas in order"
+REFINE_PASSES = "passes of a rewriting"
+CANDIDATE_ALONE = "a candidate alone"
+PADDING_DECIDES = "padding decides nothing"
+SEED_DECIDES = "only the seed decides"
+CANVAS_ORDER = "a canvas in order"
 
-WITHIN = 1e-9
-POSITIONS = 12
-SOURCES = ((4,), (6, 5, 4), (4, 7, 5, 8, 6), (8,) * POSITIONS)
-MOST = 100  # passes of a technique that ends
+REFINE_TOLERANCE = 1e-9
+READER_POSITIONS = 12
+REFINE_SOURCES = ((4,), (6, 5, 4), (4, 7, 5, 8, 6), (8,) * READER_POSITIONS)
+MOST_PASSES = 100  # passes of a technique that ends
 
 Build = Callable[[RefineRequest], Refiner]
 
 
 @cache
-def reader(seed: int, positional: bool = True, positions: int = POSITIONS) -> Seq2Seq:
+def random_reader(seed: int, positional: bool = True, positions: int = READER_POSITIONS) -> Seq2Seq:
     """A random encoder-decoder of nine tokens with strong opinions, a LENGTH token and a fertility
     head.
     """
@@ -49,7 +49,7 @@ def reader(seed: int, positional: bool = True, positions: int = POSITIONS) -> Se
 
 
 @dataclass(frozen=True)
-class Scene:
+class RefineScene:
     """One request: models, source, settings, seed."""
 
     build: Build
@@ -64,11 +64,11 @@ class Scene:
     def begin(self) -> tuple[RefineRequest, Refiner]:
         """A request and its refiner."""
         judge = (
-            reader(self.model + 1, positional=False, positions=4 * POSITIONS)
+            random_reader(self.model + 1, positional=False, positions=4 * READER_POSITIONS)
             if self.teacher
             else None
         )
-        request = RefineRequest(reader(self.model), judge)
+        request = RefineRequest(random_reader(self.model), judge)
         return request, self.build(request)
 
     def run(self) -> tuple[RefineRequest, Refinement, list[Pass]]:
@@ -82,8 +82,8 @@ class Scene:
     def steps(self, running: Refinement) -> Iterator[Pass]:
         """Its passes; a technique has to come to an end."""
         for step in running:
-            if step.iteration == MOST:
-                accuse(CANVAS, f"an end within {MOST} passes", "none", **self.words())
+            if step.iteration == MOST_PASSES:
+                accuse(CANVAS_ORDER, f"an end within {MOST_PASSES} passes", "none", **self.words())
             yield step
 
     def words(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Scene:
         }
 
 
-def passes_of_a_rewriting(scene: Scene) -> None:
+def passes_of_a_rewriting(scene: RefineScene) -> None:
     """By the forward log: the source is encoded once; a rewriting is one decoder pass over the
     whole canvas, nothing else is one.
     """
@@ -105,12 +105,12 @@ def passes_of_a_rewriting(scene: Scene) -> None:
     name = request.model.name
     counts = {"encoder": named.count(f"{name}/encoder"), "decoder": named.count(name)}
     if counts != {"encoder": 1, "decoder": len(passes)}:
-        accuse(PASSES, {"encoder": 1, "decoder": len(passes)}, counts, **scene.words())
+        accuse(REFINE_PASSES, {"encoder": 1, "decoder": len(passes)}, counts, **scene.words())
     for step in passes:
         own = [call.rows for call in step.calls if call.model == name]
         if own != [step.after.tokens.numel()]:
             accuse(
-                PASSES,
+                REFINE_PASSES,
                 [step.after.tokens.numel()],
                 own,
                 **scene.words(),
@@ -119,10 +119,10 @@ def passes_of_a_rewriting(scene: Scene) -> None:
     judged = sorted(model for model in named if not model.startswith(name))
     allowed = ["teacher", "teacher/encoder"] if scene.teacher else []
     if judged not in ([], allowed):
-        accuse(PASSES, allowed, judged, **scene.words(), counted="passes of a teacher")
+        accuse(REFINE_PASSES, allowed, judged, **scene.words(), counted="passes of a teacher")
 
 
-def a_candidate_alone(scene: Scene) -> None:
+def a_candidate_alone(scene: RefineScene) -> None:
     """What a pass makes of a candidate is what it makes of it by itself, without the others and
     without padding.
     """
@@ -131,24 +131,24 @@ def a_candidate_alone(scene: Scene) -> None:
     memory = request.model.encode(torch.tensor([list(scene.source)]))
     for step in scene.steps(running):
         for row in range(len(step.before.tokens)):
-            own = alone(step.before, row, len(scene.source))
+            own = canvas_alone(step.before, row, len(scene.source))
             if own is None:
                 continue
             _, fresh = scene.begin()  # a refiner that remembers nothing of the others
             rng = Seeded(scene.seed).split("rewrite", step.iteration)
             with torch.inference_mode():
                 got = fresh.rewrite(own, memory, step.iteration, rng)
-            _compare(
-                ALONE,
-                told(got, 0),
-                told(step.after, row),
+            _compare_candidates(
+                CANDIDATE_ALONE,
+                candidate_of(got, 0),
+                candidate_of(step.after, row),
                 scene,
                 candidate=row,
                 iteration=step.iteration,
             )
 
 
-def alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
+def canvas_alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
     """One candidate's canvas without padding; None where `extra` cannot be taken apart (source and
     canvas are equally long).
     """
@@ -164,7 +164,7 @@ def alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
     return Canvas(tokens, mask, scores, extra)
 
 
-def padding_decides_nothing(scene: Scene) -> None:
+def padding_decides_nothing(scene: RefineScene) -> None:
     """Other tokens and scores at padding slots change nothing of any slot, nor of the choice."""
     request, running, passes = scene.run()
     memory = request.model.encode(torch.tensor([list(scene.source)]))
@@ -172,30 +172,36 @@ def padding_decides_nothing(scene: Scene) -> None:
         _, fresh = scene.begin()
         rng = Seeded(scene.seed).split("rewrite", step.iteration)
         with torch.inference_mode():
-            got = fresh.rewrite(scribbled(step.before), memory, step.iteration, rng)
+            got = fresh.rewrite(scribble_padding(step.before), memory, step.iteration, rng)
         for row in range(len(got.tokens)):
-            _compare(
-                PADDING,
-                told(got, row),
-                told(step.after, row),
+            _compare_candidates(
+                PADDING_DECIDES,
+                candidate_of(got, row),
+                candidate_of(step.after, row),
                 scene,
                 candidate=row,
                 iteration=step.iteration,
             )
     assert running.canvas is not None
     with torch.inference_mode():
-        chosen = scene.begin()[1].choose(scribbled(running.canvas), scene.source, memory)
+        chosen = scene.begin()[1].choose(scribble_padding(running.canvas), scene.source, memory)
     if chosen != running.chosen:
-        accuse(PADDING, running.chosen, chosen, **scene.words(), asked="which candidate is chosen")
+        accuse(
+            PADDING_DECIDES,
+            running.chosen,
+            chosen,
+            **scene.words(),
+            asked="which candidate is chosen",
+        )
 
 
-def scribbled(canvas: Canvas) -> Canvas:
+def scribble_padding(canvas: Canvas) -> Canvas:
     """The same with other things at its padding slots."""
     tokens = torch.where(canvas.mask, canvas.tokens, 4 + torch.arange(canvas.tokens.shape[1]) % 5)
     return canvas._replace(tokens=tokens, scores=torch.where(canvas.mask, canvas.scores, -77.0))
 
 
-def only_the_seed_decides(scene: Scene) -> None:
+def only_the_seed_decides(scene: RefineScene) -> None:
     """The same seed, the same translation, whatever else was drawn in the process; the global state
     is not drawn from.
     """
@@ -204,14 +210,14 @@ def only_the_seed_decides(scene: Scene) -> None:
         before = torch.get_rng_state()
         first = scene.run()[1]
         if not torch.equal(before, torch.get_rng_state()):
-            accuse(SEED, "the global state of torch as it was", "another", **scene.words())
+            accuse(SEED_DECIDES, "the global state of torch as it was", "another", **scene.words())
         torch.manual_seed(2)
         second = scene.run()[1]
     if (first.tokens, first.scores) != (second.tokens, second.scores):
-        accuse(SEED, first.tokens, second.tokens, **scene.words())
+        accuse(SEED_DECIDES, first.tokens, second.tokens, **scene.words())
 
 
-def a_canvas_in_order(scene: Scene) -> None:
+def a_canvas_in_order(scene: RefineScene) -> None:
     """Slots, then padding; some slot in what is chosen; tokens of the vocabulary; no pass alters
     the canvas it was given.
     """
@@ -223,7 +229,7 @@ def a_canvas_in_order(scene: Scene) -> None:
             not torch.equal(a, b) for a, b in zip(kept[:3], step.before[:3], strict=True)
         ):
             accuse(
-                CANVAS,
+                CANVAS_ORDER,
                 kept.tokens,
                 step.before.tokens,
                 **scene.words(),
@@ -232,10 +238,10 @@ def a_canvas_in_order(scene: Scene) -> None:
         kept = Canvas(*(part.clone() for part in step.after[:3]))
         mask, tokens = step.after.mask, step.after.tokens
         if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
-            accuse(CANVAS, "slots, then padding", mask, **scene.words())
+            accuse(CANVAS_ORDER, "slots, then padding", mask, **scene.words())
         if mask.shape[1] > request.model.config.max_positions:
             accuse(
-                CANVAS,
+                CANVAS_ORDER,
                 f"at most {request.model.config.max_positions} slots",
                 mask.shape[1],
                 **scene.words(),
@@ -244,43 +250,45 @@ def a_canvas_in_order(scene: Scene) -> None:
             (tokens[mask] < 0) | (tokens[mask] >= request.model.config.vocab_size)
         ]
         if len(strange):
-            accuse(CANVAS, "tokens of the vocabulary", strange, **scene.words())
+            accuse(CANVAS_ORDER, "tokens of the vocabulary", strange, **scene.words())
         if not bool(torch.isfinite(step.after.scores[mask]).all()):
-            accuse(CANVAS, "finite scores", step.after.scores, **scene.words())
+            accuse(CANVAS_ORDER, "finite scores", step.after.scores, **scene.words())
     count = 0 if kept is None else len(kept.tokens)
     if running.chosen not in range(count):
         accuse(
-            CANVAS,
+            CANVAS_ORDER,
             f"one of {count} candidates",
             running.chosen,
             **scene.words(),
             asked="which candidate is chosen",
         )
     if not running.tokens:
-        accuse(CANVAS, "a translation", running.tokens, **scene.words())
+        accuse(CANVAS_ORDER, "a translation", running.tokens, **scene.words())
 
 
-LAWS: dict[str, Callable[[Scene], None]] = {
-    PASSES: passes_of_a_rewriting,
-    ALONE: a_candidate_alone,
-    PADDING: padding_decides_nothing,
-    SEED: only_the_seed_decides,
-    CANVAS: a_canvas_in_order,
+REFINE_LAWS: dict[str, Callable[[RefineScene], None]] = {
+    REFINE_PASSES: passes_of_a_rewriting,
+    CANDIDATE_ALONE: a_candidate_alone,
+    PADDING_DECIDES: padding_decides_nothing,
+    SEED_DECIDES: only_the_seed_decides,
+    CANVAS_ORDER: a_canvas_in_order,
 }
 
 
-def told(canvas: Canvas, row: int) -> tuple[list[int], list[float]]:
+def candidate_of(canvas: Canvas, row: int) -> tuple[list[int], list[float]]:
     """A candidate's tokens and scores."""
     return canvas.text(row), [float(x) for x in canvas.scores[row][canvas.mask[row]]]
 
 
-def _compare(law: str, got: Any, expected: Any, scene: Scene, **where: Any) -> None:
-    far = any(abs(a - b) > WITHIN for a, b in zip(got[1], expected[1], strict=False))
+def _compare_candidates(
+    law: str, got: Any, expected: Any, scene: RefineScene, **where: Any
+) -> None:
+    far = any(abs(a - b) > REFINE_TOLERANCE for a, b in zip(got[1], expected[1], strict=False))
     if got[0] != expected[0] or far:
         accuse(law, expected, got, **scene.words(), **where)
 
 
-def settings(card: Card) -> Iterator[dict[str, Any]]:
+def knob_settings(card: Card) -> Iterator[dict[str, Any]]:
     """The small values of its knobs, and then each other value once."""
     base = {knob.name: knob.small[0] if knob.small else knob.default for knob in card.knobs}
     yield base
@@ -290,13 +298,13 @@ def settings(card: Card) -> Iterator[dict[str, Any]]:
                 yield {**base, knob.name: value}
 
 
-def held(law: str, card: Card, knobs: dict[str, Any], seed: int = 0) -> Evidence:
+def hold_on_sources(law: str, card: Card, knobs: dict[str, Any], seed: int = 0) -> Evidence:
     """A law on every source."""
     begun = perf_counter()
-    for number, source in enumerate(SOURCES):
+    for number, source in enumerate(REFINE_SOURCES):
 
         def build(request: RefineRequest) -> Refiner:
             return card.refiner(request, **knobs)
 
-        LAWS[law](Scene(build, source, card.teacher, 10 * seed + number, seed, knobs))
-    return Evidence(law, len(SOURCES), 0, perf_counter() - begun)
+        REFINE_LAWS[law](RefineScene(build, source, card.teacher, 10 * seed + number, seed, knobs))
+    return Evidence(law, len(REFINE_SOURCES), 0, perf_counter() - begun)

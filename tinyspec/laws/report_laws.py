@@ -16,17 +16,28 @@ from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.cache_laws import CLOSE, FAMILIES, greedy, weights
-from tinyspec.laws.dense import dense
-from tinyspec.laws.loop_laws import SMALL, WIDE, WIDER, Always, Table, model, said
+from tinyspec.laws.cache_laws import FAMILIES, SESSION_TOLERANCE, family_model, greedy_text
+from tinyspec.laws.dense import run_dense
+from tinyspec.laws.loop_laws import (
+    SMALL_TABLES,
+    WIDE,
+    WIDER,
+    ConstantDrafter,
+    Table,
+    format_table,
+    table_model,
+)
 from tinyspec.laws.parts import Parts
-from tinyspec.laws.row_laws import normal
+from tinyspec.laws.row_laws import normalised
 
-SEEDS = range(4)
-TABLES: list[tuple[Table, Table]] = [*(pair for pair in SMALL if len(pair[0]) == 1), (WIDE, WIDER)]
+REPORT_SEEDS = range(4)
+REPORT_TABLES: list[tuple[Table, Table]] = [
+    *(pair for pair in SMALL_TABLES if len(pair[0]) == 1),
+    (WIDE, WIDER),
+]
 
 
-def request(
+def begin_request(
     parts: Parts,
     p: Table,
     q: Table,
@@ -36,14 +47,18 @@ def request(
     eos: Sequence[int] = (),
 ) -> tuple[Decoder, Any]:
     """A chain drafted from q for the target p, begun, and its chance."""
-    drafter = parts.drafter(model(q).session(), gamma, frozenset()) if gamma else Always(())
+    drafter = (
+        parts.drafter(table_model(q).session(), gamma, frozenset())
+        if gamma
+        else ConstantDrafter(())
+    )
     stop = parts.stop(eos=frozenset(eos), max_new_tokens=most)
-    decoder = parts.decoder(model(p).session(), drafter, parts.walk, stop=stop)
+    decoder = parts.decoder(table_model(p).session(), drafter, parts.walk, stop=stop)
     decoder.extend((0,))
     return decoder, parts.seeded(seed)
 
 
-def finished(decoder: Decoder, rng: Any) -> list[Round]:
+def run_to_end(decoder: Decoder, rng: Any) -> list[Round]:
     """All rounds of a request."""
     rounds = []
     while not decoder.finished:
@@ -54,15 +69,17 @@ def finished(decoder: Decoder, rng: Any) -> list[Round]:
 # ------------------------------------------------------------------ what is reported
 
 
-def trace_identities(parts: Parts) -> Evidence:
+def trace_identities_of_parts(parts: Parts) -> Evidence:
     """emitted = accepted + rounds that added a token of their own; tau * calls = emitted; all
     defined for no tokens.
     """
     name, seen = "trace identities", 0
-    for most, eos, (p, q), gamma, seed in product(range(4), ((), (0,)), TABLES, (0, 1, 2), SEEDS):
-        decoder, rng = request(parts, p, q, gamma, most, seed, eos)
+    for most, eos, (p, q), gamma, seed in product(
+        range(4), ((), (0,)), REPORT_TABLES, (0, 1, 2), REPORT_SEEDS
+    ):
+        decoder, rng = begin_request(parts, p, q, gamma, most, seed, eos)
         stats, seen = parts.statistics(), seen + 1
-        rounds = finished(decoder, rng)
+        rounds = run_to_end(decoder, rng)
         for one in rounds:
             stats.count(one)
         own = sum(one.verdict.next is not None for one in rounds)
@@ -83,8 +100,8 @@ def trace_identities(parts: Parts) -> Evidence:
         got = {figure: value for figure, value in stats.as_dict().items() if figure in expected}
         if got != expected or accepted + own != n:
             case = {
-                "p": said(p),
-                "q": said(q),
+                "p": format_table(p),
+                "q": format_table(q),
                 "gamma": gamma,
                 "max_new_tokens": most,
                 "eos": eos,
@@ -101,9 +118,9 @@ def origins_name_what_happened(parts: Parts) -> Evidence:
     whole draft, or plain.
     """
     name, seen = "origins name what happened", 0
-    for most, (p, q), gamma, seed in product(range(1, 5), TABLES, (0, 1, 2), SEEDS):
-        decoder, rng = request(parts, p, q, gamma, most, seed)
-        for one in finished(decoder, rng):
+    for most, (p, q), gamma, seed in product(range(1, 5), REPORT_TABLES, (0, 1, 2), REPORT_SEEDS):
+        decoder, rng = begin_request(parts, p, q, gamma, most, seed)
+        for one in run_to_end(decoder, rng):
             seen, path = seen + 1, one.verdict.accepted
             last = (
                 "plain"
@@ -130,13 +147,13 @@ def round_laws_are_the_targets(parts: Parts) -> Evidence:
     """`Round.laws` holds, for each token of the round, the target's row it is distributed under: an
     outer level of a cascade divides by it."""
     name, seen = "round laws are the targets", 0
-    for most, (p, q), gamma, seed in product(range(1, 4), TABLES, (0, 1, 2), SEEDS):
-        decoder, rng = request(parts, p, q, gamma, most, seed)
+    for most, (p, q), gamma, seed in product(range(1, 4), REPORT_TABLES, (0, 1, 2), REPORT_SEEDS):
+        decoder, rng = begin_request(parts, p, q, gamma, most, seed)
         text = [0]
-        for one in finished(decoder, rng):
+        for one in run_to_end(decoder, rng):
             seen += 1
             expected = [
-                normal(p[token % len(p)]) for token in (*text, *one.tokens)[len(text) - 1 : -1]
+                normalised(p[token % len(p)]) for token in (*text, *one.tokens)[len(text) - 1 : -1]
             ]
             text += one.tokens
             if [list(row) for row in one.output_probs] != expected:
@@ -144,8 +161,8 @@ def round_laws_are_the_targets(parts: Parts) -> Evidence:
                     name,
                     expected,
                     list(one.output_probs),
-                    p=said(p),
-                    q=said(q),
+                    p=format_table(p),
+                    q=format_table(q),
                     gamma=gamma,
                     tokens=one.tokens,
                 )
@@ -157,19 +174,19 @@ def logprobs_are_the_targets(parts: Parts) -> Evidence:
     warpers.
     """
     name, seen = "logprobs are the targets", 0
-    for most, family, seed in product((1, 2, 6), FAMILIES, SEEDS):
-        target = weights(family)
-        drafter = parts.drafter(weights(family, seed=1).session(), 2, frozenset())
+    for most, family, seed in product((1, 2, 6), FAMILIES, REPORT_SEEDS):
+        target = family_model(family)
+        drafter = parts.drafter(family_model(family, seed=1).session(), 2, frozenset())
         stop, sampling = StoppingCriteria(max_new_tokens=most), SamplingParams(temperature=0.5)
         decoder = parts.decoder(target.session(), drafter, parts.walk, sampling=sampling, stop=stop)
         decoder.extend((1,))
-        got = [x for one in finished(decoder, parts.seeded(seed)) for x in parts.logprobs(one)]
-        rows, seen = dense(target, [1, *decoder.new]).logits, seen + 1
+        got = [x for one in run_to_end(decoder, parts.seeded(seed)) for x in parts.logprobs(one)]
+        rows, seen = run_dense(target, [1, *decoder.new]).logits, seen + 1
         expected = [
             rows[at, token] - np.log(np.exp(rows[at]).sum()) for at, token in enumerate(decoder.new)
         ]
         if len(got) != len(expected) or any(
-            abs(a - b) > CLOSE for a, b in zip(got, expected, strict=True)
+            abs(a - b) > SESSION_TOLERANCE for a, b in zip(got, expected, strict=True)
         ):
             accuse(name, expected, got, model=family, temperature=0.5, new=decoder.new, seed=seed)
     return Evidence(name, seen)
@@ -178,49 +195,51 @@ def logprobs_are_the_targets(parts: Parts) -> Evidence:
 # ------------------------------------------------------------------ what is left behind
 
 
-def same_seed_same_output(parts: Parts) -> Evidence:
+def same_seed_of_parts(parts: Parts) -> Evidence:
     """A request depends on its seed alone: not on what ran before it, nor on a request that runs
     between its rounds.
     """
     name, seen = "same seed same output", 0
-    for (p, q), gamma, seed in product(TABLES, (0, 2), SEEDS):
-        alone, rng = request(parts, p, q, gamma, 6, seed)
-        finished(alone, rng)
-        again, rng = request(parts, p, q, gamma, 6, seed)
-        other, between = request(parts, p, q, gamma, None, seed + 1)
+    for (p, q), gamma, seed in product(REPORT_TABLES, (0, 2), REPORT_SEEDS):
+        alone, rng = begin_request(parts, p, q, gamma, 6, seed)
+        run_to_end(alone, rng)
+        again, rng = begin_request(parts, p, q, gamma, 6, seed)
+        other, between = begin_request(parts, p, q, gamma, None, seed + 1)
         while not again.finished:
             again.step(rng)
             other.step(between)
         seen += 1
         if again.new != alone.new:
-            case = {"p": said(p), "q": said(q), "gamma": gamma, "seed": seed}
+            case = {"p": format_table(p), "q": format_table(q), "gamma": gamma, "seed": seed}
             accuse(name, alone.new, again.new, **case, between="another request's rounds")
     return Evidence(name, seen)
 
 
-def global_randomness_is_untouched(parts: Parts) -> Evidence:
+def global_randomness_of_parts(parts: Parts) -> Evidence:
     """The generators of random, numpy and torch are where they were: a user's own draws do not
     change.
     """
     name, seen = "global randomness is untouched", 0
     for gamma in (0, 1, 2):
-        decoder, rng = request(parts, WIDE, WIDER, gamma, 4)
-        before, seen = _globals(), seen + 1
-        finished(decoder, rng)
-        moved = [library for library, state in _globals().items() if state != before[library]]
+        decoder, rng = begin_request(parts, WIDE, WIDER, gamma, 4)
+        before, seen = global_generators(), seen + 1
+        run_to_end(decoder, rng)
+        moved = [
+            library for library, state in global_generators().items() if state != before[library]
+        ]
         if moved:
             accuse(
                 name,
                 "no generator moved",
                 f"moved: {', '.join(moved)}",
-                p=said(WIDE),
-                q=said(WIDER),
+                p=format_table(WIDE),
+                q=format_table(WIDER),
                 gamma=gamma,
             )
     return Evidence(name, seen)
 
 
-def _globals() -> dict[str, str]:
+def global_generators() -> dict[str, str]:
     legacy: Any = np.random.get_state()  # noqa: NPY002
     return {
         "random": str(random.getstate()),
@@ -233,13 +252,13 @@ def a_request_leaves_no_trace(parts: Parts) -> Evidence:
     """After `end()` the same session takes the next prompt as if it were new."""
     name, seen = "a request leaves no trace", 0
     for family, first in product(FAMILIES, ((1,), (1, 2, 3))):
-        judge, seen = weights(family), seen + 1
+        judge, seen = family_model(family), seen + 1
         session = parts.session(judge)
         new: list[int] = []
         for prompt in (first, (4, 5)):
             decoder = parts.decoder(
                 session,
-                Always((2, 2)),
+                ConstantDrafter((2, 2)),
                 parts.walk,
                 sampling=SamplingParams(temperature=0.0),
                 stop=StoppingCriteria(max_new_tokens=3),
@@ -250,18 +269,18 @@ def a_request_leaves_no_trace(parts: Parts) -> Evidence:
                     decoder.step(parts.seeded(at))
             new = decoder.new
             decoder.end()
-        expected = greedy(judge, (4, 5), 3)
+        expected = greedy_text(judge, (4, 5), 3)
         if new != expected:
             accuse(name, expected, new, model=family, first_prompt=first, second_prompt=(4, 5))
     return Evidence(name, seen)
 
 
-LAWS = {
-    "trace identities": trace_identities,
+REPORT_LAWS = {
+    "trace identities": trace_identities_of_parts,
     "origins name what happened": origins_name_what_happened,
     "round laws are the targets": round_laws_are_the_targets,
     "logprobs are the targets": logprobs_are_the_targets,
-    "same seed same output": same_seed_same_output,
-    "global randomness is untouched": global_randomness_is_untouched,
+    "same seed same output": same_seed_of_parts,
+    "global randomness is untouched": global_randomness_of_parts,
     "a request leaves no trace": a_request_leaves_no_trace,
 }

@@ -27,25 +27,25 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, Trace
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.network import network
-from tinyspec.laws.report_laws import _globals
+from tinyspec.laws.network import small_network
+from tinyspec.laws.report_laws import global_generators
 from tinyspec.laws.stage import Stage
 from tinyspec.lm.gate import run_together
 from tinyspec.technique import Card, Guarantee, Request
 
-TRACE = "trace identities"
-LEDGER = "every call is in a round"
-SEED = "same seed same output"
-APART = "two requests are the two alone"
-GLOBAL = "global randomness is untouched"
-ROWS = "a batch row is the row alone"
-STOP = "stop"
+TRACE_IDENTITIES = "trace identities"
+CALLS_IN_ROUNDS = "every call is in a round"
+SAME_SEED = "same seed same output"
+TWO_REQUESTS = "two requests are the two alone"
+GLOBAL_RANDOMNESS = "global randomness is untouched"
+BATCH_ROW_ALONE = "a batch row is the row alone"
+STOP_OF_REQUEST = "stop"
 
-CLOSE = 1e-10
-LETTERS = "abcdefgh"
+REQUEST_TOLERANCE = 1e-10
+REQUEST_LETTERS = "abcdefgh"
 
 
-def stages(card: Card, seeds: Sequence[int] = range(4), tokens: int = 8) -> Iterator[Stage]:
+def request_stages(card: Card, seeds: Sequence[int] = range(4), tokens: int = 8) -> Iterator[Stage]:
     """Small models under a technique, with drafts that are always right and drafts that are not;
     ends of text too.
     """
@@ -58,14 +58,14 @@ def stages(card: Card, seeds: Sequence[int] = range(4), tokens: int = 8) -> Iter
         yield replace(base, seed=seed, draft=draft, stop=stop)
 
 
-def begun(stage: Stage, prompt: Sequence[int] = ()) -> Decoder:
+def begin_on_stage(stage: Stage, prompt: Sequence[int] = ()) -> Decoder:
     """A new request that has read its prompt."""
     decoder = stage.decoder()
     decoder.extend(prompt or stage.prompt)
     return decoder
 
 
-def finished(decoder: Decoder, seed: int = 0) -> list[Round]:
+def finish_request(decoder: Decoder, seed: int = 0) -> list[Round]:
     """All rounds of a request."""
     rounds, rng = list[Round](), Seeded(seed)
     while not decoder.finished:
@@ -73,7 +73,7 @@ def finished(decoder: Decoder, seed: int = 0) -> list[Round]:
     return rounds
 
 
-def said(rounds: Sequence[Round]) -> list[Any]:
+def visible_rounds(rounds: Sequence[Round]) -> list[Any]:
     """What can be seen of rounds: drafts, verdicts, tokens."""
     return [
         (tuple(one.tree.tokens), one.verdict.accepted, one.verdict.next, one.tokens)
@@ -81,7 +81,7 @@ def said(rounds: Sequence[Round]) -> list[Any]:
     ]
 
 
-def decodes(card: Card) -> bool:
+def is_decoder(card: Card) -> bool:
     """Whether there is a text that grows: not for planners, nor for what rewrites a canvas."""
     return card.kind == "decoder"
 
@@ -97,8 +97,8 @@ def trace_identities(
     """emitted = accepted + rounds with a `next` - truncated, round by round and in sum; tau * calls
     = emitted; the trace tells every token once."""
     started, seen = perf_counter(), 0
-    for stage in stages(card) if decodes(card) else ():
-        decoder, verdicts = begun(stage), list[Verdict]()
+    for stage in request_stages(card) if is_decoder(card) else ():
+        decoder, verdicts = begin_on_stage(stage), list[Verdict]()
         verifier = decoder.verifier
 
         def listening(
@@ -109,7 +109,7 @@ def trace_identities(
 
         decoder.verifier = listening
         stats, log = statistics(), Trace(list(stage.prompt))
-        for one in (rounds := finished(decoder)):
+        for one in (rounds := finish_request(decoder)):
             stats.count(one)
             log.add(one)
         case = {**stage.words(), "rounds": [one.tokens for one in rounds]}
@@ -117,8 +117,8 @@ def trace_identities(
             seen += 1
             allowed = len(verdict.accepted) + (verdict.next is not None)
             last = number + 1 == len(rounds)
-            _equal(
-                TRACE,
+            _expect_equal(
+                TRACE_IDENTITIES,
                 allowed - one.truncated,
                 len(one.tokens),
                 **case,
@@ -127,7 +127,7 @@ def trace_identities(
             )
             if one.truncated and not last:
                 accuse(
-                    TRACE,
+                    TRACE_IDENTITIES,
                     "nothing is cut off before the last round",
                     one.truncated,
                     **case,
@@ -142,7 +142,7 @@ def trace_identities(
                 "accepted": kinds.count("accepted"),
                 "other": sum(kind != "accepted" for kind in kinds),
             }
-            _equal(TRACE, expected, told, **case, round=number, of="origins")
+            _expect_equal(TRACE_IDENTITIES, expected, told, **case, round=number, of="origins")
         accepted, own = (
             sum(counts)
             for counts in zip(
@@ -150,12 +150,14 @@ def trace_identities(
             )
         )
         cut = sum(one.truncated for one in rounds)
-        _equal(TRACE, accepted + own - cut, len(decoder.new), **case, of="tokens in all")
-        _equal(TRACE, len(decoder.new), stats.emitted, **case, of="emitted")
-        _equal(TRACE, len(rounds), stats.target_calls, **case, of="target calls")
+        _expect_equal(
+            TRACE_IDENTITIES, accepted + own - cut, len(decoder.new), **case, of="tokens in all"
+        )
+        _expect_equal(TRACE_IDENTITIES, len(decoder.new), stats.emitted, **case, of="emitted")
+        _expect_equal(TRACE_IDENTITIES, len(rounds), stats.target_calls, **case, of="target calls")
         kept = sum(len(one.verdict.accepted) for one in rounds)
-        _equal(
-            TRACE,
+        _expect_equal(
+            TRACE_IDENTITIES,
             (kept, True),
             (stats.accepted, stats.acceptance <= 1),
             **case,
@@ -163,21 +165,23 @@ def trace_identities(
         )
         if not isclose(stats.tokens_per_call * stats.target_calls, len(decoder.new), rel_tol=1e-12):
             accuse(
-                TRACE,
+                TRACE_IDENTITIES,
                 len(decoder.new),
                 stats.tokens_per_call * stats.target_calls,
                 **case,
                 of="tau * calls",
             )
-        _equal(
-            TRACE,
+        _expect_equal(
+            TRACE_IDENTITIES,
             decoder.new,
             [token for one in log.rounds for token in one.emitted],
             **case,
             of="trace",
         )
-        _equal(TRACE, log, Trace.from_json(log.to_json()), **case, of="trace as JSON")
-    return Evidence(TRACE, seen, seconds=perf_counter() - started)
+        _expect_equal(
+            TRACE_IDENTITIES, log, Trace.from_json(log.to_json()), **case, of="trace as JSON"
+        )
+    return Evidence(TRACE_IDENTITIES, seen, seconds=perf_counter() - started)
 
 
 def every_call_is_in_a_round(card: Card) -> Evidence:
@@ -185,15 +189,19 @@ def every_call_is_in_a_round(card: Card) -> Evidence:
     hidden between them.
     """
     started, seen = perf_counter(), 0
-    for stage in stages(card) if decodes(card) else ():
-        decoder = begun(stage)
+    for stage in request_stages(card) if is_decoder(card) else ():
+        decoder = begin_on_stage(stage)
         prefill = len(decoder.forward_log)
-        rounds, seen = finished(decoder), seen + 1
+        rounds, seen = finish_request(decoder), seen + 1
         told = [call for one in rounds for call in (*one.draft_calls, *one.calls)]
         case = {**stage.words(), "rounds": [one.tokens for one in rounds]}
-        _equal(LEDGER, len(decoder.forward_log) - prefill, len(told), **case, of="calls")
-        _equal(LEDGER, decoder.forward_log[prefill:], told, **case, of="calls, in order")
-    return Evidence(LEDGER, seen, seconds=perf_counter() - started)
+        _expect_equal(
+            CALLS_IN_ROUNDS, len(decoder.forward_log) - prefill, len(told), **case, of="calls"
+        )
+        _expect_equal(
+            CALLS_IN_ROUNDS, decoder.forward_log[prefill:], told, **case, of="calls, in order"
+        )
+    return Evidence(CALLS_IN_ROUNDS, seen, seconds=perf_counter() - started)
 
 
 # ---------------------------------------------------------------------- who else is there
@@ -204,38 +212,47 @@ def same_seed_same_output(card: Card) -> Evidence:
     generators.
     """
     started, seen = perf_counter(), 0
-    for stage in stages(card) if decodes(card) else ():
-        alone, seen = said(finished(begun(stage), 5)), seen + 1
+    for stage in request_stages(card) if is_decoder(card) else ():
+        alone, seen = visible_rounds(finish_request(begin_on_stage(stage), 5)), seen + 1
         for number, prompt in enumerate(((1,), (1, 0, 1))):
-            finished(begun(stage, prompt), number)
+            finish_request(begin_on_stage(stage, prompt), number)
         _draw_globally()
-        _equal(
-            SEED,
+        _expect_equal(
+            SAME_SEED,
             alone,
-            said(finished(begun(stage), 5)),
+            visible_rounds(finish_request(begin_on_stage(stage), 5)),
             **stage.words(),
             before="two other requests",
         )
-    return Evidence(SEED, seen, seconds=perf_counter() - started)
+    return Evidence(SAME_SEED, seen, seconds=perf_counter() - started)
 
 
 def two_requests_are_the_two_alone(card: Card) -> Evidence:
     """Two requests that take turns say what each says alone."""
     started, seen = perf_counter(), 0
-    for stage in stages(card) if decodes(card) else ():
+    for stage in request_stages(card) if is_decoder(card) else ():
         prompts = (stage.prompt, (1, 0, 1))
         alone, seen = (
-            [said(finished(begun(stage, prompt), at)) for at, prompt in enumerate(prompts)],
+            [
+                visible_rounds(finish_request(begin_on_stage(stage, prompt), at))
+                for at, prompt in enumerate(prompts)
+            ],
             seen + 1,
         )
-        both = [begun(stage, prompt) for prompt in prompts]
+        both = [begin_on_stage(stage, prompt) for prompt in prompts]
         chances, rounds = [Seeded(at) for at in range(2)], [list[Round](), list[Round]()]
         while not all(decoder.finished for decoder in both):
             for at, decoder in enumerate(both):
                 if not decoder.finished:
                     rounds[at].append(decoder.step(chances[at]))
-        _equal(APART, alone, [said(one) for one in rounds], **stage.words(), prompts=prompts)
-    return Evidence(APART, seen, seconds=perf_counter() - started)
+        _expect_equal(
+            TWO_REQUESTS,
+            alone,
+            [visible_rounds(one) for one in rounds],
+            **stage.words(),
+            prompts=prompts,
+        )
+    return Evidence(TWO_REQUESTS, seen, seconds=perf_counter() - started)
 
 
 def global_randomness_is_untouched(card: Card) -> Evidence:
@@ -243,13 +260,20 @@ def global_randomness_is_untouched(card: Card) -> Evidence:
     change.
     """
     started, seen = perf_counter(), 0
-    for stage in stages(card) if decodes(card) else ():
-        decoder, before, seen = begun(stage), _globals(), seen + 1
-        finished(decoder)
-        moved = [library for library, state in _globals().items() if state != before[library]]
+    for stage in request_stages(card) if is_decoder(card) else ():
+        decoder, before, seen = begin_on_stage(stage), global_generators(), seen + 1
+        finish_request(decoder)
+        moved = [
+            library for library, state in global_generators().items() if state != before[library]
+        ]
         if moved:
-            accuse(GLOBAL, "no generator moved", f"moved: {', '.join(moved)}", **stage.words())
-    return Evidence(GLOBAL, seen, seconds=perf_counter() - started)
+            accuse(
+                GLOBAL_RANDOMNESS,
+                "no generator moved",
+                f"moved: {', '.join(moved)}",
+                **stage.words(),
+            )
+    return Evidence(GLOBAL_RANDOMNESS, seen, seconds=perf_counter() - started)
 
 
 def a_batch_row_is_the_row_alone(
@@ -266,9 +290,9 @@ def a_batch_row_is_the_row_alone(
         else SamplingParams(0.8, top_p=0.9)
     )
     narrow = [] if _core.compute is None else [torch.float32, torch.bfloat16]
-    for seed, dtype in product(range(2), [torch.float64, *narrow]) if decodes(card) else ():
+    for seed, dtype in product(range(2), [torch.float64, *narrow]) if is_decoder(card) else ():
         stage = Stage(card, deep=True, vocabulary=4, seed=seed, sampling=sampling)
-        models = [network(number, 4).to(dtype=dtype) for number in (seed, seed + 2)]
+        models = [small_network(number, 4).to(dtype=dtype) for number in (seed, seed + 2)]
 
         def row(number: int, gate: Any, stage: Stage = stage, models: Any = models) -> list[Round]:
             forward_log: list[Any] = []
@@ -282,7 +306,7 @@ def a_batch_row_is_the_row_alone(
             )
             decoder = card.make(request, **stage.settings)
             decoder.extend(prompts[number])
-            return finished(decoder, number)
+            return finish_request(decoder, number)
 
         alone = [row(number, None) for number in range(len(prompts))]
         batch = together(
@@ -291,22 +315,22 @@ def a_batch_row_is_the_row_alone(
         for number, (one, other) in enumerate(zip(alone, batch, strict=True)):
             seen += 1
             case = {**stage.words(), "prompts": prompts, "row": number, "dtype": str(dtype)}
-            _equal(ROWS, said(one), said(other), **case)
+            _expect_equal(BATCH_ROW_ALONE, visible_rounds(one), visible_rounds(other), **case)
             for at, (mine, its) in enumerate(zip(one, other, strict=True)):
                 gap = float(
                     abs(
                         torch.as_tensor(mine.scores.logits) - torch.as_tensor(its.scores.logits)
                     ).max()
                 )
-                if gap > (CLOSE if dtype == torch.float64 else 0):
-                    accuse(ROWS, "the same logits", f"{gap} apart", **case, round=at)
-    return Evidence(ROWS, seen, seconds=perf_counter() - started)
+                if gap > (REQUEST_TOLERANCE if dtype == torch.float64 else 0):
+                    accuse(BATCH_ROW_ALONE, "the same logits", f"{gap} apart", **case, round=at)
+    return Evidence(BATCH_ROW_ALONE, seen, seconds=perf_counter() - started)
 
 
 # ---------------------------------------------------------------------- where it ends
 
 
-def stop(card: Card, tokens: int = 6) -> Evidence:
+def stop_of_request(card: Card, tokens: int = 6) -> Evidence:
     """With a stop, the text is what it is without, up to the first place where a stop is complete:
     end tokens (none, one, several), sequences and strings, wherever in a block they fall."""
     started, seen = perf_counter(), 0
@@ -317,21 +341,23 @@ def stop(card: Card, tokens: int = 6) -> Evidence:
         sampling=SamplingParams(0.0),
         prompt=(0, 1),
     )
-    for seed, draft in product(range(4), ("another", "right")) if decodes(card) else ():
+    for seed, draft in product(range(4), ("another", "right")) if is_decoder(card) else ():
         stage = replace(base, seed=seed, draft=draft, stop=StoppingCriteria(max_new_tokens=tokens))
-        free = begun(stage)
-        finished(free)
+        free = begin_on_stage(stage)
+        finish_request(free)
         for rule in _rules(free.new, base.vocabulary):
-            expected, seen = _ended(free.new, rule), seen + 1
-            decode = lambda ids: "".join(LETTERS[token] for token in ids)  # noqa: E731
-            decoder = begun(
+            expected, seen = _end_by_rule(free.new, rule), seen + 1
+            decode = lambda ids: "".join(REQUEST_LETTERS[token] for token in ids)  # noqa: E731
+            decoder = begin_on_stage(
                 replace(stage, stop=StoppingCriteria(**rule, max_new_tokens=tokens, decode=decode))
             )
-            rounds = finished(decoder)
+            rounds = finish_request(decoder)
             case = {**stage.words(), "stop": rule, "text without a stop": free.new}
             drafts = [tuple(one.tree.tokens) for one in rounds]
-            _equal(STOP, expected, (decoder.new, decoder.finished), **case, drafts=drafts)
-    return Evidence(STOP, seen, seconds=perf_counter() - started)
+            _expect_equal(
+                STOP_OF_REQUEST, expected, (decoder.new, decoder.finished), **case, drafts=drafts
+            )
+    return Evidence(STOP_OF_REQUEST, seen, seconds=perf_counter() - started)
 
 
 def _rules(text: Sequence[int], vocabulary: int) -> Iterator[dict[str, Any]]:
@@ -342,18 +368,18 @@ def _rules(text: Sequence[int], vocabulary: int) -> Iterator[dict[str, Any]]:
     pieces = {tuple(text[at : at + n]) for n in (1, 2, 3) for at in range(len(text) - n + 1)}
     for piece in sorted(pieces):
         yield {"sequences": (piece,)}
-        yield {"strings": ("".join(LETTERS[token] for token in piece),)}
+        yield {"strings": ("".join(REQUEST_LETTERS[token] for token in piece),)}
         yield {"eos": frozenset({piece[-1]}), "sequences": (piece, (vocabulary + 5,))}
     yield {"sequences": ((vocabulary + 5,),), "strings": ("z",)}
 
 
-def _ended(text: Sequence[int], rule: dict[str, Any]) -> tuple[list[int], str]:
+def _end_by_rule(text: Sequence[int], rule: dict[str, Any]) -> tuple[list[int], str]:
     """Token by token, by the definition: where this text ends, and why."""
     for n in range(1, len(text) + 1):
         new = list(text[:n])
         if new[-1] in rule.get("eos", ()):
             return new, "eos"
-        spelled = "".join(LETTERS[token] for token in new)
+        spelled = "".join(REQUEST_LETTERS[token] for token in new)
         if any(tuple(new[-len(s) :]) == s for s in rule.get("sequences", ())) or any(
             s in spelled for s in rule.get("strings", ())
         ):
@@ -361,7 +387,7 @@ def _ended(text: Sequence[int], rule: dict[str, Any]) -> tuple[list[int], str]:
     return list(text), "length"
 
 
-def _equal(law: str, expected: Any, got: Any, **case: Any) -> None:
+def _expect_equal(law: str, expected: Any, got: Any, **case: Any) -> None:
     if expected != got:
         accuse(law, expected, got, **case)
 
@@ -372,13 +398,13 @@ def _draw_globally() -> None:
     torch.rand(3)
 
 
-LAWS: dict[str, Callable[[Card], Evidence]] = {
-    TRACE: trace_identities,
-    LEDGER: every_call_is_in_a_round,
-    SEED: same_seed_same_output,
-    APART: two_requests_are_the_two_alone,
-    GLOBAL: global_randomness_is_untouched,
-    ROWS: a_batch_row_is_the_row_alone,
-    STOP: stop,
+REQUEST_LAWS: dict[str, Callable[[Card], Evidence]] = {
+    TRACE_IDENTITIES: trace_identities,
+    CALLS_IN_ROUNDS: every_call_is_in_a_round,
+    SAME_SEED: same_seed_same_output,
+    TWO_REQUESTS: two_requests_are_the_two_alone,
+    GLOBAL_RANDOMNESS: global_randomness_is_untouched,
+    BATCH_ROW_ALONE: a_batch_row_is_the_row_alone,
+    STOP_OF_REQUEST: stop_of_request,
 }
 """By name: what every registered technique is held to beside its guarantee."""

@@ -17,14 +17,14 @@ import numpy as np
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import warped
+from tinyspec.laws.exact import apply_warpers
 from tinyspec.laws.parts import Parts
 from tinyspec.tree import ROOT, TokenTree
 
-LAST = 1 - 2**-53  # the largest uniform there is
-EDGES = (0.0, LAST)
+LARGEST_UNIFORM = 1 - 2**-53  # the largest uniform there is
+EDGES = (0.0, LARGEST_UNIFORM)
 
-PAIRS = [
+ROW_PAIRS = [
     ((1, 0), (0, 1)),
     ((0, 1), (1, 1)),
     ((1, 1), (1, 1)),
@@ -34,7 +34,7 @@ PAIRS = [
 ]
 """Weights of p and q, smallest first: disjoint, p without some of q's tokens, equal, crossing."""
 
-WARPS: list[dict[str, Any]] = [
+ROW_KNOBS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.5},
     {"top_k": 1},
@@ -51,7 +51,7 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-def normal(weights: Sequence[int]) -> list[Fraction]:
+def normalised(weights: Sequence[int]) -> list[Fraction]:
     """Weights as a law."""
     return [Fraction(w, sum(weights)) for w in weights]
 
@@ -66,9 +66,9 @@ def warp_is_its_definition(parts: Parts) -> Evidence:
     name, cases = "warp is its definition", 0
     got: Any
     for weights in ((1, 2), (2, 2), (1, 1, 1), (1, 2, 3), (2, 1, 2), (3, 1, 2, 3)):
-        for knobs in WARPS:
+        for knobs in ROW_KNOBS:
             sampling, cases = parts.sampling(**knobs), cases + 1
-            expected = warped(normal(weights), (), SamplingParams(**knobs))
+            expected = apply_warpers(normalised(weights), (), SamplingParams(**knobs))
             got = list(sampling.probs([Fraction(w) for w in weights]))
             if got != expected:
                 accuse(name, expected, got, weights=weights, sampling=knobs)
@@ -78,7 +78,7 @@ def warp_is_its_definition(parts: Parts) -> Evidence:
     for logits, history in product(([1.0, -1.0], [2.0, 0.5, -1.0]), ((), (0,), (1, 1), (0, 0, 1))):
         for knobs in PENALTIES:
             cases, got = cases + 1, parts.sampling(**knobs).probs(np.array(logits), history)
-            expected = warped(np.array(logits), history, SamplingParams(**knobs))
+            expected = apply_warpers(np.array(logits), history, SamplingParams(**knobs))
             if not np.allclose(got, expected, rtol=0, atol=1e-12):
                 accuse(name, expected, got, logits=logits, history=history, sampling=knobs)
     for logits in ([math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf]):
@@ -104,7 +104,7 @@ def residual_is_a_law(parts: Parts) -> Evidence:
     close = [[1.0, 0.0], half, [np.nextafter(0.5, 0), np.nextafter(0.5, 1)], [0.25, 0.75]]
     for p, q in [
         *((a, b) for a in close for b in close),
-        *((normal(a), normal(b)) for a, b in PAIRS),
+        *((normalised(a), normalised(b)) for a, b in ROW_PAIRS),
     ]:
         cases += 1
         arrays = [np.array(row, np.float64) for row in (p, q)]
@@ -123,16 +123,16 @@ def residual_is_a_law(parts: Parts) -> Evidence:
 # ------------------------------------------------------------------ edges
 
 
-def support(parts: Parts) -> Evidence:
+def support_law(parts: Parts) -> Evidence:
     """No token of probability zero, whatever the noise: uniforms of 0 and 1 - 2^-53, race noise of
     0 and infinity.
     """
     name, cases = "support", 0
     for row, u in product([(0, 1), (1, 0), (0, 1, 0), (0, 1, 2, 0)], EDGES):
         cases += 1
-        token = parts.replay([u]).draw(normal(row))
+        token = parts.replay([u]).draw(normalised(row))
         if row[token] == 0:
-            accuse(name, "a token that p allows", token, p=normal(row), uniform=u)
+            accuse(name, "a token that p allows", token, p=normalised(row), uniform=u)
     for noise, row in product(
         product([0.0, -0.0, 5e-324, math.inf, 1.0], repeat=2), ((0, 1), (1, 0))
     ):
@@ -140,8 +140,8 @@ def support(parts: Parts) -> Evidence:
         token = parts.race(np.array(row, np.float64), np.array(noise))
         if not 0 <= token < 2 or row[token] == 0:
             accuse(name, "a token that p allows", token, p=row, noise=noise)
-    for (wp, wq), us in product(PAIRS, product(EDGES, repeat=2)):
-        p, q = normal(wp), normal(wq)
+    for (wp, wq), us in product(ROW_PAIRS, product(EDGES, repeat=2)):
+        p, q = normalised(wp), normalised(wq)
         for x in (x for x in range(len(q)) if q[x] > 0):
             cases += 1
             verdict = parts.walk(TokenTree.chain([x], [q]), [p, p], parts.replay([*us, 0.0]))  # type: ignore[arg-type]
@@ -151,13 +151,13 @@ def support(parts: Parts) -> Evidence:
     return Evidence(name, cases)
 
 
-def vocabulary(parts: Parts) -> Evidence:
+def vocabulary_law(parts: Parts) -> Evidence:
     """A drafted id that the target does not know, or a draft's law of another length, is an error
     and never a token.
     """
     name, cases = "vocabulary", 0
-    half, third = normal((1, 1)), normal((1, 1, 1))
-    for token, q in ((-1, None), (2, None), (-1, half), (0, third), (0, normal((1,)))):
+    half, third = normalised((1, 1)), normalised((1, 1, 1))
+    for token, q in ((-1, None), (2, None), (-1, half), (0, third), (0, normalised((1,)))):
         cases += 1
         tree = TokenTree.chain([token], [q])
         try:
@@ -204,7 +204,7 @@ def lookup_is_a_search(parts: Parts) -> Evidence:
 LAWS = {
     "warp is its definition": warp_is_its_definition,
     "residual is a law": residual_is_a_law,
-    "support": support,
-    "vocabulary": vocabulary,
+    "support": support_law,
+    "vocabulary": vocabulary_law,
     "lookup is a search": lookup_is_a_search,
 }

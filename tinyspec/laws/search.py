@@ -18,10 +18,10 @@ try:
 except ImportError as missing:
     raise TinyspecError(f"drawing cases needs Hypothesis: {install_command()}") from missing
 
-__all__ = ["search", "st"]
+__all__ = ["search_cases", "st"]
 
 
-def search(
+def search_cases(
     cases: st.SearchStrategy[Any], judge: Callable[[Any], None], law: str, examples: int
 ) -> Evidence:
     """Judge as many drawn cases; if one is accused, raise the accusation of the smallest one that

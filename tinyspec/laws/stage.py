@@ -18,8 +18,8 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import accuse
-from tinyspec.laws.exact import JOINT, Law, Reference, Text, law
-from tinyspec.laws.network import greedy, network
+from tinyspec.laws.exact import JOINT, JointLaw, Reference, Tokens, exact_law
+from tinyspec.laws.network import likeliest_token, small_network
 from tinyspec.laws.tables import TableModel
 from tinyspec.technique import Card, Knob, Request
 from tinyspec.tree import TokenTree
@@ -47,7 +47,7 @@ class Stage:
     knobs: dict[str, Any] = field(default_factory=dict)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: StoppingCriteria = field(default_factory=StoppingCriteria)
-    prompt: Text = (0,)
+    prompt: Tokens = (0,)
     vocabulary: int = 3
     seed: int = 0
     floats: bool = False
@@ -55,13 +55,13 @@ class Stage:
     draft: str = "another"
     positions: int | None = None
     largest: int = 2
-    before: "Callable[[Stage, Decoder], Text | None] | None" = None
+    before: "Callable[[Stage, Decoder], Tokens | None] | None" = None
 
     @cached_property
     def target(self) -> Any:
         """The model whose law is kept."""
         if self.deep:
-            return network(self.seed, self.vocabulary)
+            return small_network(self.seed, self.vocabulary)
         zeros = (self.seed // 100 + self.seed) % 2 == 0
         return TableModel(2 * self.seed + 1, self.vocabulary, zeros=zeros, floats=self.floats)
 
@@ -76,7 +76,7 @@ class Stage:
         if not self.card.copies:
             return []
         if self.draft in ("right", "wrong"):
-            pick = greedy if self.draft == "right" else _least
+            pick = likeliest_token if self.draft == "right" else _least_likely
             text = list(self.prompt)
             for _ in range(6):
                 text.append(pick(_conditional(self.target, tuple(text))))
@@ -86,10 +86,10 @@ class Stage:
         rng = random.Random(self.seed)
         return [[rng.randrange(self.vocabulary) for _ in range(7)] for _ in range(2)]
 
-    def row(self, context: Text) -> Any:
+    def row(self, context: Tokens) -> Any:
         """The target's conditionals by a pass of their own: [V] Fractions or logits."""
         if self.card.keeps:  # the law of the technique's own target, asked for one text at a time
-            known = _own.setdefault(self.target, {})
+            known = _own_rows.setdefault(self.target, {})
             if (key := (*self._who, context)) not in known:
                 own = self.made().target
                 own.extend(context)
@@ -117,7 +117,7 @@ class Stage:
         """Every knob: as given, else neutral, else small."""
         neutral = {} if self.card.lossy is None else dict([self.card.lossy])
         return (
-            {knob.name: small(knob, self.largest) for knob in self.card.knobs}
+            {knob.name: small_knob(knob, self.largest) for knob in self.card.knobs}
             | neutral
             | self.knobs
         )
@@ -133,7 +133,7 @@ class Stage:
             references=self.references,
             positions=self.positions,
             forward_log=forward_log,
-            choose=adversary,
+            choose=choose_every_way,
         )
         return self.card.make(request, **self.settings)
 
@@ -148,15 +148,17 @@ class Stage:
         """What its law must be."""
         return Reference(self.row, self.sampling, self.stop, self.positions)
 
-    def law(self, tokens: int, rounds: int | None = None) -> Law:
+    def law(self, tokens: int, rounds: int | None = None) -> JointLaw:
         """The exact law of what comes after the prompt."""
         models = (
             () if self.card.persistent else (self.target, *self.drafts)
         )  # an online draft's weights are state
-        return law(self.decoder, tokens, self.prompt, rounds=rounds, outside=lambda decoder: models)
+        return exact_law(
+            self.decoder, tokens, self.prompt, rounds=rounds, outside=lambda decoder: models
+        )
 
     def judge(
-        self, expected: Law, got: Law, prompt: Text, within: float, name: str = JOINT
+        self, expected: JointLaw, got: JointLaw, prompt: Tokens, within: float, name: str = JOINT
     ) -> None:
         """Raise LawViolated unless the laws agree; tells the shortest text that differs, and p and
         q along it.
@@ -180,7 +182,7 @@ class Stage:
         told: dict[str, Any] = {
             "method": self.card.name,
             "knobs": self.settings,
-            "sampling": told_warp(self.sampling),
+            "sampling": format_sampling(self.sampling),
         }
         if self.card.copies:
             told["references"] = self.references
@@ -194,7 +196,7 @@ class Stage:
         seed, v = 2 * self.seed + 2 + 1000 * number, self.vocabulary
         if self.draft == "another":
             return (
-                network(seed, v)
+                small_network(seed, v)
                 if self.deep
                 else TableModel(seed, v, floats=self.floats, name="draft")
             )
@@ -204,32 +206,32 @@ class Stage:
         )
 
         def rows(
-            context: Text,
+            context: Tokens,
         ) -> list[int]:  # holds no stage: a draft is state where its technique may train it
-            held = _least(_conditional(target, context)) if wrong else v - 1
+            held = _least_likely(_conditional(target, context)) if wrong else v - 1
             return [int(token == held) for token in range(v)]
 
         return TableModel(vocabulary=v, rows=rows, floats=self.floats or self.deep, name=self.draft)
 
 
-_own: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+_own_rows: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 """Rows of techniques' own targets on a model: cases ask for the same again and again."""
 
 
 @lru_cache(maxsize=4096)
-def _conditional(model: Any, context: Text) -> Any:
+def _conditional(model: Any, context: Tokens) -> Any:
     """A model's row by a pass of its own."""
     return (
         model.row(context) if isinstance(model, TableModel) else model.logits(context)[-1].numpy()
     )
 
 
-def _least(row: Sequence[Any]) -> int:
+def _least_likely(row: Sequence[Any]) -> int:
     """The least likely token, the highest id of equals."""
     return min(range(len(row)), key=lambda token: (row[token], -token))
 
 
-def small(knob: Knob, largest: int) -> Any:
+def small_knob(knob: Knob, largest: int) -> Any:
     """A value at which every outcome can be walked: what the knob names, else no whole number above
     `largest`.
     """
@@ -240,14 +242,14 @@ def small(knob: Knob, largest: int) -> Any:
     return max(min(knob.default, largest), int(knob.low if knob.low is not None else 0))
 
 
-def adversary(ways: int, source: Any) -> int:
+def choose_every_way(ways: int, source: Any) -> int:
     """Who chooses for a technique that plans: anything may be chosen, so an exact law walks every
     choice.
     """
     return int(source.draw([Fraction(1, ways)] * ways))
 
 
-def told_warp(sampling: SamplingParams) -> str:
+def format_sampling(sampling: SamplingParams) -> str:
     """The settings that differ from plain sampling.
 
     >>> told_warp(SamplingParams(0.5, top_k=2)), told_warp(SamplingParams())
@@ -267,7 +269,7 @@ def after_a_request(stage: Stage, decoder: Decoder) -> None:
     """Another text was decoded and closed: nothing of it may be left but what a persistent
     technique learnt.
     """
-    _run(decoder, (1, 0), stage.seed, 2)
+    _run_rounds(decoder, (1, 0), stage.seed, 2)
     decoder.end()
     decoder.rewind(0)
 
@@ -276,12 +278,12 @@ def taken_back(stage: Stage, decoder: Decoder) -> None:
     """The text went on for two rounds, was taken back to the prompt, and was corrected from outside
     by one token.
     """
-    _run(decoder, stage.prompt, stage.seed, 2)
+    _run_rounds(decoder, stage.prompt, stage.seed, 2)
     decoder.rewind(len(stage.prompt))
     decoder.extend((1,))
 
 
-def _run(decoder: Decoder, prompt: Text, seed: int, rounds: int) -> None:
+def _run_rounds(decoder: Decoder, prompt: Tokens, seed: int, rounds: int) -> None:
     decoder.extend(prompt)
     source = Seeded(seed)
     for number in range(rounds):

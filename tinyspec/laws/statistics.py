@@ -34,27 +34,33 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.dense import dense
+from tinyspec.laws.dense import run_dense
 from tinyspec.laws.evalues import EValue
-from tinyspec.laws.gtest import detectable, g_test, moved, power, simulated_power
+from tinyspec.laws.gtest import (
+    g_test,
+    g_test_power,
+    moved_variation,
+    simulated_power,
+    smallest_detectable_share,
+)
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import Draft, drafts_for
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import Probs, TokenTree
 
-OTHER = -1
+OTHER_TOKEN = -1
 """In a cell: any token but the likeliest ones. The cell ends there."""
 
 CONTROL = 60
 """Texts of the negative control."""
 
-Cell = tuple[int, ...]
+TextCell = tuple[int, ...]
 
 
 # ---------------------------------------------------------------------------------------------------- the null law
 
 
-class Cells:
+class TextCells:
     """The law of the first `tokens` new tokens, coarsened: at each step the `width` likeliest
     tokens and all others as one.
 
@@ -65,16 +71,16 @@ class Cells:
     def __init__(
         self, model: Model, prompt: Sequence[int], tokens: int, width: int, temperature: float
     ):
-        self.law: dict[Cell, float] = {}
-        self.inner: set[Cell] = set()  # what cells begin with
-        self.greedy: Cell = ()
-        waiting: list[tuple[Cell, float]] = [((), 1.0)]
+        self.law: dict[TextCell, float] = {}
+        self.inner: set[TextCell] = set()  # what cells begin with
+        self.greedy: TextCell = ()
+        waiting: list[tuple[TextCell, float]] = [((), 1.0)]
         for said, mass in waiting:  # grows while it is walked
-            if len(said) == tokens or (said and said[-1] in (OTHER, *model.config.eos)):
+            if len(said) == tokens or (said and said[-1] in (OTHER_TOKEN, *model.config.eos)):
                 self.law[said] = mass
                 continue
             self.inner.add(said)
-            logits = dense(model, [*prompt, *said]).logits[-1] / temperature
+            logits = run_dense(model, [*prompt, *said]).logits[-1] / temperature
             weights = np.exp(logits - logits.max())
             row = weights / weights.sum()
             likely = [int(x) for x in np.argsort(-row, kind="stable")[:width] if row[x] > 0]
@@ -83,17 +89,17 @@ class Cells:
             waiting += [((*said, x), mass * float(row[x])) for x in likely]
             rest = 1.0 - math.fsum(float(row[x]) for x in likely)
             if len(likely) < len(row) and rest > 0:
-                waiting.append(((*said, OTHER), mass * rest))
+                waiting.append(((*said, OTHER_TOKEN), mass * rest))
 
-    def of(self, text: Sequence[int]) -> Cell:
+    def of(self, text: Sequence[int]) -> TextCell:
         """The cell a text falls into; one that is not in the law is impossible."""
-        said: Cell = ()
+        said: TextCell = ()
         for token in text:
             step = (*said, token)
             if step in self.law:
                 return step
             if step not in self.inner:
-                return (*said, OTHER)
+                return (*said, OTHER_TOKEN)
             said = step
         return said
 
@@ -121,7 +127,7 @@ class _Best:
         return int(np.argmax(row))
 
 
-def texts(decoder: Decoder, seed: int) -> Iterator[tuple[int, ...]]:
+def sample_texts(decoder: Decoder, seed: int) -> Iterator[tuple[int, ...]]:
     """New texts of a decoder that has read its prompt, for ever: each with noise of its own, and
     taken back after.
     """
@@ -137,8 +143,8 @@ def texts(decoder: Decoder, seed: int) -> Iterator[tuple[int, ...]]:
         number += 1
 
 
-def sample(
-    decoder: Decoder, cells: Cells, *, samples: int | None, seed: int, alpha: float,
+def sample_and_test(
+    decoder: Decoder, cells: TextCells, *, samples: int | None, seed: int, alpha: float,
     watch: Callable[[EValue], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Draw texts and judge them. Without `samples`, until the e-value refutes the law or Ctrl-C: it
@@ -147,7 +153,7 @@ def sample(
     running = EValue(cells.law)
     until = None
     try:
-        for text in islice(texts(decoder, seed), samples):
+        for text in islice(sample_texts(decoder, seed), samples):
             running.see(cells.of(text))
             if until is None and running.refuted(alpha):
                 until = running.seen
@@ -181,14 +187,14 @@ def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def _shown(x: float | None) -> str:
+def _format_figure(x: float | None) -> str:
     return "infinite" if x is None else f"{x:.1f}"
 
 
 # -------------------------------------------------------------------------------------------------------- the demo
 
 
-def demo(
+def run_demo(
     model: Model,
     draft: Draft = None,
     method: str = "speculative_decoding",
@@ -221,9 +227,9 @@ def demo(
     if samples is not None and samples < 1:
         raise TinyspecError(f"samples is {samples}: it must be 1 or more")
     began = perf_counter()
-    model, small = _wide(model), _drafts(model, draft, method)
+    model, small = _wide(model), _draft_models(model, draft, method)
     ids = generation.prompt_ids(model, prompt)
-    cells = Cells(model, ids, tokens, width, temperature)
+    cells = TextCells(model, ids, tokens, width, temperature)
     options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": temperature}
     texts = [ids] if find_technique(method).copies else []  # what it may copy: the prompt itself
     begun = generation.start(
@@ -237,9 +243,9 @@ def demo(
         SoftGreedy(model.session(), tokens, stop.eos), verify_tree
     )  # the model drafts for itself: every draft passes
     broken.extend(ids)
-    found = sample(real, cells, samples=samples, seed=seed, alpha=alpha, watch=watch)
-    failing = sample(broken, cells, samples=CONTROL, seed=seed, alpha=alpha)
-    share = detectable(cells.law, cells.greedy, samples, alpha) if samples else None
+    found = sample_and_test(real, cells, samples=samples, seed=seed, alpha=alpha, watch=watch)
+    failing = sample_and_test(broken, cells, samples=CONTROL, seed=seed, alpha=alpha)
+    share = smallest_detectable_share(cells.law, cells.greedy, samples, alpha) if samples else None
     return {
         "kind": "statistical demo: evidence, not proof",
         "model": model.name,
@@ -255,8 +261,8 @@ def demo(
         if share is None or samples is None
         else {
             "share": share,
-            "moved": moved(cells.law, share, cells.greedy),
-            "noncentral": power(cells.law, share, cells.greedy, samples, alpha),
+            "moved": moved_variation(cells.law, share, cells.greedy),
+            "noncentral": g_test_power(cells.law, share, cells.greedy, samples, alpha),
             "simulated": simulated_power(cells.law, share, cells.greedy, samples, alpha, seed),
         },
         "control": failing,
@@ -270,12 +276,12 @@ def _wide(model: Model) -> Model:
     return model if model.dtype in (torch.float32, torch.float64) else model.to(dtype=torch.float32)
 
 
-def _drafts(model: Model, draft: Draft, method: str) -> list[Model] | None:
+def _draft_models(model: Model, draft: Draft, method: str) -> list[Model] | None:
     chosen = drafts_for(model, find_technique(method), draft)
     return [_wide(small) for small in chosen] or None
 
 
-def report(result: Mapping[str, Any]) -> str:
+def format_demo(result: Mapping[str, Any]) -> str:
     """The result in sentences."""
     control, g, e = result["control"], result["g"], result["e"]
     lines = [
@@ -284,7 +290,7 @@ def report(result: Mapping[str, Any]) -> str:
     ]
     if g is not None:
         lines.append(
-            f"G-test   G = {_shown(g['statistic'])}, {g['freedom']} degrees of freedom, p = {g['p']:.3g}"
+            f"G-test   G = {_format_figure(g['statistic'])}, {g['freedom']} degrees of freedom, p = {g['p']:.3g}"
         )
     if result["power"] is not None:
         lines.append(
@@ -294,7 +300,9 @@ def report(result: Mapping[str, Any]) -> str:
         )
     elif g is not None:
         lines.append("power    none: with so few texts nothing would be found")
-    lines.append(f"e-value  10^{_shown(e['log10'])} now; valid at any time: p = {e['p']:.3g}")
+    lines.append(
+        f"e-value  10^{_format_figure(e['log10'])} now; valid at any time: p = {e['p']:.3g}"
+    )
     after = (
         f"refuted after {control['e']['after']} texts" if control["e"]["refuted"] else "NOT refuted"
     )

@@ -18,9 +18,9 @@ from tinyspec.laws.parts import Parts
 from tinyspec.laws.tables import TableModel
 from tinyspec.tree import TokenTree
 
-LETTERS = "abc"
+STOP_LETTERS = "abc"
 DEAF = (0, 0, 0, 0)  # guesses of one who does not ask how much room there is
-STOPS: list[dict[str, Any]] = [
+STOP_RULES: list[dict[str, Any]] = [
     {},
     {"eos": {1}},
     {"eos": {1, 2}},
@@ -32,7 +32,7 @@ STOPS: list[dict[str, Any]] = [
 ]
 
 
-def ended(
+def end_of_text(
     poem: Sequence[int], rule: dict[str, Any], most: int, limit: int | None
 ) -> tuple[list[int], str]:
     """Token by token, by the definition: where this text ends, and why. The text completes a stop
@@ -49,11 +49,11 @@ def ended(
             return new, "eos"
         if any(tuple(new[len(new) - len(s) :]) == s for s in rule.get("sequences", ())):
             return new, "stop"
-        if any(s in "".join(LETTERS[x] for x in new) for s in rule.get("strings", ())):
+        if any(s in "".join(STOP_LETTERS[x] for x in new) for s in rule.get("strings", ())):
             return new, "stop"
 
 
-class Reciting(BaseDrafter):
+class RecitingDrafter(BaseDrafter):
     """Proposes the next tokens of the text to come, and others after them. `deaf`: however little
     room there is.
     """
@@ -75,7 +75,7 @@ class Reciting(BaseDrafter):
         return TokenTree.chain(chain if self.deaf else chain[:max_draft_depth])
 
 
-def endings() -> Iterator[
+def stop_cases() -> Iterator[
     tuple[tuple[int, ...], dict[str, Any], int, int | None, int, tuple[int, ...]]
 ]:
     """(the text to come, stop rule, most new tokens, context left, right guesses, guesses after
@@ -84,14 +84,14 @@ def endings() -> Iterator[
     for most in range(5):
         yield (0,) * 4, {}, most, None, 4, DEAF
         for poem in product(range(3 if most < 3 else 2), repeat=max(most, 1)):
-            for rule in STOPS:
+            for rule in STOP_RULES:
                 for gamma, then in ((0, ()), (0, (1,)), (1, ()), (2, ()), (3, ()), (1, (2, 1))):
                     yield poem, rule, most, None, gamma, then
     for limit in range(4):
         yield (0, 2, 0, 0), {"eos": {1}}, 4, limit, 2, ()
 
 
-def recite(
+def recite_poem(
     parts: Parts, poem: Any, rule: Any, most: int, limit: int | None, gamma: int, then: Any
 ) -> Decoder:
     target = TableModel(
@@ -100,12 +100,12 @@ def recite(
     )
     ends = {"eos": frozenset(rule.get("eos", ())), **{k: v for k, v in rule.items() if k != "eos"}}
     stop: StoppingCriteria = parts.stop(
-        **ends, max_new_tokens=most, decode=lambda ids: "".join(LETTERS[x] for x in ids)
+        **ends, max_new_tokens=most, decode=lambda ids: "".join(STOP_LETTERS[x] for x in ids)
     )
     positions = None if limit is None else 1 + limit
     decoder = parts.decoder(
         target.session(),
-        Reciting(poem, gamma, then, then is DEAF),
+        RecitingDrafter(poem, gamma, then, then is DEAF),
         parts.walk,
         stop=stop,
         positions=positions,
@@ -114,30 +114,30 @@ def recite(
     return decoder
 
 
-def stop(parts: Parts) -> Evidence:
+def stop_law(parts: Parts) -> Evidence:
     """A text ends at the first end token, stop sequence or stop string, or at the budget, at every
     alignment of blocks and stops and whatever was drafted; nothing comes after, and the reason is
     the one plain decoding gives."""
     name, seen = "stop", 0
-    for poem, rule, most, limit, gamma, then in endings():
-        decoder, seen = recite(parts, poem, rule, most, limit, gamma, then), seen + 1
+    for poem, rule, most, limit, gamma, then in stop_cases():
+        decoder, seen = recite_poem(parts, poem, rule, most, limit, gamma, then), seen + 1
         drafts = []
         while not decoder.finished and len(decoder.new) <= most:
             drafts.append(decoder.step(parts.seeded(decoder.rounds)).tree.tokens)
-        got, expected = (decoder.new, decoder.finished), ended(poem, rule, most, limit)
+        got, expected = (decoder.new, decoder.finished), end_of_text(poem, rule, most, limit)
         if got != expected:
             budget = {"max_new_tokens": most, **({} if limit is None else {"context left": limit})}
             accuse(name, expected, got, text_to_come=poem, stop=rule, **budget, drafts=drafts)
     return Evidence(name, seen)
 
 
-def room(parts: Parts) -> Evidence:
+def room_law(parts: Parts) -> Evidence:
     """A draft is never deeper than one less than the tokens that are still wanted or that the
     context still holds.
     """
     name, seen = "room", 0
     for most, limit in product(range(1, 5), (None, 1, 2, 3)):
-        decoder, seen = recite(parts, (0,) * 9, {}, most, limit, 3, ()), seen + 1
+        decoder, seen = recite_poem(parts, (0,) * 9, {}, most, limit, 3, ()), seen + 1
         while not decoder.finished:
             left = min(most, most if limit is None else limit) - len(decoder.new)
             depth = len(decoder.step(parts.seeded(decoder.rounds)).tree.tokens)
@@ -158,10 +158,14 @@ def committed_text(parts: Parts) -> Evidence:
     off, nothing less.
     """
     name, seen = "committed text", 0
-    for poem, rule, most, limit, gamma, then in endings():
+    for poem, rule, most, limit, gamma, then in stop_cases():
         if not (gamma or then):
             continue  # nothing to cut in a round of one token
-        decoder, made, seen = recite(parts, poem, rule, most, limit, gamma, then), [0], seen + 1
+        decoder, made, seen = (
+            recite_poem(parts, poem, rule, most, limit, gamma, then),
+            [0],
+            seen + 1,
+        )
         while not decoder.finished and len(made) <= most:
             made += decoder.step(parts.seeded(decoder.rounds)).tokens
             text = list(decoder.target.text)  # type: ignore[attr-defined]
@@ -178,4 +182,4 @@ def committed_text(parts: Parts) -> Evidence:
     return Evidence(name, seen)
 
 
-LAWS = {"stop": stop, "room": room, "committed text": committed_text}
+STOP_LAWS = {"stop": stop_law, "room": room_law, "committed text": committed_text}

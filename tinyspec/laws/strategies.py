@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from tinyspec.laws.search import st
 from tinyspec.tree import ROOT
 
-Floats = NDArray[np.float64]
+FloatRow = NDArray[np.float64]
 
-LAST = 1 - 2**-53
+LARGEST_UNIFORM = 1 - 2**-53
 """The largest uniform: a stream gives 0 <= u < 1."""
 
 REAL_VOCABULARY = 49152
-SIZES = st.sampled_from([2, 3, 1, 7, 8, 9, 255, 256, 257, 300])
+VOCABULARY_SIZES = st.sampled_from([2, 3, 1, 7, 8, 9, 255, 256, 257, 300])
 """Vocabularies: the smallest, then those around the lanes and blocks in which kernels add."""
 
 
@@ -32,14 +32,14 @@ SIZES = st.sampled_from([2, 3, 1, 7, 8, 9, 255, 256, 257, 300])
 # ------------------
 
 
-def weights(size: int, most: int = 4) -> st.SearchStrategy[list[int]]:
+def whole_weights(size: int, most: int = 4) -> st.SearchStrategy[list[int]]:
     """`size` whole numbers from 0 to `most`, not all of them 0."""
     return st.lists(st.integers(0, most), min_size=size, max_size=size).filter(any)
 
 
 def exact_rows(size: int, most: int = 4) -> st.SearchStrategy[list[Fraction]]:
     """A law in Fractions, [size]."""
-    return weights(size, most).map(lambda w: [Fraction(x, sum(w)) for x in w])
+    return whole_weights(size, most).map(lambda w: [Fraction(x, sum(w)) for x in w])
 
 
 def exact_pairs(
@@ -49,21 +49,21 @@ def exact_pairs(
     return st.tuples(exact_rows(size, most), exact_rows(size, most))
 
 
-def _noise(size: int, seed: int) -> Floats:
+def _exponential_noise(size: int, seed: int) -> FloatRow:
     return np.random.default_rng(seed).exponential(size=size) ** 3
 
 
 @st.composite
-def rows(draw: st.DrawFn, size: int) -> Floats:
+def float_rows(draw: st.DrawFn, size: int) -> FloatRow:
     """A law, float64 [size]: small weights, repeated where the row is long; some with what only
     floats have.
     """
-    few = np.array(draw(weights(min(size, 8))), np.float64)
+    few = np.array(draw(whole_weights(min(size, 8))), np.float64)
     row = np.resize(few, size)
     at = draw(st.integers(0, size - 1))
     kind = draw(st.sampled_from(["weights", "nudged", "one heavy", "denormal", "point", "noise"]))
     if kind == "noise":
-        row = _noise(size, draw(st.integers(0, 999)))
+        row = _exponential_noise(size, draw(st.integers(0, 999)))
     elif kind == "one heavy":
         row[at] += draw(st.sampled_from([1e-9, 1e9]))
     elif kind == "point":
@@ -80,9 +80,9 @@ def rows(draw: st.DrawFn, size: int) -> Floats:
 
 
 @st.composite
-def pairs(draw: st.DrawFn, size: int) -> tuple[Floats, Floats]:
+def row_pairs(draw: st.DrawFn, size: int) -> tuple[FloatRow, FloatRow]:
     """p and q, float64 [size]: unrelated, equal, an ulp apart, shifted, or disjoint."""
-    p = draw(rows(size))
+    p = draw(float_rows(size))
     kind = draw(st.sampled_from(["unrelated", "equal", "an ulp apart", "shifted", "disjoint"]))
     if kind == "equal":
         return p, p.copy()
@@ -90,7 +90,7 @@ def pairs(draw: st.DrawFn, size: int) -> tuple[Floats, Floats]:
         return p, np.nextafter(p, np.roll(p, 1))
     if kind == "shifted":
         return p, np.roll(p, 1)
-    q = draw(rows(size))
+    q = draw(float_rows(size))
     if kind == "disjoint" and (q[p == 0] > 0).any():
         q = np.where(p == 0, q, 0)
         q /= q.sum()
@@ -101,11 +101,11 @@ def pairs(draw: st.DrawFn, size: int) -> tuple[Floats, Floats]:
 # ------------------
 
 
-def uniforms(edges: Sequence[float] = ()) -> st.SearchStrategy[float]:
+def edge_uniforms(edges: Sequence[float] = ()) -> st.SearchStrategy[float]:
     """0 <= u < 1, often on one of the edges that decide, or on the float before or behind it, or a
     little farther off.
     """
-    marks = st.sampled_from([0.0, 0.5, LAST, *(edge for edge in edges if 0 <= edge < 1)])
+    marks = st.sampled_from([0.0, 0.5, LARGEST_UNIFORM, *(edge for edge in edges if 0 <= edge < 1)])
     beside = [
         u
         for edge in edges
@@ -114,22 +114,22 @@ def uniforms(edges: Sequence[float] = ()) -> st.SearchStrategy[float]:
     return st.one_of(
         marks,
         st.sampled_from([float(u) for u in (2**-53, *beside) if 0 <= u < 1]),
-        st.floats(0, LAST),
+        st.floats(0, LARGEST_UNIFORM),
     )
 
 
-def borders(row: Floats) -> list[float]:
+def cdf_edges(row: FloatRow) -> list[float]:
     """Where an inverse CDF changes its mind: up to nine of the cumulative sums over the total."""
     sums = np.cumsum(row)
     with np.errstate(all="ignore"):
         return [float(x) for x in (sums / sums[-1])[:: max(1, len(row) // 8)]]
 
 
-def ratios(
+def acceptance_ratios(
     tokens: Sequence[int],
     parents: Sequence[int],
-    laws: Sequence[Floats | None],
-    p: dict[int, Floats],
+    laws: Sequence[FloatRow | None],
+    p: dict[int, FloatRow],
 ) -> list[float]:
     """Every node's acceptance ratio where it is the first sibling that is tested, as far as it is
     below 1.
@@ -147,44 +147,46 @@ def ratios(
 
 
 @st.composite
-def shapes(draw: st.DrawFn, most: int = 6) -> list[int]:
+def tree_shapes(draw: st.DrawFn, most: int = 6) -> list[int]:
     """Parents of up to `most` nodes, each before its children; ROOT is -1."""
     return [draw(st.integers(ROOT, node - 1)) for node in range(draw(st.integers(0, most)))]
 
 
-class Walk(NamedTuple):
+class WalkCase(NamedTuple):
     """The arguments of a walk: a tree, the target's rows at ROOT and every node, the uniforms it
     may use.
     """
 
     tokens: list[int]
     parents: list[int]
-    laws: list[Floats | None]
+    laws: list[FloatRow | None]
     probe: list[bool]
-    p: dict[int, Floats]
-    uniforms: Floats
+    p: dict[int, FloatRow]
+    uniforms: FloatRow
 
 
 @st.composite
-def walks(draw: st.DrawFn, size: int, most: int = 6) -> Walk:
+def tree_walks(draw: st.DrawFn, size: int, most: int = 6) -> WalkCase:
     """A tree of drafts drawn from the laws they declare (or from none), siblings equal or not, and
     where to decide.
     """
-    parents = draw(shapes(most))
+    parents = draw(tree_shapes(most))
     tokens: list[int] = []
-    laws: list[Floats | None] = []
-    p = {ROOT: draw(rows(size))}
+    laws: list[FloatRow | None] = []
+    p = {ROOT: draw(float_rows(size))}
     for _ in parents:
         kind = draw(st.sampled_from(["own", "the target's", "none"]))
-        law = None if kind == "none" else draw(rows(size)) if kind == "own" else p[ROOT].copy()
+        law = (
+            None if kind == "none" else draw(float_rows(size)) if kind == "own" else p[ROOT].copy()
+        )
         may = [0, size - 1] if law is None else [int(token) for token in np.flatnonzero(law)[:4]]
         tokens.append(draw(st.sampled_from(may)))
         laws.append(law)
     probe = [draw(st.integers(0, 9)) == 9 for _ in parents]
-    p |= {node: draw(rows(size)) for node in range(len(parents))}
-    edges = ratios(tokens, parents, laws, p) + borders(p[ROOT])[:3]
-    given = [draw(uniforms(edges)) for _ in range(len(parents) + 1)]
-    return Walk(tokens, parents, laws, probe, p, np.array(given))
+    p |= {node: draw(float_rows(size)) for node in range(len(parents))}
+    edges = acceptance_ratios(tokens, parents, laws, p) + cdf_edges(p[ROOT])[:3]
+    given = [draw(edge_uniforms(edges)) for _ in range(len(parents) + 1)]
+    return WalkCase(tokens, parents, laws, probe, p, np.array(given))
 
 
 # --- warps ----------------------------------------------------------------------------------------
@@ -198,19 +200,21 @@ SCORES = st.one_of(
 
 
 @st.composite
-def logits(draw: st.DrawFn, size: int) -> NDArray[Any]:
+def score_rows(draw: st.DrawFn, size: int) -> NDArray[Any]:
     """Scores float32 or float64 [size] with at least one that is finite: few values, so that ties
     are common.
     """
     few = draw(st.lists(SCORES, min_size=min(size, 10), max_size=min(size, 10)))
     scores = np.resize(np.array(few), size)
     if draw(st.booleans()):
-        scores = scores + np.resize(_noise(min(size, 400), draw(st.integers(0, 999))), size)
+        scores = scores + np.resize(
+            _exponential_noise(min(size, 400), draw(st.integers(0, 999))), size
+        )
     scores[draw(st.integers(0, size - 1))] = draw(st.integers(-5, 5))
     return scores.astype(draw(st.sampled_from([np.float64, np.float32])))
 
 
-class Knobs(NamedTuple):
+class WarpKnobs(NamedTuple):
     """What a warp is told besides the logits, in the kernels' order."""
 
     history: list[int]
@@ -222,7 +226,7 @@ class Knobs(NamedTuple):
 
 
 @st.composite
-def knobs(draw: st.DrawFn, size: int) -> Knobs:
+def warp_knobs(draw: st.DrawFn, size: int) -> WarpKnobs:
     """Settings of a warp: some turned, the others neutral (all at once, one would hide what the
     others do).
     """
@@ -233,8 +237,8 @@ def knobs(draw: st.DrawFn, size: int) -> Knobs:
     for name in sorted(turned):
         drawn[name] = draw(_USUAL[name] | _EXTREME[name])
     seen = st.lists(st.integers(0, size), min_size="penalty" in turned, max_size=4)
-    settings: Any = {name: drawn.get(name) for name in Knobs._fields[1:]}
-    return Knobs(draw(seen), **settings)
+    settings: Any = {name: drawn.get(name) for name in WarpKnobs._fields[1:]}
+    return WarpKnobs(draw(seen), **settings)
 
 
 _USUAL: dict[str, st.SearchStrategy[Any]] = {
@@ -248,6 +252,6 @@ _EXTREME: dict[str, st.SearchStrategy[Any]] = {
     "temperature": st.sampled_from([1e-3, 1e-300]),
     "penalty": st.sampled_from([1e-3, 1e3]),
     "top_k": st.sampled_from([256, 1000]),
-    "top_p": st.sampled_from([1e-9, LAST, 1.0]) | st.floats(0.01, 1),
+    "top_p": st.sampled_from([1e-9, LARGEST_UNIFORM, 1.0]) | st.floats(0.01, 1),
     "min_p": st.sampled_from([0.0, 1.0]),
 }

@@ -11,39 +11,39 @@ from typing import Any
 
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.search import search, st
+from tinyspec.laws.search import search_cases, st
 from tinyspec.lm.detokenise import Detokeniser
 from tinyspec.lm.tokenizer import Tokenizer
 
-STREAM = "a stream is the whole decoding"
-STRINGS = "stop strings"
+STREAM_LAW = "a stream is the whole decoding"
+STOP_STRINGS = "stop strings"
 BROKEN = "\ufffd"  # what half a character decodes to
 
-CHARACTERS = st.sampled_from("a b.eé€語🦊\n") | st.characters(exclude_categories=["Cs"])
+STREAM_CHARACTERS = st.sampled_from("a b.eé€語🦊\n") | st.characters(exclude_categories=["Cs"])
 
 
 @st.composite
-def spellings(draw: st.DrawFn, tokenizer: Tokenizer, whole: bool = False) -> list[int]:
+def token_spellings(draw: st.DrawFn, tokenizer: Tokenizer, whole: bool = False) -> list[int]:
     """Ids of some text; unless `whole`, also any ids at all, and texts that begin or end inside a
     character.
     """
     kind = "text" if whole else draw(st.sampled_from(["text", "cut", "ids"]))
     if kind == "ids":
         return draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=12))
-    text = draw(st.text(CHARACTERS, max_size=16))
+    text = draw(st.text(STREAM_CHARACTERS, max_size=16))
     ids = tokenizer.encode(text if not whole else text.replace(BROKEN, ""))
     first = draw(st.integers(0, len(ids))) if kind == "cut" else 0
     return ids[first : draw(st.integers(first, len(ids)))] if kind == "cut" else ids
 
 
 @st.composite
-def split(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
+def split_blocks(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
     """The ids in order, in blocks of any size, empty ones included."""
     cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=len(ids) + 1)))
     return [list(ids[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
 
 
-def streaming(
+def streaming_law(
     tokenizer: Tokenizer, stream: Callable[[], Detokeniser] | None = None, examples: int = 200
 ) -> Evidence:
     """Law: the pieces, joined, are the decoding of all ids; nothing shown is taken back; no half
@@ -54,7 +54,7 @@ def streaming(
 
     @st.composite
     def cases(draw: st.DrawFn) -> list[list[int]]:
-        return draw(split(draw(spellings(tokenizer))))
+        return draw(split_blocks(draw(token_spellings(tokenizer))))
 
     def judge(blocks: list[list[int]]) -> None:
         ids = [token for block in blocks for token in block]
@@ -63,15 +63,15 @@ def streaming(
         for block in blocks:
             shown += pieces.push(block)
             if not whole.startswith(shown):
-                accuse(STREAM, f"a beginning of {whole!r}", repr(shown), **case)
+                accuse(STREAM_LAW, f"a beginning of {whole!r}", repr(shown), **case)
         shown += pieces.flush()
         if shown != whole:
-            accuse(STREAM, repr(whole), repr(shown), **case)
+            accuse(STREAM_LAW, repr(whole), repr(shown), **case)
         again = pieces.push(ids) + pieces.flush()
         if again != whole:
-            accuse(STREAM, repr(whole), repr(again), **case, after="a flush")
+            accuse(STREAM_LAW, repr(whole), repr(again), **case, after="a flush")
 
-    return search(cases(), judge, STREAM, examples)
+    return search_cases(cases(), judge, STREAM_LAW, examples)
 
 
 def stop_strings(
@@ -85,13 +85,13 @@ def stop_strings(
 
     @st.composite
     def cases(draw: st.DrawFn) -> tuple[list[list[int]], list[str]]:
-        ids = draw(spellings(tokenizer, whole=True).filter(bool))
+        ids = draw(token_spellings(tokenizer, whole=True).filter(bool))
         text = tokenizer.decode(ids)
         strings = []
         for _ in range(draw(st.integers(1, 2))):
             first = draw(st.integers(0, len(text) - 1))
             strings.append(text[first : draw(st.integers(first + 1, min(len(text), first + 5)))])
-        return draw(split(ids)), [*strings, *(["zzz"] if draw(st.booleans()) else [])]
+        return draw(split_blocks(ids)), [*strings, *(["zzz"] if draw(st.booleans()) else [])]
 
     def judge(drawn: tuple[list[list[int]], list[str]]) -> None:
         blocks, strings = drawn
@@ -115,7 +115,7 @@ def stop_strings(
                 shown, safe = grown, len(grown) - (0 if reason else rule.withheld(grown))
                 if not texts[ends][:before].startswith(grown[:safe]):
                     accuse(
-                        STRINGS,
+                        STOP_STRINGS,
                         f"a beginning of {texts[ends][:before]!r}",
                         repr(grown[:safe]),
                         **case,
@@ -123,14 +123,14 @@ def stop_strings(
                     )
         expected: Any = (ids[:ends], "stop" if any(s in texts[ends] for s in strings) else None)
         if (new, reason) != expected:
-            accuse(STRINGS, expected, (new, reason), **case, of="tokens")
+            accuse(STOP_STRINGS, expected, (new, reason), **case, of="tokens")
         if rule.trim(tokenizer.decode(new)) != texts[ends][:before]:
             accuse(
-                STRINGS,
+                STOP_STRINGS,
                 repr(texts[ends][:before]),
                 repr(rule.trim(tokenizer.decode(new))),
                 **case,
                 of="text",
             )
 
-    return search(cases(), judge, STRINGS, examples)
+    return search_cases(cases(), judge, STOP_STRINGS, examples)

@@ -20,25 +20,25 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import refine_laws
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.adversaries import greedy_equality
-from tinyspec.laws.exact import JOINT, Law, Reference
-from tinyspec.laws.knobs import ladder, monotone
-from tinyspec.laws.network import WITHIN
-from tinyspec.laws.pathwise import coupled
-from tinyspec.laws.stage import DRAFTS, Stage, after_a_request, taken_back, told_warp
+from tinyspec.laws.adversaries import greedy_cases
+from tinyspec.laws.exact import JOINT, JointLaw, Reference
+from tinyspec.laws.knobs import cost_is_monotone, knob_ladder
+from tinyspec.laws.network import NETWORK_TOLERANCE
+from tinyspec.laws.pathwise import coupled_cases
+from tinyspec.laws.stage import DRAFTS, Stage, after_a_request, format_sampling, taken_back
 from tinyspec.technique import Card, Guarantee, Knob
 
-FLOATS = 1e-12
-ROUND = "the laws of a round"
+FLOAT_TOLERANCE = 1e-12
+ROUND_LAWS = "the laws of a round"
 
-SINGLE = [
+SINGLE_SAMPLINGS = [
     SamplingParams(),
     *(SamplingParams(t) for t in (0.0, 0.5, 1 / 3)),
     SamplingParams(top_k=2),
     SamplingParams(top_p=0.7),
     SamplingParams(min_p=0.4),
 ]
-PAIRS = [
+SAMPLING_PAIRS = [
     *(
         SamplingParams(t, k, p, m)
         for t in (0.5, 1 / 3, 0.0)
@@ -48,15 +48,15 @@ PAIRS = [
     SamplingParams(top_k=2, min_p=0.5),
     SamplingParams(top_p=0.8, min_p=0.3),
 ]
-IRRATIONAL = [
+IRRATIONAL_SAMPLINGS = [
     SamplingParams(0.7),
     SamplingParams(1.3, top_p=0.8),
     SamplingParams(repetition_penalty=1.3),
     SamplingParams(0.7, 2, repetition_penalty=0.8),
 ]
-DEEP = [SamplingParams(top_k=2), SamplingParams(0.7, top_p=0.6)]
-HIDDEN = [
-    *DEEP,
+DEEP_SAMPLINGS = [SamplingParams(top_k=2), SamplingParams(0.7, top_p=0.6)]
+HIDDEN_SAMPLINGS = [
+    *DEEP_SAMPLINGS,
     SamplingParams(0.0),
     SamplingParams(min_p=0.5),
     SamplingParams(2.0, top_k=2, repetition_penalty=1.2),
@@ -70,7 +70,7 @@ brings its own exact oracle.
 
 
 @dataclass(frozen=True)
-class Case:
+class SuiteCase:
     """One thing to look at: the law it belongs to, what is special about it, and how it is done.
     Raises LawViolated.
     """
@@ -80,7 +80,7 @@ class Case:
     run: Callable[[], Evidence]
 
 
-def oracle(name: str) -> Callable[[Oracle], Oracle]:
+def register_oracle(name: str) -> Callable[[Oracle], Oracle]:
     """Enter the oracle of a technique."""
 
     def enter(function: Oracle) -> Oracle:
@@ -90,14 +90,14 @@ def oracle(name: str) -> Callable[[Oracle], Oracle]:
     return enter
 
 
-def cases(card: Card, seed: int = 0) -> list[Case]:
+def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
     """Everything that a technique is held to, the smallest first. Another seed: other tables,
     prompts and references.
     """
     if card.kind == "analysis":
         return []
     own = (
-        [Case("its own oracle", card.name, lambda: ORACLES[card.name](card))]
+        [SuiteCase("its own oracle", card.name, lambda: ORACLES[card.name](card))]
         if card.name in ORACLES
         else []
     )
@@ -110,13 +110,13 @@ def cases(card: Card, seed: int = 0) -> list[Case]:
             )
         return [*_rewriting(card, seed), *own] if card.kind == "refine" else own
     if card.coupled:
-        return [*_by_paths(card, seed), *_greedy(card, seed), *_knobs(card, seed), *own]
+        return [*_by_paths(card, seed), *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
     if card.guarantee is Guarantee.GREEDY:
-        return [*_greedy(card, seed), *_knobs(card, seed), *own]
-    return [*_exact(card, seed), *_greedy(card, seed), *_knobs(card, seed), *own]
+        return [*_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
+    return [*_exact_cases(card, seed), *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
 
 
-def _traps(name: str) -> list[Case]:
+def _traps(name: str) -> list[SuiteCase]:
     """What tells a technique from its look-alikes: where nobody else's law is kept, exact oracles
     of its own rule.
     """
@@ -127,7 +127,7 @@ def _traps(name: str) -> list[Case]:
         if missing.name != place:
             raise
         return []
-    return [Case(trap.law, "its trap", partial(_trap, trap)) for trap in found.TRAPS]
+    return [SuiteCase(trap.law, "its trap", partial(_trap, trap)) for trap in found.TRAPS]
 
 
 def _trap(trap: Any) -> Evidence:
@@ -136,36 +136,42 @@ def _trap(trap: Any) -> Evidence:
     return replace(found, seconds=found.seconds or perf_counter() - begun)
 
 
-def _rewriting(card: Card, seed: int) -> Iterator[Case]:
+def _rewriting(card: Card, seed: int) -> Iterator[SuiteCase]:
     """What every technique owes that rewrites a canvas."""
-    for knobs in refine_laws.settings(card):
+    for knobs in refine_laws.knob_settings(card):
         said = ", ".join(f"{name} {value}" for name, value in knobs.items())
-        for law in refine_laws.LAWS:
-            yield Case(law, said or card.name, partial(refine_laws.held, law, card, knobs, seed))
+        for law in refine_laws.REFINE_LAWS:
+            yield SuiteCase(
+                law, said or card.name, partial(refine_laws.hold_on_sources, law, card, knobs, seed)
+            )
 
 
 # ---------------------------------------------------------------------- EXACT
 
 
-def _exact(card: Card, seed: int) -> Iterator[Case]:
+def _exact_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     """The joint law is the reference's: under every warper, stop, draft and past."""
     base = Stage(
-        card, seed=seed, prompt=_prompt(seed), deep=card.hidden, vocabulary=4 if card.hidden else 3
+        card,
+        seed=seed,
+        prompt=_seeded_prompt(seed),
+        deep=card.hidden,
+        vocabulary=4 if card.hidden else 3,
     )
     if card.hidden:
-        for number, sampling in enumerate(HIDDEN):
-            yield _joint(
+        for number, sampling in enumerate(HIDDEN_SAMPLINGS):
+            yield _joint_case(
                 replace(base, sampling=sampling, seed=seed + 100 * number),
                 2 + (number == 0),
-                told_warp(sampling),
+                format_sampling(sampling),
             )
-        base = replace(base, sampling=DEEP[0])
+        base = replace(base, sampling=DEEP_SAMPLINGS[0])
     else:
         tiny = replace(base, vocabulary=2)
-        yield _joint(tiny, 1, "V = 2, one token")
-        yield _joint(tiny, 2, "V = 2, two tokens")
+        yield _joint_case(tiny, 1, "V = 2, one token")
+        yield _joint_case(tiny, 2, "V = 2, two tokens")
         for number, sampling in enumerate(
-            [*SINGLE, *PAIRS, *SINGLE]
+            [*SINGLE_SAMPLINGS, *SAMPLING_PAIRS, *SINGLE_SAMPLINGS]
         ):  # the single ones on two pairs of tables
             stage = replace(
                 base,
@@ -173,10 +179,10 @@ def _exact(card: Card, seed: int) -> Iterator[Case]:
                 seed=seed + 100 * number,
                 stop=StoppingCriteria(max_new_tokens=3),
             )
-            again = number >= len(SINGLE) + len(PAIRS)
-            yield _joint(stage, 3, told_warp(sampling) + (", again" if again else ""))
-        yield _joint(replace(base, seed=seed + 7), 2, "no end in sight")
-        for number, sampling in enumerate(IRRATIONAL):
+            again = number >= len(SINGLE_SAMPLINGS) + len(SAMPLING_PAIRS)
+            yield _joint_case(stage, 3, format_sampling(sampling) + (", again" if again else ""))
+        yield _joint_case(replace(base, seed=seed + 7), 2, "no end in sight")
+        for number, sampling in enumerate(IRRATIONAL_SAMPLINGS):
             stage = replace(
                 base,
                 sampling=sampling,
@@ -184,41 +190,47 @@ def _exact(card: Card, seed: int) -> Iterator[Case]:
                 seed=seed + 100 * number,
                 stop=StoppingCriteria(max_new_tokens=3),
             )
-            yield _joint(stage, 3, f"{told_warp(sampling)}, in floats")
+            yield _joint_case(stage, 3, f"{format_sampling(sampling)}, in floats")
         four = replace(base, largest=3, seed=seed + 8, stop=StoppingCriteria(max_new_tokens=4))
-        yield _joint(four, 4, "four tokens, whole numbers to 3")
-        yield _single(replace(base, vocabulary=5, seed=seed + 9), "V = 5, one round")
-        for number, sampling in enumerate(DEEP[:1]):
+        yield _joint_case(four, 4, "four tokens, whole numbers to 3")
+        yield _single_round_case(replace(base, vocabulary=5, seed=seed + 9), "V = 5, one round")
+        for number, sampling in enumerate(DEEP_SAMPLINGS[:1]):
             wanted = 3 if card.hosted < 2 else 2
             end = StoppingCriteria(max_new_tokens=wanted)
             deep = replace(
                 base, deep=True, vocabulary=4, sampling=sampling, seed=seed + number, stop=end
             )
-            yield _joint(deep, wanted, f"a transformer, {told_warp(sampling)}")
+            yield _joint_case(deep, wanted, f"a transformer, {format_sampling(sampling)}")
     for number, draft in enumerate(DRAFTS[1:]):
         if card.hosted or card.copies:
-            yield _joint(replace(base, draft=draft, seed=seed + 20 + number), 2, f"{draft} draft")
+            yield _joint_case(
+                replace(base, draft=draft, seed=seed + 20 + number), 2, f"{draft} draft"
+            )
     ends = StoppingCriteria(eos=frozenset({base.vocabulary - 1}), max_new_tokens=3)
     for draft in ("another", "stubborn"):
-        yield _joint(
+        yield _joint_case(
             replace(base, stop=ends, draft=draft, seed=seed + 30), 3, f"end of text, {draft} draft"
         )
     stops = StoppingCriteria(sequences=((0, 1), (1, 1, 0)), max_new_tokens=3)
-    yield _joint(replace(base, stop=stops, seed=seed + 31), 3, "stop sequences")
-    yield _joint(
+    yield _joint_case(replace(base, stop=stops, seed=seed + 31), 3, "stop sequences")
+    yield _joint_case(
         replace(base, positions=len(base.prompt) + 2, seed=seed + 32), 3, "the context's limit"
     )
-    yield _joint(replace(base, before=after_a_request, seed=seed + 33), 2, "after another request")
-    yield _joint(
+    yield _joint_case(
+        replace(base, before=after_a_request, seed=seed + 33), 2, "after another request"
+    )
+    yield _joint_case(
         replace(base, before=taken_back, seed=seed + 34),
         2,
         "taken back and corrected",
         correction=(1,),
     )
-    yield Case(ROUND, "as drafts of another level", lambda: rounds(replace(base, seed=seed + 35)))
+    yield SuiteCase(
+        ROUND_LAWS, "as drafts of another level", lambda: round_laws(replace(base, seed=seed + 35))
+    )
 
 
-def _prompt(seed: int) -> tuple[int, ...]:
+def _seeded_prompt(seed: int) -> tuple[int, ...]:
     return (
         (0, 1)
         if seed == 0
@@ -226,7 +238,9 @@ def _prompt(seed: int) -> tuple[int, ...]:
     )
 
 
-def _joint(stage: Stage, tokens: int, title: str, correction: tuple[int, ...] = ()) -> Case:
+def _joint_case(
+    stage: Stage, tokens: int, title: str, correction: tuple[int, ...] = ()
+) -> SuiteCase:
     """The joint law of so many tokens."""
 
     def run() -> Evidence:
@@ -236,11 +250,17 @@ def _joint(stage: Stage, tokens: int, title: str, correction: tuple[int, ...] = 
         stage.judge(expected, got, prompt, _within(stage))
         return Evidence(JOINT, 1, got.branches, perf_counter() - begun)
 
-    return Case(JOINT, title, run)
+    return SuiteCase(JOINT, title, run)
 
 
 def _within(stage: Stage) -> float:
-    return WITHIN if stage.deep else FLOATS if stage.floats or _float_knobs(stage) else 0.0
+    return (
+        NETWORK_TOLERANCE
+        if stage.deep
+        else FLOAT_TOLERANCE
+        if stage.floats or _float_knobs(stage)
+        else 0.0
+    )
 
 
 def _float_knobs(stage: Stage) -> bool:
@@ -250,7 +270,7 @@ def _float_knobs(stage: Stage) -> bool:
     )
 
 
-def _single(stage: Stage, title: str) -> Case:
+def _single_round_case(stage: Stage, title: str) -> SuiteCase:
     """One round, continued as the reference continues: everything that a round may emit is judged,
     in a larger vocabulary.
     """
@@ -259,17 +279,17 @@ def _single(stage: Stage, title: str) -> Case:
         begun = perf_counter()
         got = stage.law(9, rounds=1)
         longest, reference = max(map(len, got)), stage.reference()
-        whole = Law()
+        whole = JointLaw()
         for text, probability in got.items():
             for rest, more in reference.law(longest - len(text), (*stage.prompt, *text)).items():
                 whole[(*text, *rest)] = whole.get((*text, *rest), 0) + probability * more
         stage.judge(reference.law(longest, stage.prompt), whole, stage.prompt, _within(stage))
         return Evidence(JOINT, 1, got.branches, perf_counter() - begun)
 
-    return Case(JOINT, title, run)
+    return SuiteCase(JOINT, title, run)
 
 
-def rounds(stage: Stage, tokens: int = 12) -> Evidence:
+def round_laws(stage: Stage, tokens: int = 12) -> Evidence:
     """`Round.laws` is what its tokens are distributed as, so that a decoder can draft for another:
     the warped rows.
     """
@@ -283,46 +303,46 @@ def rounds(stage: Stage, tokens: int = 12) -> Evidence:
             for token, law in zip(round.tokens, round.output_probs, strict=True):
                 expected, got, seen = reference.next(text), list(law), seen + 1
                 if any(abs(a - b) > _within(stage) for a, b in zip(expected, got, strict=True)):
-                    accuse(ROUND, expected, got, **stage.words(), context=text, token=token)
+                    accuse(ROUND_LAWS, expected, got, **stage.words(), context=text, token=token)
                 text = (*text, token)
-    return Evidence(ROUND, seen, 0, perf_counter() - begun)
+    return Evidence(ROUND_LAWS, seen, 0, perf_counter() - begun)
 
 
 # ---------------------------------------------------------------------- the others
 
 
-def _greedy(card: Card, seed: int) -> Iterator[Case]:
+def _greedy_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     """At temperature 0 the tokens are those of plain greedy decoding, whatever is drafted."""
-    yield from (Case(law, title, run) for law, title, run in greedy_equality(card, seed))
+    yield from (SuiteCase(law, title, run) for law, title, run in greedy_cases(card, seed))
 
 
-def _by_paths(card: Card, seed: int) -> Iterator[Case]:
+def _by_paths(card: Card, seed: int) -> Iterator[SuiteCase]:
     """Shared noise cannot be enumerated: same seed, any drafter, same tokens; and the race alone
     has the law.
     """
-    yield from (Case(law, title, run) for law, title, run in coupled(card, seed))
+    yield from (SuiteCase(law, title, run) for law, title, run in coupled_cases(card, seed))
 
 
-def _knobs(card: Card, seed: int) -> Iterator[Case]:
+def _knob_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     """Each choice and each further small value of a knob once; and a lossy knob costs less the
     further it is turned.
     """
     base = Stage(
         card,
         seed=seed + 40,
-        prompt=_prompt(seed),
+        prompt=_seeded_prompt(seed),
         deep=card.hidden,
         vocabulary=4 if card.hidden else 3,
     )
     sampling = (
         SamplingParams(0.0)
         if card.guarantee is Guarantee.GREEDY
-        else DEEP[0]
+        else DEEP_SAMPLINGS[0]
         if card.hidden
         else SamplingParams(0.5)
     )
     for knob in card.knobs:
-        for value in _others(knob):
+        for value in _other_values(knob):
             stage = replace(
                 base,
                 knobs={knob.name: value},
@@ -330,17 +350,19 @@ def _knobs(card: Card, seed: int) -> Iterator[Case]:
                 stop=StoppingCriteria(max_new_tokens=3),
             )
             if not card.coupled and not (card.lossy and card.lossy[0] == knob.name):
-                yield _joint(stage, 3, f"{knob.name} {value}")
+                yield _joint_case(stage, 3, f"{knob.name} {value}")
     if card.lossy is not None:
-        yield Case(
-            "cost falls as the knob is turned", card.lossy[0], lambda: monotone(base, ladder(card))
+        yield SuiteCase(
+            "cost falls as the knob is turned",
+            card.lossy[0],
+            lambda: cost_is_monotone(base, knob_ladder(card)),
         )
 
 
-def _others(knob: Knob) -> list[Any]:
+def _other_values(knob: Knob) -> list[Any]:
     return [
         value for value in (knob.choices or knob.small[1:]) if value != knob.default or knob.small
     ]
 
 
-__all__ = ["ORACLES", "Case", "Reference", "cases", "oracle", "rounds"]
+__all__ = ["ORACLES", "Reference", "SuiteCase", "register_oracle", "round_laws", "technique_cases"]

@@ -16,55 +16,55 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.network import greedy
+from tinyspec.laws.network import likeliest_token
 from tinyspec.laws.tables import TableModel
 from tinyspec.technique import Request
 
-SWEEPS = "a sweep is a Jacobi iteration over its block"
-FIXED = "each sweep fixes a token more"
-PUBLISHED = "iteration ends at the greedy text"
-COST = "what is final is not run again, and nothing else is run"
+SWEEP_IS_JACOBI = "a sweep is a Jacobi iteration over its block"
+SWEEP_FIXES = "each sweep fixes a token more"
+SOLVE_PUBLISHED = "iteration ends at the greedy text"
+SWEEP_COST = "what is final is not run again, and nothing else is run"
 
-PROMPT = (0, 1)
-Text = tuple[int, ...]
+SWEEP_PROMPT = (0, 1)
+Tokens = tuple[int, ...]
 Build = Callable[..., Decoder]
 """(request, form=, block=, prefix=, init=) -> Decoder, whose drafter's `start(n, text, chance)`
 makes first guesses.
 """
 
-FORMS: tuple[tuple[str, int, int], ...] = (
+SWEEP_FORMS: tuple[tuple[str, int, int], ...] = (
     ("pj", 1, 0), ("pgj", 1, 0), ("pgj", 2, 0), ("pgj", 3, 0), ("hgj", 2, 0), ("hgj", 2, 3), ("hgj", 3, 1),
 )  # fmt: skip
 """form, block, prefix; of five tokens wanted or of fewer."""
 
 
-def tables(count: int = 3) -> Iterator[TableModel]:
+def sweep_tables(count: int = 3) -> Iterator[TableModel]:
     """Targets over two and three tokens."""
     for seed, vocabulary in product(range(count), (2, 3)):
         yield TableModel(seed, vocabulary, zeros=False)
 
 
-def say(model: TableModel, text: Sequence[int], block: Sequence[int]) -> list[int]:
+def sweep_block(model: TableModel, text: Sequence[int], block: Sequence[int]) -> list[int]:
     """What the model says in every place of a block, a row at a time."""
     return [_next(model, (*text, *block[:at])) for at in range(len(block))]
 
 
 @lru_cache(maxsize=8192)
-def _next(model: TableModel, text: Text) -> int:
-    return greedy(model.row(text))
+def _next(model: TableModel, text: Tokens) -> int:
+    return likeliest_token(model.row(text))
 
 
-def plain(
+def greedy_by_hand(
     model: TableModel, text: Sequence[int], n: int, ends: frozenset[int] = frozenset()
 ) -> list[int]:
     """Greedy decoding."""
     made: list[int] = []
     while len(made) < n and not (made and made[-1] in ends):
-        made += say(model, (*text, *made), (0,))
+        made += sweep_block(model, (*text, *made), (0,))
     return made
 
 
-def counting(vocabulary: int = 16) -> TableModel:
+def counting_table(vocabulary: int = 16) -> TableModel:
     """Says the number behind its last token: a wrong token in front makes a wrong token, so nothing
     is guessed ahead.
     """
@@ -74,19 +74,19 @@ def counting(vocabulary: int = 16) -> TableModel:
     )
 
 
-def jealous(vocabulary: int = 2) -> TableModel:
+def jealous_table(vocabulary: int = 2) -> TableModel:
     """Says 1 as long as every token behind the prompt is 1, and 0 ever after: the worst case for
     any start but 1.
     """
 
-    def rows(text: Text) -> list[int]:
-        good = all(token == 1 for token in text[len(PROMPT) :])
+    def rows(text: Tokens) -> list[int]:
+        good = all(token == 1 for token in text[len(SWEEP_PROMPT) :])
         return [int(x == good) for x in range(vocabulary)]
 
     return TableModel(vocabulary=vocabulary, rows=rows)
 
 
-def places(vocabulary: int = 16) -> TableModel:
+def place_table(vocabulary: int = 16) -> TableModel:
     """Says the number of its place, whatever stands before: one sweep knows all."""
     return TableModel(
         vocabulary=vocabulary,
@@ -97,7 +97,7 @@ def places(vocabulary: int = 16) -> TableModel:
 # ---------------------------------------------------------------------- in the frame
 
 
-def begun(
+def begin_sweeps(
     build: Build, model: TableModel, start: Sequence[int], form: str, block: int, prefix: int, wanted: int,
     ends: frozenset[int] = frozenset(), forward_log: list[Any] | None = None,
 ) -> Decoder:  # fmt: skip
@@ -112,15 +112,19 @@ def begun(
     decoder = build(request, form=form, block=block, prefix=prefix)
     drafter: Any = decoder.drafter
     drafter.start = lambda n, text, rng: list(start[:n])
-    decoder.extend(PROMPT)
+    decoder.extend(SWEEP_PROMPT)
     return decoder
 
 
-def by_hand(
+def expected_sweeps(
     model: TableModel, start: Sequence[int], form: str, block: int, prefix: int, wanted: int
-) -> list[tuple[Text, Text]]:
+) -> list[tuple[Tokens, Tokens]]:
     """What each sweep reads behind the newest token, and the tokens that are final after it."""
-    text, made, found = plain(model, PROMPT, wanted), 0, list[tuple[Text, Text]]()
+    text, made, found = (
+        greedy_by_hand(model, SWEEP_PROMPT, wanted),
+        0,
+        list[tuple[Tokens, Tokens]](),
+    )
     parallel = prefix if form == "hgj" else wanted
     while made < wanted:
         n = max(min({"pj": wanted}.get(form, block), parallel - made, wanted - made), 0)
@@ -130,7 +134,7 @@ def by_hand(
             agreed = next((at for at in range(n) if guess[at] != right[at]), n)
             fixed = min(agreed + 1, end - made)
             found.append((tuple(guess[:-1]), tuple(right[:fixed])))
-            guess = say(model, (*PROMPT, *text[:made]), guess)[fixed:]
+            guess = sweep_block(model, (*SWEEP_PROMPT, *text[:made]), guess)[fixed:]
             made, n = made + fixed, n - fixed
     return found
 
@@ -140,18 +144,18 @@ def sweeps_by_hand(build: Build, wanted: int = 5, most: int = 60) -> Evidence:
     sweep.
     """
     seen = 0
-    for model, (form, block, prefix) in product(tables(2), FORMS):
+    for model, (form, block, prefix) in product(sweep_tables(2), SWEEP_FORMS):
         size = {"pj": wanted}.get(form, min(block, prefix) if form == "hgj" else block)
         starts = list(product(range(model.vocabulary), repeat=max(size, 1)))
         for start in starts[:: -(-len(starts) // most)]:
             decoder, got = (
-                begun(build, model, start, form, block, prefix, wanted),
-                list[tuple[Text, Text]](),
+                begin_sweeps(build, model, start, form, block, prefix, wanted),
+                list[tuple[Tokens, Tokens]](),
             )
             while not decoder.finished:
                 round = decoder.step(Seeded(decoder.rounds))
                 got.append((tuple(round.tree.tokens), round.tokens))
-            expected, seen = by_hand(model, start, form, block, prefix, wanted), seen + 1
+            expected, seen = expected_sweeps(model, start, form, block, prefix, wanted), seen + 1
             if got != expected:
                 case = {
                     "model": model,
@@ -160,8 +164,8 @@ def sweeps_by_hand(build: Build, wanted: int = 5, most: int = 60) -> Evidence:
                     "prefix": prefix,
                     "start": start,
                 }
-                accuse(SWEEPS, expected, got, **case, prompt=PROMPT)
-    return Evidence(SWEEPS, seen)
+                accuse(SWEEP_IS_JACOBI, expected, got, **case, prompt=SWEEP_PROMPT)
+    return Evidence(SWEEP_IS_JACOBI, seen)
 
 
 def fixes_one_at_least(build: Build, wanted: int = 4) -> Evidence:
@@ -170,24 +174,37 @@ def fixes_one_at_least(build: Build, wanted: int = 4) -> Evidence:
     """
     every = [
         (model, start)
-        for model in tables()
+        for model in sweep_tables()
         for start in product(range(model.vocabulary), repeat=wanted)
     ]
-    worst = [(counting(), (1,) * 8), (jealous(), (0,) * 8), (jealous(), (0, 1, 1, 1, 0, 1, 1, 1))]
-    best = [(places(), (0,) * 8)]
+    worst = [
+        (counting_table(), (1,) * 8),
+        (jealous_table(), (0,) * 8),
+        (jealous_table(), (0, 1, 1, 1, 0, 1, 1, 1)),
+    ]
+    best = [(place_table(), (0,) * 8)]
     for model, start in (*every, *worst, *best):
         m, sweep = len(start), 0
-        decoder, text = begun(build, model, start, "pj", 1, 0, m), plain(model, PROMPT, m)
+        decoder, text = (
+            begin_sweeps(build, model, start, "pj", 1, 0, m),
+            greedy_by_hand(model, SWEEP_PROMPT, m),
+        )
         case: dict[str, Any] = {"model": model, "start": start}
         while not decoder.finished:
             sweep, due = sweep + 1, len(decoder.new) + 1
             decoder.step(Seeded(decoder.rounds))
             if len(decoder.new) < due or decoder.new != text[: len(decoder.new)]:
-                accuse(FIXED, text[: max(len(decoder.new), due)], decoder.new, **case, sweep=sweep)
+                accuse(
+                    SWEEP_FIXES,
+                    text[: max(len(decoder.new), due)],
+                    decoder.new,
+                    **case,
+                    sweep=sweep,
+                )
         low, high = {8: (8, 8)}.get(m, (1, m)) if (model, start) not in best else (2, 2)
         if not low <= sweep <= high:
-            accuse(FIXED, f"{low} to {high} sweeps", f"{sweep} sweeps", **case)
-    return Evidence(FIXED, len(every) + len(worst) + len(best))
+            accuse(SWEEP_FIXES, f"{low} to {high} sweeps", f"{sweep} sweeps", **case)
+    return Evidence(SWEEP_FIXES, len(every) + len(worst) + len(best))
 
 
 def costs_what_is_left(build: Build, wanted: int = 6) -> Evidence:
@@ -195,51 +212,66 @@ def costs_what_is_left(build: Build, wanted: int = 6) -> Evidence:
     nothing is called beside.
     """
     seen = 0
-    for model, (form, block, prefix) in product(tables(2), (*FORMS, ("pgj", 4, 0))):
+    for model, (form, block, prefix) in product(sweep_tables(2), (*SWEEP_FORMS, ("pgj", 4, 0))):
         forward_log: list[Any] = []
         start = (1, 0, 1, 0, 1, 0)
-        decoder = begun(build, model, start, form, block, prefix, wanted, forward_log=forward_log)
+        decoder = begin_sweeps(
+            build, model, start, form, block, prefix, wanted, forward_log=forward_log
+        )
         while not decoder.finished:
             decoder.step(Seeded(decoder.rounds))
         got = [call.rows for call in forward_log if not call.prefill]
         expected = [
-            1 + len(guess) for guess, _ in by_hand(model, start, form, block, prefix, wanted)
+            1 + len(guess)
+            for guess, _ in expected_sweeps(model, start, form, block, prefix, wanted)
         ]
         seen += 1
         if got != expected:
             accuse(
-                COST, expected, got, model=model, form=form, block=block, prefix=prefix, start=start
+                SWEEP_COST,
+                expected,
+                got,
+                model=model,
+                form=form,
+                block=block,
+                prefix=prefix,
+                start=start,
             )
-    return Evidence(COST, seen)
+    return Evidence(SWEEP_COST, seen)
 
 
 # ---------------------------------------------------------------------- as published
 
 
-def only_fixed_point(model: TableModel, n: int) -> list[Text]:
+def only_fixed_point(model: TableModel, n: int) -> list[Tokens]:
     """Every text of n tokens that a sweep leaves as it is."""
     return [
-        y for y in product(range(model.vocabulary), repeat=n) if tuple(say(model, PROMPT, y)) == y
+        y
+        for y in product(range(model.vocabulary), repeat=n)
+        if tuple(sweep_block(model, SWEEP_PROMPT, y)) == y
     ]
 
 
-def ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
+def solve_ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
     """Every start: the greedy text, and only that is fixed; k sweeps make k tokens right; n + 1 at
     most; the end is seen.
     """
     seen = 0
-    for model, ends in product(tables(), (frozenset[int](), frozenset({1}))):
-        says = lambda text, block, model=model: say(model, text, block)  # noqa: E731
-        text, whole = plain(model, PROMPT, n, ends), plain(model, PROMPT, n)
+    for model, ends in product(sweep_tables(), (frozenset[int](), frozenset({1}))):
+        says = lambda text, block, model=model: sweep_block(model, text, block)  # noqa: E731
+        text, whole = (
+            greedy_by_hand(model, SWEEP_PROMPT, n, ends),
+            greedy_by_hand(model, SWEEP_PROMPT, n),
+        )
         if only_fixed_point(model, n) != [tuple(whole)]:
-            accuse(PUBLISHED, [tuple(whole)], only_fixed_point(model, n), model=model)
+            accuse(SOLVE_PUBLISHED, [tuple(whole)], only_fixed_point(model, n), model=model)
         for (block, prefix), start in product(
             ((1, None), (2, None), (n, None), (2, 2), (3, 1), (2, 0)),
             product(range(model.vocabulary), repeat=n),
         ):
             found = solve(
                 says,
-                PROMPT,
+                SWEEP_PROMPT,
                 n,
                 block,
                 lambda size, text, start=start: list(start[:size]),
@@ -254,27 +286,29 @@ def ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
                 "ends": sorted(ends),
             }
             if found.tokens != text:
-                accuse(PUBLISHED, text, found.tokens, **case)
+                accuse(SOLVE_PUBLISHED, text, found.tokens, **case)
             begin = 0
             for states in found.blocks:
                 size = len(states[0])
-                right = plain(model, (*PROMPT, *whole[:begin]), size)
+                right = greedy_by_hand(model, (*SWEEP_PROMPT, *whole[:begin]), size)
                 for sweep, state in enumerate(states):
                     if state[:sweep] != right[:sweep]:
                         accuse(
-                            PUBLISHED,
+                            SOLVE_PUBLISHED,
                             f"{right[:sweep]} first",
                             f"{state} after {sweep} sweeps",
                             **case,
                         )
                 if len(states) > size + 2:
-                    accuse(PUBLISHED, f"at most {size + 1} sweeps", f"{len(states) - 1}", **case)
+                    accuse(
+                        SOLVE_PUBLISHED, f"at most {size + 1} sweeps", f"{len(states) - 1}", **case
+                    )
                 begin += size
             seen += 1
-    return Evidence(PUBLISHED, seen)
+    return Evidence(SOLVE_PUBLISHED, seen)
 
 
-def through(drafter: Callable[..., Any]) -> Build:
+def build_jacobi(drafter: Callable[..., Any]) -> Build:
     """The drafter class as a builder, for the judges."""
 
     def build(request: Request, *, form: str, block: int, prefix: int) -> Decoder:

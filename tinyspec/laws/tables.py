@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyspec.laws.hashes import Given, Hashes, seen
+from tinyspec.laws.hashes import HashNetwork, RowsByHand, is_visible
 from tinyspec.laws.tablesession import TableSession
 from tinyspec.lm.config import Config
 from tinyspec.lm.feed import ForwardRecord
@@ -25,7 +25,7 @@ from tinyspec.lm.plan import Plan
 
 __all__ = ["TableModel", "TableSession"]
 
-FULL = Plan()
+FULL_PLAN = Plan()
 
 
 class TableModel:
@@ -62,7 +62,7 @@ class TableModel:
             floats,
         )
         self.name = name
-        self.network = Hashes(seed, vocabulary, zeros) if rows is None else Given(rows)
+        self.network = HashNetwork(seed, vocabulary, zeros) if rows is None else RowsByHand(rows)
         self.config = Config(
             vocab_size=vocabulary, d_model=1, n_layers=layers, n_heads=1, n_kv_heads=1, head_dim=1, d_ff=1,
             max_positions=positions, eos=tuple(eos),
@@ -93,13 +93,13 @@ class TableModel:
             self._heads[state] = row
         return self._heads[state]
 
-    def row(self, context: Sequence[int], plan: Plan = FULL) -> Any:
+    def row(self, context: Sequence[int], plan: Plan = FULL_PLAN) -> Any:
         """The row after `context` by one fresh pass, every token under `plan`: the judge of
         sessions.
         """
         return self.head(self.run(context, plan)[-1])
 
-    def run(self, context: Sequence[int], plan: Plan = FULL) -> list[Any]:
+    def run(self, context: Sequence[int], plan: Plan = FULL_PLAN) -> list[Any]:
         """The last state of every token of `context`, by one fresh pass: layer by layer, as a
         transformer does it.
         """
@@ -115,7 +115,9 @@ class TableModel:
             keys = [network.keys(layer, state, position) for position, state in enumerate(states)]
             states = [
                 network.attend(
-                    layer, state, [keys[at] for at in range(row + 1) if seen(plan, layer, row, at)]
+                    layer,
+                    state,
+                    [keys[at] for at in range(row + 1) if is_visible(plan, layer, row, at)],
                 )
                 for row, state in enumerate(states)
             ]

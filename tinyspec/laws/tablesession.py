@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.hashes import seen
-from tinyspec.laws.tabletext import FULL, TableNode, TableText
+from tinyspec.laws.hashes import is_visible
+from tinyspec.laws.tabletext import FULL_PLAN, TableNode, TableText
 from tinyspec.lm.feed import ForwardRecord, Scores
 from tinyspec.lm.plan import Plan
 from tinyspec.tree import TokenTree
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tinyspec.laws.tables import TableModel
     from tinyspec.laws.tableview import TableView
 
-Work: TypeAlias = tuple[Sequence[TableNode], int, Plan]
+PassWork: TypeAlias = tuple[Sequence[TableNode], int, Plan]
 """Nodes, the sublayer they are wanted at, and the plan."""
 
 
@@ -34,7 +34,7 @@ class TableSession(TableText):
         plan: Plan | None = None,
         forward_log: list[ForwardRecord] | None = None,
     ):
-        super().__init__(model, plan or FULL)
+        super().__init__(model, plan or FULL_PLAN)
         self.forward_log: list[ForwardRecord] = [] if forward_log is None else forward_log
         self.prefixed: Any = None  # what probes alone see
 
@@ -175,7 +175,7 @@ class TableSession(TableText):
         nodes = self._attach(above[-1], tree)
         rows = [above[-1], *nodes]
         late = min(stop, self._end)
-        behind: list[Work] = [(self._unfinished_tokens(late), late, self.plan)]
+        behind: list[PassWork] = [(self._unfinished_tokens(late), late, self.plan)]
         if plan != self.plan:  # another plan is another pass
             self._pass(behind)
             behind = []
@@ -220,7 +220,7 @@ class TableSession(TableText):
         ]
 
     def _pass(
-        self, work: Sequence[Work], heads: Iterable[TableNode] = (), prefill: bool = False
+        self, work: Sequence[PassWork], heads: Iterable[TableNode] = (), prefill: bool = False
     ) -> None:
         """One forward over those of these nodes (parents before children) that lack something, and
         its forward log entry.
@@ -265,7 +265,9 @@ class TableSession(TableText):
             else:
                 node.keys[layer] = network.keys(layer, state, node.position)
                 keys = [
-                    at.keys[layer] for at in path if seen(plan, layer, node.position, at.position)
+                    at.keys[layer]
+                    for at in path
+                    if is_visible(plan, layer, node.position, at.position)
                 ]
                 if None in keys:
                     raise RuntimeError(

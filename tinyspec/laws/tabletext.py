@@ -12,7 +12,7 @@ from tinyspec.tree import ROOT, TokenTree
 if TYPE_CHECKING:
     from tinyspec.laws.tables import TableModel
 
-FULL = Plan()
+FULL_PLAN = Plan()
 
 
 class TableNode:
@@ -38,7 +38,7 @@ class TableNode:
 
     def forget(self, n_layers: int) -> None:
         """Back to not run at all."""
-        self.plan, self.row_at = FULL, -1
+        self.plan, self.row_at = FULL_PLAN, -1
         self.states: list[Any] = []
         self.keys: list[Any] = [None] * n_layers
         self.filled, self.exact = False, True

@@ -18,18 +18,24 @@ from tinyspec.decoding.rng import Exhaustive
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.small import Exact, but, overlap, pairs, positive_part
-from tinyspec.laws.transport import drafts, kseq_share, naive, optimum
+from tinyspec.laws.small import (
+    Exact,
+    distribution_pairs,
+    overlap_mass,
+    positive_part,
+    without_token,
+)
+from tinyspec.laws.transport import drafted_sets, kseq_share, matching_acceptance, optimal_transport
 from tinyspec.tree import ROOT, TokenTree
 
-Verifier = Callable[[TokenTree, Any, Any], Verdict]
-Draft = Callable[[Exact, int, Exhaustive], tuple[Sequence[int], Sequence[Exact | None]]]
+TreeVerifier = Callable[[TokenTree, Any, Any], Verdict]
+DraftSiblings = Callable[[Exact, int, Exhaustive], tuple[Sequence[int], Sequence[Exact | None]]]
 """(q, k, chance) -> the tokens of k siblings, in the order in which they will stand, and the law
 declared for each.
 """
 
 ACCEPTANCE = "acceptance = 1 - TV(p, q) (Leviathan et al. 2023, theorem 3.5)"
-TOKENS = (
+ROUND_TOKENS = (
     "tokens of a round = (1 - alpha^(gamma+1)) / (1 - alpha) (Leviathan et al. 2023, equation 1)"
 )
 PREDICTION = "predicted tokens = the mean over accept and refuse patterns (Leviathan et al. 2023, equation 1)"
@@ -39,10 +45,12 @@ REJECTION = "recursive rejection refuses k drafts with the product of its distan
 TRANSPORT = "acceptance of k drafts <= the optimal transport (SpecTr, arXiv 2310.15141)"
 MATCHING = "acceptance of k drafts >= sampling and matching (SpecInfer, arXiv 2305.09781)"
 KSEQ = "acceptance of k drafts >= (1 - (1 - 1/k)^k) of the optimal transport (SpecTr's K-SEQ, arXiv 2310.15141)"
-ORDER = "siblings without replacement stand in the order they were drawn (MCSD, arXiv 2401.06706)"
+DRAW_ORDER = (
+    "siblings without replacement stand in the order they were drawn (MCSD, arXiv 2401.06706)"
+)
 
 
-class Given(dict[int, Sequence[Fraction]]):
+class NodeRows(dict[int, Sequence[Fraction]]):
     """The target's rows by node, as a verifier reads them; `soft` are the rows before temperature 0
     sharpened them.
     """
@@ -73,12 +81,12 @@ def without_replacement(
     while row is not None and len(tokens) < k:
         laws.append(row)
         tokens.append(rng.draw(row))
-        row = but(row, tokens[-1])
+        row = without_token(row, tokens[-1])
     return tokens, laws
 
 
-def siblings(
-    verifier: Verifier, draft: Draft, p: Exact, q: Exact, k: int
+def play_siblings(
+    verifier: TreeVerifier, draft: DraftSiblings, p: Exact, q: Exact, k: int
 ) -> tuple[Fraction, dict[int, Fraction], int]:
     """One position with k siblings: (probability that one is accepted, law of the first token,
     branches walked).
@@ -90,7 +98,7 @@ def siblings(
         tree = TokenTree(
             tokens, (ROOT,) * n, [None if law is None else list(law) for law in laws], (False,) * n
         )
-        verdict = verifier(tree, Given(dict.fromkeys(range(ROOT, n), p)), rng.split("verify", 0))
+        verdict = verifier(tree, NodeRows(dict.fromkeys(range(ROOT, n), p)), rng.split("verify", 0))
         return bool(verdict.accepted), tokens[
             verdict.accepted[0]
         ] if verdict.accepted else verdict.next
@@ -104,40 +112,40 @@ def siblings(
     return accepted, law, branches
 
 
-def acceptance(verifier: Verifier, largest: int = 6) -> Evidence:
+def acceptance_theorem(verifier: TreeVerifier, largest: int = 6) -> Evidence:
     """A draft token x ~ q passes with probability sum_x min(p, q) = 1 - TV(p, q)."""
     began, cases, branches = perf_counter(), 0, 0
-    for p, q in pairs(largest=largest):
-        got, _, walked = siblings(verifier, with_replacement, p, q, 1)
+    for p, q in distribution_pairs(largest=largest):
+        got, _, walked = play_siblings(verifier, with_replacement, p, q, 1)
         cases, branches = cases + 1, branches + walked
-        if got != overlap(p, q):
-            accuse(ACCEPTANCE, overlap(p, q), got, p=p, q=q)
+        if got != overlap_mass(p, q):
+            accuse(ACCEPTANCE, overlap_mass(p, q), got, p=p, q=q)
     return Evidence(ACCEPTANCE, cases, branches, perf_counter() - began)
 
 
-def tokens_of_a_round(verifier: Verifier, gamma: int = 3, largest: int = 5) -> Evidence:
+def tokens_of_a_round(verifier: TreeVerifier, gamma: int = 3, largest: int = 5) -> Evidence:
     """Where every position has the same p and q, a chain of gamma commits 1 + alpha + ... +
     alpha^gamma on average.
     """
     began, cases, branches = perf_counter(), 0, 0
-    for (p, q), length in product(pairs(largest=largest), range(1, gamma + 1)):
+    for (p, q), length in product(distribution_pairs(largest=largest), range(1, gamma + 1)):
 
         def count(rng: Exhaustive, p: Exact = p, q: Exact = q, length: int = length) -> int:
             stream = rng.split("draft", 0)
             tree = TokenTree.chain([stream.draw(q) for _ in range(length)], [list(q)] * length)
             verdict = verifier(
-                tree, Given(dict.fromkeys(range(ROOT, length), p)), rng.split("verify", 0)
+                tree, NodeRows(dict.fromkeys(range(ROOT, length), p)), rng.split("verify", 0)
             )
             return len(verdict.accepted) + (verdict.next is not None)
 
         outcomes = list(Exhaustive.walk(count))
         got = sum(n * probability for n, probability in outcomes)
-        alpha = overlap(p, q)
+        alpha = overlap_mass(p, q)
         expected = sum(alpha**i for i in range(length + 1))
         cases, branches = cases + 1, branches + len(outcomes)
         if got != expected:
-            accuse(TOKENS, expected, got, p=p, q=q, gamma=length, alpha=alpha)
-    return Evidence(TOKENS, cases, branches, perf_counter() - began)
+            accuse(ROUND_TOKENS, expected, got, p=p, q=q, gamma=length, alpha=alpha)
+    return Evidence(ROUND_TOKENS, cases, branches, perf_counter() - began)
 
 
 def predicted_tokens(
@@ -161,7 +169,7 @@ def predicted_tokens(
     return Evidence(PREDICTION, cases, branches, perf_counter() - began)
 
 
-def planner(plan: Callable[[float, float], int], longest: int = 64) -> Evidence:
+def planner_is_optimal(plan: Callable[[float, float], int], longest: int = 64) -> Evidence:
     """plan(alpha, c) against every gamma up to `longest`; c is what a draft step costs in target
     calls.
 
@@ -193,7 +201,7 @@ def planner(plan: Callable[[float, float], int], longest: int = 64) -> Evidence:
     return Evidence(PLANNER, cases, 0, perf_counter() - began)
 
 
-def lenience_cap(lenient: Callable[[Any], Verifier], largest: int = 5) -> Evidence:
+def lenience_cap(lenient: Callable[[Any], TreeVerifier], largest: int = 5) -> Evidence:
     """lenient(l) makes a verifier that compares p with l q: it accepts sum min(q, p / l), and no
     token becomes more than 1 / l times as likely, neither the first nor a second behind it. At l =
     1 the cap leaves nothing but p.
@@ -209,7 +217,7 @@ def lenience_cap(lenient: Callable[[Any], Verifier], largest: int = 5) -> Eviden
     """
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), lenience in product(
-        pairs(largest=largest), (Fraction(1), Fraction(1, 2), Fraction(1, 3))
+        distribution_pairs(largest=largest), (Fraction(1), Fraction(1, 2), Fraction(1, 3))
     ):
         behind = tuple(reversed(p))
         verifier = lenient(lenience)
@@ -219,11 +227,11 @@ def lenience_cap(lenient: Callable[[Any], Verifier], largest: int = 5) -> Eviden
             p: Exact = p,
             q: Exact = q,
             behind: Exact = behind,
-            verifier: Verifier = verifier,
+            verifier: TreeVerifier = verifier,
         ) -> tuple[bool, tuple[int, ...]]:
             stream = rng.split("draft", 0)
             tree = TokenTree.chain([stream.draw(q), stream.draw(q)], [list(q)] * 2)
-            verdict = verifier(tree, Given({ROOT: p, 0: behind, 1: p}), rng.split("verify", 0))
+            verdict = verifier(tree, NodeRows({ROOT: p, 0: behind, 1: p}), rng.split("verify", 0))
             said = (
                 *tree.tokens_on(verdict.accepted),
                 *(() if verdict.next is None else (verdict.next,)),
@@ -260,13 +268,13 @@ def lenience_cap(lenient: Callable[[Any], Verifier], largest: int = 5) -> Eviden
     return Evidence(LENIENCE, cases, branches, perf_counter() - began)
 
 
-def _lenient_greedy(verifier: Verifier, lenience: Fraction, p: Exact, q: Exact) -> None:
+def _lenient_greedy(verifier: TreeVerifier, lenience: Fraction, p: Exact, q: Exact) -> None:
     sharp: Exact = tuple(Fraction(i == p.index(max(p))) for i in range(len(p)))
     for token in (x for x, mass in enumerate(q) if mass):
         tree = TokenTree.chain([token], [list(q)])
         rows = dict.fromkeys((ROOT, 0), sharp)
         for verdict, _ in Exhaustive.walk(
-            lambda c: verifier(tree, Given(rows, dict.fromkeys((ROOT, 0), p)), c)  # noqa: B023
+            lambda c: verifier(tree, NodeRows(rows, dict.fromkeys((ROOT, 0), p)), c)  # noqa: B023
         ):
             said = token if verdict.accepted else verdict.next
             if (
@@ -278,14 +286,16 @@ def _lenient_greedy(verifier: Verifier, lenience: Fraction, p: Exact, q: Exact) 
                 accuse(LENIENCE, want, verdict, p=p, draft=token, lenience=lenience, temperature=0)
 
 
-def recursive_rejection(verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
+def recursive_rejection_law(verifier: TreeVerifier, largest: int = 5, most: int = 3) -> Evidence:
     """The i-th sibling is tested against what the refusals before it left of p: all k fail with
     probability TV(p_1, q_1) TV(p_2, q_2) ..., p_i+1 = norm(max(0, p_i - q_i)); without replacement,
     averaged over the refused draws."""
     began, cases, branches = perf_counter(), 0, 0
-    for (p, q), k, replace in product(pairs(largest=largest), range(1, most + 1), (True, False)):
+    for (p, q), k, replace in product(
+        distribution_pairs(largest=largest), range(1, most + 1), (True, False)
+    ):
         draft = with_replacement if replace else without_replacement
-        got, _, walked = siblings(verifier, draft, p, q, k)
+        got, _, walked = play_siblings(verifier, draft, p, q, k)
         expected = 1 - _all_refused(p, q, k, replace)
         cases, branches = cases + 1, branches + walked
         if got != expected:
@@ -300,14 +310,15 @@ def _all_refused(p: Exact, q: Exact | None, k: int, replace: bool) -> Fraction:
     if left is None:
         return Fraction(0)
     if replace:
-        return (1 - overlap(p, q)) * _all_refused(left, q, k - 1, replace)
+        return (1 - overlap_mass(p, q)) * _all_refused(left, q, k - 1, replace)
     refused = [(x, b - a) for x, (a, b) in enumerate(zip(p, q, strict=True)) if b > a]
     return sum(
-        (mass * _all_refused(left, but(q, x), k - 1, replace) for x, mass in refused), Fraction(0)
+        (mass * _all_refused(left, without_token(q, x), k - 1, replace) for x, mass in refused),
+        Fraction(0),
     )
 
 
-def several_drafts(verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
+def several_drafts(verifier: TreeVerifier, largest: int = 5, most: int = 3) -> Evidence:
     """Between two bounds: never above the optimal transport, with or without replacement; with
     i.i.d. drafts never below sampling y ~ p and keeping it if it is among them.
 
@@ -315,40 +326,44 @@ def several_drafts(verifier: Verifier, largest: int = 5, most: int = 3) -> Evide
     what is left of p is at most sum_x max(0, p - q) (1 - q)^(k-1) <= sum_x p (1 - q)^k.
     """
     began, cases, branches = perf_counter(), 0, 0
-    for (p, q), k, replace in product(pairs(largest=largest), range(1, most + 1), (True, False)):
-        got, _, walked = siblings(
+    for (p, q), k, replace in product(
+        distribution_pairs(largest=largest), range(1, most + 1), (True, False)
+    ):
+        got, _, walked = play_siblings(
             verifier, with_replacement if replace else without_replacement, p, q, k
         )
         cases, branches = cases + 1, branches + walked
-        best = optimum(p, drafts(q, k, replace))
+        best = optimal_transport(p, drafted_sets(q, k, replace))
         if got > best:
             accuse(TRANSPORT, f"at most {best}", got, p=p, q=q, k=k, replacement=replace)
-        if replace and got < naive(p, q, k):
-            accuse(MATCHING, f"at least {naive(p, q, k)}", got, p=p, q=q, k=k)
+        if replace and got < matching_acceptance(p, q, k):
+            accuse(MATCHING, f"at least {matching_acceptance(p, q, k)}", got, p=p, q=q, k=k)
     return Evidence(TRANSPORT, cases, branches, perf_counter() - began)
 
 
-def kseq(verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
+def kseq_reaches_share(verifier: TreeVerifier, largest: int = 5, most: int = 3) -> Evidence:
     """K-SEQ's promise, for k i.i.d. drafts; the proof is in `transport.kseq_share`."""
     began, cases, branches = perf_counter(), 0, 0
-    for (p, q), k in product(pairs(largest=largest), range(1, most + 1)):
-        got, _, walked = siblings(verifier, with_replacement, p, q, k)
+    for (p, q), k in product(distribution_pairs(largest=largest), range(1, most + 1)):
+        got, _, walked = play_siblings(verifier, with_replacement, p, q, k)
         cases, branches = cases + 1, branches + walked
-        bound = kseq_share(k) * optimum(p, drafts(q, k, replace=True))
+        bound = kseq_share(k) * optimal_transport(p, drafted_sets(q, k, replace=True))
         if got < bound:
             accuse(KSEQ, f"at least {bound}", got, p=p, q=q, k=k)
     return Evidence(KSEQ, cases, branches, perf_counter() - began)
 
 
-def draw_order(draft: Draft, verifier: Verifier, largest: int = 5, most: int = 3) -> Evidence:
+def draw_order(
+    draft: DraftSiblings, verifier: TreeVerifier, largest: int = 5, most: int = 3
+) -> Evidence:
     """Each sibling declares the law it was drawn from given the *earlier* ones, so sorting the
     siblings afterwards, with the laws left in place or taken along, changes what the walk emits. In
     draw order it emits p."""
     began, cases, branches = perf_counter(), 0, 0
-    for (p, q), k in product(pairs(largest=largest), range(2, most + 1)):
-        _, law, walked = siblings(verifier, draft, p, q, k)
+    for (p, q), k in product(distribution_pairs(largest=largest), range(2, most + 1)):
+        _, law, walked = play_siblings(verifier, draft, p, q, k)
         cases, branches = cases + 1, branches + walked
         got = tuple(law.get(x, Fraction(0)) for x in range(len(p)))
         if got != p:
-            accuse(ORDER, p, got, p=p, q=q, k=k)
-    return Evidence(ORDER, cases, branches, perf_counter() - began)
+            accuse(DRAW_ORDER, p, got, p=p, q=q, k=k)
+    return Evidence(DRAW_ORDER, cases, branches, perf_counter() - began)

@@ -38,20 +38,20 @@ GPT2 = replace(
 )  # fmt: skip
 
 
-def theory() -> dict[str, Callable[[], Evidence]]:
+def all_theorems() -> dict[str, Callable[[], Evidence]]:
     """Every theorem by name; called, it says what it looked at or raises `LawViolated`."""
     laws: dict[str, Callable[[], Evidence]] = {
-        "acceptance": lambda: theorems.acceptance(verify_tree),
+        "acceptance": lambda: theorems.acceptance_theorem(verify_tree),
         "tokens of a round": lambda: theorems.tokens_of_a_round(verify_tree),
         "predicted tokens": lambda: theorems.predicted_tokens(expected_tokens),
-        "planner": lambda: theorems.planner(best_gamma),
+        "planner": lambda: theorems.planner_is_optimal(best_gamma),
         "lenience": lambda: theorems.lenience_cap(lenient_verifier),
-        "recursive rejection": lambda: theorems.recursive_rejection(verify_tree),
+        "recursive rejection": lambda: theorems.recursive_rejection_law(verify_tree),
         "several drafts": lambda: theorems.several_drafts(verify_tree),
-        "block verification": lambda: blocks.block(verify_tree_by_block, gamma=2),
-        "K-SEQ's share": lambda: theorems.kseq(verify_tree_k_seq, largest=4),
+        "block verification": lambda: blocks.block_keeps_its_promise(verify_tree_by_block, gamma=2),
+        "K-SEQ's share": lambda: theorems.kseq_reaches_share(verify_tree_k_seq, largest=4),
         "K-SEQ's factor": lambda: selection.least_factor(verify_tree_k_seq, largest=4),
-        "Gumbel coupling": lambda: couplings.formula(match_probability),
+        "Gumbel coupling": lambda: couplings.agreement_formula(match_probability),
         "draw order": lambda: theorems.draw_order(theorems.without_replacement, verify_tree),
     }
     for config in (

@@ -15,28 +15,28 @@ from tinyspec.decoding.refine import Canvas, blank
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
-from tinyspec.laws.refine_laws import SOURCES, reader
+from tinyspec.laws.refine_laws import REFINE_SOURCES, random_reader
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.tree import ROOT, TokenTree
 
-LISTENS = "a session that has read a source"
-LOOP = "the loop of rewriting"
-JUDGED = "a teacher's judgement"
+LISTENS_TO_SOURCE = "a session that has read a source"
+REFINE_LOOP = "the loop of rewriting"
+TEACHER_JUDGES = "a teacher's judgement"
 
-WITHIN = 1e-9
-TEXT = (1, 4, 8, 8, 5)
-TREE = TokenTree((4, 6, 7, 5), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
-PATHS = ((), (4,), (6,), (4, 7), (4, 7, 5))  # what the root and its nodes spell
-TEXTS = (((4, 5, 6, 8), (7,), (5, 5)), ((8,), (8, 8)), ((6, 7, 4),))
+TRANSLATION_TOLERANCE = 1e-9
+LISTEN_TEXT = (1, 4, 8, 8, 5)
+LISTEN_TREE = TokenTree((4, 6, 7, 5), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
+LISTEN_PATHS = ((), (4,), (6,), (4, 7), (4, 7, 5))  # what the root and its nodes spell
+JUDGED_TEXTS = (((4, 5, 6, 8), (7,), (5, 5)), ((8,), (8, 8)), ((6, 7, 4),))
 
 
-def writer(seed: int) -> Seq2Seq:
+def random_writer(seed: int) -> Seq2Seq:
     """A random encoder-decoder that writes from left to right."""
-    return reader(seed, positional=False)
+    return random_reader(seed, positional=False)
 
 
-def dense(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> torch.Tensor:
+def dense_logits(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> torch.Tensor:
     """Logits behind every token of a text, [n, V], in one causal pass."""
     causal = torch.ones(len(text), len(text), dtype=torch.bool).tril()
     memory = model.encode(torch.tensor([list(source)]))
@@ -46,51 +46,53 @@ def dense(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> torch.T
 # ---------------------------------------------------------------------- the session
 
 
-def listens(parts: Parts) -> Evidence:
+def listens_to_source(parts: Parts) -> Evidence:
     """Rows of trees, of trees grown by layers, after commits and rewinds, are those of the dense
     decoder.
     """
     begun, seen = perf_counter(), 0
-    for seed, source in enumerate(SOURCES):
-        model = writer(seed)
+    for seed, source in enumerate(REFINE_SOURCES):
+        model = random_writer(seed)
         session = parts.given(model, source).session()
-        for length in range(1, len(TEXT) + 1):
-            session.extend(TEXT[length - 1 : length])
+        for length in range(1, len(LISTEN_TEXT) + 1):
+            session.extend(LISTEN_TEXT[length - 1 : length])
             if length % 2:
-                session.advance(TREE, 1)
-            rows = session.score(TREE).logits
-            for row, path in zip(rows, PATHS, strict=True):
-                seen += _same(model, source, (*TEXT[:length], *path), row, "a tree below the text")
+                session.advance(LISTEN_TREE, 1)
+            rows = session.score(LISTEN_TREE).logits
+            for row, path in zip(rows, LISTEN_PATHS, strict=True):
+                seen += _expect_row(
+                    model, source, (*LISTEN_TEXT[:length], *path), row, "a tree below the text"
+                )
         session.rewind(2)
-        session.score(TREE)
+        session.score(LISTEN_TREE)
         session.commit((0, 2), 6)
-        seen += _same(
+        seen += _expect_row(
             model,
             source,
-            (*TEXT[:2], 4, 7, 6),
+            (*LISTEN_TEXT[:2], 4, 7, 6),
             session.score(TokenTree()).logits[0],
             "a committed path",
         )
         session.rewind(3)
-        seen += _same(
-            model, source, (*TEXT[:2], 4), session.score(TokenTree()).logits[0], "taken back"
+        seen += _expect_row(
+            model, source, (*LISTEN_TEXT[:2], 4), session.score(TokenTree()).logits[0], "taken back"
         )
-    return Evidence(LISTENS, seen, 0, perf_counter() - begun)
+    return Evidence(LISTENS_TO_SOURCE, seen, 0, perf_counter() - begun)
 
 
-def _same(
+def _expect_row(
     model: Seq2Seq, source: Sequence[int], text: tuple[int, ...], row: torch.Tensor, where: str
 ) -> int:
-    expected = dense(model, source, text)[-1]
-    if not torch.allclose(row, expected, rtol=0, atol=WITHIN):
-        accuse(LISTENS, expected, row, source=tuple(source), text=text, after=where)
+    expected = dense_logits(model, source, text)[-1]
+    if not torch.allclose(row, expected, rtol=0, atol=TRANSLATION_TOLERANCE):
+        accuse(LISTENS_TO_SOURCE, expected, row, source=tuple(source), text=text, after=where)
     return 1
 
 
 # ---------------------------------------------------------------------- the loop
 
 
-class Scripted:
+class ScriptedRefiner:
     """A refiner that notes what it is asked; its second candidate is the one to keep."""
 
     def __init__(self, model: Seq2Seq, passes: int):
@@ -128,15 +130,15 @@ class Scripted:
         self.log.append((what, number, where, float(memory.states.sum()), drawn))
 
 
-def in_order(parts: Parts) -> Evidence:
+def refines_in_order(parts: Parts) -> Evidence:
     """start, as many passes as are wanted, choose: each on what the one before left, with its own
     chance and the one memory.
     """
     begun, seen = perf_counter(), 0
-    for seed, source in enumerate(SOURCES):
+    for seed, source in enumerate(REFINE_SOURCES):
         for passes in (0, 1, 3):
-            model, forward_log, root = reader(seed), list[ForwardRecord](), Seeded(seed)
-            refiner = Scripted(model.counting(forward_log), passes)
+            model, forward_log, root = random_reader(seed), list[ForwardRecord](), Seeded(seed)
+            refiner = ScriptedRefiner(model.counting(forward_log), passes)
             running = parts.refine(model, source, refiner, Seeded(seed), forward_log)
             events = [
                 (step.iteration, int(step.before.tokens[0, 0]), len(step.calls)) for step in running
@@ -154,53 +156,58 @@ def in_order(parts: Parts) -> Evidence:
                 ("choose", tuple(source), mask + passes),
             ]
             told = {"source": tuple(source), "passes wanted": passes, "seed": seed}
-            _compare(expected, refiner.log, told, "what the refiner is asked")
-            _compare(
+            _expect_in_loop(expected, refiner.log, told, "what the refiner is asked")
+            _expect_in_loop(
                 [(n, mask + n, 1) for n in range(passes)],
                 events,
                 told,
                 "what is told of the passes",
             )
-            _compare([mask + passes] * 2, running.tokens, told, "the text that is kept")
-            _compare(1, running.chosen, told, "the candidate that is kept")
+            _expect_in_loop([mask + passes] * 2, running.tokens, told, "the text that is kept")
+            _expect_in_loop(1, running.chosen, told, "the candidate that is kept")
             names = [call.model for call in forward_log]
-            _compare(
+            _expect_in_loop(
                 [f"{model.name}/encoder", *[model.name] * passes], names, told, "the forward log"
             )
             seen += 1
-    return Evidence(LOOP, seen, 0, perf_counter() - begun)
+    return Evidence(REFINE_LOOP, seen, 0, perf_counter() - begun)
 
 
-def _compare(expected: Any, got: Any, told: dict[str, Any], what: str) -> None:
+def _expect_in_loop(expected: Any, got: Any, told: dict[str, Any], what: str) -> None:
     if expected != got:
-        accuse(LOOP, expected, got, **told, asked=what)
+        accuse(REFINE_LOOP, expected, got, **told, asked=what)
 
 
 # ---------------------------------------------------------------------- the judgement
 
 
-def judges(parts: Parts) -> Evidence:
+def teacher_judges(parts: Parts) -> Evidence:
     """log p of each token and of the end, as a dense pass over each candidate alone says it;
     nothing at padding.
     """
     begun, seen = perf_counter(), 0
-    for seed, source in enumerate(SOURCES):
-        teacher = writer(seed)
-        for texts in TEXTS:
+    for seed, source in enumerate(REFINE_SOURCES):
+        teacher = random_writer(seed)
+        for texts in JUDGED_TEXTS:
             canvas = blank([len(text) for text in texts], 8)
             for row, text in enumerate(texts):
                 canvas.tokens[row, : len(text)] = torch.tensor(text)
             got = parts.judge(teacher, source, canvas).tolist()
             for row, text in enumerate(texts):
-                laws = dense(teacher, source, (teacher.config.bos, *text)).log_softmax(dim=-1)
+                laws = dense_logits(teacher, source, (teacher.config.bos, *text)).log_softmax(
+                    dim=-1
+                )
                 expected = [
                     float(law[token])
                     for law, token in zip(laws, (*text, teacher.config.eos), strict=True)
                 ]
                 expected += [0.0] * (len(canvas.tokens[0]) - len(text))
-                if any(abs(a - b) > WITHIN for a, b in zip(expected, got[row], strict=True)):
+                if any(
+                    abs(a - b) > TRANSLATION_TOLERANCE
+                    for a, b in zip(expected, got[row], strict=True)
+                ):
                     accuse(
-                        JUDGED,
+                        TEACHER_JUDGES,
                         expected,
                         got[row],
                         source=tuple(source),
@@ -208,7 +215,11 @@ def judges(parts: Parts) -> Evidence:
                         beside=texts,
                     )
                 seen += 1
-    return Evidence(JUDGED, seen, 0, perf_counter() - begun)
+    return Evidence(TEACHER_JUDGES, seen, 0, perf_counter() - begun)
 
 
-LAWS: dict[str, Callable[[Parts], Evidence]] = {LISTENS: listens, LOOP: in_order, JUDGED: judges}
+TRANSLATION_LAWS: dict[str, Callable[[Parts], Evidence]] = {
+    LISTENS_TO_SOURCE: listens_to_source,
+    REFINE_LOOP: refines_in_order,
+    TEACHER_JUDGES: teacher_judges,
+}

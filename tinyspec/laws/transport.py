@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import chain, combinations
 
-from tinyspec.laws.extra import extra
-from tinyspec.laws.small import but
+from tinyspec.laws.extra import import_extra
+from tinyspec.laws.small import without_token
 
 Drafts = Mapping[frozenset[int], Fraction]
 """The law of the set of drafted tokens."""
 
 
-def drafts(q: Sequence[Fraction], k: int, replace: bool) -> dict[frozenset[int], Fraction]:
+def drafted_sets(q: Sequence[Fraction], k: int, replace: bool) -> dict[frozenset[int], Fraction]:
     """The law of the set that k draws from q make; without replacement they end where q is used up.
 
     >>> {tuple(s): str(mass) for s, mass in drafts((Fraction(1, 2), Fraction(1, 2)), 2, replace=True).items()}
@@ -40,13 +40,18 @@ def drafts(q: Sequence[Fraction], k: int, replace: bool) -> dict[frozenset[int],
             return
         for token, x in enumerate(row):
             if x:
-                grow(drawn | {token}, row if replace else but(row, token), left - 1, mass * x)
+                grow(
+                    drawn | {token},
+                    row if replace else without_token(row, token),
+                    left - 1,
+                    mass * x,
+                )
 
     grow(frozenset(), q, k, Fraction(1))
     return law
 
 
-def optimum(p: Sequence[Fraction], drawn: Drafts) -> Fraction:
+def optimal_transport(p: Sequence[Fraction], drawn: Drafts) -> Fraction:
     """The greatest acceptance, exactly: the least cut. O(2^V) sets of tokens.
 
     >>> p, q = (Fraction(1), Fraction(0)), (Fraction(1, 3), Fraction(2, 3))
@@ -66,7 +71,7 @@ def by_linear_program(p: Sequence[Fraction], drawn: Drafts) -> float:
     """The same as a linear program (HiGHS): maximise the mass sent from drafted sets to tokens in
     them. Needs scipy.
     """
-    optimise, numpy = extra("scipy.optimize"), extra("numpy")
+    optimise, numpy = import_extra("scipy.optimize"), import_extra("numpy")
     sets = list(drawn)
     routes = [(i, y) for i, s in enumerate(sets) for y in sorted(s)]
     limits = numpy.zeros((len(sets) + len(p), len(routes)))
@@ -124,7 +129,7 @@ def kseq_acceptance(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> flo
     return passes(high)
 
 
-def naive(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> Fraction:
+def matching_acceptance(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> Fraction:
     """What sampling and matching accepts: y ~ p, kept if it is among k i.i.d. drafts: sum_y p (1 -
     (1 - q)^k).
     """

@@ -10,28 +10,31 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference
-from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
-from tinyspec.laws.row_laws import normal
+from tinyspec.laws.loop_laws import SMALL_TABLES, Table, enumerate_tokens, format_table, table_model
+from tinyspec.laws.row_laws import normalised
 from tinyspec.technique import Request
 
 Build = Callable[..., Decoder]
 
-NODES = "every node has children of its own, and the draft model is called once a depth"
+OWN_CHILDREN = "every node has children of its own, and the draft model is called once a depth"
 
-THREE: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
-OTHERS: tuple[Table, ...] = (((2, 1, 1), (1, 1, 2), (1, 3, 1)), ((1, 1, 3), (2, 2, 1), (1, 0, 1)))
+TREE_TARGET: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
+TREE_DRAFTS: tuple[Table, ...] = (
+    ((2, 1, 1), (1, 1, 2), (1, 3, 1)),
+    ((1, 1, 3), (2, 2, 1), (1, 0, 1)),
+)
 
 
-def tables(drafts: int, most: int = 3) -> Iterator[tuple[Table, list[Table]]]:
+def tree_tables(drafts: int, most: int = 3) -> Iterator[tuple[Table, list[Table]]]:
     """p and the q of each draft, over two tokens and then, at most, three."""
-    for p, q in SMALL[3::2]:
+    for p, q in SMALL_TABLES[3::2]:
         if len(p[0]) <= most:
             yield p, [q, tuple(row[::-1] for row in q)][:drafts]
     if most >= 3:
-        yield THREE, list(OTHERS[:drafts])
+        yield TREE_TARGET, list(TREE_DRAFTS[:drafts])
 
 
-def joint_law(
+def tree_joint_law(
     build: Build,
     wide: Sequence[dict[str, Any]],
     deep: Sequence[dict[str, Any]] = (),
@@ -46,7 +49,7 @@ def joint_law(
     """
     seen, branches = 0, 0
     for setting in (*wide, *deep):
-        pairs = tables(drafts, 3 if setting in wide else 2)
+        pairs = tree_tables(drafts, 3 if setting in wide else 2)
         for (p, qs), sampling in ((pair, sampling) for pair in pairs for sampling in samplings):
 
             def make(
@@ -56,18 +59,21 @@ def joint_law(
                 s: dict[str, Any] = setting,
             ) -> Decoder:
                 return build(
-                    Request(model(p).session(), [model(q).session() for q in qs], sampling), **s
+                    Request(
+                        table_model(p).session(), [table_model(q).session() for q in qs], sampling
+                    ),
+                    **s,
                 )
 
-            got, walked = joint(make, tokens)
-            expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)]), sampling).law(  # type: ignore[misc]
+            got, walked = enumerate_tokens(make, tokens)
+            expected = Reference(lambda text, p=p: normalised(p[text[-1] % len(p)]), sampling).law(  # type: ignore[misc]
                 tokens
             )
             seen, branches = seen + 1, branches + walked
             if got != expected:
                 case = {
-                    "p": said(p),
-                    "q": [said(q) for q in qs],
+                    "p": format_table(p),
+                    "q": [format_table(q) for q in qs],
                     **setting,
                     **({} if sampling == SamplingParams() else {"sampling": sampling}),
                 }
@@ -82,7 +88,9 @@ def own_children(build: Build, setting: Callable[[str], dict[str, Any]]) -> Evid
     for shape, nodes in (("2x2", 6), ("2x1x2", 8), ("1x2", 3)):
         forward_log: list[Any] = []
         request = Request(
-            model(THREE).session(), [model(OTHERS[0]).session(forward_log)], forward_log=forward_log
+            table_model(TREE_TARGET).session(),
+            [table_model(TREE_DRAFTS[0]).session(forward_log)],
+            forward_log=forward_log,
         )
         decoder = build(request, **setting(shape))
         decoder.extend((0,))
@@ -93,5 +101,5 @@ def own_children(build: Build, setting: Callable[[str], dict[str, Any]]) -> Evid
             for n, c in ((nodes, shape.count("x") + 1), (len(tree.tokens), len(forward_log)))
         )
         if got != expected:
-            accuse(NODES, expected, got, **setting(shape))
-    return Evidence(NODES, 3)
+            accuse(OWN_CHILDREN, expected, got, **setting(shape))
+    return Evidence(OWN_CHILDREN, 3)

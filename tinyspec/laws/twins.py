@@ -20,10 +20,10 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import strategies
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.grids import GRIDS
-from tinyspec.laws.search import search, st
-from tinyspec.laws.strategies import REAL_VOCABULARY, SIZES
+from tinyspec.laws.search import search_cases, st
+from tinyspec.laws.strategies import REAL_VOCABULARY, VOCABULARY_SIZES
 
-Case = dict[str, Any]
+KernelCase = dict[str, Any]
 Kernel = Callable[..., Any]
 
 
@@ -34,11 +34,11 @@ class Twin:
     """
 
     define: Kernel
-    cases: Callable[[int], st.SearchStrategy[Case]]
+    cases: Callable[[int], st.SearchStrategy[KernelCase]]
     sized: bool = True  # whether the size of a vocabulary says anything about it
 
 
-def outcome(function: Kernel, case: Mapping[str, Any]) -> Any:
+def outcome_or_refusal(function: Kernel, case: Mapping[str, Any]) -> Any:
     """What a function gives, or the word "refuses"."""
     try:
         return function(*case.values())
@@ -46,25 +46,25 @@ def outcome(function: Kernel, case: Mapping[str, Any]) -> Any:
         return "refuses"
 
 
-def bits(value: Any) -> Any:
+def bit_pattern(value: Any) -> Any:
     """A value in a form that is equal only if every bit is."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, (list, tuple)):
-        return [bits(x) for x in value]
+        return [bit_pattern(x) for x in value]
     return value.hex() if isinstance(value, float) else value
 
 
-def brief(value: Any) -> Any:
+def abbreviate(value: Any) -> Any:
     """A long row for the eyes: its length and how it begins."""
     if isinstance(value, np.ndarray) and value.size > 16:
         return f"{value.size} numbers, {value[:6].tolist()} ..."
     if isinstance(value, dict):
-        return {key: brief(x) for key, x in value.items()}
-    return [brief(x) for x in value] if isinstance(value, list) else value
+        return {key: abbreviate(x) for key, x in value.items()}
+    return [abbreviate(x) for x in value] if isinstance(value, list) else value
 
 
-def apart(expected: Any, got: Any) -> tuple[Any, Any]:
+def show_difference(expected: Any, got: Any) -> tuple[Any, Any]:
     """Both for the eyes; long rows that begin alike, from the first number that differs."""
     long = all(isinstance(value, np.ndarray) and value.size > 16 for value in (expected, got))
     if long and expected.shape == got.shape and expected.dtype == got.dtype:
@@ -77,19 +77,22 @@ def apart(expected: Any, got: Any) -> tuple[Any, Any]:
             f"{x.size} numbers, from [{at}] on {x[at : at + 6].tolist()} ..."
             for x in (expected, got)
         )  # type: ignore[return-value]
-    return brief(expected), brief(got)
+    return abbreviate(expected), abbreviate(got)
 
 
-def same(name: str, kernel: Kernel, define: Kernel, case: Case) -> None:
+def expect_same_bits(name: str, kernel: Kernel, define: Kernel, case: KernelCase) -> None:
     """Accuse the kernel if it does not give what its twin gives."""
-    expected, got = outcome(define, case), outcome(kernel, case)
-    if bits(expected) != bits(got):
+    expected, got = outcome_or_refusal(define, case), outcome_or_refusal(kernel, case)
+    if bit_pattern(expected) != bit_pattern(got):
         accuse(
-            "twin", *apart(expected, got), kernel=name, **{key: brief(x) for key, x in case.items()}
+            "twin",
+            *show_difference(expected, got),
+            kernel=name,
+            **{key: abbreviate(x) for key, x in case.items()},
         )
 
 
-def twin(name: str, kernel: Kernel, examples: int = 120, large: int = 3) -> Evidence:
+def equals_twin(name: str, kernel: Kernel, examples: int = 120, large: int = 3) -> Evidence:
     """Law: this kernel equals its twin, bit for bit: on every small case, on `examples` drawn ones,
     and on `large` with a real vocabulary.
 
@@ -97,11 +100,13 @@ def twin(name: str, kernel: Kernel, examples: int = 120, large: int = 3) -> Evid
     >>> twin("pick", _core.pick, examples=20, large=1).cases > 60
     True
     """
-    return judged(name, partial(same, name, kernel, TWINS[name].define), "twin", examples, large)
+    return judge_kernel(
+        name, partial(expect_same_bits, name, kernel, TWINS[name].define), "twin", examples, large
+    )
 
 
-def judged(
-    name: str, judge: Callable[[Case], None], law: str, examples: int, large: int
+def judge_kernel(
+    name: str, judge: Callable[[KernelCase], None], law: str, examples: int, large: int
 ) -> Evidence:
     """Judge a kernel on what its twin is tried on, smallest first."""
     known, began = TWINS[name], time.perf_counter()
@@ -110,9 +115,9 @@ def judged(
         judge(case)
         grid += 1
     evidence = Evidence(law, grid, seconds=time.perf_counter() - began, notes=[name])
-    evidence += search(SIZES.flatmap(known.cases), judge, law, examples)
+    evidence += search_cases(VOCABULARY_SIZES.flatmap(known.cases), judge, law, examples)
     if large and known.sized:
-        evidence += search(known.cases(REAL_VOCABULARY), judge, law, large)
+        evidence += search_cases(known.cases(REAL_VOCABULARY), judge, law, large)
     return evidence
 
 
@@ -121,23 +126,23 @@ def judged(
 
 
 @st.composite
-def picks(draw: st.DrawFn, size: int) -> Case:
-    row = draw(strategies.rows(size))
+def pick_cases(draw: st.DrawFn, size: int) -> KernelCase:
+    row = draw(strategies.float_rows(size))
     if draw(st.integers(0, 19)) == 19:
         row = np.where(row > 0, draw(st.sampled_from([0.0, np.inf, np.nan])), 0.0)
-    return {"row": row, "u": draw(strategies.uniforms(strategies.borders(row)))}
+    return {"row": row, "u": draw(strategies.edge_uniforms(strategies.cdf_edges(row)))}
 
 
 @st.composite
-def orders(draw: st.DrawFn, size: int) -> Case:
-    row = draw(strategies.rows(size))
-    drawn = draw(st.lists(strategies.uniforms(strategies.borders(row)), max_size=6))
+def order_cases(draw: st.DrawFn, size: int) -> KernelCase:
+    row = draw(strategies.float_rows(size))
+    drawn = draw(st.lists(strategies.edge_uniforms(strategies.cdf_edges(row)), max_size=6))
     return {"row": row, "uniforms": np.array(drawn, np.float64)}
 
 
 @st.composite
-def races(draw: st.DrawFn, size: int) -> Case:
-    row = draw(strategies.rows(size)) * draw(st.sampled_from([1.0, 1.0, 1.0, 0.0]))
+def race_cases(draw: st.DrawFn, size: int) -> KernelCase:
+    row = draw(strategies.float_rows(size)) * draw(st.sampled_from([1.0, 1.0, 1.0, 0.0]))
     noise = np.random.default_rng(draw(st.integers(0, 999))).exponential(size=size)
     for _ in range(
         draw(st.integers(0, 3))
@@ -149,8 +154,8 @@ def races(draw: st.DrawFn, size: int) -> Case:
 
 
 @st.composite
-def samplings(draw: st.DrawFn, size: int) -> Case:
-    scores = draw(strategies.logits(size))
+def sampling_cases(draw: st.DrawFn, size: int) -> KernelCase:
+    scores = draw(strategies.score_rows(size))
     if draw(st.integers(0, 19)) == 19:
         scores = draw(
             st.sampled_from(
@@ -159,31 +164,31 @@ def samplings(draw: st.DrawFn, size: int) -> Case:
         )
     elif draw(st.integers(0, 19)) == 19:
         scores[draw(st.integers(0, size - 1))] = draw(st.sampled_from([np.nan, np.inf]))
-    return {"logits": scores, **draw(strategies.knobs(size))._asdict()}
+    return {"logits": scores, **draw(strategies.warp_knobs(size))._asdict()}
 
 
 @st.composite
-def draws(draw: st.DrawFn, size: int) -> Case:
-    return {**draw(samplings(size)), "u": draw(strategies.uniforms())}
+def draw_cases(draw: st.DrawFn, size: int) -> KernelCase:
+    return {**draw(sampling_cases(size)), "u": draw(strategies.edge_uniforms())}
 
 
 @st.composite
-def residuals(draw: st.DrawFn, size: int) -> Case:
-    p, q = draw(strategies.pairs(size))
+def residual_cases(draw: st.DrawFn, size: int) -> KernelCase:
+    p, q = draw(strategies.row_pairs(size))
     return {"p": p, "q": q[1:] if draw(st.integers(0, 29)) == 29 else q}
 
 
 @st.composite
-def withouts(draw: st.DrawFn, size: int) -> Case:
-    return {"row": draw(strategies.rows(size)), "token": draw(st.integers(0, size - 1))}
+def without_cases(draw: st.DrawFn, size: int) -> KernelCase:
+    return {"row": draw(strategies.float_rows(size)), "token": draw(st.integers(0, size - 1))}
 
 
 @st.composite
-def walks(draw: st.DrawFn, size: int) -> Case:
+def walk_cases(draw: st.DrawFn, size: int) -> KernelCase:
     """Mostly trees that keep the drafter's contract; now and then an impossible token, or too few
     uniforms.
     """
-    case = draw(strategies.walks(size))
+    case = draw(strategies.tree_walks(size))
     broken = draw(st.integers(0, 29))
     if broken == 29 and case.tokens:
         case.tokens[draw(st.integers(0, len(case.tokens) - 1))] = draw(
@@ -195,8 +200,8 @@ def walks(draw: st.DrawFn, size: int) -> Case:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, size: int) -> Case:
-    parents = draw(strategies.shapes(12))
+def shape_cases(draw: st.DrawFn, size: int) -> KernelCase:
+    parents = draw(strategies.tree_shapes(12))
     if parents and draw(st.integers(0, 9)) == 9:
         at = draw(st.integers(0, len(parents) - 1))
         parents[at] = draw(st.sampled_from([-2, at, at + 1]))
@@ -204,14 +209,14 @@ def shapes(draw: st.DrawFn, size: int) -> Case:
 
 
 @st.composite
-def spellings(draw: st.DrawFn, size: int) -> Case:
-    parents = draw(shapes(size))["parents"]
+def spelling_cases(draw: st.DrawFn, size: int) -> KernelCase:
+    parents = draw(shape_cases(size))["parents"]
     tokens = draw(st.lists(st.integers(0, 2), min_size=len(parents), max_size=len(parents)))
     return {"tokens": tokens + [0] * (draw(st.integers(0, 19)) == 19), "parents": parents}
 
 
 @st.composite
-def texts(draw: st.DrawFn, size: int) -> Case:
+def text_cases(draw: st.DrawFn, size: int) -> KernelCase:
     """Texts that repeat themselves; -1 between documents; ids at both ends of what 32 bits hold."""
     ids = st.sampled_from([0, 1, size - 1, -1, 70_000, 2**31 - 1])
     tokens = draw(st.lists(ids, max_size=12)) * draw(st.sampled_from([1, 2, 9]))
@@ -219,8 +224,8 @@ def texts(draw: st.DrawFn, size: int) -> Case:
 
 
 @st.composite
-def retrievals(draw: st.DrawFn, size: int) -> Case:
-    tokens = draw(texts(size))["tokens"]
+def retrieval_cases(draw: st.DrawFn, size: int) -> KernelCase:
+    tokens = draw(text_cases(size))["tokens"]
     order = fallback.suffix_order(tokens)
     end = draw(st.integers(0, len(tokens)))
     suffix = [9] * draw(st.integers(0, 2)) + tokens[
@@ -242,19 +247,19 @@ def retrievals(draw: st.DrawFn, size: int) -> Case:
 
 
 TWINS: dict[str, Twin] = {
-    "pick": Twin(fallback.pick, picks),
-    "order": Twin(fallback.order, orders),
-    "race": Twin(fallback.race, races),
-    "warp": Twin(fallback.warp, samplings),
-    "draw": Twin(fallback.draw, draws),
-    "residual": Twin(fallback.residual, residuals),
-    "without": Twin(fallback.without, withouts),
-    "walk": Twin(fallback.walk, walks),
-    "ancestors": Twin(fallback.ancestors, shapes, sized=False),
-    "depths": Twin(fallback.depths, shapes, sized=False),
-    "unique_paths": Twin(fallback.unique_paths, spellings, sized=False),
-    "suffix_order": Twin(fallback.suffix_order, texts),
-    "retrieve": Twin(fallback.retrieve, retrievals),
+    "pick": Twin(fallback.pick, pick_cases),
+    "order": Twin(fallback.order, order_cases),
+    "race": Twin(fallback.race, race_cases),
+    "warp": Twin(fallback.warp, sampling_cases),
+    "draw": Twin(fallback.draw, draw_cases),
+    "residual": Twin(fallback.residual, residual_cases),
+    "without": Twin(fallback.without, without_cases),
+    "walk": Twin(fallback.walk, walk_cases),
+    "ancestors": Twin(fallback.ancestors, shape_cases, sized=False),
+    "depths": Twin(fallback.depths, shape_cases, sized=False),
+    "unique_paths": Twin(fallback.unique_paths, spelling_cases, sized=False),
+    "suffix_order": Twin(fallback.suffix_order, text_cases),
+    "retrieve": Twin(fallback.retrieve, retrieval_cases),
 }
 """Every kernel that is a function, by name; the n-gram index has a history and is held to
 dictionaries by a machine.

@@ -17,7 +17,7 @@ import numpy as np
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
 
-TINY = (
+TINY_SPLIT = (
     1e-12  # where floats split an interval off that is smaller than this, they mean the same point
 )
 
@@ -26,7 +26,7 @@ class NotEnumerable(TinyspecError):
     """The code asks for a random number itself, or for one whose outcomes cannot be listed."""
 
 
-class Span:
+class UniformSpan:
     """The interval [low, high) that holds one uniform; a pinned one is exactly 0, which a generator
     may return.
     """
@@ -45,7 +45,7 @@ class Span:
         if cut <= self.low or cut >= self.high:
             return bool(cut >= self.high)
         ratio = (cut - self.low) / (self.high - self.low)
-        if isinstance(ratio, float) and not TINY < ratio < 1 - TINY:
+        if isinstance(ratio, float) and not TINY_SPLIT < ratio < 1 - TINY_SPLIT:
             return ratio > 0.5
         answer = self.rng.accept(ratio)
         if answer:
@@ -55,11 +55,11 @@ class Span:
         return answer
 
 
-def _same(x: Any) -> Any:
+def _identity(x: Any) -> Any:
     return x
 
 
-class Uniform:
+class LazyUniform:
     """A monotone function of a uniform: it can be compared with numbers, scaled, shifted, and its
     logarithm taken.
 
@@ -77,9 +77,9 @@ class Uniform:
 
     def __init__(
         self,
-        span: Span,
-        forward: Callable[[Any], Any] = _same,
-        inverse: Callable[[Any], Any] = _same,
+        span: UniformSpan,
+        forward: Callable[[Any], Any] = _identity,
+        inverse: Callable[[Any], Any] = _identity,
         rising: bool = True,
     ) -> None:
         self._span, self._forward, self._inverse, self._rising = span, forward, inverse, rising
@@ -90,10 +90,10 @@ class Uniform:
         """Whether this is < other (<= with `equal`); NotImplemented for an array, which asks
         element by element.
         """
-        x = _number(other)
+        x = _as_number(other)
         if x is NotImplemented:
             return x
-        if isinstance(x, Uniform):
+        if isinstance(x, LazyUniform):
             if x is self:
                 return equal
             raise NotEnumerable(
@@ -106,7 +106,7 @@ class Uniform:
         return below if self._rising else not below
 
     def _more(self, other: Any, equal: bool) -> Any:
-        x = _number(other)
+        x = _as_number(other)
         if isinstance(x, float) and x != x:
             return False
         answer = self._less(x, not equal)
@@ -148,7 +148,7 @@ class Uniform:
 
     __index__ = __round__ = __bool__ = __float__
 
-    def item(self) -> "Uniform":
+    def item(self) -> "LazyUniform":
         """What numpy's scalars have."""
         return self
 
@@ -157,14 +157,14 @@ class Uniform:
     def _affine(self, scale: Any, shift: Any) -> Any:
         if scale is NotImplemented or shift is NotImplemented:
             return NotImplemented
-        if isinstance(scale, Uniform) or isinstance(shift, Uniform):
+        if isinstance(scale, LazyUniform) or isinstance(shift, LazyUniform):
             raise NotEnumerable(
                 "two uniforms are added or multiplied: their outcomes cannot be listed"
             )
         if scale == 0:
             return shift
         forward, inverse = self._forward, self._inverse
-        return Uniform(
+        return LazyUniform(
             self._span,
             lambda u: scale * forward(u) + shift,
             lambda x: inverse((x - shift) / scale),
@@ -172,30 +172,30 @@ class Uniform:
         )
 
     def __add__(self, other: Any) -> Any:
-        return self._affine(Fraction(1), _number(other))
+        return self._affine(Fraction(1), _as_number(other))
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        x = _number(other)
+        x = _as_number(other)
         return x if x is NotImplemented else self._affine(Fraction(1), -x)
 
     def __rsub__(self, other: Any) -> Any:
-        return self._affine(Fraction(-1), _number(other))
+        return self._affine(Fraction(-1), _as_number(other))
 
     def __neg__(self) -> Any:
         return self._affine(Fraction(-1), Fraction(0))
 
     def __mul__(self, other: Any) -> Any:
-        return self._affine(_number(other), Fraction(0))
+        return self._affine(_as_number(other), Fraction(0))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        x = _number(other)
+        x = _as_number(other)
         return x if x is NotImplemented else self._affine(1 / x, Fraction(0))
 
-    def log(self) -> "Uniform":
+    def log(self) -> "LazyUniform":
         """What numpy.log asks of an object."""
         forward, inverse = self._forward, self._inverse
 
@@ -203,7 +203,7 @@ class Uniform:
             x = forward(u)
             return math.log(x) if x > 0 else -math.inf
 
-        return Uniform(self._span, logarithm, lambda x: inverse(_exp(x)), self._rising)
+        return LazyUniform(self._span, logarithm, lambda x: inverse(_exp(x)), self._rising)
 
 
 def _exp(x: Any) -> float:
@@ -217,16 +217,16 @@ def _is_nan(x: Any) -> bool:
     return isinstance(x, float) and x != x
 
 
-def _number(x: Any) -> Any:
+def _as_number(x: Any) -> Any:
     """A plain number: ints as fractions, scalars of numpy and torch as floats; NotImplemented for
     an array.
     """
-    if isinstance(x, (float, Fraction, Uniform)) and not isinstance(x, np.generic):
+    if isinstance(x, (float, Fraction, LazyUniform)) and not isinstance(x, np.generic):
         return x
     if isinstance(x, int):
         return Fraction(x)
     if isinstance(x, np.ndarray) and x.ndim:
         return NotImplemented
     if hasattr(x, "item"):  # scalars of numpy and torch
-        return _number(x.item())
+        return _as_number(x.item())
     return NotImplemented

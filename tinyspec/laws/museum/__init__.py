@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyspec.laws.accused import Evidence, LawViolated
-from tinyspec.laws.extra import extra
+from tinyspec.laws.extra import import_extra
 from tinyspec.laws.museum import drafting, loop, rewriting, sessions, verification
 from tinyspec.laws.museum.catalogue import CATALOGUE
 from tinyspec.laws.museum.rows import Equivalent, Mutant
@@ -65,7 +65,7 @@ def ask_law(law: str, check: Callable[[], Evidence]) -> dict[str, Any]:
 def judge_mutants(watch: Watch | None = None) -> list[dict[str, Any]]:
     """Return a line for every mutant, judged by the law meant for it."""
     for library in ("hypothesis", "scipy"):  # missing, it would look like a crash of a mutant
-        extra(library)
+        import_extra(library)
     lines, rows = [], mutants()
     for at, mutant in enumerate(rows):
         if watch is not None:

@@ -13,7 +13,7 @@ from tinyspec._core.reference_trie import NgramIndex
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.laws import theorems
 from tinyspec.laws.contracts import EXAMINED, PRESENCE, TRUTHFUL
-from tinyspec.laws.counting import COUNT
+from tinyspec.laws.counting import FOREST_COUNT
 from tinyspec.laws.exact import JOINT
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
@@ -25,7 +25,7 @@ _chain = partial(Mutant, function=ModelDrafter.propose)
 _tree = partial(Mutant, function=TreeDrafter.children)
 _find = partial(Mutant, function=reference_suffixes.retrieve, law="twin", kernel="retrieve")
 _order = partial(Mutant, function=fallback.suffix_order, law="twin", kernel="suffix_order")
-_forest = partial(Mutant, law=COUNT, parts=replace(PARTS, forest=Forest))
+_forest = partial(Mutant, law=FOREST_COUNT, parts=replace(PARTS, forest=Forest))
 
 # ------------------------------------------------------------------ a chain
 
@@ -96,7 +96,7 @@ TREES = [
         "return drawn",
         "return sorted(drawn, key=lambda one: -drawn[0][1][one[0]])",
         treedraft.sample_siblings,
-        law=theorems.ORDER,
+        law=theorems.DRAW_ORDER,
     ),
     _tree(
         "child drawn behind the newest token, declared behind its parent",

@@ -115,7 +115,7 @@ return left / (left.sum() + 1e-6) if left.any() else p""",
         "-float(np.log1p(-float(self._next())))",
         "float(self._next())",
         Replay.exponential_race,
-        law=pathwise.RACE,
+        law=pathwise.RACE_LAW,
     ),
     Mutant(
         "residual in float32",

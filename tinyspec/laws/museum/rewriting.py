@@ -7,15 +7,15 @@ from functools import partial
 from tinyspec.decoding import refine
 from tinyspec.decoding.refine import Refinement
 from tinyspec.laws.alignment_laws import EM, KNOWN
-from tinyspec.laws.exit_loss_laws import DROPOUT, HEAD, WEIGHTS
-from tinyspec.laws.fertility_laws import EXPECTED, NESTED, SUPERVISED
-from tinyspec.laws.fertility_laws import RULE as FERTILE
-from tinyspec.laws.masking import CHOICE, HIDDEN
-from tinyspec.laws.masking import RULE as MASKS
+from tinyspec.laws.exit_loss_laws import EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD
+from tinyspec.laws.fertility_laws import EXPECTED_COST, NESTED, SUPERVISED
+from tinyspec.laws.fertility_laws import FERTILITY_RULE as FERTILE
+from tinyspec.laws.masking import LENGTH_CHOICE, MASKS_HIDDEN
+from tinyspec.laws.masking import MASK_RULE as MASKS
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
-from tinyspec.laws.sweeps import PUBLISHED, SWEEPS
-from tinyspec.laws.translation_laws import JUDGED, LISTENS, LOOP
+from tinyspec.laws.sweeps import SOLVE_PUBLISHED, SWEEP_IS_JACOBI
+from tinyspec.laws.translation_laws import LISTENS_TO_SOURCE, REFINE_LOOP, TEACHER_JUDGES
 from tinyspec.lm.given import CrossAttentionBlocks
 from tinyspec.nonautoregressive import jacobi, mask_predict, nat
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter
@@ -24,31 +24,31 @@ from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.training import aligner
 from tinyspec.training.exit_losses import Course, Exits
 
-_observe = partial(Mutant, law=SWEEPS, function=JacobiDrafter.observe)
-_propose = partial(Mutant, law=SWEEPS, function=JacobiDrafter.propose)
-_iterate = partial(Mutant, law=PUBLISHED, function=jacobi.iterate_block)
-_solve = partial(Mutant, law=PUBLISHED, function=jacobi.solve_blocks)
+_observe = partial(Mutant, law=SWEEP_IS_JACOBI, function=JacobiDrafter.observe)
+_propose = partial(Mutant, law=SWEEP_IS_JACOBI, function=JacobiDrafter.propose)
+_iterate = partial(Mutant, law=SOLVE_PUBLISHED, function=jacobi.iterate_block)
+_solve = partial(Mutant, law=SOLVE_PUBLISHED, function=jacobi.solve_blocks)
 _masked = partial(Mutant, law=MASKS, function=mask_predict.count_masked)
 _least = partial(Mutant, law=MASKS, function=mask_predict.select_lowest)
 _rewrite = partial(Mutant, law=MASKS, function=MaskPredictRefiner.rewrite)
-_lengths = partial(Mutant, law=CHOICE, function=MaskPredictRefiner.start)
-_choose = partial(Mutant, law=CHOICE, function=MaskPredictRefiner.choose)
-_hide = partial(Mutant, law=HIDDEN, function=mask_predict.hide_tokens)
+_lengths = partial(Mutant, law=LENGTH_CHOICE, function=MaskPredictRefiner.start)
+_choose = partial(Mutant, law=LENGTH_CHOICE, function=MaskPredictRefiner.choose)
+_hide = partial(Mutant, law=MASKS_HIDDEN, function=mask_predict.hide_tokens)
 _proposals = partial(Mutant, law=FERTILE, function=NatRefiner.propose_fertilities)
 _copied = partial(Mutant, law=FERTILE, function=NatRefiner.start)
 _guarded = partial(Mutant, law=FERTILE, function=nat.guarded)
 _fertile = partial(Mutant, law=FERTILE)
 _supervised = partial(Mutant, law=SUPERVISED, function=nat._supervised)
-_reinforce = partial(Mutant, law=EXPECTED, function=nat.reinforce_surrogate)
-_enter = partial(Mutant, law=LISTENS, function=CrossAttentionBlocks.enter)
-_span = partial(Mutant, law=LISTENS, function=CrossAttentionBlocks.span)
-_refine = partial(Mutant, law=LOOP, function=Refinement.__iter__)
-_judge = partial(Mutant, law=JUDGED, function=refine.token_logprobs)
+_reinforce = partial(Mutant, law=EXPECTED_COST, function=nat.reinforce_surrogate)
+_enter = partial(Mutant, law=LISTENS_TO_SOURCE, function=CrossAttentionBlocks.enter)
+_span = partial(Mutant, law=LISTENS_TO_SOURCE, function=CrossAttentionBlocks.span)
+_refine = partial(Mutant, law=REFINE_LOOP, function=Refinement.__iter__)
+_judge = partial(Mutant, law=TEACHER_JUDGES, function=refine.token_logprobs)
 _count = partial(Mutant, law=EM, function=aligner._normalised)
 _align = partial(Mutant, law=KNOWN, function=aligner.align)
-_counts = partial(Mutant, law=WEIGHTS, function=Exits.counts)
-_begin = partial(Mutant, law=DROPOUT, function=Course.begin)
-_head = partial(Mutant, law=HEAD, function=Course.loss)
+_counts = partial(Mutant, law=EXIT_WEIGHTS, function=Exits.counts)
+_begin = partial(Mutant, law=LAYER_DROPOUT, function=Course.begin)
+_head = partial(Mutant, law=ONE_HEAD, function=Course.loss)
 
 # ------------------------------------------------------------------ Jacobi iteration
 
@@ -470,7 +470,7 @@ TRAINED = [
         "the curriculum takes twice the time",
         "step, progress)",
         "step, progress / 2)",
-        law=WEIGHTS,
+        law=EXIT_WEIGHTS,
     ),
     _begin(
         "every layer dropped alike",
@@ -512,7 +512,7 @@ EQUIVALENT = [
         proof="No place of the block reads its last token. Where all others are as they were, the "
         "sweep read what the next sweep would read, so its answers are the fixed point already; a "
         "confirming pass is saved.",
-        laws=(PUBLISHED,),
+        laws=(SOLVE_PUBLISHED,),
     ),
     Equivalent(
         "iteration stops after as many sweeps as tokens",
@@ -521,7 +521,7 @@ EQUIVALENT = [
         jacobi.iterate_block,
         proof="After k sweeps the first k tokens are final: the induction of the theorem. With m "
         "sweeps all m are, equal or not.",
-        laws=(PUBLISHED,),
+        laws=(SOLVE_PUBLISHED,),
     ),
     Equivalent(
         "exits that do not count are computed",
@@ -530,6 +530,6 @@ EQUIVALENT = [
         Course.loss,
         proof="They are counted with weight 0, and 0 times a finite loss is 0; so are their "
         "gradients.",
-        laws=(WEIGHTS, DROPOUT, HEAD),
+        laws=(EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD),
     ),
 ]

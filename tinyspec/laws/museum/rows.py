@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinyspec.laws.accused import Evidence
-from tinyspec.laws.judges import Law, judges
+from tinyspec.laws.judges import PartsLaw, all_judges
 from tinyspec.laws.museum.patching import Patch, changed_copy, patched
 from tinyspec.laws.parts import PARTS, Parts
 
@@ -63,7 +63,7 @@ class Mutant(Change):
     def check(self) -> Evidence:
         """Ask the law. Raises LawViolated if it catches the defect."""
         with self.applied() as parts:
-            return judges()[self.law](parts)
+            return all_judges()[self.law](parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +74,13 @@ class Equivalent(Change):
     """
 
     proof: str
-    laws: tuple[str | Law, ...]
+    laws: tuple[str | PartsLaw, ...]
 
     def check(self) -> None:
         """Ask every law. Raises LawViolated if one sees the change after all."""
         with self.applied() as parts:
             for law in self.laws:
-                judge: Callable[[Parts], Evidence] = judges()[law] if isinstance(law, str) else law
+                judge: Callable[[Parts], Evidence] = (
+                    all_judges()[law] if isinstance(law, str) else law
+                )
                 judge(parts)

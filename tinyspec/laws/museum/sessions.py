@@ -7,15 +7,21 @@ from tinyspec.early_exit.calibrate import binomial, calibrate, hoeffding
 from tinyspec.early_exit.calm import ConfidenceRule
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.early_exit.ppd import PipelinedTarget
-from tinyspec.laws.cache_laws import BATCH, CACHE, EXIT, POSITIONS, REWIND
+from tinyspec.laws.cache_laws import (
+    BATCH_ROW,
+    CACHE_FRESH,
+    EXIT_TRUNCATED,
+    POSITIONS_COUNT,
+    REWIND_TRACELESS,
+)
 from tinyspec.laws.calibration_laws import CALIBRATED, SEQUENCE, SUPER
-from tinyspec.laws.exit_laws import RULE
-from tinyspec.laws.judges import nodes, of_sessions
+from tinyspec.laws.exit_laws import EXIT_RULE
+from tinyspec.laws.judges import node_logits_of_parts, of_sessions
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS
-from tinyspec.laws.passes import NODES, ROWS, SIBLINGS, SLOTS
-from tinyspec.laws.pipeline_laws import CLOCK, WORK
+from tinyspec.laws.passes import COMMITTED_SLOTS, NODE_LOGITS, ROW_IDENTITY, SIBLING_ORDER
+from tinyspec.laws.pipeline_laws import PIPELINE_CLOCK, PIPELINE_WORK
 from tinyspec.lm.cache import Cache
 from tinyspec.lm.gate import BatchBarrier
 from tinyspec.lm.runner import Runner, visibility
@@ -24,13 +30,13 @@ from tinyspec.lm.text import Text
 from tinyspec.lm.transformer import Model
 from tinyspec.lm.view import View
 
-_commit = partial(Mutant, law=CACHE, function=Text.commit)
-_rewind = partial(Mutant, law=REWIND, function=Session.rewind)
-_run = partial(Mutant, law=NODES, function=Runner.run)
-_pipeline = partial(Mutant, law=CLOCK, function=PipelinedTarget.score)
-_exit = partial(Mutant, law=RULE, function=ExitTarget.score)
-_rule = partial(Mutant, law=RULE, function=ConfidenceRule.stops)
-_fill = partial(Mutant, law=RULE, function=ExitTarget.__init__)
+_commit = partial(Mutant, law=CACHE_FRESH, function=Text.commit)
+_rewind = partial(Mutant, law=REWIND_TRACELESS, function=Session.rewind)
+_run = partial(Mutant, law=NODE_LOGITS, function=Runner.run)
+_pipeline = partial(Mutant, law=PIPELINE_CLOCK, function=PipelinedTarget.score)
+_exit = partial(Mutant, law=EXIT_RULE, function=ExitTarget.score)
+_rule = partial(Mutant, law=EXIT_RULE, function=ConfidenceRule.stops)
+_fill = partial(Mutant, law=EXIT_RULE, function=ExitTarget.__init__)
 _testing = partial(Mutant, law=CALIBRATED, function=calibrate)
 _p_value = partial(Mutant, law=SUPER, function=hoeffding)
 
@@ -66,7 +72,7 @@ self.append(newest)""",
         "twin.cache = self.cache",
         Session.fork,
         bug="B45",
-        law=REWIND,
+        law=REWIND_TRACELESS,
     ),
     Mutant(
         "text left from the last request",
@@ -83,7 +89,7 @@ self.append(newest)""",
 if True:""",
         Cache.move,
         bug="B19",
-        law=SLOTS,
+        law=COMMITTED_SLOTS,
     ),
     Mutant(
         "slots lost when the cache grows",
@@ -91,7 +97,7 @@ if True:""",
         "self.store.zero_()\nroom = max(slots, 2 * self.capacity)",
         Cache.reserve,
         bug="B30",
-        law=CACHE,
+        law=CACHE_FRESH,
     ),
     Mutant(
         "keys above an exit are zero",
@@ -102,7 +108,7 @@ if True:""",
 if False:""",
         Session.fill,
         bug="B40",
-        law=EXIT,
+        law=EXIT_TRUNCATED,
     ),
     Mutant(
         "exit one layer later",
@@ -113,7 +119,7 @@ last = min((n if plan.last is None else plan.last) + 1, n)
 self.session, self.plan = session, replace(plan, last=last)""",
         View.__init__,
         bug="B40",
-        law=EXIT,
+        law=EXIT_TRUNCATED,
     ),
 ]
 
@@ -137,7 +143,7 @@ PASSES = [
         PLACES,
         "positions=[node.position + 1 for node in nodes]",
         bug="B19",
-        law=POSITIONS,
+        law=POSITIONS_COUNT,
         also=ONE_LATE,
     ),
     _run(
@@ -145,7 +151,7 @@ PASSES = [
         "seen=seen,",
         "seen=[(node.slot + 1, ()) for node in nodes],",
         bug="B24",
-        law=SIBLINGS,
+        law=SIBLING_ORDER,
     ),
     Mutant(
         "parent unseen",
@@ -153,7 +159,7 @@ PASSES = [
         "tuple(reversed(path[:1] + path[2:]))",
         visibility,
         bug="B24",
-        law=NODES,
+        law=NODE_LOGITS,
     ),
     _run(
         "rows one late",
@@ -166,7 +172,7 @@ PASSES = [
         RAN,
         SEVERAL,
         bug="B38",
-        law=ROWS,
+        law=ROW_IDENTITY,
         also=(Patch(Runner.run_chain, RAN, SEVERAL),),
     ),
     Mutant(
@@ -178,7 +184,7 @@ for feed in feeds:
     feed.seen, feed.high = every, longest""",
         Model._forward,
         bug="B21",
-        law=BATCH,
+        law=BATCH_ROW,
     ),
     Mutant(
         "batch rows swapped",
@@ -192,7 +198,7 @@ scores = iter(made)
 for number in numbers:""",
         BatchBarrier._run_if_complete,
         bug="B22",
-        law=BATCH,
+        law=BATCH_ROW,
     ),
 ]
 
@@ -235,14 +241,14 @@ self.session.append(newest)
         COMING,
         """self.heard = self.upcoming or self.__dict__.get("heard")
 coming, self.upcoming = self.heard, None""",
-        law=WORK,
+        law=PIPELINE_WORK,
     ),
     _pipeline(
         "one branch too many",
         "self.session, self.layer, self.k = session, layer, k",
         "self.session, self.layer, self.k = session, layer, k + 1",
         function=PipelinedTarget.__init__,
-        law=WORK,
+        law=PIPELINE_WORK,
     ),
 ]
 
@@ -367,7 +373,7 @@ EQUIVALENT = [
         also=ONE_LATE,
         proof="Rotations by m and n enter a score as the rotation by m - n; adding one to every "
         "position changes no difference. On a model with learned positions it is a mutant, above.",
-        laws=(of_sessions(nodes, ("rotations",)),),
+        laws=(of_sessions(node_logits_of_parts, ("rotations",)),),
     ),
     Equivalent(
         "a pass for each branch",
@@ -379,6 +385,6 @@ for token in tokens:
         PipelinedTarget.guess_next,
         proof="Branches are siblings and do not see each other; whether they share a pass changes "
         "neither a row's layers nor the clock, on which each has a processor of its own.",
-        laws=(CLOCK, WORK),
+        laws=(PIPELINE_CLOCK, PIPELINE_WORK),
     ),
 ]

@@ -10,8 +10,8 @@ from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.kernels import HostKernels, Kernels
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import joint_laws, theorems
-from tinyspec.laws.blocks import BLOCK, EMITTED
-from tinyspec.laws.couplings import AGREE, INVARIANT
+from tinyspec.laws.blocks import BLOCK_EMITTED, BLOCK_TOKENS
+from tinyspec.laws.couplings import COUPLING_AGREES, COUPLING_INVARIANT
 from tinyspec.laws.exact import JOINT
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
@@ -42,12 +42,12 @@ _ratio = partial(Mutant, law=JOINT, function=reference.ratio)
 _residual = partial(Mutant, law=JOINT, function=reference.residual)
 _verify = partial(Mutant, law=JOINT, function=Kernels.verify_tree)
 _step = partial(Mutant, law=JOINT, function=Decoder.step)
-_block = partial(Mutant, law=EMITTED, function=verify_tree_by_block)
+_block = partial(Mutant, law=BLOCK_EMITTED, function=verify_tree_by_block)
 _drafts = partial(Mutant, law=SELECTED, function=verify_tree_k_seq)
 _rollback = partial(Mutant, law=ALGORITHM, function=rollback_verifier)
 _nested = partial(Mutant, law=LEVELS, function=Nested.propose)
 _middle = partial(Mutant, law=LEVELS, function=Nested.__init__)
-_joint = partial(Mutant, law=joint_laws.ROWS)
+_joint = partial(Mutant, law=joint_laws.JOINT_ROWS)
 
 # ------------------------------------------------------------------ the walk
 
@@ -121,7 +121,7 @@ LAST_TOKENS = [
         "no bonus token",
         "draw(row)",
         "None if path and not siblings else draw(row)",
-        law=theorems.TOKENS,
+        law=theorems.ROUND_TOKENS,
     ),
     _walk(
         "bonus from the draft's law",
@@ -265,7 +265,7 @@ BLOCKS = [
         """from tinyspec.decoding.verify import verify_tree
 return verify_tree(tree, p, rng)
 draft = _chain(tree)""",
-        law=BLOCK,
+        law=BLOCK_TOKENS,
     ),
 ]
 
@@ -333,17 +333,21 @@ RACES = [
         "_Races(rng, len(context))",
         "rng",
         GumbelCouplingDrafter.propose,
-        law=AGREE,
+        law=COUPLING_AGREES,
     ),
     Mutant(
         "a coupled draft one position late",
         "_Races(rng, len(context))",
         "_Races(rng, len(context) + 1)",
         GumbelCouplingDrafter.propose,
-        law=AGREE,
+        law=COUPLING_AGREES,
     ),
     Mutant(
-        "a coupled target that draws", RACE_OF, "rng.draw(row)", verify_tree_by_race, law=INVARIANT
+        "a coupled target that draws",
+        RACE_OF,
+        "rng.draw(row)",
+        verify_tree_by_race,
+        law=COUPLING_INVARIANT,
     ),
     Mutant(
         "noise counted in the round",
@@ -351,7 +355,7 @@ RACES = [
         "rng.exponential_race(row, len(path))",
         verify_tree_by_race,
         bug="S1",
-        law=INVARIANT,
+        law=COUPLING_INVARIANT,
     ),
 ]
 
@@ -507,7 +511,7 @@ EQUIVALENT = [
         f"accept(min(1, {TEST[7:]})",
         walk,
         proof="accept(r) asks whether u < r for a uniform u < 1; for r >= 1 it is true, capped or not.",
-        laws=(JOINT, theorems.ACCEPTANCE, theorems.TOKENS, theorems.REJECTION),
+        laws=(JOINT, theorems.ACCEPTANCE, theorems.ROUND_TOKENS, theorems.REJECTION),
     ),
     Equivalent(
         "a refused point mass tested again",
@@ -529,7 +533,7 @@ return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))"""
         proof="A draw divides by the sum of the row it is given, so a constant factor (one over the "
         "sum, or over the sum plus epsilon) cancels. In the ratio of a sibling that follows it does "
         "not: that is a mutant, above.",
-        laws=(JOINT, theorems.TOKENS),
+        laws=(JOINT, theorems.ROUND_TOKENS),
     ),
     Equivalent(
         "a block's places tested from the first",
@@ -539,7 +543,7 @@ return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))"""
         proof="Each place has a uniform of its own, so which one of them is the largest that passes "
         "does not depend on the order in which they are tested; from behind, the first that passes "
         "is known to be it.",
-        laws=(BLOCK, EMITTED),
+        laws=(BLOCK_TOKENS, BLOCK_EMITTED),
     ),
     Equivalent(
         "K-SEQ's factor by halving alone",

@@ -10,7 +10,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.cache_laws import weights
+from tinyspec.laws.cache_laws import family_model
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.technique import Request
@@ -25,7 +25,7 @@ def runs_each_token_once(build: Callable[..., Decoder]) -> Evidence:
     seen = 0
     for prompt, n in product(((1,), (1, 2, 3)), (1, 4)):
         forward_log, seen = list[ForwardRecord](), seen + 1
-        target = weights("rotations").session(forward_log)
+        target = family_model("rotations").session(forward_log)
         decoder = build(
             Request(
                 target,

@@ -13,8 +13,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference
-from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
-from tinyspec.laws.row_laws import normal
+from tinyspec.laws.loop_laws import SMALL_TABLES, Table, enumerate_tokens, format_table, table_model
+from tinyspec.laws.row_laws import normalised
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.verification.bild import BildDrafter, rollback_verifier
 from tinyspec.technique import Request
@@ -41,11 +41,13 @@ def turns(
     text = [0]
     while True:
         settled = len(text)
-        while len(text) < settled + CAP and max(normal(little[text[-1]])) > fallback:
+        while len(text) < settled + CAP and max(normalised(little[text[-1]])) > fallback:
             text.append(little[text[-1]].index(max(little[text[-1]])))
         for at in range(settled, len(text)):
             before, token = text[at - 1], text[at]
-            if normal(large[before])[token] < least and (rule == "paper" or best[before] != token):
+            if normalised(large[before])[token] < least and (
+                rule == "paper" or best[before] != token
+            ):
                 text = text[:at]
                 break
         text.append(best[text[-1]])
@@ -54,7 +56,7 @@ def turns(
 
 def settings() -> Iterator[tuple[Table, Table, float, float, str]]:
     """Large, small, fallback, rollback, rule."""
-    tables = [(p, q) for p, q in SMALL if len(p) > 1] + [(LARGE, LITTLE), (LITTLE, LARGE)]
+    tables = [(p, q) for p, q in SMALL_TABLES if len(p) > 1] + [(LARGE, LITTLE), (LITTLE, LARGE)]
     for (p, q), rollback, fallback, rule in product(
         tables, DISTANCES, (0.0, 0.6), ("paper", "safe")
     ):
@@ -71,7 +73,7 @@ def follows_the_algorithm(build: Build) -> Evidence:
     seen = 0
     for p, q, fallback, rollback, rule in settings():
         decoder = build(
-            Request(model(p).session(), [model(q).session()], SamplingParams(0.0)),
+            Request(table_model(p).session(), [table_model(q).session()], SamplingParams(0.0)),
             fallback=fallback, rollback=rollback, rule=rule, gamma=CAP,
         )  # fmt: skip
         decoder.extend((0,))
@@ -80,8 +82,8 @@ def follows_the_algorithm(build: Build) -> Evidence:
             seen += 1
             if decoder.context != expected:
                 case = {
-                    "large": said(p),
-                    "small": said(q),
+                    "large": format_table(p),
+                    "small": format_table(q),
                     "fallback": fallback,
                     "rollback": rollback,
                     "rule": rule,
@@ -95,22 +97,22 @@ def follows_the_algorithm(build: Build) -> Evidence:
 def exact_where_nothing_is_trusted(build: Build) -> Evidence:
     """At rollback 0 the joint law of two tokens is the large model's own, at any temperature."""
     seen, branches = 0, 0
-    for (p, q), rule in product(SMALL[2:7], ("paper", "safe")):
+    for (p, q), rule in product(SMALL_TABLES[2:7], ("paper", "safe")):
 
         def make(p: Table = p, q: Table = q, rule: str = rule) -> Decoder:
-            request = Request(model(p).session(), [model(q).session()])
+            request = Request(table_model(p).session(), [table_model(q).session()])
             return build(request, fallback=0.0, rollback=0.0, rule=rule, gamma=2)
 
-        got, walked = joint(make, 2)
-        expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)])).law(2)  # type: ignore[misc]
+        got, walked = enumerate_tokens(make, 2)
+        expected = Reference(lambda text, p=p: normalised(p[text[-1] % len(p)])).law(2)  # type: ignore[misc]
         seen, branches = seen + 1, branches + walked
         if got != expected:
             accuse(
                 JOINT,
                 dict(sorted(expected.items())),
                 dict(sorted(got.items())),
-                large=said(p),
-                small=said(q),
+                large=format_table(p),
+                small=format_table(q),
                 rule=rule,
             )
     return Evidence(JOINT, seen, branches)
@@ -186,9 +188,9 @@ def as_released(
     def verify(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         for node, token in enumerate(tree.tokens):
             if p.probs_under(node - 1, SamplingParams())[token] < exp(-rollback):
-                said = rng.draw(p[node - 1])
-                if said != token:
-                    return Verdict(tuple(range(node)), said, (node,))
+                format_table = rng.draw(p[node - 1])
+                if format_table != token:
+                    return Verdict(tuple(range(node)), format_table, (node,))
                 break
         return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))
 

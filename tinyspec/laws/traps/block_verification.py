@@ -9,8 +9,8 @@ from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws.accused import Evidence
-from tinyspec.laws.blocks import BLOCK, EMITTED, block
-from tinyspec.laws.loop_laws import model
+from tinyspec.laws.blocks import BLOCK_EMITTED, BLOCK_TOKENS, block_keeps_its_promise
+from tinyspec.laws.loop_laws import table_model
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
@@ -20,9 +20,9 @@ def judged(law: str) -> Callable[[Callable[..., Decoder]], Evidence]:
     """A theorem, asked of the verifier that the technique puts into its decoder."""
 
     def check(build: Callable[..., Decoder]) -> Evidence:
-        one = model(((1, 1),))
+        one = table_model(((1, 1),))
         verifier = build(Request(one.session(), [one.session()]), gamma=2).verifier
-        return block(verifier, largest=5, gamma=2, laws=(law,))
+        return block_keeps_its_promise(verifier, largest=5, gamma=2, laws=(law,))
 
     return check
 
@@ -97,10 +97,12 @@ def _over(row: Any, q: Any) -> list[Any] | None:
     return left if sum(left) else None
 
 
-TRAPS = [Trap(law, judged(law), card("block_verification")) for law in (BLOCK, EMITTED)]
+TRAPS = [
+    Trap(law, judged(law), card("block_verification")) for law in (BLOCK_TOKENS, BLOCK_EMITTED)
+]
 TOYS = [
-    Toy("token by token", BLOCK, token_by_token),
-    Toy("up to the first failure", EMITTED, up_to_the_first_failure),
-    Toy("the residual of token verification", EMITTED, plain_residual),
-    Toy("all or nothing", EMITTED, all_or_nothing),
+    Toy("token by token", BLOCK_TOKENS, token_by_token),
+    Toy("up to the first failure", BLOCK_EMITTED, up_to_the_first_failure),
+    Toy("the residual of token verification", BLOCK_EMITTED, plain_residual),
+    Toy("all or nothing", BLOCK_EMITTED, all_or_nothing),
 ]

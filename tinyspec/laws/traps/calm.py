@@ -13,7 +13,7 @@ from tinyspec.early_exit.calibrate import Calibrated, PValue, Tested, calibrate
 from tinyspec.early_exit.calm import ConfidenceMeasure, ConfidenceRule, decay_threshold
 from tinyspec.early_exit.exits import Exit, ExitTarget
 from tinyspec.laws.calibration_laws import CALIBRATED, controls_its_risk
-from tinyspec.laws.exit_laws import MEASURES, RULE, each_measure, follows_the_rule
+from tinyspec.laws.exit_laws import EXIT_MEASURES, EXIT_RULE, each_measure, follows_exit_rule
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.technique import Request, find_technique
 
@@ -93,14 +93,14 @@ def best_on_the_examples(
 
 
 TRAPS = [
-    Trap(RULE, follows_the_rule, card("calm")),
-    Trap(MEASURES, each_measure, card("calm")),
+    Trap(EXIT_RULE, follows_exit_rule, card("calm")),
+    Trap(EXIT_MEASURES, each_measure, card("calm")),
     Trap(CALIBRATED, controls_its_risk, lambda: calibrate),
 ]
 TOYS = [
-    Toy("the likeliest word's probability", RULE, greatest_probability),
-    Toy("the exit's keys and values in every layer above", RULE, same_keys_above),
-    Toy("the layers left out run in silence", RULE, nothing_copied),
-    Toy("one measure", MEASURES, one_measure),
+    Toy("the likeliest word's probability", EXIT_RULE, greatest_probability),
+    Toy("the exit's keys and values in every layer above", EXIT_RULE, same_keys_above),
+    Toy("the layers left out run in silence", EXIT_RULE, nothing_copied),
+    Toy("one measure", EXIT_MEASURES, one_measure),
     Toy("the threshold that looked best on the examples", CALIBRATED, best_on_the_examples),
 ]

@@ -13,7 +13,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, Reference, law
+from tinyspec.laws.exact import JOINT, Reference, exact_law
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
@@ -94,7 +94,7 @@ def joint_law_of_levels(build: Build) -> Evidence:
             target, *drafts = [model.session() for model in models]
             return build(Request(target, drafts), quotas=quotas, **KNOBS)
 
-        got = law(make, 2, outside=lambda decoder, models=models: models)  # type: ignore[misc]
+        got = exact_law(make, 2, outside=lambda decoder, models=models: models)  # type: ignore[misc]
         expected, branches = Reference(models[0].row).law(2), branches + got.branches
         if got != expected:
             accuse(

@@ -8,7 +8,14 @@ from typing import Any
 from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws.couplings import AGREE, FORMULA, INVARIANT, agree, formula, invariant
+from tinyspec.laws.couplings import (
+    COUPLING_AGREES,
+    COUPLING_FORMULA,
+    COUPLING_INVARIANT,
+    agreement_formula,
+    draft_kept_where_winners_agree,
+    same_text_whoever_drafts,
+)
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.verification import gumbel_coupling as gumbel
 from tinyspec.technique import Request
@@ -67,14 +74,14 @@ def by_total_variation(p: Sequence[Any], q: Sequence[Any]) -> Any:
 
 
 TRAPS = [
-    Trap(INVARIANT, invariant, card("gumbel_coupling")),
-    Trap(AGREE, agree, card("gumbel_coupling")),
-    Trap(FORMULA, formula, lambda: gumbel.match_probability),
+    Trap(COUPLING_INVARIANT, same_text_whoever_drafts, card("gumbel_coupling")),
+    Trap(COUPLING_AGREES, draft_kept_where_winners_agree, card("gumbel_coupling")),
+    Trap(COUPLING_FORMULA, agreement_formula, lambda: gumbel.match_probability),
 ]
 TOYS = [
-    Toy("a ratio test", INVARIANT, ratio_test),
-    Toy("noise numbered by the round", INVARIANT, noise_by_round),
-    Toy("a noise of the draft's own", AGREE, noise_of_its_own),
-    Toy("P(same) as agreement of samples", FORMULA, by_agreement_of_samples),
-    Toy("P(same) as 1 - TV", FORMULA, by_total_variation),
+    Toy("a ratio test", COUPLING_INVARIANT, ratio_test),
+    Toy("noise numbered by the round", COUPLING_INVARIANT, noise_by_round),
+    Toy("a noise of the draft's own", COUPLING_AGREES, noise_of_its_own),
+    Toy("P(same) as agreement of samples", COUPLING_FORMULA, by_agreement_of_samples),
+    Toy("P(same) as 1 - TV", COUPLING_FORMULA, by_total_variation),
 ]

@@ -10,8 +10,8 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import sweeps
-from tinyspec.laws.network import greedy
-from tinyspec.laws.sweeps import COST, FIXED, PUBLISHED, SWEEPS, Build
+from tinyspec.laws.network import likeliest_token
+from tinyspec.laws.sweeps import SOLVE_PUBLISHED, SWEEP_COST, SWEEP_FIXES, SWEEP_IS_JACOBI, Build
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter, JacobiSolution, solve_blocks
 from tinyspec.technique import Request
@@ -82,7 +82,7 @@ class Known(JacobiDrafter):
     ) -> TokenTree:
         tree, twin = super().propose(context, max_draft_depth, sampling, rng), self.target.fork()
         for _ in tree.tokens:
-            twin.commit((), greedy(twin.score(TokenTree()).logits[0]))
+            twin.commit((), likeliest_token(twin.score(TokenTree()).logits[0]))
         return tree
 
 
@@ -111,17 +111,17 @@ def _toy(kind: type[JacobiDrafter]) -> Build:
 
 
 TRAPS = [
-    Trap(SWEEPS, sweeps.sweeps_by_hand, card("jacobi")),
-    Trap(FIXED, sweeps.fixes_one_at_least, card("jacobi")),
-    Trap(COST, sweeps.costs_what_is_left, card("jacobi")),
-    Trap(PUBLISHED, sweeps.ends_at_greedy, lambda: solve_blocks),
+    Trap(SWEEP_IS_JACOBI, sweeps.sweeps_by_hand, card("jacobi")),
+    Trap(SWEEP_FIXES, sweeps.fixes_one_at_least, card("jacobi")),
+    Trap(SWEEP_COST, sweeps.costs_what_is_left, card("jacobi")),
+    Trap(SOLVE_PUBLISHED, sweeps.solve_ends_at_greedy, lambda: solve_blocks),
 ]
 TOYS = [
-    Toy("autoregression under another name", SWEEPS, plain),
-    Toy("guesses anew in every sweep", SWEEPS, _toy(Anew)),
-    Toy("a window that slides, without blocks", SWEEPS, _toy(Slides)),
-    Toy("two sweeps have to be enough", FIXED, _toy(Impatient)),
-    Toy("convergence tested against the known text", COST, _toy(Known)),
-    Toy("no cache", COST, _toy(Forgetful)),
-    Toy("a fixed number of iterations", PUBLISHED, fixed_number),
+    Toy("autoregression under another name", SWEEP_IS_JACOBI, plain),
+    Toy("guesses anew in every sweep", SWEEP_IS_JACOBI, _toy(Anew)),
+    Toy("a window that slides, without blocks", SWEEP_IS_JACOBI, _toy(Slides)),
+    Toy("two sweeps have to be enough", SWEEP_FIXES, _toy(Impatient)),
+    Toy("convergence tested against the known text", SWEEP_COST, _toy(Known)),
+    Toy("no cache", SWEEP_COST, _toy(Forgetful)),
+    Toy("a fixed number of iterations", SOLVE_PUBLISHED, fixed_number),
 ]

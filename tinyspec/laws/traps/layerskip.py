@@ -17,8 +17,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import exit_loss_laws
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, law
-from tinyspec.laws.exit_loss_laws import DROPOUT, HEAD, WEIGHTS
+from tinyspec.laws.exact import JOINT, exact_law
+from tinyspec.laws.exit_loss_laws import EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.blocks import Blocks
@@ -41,13 +41,13 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
     branches, cases = 0, 0
     for seed, sampling in product((1, 2, 3), (SamplingParams(), SamplingParams(0.0))):
         model = TableModel(seed, zeros=False)
-        expected = law(
+        expected = exact_law(
             lambda model=model, sampling=sampling: Decoder(
                 model.session(), BaseDrafter(), verify_tree, sampling=sampling
             ),  # type: ignore[misc]
             2,
         )
-        got = law(
+        got = exact_law(
             lambda model=model, sampling=sampling: build(  # type: ignore[misc]
                 Request(model.session(), sampling=sampling), exit=1, gamma=1
             ),
@@ -209,16 +209,16 @@ TRAPS = [
     Trap(JOINT, joint_law_of_two_tokens, card("layerskip")),
     Trap(OWN, drafts_are_the_exits, card("layerskip")),
     Trap(ONCE, runs_once, card("layerskip")),
-    Trap(DROPOUT, exit_loss_laws.dropout, lambda: Course),
-    Trap(HEAD, exit_loss_laws.one_head, lambda: Course),
-    Trap(WEIGHTS, exit_loss_laws.weights, lambda: Course),
+    Trap(LAYER_DROPOUT, exit_loss_laws.layer_dropout, lambda: Course),
+    Trap(ONE_HEAD, exit_loss_laws.one_head, lambda: Course),
+    Trap(EXIT_WEIGHTS, exit_loss_laws.exit_loss_weights, lambda: Course),
 ]
 TOYS = [
     Toy("early exit without verification", JOINT, trusts_the_exit),
     Toy("verification by a whole pass", ONCE, whole_pass),
     Toy("the early layers' cache is not cropped", OWN, early_cache_uncropped),
     Toy("an exit with a head of its own", OWN, head_of_its_own),
-    Toy("uniform dropout", DROPOUT, UniformDropout),
-    Toy("a head for every exit", HEAD, OwnHeads),
-    Toy("the plain mean of all exits", WEIGHTS, MeanOfExits),
+    Toy("uniform dropout", LAYER_DROPOUT, UniformDropout),
+    Toy("a head for every exit", ONE_HEAD, OwnHeads),
+    Toy("the plain mean of all exits", EXIT_WEIGHTS, MeanOfExits),
 ]

@@ -9,7 +9,7 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.reciter import Counted, recited
+from tinyspec.laws.reciter import CountedText, recite_until
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.feed import Scores
 from tinyspec.speculative.integrated.llma import LlmaDrafter
@@ -28,7 +28,7 @@ def uses_what_is_not_in_the_prompt(build: Build) -> Evidence:
     """A text that only a reference holds takes fewer calls than tokens."""
     for n in (3, 6, 12):
         poem = list(range(1, n + 3))
-        rounds = recited(build, poem, n, [poem], k=15).rounds
+        rounds = recite_until(build, poem, n, [poem], k=15).rounds
         if rounds == n:
             accuse(
                 OUTSIDE,
@@ -45,7 +45,7 @@ def copies_in_blocks(build: Build) -> Evidence:
     """Every call but the last commits k + 1 tokens."""
     for n, k in product((4, 9, 30), (1, 3, 15)):
         poem = list(range(1, n + 3))
-        rounds = recited(build, poem, n, [poem], k=k).rounds
+        rounds = recite_until(build, poem, n, [poem], k=k).rounds
         if rounds != -(-n // (k + 1)):
             accuse(
                 BLOCKS, -(-n // (k + 1)), rounds, prompt=poem[:2], reference=poem, new_tokens=n, k=k
@@ -59,8 +59,8 @@ def reads_once(build: Build) -> Evidence:
     """
     for n in (2, 8):
         poem = list(range(1, n + 3))
-        reference = Counted(poem)
-        recited(build, poem, n, [reference], k=1)
+        reference = CountedText(poem)
+        recite_until(build, poem, n, [reference], k=1)
         if reference.read != 1:
             accuse(
                 ONCE, "read once", f"read {reference.read} times", reference=poem, new_tokens=n, k=1
@@ -74,7 +74,7 @@ def copies_the_longest(build: Build) -> Evidence:
     """
     poem = [1, 2, 7, 8]
     for references in ([[1, 2, 7, 8], [9, 2, 5, 5]], [[9, 2, 5, 5], [1, 2, 7, 8]]):
-        rounds = recited(build, poem, 2, references, k=15).rounds
+        rounds = recite_until(build, poem, 2, references, k=15).rounds
         if rounds != 1:
             accuse(
                 LONGEST,

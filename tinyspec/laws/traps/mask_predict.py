@@ -9,7 +9,14 @@ from torch import Tensor
 
 from tinyspec.decoding.refine import Canvas
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.laws.masking import CHOICE, HIDDEN, RULE, chooses, follows_the_rule, hides
+from tinyspec.laws.masking import (
+    LENGTH_CHOICE,
+    MASK_RULE,
+    MASKS_HIDDEN,
+    chooses_best_length,
+    follows_mask_predict,
+    hides_uniformly,
+)
 from tinyspec.laws.traps import Toy, Trap
 from tinyspec.lm.seq2seq import EncoderOutput
 from tinyspec.nonautoregressive.mask_predict import (
@@ -113,17 +120,17 @@ def _class(kind: type[MaskPredictRefiner]) -> Any:
 
 
 TRAPS = [
-    Trap(RULE, follows_the_rule, lambda: find_technique("mask_predict").refiner),
-    Trap(CHOICE, chooses, lambda: find_technique("mask_predict").refiner),
-    Trap(HIDDEN, hides, lambda: hide_tokens),
+    Trap(MASK_RULE, follows_mask_predict, lambda: find_technique("mask_predict").refiner),
+    Trap(LENGTH_CHOICE, chooses_best_length, lambda: find_technique("mask_predict").refiner),
+    Trap(MASKS_HIDDEN, hides_uniformly, lambda: hide_tokens),
 ]
 TOYS = [
-    Toy("all probabilities refreshed", RULE, _class(Refreshing)),
-    Toy("all words written anew in every pass", RULE, _class(Rewriting)),
-    Toy("random words masked", RULE, _class(Random)),
-    Toy("a single length", CHOICE, one_length),
-    Toy("one decoding a length", CHOICE, one_after_the_other),
-    Toy("15 % of the words hidden", HIDDEN, fifteen_percent),
-    Toy("masks drawn once", HIDDEN, drawn_once),
-    Toy("never all words hidden", HIDDEN, as_released),
+    Toy("all probabilities refreshed", MASK_RULE, _class(Refreshing)),
+    Toy("all words written anew in every pass", MASK_RULE, _class(Rewriting)),
+    Toy("random words masked", MASK_RULE, _class(Random)),
+    Toy("a single length", LENGTH_CHOICE, one_length),
+    Toy("one decoding a length", LENGTH_CHOICE, one_after_the_other),
+    Toy("15 % of the words hidden", MASKS_HIDDEN, fifteen_percent),
+    Toy("masks drawn once", MASKS_HIDDEN, drawn_once),
+    Toy("never all words hidden", MASKS_HIDDEN, as_released),
 ]

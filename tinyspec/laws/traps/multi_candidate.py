@@ -15,11 +15,11 @@ from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import treelaws
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT
-from tinyspec.laws.loop_laws import Table, model, said
-from tinyspec.laws.small import pairs
-from tinyspec.laws.theorems import siblings, with_replacement
+from tinyspec.laws.loop_laws import Table, format_table, table_model
+from tinyspec.laws.small import distribution_pairs
+from tinyspec.laws.theorems import play_siblings, with_replacement
 from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.laws.treelaws import NODES, OTHERS, THREE, Build
+from tinyspec.laws.treelaws import OWN_CHILDREN, TREE_DRAFTS, TREE_TARGET, Build
 from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.speculative.verification import multi_candidate as mcsd
 from tinyspec.technique import Request
@@ -35,16 +35,16 @@ def joint_law(build: Build) -> Evidence:
         [{"configuration": c, "replacement": again} for again in (False, True)]
         for c in ("2", "1x2")
     )
-    return treelaws.joint_law(build, wide, deep)
+    return treelaws.tree_joint_law(build, wide, deep)
 
 
 def accepts_surely(build: Build) -> Evidence:
     """V candidates of V different tokens hold every token that the target may say."""
-    for q in OTHERS:
+    for q in TREE_DRAFTS:
 
         def refused(rng: Exhaustive, q: Table = q) -> bool:
             decoder = build(
-                Request(model(THREE).session(), [model(q).session()]),
+                Request(table_model(TREE_TARGET).session(), [table_model(q).session()]),
                 configuration="3",
                 replacement=False,
             )
@@ -57,11 +57,11 @@ def accepts_surely(build: Build) -> Evidence:
                 SURE,
                 "refused with probability 0",
                 mass,
-                p=said(THREE),
-                q=said(q),
+                p=format_table(TREE_TARGET),
+                q=format_table(q),
                 configuration="3",
             )
-    return Evidence(SURE, len(OTHERS))
+    return Evidence(SURE, len(TREE_DRAFTS))
 
 
 def has_its_own_candidates(build: Build) -> Evidence:
@@ -72,9 +72,9 @@ def has_its_own_candidates(build: Build) -> Evidence:
 def chance_of_one(formula: Callable[[Any, Any, int], Any]) -> Evidence:
     """Against every outcome of drawing and walking."""
     seen = 0
-    for p, q in pairs(largest=6):
+    for p, q in distribution_pairs(largest=6):
         for k in (1, 2, 3):
-            expected, _, _ = siblings(verify_tree, with_replacement, p, q, k)
+            expected, _, _ = play_siblings(verify_tree, with_replacement, p, q, k)
             got, seen = formula(list(p), list(q), k), seen + 1
             if got != expected:
                 accuse(CHANCE, expected, got, p=p, q=q, k=k)
@@ -192,7 +192,7 @@ def independent_tests(p: Any, q: Any, k: int) -> Any:
 TRAPS = [
     Trap(JOINT, joint_law, card("multi_candidate")),
     Trap(SURE, accepts_surely, card("multi_candidate")),
-    Trap(NODES, has_its_own_candidates, card("multi_candidate")),
+    Trap(OWN_CHILDREN, has_its_own_candidates, card("multi_candidate")),
     Trap(CHANCE, chance_of_one, lambda: mcsd.sequential_acceptance),
 ]
 TOYS = [
@@ -201,6 +201,6 @@ TOYS = [
     Toy("q not renormalised without replacement", JOINT, whole_q),
     Toy("p forgets the refusals", JOINT, forgetful),
     Toy("candidates may collide", SURE, collisions),
-    Toy("a batch of chains", NODES, batch_of_chains),
+    Toy("a batch of chains", OWN_CHILDREN, batch_of_chains),
     Toy("k independent tests", CHANCE, independent_tests),
 ]

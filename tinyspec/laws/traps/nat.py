@@ -14,23 +14,23 @@ from tinyspec.decoding.refine import Canvas, Refiner
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.fertility_laws import (
-    EXPECTED,
+    EXPECTED_COST,
+    FERTILITY_RULE,
     NESTED,
-    RULE,
     SUPERVISED,
     Build,
-    decoded,
+    decode_once,
     fertilities_are_learnt,
     fertility_law,
+    fixed_fertilities,
     gradient_of_the_expectation,
-    judged,
-    named,
-    nested,
     noisy_parallel,
-    parallel,
-    student,
-    teacher,
-    usable,
+    random_student,
+    random_teacher,
+    samples_are_nested,
+    teacher_score,
+    translate_in_parallel,
+    usable_fertilities,
 )
 from tinyspec.laws.traps import Toy, Trap
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
@@ -49,9 +49,9 @@ def words_stand_by_fertility(build: Build) -> Evidence:
     """The first canvas, against copies made by hand."""
     seen = 0
     for seed, source in product(range(3), SOURCES):
-        model = student(seed)
+        model = random_student(seed)
         law = fertility_law(model, source)
-        fertilities = usable(named(law, "argmax"), law, 24)
+        fertilities = usable_fertilities(fixed_fertilities(law, "argmax"), law, 24)
         memory = model.encode(torch.tensor([list(source)]))
         canvas = build(RefineRequest(model), samples=1).start(source, memory, Seeded(0))
         want = [word for word, f in zip(source, fertilities, strict=True) for _ in range(f)]
@@ -67,12 +67,12 @@ def one_pass_as_published(build: Build) -> Evidence:
     """
     seen = 0
     for seed, source in product(range(3), SOURCES):
-        model = student(seed)
+        model = random_student(seed)
         law = fertility_law(model, source)
-        fertilities = usable(named(law, "argmax"), law, 24)
-        want = parallel(model, source, fertilities)
+        fertilities = usable_fertilities(fixed_fertilities(law, "argmax"), law, 24)
+        want = translate_in_parallel(model, source, fertilities)
         got, seen = (
-            list(decoded(build, RefineRequest(model), source, Seeded(0), samples=1)),
+            list(decode_once(build, RefineRequest(model), source, Seeded(0), samples=1)),
             seen + 1,
         )
         if got != want:
@@ -84,13 +84,13 @@ def the_teacher_chooses(build: Build) -> Evidence:
     """Among eight candidates, on models whose own favourite is another one."""
     seen = 0
     for seed, source in product(range(4), SOURCES[1:]):
-        model, judge = student(seed), teacher(seed)
+        model, judge = random_student(seed), random_teacher(seed)
         request = RefineRequest(model, judge)
         refiner = build(request, samples=8)
         memory = model.encode(torch.tensor([list(source)]))
         canvas = refiner.rewrite(refiner.start(source, memory, Seeded(seed)), memory, 0, Seeded(1))
         texts = [canvas.text(candidate) for candidate in range(len(canvas.tokens))]
-        scores = [judged(judge, source, text) for text in texts]
+        scores = [teacher_score(judge, source, text) for text in texts]
         want, own = texts[scores.index(max(scores))], texts[int(canvas.means().argmax())]
         got = texts[refiner.choose(canvas, source, memory)]
         seen += own != want
@@ -190,21 +190,21 @@ def probability_times_cost(logits: Tensor, mask: Tensor, sampled: Tensor, cost: 
 
 
 TRAPS = [
-    Trap(RULE, noisy_parallel, lambda: find_technique("nat").refiner),
-    Trap(NESTED, nested, lambda: find_technique("nat").refiner),
+    Trap(FERTILITY_RULE, noisy_parallel, lambda: find_technique("nat").refiner),
+    Trap(NESTED, samples_are_nested, lambda: find_technique("nat").refiner),
     Trap(FERTILE, words_stand_by_fertility, lambda: find_technique("nat").refiner),
     Trap(PASS, one_pass_as_published, lambda: find_technique("nat").refiner),
     Trap(TEACHER, the_teacher_chooses, lambda: find_technique("nat").refiner),
     Trap(SUPERVISED, fertilities_are_learnt, lambda: nat.nat_loss),
-    Trap(EXPECTED, gradient_of_the_expectation, lambda: nat.reinforce_surrogate),
+    Trap(EXPECTED_COST, gradient_of_the_expectation, lambda: nat.reinforce_surrogate),
 ]
 TOYS = [
-    Toy("samples without the likeliest", RULE, only_noise),
+    Toy("samples without the likeliest", FERTILITY_RULE, only_noise),
     Toy("other samples where there are more", NESTED, fresh_noise),
     Toy("a length and even copies", FERTILE, length_and_even_copies),
     Toy("no positional attention", PASS, without_positions),
     Toy("a place sees its own copy", PASS, own_place_too),
     Toy("the student judges itself", TEACHER, student_chooses),
     Toy("fertilities without supervision", SUPERVISED, tokens_alone),
-    Toy("the probability times the cost", EXPECTED, probability_times_cost),
+    Toy("the probability times the cost", EXPECTED_COST, probability_times_cost),
 ]

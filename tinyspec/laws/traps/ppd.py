@@ -11,8 +11,8 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.ppd import NO_DRAFT, PipelinedTarget, PpdDrafter
 from tinyspec.laws import pipeline_laws
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, law
-from tinyspec.laws.pipeline_laws import CLOCK, WORK
+from tinyspec.laws.exact import JOINT, exact_law
+from tinyspec.laws.pipeline_laws import PIPELINE_CLOCK, PIPELINE_WORK
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.feed import Scores
@@ -28,13 +28,13 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
     for seed in (1, 2, 3):
         for sampling in (SamplingParams(), SamplingParams(0.0)):
             model = TableModel(seed, zeros=False)
-            expected = law(
+            expected = exact_law(
                 lambda model=model, sampling=sampling: Decoder(
                     model.session(), BaseDrafter(), verify_tree, sampling=sampling
                 ),  # type: ignore[misc]
                 2,
             )
-            got = law(
+            got = exact_law(
                 lambda model=model, sampling=sampling: build(  # type: ignore[misc]
                     Request(model.session(), sampling=sampling), layer=2, k=2
                 ),
@@ -119,12 +119,12 @@ def runs_them_through(request: Request, layer: int, k: int) -> Decoder:
 
 TRAPS = [
     Trap(JOINT, joint_law_of_two_tokens, card("ppd")),
-    Trap(CLOCK, pipeline_laws.clock, card("ppd")),
-    Trap(WORK, pipeline_laws.work, card("ppd")),
+    Trap(PIPELINE_CLOCK, pipeline_laws.pipeline_clock, card("ppd")),
+    Trap(PIPELINE_WORK, pipeline_laws.pipeline_work, card("ppd")),
 ]
 TOYS = [
     Toy("exit early and hope", JOINT, exits_and_hopes),
-    Toy("begun when the token is known", CLOCK, begins_when_it_knows),
-    Toy("branches with caches of their own", CLOCK, begins_apart),
-    Toy("branches run through the whole model", WORK, runs_them_through),
+    Toy("begun when the token is known", PIPELINE_CLOCK, begins_when_it_knows),
+    Toy("branches with caches of their own", PIPELINE_CLOCK, begins_apart),
+    Toy("branches run through the whole model", PIPELINE_WORK, runs_them_through),
 ]

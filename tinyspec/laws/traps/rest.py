@@ -12,8 +12,8 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, Reference, law
-from tinyspec.laws.reciter import recited
+from tinyspec.laws.exact import JOINT, Reference, exact_law
+from tinyspec.laws.reciter import recite_until
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting.datastore import indexed
@@ -33,7 +33,7 @@ def prefers_the_longest(build: Build) -> Evidence:
     poem = [1, 2, 7, 8]
     for often in (1, 2, 3):
         references = [poem, *([9, 2, 5, 5] for _ in range(often))]
-        rounds = recited(build, poem, 2, references, shortest=1, nodes=2, price=0.0).rounds
+        rounds = recite_until(build, poem, 2, references, shortest=1, nodes=2, price=0.0).rounds
         if rounds != 1:
             accuse(
                 LONGEST,
@@ -99,7 +99,7 @@ def law_of_two_continuations(build: Build) -> Evidence:
             )
 
         got, expected = (
-            law(make, 2, (2,)),
+            exact_law(make, 2, (2,)),
             Reference(lambda text: model.row(text), SamplingParams()).law(2, (2,)),  # noqa: B023
         )
         seen, branches = seen + 1, branches + got.branches

@@ -14,7 +14,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, law
+from tinyspec.laws.exact import JOINT, exact_law
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.feed import ForwardRecord
@@ -46,8 +46,11 @@ def joint_law_of_two_tokens(build: Build) -> Evidence:
     """Against plain decoding, at temperature 1: the draft samples from the law that it declares."""
     branches = 0
     for model in _models():
-        expected = law(lambda model=model: Decoder(model.session(), BaseDrafter(), verify_tree), 2)  # type: ignore[misc]
-        got = law(
+        expected = exact_law(
+            lambda model=model: Decoder(model.session(), BaseDrafter(), verify_tree),  # type: ignore[misc]
+            2,
+        )
+        got = exact_law(
             lambda model=model: build(Request(model.session()), skip="m1", gamma=1, threshold=0.0),  # type: ignore[misc]
             2,
         )

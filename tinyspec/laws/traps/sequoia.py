@@ -13,8 +13,8 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import treelaws
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT
-from tinyspec.laws.small import pairs
-from tinyspec.laws.theorems import siblings, without_replacement
+from tinyspec.laws.small import distribution_pairs
+from tinyspec.laws.theorems import play_siblings, without_replacement
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.laws.treelaws import Build
 from tinyspec.speculative.drafting import sequoia as seq
@@ -32,7 +32,7 @@ ACCEPTS = [(0.6, 0.2, 0.1), (0.9, 0.05), (0.3, 0.25, 0.2), (0.5, 0.0, 0.3), (1.0
 def joint_law(build: Build) -> Evidence:
     """The law of two rounds: one round cannot see noise that is kept."""
     knobs = {"nodes": 2, "depth": 2, "ranks": 2, "accepts": "0.5,0.4", "costs": "0,1,1,1"}
-    return treelaws.joint_law(build, [knobs | {"depth": 1}], [knobs], tokens=3)
+    return treelaws.tree_joint_law(build, [knobs | {"depth": 1}], [knobs], tokens=3)
 
 
 def every_tree(nodes: int, depth: int) -> set[Shape]:
@@ -91,10 +91,10 @@ def shares_of_ranks(hits: Callable[..., Any]) -> Evidence:
     replacement.
     """
     seen = 0
-    for p, q in pairs(largest=5):
+    for p, q in distribution_pairs(largest=5):
         before = Fraction(0)
         for k in (1, 2):
-            upto, _, _ = siblings(verify_tree, without_replacement, p, q, k)
+            upto, _, _ = play_siblings(verify_tree, without_replacement, p, q, k)
             expected, before = upto - before, upto
             got: Any = 0
             for order, mass in _orders(q, k):

@@ -13,11 +13,11 @@ from tinyspec.decoding.verify import Verdict, exclude_token, residual
 from tinyspec.laws import treelaws
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT
-from tinyspec.laws.loop_laws import model
-from tinyspec.laws.small import overlap, pairs, positive_part
-from tinyspec.laws.theorems import siblings, with_replacement
+from tinyspec.laws.loop_laws import table_model
+from tinyspec.laws.small import distribution_pairs, overlap_mass, positive_part
+from tinyspec.laws.theorems import play_siblings, with_replacement
 from tinyspec.laws.traps import Toy, Trap, card, multi_candidate
-from tinyspec.laws.treelaws import NODES, OTHERS, THREE, Build
+from tinyspec.laws.treelaws import OWN_CHILDREN, TREE_DRAFTS, TREE_TARGET, Build
 from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.speculative.verification import specinfer as sif
 from tinyspec.technique import Request
@@ -30,7 +30,7 @@ LEFT = "each draft is tuned on the prompts that no draft before it covers"
 
 def joint_law(build: Build) -> Evidence:
     """Two models whose laws differ and whose tokens collide."""
-    return treelaws.joint_law(build, [{"expansion": "1"}], [{"expansion": "2+1"}], drafts=2)
+    return treelaws.tree_joint_law(build, [{"expansion": "1"}], [{"expansion": "2+1"}], drafts=2)
 
 
 def expands_every_leaf(build: Build) -> Evidence:
@@ -43,13 +43,13 @@ def tests_each(verifier: Verifier) -> Evidence:
     passes less.
     """
     seen = 0
-    for p, q in pairs(largest=5):
+    for p, q in distribution_pairs(largest=5):
         left: Any = p
         refused: Any = 1
         for k in (1, 2):
-            refused *= 1 - overlap(left, q)
+            refused *= 1 - overlap_mass(left, q)
             left = positive_part(left, q) or left
-            got, _, _ = siblings(verifier, with_replacement, p, q, k)
+            got, _, _ = play_siblings(verifier, with_replacement, p, q, k)
             seen += 1
             if got != 1 - refused:
                 accuse(TESTS, 1 - refused, got, p=p, q=q, k=k)
@@ -62,9 +62,9 @@ def runs_a_prefix_once(build: Build) -> Evidence:
     """
     for depth in (1, 2, 4):
         forward_log: list[Any] = []
-        drafts = [model(OTHERS[0]).session() for _ in range(2)]
+        drafts = [table_model(TREE_DRAFTS[0]).session() for _ in range(2)]
         request = Request(
-            model(THREE).session(forward_log),
+            table_model(TREE_TARGET).session(forward_log),
             drafts,
             SamplingParams(temperature=0.0),
             forward_log=forward_log,
@@ -208,7 +208,7 @@ def forgetful(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
 
 TRAPS = [
     Trap(JOINT, joint_law, card("specinfer")),
-    Trap(NODES, expands_every_leaf, card("specinfer")),
+    Trap(OWN_CHILDREN, expands_every_leaf, card("specinfer")),
     Trap(MERGED, runs_a_prefix_once, card("specinfer")),
     Trap(TESTS, tests_each, lambda: sif.verify_tree_multi_step),
     Trap(LEFT, tunes_on_what_is_left, lambda: sif.tune_collectively),
@@ -216,7 +216,7 @@ TRAPS = [
 TOYS = [
     Toy("equal proposals merged into one test", JOINT, tested_once),
     Toy("one model's law for all proposals", JOINT, one_law_for_all),
-    Toy("a batch of chains", NODES, batch_of_chains),
+    Toy("a batch of chains", OWN_CHILDREN, batch_of_chains),
     Toy("nothing shared between models", MERGED, each_for_itself),
     Toy("naive sampling", TESTS, naive_sampling),
     Toy("one proposal tested", TESTS, forgetful),

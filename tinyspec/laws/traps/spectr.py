@@ -8,8 +8,8 @@ from typing import Any
 from tinyspec.decoding.decode import Decoder, Verifier
 from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws.accused import Evidence
-from tinyspec.laws.loop_laws import model
-from tinyspec.laws.selection import FACTOR, SELECTED, least_factor, selected
+from tinyspec.laws.loop_laws import table_model
+from tinyspec.laws.selection import FACTOR, SELECTED, least_factor, selection_keeps_law
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.treedraft import TreeDrafter, shape
 from tinyspec.technique import Request
@@ -20,13 +20,13 @@ Build = Callable[..., Decoder]
 
 def _verifier(build: Build) -> Verifier:
     """What the technique puts into its decoder."""
-    one = model(((1, 1),))
+    one = table_model(((1, 1),))
     return build(Request(one.session(), [one.session()]), k=2, gamma=2).verifier
 
 
 def keeps_the_law(build: Build) -> Evidence:
     """Of one position and of two, whichever draft is taken."""
-    return selected(_verifier(build), largest=4)
+    return selection_keeps_law(_verifier(build), largest=4)
 
 
 def divides_by_the_least(build: Build) -> Evidence:

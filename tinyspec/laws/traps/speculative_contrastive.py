@@ -16,8 +16,8 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import Reference
-from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
-from tinyspec.laws.row_laws import normal
+from tinyspec.laws.loop_laws import SMALL_TABLES, Table, enumerate_tokens, format_table, table_model
+from tinyspec.laws.row_laws import normalised
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget, make_contrast
@@ -49,9 +49,9 @@ def contrasted(
 
 def _cases() -> Iterator[tuple[Table, Table, int, float, SamplingParams]]:
     """Expert, amateur, beta, plausibility, warp."""
-    for p, q in SMALL:
+    for p, q in SMALL_TABLES:
         yield p, q, BETA, 0.25, SamplingParams()
-    for (p, q), plausibility in product(SMALL[3:6], (0.0, 1.0)):
+    for (p, q), plausibility in product(SMALL_TABLES[3:6], (0.0, 1.0)):
         yield p, q, BETA, plausibility, SamplingParams()
     for beta, plausibility, sampling in (
         (0, 0.0, SamplingParams()),
@@ -72,12 +72,14 @@ def joint_law_of_the_contrast(build: Build) -> Evidence:
         def make(
             p: Table = p, q: Table = q, sampling: SamplingParams = sampling, **knobs: Any
         ) -> Decoder:
-            return build(Request(model(p).session(), [model(q).session()], sampling), **knobs)
+            return build(
+                Request(table_model(p).session(), [table_model(q).session()], sampling), **knobs
+            )
 
         def row(
             text: Any, p: Table = p, q: Table = q, beta: int = beta, least: float = plausibility
         ) -> list[Fraction]:
-            expert, amateur = (normal(table[text[-1] % len(table)]) for table in (p, q))
+            expert, amateur = (normalised(table[text[-1] % len(table)]) for table in (p, q))
             return contrasted(expert, amateur, beta, Fraction(str(least)))
 
         expected = Reference(row, sampling).law(2)
@@ -86,12 +88,12 @@ def joint_law_of_the_contrast(build: Build) -> Evidence:
             "beta": float(beta),
             "plausibility": plausibility,
         }
-        got, walked = joint(lambda make=make, knobs=knobs: make(**knobs), 2)  # type: ignore[misc]
+        got, walked = enumerate_tokens(lambda make=make, knobs=knobs: make(**knobs), 2)  # type: ignore[misc]
         seen, branches = seen + 1, branches + walked
         if got != expected:
             case = {
-                "expert": said(p),
-                "amateur": said(q),
+                "expert": format_table(p),
+                "amateur": format_table(q),
                 **knobs,
                 **({} if sampling == SamplingParams() else {"sampling": sampling}),
             }

@@ -15,9 +15,9 @@ from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws import theorems
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, Reference
-from tinyspec.laws.loop_laws import SMALL, Table, joint, model, said
-from tinyspec.laws.row_laws import normal
-from tinyspec.laws.small import overlap, pairs
+from tinyspec.laws.loop_laws import SMALL_TABLES, Table, enumerate_tokens, format_table, table_model
+from tinyspec.laws.row_laws import normalised
+from tinyspec.laws.small import distribution_pairs, overlap_mass
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting import speculative_decoding as sps
@@ -36,10 +36,10 @@ OTHER: Table = ((2, 1, 1, 1, 1), (1, 1, 1, 1, 2), (1, 2, 3, 1, 1), (1, 1, 1, 1, 
 def _chains() -> Iterator[tuple[Table, Table, int, SamplingParams]]:
     """p, q, gamma, warp: two tokens first, then Markov tables over five."""
     for (p, q), sampling in product(
-        SMALL, (SamplingParams(), SamplingParams(top_k=1), SamplingParams(temperature=0.5))
+        SMALL_TABLES, (SamplingParams(), SamplingParams(top_k=1), SamplingParams(temperature=0.5))
     ):
         yield p, q, 1, sampling
-    for p, q in SMALL[2:6]:
+    for p, q in SMALL_TABLES[2:6]:
         yield p, q, 2, SamplingParams()
     for gamma, sampling in (
         (1, SamplingParams()),
@@ -57,15 +57,17 @@ def joint_law_of_a_chain(build: Build) -> Evidence:
         def make(
             p: Table = p, q: Table = q, gamma: int = gamma, sampling: SamplingParams = sampling
         ) -> Decoder:
-            return build(Request(model(p).session(), [model(q).session()], sampling), gamma=gamma)
+            return build(
+                Request(table_model(p).session(), [table_model(q).session()], sampling), gamma=gamma
+            )
 
-        got, walked = joint(make, 2)
-        expected = Reference(lambda text, p=p: normal(p[text[-1] % len(p)]), sampling).law(2)  # type: ignore[misc]
+        got, walked = enumerate_tokens(make, 2)
+        expected = Reference(lambda text, p=p: normalised(p[text[-1] % len(p)]), sampling).law(2)  # type: ignore[misc]
         seen, branches = seen + 1, branches + walked
         if got != expected:
             case = {
-                "p": said(p),
-                "q": said(q),
+                "p": format_table(p),
+                "q": format_table(q),
                 "gamma": gamma,
                 **({} if sampling == SamplingParams() else {"sampling": sampling}),
             }
@@ -88,10 +90,10 @@ def earns_a_bonus(build: Build) -> Evidence:
 def alpha_of_paired_rows(acceptance: Callable[[Sequence[tuple[Any, Any]]], float]) -> Evidence:
     """The estimator against sum min(p, q), on pairs and on their mean."""
     seen = 0
-    for p, q in pairs((2, 3), 6):
+    for p, q in distribution_pairs((2, 3), 6):
         for rows, expected in (
-            ([(p, q)], overlap(p, q)),
-            ([(p, q), (p, p)], (overlap(p, q) + 1) / Fraction(2)),
+            ([(p, q)], overlap_mass(p, q)),
+            ([(p, q), (p, p)], (overlap_mass(p, q) + 1) / Fraction(2)),
         ):
             got, seen = acceptance(rows), seen + 1
             if abs(got - expected) > 1e-12:
@@ -219,7 +221,7 @@ TRAPS = [
     Trap(BONUS, earns_a_bonus, card("speculative_decoding")),
     Trap(PAIRED, alpha_of_paired_rows, lambda: sps.acceptance_rate),
     Trap(theorems.PREDICTION, theorems.predicted_tokens, lambda: sps.expected_tokens),
-    Trap(theorems.PLANNER, theorems.planner, lambda: sps.best_gamma),
+    Trap(theorems.PLANNER, theorems.planner_is_optimal, lambda: sps.best_gamma),
     Trap(theorems.LENIENCE, theorems.lenience_cap, lambda: sps.lenient_verifier),
 ]
 TOYS = [

@@ -9,9 +9,9 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, Reference, law
-from tinyspec.laws.needle import ANSWERS, QUESTION, haystack, needle_model
-from tinyspec.laws.network import WITHIN, network
+from tinyspec.laws.exact import JOINT, Reference, exact_law
+from tinyspec.laws.needle import ANSWERS, QUESTION, make_haystack, needle_model
+from tinyspec.laws.network import NETWORK_TOLERANCE, small_network
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.plan import Plan
 from tinyspec.speculative.drafting.speculative_decoding import speculative_decoding
@@ -39,11 +39,11 @@ def finds_the_needle(build: Build) -> Evidence:
             StoppingCriteria(max_new_tokens=21),
         )
         decoder = build(request, **KNOBS)
-        decoder.extend(haystack(which, length, at))
+        decoder.extend(make_haystack(which, length, at))
         rounds = [len(decoder.step(Seeded(number)).tokens) for number in range(3)]
         expected, seen = [1, 5, 5], seen + 1
         answers = ([ANSWERS[which], QUESTION] * 11)[: len(decoder.new)]
-        case = {"prompt": haystack(which, length, at), **KNOBS}
+        case = {"prompt": make_haystack(which, length, at), **KNOBS}
         if decoder.new != answers:
             accuse(NEEDLE, answers, decoder.new, **case)
         if rounds != expected:
@@ -55,7 +55,7 @@ def joint_law_of_three_levels(build: Build) -> Evidence:
     """Small transformers: the first two tokens, of a plain round and a drafted one."""
     branches = 0
     for seed in range(3):
-        target, draft = network(seed, 2, 2), network(seed + 10, 2, 2)
+        target, draft = small_network(seed, 2, 2), small_network(seed + 10, 2, 2)
 
         def make(target: Any = target, draft: Any = draft) -> Decoder:
             return build(
@@ -63,7 +63,7 @@ def joint_law_of_three_levels(build: Build) -> Evidence:
                 **{**KNOBS, "gamma2": 2, "budget": 1, "chunk": 1},
             )
 
-        got = law(
+        got = exact_law(
             make,
             2,
             (0, 1, 1),
@@ -75,7 +75,8 @@ def joint_law_of_three_levels(build: Build) -> Evidence:
         ).law(2, (0, 1, 1))
         branches += got.branches
         if any(
-            abs(got.get(text, 0) - probability) > WITHIN for text, probability in expected.items()
+            abs(got.get(text, 0) - probability) > NETWORK_TOLERANCE
+            for text, probability in expected.items()
         ):
             accuse(
                 JOINT,
