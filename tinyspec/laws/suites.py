@@ -105,7 +105,8 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
         own = own or _traps(card.name)
         if not own:
             raise TinyspecError(
-                f"{card.name} promises no other's law, so it must bring an oracle of its rule: laws.suites.oracle, or traps in "
+                f"{card.name} promises no other's law, so it must bring an oracle of its rule: "
+                "laws.suites.register_oracle, or traps in "
                 f"laws/traps/{card.name}.py"
             )
         return [*_rewriting(card, seed), *own] if card.kind == "refine" else own

@@ -157,8 +157,8 @@ if chain and tree.tokens and all(q is not None for q in tree.draft_probs):
     _verify(
         "one uniform for all positions",
         WALKED,
-        f"""from tinyspec.laws.uniform import Span
-{WALKED.replace("rng.accept", "Span(rng).below")}""",
+        f"""from tinyspec.laws.uniform import UniformSpan
+{WALKED.replace("rng.accept", "UniformSpan(rng).below")}""",
         bug="B32, S6",
     ),
     _verify(
