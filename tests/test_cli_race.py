@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -208,14 +209,15 @@ def test_the_bundled_race_is_lossless() -> None:
 def test_bench_prints_figures_and_keeps_samples_for_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tinyspec.bench import core
+    from tinyspec.bench.experiments import core
 
     figures = {
         "ratio": 1.25,
         "samples": {"a": [1.0]},
         "greedy": {"prompts": [{"x": 1}], "tokens_per_call": 2.5},
     }
-    monkeypatch.setattr(core, "measure", lambda rounds, quiet: figures | {"rounds": rounds})
+    fake = replace(core.EXPERIMENT, run=lambda given, quiet: figures | {"rounds": given.rounds})
+    monkeypatch.setattr(core, "EXPERIMENT", fake)
     out = tmp_path / "core.json"
     result = run("bench", "core", "--rounds", "3", "--out", str(out))
     assert result.exit_code == 0, result.output

@@ -218,7 +218,7 @@ def test_own_memory_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
 def test_a_failed_memory_probe_beside_transformers_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tinyspec.bench import plain
+    from tinyspec.bench.experiments import plain
 
     monkeypatch.setattr(plain.sys, "executable", "false")
     assert plain.peak("storyteller", "float32", 2) is None

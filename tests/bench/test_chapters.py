@@ -16,7 +16,8 @@ from tests.zoo import Zoo, run, tiny_zoo
 from tinyspec import data, models
 from tinyspec.bench import chapters, measure, report, stores, tally, tasks
 from tinyspec.bench.arms import Own
-from tinyspec.bench.book import Book, Sample, dumps
+from tinyspec.bench.book import Book, Sample
+from tinyspec.bench.harness import dumps
 from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.stores import Prepared
 from tinyspec.errors import TinyspecError

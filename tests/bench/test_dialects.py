@@ -9,9 +9,23 @@ import pytest
 import torch
 
 from tests.zoo import failed, run
-from tinyspec.bench import dialects
-from tinyspec.bench.dialects import AR, KD, RAW, SAMPLED, Copying, Setup, Trial, copying, said
-from tinyspec.bench.dialects_report import grids, named, picture, told
+from tinyspec.bench.experiments import dialects
+from tinyspec.bench.experiments.dialects import (
+    AR,
+    KD,
+    RAW,
+    SAMPLED,
+    Copying,
+    DialectSettings,
+    Trial,
+    chart,
+    copying,
+    named,
+    said,
+    tables,
+    told,
+)  # fmt: skip
+from tinyspec.bench.plot import draw
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.training.dialects import padded
 
@@ -47,8 +61,20 @@ QUICK = (
         "--quiet",
     ),
 )
-TINY = Setup(
-    modes=2, words=4, shortest=2, longest=3, pairs=40, tests=6, width=8, layers=1, steps=2, batch=4
+TINY = DialectSettings(
+    kinds=("lex", "fert"),
+    passes=(1, 2),
+    lengths=(1, 2),
+    modes=2,
+    words=4,
+    shortest=2,
+    longest=3,
+    pairs=40,
+    tests=6,
+    width=8,
+    layers=1,
+    steps=2,
+    batch=4,
 )
 
 
@@ -96,9 +122,8 @@ def test_shares_are_counted_by_the_digits() -> None:
 def test_a_committed_result_follows_from_its_verdicts(path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     assert told(result) == result["figures"]
-    tables = [f"`{result['command']}`", *(table.markdown() for table in grids(result))]
-    assert path.with_suffix(".md").read_text(encoding="utf-8") == "\n\n".join(tables) + "\n"
-    assert path.with_suffix(".svg").read_text(encoding="utf-8") == picture(result)
+    page = [f"`{result['command']}`", *(table.markdown() for table in tables(result))]
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == "\n\n".join(page) + "\n"
 
 
 def test_the_files_are_a_table_a_kind_and_a_picture(made: Any) -> None:
@@ -107,8 +132,8 @@ def test_the_files_are_a_table_a_kind_and_a_picture(made: Any) -> None:
     assert page.startswith("`tinyspec ") and page.count("| autoregressive |") == 2
     drawn = (folder / "d.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(drawn)
-    assert drawn.count("M") > 10 and picture(result) == drawn
-    assert all(len(row) == len(table.header) for table in grids(result) for row in table.rows)
+    assert draw(chart(result)) == drawn
+    assert all(len(row) == len(table.header) for table in tables(result) for row in table.rows)
     assert "valid %" in shown and not (folder / "d.json.parts").exists()
     assert named("ord") == "orders of their own"
 
@@ -118,7 +143,6 @@ def test_an_interrupted_run_goes_on_where_it_was(
 ) -> None:
     _, whole, _ = made
     out, kept = tmp_path / "d.json", Trial.masked
-    settings = {"passes": (1, 2), "lengths": (1, 2), "out": out, "quiet": True}
 
     def stops(self: Trial, *passes: Any) -> Any:
         if self.folder.name == "fert":
@@ -127,10 +151,10 @@ def test_an_interrupted_run_goes_on_where_it_was(
 
     monkeypatch.setattr(Trial, "masked", stops)
     with pytest.raises(KeyboardInterrupt):
-        dialects.run(["lex", "fert"], TINY, **settings)  # type: ignore[arg-type]
+        dialects.run(TINY, out, quiet=True)
     monkeypatch.undo()
     assert (tmp_path / "d.json.parts" / "fert" / KD.replace(", ", "-") / "state.pt").exists()
-    result = dialects.run(["lex", "fert"], TINY, resume=True, **settings)  # type: ignore[arg-type]
+    result = dialects.run(TINY, out, resume=True, quiet=True)
     assert result["figures"] == whole["figures"]
 
 
@@ -139,7 +163,7 @@ def test_what_is_wrong_is_said_in_one_line(made: Any, tmp_path: Path) -> None:
     assert "no dialect 'lax'" in failed(run("bench", "dialects", "--kinds", "lax", *QUICK))
     assert "such as 1,2,4" in failed(run("bench", "dialects", "--passes", "0", "--quiet"))
     assert "name it" in failed(run("bench", "dialects", *QUICK, "--resume"))
-    assert "other settings" in failed(
+    assert "was made with seed 0, not 1" in failed(
         run("bench", "dialects", *QUICK, "--seed", "1", "--resume", "--out", str(folder / "d.json"))
     )
     (tmp_path / "x.json").write_text("{}")
@@ -175,8 +199,11 @@ def test_reading_distillation_and_ten_passes_agree_with_themselves_and_one_paral
     None
 ):
     """About a minute of one core. Dialects are equally likely, so that no model is right by taking the likeliest words."""
-    setup = Setup(modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, student_steps=1500)
-    result = dialects.run(["lex"], setup, passes=(1, 4, 10), lengths=(1,), quiet=True)
+    given = DialectSettings(
+        ("lex",), modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, passes=(1, 4, 10), lengths=(1,),
+        student_steps=1500,
+    )  # fmt: skip
+    result = dialects.run(given, quiet=True)
     valid = {arm: of["valid"] for arm, of in result["figures"]["lex"].items()}
     assert min(valid[arm] for arm in (AR, KD, "mask-predict, T 10, l 1")) >= 0.95, valid
     assert valid[RAW] <= 0.2 and valid[SAMPLED] <= 0.05, valid

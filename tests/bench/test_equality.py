@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.zoo import Zoo, failed, run, tiny_zoo
-from tinyspec.bench import equality
+from tinyspec.bench.experiments import equality
+from tinyspec.bench.settings import EqualitySettings
 from tinyspec.data import Question
 from tinyspec.decoding.trace import Statistics
 
@@ -44,7 +45,7 @@ def test_a_token_that_differs_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch)
         return (ids if args[3] == "autoregressive" else [*ids[:-1], ids[-1] ^ 1]), counted
 
     monkeypatch.setattr(equality, "greedy", other)
-    result = equality.measure(zoo.big, tokens=8, quiet=True)
+    result = equality.run(EqualitySettings(zoo.big, tokens=8), quiet=True)
     assert not result["passed"]
     assert result["mismatches"] == 6
     assert {line[5] for line in result["rows"]} == {7}
@@ -63,11 +64,11 @@ def test_an_interrupted_run_goes_on_where_it_was(
 
     monkeypatch.setattr(equality, "greedy", counted)
     with pytest.raises(KeyboardInterrupt):
-        equality.measure(zoo.big, tokens=8, out=out, quiet=True)
+        equality.run(EqualitySettings(zoo.big, tokens=8), out, quiet=True)
     assert json.loads(out.read_text())["questions"] == 1
-    result = equality.measure(zoo.big, tokens=8, out=out, resume=True, quiet=True)
+    result = equality.run(EqualitySettings(zoo.big, tokens=8), out, resume=True, quiet=True)
     assert result["questions"] == 3 and len(asked) == 6 + 2 * 3
-    assert "compares something else" in failed(
+    assert "was made with tokens_each 8, not 20" in failed(
         run(*CALL, "--model", zoo.big, "--out", str(out), "--resume")
     )
 
@@ -78,4 +79,4 @@ def test_what_cannot_be_compared_is_said(zoo: Zoo, tmp_path: Path) -> None:
     )
     (tmp_path / "x.json").write_text("{}")
     said = failed(run(*CALL, "--model", zoo.big, "--out", str(tmp_path / "x.json"), "--resume"))
-    assert "not a result" in said
+    assert "no result of `tinyspec bench equality`" in said

@@ -12,9 +12,8 @@ import torch
 
 import tinyspec
 from tests.zoo import TEXT, Zoo, failed, run, tiny_zoo
-from tinyspec.bench import exits
-from tinyspec.bench.calibration import thresholds
-from tinyspec.bench.exits_figure import picture
+from tinyspec.bench.experiments import calibrate, exits
+from tinyspec.bench.plot import draw
 from tinyspec.early_exit.calibrate import textual
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
@@ -59,15 +58,10 @@ def trained(zoo: Zoo, texts: str, tmp_path_factory: pytest.TempPathFactory) -> s
 
 @pytest.fixture(scope="module")
 def result(trained: str, texts: str) -> dict[str, Any]:
-    made = exits.run(
-        trained,
-        (0.05, 0.9),
-        texts=[Path(texts).read_text()],
-        prompts=2,
-        prompt_tokens=8,
-        tokens=6,
-        quiet=True,
+    given = exits.ExitSettings(
+        trained, (0.05, 0.9), texts=(Path(texts).read_text(),), prompts=2, prompt_tokens=8, tokens=6
     )
+    made = exits.run(given, quiet=True)
     found: dict[str, Any] = json.loads(json.dumps(made, allow_nan=False))
     return found
 
@@ -142,15 +136,13 @@ def test_the_front_holds_what_nothing_cheaper_beats(result: dict[str, Any]) -> N
 def test_the_table_has_a_row_a_setting_and_the_picture_a_line_a_measure(
     result: dict[str, Any],
 ) -> None:
-    grid = exits.grid(result)
+    (grid,) = exits.tables(result)
     assert len(grid.rows) == len(result["figures"]) and all(
         len(row) == len(grid.header) for row in grid.rows
     )
-    drawn = picture(result)
-    ElementTree.fromstring(drawn)
-    assert drawn.count('<path class="curve') == 4 * 3 and "http" not in drawn.replace(
-        "http://www.w3.org", ""
-    )
+    chart = exits.chart(result)
+    assert [len(panel.lines) for panel in chart.panels] == [4, 4]  # type: ignore[union-attr]
+    ElementTree.fromstring(draw(chart))
 
 
 def test_the_command_writes_all_three_and_goes_on_where_it_was(
@@ -250,12 +242,11 @@ def test_calibrate_gives_the_last_threshold_that_passed(
 
 
 def test_a_loss_is_that_of_the_texts(zoo: Zoo, texts: str) -> None:
-    from tinyspec.bench.calibration import run as calibration
-
-    found = calibration(
-        zoo.big, [Path(texts).read_text()], 0.9, 0.3, prompts=3, prompt_tokens=8, tokens=4, step=1.0, check=0, quiet=True,
+    given = calibrate.CalibrationSettings(
+        zoo.big, 0.9, 0.3, texts=(Path(texts).read_text(),), prompts=3, prompt_tokens=8, tokens=4, step=1.0, check=0,
         measure="saturation", decay="constant",
     )  # fmt: skip
+    found = calibrate.run(given, quiet=True)
     model = tinyspec.load(zoo.big)
     drawn = exits.passages(model, [Path(texts).read_text()], 3, 8, 4, 0)
     for row in found["tested"]:
@@ -308,7 +299,7 @@ def test_what_calibration_cannot_do_is_said_before_anything_is_run(
         run(*words, "--texts", texts, "--measure", "classifier")
     )
     with pytest.raises(TinyspecError, match="--step is 0"):
-        thresholds(0)
+        calibrate.thresholds(0)
 
 
 @pytest.mark.parametrize(

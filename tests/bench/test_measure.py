@@ -12,7 +12,8 @@ from tests.bench.fakes import Fake, Hand, arms, jobs, noisy
 from tests.bench.fakes import settings as settled
 from tinyspec.bench import measure, tally
 from tinyspec.bench.arms import Made, balance
-from tinyspec.bench.book import Book, Sample, dumps
+from tinyspec.bench.book import Book, Sample
+from tinyspec.bench.harness import dumps
 from tinyspec.bench.plan import PLAIN, Settings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError

@@ -12,7 +12,8 @@ from tests.bench.fakes import Hand
 from tests.lm.small import LLAMA, model
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec import _core
-from tinyspec.bench import curve, parts
+from tinyspec.bench import curve
+from tinyspec.bench.experiments import parts
 from tinyspec.errors import TinyspecError
 from tinyspec.pairing import advised
 from tinyspec.technique import find_technique
@@ -139,7 +140,7 @@ def test_the_command_writes_the_result_and_the_table(
         set(of["milliseconds"]) == {str(k) for k in parts.KS} for of in found["figures"].values()
     )
     assert "32 after 40" in page.read_text(encoding="utf-8") and "attention" in result.stdout
-    said = "\n".join(parts.told(found))
+    said = "\n".join(parts.describe_parts(found))
     assert "From 1 to 8 positions after 40 tokens" in said and "| 1 after 8 |" in said
 
 
@@ -153,7 +154,7 @@ def test_a_round_costs_its_draft_tokens_and_the_pass_that_verifies_them() -> Non
         of = {k: {"whole": whole, "guesses": guesses} for k, whole in wholes.items()}
         return {"command": name, "figures": {"128": {"milliseconds": of}}}
 
-    table, _ = parts.race(
+    table, _ = parts.describe_race_round(
         result("big", {"1": 0.5, "4": 9.0, "5": 0.9}), result("small", {"1": 9.0, "4": 9.0}, 0.6)
     )
     assert table.splitlines()[2:] == [

@@ -7,7 +7,7 @@ import pytest
 
 from tests.zoo import Zoo, run, tiny_zoo
 from tinyspec import models
-from tinyspec.bench import peer
+from tinyspec.bench.experiments import peer
 from tinyspec.data import Question
 from tinyspec.lm.blocks import Blocks
 

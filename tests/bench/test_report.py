@@ -3,7 +3,6 @@
 import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from rich.console import Console
 from tests.bench.fakes import Hand, arms, jobs, settings
 from tests.bench.test_curve import measured
 from tests.lm.small import LLAMA
-from tinyspec.bench import curve, figures, measure, report, tally
-from tinyspec.bench.book import Book, dumps
+from tinyspec.bench import curve, measure, plot, report, tally
+from tinyspec.bench.book import Book
+from tinyspec.bench.harness import dumps
 from tinyspec.bench.plan import PLAIN
 
 LABELS = [PLAIN, "llma", "transformers"]
@@ -103,33 +103,34 @@ def test_notes_tell_what_was_left_out_loops_and_mixed_commits(result: dict[str, 
     assert any("several commits: abc, def" in note for note in report.notes(mixed))
 
 
-def test_pictures_are_whole_svgs_that_say_what_they_show(
-    result: dict[str, Any], tmp_path: Path
-) -> None:
-    written = figures.write(tmp_path, result)
-    assert [path.name for path in written] == ["bench-speedups.svg", "bench-curve.svg"]
-    for path in written:
-        text = path.read_text(encoding="utf-8")
+def test_charts_are_whole_svgs_that_say_what_they_show(result: dict[str, Any]) -> None:
+    charts = report.charts(result)
+    assert list(charts) == ["speedups", "curve"]
+    for chart in charts.values():
+        text = plot.draw(chart)
+        assert text == plot.draw(chart), "the same chart, the same bytes"
         root = ElementTree.fromstring(text)
-        assert root.find("{http://www.w3.org/2000/svg}title") is not None
-        assert root.find("{http://www.w3.org/2000/svg}desc") is not None
+        assert root.find("{http://www.w3.org/2000/svg}title").text == chart.title  # type: ignore[union-attr]
+        assert root.find("{http://www.w3.org/2000/svg}desc").text == chart.summary  # type: ignore[union-attr]
         assert "prefers-color-scheme:dark" in text
-        assert "<script" not in text
-        assert "NaN" not in text
-        wide, high = map(float, root.attrib["viewBox"].split()[2:])
-        for node in root.iter("{http://www.w3.org/2000/svg}text"):
-            assert 0 <= float(node.attrib["x"]) <= wide
-            assert 0 <= float(node.attrib["y"]) <= high
-    speedups = written[0].read_text(encoding="utf-8")
+        assert not any(word in text for word in ("<script", "NaN", "<metadata"))
+
+
+def test_a_chart_shows_medians_and_colours_slow_downs_and_peers(result: dict[str, Any]) -> None:
+    chart = report.charts(result)["speedups"]
+    panel = next(panel for panel in chart.panels if panel.title == "qa")
+    assert isinstance(panel, plot.Bars)
     median = result["figures"]["tasks"]["qa"]["llma"]["speedup"]["median"]
-    assert f">{median:.2f}</text>" in speedups
-    assert 'class="slow"' in speedups
-    assert 'class="peer"' in speedups
+    assert panel.bars["llma"] == median
+    assert f">{median:.2f}</text>" in plot.draw(chart)
+    assert {plot.SLOWER, plot.PEER} <= {*panel.colours.values()} | {
+        colour
+        for other in chart.panels
+        for colour in other.colours.values()  # type: ignore[union-attr]
+    }
 
 
-def test_a_run_without_a_curve_has_no_picture_of_one(
-    result: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_without_a_curve_has_no_chart_of_one(result: dict[str, Any]) -> None:
     bare = {name: value for name, value in result.items() if name != "curve_figures"}
-    assert [path.name for path in figures.write(tmp_path, bare)] == ["bench-speedups.svg"]
+    assert list(report.charts(bare)) == ["speedups"]
     assert len(list(report.grids(bare))) == len(list(report.grids(result))) - 1

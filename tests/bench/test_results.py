@@ -2,15 +2,17 @@
 
 import json
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import pytest
 
-from tinyspec.bench import answers, curve, parts, summary, tally
-from tinyspec.bench.book import Sample, dumps
-from tinyspec.bench.harness import interleaved, ratio, save, spread
+from tinyspec.bench import answers, curve, plot, summary, tally
+from tinyspec.bench.book import Sample
+from tinyspec.bench.experiments import parts
+from tinyspec.bench.harness import dumps, interleaved, ratio, save, spread
 from tinyspec.bench.plan import Settings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -171,6 +173,27 @@ def pages() -> dict[str, str]:
 def test_a_page_equals_what_its_result_writes(path: Path, pages: dict[str, str]) -> None:
     """`python -m tinyspec.bench.summary tutorials/results` writes them all."""
     assert path.read_text(encoding="utf-8") == pages[path.name]
+
+
+WORDS = ("}title", "}desc", "}text")
+CHARTS = summary.list_charts(RESULTS[0].parent)
+
+
+@pytest.mark.parametrize("file", CHARTS)
+def test_a_committed_chart_shows_what_its_result_says(file: str) -> None:
+    """All words and numbers; where exactly they stand may depend on the version of matplotlib."""
+    words = [
+        sorted(
+            "".join(node.itertext())
+            for node in ElementTree.fromstring(text).iter()
+            if node.tag.endswith(WORDS)
+        )
+        for text in (
+            (RESULTS[0].parent / file).read_text(encoding="utf-8"),
+            plot.draw(CHARTS[file]),
+        )
+    ]
+    assert words[0] == words[1] and words[0]
 
 
 def test_the_readme_shows_the_headline() -> None:

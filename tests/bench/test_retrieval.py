@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.zoo import run
-from tinyspec.bench import retrieval
-from tinyspec.bench.retrieval import ARMS, ASKED, figures, text
+from tinyspec.bench.experiments import retrieval
+from tinyspec.bench.experiments.retrieval import ARMS, ASKED, figures, text
 
 
 def test_the_text_is_made_from_a_seed_and_repeats_itself() -> None:

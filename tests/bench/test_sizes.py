@@ -9,8 +9,10 @@ import pytest
 
 import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
-from tinyspec.bench import sizes
-from tinyspec.bench.book import Sample, dumps
+from tinyspec.bench.book import Sample
+from tinyspec.bench.experiments import sizes
+from tinyspec.bench.harness import dumps
+from tinyspec.bench.plot import draw
 from tinyspec.speculative.drafting.speculative_decoding import walltime_speedup
 
 QUICK = ("--prompts", "2", "--tokens", "8", "--rounds", "2", "--dtype", "float32", "--quiet")
@@ -23,7 +25,10 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 @pytest.fixture(scope="module")
 def result(zoo: Zoo) -> dict[str, Any]:
-    made = sizes.run(zoo.big, [zoo.small, zoo.big], (1, 3), 2, 8, 2, 0.0, "float32", quiet=True)
+    made = sizes.run(
+        sizes.SizeSettings(zoo.big, (zoo.small, zoo.big), (1, 3), 2, 8, 2, 0.0, "float32"),
+        quiet=True,
+    )
     found: dict[str, Any] = json.loads(dumps(made))
     return found
 
@@ -56,14 +61,12 @@ def test_figures_follow_from_samples_and_rows(result: dict[str, Any]) -> None:
 
 
 def test_the_table_has_a_row_a_draft_and_the_picture_both_panels(result: dict[str, Any]) -> None:
-    grid = sizes.grid(result)
+    (grid,) = sizes.tables(result)
     assert [row[0] for row in grid.rows] == ["small", "big"]  # by size
     assert all(len(row) == len(grid.header) for row in grid.rows)
-    drawn = sizes.picture(result)
-    ElementTree.fromstring(drawn)
-    assert drawn.count('<path class="curve') == 2 * 2 * 2 and "http" not in drawn.replace(
-        "http://www.w3.org", ""
-    )
+    chart = sizes.chart(result)
+    assert [len(panel.lines) for panel in chart.panels] == [2, 2]  # type: ignore[union-attr]
+    ElementTree.fromstring(draw(chart))
 
 
 def test_the_command_writes_all_three(zoo: Zoo, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.zoo import Zoo, failed, run, tiny_zoo
-from tinyspec.bench import skip
+from tinyspec.bench.experiments import skip
 from tinyspec.speculative.drafting.self_speculative import parse_skip_set
 
 QUICK = ("--prompts", "1", "--tokens", "4", "--quiet")
@@ -136,7 +136,7 @@ def test_the_fastest_set_wins_and_not_the_one_that_passes_most(
         }  # fmt: skip
 
     monkeypatch.setattr(skip, "_turn", turn)
-    result = skip.measure(zoo.big, evaluations=8, prompts=1, tokens=4, quiet=True)
+    result = skip.run(skip.SkipSettings(zoo.big, evaluations=8, prompts=1, tokens=4), quiet=True)
     assert (
         len(parse_skip_set(result["skip"], 2)) == 3
     )  # of four sublayers; all four are never asked for

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.zoo import failed, run, tiny_zoo
-from tinyspec.bench import sweeps
-from tinyspec.bench.book import Sample, dumps
+from tinyspec.bench.book import Sample
+from tinyspec.bench.experiments import sweeps
+from tinyspec.bench.harness import dumps
+from tinyspec.bench.plot import draw
 
 QUICK = ("--prompts", "2", "--tokens", "8", "--rounds", "1", "--quiet")
 
@@ -22,7 +24,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def result(model: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(
-        dumps(sweeps.run(model, (4, 1), prompts=2, tokens=8, rounds=2, quiet=True))
+        dumps(
+            sweeps.run(
+                sweeps.SweepSettings(model, (4, 1), prompts=2, tokens=8, rounds=2), quiet=True
+            )
+        )
     )
     return found
 
@@ -53,14 +59,12 @@ def test_the_kept_sweeps_spell_the_text(result: dict[str, Any]) -> None:
 
 
 def test_the_table_has_a_row_a_size_and_the_picture_both_panels(result: dict[str, Any]) -> None:
-    grid = sweeps.grid(result)
+    (grid,) = sweeps.tables(result)
     assert [row[0] for row in grid.rows] == ["1", "4", "all (PJ)"]
     assert all(len(row) == len(grid.header) for row in grid.rows)
-    drawn = sweeps.picture(result)
-    ElementTree.fromstring(drawn)
-    assert drawn.count('<path class="curve') == 2 and "http" not in drawn.replace(
-        "http://www.w3.org", ""
-    )
+    chart = sweeps.chart(result)
+    assert [len(panel.lines) for panel in chart.panels] == [1, 1]  # type: ignore[union-attr]
+    ElementTree.fromstring(draw(chart))
 
 
 def test_the_command_writes_all_three(model: str, tmp_path: Path) -> None:

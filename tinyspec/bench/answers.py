@@ -1,14 +1,18 @@
-"""Sections of the page of results on what speculation gains: unchanged, faster, slower.
+"""The sections of the page of results: each answers one question of a reader.
 
-Each begins with a sentence that answers its question. Tables follow, then prose and the commands.
+A section begins with a sentence that answers its question. Tables follow, then prose and commands.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
-from tinyspec.bench import parts, versus
+from tinyspec.bench.book import Sample
+from tinyspec.bench.experiments import parts
+from tinyspec.bench.experiments.dialects import named
 from tinyspec.bench.plan import PLAIN
-from tinyspec.bench.report import SHORT, Grid, least, ratio, several
+from tinyspec.bench.report import SHORT, Grid, least, number, ratio, several
+from tinyspec.bench.tasks import COPYING, SPEC_BENCH
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -16,6 +20,11 @@ Results = Mapping[str, Mapping[str, Any]]
 def join(*blocks: str) -> str:
     """Return the blocks with an empty line between each two."""
     return "\n\n".join(blocks)
+
+
+def show_chart(name: str, text: str) -> str:
+    """Return the line that shows a chart, with what it says for those who cannot see it."""
+    return f"![{text}]({name}.svg)"
 
 
 def list_commands(*results: Mapping[str, Any]) -> str:
@@ -90,11 +99,12 @@ def answer_faster(results: Results) -> str:
         f"{ratio(edits, 'x')} on text edits; with the small bundled models `{race['method']}` is "
         f"{ratio(greedy['ratio'], 'x')}.",
         "### SmolLM2 in bfloat16, beside transformers and llama.cpp",
-        *versus.peers(wide, "bench.md"),
-        *versus.allowed(wide),
+        *peers(wide, "bench.md"),
+        show_chart("bench-speedups", "Times as fast as plain decoding, by task and arm"),
+        *allowed(wide),
         list_commands(wide),
         "### SmolLM2 in float32",
-        *versus.peers(full, "bench-float32.md"),
+        *peers(full, "bench-float32.md"),
         list_commands(full),
         "### The race of the bundled models",
         *describe_race(results),
@@ -133,7 +143,7 @@ def describe_race(results: Results) -> list[str]:
         f"{greedy['identical']} of {len(greedy['prompts'])}. A greedy round with its {tokens:.2f} "
         "tokens takes as long as "
         f"{tokens / greedy['ratio']:.2f} plain steps. What a round is made of:",
-        *parts.race(target, draft),
+        *parts.describe_race_round(target, draft),
         list_commands(race, target, draft),
     ]
 
@@ -214,3 +224,445 @@ def answer_slower(results: Results) -> str:
         "The first table comes from the commands of the two tables by technique, above.",
         list_commands(results["sweeps"], results["ppd"]),
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- what passes, plain decoding, kernels and lookups cost
+
+
+def answer_cost(results: Results) -> str:
+    """Return what a forward pass costs: by positions, by its parts, and over the machine's
+    floor.
+    """
+    wide, full, taken = results["bench"], results["bench-float32"], results["parts"]
+    cached, of = next(iter(taken["figures"].items()))
+    one, eight = of["milliseconds"]["1"], of["milliseconds"]["8"]
+    return join(
+        f"After {cached} tokens a forward pass of SmolLM2 takes {one['whole']:.1f} ms over 1 "
+        "position and "
+        f"{eight['whole']:.1f} over 8; the layers' matrices are "
+        f"{one['matrices'] / one['whole']:.0%} and "
+        f"{eight['matrices'] / eight['whole']:.0%} of it.",
+        *parts.describe_parts(taken),
+        floors([wide, full]),
+        show_chart("bench-curve", "The cost of a forward pass over k new tokens"),
+        "The floor under a forward pass is the larger of its weights at the greatest bandwidth and "
+        "its arithmetic at the "
+        "greatest peak of the same run. The whole cost curves, with those of transformers and "
+        "llama.cpp: "
+        "[bench.md](bench.md), [bench-float32.md](bench-float32.md).",
+        f"The bfloat16 run. {ceilings(wide['curve_figures'])}",
+        f"The float32 run. {ceilings(full['curve_figures'])}",
+        list_commands(taken),
+    )
+
+
+def answer_plain(results: Results) -> str:
+    """Return how fast plain decoding is against transformers and llama.cpp."""
+    result, rows = results["plain"], []
+    for dtype in ("float32", "bfloat16"):
+        pace, memory = result[dtype]["tokens_per_second"], result[dtype]["memory"]
+        beyond = memory and memory["peak"] - memory["weights"] - memory["cache"]
+        over = "-" if beyond is None else f"{beyond / 2**20:.0f} MiB"
+        row = [
+            dtype,
+            f"{pace['tinyspec']}",
+            f"{pace['transformers']}",
+            ratio(result[dtype]["ratio"], "x"),
+        ]
+        rows.append([*row, over])
+    heads = [
+        "",
+        "tinyspec, tokens/s",
+        "transformers, tokens/s",
+        "times as fast",
+        "memory over weights and cache",
+    ]
+    beside = [
+        results[name]["figures"]["against"]["llama.cpp"]["autoregressive"]["mean"]
+        for name in ("bench-float32", "bench")
+    ]
+    return join(
+        f"{rows[0][3]} as fast as transformers' `generate` in float32 and {rows[1][3]} in "
+        "bfloat16; against llama.cpp "
+        f"{ratio(beside[0], 'x')} and {ratio(beside[1], 'x')}.",
+        Grid("", heads, rows).table(),
+        f"SmolLM2-135M-Instruct, {result['tokens']} tokens, batch 1, the same weights. The figures "
+        "against llama.cpp are means "
+        "of the groups [above](#how-much-faster-is-it).",
+        list_commands(result),
+    )
+
+
+def answer_kernels(results: Results) -> str:
+    """Return what the compiled kernels take, and others for the same."""
+    result = results["core"]
+    each = {name: median(taken) for name, taken in result["samples"].items()}
+    micro = {name: 1e6 * seconds for name, seconds in each.items()}
+    rows = [
+        [
+            what,
+            f"{micro[ours]:.0f}",
+            whose,
+            f"{micro[theirs]:.0f}",
+            f"{each[theirs] / each[ours]:.1f}x",
+        ]
+        for what, ours, whose, theirs in (
+            (
+                "temperature, top-p and draw",
+                "warp_draw",
+                "transformers' processors",
+                "transformers_processors",
+            ),
+            (
+                "temperature, top-p and draw",
+                "warp_draw",
+                "torch, the 1,024 best first",
+                "torch_top_k_first",
+            ),
+            ("verify five draft tokens", "walk", "transformers", "transformers_verify"),
+        )
+    ]
+    return join(
+        f"At a vocabulary of {result['vocabulary']:,} a draw takes {micro['warp_draw']:.0f} "
+        "microseconds and verifying five "
+        f"draft tokens {micro['walk']:.0f}.",
+        Grid("", ["", "us", "against", "us", "times as fast"], rows).table(),
+        list_commands(result),
+    )
+
+
+def answer_lookup(results: Results, size: str = "100000") -> str:
+    """Return what looking a draft up costs, and how that grows with what is known."""
+    result, rows = results["retrieval"], []
+    sizes = [int(n) for n in next(iter(result["figures"].values()))]
+    for name, each in result["figures"].items():
+        of = each[size]
+        added = number(of.get("us_per_append"))
+        row = [
+            name,
+            f"{of['us_per_call']:.1f}",
+            f"{of['us_per_guess']:.2f}",
+            added,
+            f"{of['bytes_per_token']:.0f}",
+        ]
+        rows.append([*row, f"{result['growth'][name]:.1f}x"])
+    heads = [
+        "",
+        "us per lookup",
+        "us per draft token",
+        "us per added token",
+        "bytes per token",
+        "growth of a lookup",
+    ]
+    taken = [each[size]["us_per_call"] for each in result["figures"].values()]
+    return join(
+        f"Between {min(taken):.0f} and {max(taken):.0f} microseconds at {int(size):,} known tokens.",
+        Grid("", heads, rows).table(),
+        f"Medians, Python's share included. Growth: a lookup at {max(sizes):,} known tokens over "
+        f"one at {min(sizes):,}.",
+        list_commands(result),
+    )
+
+
+# ---------------------------------------------------------------------- the survey's three experiments
+
+
+SHARE = 0.95  # of tokens on which an early exit must agree with the full model to be quoted
+
+
+def answer_sizes(results: Results) -> str:
+    """Return the survey's first experiment: what a larger draft model brings, and costs."""
+    result = results["sizes"]
+    rows, best = list[list[str]](), dict[str, tuple[str, float]]()
+    for name, draft in sorted(result["drafts"].items(), key=lambda pair: float(pair[1]["weights"])):
+        each = {gamma: of["speedup"]["median"] for gamma, of in result["figures"][name].items()}
+        gamma = max(each, key=lambda gamma: float(each[gamma]))
+        best[name] = gamma, each[gamma]
+        accepted = [f"{draft['alpha']:.2f}", f"{draft['alpha_1']:.2f}", f"{draft['c']:.2f}"]
+        rows.append(
+            [name, f"{draft['weights'] / 1e6:.2f}M", *accepted, ratio(each[gamma], "x"), gamma]
+        )
+    winner = max(best, key=lambda name: best[name][1])
+    heads = ["draft", "weights per token", "acceptance, greedy", "acceptance, temperature 1", "cost of a step, in plain steps",
+             "best speed-up", "with draft tokens"]  # fmt: skip
+    return join(
+        f"Of these drafts of the {result['model']} `{winner}` is best, "
+        f"{result['drafts'][winner]['weights'] / 1e6:.2f} million "
+        f"weights per token: {ratio(best[winner][1], 'x')} with {best[winner][0]} draft tokens.",
+        Grid("", heads, rows).table(),
+        show_chart("sizes", "Acceptance rate and speed-up over the weights that a draft reads"),
+        f"The best of {len(result['gammas'])} draft lengths, with quartiles and the forecast from "
+        "acceptance and cost: "
+        "[sizes.md](sizes.md).",
+        list_commands(result),
+    )
+
+
+def answer_exits(results: Results) -> str:
+    """Return the survey's second experiment: the least work at which exits agree with the full
+    model.
+    """
+    result, layerskip = results["exits"], results["layerskip"]
+    found = dict[str, Mapping[str, float]]()
+    for measure in dict.fromkeys(label.rpartition(" ")[0] for label in result["figures"]):
+        rows = {
+            label: of["forced"]
+            for label, of in result["figures"].items()
+            if label.rpartition(" ")[0] == measure
+        }
+        good = {label: of for label, of in rows.items() if measure and of["agreement"] >= SHARE}
+        if good:
+            label = min(good, key=lambda label: float(good[label]["work"]))
+            found[label] = good[label]
+    cells = [
+        [f"`{label}`", f"{of['layers']:.1f}", f"{of['work']:.2f}", f"{of['agreement']:.1%}"]
+        for label, of in found.items()
+    ]
+    best = min(found, key=lambda label: found[label]["work"])
+    bounds = {
+        (name, at): of["bound"]
+        for name, each in layerskip["models"].items()
+        for at, of in each["exits"].items()
+    }
+    name, at = max(bounds, key=lambda key: float(bounds[key]))
+    return join(
+        f"Leaving by `{best}` costs {found[best]['work']:.2f} of the full model's work, and "
+        f"{found[best]['agreement']:.1%} of the "
+        "tokens are still the full model's.",
+        Grid(
+            "", ["", "layers per token", "work over the full model's", "agreement"], cells
+        ).table(),
+        show_chart("exits", "Agreement and perplexity over the work that early exits leave"),
+        f"{result['settings']['model']}, {result['settings']['n_layers']} layers: for each measure "
+        "the least work at which at "
+        f"least {SHARE:.0%} of the tokens are the full model's. `softmax` multiplies by the "
+        "vocabulary matrix after every layer. "
+        "All thresholds, perplexity and free-running text: [exits.md](exits.md).",
+        "An exit can also draft for the full model, without loss: LayerSkip gains at most "
+        f"{ratio(bounds[name, at], 'x')} "
+        f"({name}, exit {at}; layers counted, [layerskip.md](layerskip.md)). Tokens that an early "
+        "layer predicts, on more "
+        "processors: [ppd.md](ppd.md).",
+        list_commands(result, layerskip, results["ppd"]),
+    )
+
+
+def answer_at_once(results: Results) -> str:
+    """Return chapter 3: what writing all words at once, or in a few passes, costs in quality."""
+    table, passes, kinds = (
+        results[name] for name in ("translation", "translation-iterations", "dialects")
+    )
+    settings, figures = table["settings"], table["figures"]
+    greedy, nat = figures["teacher, greedy"], figures["nat, argmax"]
+    rows = [
+        [label, f"{of['bleu']:.1f}", f"{of['decoder_passes']:.1f}", ratio(of["speedup"]["median"], "x"),
+         ratio(of["batch_speedup"]["median"], "x") if of["batch_speedup"] else "-"]
+        for label, of in figures.items()
+    ]  # fmt: skip
+    counted = [
+        [label.split("T ")[1].split(",")[0], f"{of['bleu']:.1f}", ratio(of["speedup"]["median"], "x")]
+        for label, of in passes["figures"].items() if label.endswith("1 length")
+    ]  # fmt: skip
+    arms = list(dict.fromkeys(arm for of in kinds["figures"].values() for arm in of))
+    shares = [
+        [arm, *(f"{100 * of[arm]['valid']:.1f}" for of in kinds["figures"].values())]
+        for arm in arms
+    ]
+    return join(
+        f"In translation {greedy['bleu'] - nat['bleu']:.1f} BLEU: all words in one pass reach "
+        f"{nat['bleu']:.1f} where the "
+        f"teacher's greedy decoding reaches {greedy['bleu']:.1f}, "
+        f"{ratio(nat['speedup']['median'], 'x')} as fast.",
+        Grid(
+            "",
+            ["", "BLEU", "decoder passes", "times as fast", f"in batches of {settings['batch']}"],
+            rows,
+        ).table(),
+        show_chart("translation", "BLEU and milliseconds of every way to translate"),
+        f"English to German, {settings['sentences']} sentences of Multi30k's test_2016_flickr, "
+        "against greedy decoding of the "
+        "same teacher. Quartiles, milliseconds and repeated tokens: "
+        "[translation.md](translation.md). Jacobi iteration on a "
+        "language model: [sweeps.md](sweeps.md).",
+        list_commands(table),
+        "### Mask-Predict by its iterations",
+        Grid("", ["iterations", "BLEU", "times as fast"], counted).table(),
+        show_chart("translation-iterations", "BLEU and milliseconds by iterations"),
+        "One length; times as fast as the teacher, greedy. Three lengths: "
+        "[translation-iterations.md](translation-iterations.md).",
+        list_commands(passes),
+        "### Where a source has several right translations",
+        Grid("", ["dialects with", *map(named, kinds["figures"])], shares).table(),
+        show_chart("dialects", "Right translations by dialects and model"),
+        f"Right translations of every hundred, {kinds['settings']['modes']} dialects. *T*: passes, "
+        "*l*: lengths. All of it: "
+        "[dialects.md](dialects.md).",
+        list_commands(kinds),
+    )
+
+
+# ---------------------------------------------------------------------- tables of a run with peers
+
+
+LOOKUP = "transformers:lookup, best setting"
+
+
+def mean(ratios: Mapping[str, float], tasks: Iterable[str] = SPEC_BENCH) -> float:
+    """The mean over these groups.
+
+    >>> mean({"qa": 1.0, "rag": 2.0, "edits": 9.0}, ["qa", "rag"])
+    1.5
+    """
+    found = [ratios[task] for task in tasks if task in ratios]
+    return sum(found) / len(found)
+
+
+def peers(result: Mapping[str, Any], page: str) -> list[str]:
+    """Return the table of the run with what must be known to read it, and the table of ratios."""
+    figures, settings = result["figures"], result["settings"]
+    tasks, overall = figures["tasks"], figures["overall"]
+    rows = []
+    for arm, all_of in overall.items():
+        each = [of[arm]["speedup"]["median"] for of in tasks.values()]
+        same = "-" if all_of["identical"] is None else f"{all_of['identical']} of {all_of['jobs']}"
+        pace = f"{all_of['tokens_per_second']:.1f}"
+        rows.append([arm, *map(ratio, [*each, all_of["mean"]]), pace, same])
+    heads = ["", *(SHORT.get(task, task) for task in tasks), "mean", "tokens/s", "same text"]
+    blocks = [
+        Grid("", heads, rows).table(),
+        f"Times as fast as plain decoding, after the prompt: {settings['model']}, "
+        f"{settings['dtype']}, greedy, "
+        f"{settings['tokens']} tokens per answer, {overall[PLAIN]['jobs']} requests, "
+        f"{several(settings['rounds'], 'round')}. *Same text*: answers that equal plain "
+        "decoding's. Quartiles, counts, "
+        f"memory and every peer against every other: [{page}]({page}).",
+    ]
+    if found := list_ratios(result):
+        blocks.append(
+            Grid("", ["", "times as fast"], [[what, ratio(value)] for what, value in found]).table()
+        )
+    return blocks
+
+
+def list_ratios(result: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return the ratios that sum up a run: (what, ratio), without what it did not measure."""
+    of, against = result["figures"]["tasks"], result["figures"]["against"]
+    found: list[tuple[str, float]] = []
+    if "transformers" in against:
+        plain = against["transformers"][PLAIN]
+        found.append(
+            (
+                "plain decoding over transformers, smallest of the groups",
+                min(plain[task] for task in of),
+            )
+        )
+    if "llama.cpp" in against:
+        found.append(
+            (
+                "plain decoding over llama.cpp, mean of the groups",
+                mean(against["llama.cpp"][PLAIN], of),
+            )
+        )
+    if "auto" not in result["figures"]["overall"]:
+        return found
+    own = {task: arms["auto"]["speedup"]["median"] for task, arms in of.items()}
+    if set(SPEC_BENCH) <= set(own):
+        found.append(("`auto` over plain decoding, mean of Spec-Bench's six groups", mean(own)))
+    found.append(("`auto` over plain decoding, smallest of the groups", min(own.values())))
+    if set(COPYING) <= set(own):
+        copied = mean(own, COPYING)
+        found.append(
+            ("`auto` over plain decoding, mean of what copies (summaries, RAG, edits)", copied)
+        )
+    if LOOKUP in against:
+        smallest = min(against[LOOKUP]["auto"][task] for task in of)
+        found.append(
+            (
+                "`auto` over transformers' prompt lookup in its best setting, smallest of the groups",
+                smallest,
+            )
+        )
+    if "llama.cpp" in against and set(SPEC_BENCH) <= set(own):
+        found.append(
+            (
+                "`auto` over llama.cpp, mean of Spec-Bench's six groups",
+                mean(against["llama.cpp"]["auto"]),
+            )
+        )
+    return found
+
+
+def tokens_a_call(result: Mapping[str, Any], arm: str, task: str) -> float:
+    """Return an arm's tokens per forward pass after the prompt, the median of a group's requests.
+
+    It is what the speed-up would be if a pass always took as long as a plain step.
+    """
+    each = dict[str, list[float]]()
+    for sample in (Sample(*row) for row in result["samples"]):
+        if (
+            sample.arm == arm and sample.task == task and sample.calls > 1
+        ):  # the first pass gave the first token
+            each.setdefault(sample.job, []).append(sample.timed / (sample.calls - 1))
+    return median(median(rates) for rates in each.values())
+
+
+def allowed(result: Mapping[str, Any]) -> list[str]:
+    """Return, where texts copy, `auto`'s tokens per forward pass and the cost of such a pass."""
+    tasks = result["figures"]["tasks"]
+    rates = {task: tokens_a_call(result, "auto", task) for task in COPYING}
+    rows = []
+    for task, rate in rates.items():
+        speedup = tasks[task]["auto"]["speedup"]["median"]
+        rows.append(
+            [
+                SHORT.get(task, task),
+                f"{rate:.2f}",
+                f"{rate / speedup:.2f}",
+                ratio(speedup),
+            ]
+        )
+    return [
+        Grid(
+            "",
+            [
+                "`auto`",
+                "tokens per forward pass",
+                "cost of a pass, in plain steps",
+                "times as fast",
+            ],
+            rows,
+        ).table(),
+        "If further positions and lookups cost nothing, the mean of these three groups would be "
+        f"{mean(rates, COPYING):.2f} times as fast as plain decoding.",
+    ]
+
+
+def floors(results: Iterable[Mapping[str, Any]]) -> str:
+    """Return the table of what a forward pass costs, against one position and against the floor."""
+    rows = []
+    for result in results:
+        curve = result["curve_figures"]["curves"]["tinyspec"]["rows"]
+        most, row = max(curve.items(), key=lambda entry: float(entry[1]["usually"]))
+        rows.append([
+            result["settings"]["dtype"],
+            f"{curve['8']['against_one']:.2f}",
+            f"{max(of['over'] for of in curve.values()):.2f}",
+            f"{row['usually']:.2f}",
+            f"{most} positions, {row['milliseconds']:.1f} ms",
+        ])  # fmt: skip
+    heads = [
+        "",
+        "8 positions, in passes over 1",
+        "furthest over its floor",
+        "the same, by medians",
+        "which is",
+    ]
+    return Grid("", heads, rows).table()
+
+
+def ceilings(curve: Mapping[str, Any]) -> str:
+    """Return who reads and computes how fast: the fastest set the floor under a forward pass."""
+    reads, peaks = curve["ceilings"]["bandwidth"], curve["ceilings"]["peak"]
+    told = ", ".join(f"{who} {rate / 1e9:.1f}" for who, rate in reads.items())
+    sums = ", ".join(f"{who} {rate / 1e9:.0f}" for who, rate in peaks.items())
+    return f"Bandwidth, GB/s: {told}. Arithmetic, billion operations/s: {sums}."

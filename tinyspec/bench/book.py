@@ -7,12 +7,12 @@ the same key is refused.
 """
 
 import json
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tinyspec.bench.harness import save
 from tinyspec.bench.plan import Settings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
@@ -129,10 +129,7 @@ class Book:
         """Write the file, whole or not at all."""
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(dumps(self.as_dict()), encoding="utf-8")
-        os.replace(part, self.path)
+        save(self.path, self.as_dict())
 
     @classmethod
     def open(cls, path: Path, stamp: Callable[[Settings], Mapping[str, Any]]) -> "Book":
@@ -192,44 +189,4 @@ def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
         f"{name} {a.get(name)}, now {b.get(name)}"
         for name in {**a, **b}
         if a.get(name) != b.get(name)
-    )
-
-
-def dumps(result: Mapping[str, Any]) -> str:
-    """JSON with one line for each sample and each short list: a file that a person can read and
-    `git diff` can show.
-
-    >>> print(dumps({"a": 1, "rows": [[1, 2], [3, 4]]}))
-    {
-     "a": 1,
-     "rows": [
-      [1, 2],
-      [3, 4]
-     ]
-    }
-    <BLANKLINE>
-    """
-    return _pretty(result, 0) + "\n"
-
-
-def _pretty(value: Any, depth: int) -> str:
-    flat = isinstance(value, (list, tuple)) and not any(
-        isinstance(entry, (list, tuple, dict)) for entry in value
-    )
-    if not isinstance(value, (list, tuple, Mapping)) or flat or not value:
-        return json.dumps(value, ensure_ascii=False)
-    lead = "\n" + " " * (depth + 1)
-    if isinstance(value, Mapping):
-        inside = [
-            f"{json.dumps(str(name), ensure_ascii=False)}: {_pretty(entry, depth + 1)}"
-            for name, entry in value.items()
-        ]
-        return "{" + lead + f",{lead}".join(inside) + "\n" + " " * depth + "}"
-    return (
-        "["
-        + lead
-        + f",{lead}".join(_pretty(entry, depth + 1) for entry in value)
-        + "\n"
-        + " " * depth
-        + "]"
     )

@@ -17,13 +17,15 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, mode
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 
+from tinyspec.errors import TinyspecError
 from tinyspec.progress import progress_bar
 
+T = TypeVar("T")
 Arms = Mapping[str, Callable[[], Any]]
 
 
@@ -152,17 +154,82 @@ def report(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {"command": command, "commit": commit(), "date": stamp, "machine": machine(), **figures}
 
 
-def save(
-    path: str | Path, result: Mapping[str, Any], dumps: Callable[[Any], str] | None = None
-) -> None:
+def save(path: str | Path, result: Mapping[str, Any]) -> None:
     """Write a result file, whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(
-        dumps(result) if dumps else json.dumps(result, indent=1) + "\n", encoding="utf-8"
-    )
+    part.write_text(dumps(result), encoding="utf-8")
     os.replace(part, path)
+
+
+def read_unfinished(
+    out: Path | None, command: str, settings: Mapping[str, Any], read: Callable[[dict[str, Any]], T]
+) -> T | None:
+    """Return what `read` takes from the file that an interrupted run left; None if there is no file.
+
+    settings  what the file's own must equal: its "settings", or else its entries of these names
+    Raises TinyspecError if --out is missing, the file is another command's, or settings differ.
+    """
+    if out is None:
+        raise TinyspecError("--resume goes on with the file of --out: name it")
+    if not out.exists():
+        return None
+    try:
+        found = json.loads(out.read_text(encoding="utf-8"))
+        known = dict(found.get("settings", found))
+        kept = read(found)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise TinyspecError(
+            f"{out} is no result of `tinyspec bench {command}` ({type(error).__name__}): name another"
+        ) from error
+    for key, value in settings.items():
+        if known.get(key) != value:
+            raise TinyspecError(
+                f"{out} was made with {key} {known.get(key)}, not {value}: "
+                "name another --out, or leave --resume"
+            )
+    return kept
+
+
+def dumps(result: Mapping[str, Any]) -> str:
+    """JSON with one line for each sample and each short list: a file that a person can read and
+    `git diff` can show.
+
+    >>> print(dumps({"a": 1, "rows": [[1, 2], [3, 4]]}))
+    {
+     "a": 1,
+     "rows": [
+      [1, 2],
+      [3, 4]
+     ]
+    }
+    <BLANKLINE>
+    """
+    return _pretty(result, 0) + "\n"
+
+
+def _pretty(value: Any, depth: int) -> str:
+    flat = isinstance(value, (list, tuple)) and not any(
+        isinstance(entry, (list, tuple, dict)) for entry in value
+    )
+    if not isinstance(value, (list, tuple, Mapping)) or flat or not value:
+        return json.dumps(value, ensure_ascii=False)
+    lead = "\n" + " " * (depth + 1)
+    if isinstance(value, Mapping):
+        inside = [
+            f"{json.dumps(str(name), ensure_ascii=False)}: {_pretty(entry, depth + 1)}"
+            for name, entry in value.items()
+        ]
+        return "{" + lead + f",{lead}".join(inside) + "\n" + " " * depth + "}"
+    return (
+        "["
+        + lead
+        + f",{lead}".join(_pretty(entry, depth + 1) for entry in value)
+        + "\n"
+        + " " * depth
+        + "]"
+    )
 
 
 @contextmanager

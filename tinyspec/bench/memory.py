@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tinyspec.bench import arms, llamacpp, peers
-from tinyspec.bench.plain import high_water
+from tinyspec.bench.experiments.plain import high_water
 from tinyspec.bench.plan import ArmSpec, Settings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError

@@ -7,7 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from tinyspec.bench.plan import ArmSpec
+from tinyspec.bench.plan import PLAIN, ArmSpec
+from tinyspec.bench.plot import FASTER, PEER, SLOWER, Bars, Chart, Lines
 from tinyspec.technique import Guarantee, find_technique
 
 SHORT = {"mt_bench": "MT-bench", "translation": "transl.", "summarization": "summ.", "math_reasoning": "maths",
@@ -317,3 +318,88 @@ def page(result: Mapping[str, Any], grids: Sequence[Grid], notes: Sequence[str] 
 def markdown(result: Mapping[str, Any]) -> str:
     """The same for a page. The command that made it comes first."""
     return page(result, list(grids(result)), ["\n".join(f"- {line}" for line in notes(result))])
+
+
+def provenance(result: Mapping[str, Any]) -> str:
+    """Return on what, when and from which commit a result was measured."""
+    machine = result["machine"]
+    return (
+        f"{machine['cores']} cores of {machine['cpu']}; {result['date']}, commit {result['commit']}"
+    )
+
+
+def charts(result: Mapping[str, Any]) -> dict[str, Chart]:
+    """Return the charts of a run by name: speed-ups by task, and the cost curve if it was measured."""
+    drawn = {"speedups": _speedup_chart(result)}
+    if "curve_figures" in result:
+        drawn["curve"] = _curve_chart(result)
+    return drawn
+
+
+def _speedup_chart(result: Mapping[str, Any]) -> Chart:
+    """A panel a task, a bar an arm, from 1 (plain decoding) to the right, or left where it is slower."""
+    tasks, every = result["figures"]["tasks"], result["figures"]["overall"]
+    arms = [arm for arm in every if arm != PLAIN]
+    fives = {task: {arm: of[arm]["speedup"] for arm in arms} for task, of in tasks.items()}
+    top = max([1.0, *(five["q3"] for of in fives.values() for five in of.values() if five)])
+
+    def colour(arm: str, five: Mapping[str, float]) -> str:
+        return PEER if ArmSpec.read(arm).peer else FASTER if five["median"] >= 1 else SLOWER
+
+    panels = [
+        Bars(
+            task.replace("_", " "),
+            {arm: five and five["median"] for arm, five in of.items()},
+            {arm: (five["q1"], five["q3"]) for arm, five in of.items() if five},
+            origin=1.0,
+            colours={arm: colour(arm, five) for arm, five in of.items() if five},
+            top=top,
+            digits=2,
+            named=at % 3 == 0,
+        )
+        for at, (task, of) in enumerate(fives.items())
+    ]
+    means = "; ".join(
+        f"{arm} {every[arm]['mean']:.2f}" for arm in arms if every[arm]["mean"] is not None
+    )
+    about = [
+        "Times as fast as plain decoding. The thin line spans the quartiles over prompts; peers are grey."
+    ]
+    title = f"{result['settings']['model']}: times as fast as plain decoding"
+    return Chart(
+        title, panels, [*about, *notes(result)[:2]], f"mean over tasks: {means}", columns=3
+    )
+
+
+def _curve_chart(result: Mapping[str, Any]) -> Chart:
+    """What a forward pass over k tokens takes, in ms and against one token, with the machine's floor."""
+    figures = result["curve_figures"]
+    rows: dict[str, dict[int, dict[str, float]]] = {
+        label: {int(k): row for k, row in sorted(of["rows"].items(), key=lambda pair: int(pair[0]))}
+        for label, of in figures["curves"].items()
+    }
+    own = rows.get("tinyspec", {})
+    floor = {k: row["floor"] for k, row in own.items() if "floor" in row}
+    against = {k: ms / own[min(own)]["milliseconds"] for k, ms in floor.items()}
+    titles = {
+        "milliseconds": "milliseconds",
+        "against_one": "time of k tokens over the program's own time of one",
+    }
+    lines = {
+        name: {label: {k: r[name] for k, r in line.items()} for label, line in rows.items()}
+        for name in titles
+    }
+    floors: dict[str, Mapping[int, float]] = {"milliseconds": floor, "against_one": against}
+    return Chart(
+        f"{result['settings']['model']}: the cost of a forward pass over k new tokens",
+        [
+            Lines(title, lines[name], "new tokens", floors[name], "the machine's floor")
+            for name, title in titles.items()
+        ],
+        [f"After {figures['cached']} cached tokens.", *notes(result)[:2]],
+        "; ".join(
+            f"{label} at {max(of)} tokens {of[max(of)]:.2f}"
+            for label, of in lines["against_one"].items()
+            if of
+        ),
+    )

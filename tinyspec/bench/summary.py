@@ -1,66 +1,29 @@
 """Write the pages of a folder of results: `python -m tinyspec.bench.summary tutorials/results`.
 
-README.md there is organised by question; every other page holds all tables of one result. Nothing
-is measured. Tests hold the committed pages to these texts, so that no number in them can be older
-than the result it came from.
+README.md there is organised by question; every other page holds all tables of one result, and the
+charts stand beside them. Nothing is measured. Tests hold the committed pages to these texts, so
+that no number in them can be older than the result it came from.
 """
 
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tinyspec.bench import (
-    answers,
-    answers_cost,
-    dialects_report,
-    exits,
-    layerskip,
-    parts,
-    ppd,
-    report,
-    sizes,
-    survey,
-    sweeps,
-    translation,
-)
+from tinyspec.bench import answers, report
+from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import machines
-from tinyspec.bench.report import Grid
+from tinyspec.bench.plot import Chart, draw
 
 QUOTED = (
-    *(
-        "race",
-        "plain",
-        "core",
-        "speculative-storyteller",
-        "speculative-smollm2",
-        "retrieval",
-        "sizes",
-        "exits",
-    ),
-    *(
-        "translation",
-        "translation-iterations",
-        "dialects",
-        "equality",
-        "peer",
-        "bench",
-        "bench-float32",
-        "parts",
-    ),
-    *(
-        "parts-storyteller",
-        "parts-apprentice",
-        "peer-torch",
-        "layerskip",
-        "ppd",
-        "sweeps",
-        "laws_thorough",
-        "laws_seeds",
-    ),
-)
+    "race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval",
+    "sizes", "exits", "translation", "translation-iterations", "dialects", "equality", "peer",
+    "bench", "bench-float32", "parts", "parts-storyteller", "parts-apprentice", "peer-torch",
+    "layerskip", "ppd", "sweeps", "laws_thorough", "laws_seeds",
+)  # fmt: skip
 """The results that the page quotes."""
 UNTIMED = ("peer-torch", "layerskip", "laws_thorough", "laws_seeds")
 """Those of them in which nothing is timed: any machine gives the same figures."""
@@ -69,29 +32,20 @@ QUESTIONS: dict[str, Callable[[answers.Results], str]] = {
     "Is the output really unchanged?": answers.answer_unchanged,
     "How much faster is it?": answers.answer_faster,
     "When is it slower?": answers.answer_slower,
-    "What does a forward pass cost, and where does the time go?": answers_cost.answer_cost,
-    "How fast is plain decoding itself?": answers_cost.answer_plain,
-    "What do sampling and verifying cost?": answers_cost.answer_kernels,
-    "What does a lookup cost?": answers_cost.answer_lookup,
-    "How large should the draft model be?": survey.answer_sizes,
-    "What does leaving early buy?": survey.answer_exits,
-    "What does writing all words at once cost in quality?": survey.answer_at_once,
+    "What does a forward pass cost, and where does the time go?": answers.answer_cost,
+    "How fast is plain decoding itself?": answers.answer_plain,
+    "What do sampling and verifying cost?": answers.answer_kernels,
+    "What does a lookup cost?": answers.answer_lookup,
+    "How large should the draft model be?": answers.answer_sizes,
+    "What does leaving early buy?": answers.answer_exits,
+    "What does writing all words at once cost in quality?": answers.answer_at_once,
 }
 """The sections of the page, in the order in which a reader asks."""
 
-TABLES: dict[str, Callable[[Any], Sequence[Grid]]] = {
-    "sizes": lambda result: [sizes.grid(result)],
-    "exits": lambda result: [exits.grid(result)],
-    "sweeps": lambda result: [sweeps.grid(result)],
-    "translation": lambda result: [translation.grid(result)],
-    "parts": lambda result: [parts.grid(result)],
-    "dialects": dialects_report.grids,
-    "layerskip": layerskip.grids,
-    "ppd": ppd.grids,
-}
-"""The tables of a result by the first word of its name; without those of `tinyspec bench`
-itself.
-"""
+TABLED = (
+    "sizes", "exits", "sweeps", "translation", "parts", "dialects", "layerskip", "ppd"
+)  # fmt: skip
+"""The experiments that have a page of their own, by the first word of its name."""
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -179,15 +133,39 @@ def list_pages(folder: Path) -> dict[str, str]:
     for path in sorted(folder.glob("*.md")):
         if path.name not in pages:
             result, kind = load(folder, path.stem), path.stem.partition("-")[0]
-            if kind in TABLES:
-                notes = translation.notes(result) if kind == "translation" else ()
-                pages[path.name] = report.page(result, TABLES[kind](result), notes)
+            if kind in TABLED:
+                of = _experiment(kind)
+                assert of.tables is not None
+                notes = of.notes(result) if of.notes else ()
+                pages[path.name] = report.page(result, of.tables(result), notes)
             else:
                 pages[path.name] = report.markdown(result)
     return pages
 
 
+def list_charts(folder: Path) -> dict[str, Chart]:
+    """Return the chart of every result that has one, by its file name."""
+    charts = dict[str, Chart]()
+    for path in sorted(folder.glob("*.json")):
+        name, kind = path.stem, path.stem.partition("-")[0]
+        if kind in TABLED:
+            of = _experiment(kind)
+            if of.chart:
+                charts[f"{name}.svg"] = of.chart(load(folder, name))
+        elif (folder / f"{name}.md").exists():  # results of `tinyspec bench` itself
+            drawn = report.charts(load(folder, name))
+            charts |= {f"{name}-{which}.svg": chart for which, chart in drawn.items()}
+    return charts
+
+
+def _experiment(kind: str) -> Experiment:
+    experiment: Experiment = import_module(f"tinyspec.bench.experiments.{kind}").EXPERIMENT
+    return experiment
+
+
 if __name__ == "__main__":
     results_folder = Path(sys.argv[1])
-    for file, said in list_pages(results_folder).items():
-        (results_folder / file).write_text(said, encoding="utf-8")
+    for file, page in list_pages(results_folder).items():
+        (results_folder / file).write_text(page, encoding="utf-8")
+    for file, chart in list_charts(results_folder).items():
+        (results_folder / file).write_text(draw(chart), encoding="utf-8")

@@ -10,7 +10,6 @@ from tinyspec.cli import (
     bench,
     book,
     chat,
-    exits,
     generate,
     grade,
     laws,
@@ -60,7 +59,7 @@ for command in (
     models.models,
     models.data,
     train.train,
-    exits.calibrate,
+    bench.calibrate,
     bench.bench,
 ):
     main.add_command(command)

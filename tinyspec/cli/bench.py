@@ -8,18 +8,9 @@ from typing import Any
 
 import click
 
-from tinyspec.cli import (
-    base,
-    bench_dialects,
-    bench_drafts,
-    bench_layerskip,
-    bench_parts,
-    bench_ppd,
-    bench_sweeps,
-    bench_translation,
-    exits,
-)
-from tinyspec.cli.measuring import results, rounds, show, tokens
+from tinyspec.bench.settings import COMMANDS
+from tinyspec.cli import base
+from tinyspec.cli.measuring import make_command, result_options
 
 
 @click.group("bench", cls=base.Group, invoke_without_command=True)
@@ -43,9 +34,9 @@ from tinyspec.cli.measuring import results, rounds, show, tokens
         help="spec_bench (or one of its six), human_eval, gsm8k, edits, books; all. NAME:20 takes 20 prompts.",
     ),
     click.option("--prompts", type=click.IntRange(1), default=10, show_default=True, help="Prompts of each other task."),
-    tokens(64),
+    click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens to write."),
     click.option("--until-eos", is_flag=True, help="Answers end where plain greedy decoding's do. [default: nowhere]"),
-    rounds(3),
+    click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="How often each is timed, in turn."),
     click.option("--temperature", "-t", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
     click.option("--top-p", type=float, help="Keep the fewest tokens whose probability reaches p."),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the first round; each round adds 1."),
@@ -54,7 +45,7 @@ from tinyspec.cli.measuring import results, rounds, show, tokens
     click.option("--resume", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Go on with this file."),
     click.option("--svg", type=base.OutputPath(folder=True), help="Draw pictures, named after --out, into it."),
     click.option("--markdown", type=base.OutputPath(), help="Write the tables here."),
-    results,
+    result_options,
     base.plugin_option,
 )  # fmt: skip
 @click.pass_context
@@ -138,7 +129,7 @@ def _harness(options: dict[str, Any], given: set[str]) -> None:
 
 
 def _present(result: dict[str, Any], options: dict[str, Any], path: Path | None) -> None:
-    from tinyspec.bench import figures, report
+    from tinyspec.bench import plot, report
 
     if options["as_json"]:
         click.echo(json.dumps(result))
@@ -147,204 +138,18 @@ def _present(result: dict[str, Any], options: dict[str, Any], path: Path | None)
     if options["markdown"] is not None:
         options["markdown"].write_text(report.markdown(result), encoding="utf-8")
     name = "bench" if path is None else path.stem  # so that two results draw into one folder
-    written = [
-        path,
-        options["markdown"],
-        *(figures.write(options["svg"], result, name) if options["svg"] is not None else []),
-    ]
-    for file in (file for file in written if file is not None):
-        click.echo(f"written: {file}", err=True)
+    written = [path, options["markdown"]]
+    if options["svg"] is not None:
+        options["svg"].mkdir(parents=True, exist_ok=True)
+        for kind, chart in report.charts(result).items():
+            written.append(options["svg"] / f"{name}-{kind}.svg")
+            written[-1].write_text(plot.draw(chart), encoding="utf-8")
+    for file in written:
+        if file is not None:
+            click.echo(f"written: {file}", err=True)
 
 
-@bench.command("race", cls=base.KnobCommand)
-@base.options(
-    click.option(
-        "--model",
-        "-m",
-        default="storyteller",
-        show_default=True,
-        help="Name, folder, .gguf file or hub id.",
-    ),
-    click.option(
-        "--method",
-        default="speculative_decoding",
-        show_default=True,
-        help="See `tinyspec methods`.",
-    ),
-    base.knob_option,
-    tokens(128),
-    rounds(5),
-    click.option(
-        "--temperature",
-        "-t",
-        "temperatures",
-        type=float,
-        multiple=True,
-        default=(0.0, 0.8),
-        show_default=True,
-    ),
-    click.option(
-        "--repetition-penalty",
-        type=float,
-        default=1.2,
-        show_default=True,
-        help="For both arms: 1 lets text loop.",
-    ),
-    results,
-)
-@click.pass_context
-def race(
-    ctx: click.Context, /, model: str, method: str, knob: tuple[str, ...], **options: Any
-) -> None:
-    """A technique against plain decoding over ten committed prompts, greedy and sampled.
-
-    \b
-    Examples:
-      tinyspec bench race
-      tinyspec bench race --method llma --rounds 3 --out results/llma.json
-      tinyspec bench race --gamma 6 --temperature 0
-    """
-    knobs = base.given_knobs(ctx, knob)
-    base.settle(ctx, knobs, [method])
-    from tinyspec.bench.races import measure
-
-    show(measure, options, name=model, method=method, **knobs)
-
-
-@bench.command("core")
-@base.options(rounds(15), results)
-def core(**options: Any) -> None:
-    """The compiled kernels against transformers' processors and torch, from the same logits.
-
-    \b
-    Examples:
-      tinyspec bench core
-      tinyspec bench core --rounds 31 --out results/core.json
-    """
-    from tinyspec.bench.core import measure
-
-    show(measure, options)
-
-
-@bench.command("plain")
-@base.options(
-    click.option("--model", "-m", default="smollm2", show_default=True, help="Name or folder."),
-    tokens(128),
-    rounds(5),
-    click.option(
-        "--dtype",
-        "dtypes",
-        multiple=True,
-        default=("float32", "bfloat16"),
-        show_default=True,
-        help="May be repeated.",
-    ),
-    results,
-)
-def plain(model: str, **options: Any) -> None:
-    """Plain decoding against transformers' generate: same weights, same tokens, batch 1; and peak
-    memory.
-
-    \b
-    Examples:
-      tinyspec bench plain
-      tinyspec bench plain --model storyteller --dtype float32
-    """
-    from tinyspec.bench.plain import measure
-
-    show(measure, options, name=model)
-
-
-@bench.command("peer")
-@base.options(
-    click.option("--model", "-m", default="smollm2", show_default=True, help="Name or folder."),
-    click.option(
-        "--questions",
-        type=click.IntRange(1),
-        default=50,
-        show_default=True,
-        help="Prompts of Spec-Bench.",
-    ),
-    tokens(64),
-    click.option(
-        "--method",
-        "methods",
-        multiple=True,
-        default=("autoregressive",),
-        show_default=True,
-        help="May be repeated.",
-    ),
-    click.option(
-        "--against",
-        type=click.Choice(["transformers", "torch"]),
-        default="transformers",
-        show_default=True,
-        help="transformers, or our own torch path: what TINYSPEC_PURE=1 takes.",
-    ),
-    results,
-)
-def peer(model: str, **options: Any) -> None:
-    """Greedy tokens against transformers', or our own torch path's, on the same float32 weights, on
-    real questions.
-
-    \b
-    Examples:
-      tinyspec bench peer
-      tinyspec bench peer --against torch
-      tinyspec bench peer --questions 12 --method autoregressive --method llma
-    """
-    from tinyspec.bench.peer import measure
-
-    show(measure, options, name=model)
-
-
-@bench.command("equality")
-@base.options(
-    click.option("--model", "-m", default="smollm2", show_default=True, help="Name or folder."),
-    click.option(
-        "--questions",
-        type=click.IntRange(1),
-        default=None,
-        help="Prompts of Spec-Bench. [default: all]",
-    ),
-    tokens(64),
-    click.option(
-        "--method",
-        "methods",
-        multiple=True,
-        default=("llma",),
-        show_default=True,
-        help="May be repeated.",
-    ),
-    click.option("--dtype", default="bfloat16", show_default=True, help="Type of the weights."),
-    click.option("--resume", is_flag=True, help="Go on with the file of --out."),
-    results,
-)
-def equality(model: str, **options: Any) -> None:
-    """Greedy speculation against plain greedy decoding, token for token, in bfloat16, on real
-    questions.
-
-    \b
-    Examples:
-      tinyspec bench equality --questions 12
-      tinyspec bench equality --out equality.json --resume
-    """
-    from tinyspec.bench.equality import measure
-
-    show(measure, options, kept=True, name=model)
-
-
-for command in (
-    bench_drafts.plan_draft,
-    bench_drafts.sizes,
-    bench_drafts.skip,
-    bench_drafts.retrieval,
-    bench_layerskip.layerskip,
-    bench_parts.parts,
-    bench_ppd.ppd,
-    bench_sweeps.sweeps,
-    bench_translation.translation,
-    bench_dialects.dialects,
-    exits.exits,
-):
-    bench.add_command(command)
+for name, spec in COMMANDS.items():
+    if name != "calibrate":
+        bench.add_command(make_command(spec))
+calibrate = make_command(COMMANDS["calibrate"])

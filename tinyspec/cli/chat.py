@@ -51,8 +51,7 @@ def chat(
     Examples:
       tinyspec models fetch smollm2
       tinyspec chat
-      tinyspec chat --model path/to/folder --temperature 0.7 --top-p 0.9 --system "Answer in one
-      sentence."
+      tinyspec chat --model path/to/folder --temperature 0.7 --top-p 0.9 --system "Be brief."
     """
     knobs = base.given_knobs(ctx, knob)
     base.settle(ctx, knobs, [method])

@@ -1,15 +1,11 @@
-"""tinyspec train exits, calibrate, bench exits: what early exits need beside a model, and what they
-save.
-"""
+"""tinyspec train exits: train what early exits need beside a model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from tinyspec.cli import base
-from tinyspec.cli.measuring import results, tokens
 from tinyspec.errors import TinyspecError
 
 texts_option = click.option(
@@ -46,8 +42,7 @@ def train_exits(
     \b
     Examples:
       tinyspec train exits --model storyteller --out models/mine
-      tinyspec generate --model models/mine --method calm --measure classifier --threshold 0.8 "Once
-      upon a time"
+      tinyspec generate --model models/mine --method calm --measure classifier "Once upon a time"
     """
     import shutil
 
@@ -121,153 +116,3 @@ def passages(files: tuple[Path, ...], split: Any) -> list[str]:
     return [base.read_text(file) for file in files] or [
         corpus.clean(book.text) for book in data.books(split)
     ]
-
-
-def knob_options(decay: str) -> Any:
-    """CALM's knobs but for the threshold and the measure."""
-    return base.options(
-        click.option(
-            "--decay", type=click.Choice(["paper", "t5x", "constant"]), default=decay, show_default=True,
-            help="How the threshold falls along a text.",
-        ),
-        click.option("--tau", type=click.FloatRange(0), default=4.0, show_default=True, help="How fast it falls."),
-        click.option("--min-exit", type=click.IntRange(1), default=1, show_default=True, help="The lowest exit."),
-    )  # fmt: skip
-
-
-passage_options = base.options(
-    texts_option,
-    click.option(
-        "--prompt-tokens",
-        type=click.IntRange(1),
-        default=64,
-        show_default=True,
-        help="Tokens that are read.",
-    ),
-    click.option("--seed", type=int, default=0, show_default=True, help="Of the passages."),
-    click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
-)
-
-
-@click.command("calibrate", cls=base.Command)
-@base.options(
-    click.option("--model", "-m", default="storyteller", show_default=True, help="Name or folder."),
-    click.option("--delta", type=float, default=0.1, show_default=True, help="The greatest risk: expected loss of a text."),
-    click.option("--epsilon", type=float, default=0.05, show_default=True, help="How probable a greater one may be."),
-    click.option(
-        "--consistency", type=click.Choice(["textual", "risk"]), default="textual", show_default=True,
-        help="With the full model's text (1 - ROUGE-L), or in how well the passage's own is met.",
-    ),
-    click.option(
-        "--measure", type=click.Choice(["softmax", "saturation", "classifier"]), default="softmax", show_default=True,
-        help="The confidence.",
-    ),
-    knob_options("paper"),
-    click.option("--prompts", type=click.IntRange(1), default=200, show_default=True, help="Calibration examples."),
-    tokens(32),
-    click.option("--step", type=float, default=0.05, show_default=True, help="Between two thresholds."),
-    click.option("--check", type=click.IntRange(0), default=200, show_default=True, help="Fresh passages, in the end."),
-    passage_options,
-    results,
-)  # fmt: skip
-def calibrate(model: str, files: tuple[Path, ...], **options: Any) -> None:
-    """Choose CALM's threshold so that texts stay within delta of the full model's, with probability
-    1 - epsilon.
-
-    Learn then Test: thresholds from 1 down, until the first that cannot be shown to be safe.
-
-    \b
-    Examples:
-      tinyspec calibrate --model storyteller --delta 0.3
-      tinyspec calibrate --model storyteller --delta 0.1 --consistency risk --json
-    """
-    from tinyspec.bench.calibration import run
-    from tinyspec.bench.harness import save
-    from tinyspec.early_exit.calibrate import enough
-
-    out, as_json = options.pop("out"), options.pop("as_json")
-    enough(options["prompts"], options["delta"], options["epsilon"])  # before any text is read
-    result = run(model, passages(files, "valid"), **options)
-    if out is not None:
-        save(out, result)
-    if as_json:
-        click.echo(json.dumps(result))
-        return
-    for row in result["tested"]:
-        passed = "passed" if row["passed"] else "stop"
-        click.echo(
-            f"threshold {row['threshold']:.2f}  loss {row['loss']:.4f}  p {row['p']:.2g}  work {row['work']:.2f}  {passed}"
-        )
-    sure = f"risk at most {options['delta']} with probability {1 - options['epsilon']:g}"
-    if "checked" in result:
-        sure += (
-            f"; on {result['checked']['prompts']} fresh passages {result['checked']['loss']:.4f}"
-        )
-    click.echo(f"threshold: {result['threshold']}  ({sure})")
-
-
-@click.command("exits", cls=base.Command)
-@base.options(
-    click.option("--model", "-m", default="storyteller", show_default=True, help="Name or folder."),
-    click.option(
-        "--thresholds", default="0.5,0.6,0.7,0.8,0.9,0.95,0.99", show_default=True, metavar="LIST", help="From 0 to 1.",
-    ),
-    click.option(
-        "--measures", default="softmax,saturation,classifier", show_default=True, metavar="LIST",
-        help="The classifier must have been trained (`tinyspec train exits`).",
-    ),
-    click.option("--prompts", type=click.IntRange(1), default=20, show_default=True, help="Passages."),
-    tokens(64),
-    knob_options("constant"),
-    passage_options,
-    click.option("--resume", is_flag=True, help="Go on with the file of --out."),
-    click.option("--svg", type=base.OutputPath(parents=True), help="Draw the picture into this file."),
-    click.option("--markdown", type=base.OutputPath(parents=True), help="Write the table here."),
-    results,
-)  # fmt: skip
-def exits(
-    model: str,
-    thresholds: str,
-    measures: str,
-    files: tuple[Path, ...],
-    svg: Path | None,
-    markdown: Path | None,
-    **options: Any,
-) -> None:
-    """What early exits save and cost: layers, fills and head products against agreement and
-    perplexity.
-
-    CALM's measures over thresholds, beside one fixed exit for all tokens; on given text, and
-    writing freely.
-
-    \b
-    Examples:
-      tinyspec bench exits --model storyteller --measures softmax,saturation
-      tinyspec bench exits --model models/exits-loss --out results/exits.json --resume --svg
-      results/exits.svg
-    """
-    from tinyspec.bench import exits as experiment
-    from tinyspec.bench.exits_figure import picture
-    from tinyspec.bench.report import page
-
-    out, as_json = options["out"], options.pop("as_json")
-    try:
-        asked = [float(word) for word in thresholds.split(",") if word.strip()]
-    except ValueError:
-        raise TinyspecError(
-            f"--thresholds {thresholds}: write numbers from 0 to 1 with commas between"
-        ) from None
-    named = [word.strip() for word in measures.split(",") if word.strip()]
-    result = experiment.run(model, asked, named, passages(files, "valid"), **options)
-    grid = experiment.grid(result)
-    if as_json:
-        click.echo(json.dumps(result))
-    else:
-        base.console().print(grid.rich(), highlight=False)
-    for file, text in {svg: picture(result), markdown: page(result, [grid])}.items():
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-            click.echo(f"written: {file}", err=True)
-    if out is not None:
-        click.echo(f"written: {out}", err=True)

@@ -1,41 +1,26 @@
-"""What the commands of `tinyspec bench` share: options of measurements, and how a result is written
-and shown.
-"""
+"""The commands of experiments: their options are made of the settings, and all end alike."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinyspec.cli import base
 from tinyspec.errors import TinyspecError
 
+if TYPE_CHECKING:
+    from tinyspec.bench.experiment import Experiment
+    from tinyspec.bench.plot import Chart
+    from tinyspec.bench.report import Grid
+    from tinyspec.bench.settings import CommandSpec, OptionSpec
+
 RAW = ("samples", "prompts", "machine", "columns")  # long, and in the file that --out writes
 
-
-def rounds(default: int) -> Any:
-    return click.option(
-        "--rounds",
-        type=click.IntRange(1),
-        default=default,
-        show_default=True,
-        help="How often each is timed, in turn.",
-    )
-
-
-def tokens(default: int) -> Any:
-    return click.option(
-        "--tokens",
-        type=click.IntRange(1),
-        default=default,
-        show_default=True,
-        help="Tokens to write.",
-    )
-
-
-results = base.options(
+result_options = base.options(
     click.option(
         "--out", type=base.OutputPath(parents=True), help="Write the result with all samples here."
     ),
@@ -44,12 +29,133 @@ results = base.options(
     ),
     click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
 )
+resume_option = click.option("--resume", is_flag=True, help="Go on with the file of --out.")
+svg_option = click.option(
+    "--svg", type=base.OutputPath(parents=True), help="Draw the picture into this file."
+)
+markdown_option = click.option(
+    "--markdown", type=base.OutputPath(parents=True), help="Write the tables here."
+)
 
 
-def numbers(option: str, text: str, what: str) -> list[int]:
-    """What a list of numbers means: 1,2,4 or 1-16, or both.
+def make_command(spec: "CommandSpec") -> click.Command:
+    """Return the command of an experiment. The experiment itself is loaded when it runs."""
+    described = [field for field in fields(spec.settings) if "option" in field.metadata]
 
-    >>> numbers("--blocks", "1,4-6,4", "tokens")
+    def measure(ctx: click.Context, /, **options: Any) -> None:
+        given = spec.settings(**{field.name: options.pop(field.name) for field in described})
+        shown = {name: options.pop(name, None) for name in ("svg", "markdown")}
+        as_json, out = options.pop("as_json"), options.pop("out")
+        if spec.resumes:
+            options["out"] = out
+        if spec.knobs:
+            options["knobs"] = base.given_knobs(ctx, options.pop("knob"))
+            base.settle(ctx, options["knobs"], [given.method])
+        experiment: Experiment = import_module(spec.module).EXPERIMENT
+        result = experiment.run(given, **options)
+        present(
+            result,
+            experiment.tables(result) if experiment.tables else (),
+            experiment.chart(result) if experiment.chart and shown["svg"] else None,
+            experiment.notes(result) if experiment.notes else (),
+            experiment.closing(result) if experiment.closing else (),
+            out=out,
+            as_json=as_json,
+            saved=spec.resumes,
+            **shown,
+        )
+
+    measure.__doc__ = spec.settings.__doc__
+    chosen: list[Any] = [make_option(field) for field in described]
+    if spec.knobs:
+        at = 1 + [field.name for field in described].index("method")
+        chosen.insert(at, base.knob_option)
+    chosen += [resume_option] if spec.resumes else []
+    chosen += [svg_option] if spec.chart else []
+    chosen += [markdown_option] if spec.tables else []
+    kind = base.KnobCommand if spec.knobs else base.Command
+    with_options = base.options(*chosen, result_options)(click.pass_context(measure))
+    return click.command(spec.name, cls=kind)(with_options)
+
+
+def make_option(field: "Field[Any]") -> Callable[[Any], Any]:
+    """Return the option of a setting."""
+    spec: OptionSpec = field.metadata["option"]
+    default: Any = field.default
+    flags = list(spec.flags) or [f"--{field.name.replace('_', '-')}"]
+    if default is True:
+        flags = [f"{flags[0]}/--no-{flags[0][2:]}"]
+    more: dict[str, Any] = {"help": spec.help or None}
+    if spec.kind:
+        more |= {"multiple": spec.kind == "text", "type": _PathOption(spec.kind)}
+    elif spec.of is not None:
+        text = spec.shown or ",".join(
+            f"{value:g}" if spec.of is float else str(value) for value in default
+        )
+        more |= {"type": _ListOption(spec, flags[0]), "metavar": "LIST", "required": spec.required}
+        more |= {"default": text, "show_default": bool(text)}
+    elif not isinstance(default, bool):
+        example = default[0] if spec.repeated else default
+        more |= {"default": default, "multiple": spec.repeated}
+        more |= {"type": _number_type(spec, example), "show_default": default is not None}
+    else:
+        more |= {"default": default}
+    return click.option(*flags, field.name, **more)
+
+
+def _number_type(spec: "OptionSpec", example: Any) -> Any:
+    if spec.choices:
+        return click.Choice(spec.choices)
+    if isinstance(example, float):
+        return click.FloatRange(spec.least, spec.most) if spec.least is not None else float
+    if isinstance(example, int) or spec.least is not None:
+        least, most = (None if end is None else int(end) for end in (spec.least, spec.most))
+        return int if least is None else click.IntRange(least, most)
+    return str
+
+
+class _PathOption(click.Path):
+    """A path that exists; of a text file, what stands in it."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        super().__init__(
+            exists=True, dir_okay=kind == "folder", file_okay=kind != "folder", path_type=Path
+        )
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        return base.read_text(Path(str(path))) if self.kind == "text" else path
+
+
+class _ListOption(click.ParamType[Any]):
+    """A list with commas: names, whole numbers with ranges, or numbers."""
+
+    name = "list"
+
+    def __init__(self, spec: "OptionSpec", flag: str):
+        self.spec, self.flag = spec, flag
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        if self.spec.of is int:
+            return tuple(read_numbers(self.flag, value, self.spec.what, int(self.spec.least or 1)))
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        if self.spec.of is str:
+            return tuple(parts)
+        try:
+            return tuple(map(float, parts))
+        except ValueError:
+            raise TinyspecError(
+                f"{self.flag} {value}: write numbers with commas between, such as 0.5,0.9"
+            ) from None
+
+
+def read_numbers(option: str, text: str, what: str, least: int = 1) -> list[int]:
+    """Return what a list of numbers means: 1,2,4 or 1-16, or both.
+
+    >>> read_numbers("--blocks", "1,4-6,4", "tokens")
     [1, 4, 5, 6]
     """
     found: list[int] = []
@@ -58,43 +164,63 @@ def numbers(option: str, text: str, what: str) -> list[int]:
         if not (
             first.isdecimal()
             and (not dash or last.isdecimal())
-            and 0 < int(first) <= int(last or first)
+            and least <= int(first) <= int(last or first)
         ):
-            raise TinyspecError(f"{option} {text}: write numbers of {what}, such as 1,2,4 or 1-16")
+            raise TinyspecError(
+                f"{option} {text}: write numbers of {what} from {least} on, "
+                f"such as {least},{2 * least},{4 * least} or {least}-{16 * least}"
+            )
         found += range(int(first), int(last or first) + 1)
     return list(dict.fromkeys(found))
 
 
-def show(measure: Any, options: dict[str, Any], kept: bool = False, **more: Any) -> None:
-    """Measure; write the result to --out (`kept`: it does so itself), and print it whole (--json)
-    or without raw samples.
-    """
-    out, as_json = options.pop("out"), options.pop("as_json")
-    result: dict[str, Any] = measure(**options, **({"out": out} if kept else {}), **more)
-    if out is not None and not kept:
-        from tinyspec.bench.harness import save
+def present(
+    result: Mapping[str, Any],
+    tables: "Sequence[Grid]" = (),
+    chart: "Chart | None" = None,
+    notes: Sequence[str] = (),
+    closing: Sequence[str] = (),
+    *,
+    out: Path | None = None,
+    as_json: bool = False,
+    svg: Path | None = None,
+    markdown: Path | None = None,
+    saved: bool = False,
+) -> None:
+    """Print a result, and write the files that were asked for.
 
+    With --json the whole result is printed, else its tables and closing lines; a result without
+    either is printed as indented figures.
+    saved  whether the measurement has written --out itself
+    """
+    from tinyspec.bench import plot, report
+    from tinyspec.bench.harness import save
+
+    if out is not None and not saved:
         save(out, result)
     if as_json:
         click.echo(json.dumps(result))
-        return
-    for line in summary(result):
-        click.echo(line)
-    if out is not None:
-        click.echo(f"written: {out}")
+    else:
+        for table in tables:
+            base.console().print(table.rich(), highlight=False)
+        for line in closing if tables or closing else list_figures(result):
+            click.echo(line)
+    if svg is not None and chart is not None:
+        _write(svg, plot.draw(chart))
+    if markdown is not None:
+        _write(markdown, report.page(result, tables, notes))
+    for path in (out, svg, markdown):
+        if path is not None:
+            click.echo(f"written: {path}", err=True)
 
 
-def write(texts: Mapping[Path | None, str]) -> None:
-    """Texts into their files, where one is named; each is announced on standard error."""
-    for file, text in texts.items():
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-            click.echo(f"written: {file}", err=True)
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
 
 
-def summary(figures: Mapping[str, Any], depth: int = 0) -> list[str]:
-    """The figures as indented lines; a list of raw things is left to the file."""
+def list_figures(figures: Mapping[str, Any], depth: int = 0) -> list[str]:
+    """Return the figures as indented lines; a list of raw things is left to the file."""
     lines: list[str] = []
     for name, value in figures.items():
         lead = "  " * depth + name.replace("_", " ")
@@ -103,7 +229,7 @@ def summary(figures: Mapping[str, Any], depth: int = 0) -> list[str]:
         ):
             continue
         if isinstance(value, Mapping):
-            lines += [lead, *summary(value, depth + 1)]
+            lines += [lead, *list_figures(value, depth + 1)]
         else:
             lines.append(f"{lead}: {value:.4g}" if isinstance(value, float) else f"{lead}: {value}")
     return lines

@@ -91,9 +91,8 @@ def translate(
       tinyspec translate --method nat "A dog runs through the snow."
       tinyspec translate --method mask_predict --iterations 4 --trace "Two men are cooking."
       tinyspec translate --method jacobi --model models/mine "A child is sleeping." --json
-      tinyspec translate --method mask_predict "A boy in midair trying to kick a soccer ball"
-      --replay passes.html cat sentences.txt | tinyspec translate --method mask_predict >
-      translations.txt
+      tinyspec translate --method mask_predict --replay passes.html "Two dogs play in the snow."
+      cat sentences.txt | tinyspec translate --method mask_predict > translations.txt
     """
     knobs = base.given_knobs(ctx, knob)
     text = base.read_prompt(

@@ -85,6 +85,7 @@ def gap(row: Probs) -> Any:
     """The greatest probability of a law less the second greatest. Not the greatest alone: two
     likely words are a doubt.
 
+    >>> import numpy as np
     >>> float(gap(np.array([0.5, 0.125, 0.375])))
     0.125
     """

@@ -67,7 +67,7 @@ def starter(
 
 
 def drop_tasks(reference: str, names: Collection[str], tasks: Collection[str]) -> str:
-    """Return a reference without some of its tasks, and without what only these need.
+    r"""Return a reference without some of its tasks, and without what only these need.
 
     names  of the functions to leave out
     tasks  all functions of the assignment that are tasks

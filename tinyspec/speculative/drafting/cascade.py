@@ -47,7 +47,7 @@ def parse_quotas(quotas: str, drafts: int) -> Quotas:
     """K by rows: the part right of the diagonal, one column for each draft model and one for
     max-gram.
 
-    >>> parsed("5,14,10/1,10/10", 2)
+    >>> parse_quotas("5,14,10/1,10/10", 2)
     ((5, 14, 10), (1, 10), (10,))
     """
     if quotas == "auto" and drafts not in PAPER_QUOTAS:

@@ -59,7 +59,7 @@ class DraftProfile(NamedTuple):
     def tar(self, n: int) -> float:
         """Mean number of accepted tokens in rounds of n drafted ones.
 
-        >>> Profile("a", 1.0, (0.5, 0.25)).tar(2)
+        >>> DraftProfile("a", 1.0, (0.5, 0.25)).tar(2)
         0.75
         """
         return float(sum(self.reach[:n]))
@@ -85,7 +85,7 @@ class Recommendation(NamedTuple):
 def tokens_per_second(tar: float, n: int, step: float, verify: float) -> float:
     """Tokens a second; `tar` does not count the token that the target adds.
 
-    >>> throughput(tar=2.0, n=4, step=0.01, verify=0.06)
+    >>> tokens_per_second(tar=2.0, n=4, step=0.01, verify=0.06)
     30.0
     """
     return (tar + 1) / (n * step + verify)

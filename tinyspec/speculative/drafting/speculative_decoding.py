@@ -127,7 +127,7 @@ def acceptance_rate(pairs: Iterable[tuple[Probs, Probs]]) -> float:
     """alpha: the mean of sum_x min(p(x), q(x)) over paired rows, that is 1 - TV on average (section
     3.2).
 
-    >>> acceptance([([0.5, 0.5], [1.0, 0.0]), ([0.2, 0.8], [0.2, 0.8])])
+    >>> acceptance_rate([([0.5, 0.5], [1.0, 0.0]), ([0.2, 0.8], [0.2, 0.8])])
     0.75
     """
     overlaps = [

@@ -59,7 +59,7 @@ def build_static_tree(nodes: int, depth: int, k: int) -> StaticTree:
     Best first: a child's product is at most its parent's, so what is taken next is the best of all
     that is left.
 
-    >>> static_tree(5, 2, 3)
+    >>> build_static_tree(5, 2, 3)
     ((-1, 0), (0, 0), (-1, 1), (-1, 2), (0, 1))
     """
     shape: list[tuple[int, int]] = []

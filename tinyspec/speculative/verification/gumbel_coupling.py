@@ -107,7 +107,7 @@ def match_probability(p: Probs, q: Probs) -> Any:
     for the tokens whose p / q is at least i's.
 
     >>> from fractions import Fraction as F
-    >>> str(agreement([F(1, 2), F(1, 2)], [F(1, 4), F(3, 4)]))
+    >>> str(match_probability([F(1, 2), F(1, 2)], [F(1, 4), F(3, 4)]))
     '3/4'
     """
     a, b = vectors(p, q, 0)

@@ -72,7 +72,7 @@ def sequential_acceptance(p: Probs, q: Probs, k: int) -> Any:
     matter.
 
     >>> from fractions import Fraction as F
-    >>> [str(acceptance([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]
+    >>> [str(sequential_acceptance([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]
     ['1/3', '5/9']
     """
     refused = 1

@@ -92,7 +92,7 @@ class SpecInferDrafter(BaseDrafter):
 def merge_trees(trees: Sequence[TokenTree]) -> TokenTree:
     """All nodes of all trees below one root. Equal nodes stay two proposals: each has its own law.
 
-    >>> merge_drafts([TokenTree.chain([5, 7]), TokenTree.chain([5, 8])]).parents
+    >>> merge_trees([TokenTree.chain([5, 7]), TokenTree.chain([5, 8])]).parents
     (-1, 0, -1, 2)
     """
     parents, behind = list[int](), 0

@@ -90,7 +90,7 @@ def k_seq_residual(p: Any, q: Any, k: int, rho: Any) -> Any:
     """The residual, not normalised: (1 - s) p + s max(0, p - rho q).
 
     >>> import numpy as np
-    >>> remainder(np.array([1.0, 0.0]), np.array([0.25, 0.75]), 2, 1.75).tolist()
+    >>> k_seq_residual(np.array([1.0, 0.0]), np.array([0.25, 0.75]), 2, 1.75).tolist()
     [0.5625, 0.0]
     """
     mass = p.clip(max=rho * q).sum()
@@ -177,7 +177,7 @@ def k_seq_acceptance(p: Probs, q: Probs, k: int) -> Any:
     """The probability that K-SEQ takes one of k drafts: 1 - (1 - beta)^k at its rho.
 
     >>> from fractions import Fraction as F
-    >>> str(acceptance([F(1, 2), F(1, 2)], [F(1), F(0)], 1))
+    >>> str(k_seq_acceptance([F(1, 2), F(1, 2)], [F(1), F(0)], 1))
     '1/2'
     """
     a, b = vectors(p, q, 0)
@@ -194,7 +194,7 @@ def optimal_acceptance(p: Probs, q: Probs, k: int) -> Any:
     q. Tokens that are never drafted stay outside of H.
 
     >>> from fractions import Fraction as F
-    >>> [str(optimum([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]
+    >>> [str(optimal_acceptance([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]
     ['1/3', '5/9']
     """
     a, b = vectors(p, q, 0)

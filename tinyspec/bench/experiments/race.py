@@ -9,12 +9,15 @@ stands beside every ratio.
 """
 
 import json
+from collections.abc import Mapping
 from importlib.resources import files
 from statistics import median
 from typing import Any
 
 from tinyspec import models
+from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import progress, report
+from tinyspec.bench.settings import RaceSettings
 from tinyspec.generation import start
 from tinyspec.show.race import race, warm_up
 
@@ -27,19 +30,15 @@ def prompts() -> list[dict[str, str]]:
     return loaded
 
 
-def measure(
-    name: str = "storyteller",
-    method: str = "speculative_decoding",
-    tokens: int = 128,
-    rounds: int = 5,
-    temperatures: tuple[float, ...] = (0.0, 0.8),
-    repetition_penalty: float = 1.2,
-    quiet: bool = False,
-    **knobs: Any,
+def run(
+    given: RaceSettings, knobs: Mapping[str, Any] | None = None, quiet: bool = False
 ) -> dict[str, Any]:
-    """Ratios by prompt and temperature, with tokens per call, distinct 4-grams, and raw seconds per
-    token.
+    """Return ratios by prompt and temperature, with tokens per forward pass, distinct 4-grams, and
+    raw seconds per token.
     """
+    name, method, tokens, rounds = given.model, given.method, given.tokens, given.rounds
+    temperatures, repetition_penalty = given.temperatures, given.repetition_penalty
+    knobs = dict(knobs or {})
     model = models.load(name)
     draft = models.load(model.config.extra["draft"]) if "draft" in model.config.extra else None
     texts = prompts()
@@ -102,3 +101,6 @@ def measure(
                 "identical": sum(row["identical"] for row in rows),
             }
     return report(figures)
+
+
+EXPERIMENT = Experiment(run)

@@ -10,11 +10,10 @@ All are Seq2Seq of one shape, trained alike for the same number of steps. A trai
 interrupted goes on.
 """
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.bench.dialects_report import told
-from tinyspec.bench.harness import progress, report, save
+from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.harness import progress, read_unfinished, report, save
+from tinyspec.bench.plot import SLOWER, Bars, Chart
+from tinyspec.bench.report import Grid, number, provenance
+from tinyspec.bench.settings import DialectSettings
 from tinyspec.decoding.refine import Canvas, Refiner
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
@@ -39,37 +41,25 @@ from tinyspec.training.taught import forced
 from tinyspec.training.train import train
 
 AR, RAW, SAMPLED, KD = "autoregressive", "parallel", "parallel, sampled", "parallel, distilled"
+KINDS = {
+    "lex": "words of their own",
+    "ord": "orders of their own",
+    "fert": "fertilities of their own",
+}
 BATCH = 250  # sources that are decoded together
 Loss = Callable[[Seq2Seq, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Setup:
-    """One run: the task, what is trained, and how long."""
-
-    modes: int = 4
-    words: int = 10
-    shortest: int = 5
-    longest: int = 7
-    pairs: int = 12_000
-    tests: int = 500
-    width: int = 96
-    layers: int = 1
-    steps: int = 1500  # orders are found at about 500, all of a sudden
-    student_steps: int = 0  # 0: as many
-    batch: int = 64
-    lr: float = 3e-3
-    seed: int = 0
-
-    def task(self, kind: str) -> Dialects:
-        return Dialects(tuple(kind.split("+")), self.modes, self.words, self.shortest, self.longest)
+def task_of(given: DialectSettings, kind: str) -> Dialects:
+    """Return the task of a kind of dialects."""
+    return Dialects(tuple(kind.split("+")), given.modes, given.words, given.shortest, given.longest)
 
 
 class Trial:
     """One kind of dialects: its sentences, and the models as they are trained in `folder`."""
 
-    def __init__(self, kind: str, setup: Setup, folder: Path):
-        self.setup, self.folder, self.task = setup, folder, setup.task(kind)
+    def __init__(self, kind: str, setup: DialectSettings, folder: Path):
+        self.setup, self.folder, self.task = setup, folder, task_of(setup, kind)
         held = self.task.corpus(setup.tests, seed=2 * setup.seed + 1)
         pairs = self.task.corpus(
             setup.pairs, seed=2 * setup.seed + 2, without={pair.source for pair in held}
@@ -258,21 +248,20 @@ class Copying:
 
 
 def run(
-    kinds: Sequence[str] = ("lex", "ord", "fert"),
-    setup: Setup = Setup(),
-    passes: Sequence[int] = (1, 2, 4, 10),
-    lengths: Sequence[int] = (1, 3),
-    resume: bool = False,
-    out: Path | None = None,
-    quiet: bool = False,
+    given: DialectSettings, out: Path | None = None, resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
-    """Every kind with every model. With `out`, each is written as it is done; with `resume`, what
-    is there is kept.
+    """Measure every kind with every model.
+
+    With `out`, each kind is written as it is done; with `resume`, what is there is kept.
     """
+    kinds, passes, lengths = given.kinds, given.passes, given.lengths
     for kind in kinds:
-        setup.task(kind)
-    settings = {**asdict(setup), "passes": list(passes), "lengths": list(lengths)}
-    done = _kept(out, settings) if resume else {}
+        task_of(given, kind)
+    settings = {name: value for name, value in asdict(given).items() if name != "kinds"}
+    settings |= {"passes": list(passes), "lengths": list(lengths)}
+    done: dict[str, Any] = {}
+    if resume:
+        done = read_unfinished(out, "dialects", settings, lambda found: dict(found["kinds"])) or {}
     parts = None if out is None else out.with_name(out.name + ".parts")
     if parts is not None and parts.exists() and not resume:
         shutil.rmtree(parts)
@@ -283,7 +272,7 @@ def run(
         for kind in kinds:
             if kind not in done:
                 done[kind] = _kind(
-                    Trial(kind, setup, (parts or Path(temporary)) / kind), passes, lengths, tick
+                    Trial(kind, given, (parts or Path(temporary)) / kind), passes, lengths, tick
                 )
                 if out is not None:
                     save(out, report({"settings": settings, "kinds": done}))
@@ -324,21 +313,81 @@ def _kind(
     return {"floors": mean, "arms": arms}
 
 
-def _kept(out: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The kinds that an interrupted run has finished."""
-    if out is None:
-        raise TinyspecError("--resume goes on with the file of --out: name it")
-    if not out.exists():
-        return {}
-    try:
-        found = json.loads(out.read_text(encoding="utf-8"))
-        kept, made = dict(found["kinds"]), found["settings"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise TinyspecError(
-            f"{out} is no result of `tinyspec bench dialects` ({type(error).__name__})"
-        ) from error
-    if made != settings:
-        raise TinyspecError(
-            f"{out} was made with other settings: name another --out, or leave --resume"
-        )
-    return kept
+# ---------------------------------------------------------------------- what is shown
+
+
+def told(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Shares of every arm, from its verdicts alone: a digit a sentence, 1 valid + 2 of one dialect
+    + 4 repeats a token.
+    """
+    return {
+        kind: {
+            arm: {
+                name: sum(int(mark) >> bit & 1 for mark in row["verdicts"]) / len(row["verdicts"])
+                for bit, name in enumerate(("valid", "single", "repeated"))
+            }
+            for arm, row in of["arms"].items()
+        }
+        for kind, of in result["kinds"].items()
+    }
+
+
+def named(kind: str) -> str:
+    """A kind in words.
+
+    >>> named("lex+fert")
+    'words and fertilities of their own'
+    """
+    return " and ".join(KINDS[one].split()[0] for one in kind.split("+")) + " of their own"
+
+
+def tables(result: Mapping[str, Any]) -> list[Grid]:
+    """A table a kind, a row a model or number of passes."""
+    made = []
+    for kind, arms in result["figures"].items():
+        floors, rows = result["kinds"][kind]["floors"], []
+        for arm, of in arms.items():
+            row = result["kinds"][kind]["arms"][arm]
+            floor = floors["sequence" if arm == "autoregressive" else "parallel"]
+            nats = f"{row['nats']:.2f} / {floor:.2f}" if "nats" in row else "-"
+            shares = [f"{100 * of[name]:.1f}" for name in ("valid", "single", "repeated")]
+            rows.append([arm, *shares, number(row["passes"]), nats])
+        head = [
+            "model",
+            "valid %",
+            "of one dialect %",
+            "with a repeated word %",
+            "decoder passes",
+            "nats / the floor",
+        ]
+        made.append(Grid(f"{result['settings']['modes']} dialects with {named(kind)}", head, rows))
+    return made
+
+
+def chart(result: Mapping[str, Any]) -> Chart:
+    """Draw a panel a kind, a bar a model: how many outputs are a right translation."""
+    shares, s = result["figures"], result["settings"]
+    arms = list(dict.fromkeys(arm for of in shares.values() for arm in of))
+    panels = list[Bars]()
+    for kind, of in shares.items():
+        valid = {arm: 100 * of[arm]["valid"] if arm in of else None for arm in arms}
+        low = {arm: SLOWER for arm, share in valid.items() if share is not None and share < 90}
+        panels.append(Bars(named(kind), valid, colours=low, top=100, named=not panels))
+    return Chart(
+        "Right translations, of every hundred",
+        panels,
+        [
+            f"T: decoder passes, l: lengths tried at once. {s['modes']} equally likely dialects, {s['shortest']} to "
+            f"{s['longest']} of {s['words']} words, {s['tests']} test sentences, lengths as each model tells them.",
+            f"{s['layers']} + {s['layers']} layers of {s['width']}, {s['steps']} steps of {s['batch']} sentences, "
+            f"one seed; {provenance(result)}",
+        ],
+        "; ".join(
+            f"{kind}: " + ", ".join(f"{a} {100 * f['valid']:.1f}" for a, f in of.items())
+            for kind, of in shares.items()
+        ),
+        columns=max(len(panels), 1),
+    )
+
+
+EXPERIMENT = Experiment(run, tables, chart)

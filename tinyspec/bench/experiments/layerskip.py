@@ -19,8 +19,10 @@ import torch
 
 from tinyspec import models
 from tinyspec.bench.arms import endless
+from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.report import Grid, number, ratio
+from tinyspec.bench.settings import LayerSkipSettings
 from tinyspec.bench.tasks import openings
 from tinyspec.early_exit.layerskip import resolve_exit_layer
 from tinyspec.errors import TinyspecError
@@ -31,25 +33,18 @@ from tinyspec.lm.transformer import Model
 METHOD = "layerskip"
 
 
-def run(
-    names: Sequence[str],
-    exits: Sequence[int] = tuple(range(2, 9)),
-    gamma: int = 4,
-    temperature: float = 0.0,
-    prompts: int = 10,
-    tokens: int = 64,
-    dtype: str | None = None,
-    quiet: bool = False,
-) -> dict[str, Any]:
-    """All figures of all models, at the exits that each has. TinyspecError for none, and texts that
-    do not fit.
+def run(given: LayerSkipSettings, quiet: bool = False) -> dict[str, Any]:
+    """Return all figures of all models, at the exits that each has. Raises TinyspecError for none,
+    and texts that do not fit.
     """
+    names, exits, gamma, temperature = given.models, given.exits, given.gamma, given.temperature
+    prompts, tokens = given.prompts, given.tokens
     if not (names and exits):
         raise TinyspecError(
             "there is nothing to measure: name --models and --exits, such as exits-layerskip and 2-8"
         )
     found: dict[str, Any] = {}
-    loaded = {name: endless(models.load(name, dtype=dtype)) for name in names}
+    loaded = {name: endless(models.load(name, dtype=given.dtype)) for name in names}
     for name, model in loaded.items():
         for exit in exits:
             resolve_exit_layer(exit, model.config.n_layers, name)
@@ -153,7 +148,7 @@ def _counted(runs: Sequence[Ran], depth: int) -> dict[str, float]:
     }
 
 
-def grids(result: dict[str, Any]) -> list[Grid]:
+def tables(result: dict[str, Any]) -> list[Grid]:
     """A table a model, a row an exit."""
     settings, made = result["settings"], []
     header = [
@@ -172,3 +167,6 @@ def grids(result: dict[str, Any]) -> list[Grid]:
         title = f"{name}: {of['n_layers']} layers, gamma {settings['gamma']}, temperature {settings['temperature']:g}"
         made.append(Grid(title, header, rows))
     return made
+
+
+EXPERIMENT = Experiment(run, tables)

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from tinyspec import data, models
+from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.experiments.plain import decode, folder, peer, peer_decode
 from tinyspec.bench.harness import progress, report
-from tinyspec.bench.plain import decode, folder, peer, peer_decode
+from tinyspec.bench.settings import PeerSettings
 from tinyspec.generation import prompt_ids
 from tinyspec.lm.transformer import Model
 
@@ -76,24 +78,18 @@ def compare(
     return mismatches
 
 
-def measure(
-    name: str = "smollm2",
-    questions: int = 50,
-    tokens: int = 64,
-    methods: tuple[str, ...] = ("autoregressive",),
-    against: str = "transformers",
-    quiet: bool = False,
-) -> dict[str, Any]:
+def run(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
     """Compare on Spec-Bench questions, spread over its categories. `passed` is the verdict under
     the rule above.
     """
+    name, questions, tokens, methods = given.model, given.questions, given.tokens, given.methods
     model = models.load(name, dtype="float32")
-    theirs = PEERS[against](name)
+    theirs = PEERS[given.against](name)
     bank = data.spec_bench()
     step = len(bank) / questions
     chosen = [bank[int(i * step)] for i in range(questions)]
     rows: list[dict[str, Any]] = []
-    with progress(f"{name} against {against}", questions * len(methods), quiet) as tick:
+    with progress(f"{name} against {given.against}", questions * len(methods), quiet) as tick:
         for question in chosen:
             ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)
             ids = ids[-(model.config.max_positions - tokens) :]
@@ -111,7 +107,7 @@ def measure(
     return report(
         {
             "model": name,
-            "peer": against,
+            "peer": given.against,
             "questions": questions,
             "tokens": total,
             "gap": GAP,
@@ -121,3 +117,6 @@ def measure(
             "rows": rows,
         }
     )
+
+
+EXPERIMENT = Experiment(run)

@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinyspec import models
-from tinyspec.bench import figures, measure, tally, tasks
+from tinyspec.bench import measure, tally, tasks
 from tinyspec.bench.arms import Arm, Clock, Own, endless, reference
 from tinyspec.bench.book import Book, Sample
+from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
-from tinyspec.bench.report import Grid, number, speed
+from tinyspec.bench.plot import Chart, Lines
+from tinyspec.bench.report import Grid, number, provenance, speed
+from tinyspec.bench.settings import SweepSettings
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.lm.transformer import Model
@@ -33,33 +36,30 @@ def spec(block: str, init: str) -> ArmSpec:
 
 
 def run(
-    name: str,
-    blocks: Sequence[int] = tuple(range(1, 17)),
-    whole: bool = True,
-    init: str = "pad",
-    prompts: int = 10,
-    tokens: int = 64,
-    rounds: int = 3,
-    dtype: str | None = None,
-    quiet: bool = False,
-    clock: Clock = time.perf_counter,
+    given: SweepSettings, quiet: bool = False, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
-    """All figures with their samples. TinyspecError for no block, and a knob that is wrong."""
-    labels = [*dict.fromkeys(map(str, sorted(blocks))), *([WHOLE] if whole else [])]
+    """Return all figures with their samples. Raises TinyspecError for no block, and a wrong knob."""
+    blocks, init, tokens = given.blocks, given.init, given.tokens
+    labels = [*dict.fromkeys(map(str, sorted(blocks))), *([WHOLE] if given.whole else [])]
     if not labels:
         raise TinyspecError(
             "there is nothing to measure: name sizes of blocks, such as --blocks 1,2,4, or leave --whole"
         )
     for label in labels:
         find_technique(METHOD).settings(dict(spec(label, init).knobs))
-    model = models.load(name, dtype=dtype)
+    model = models.load(given.model, dtype=given.dtype)
     kind = str(model.dtype).removeprefix("torch.")
     settings = Settings(
-        name, dtype=kind, tasks=("books",), prompts=prompts, tokens=tokens, rounds=rounds
+        given.model,
+        dtype=kind,
+        tasks=("books",),
+        prompts=given.prompts,
+        tokens=tokens,
+        rounds=given.rounds,
     )
     book = Book(settings)
     answer = reference(model, book.references, book.references.__setitem__)
-    jobs = tasks.jobs(model, tasks.asked(settings.tasks, prompts), tokens, answer)
+    jobs = tasks.jobs(model, tasks.asked(settings.tasks, given.prompts), tokens, answer)
     for job in jobs:
         answer(job)
     arms: list[Arm] = [Own(ArmSpec(PLAIN), model, settings)]
@@ -117,8 +117,8 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def grid(result: Mapping[str, Any]) -> Grid:
-    """A row a block size."""
+def tables(result: Mapping[str, Any]) -> list[Grid]:
+    """Return the table of block sizes."""
     rows = []
     for label, of in result["figures"].items():
         rows.append([
@@ -135,67 +135,37 @@ def grid(result: Mapping[str, Any]) -> Grid:
         "times as fast",
         "same",
     ]
-    return Grid(
-        f"Jacobi sweeps on {result['model']}, blocks begin as: {result['init']}", head, rows
+    return [
+        Grid(f"Jacobi sweeps on {result['model']}, blocks begin as: {result['init']}", head, rows)
+    ]
+
+
+def chart(result: Mapping[str, Any]) -> Chart:
+    """Draw the tokens that a sweep fixes, and the speed-up, over the size of a block."""
+    of, settings = result["figures"], result["settings"]
+    across: dict[str, Any] = {
+        "x_label": "tokens of a block",
+        "x_names": dict(enumerate(of)),
+        "reference": 1,
+    }
+    taus = dict(enumerate(f["tau"] for f in of.values()))
+    times = dict(enumerate(f["speedup"]["median"] for f in of.values()))
+    return Chart(
+        f"{result['model']}: Jacobi sweeps by the size of a block",
+        [
+            Lines("tokens that a sweep fixes", {"tau": taus}, **across),
+            Lines("times as fast as plain decoding", {"speed-up": times}, **across),
+        ],
+        [
+            "In a block of 1 nothing is drafted; all: one block (PJ). The grey line is plain decoding.",
+            f"{settings['dtype']}, greedy, blocks begin as {result['init']}, {settings['prompts']} prompts, "
+            f"{settings['tokens']} tokens, {settings['rounds']} rounds; {provenance(result)}",
+        ],
+        "; ".join(
+            f"block {b}: {f['tau']:.3f} a sweep, {f['speedup']['median']:.2f} times"
+            for b, f in of.items()
+        ),
     )
 
 
-# ---------------------------------------------------------------------- the picture
-
-
-def picture(result: Mapping[str, Any]) -> str:
-    """Two panels over the size of a block: tokens that a sweep fixes, and how many times as fast as
-    plain decoding.
-    """
-    of, y = result["figures"], 70.0
-    wide = (figures.WIDTH - 2 * figures.MARGIN - 120) / 2
-    taus, times = [f["tau"] for f in of.values()], [f["speedup"]["median"] for f in of.values()]
-    body = [
-        figures._text(
-            figures.MARGIN, 32, f"{result['model']}: Jacobi sweeps by the size of a block", "title"
-        )
-    ]
-    body += _panel("tokens that a sweep fixes", taus, list(of), figures.MARGIN + 36, y, wide)
-    body += _panel(
-        "times as fast as plain decoding", times, list(of), figures.MARGIN + 110 + wide, y, wide
-    )
-    end, settings, machine = y + 310, result["settings"], result["machine"]
-    for line in (
-        "Across: tokens of a block; in a block of 1 nothing is guessed; all: one block (PJ). "
-        "The grey line is plain decoding.",
-        f"{settings['dtype']}, greedy, first guess {result['init']}, {settings['prompts']} prompts, "
-        f"{settings['tokens']} tokens, {settings['rounds']} rounds; {machine['cores']} cores of {machine['cpu']}; "
-        f"{result['date']}, commit {result['commit']}",
-    ):
-        body.append(figures._text(figures.MARGIN, end, line, "quiet"))
-        end += 18
-    said = "; ".join(
-        f"block {b}: {t:.3f} a sweep, {s:.2f} times"
-        for b, t, s in zip(of, taus, times, strict=True)
-    )
-    return figures._svg(body, end, "Jacobi sweeps by the size of a block", said)
-
-
-def _panel(
-    title: str, values: Sequence[float], labels: Sequence[str], x: float, y: float, wide: float
-) -> list[str]:
-    """One line from 0 on, a place a label."""
-    high, top = 250.0, max(1.2, *values) * 1.1
-    spots = [
-        (x + (i + 0.5) * wide / len(values), y + high * (1 - v / top)) for i, v in enumerate(values)
-    ]
-    drawn = [figures._text(x - 30, y - 12, title, "head")]
-    for i in range(6):
-        at = y + high * (1 - i / 5)
-        drawn.append(f'<path class="line" d="M{x:.1f} {at:.1f}h{wide:.1f}"/>')
-        drawn.append(figures._text(x - 6, at + 4, f"{top * i / 5:.2f}", "end quiet"))
-    drawn.append(f'<path class="one" d="M{x:.1f} {y + high * (1 - 1 / top):.1f}h{wide:.1f}"/>')
-    drawn += [
-        figures._text(at, y + high + 18, name, "mid quiet")
-        for (at, _), name in zip(spots, labels, strict=True)
-    ]
-    drawn.append(f'<path class="curve s0" d="M{" L".join(f"{a:.1f} {b:.1f}" for a, b in spots)}"/>')
-    return drawn + [
-        f'<circle class="s0" cx="{a:.1f}" cy="{b:.1f}" r="3" fill="none" stroke-width="2"/>'
-        for a, b in spots
-    ]
+EXPERIMENT = Experiment(run, tables, chart)

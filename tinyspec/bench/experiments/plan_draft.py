@@ -14,8 +14,10 @@ from typing import Any
 
 from tinyspec import models
 from tinyspec.bench.arms import endless
+from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.report import Grid, number, ratio
+from tinyspec.bench.settings import PlanSettings
 from tinyspec.bench.tasks import openings
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
@@ -33,26 +35,21 @@ from tinyspec.speculative.drafting.planner import (
 from tinyspec.technique import Clock, Request
 
 
-def measure(
-    name: str,
-    drafts: Sequence[str] = (),
-    longest: int = 6,
-    prompts: int = 4,
-    tokens: int = 64,
-    temperature: float = 0.0,
-    dtype: str | None = None,
-    check: bool = True,
-    quiet: bool = False,
-    clock: Clock = time.perf_counter,
+def run(
+    given: PlanSettings, quiet: bool = False, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
-    """The profile, the advice, and with `check` the measured throughput of every candidate beside
-    its forecast.
+    """Return the profile, the advice, and with `check` the measured throughput of every candidate
+    beside its forecast.
 
     The forecast is made from one half of the openings of the valid books, and checked on the other
-    half.
+    half. With `numbers`, only the advice is made, from that file.
     """
-    model = endless(models.load(name, dtype=dtype))
-    named = list(dict.fromkeys(drafts)) or [
+    if given.numbers is not None:
+        return advise(given.numbers)
+    dtype, longest, prompts, tokens = given.dtype, given.longest, given.prompts, given.tokens
+    temperature, check = given.temperature, given.check
+    model = endless(models.load(given.model, dtype=dtype))
+    named = list(dict.fromkeys(given.drafts)) or [
         model.config.extra[key] for key in ("draft",) if key in model.config.extra
     ]
     if not named:
@@ -165,7 +162,7 @@ def _told(
     }
 
 
-def grid(result: Mapping[str, Any]) -> Grid:
+def advice_table(result: Mapping[str, Any]) -> Grid:
     """The advice as a table, the fastest first."""
     checked, steps = result["checked"], {d["name"]: d["step"] for d in result["profile"]["drafts"]}
     rows = []
@@ -190,7 +187,7 @@ def grid(result: Mapping[str, Any]) -> Grid:
                 [*head, *(["measured TAR", "tokens/s", "gain"] if checked else [])], rows)  # fmt: skip
 
 
-def sentence(result: Mapping[str, Any]) -> str:
+def recommendation(result: Mapping[str, Any]) -> str:
     """What to do."""
     best = result["advice"][0]
     if best["draft"] is None:
@@ -199,3 +196,10 @@ def sentence(result: Mapping[str, Any]) -> str:
         f"recommended: --method speculative_decoding --draft {best['draft']} --gamma {best['n']}: "
         f"{best['gain']:.2f} times plain decoding by the forecast"
     )
+
+
+EXPERIMENT = Experiment(
+    run,
+    lambda result: [advice_table(result)],
+    closing=lambda result: [recommendation(result)],
+)

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import interleaved, progress, ratio, report
+from tinyspec.bench.settings import CoreSettings
 from tinyspec.decoding.rng import Replay
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
@@ -45,8 +47,8 @@ def drawing(sampling: SamplingParams, line: torch.Tensor) -> Any:
     return lambda: sampling.draw(line, (), 0.5)
 
 
-def measure(rounds: int = 15, quiet: bool = False) -> dict[str, Any]:
-    """All of it; seconds are those of one call."""
+def run(given: CoreSettings, quiet: bool = False) -> dict[str, Any]:
+    """Return the seconds of one call of each kernel, and ratios of medians."""
     try:
         from transformers.generation import logits_process
         from transformers.generation.utils import _speculative_sampling
@@ -95,8 +97,8 @@ def measure(rounds: int = 15, quiet: bool = False) -> dict[str, Any]:
             for scale in (2, 4)
         },
     }
-    with progress("kernels", rounds * len(arms), quiet) as tick:
-        samples = interleaved(arms, rounds, tick=tick)
+    with progress("kernels", given.rounds * len(arms), quiet) as tick:
+        samples = interleaved(arms, given.rounds, tick=tick)
     each = {name: [s / TIMES for s in taken] for name, taken in samples.items()}
     return report(
         {
@@ -109,3 +111,6 @@ def measure(rounds: int = 15, quiet: bool = False) -> dict[str, Any]:
             "growth_v_to_4v": ratio(each, "warp_draw_v4", "warp_draw"),
         }
     )
+
+
+EXPERIMENT = Experiment(run)

@@ -8,21 +8,23 @@ beside what Leviathan et al. forecast from alpha and c (theorem 3.8). Larger dra
 more often and take longer: where the product is best depends on the machine, and may be nowhere.
 """
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tinyspec import models
-from tinyspec.bench import figures, measure, tally, tasks
+from tinyspec.bench import measure, tally, tasks
 from tinyspec.bench.arms import Arm, Clock, Own, endless
 from tinyspec.bench.book import Book, Sample
 from tinyspec.bench.curve import weight_bytes
+from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.experiments.plan_draft import requests
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
-from tinyspec.bench.planning import requests
-from tinyspec.bench.report import Grid, number, speed
+from tinyspec.bench.plot import Chart, Lines
+from tinyspec.bench.report import Grid, number, provenance, speed
+from tinyspec.bench.settings import SizeSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
@@ -35,34 +37,34 @@ PROFILED = 3  # openings on which the cost of a draft step is measured
 
 
 def run(
-    name: str,
-    drafts: Sequence[str],
-    gammas: Sequence[int] = (1, 2, 3, 4),
-    prompts: int = 20,
-    tokens: int = 64,
-    rounds: int = 3,
-    temperature: float = 0.0,
-    dtype: str = "bfloat16",
-    quiet: bool = False,
-    clock: Clock = time.perf_counter,
+    given: SizeSettings, quiet: bool = False, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
-    """All figures with their samples. TinyspecError for no drafts, a wrong vocabulary, and two
-    drafts of one name.
+    """Return all figures with their samples. Raises TinyspecError for no drafts, a wrong
+    vocabulary, and two drafts of one name.
     """
+    drafts, gammas, tokens = given.drafts, given.gammas, given.tokens
     if not drafts:
         raise TinyspecError(
             "name the drafts to compare: --drafts A,B,... (folders, or models by name)"
         )
-    model = models.load(name, dtype=dtype)
-    small = {Path(draft).name: models.load(draft, dtype=dtype) for draft in drafts}
+    model = models.load(given.model, dtype=given.dtype)
+    small = {Path(draft).name: models.load(draft, dtype=given.dtype) for draft in drafts}
     if len(small) < len(drafts):
         raise TinyspecError(
             "two drafts have the same name: put them into folders of different names"
         )
     for draft in small.values():
         check_pair(model, draft)
-    settings = Settings(name, ",".join(drafts), dtype, tasks=("books",), prompts=prompts, tokens=tokens, rounds=rounds,
-                        temperature=temperature)  # fmt: skip
+    settings = Settings(
+        given.model,
+        ",".join(drafts),
+        given.dtype,
+        tasks=("books",),
+        prompts=given.prompts,
+        tokens=tokens,
+        rounds=given.rounds,
+        temperature=given.temperature,
+    )
     book = Book(settings, None, {})
     room = min(m.config.max_positions for m in (model, *small.values())) - tokens
     if room < 1:
@@ -173,8 +175,8 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def grid(result: Mapping[str, Any]) -> Grid:
-    """A row a draft, the smallest first."""
+def tables(result: Mapping[str, Any]) -> list[Grid]:
+    """Return the table of drafts, the smallest first."""
     gammas = [str(gamma) for gamma in result["gammas"]]
     rows = []
     for label, row in sorted(result["drafts"].items(), key=lambda pair: pair[1]["weights"]):
@@ -194,112 +196,49 @@ def grid(result: Mapping[str, Any]) -> Grid:
         "c",
         *(f"gamma {g}: tau, times as fast" for g in gammas),
     ]
-    return Grid(
-        "Drafts by size: acceptance, the cost of a step, and what comes of it",
-        [*head, "best gamma (forecast)"],
-        rows,
-    )
+    title = "Drafts by size: acceptance, the cost of a step, and what comes of it"
+    return [Grid(title, [*head, "best gamma (forecast)"], rows)]
 
 
-# ---------------------------------------------------------------------- the picture
-
-
-def picture(result: Mapping[str, Any]) -> str:
-    """Two panels over the weights read a token: alpha, and how many times as fast as plain decoding
-    at the best gamma.
-    """
+def chart(result: Mapping[str, Any]) -> Chart:
+    """Draw alpha, and the speed-up at the best gamma, over the weights that a draft reads."""
     rows = sorted(result["drafts"].items(), key=lambda pair: pair[1]["weights"])
     best = {
         label: max(result["figures"][label].values(), key=lambda of: of["speedup"]["median"])
         for label, _ in rows
     }
-    wide, y = (figures.WIDTH - 2 * figures.MARGIN - 120) / 2, 70.0
+    settings = result["settings"]
+    across: dict[str, Any] = {
+        "x_label": "millions of weights that the draft reads for a token",
+        "x_log": True,
+        "x_names": {row["weights"]: f"{row['weights'] / 1e6:.2g}" for _, row in rows},
+    }
     alphas = {
-        "alpha, as decoded": [row["alpha"] for _, row in rows],
-        "alpha at temperature 1": [row["alpha_1"] for _, row in rows],
+        "alpha, as decoded": {row["weights"]: row["alpha"] for _, row in rows},
+        "alpha at temperature 1": {row["weights"]: row["alpha_1"] for _, row in rows},
     }
     times = {
-        "measured": [best[label]["speedup"]["median"] for label, _ in rows],
-        "forecast from alpha and c": [best[label]["forecast"] for label, _ in rows],
+        "measured": {row["weights"]: best[label]["speedup"]["median"] for label, row in rows},
+        "forecast from alpha and c": {
+            row["weights"]: best[label]["forecast"] for label, row in rows
+        },
     }
-    weights = [row["weights"] for _, row in rows]
-    body = [
-        figures._text(
-            figures.MARGIN,
-            32,
-            f"{result['model']}: acceptance and time against the draft's size",
-            "title",
-        )
-    ]
-    body += _panel(
-        "chance that a guess is accepted", alphas, weights, 1.0, figures.MARGIN + 36, y, wide
+    return Chart(
+        f"{result['model']}: acceptance and time against the draft's size",
+        [
+            Lines("acceptance rate", alphas, top=1.0, **across),
+            Lines("times as fast as plain decoding, best gamma", times, reference=1, **across),
+        ],
+        [
+            "Drafts from left to right: " + ", ".join(label for label, _ in rows) + ".",
+            f"{settings['dtype']}, temperature {settings['temperature']:g}, {settings['prompts']} prompts, "
+            f"{settings['tokens']} tokens, {settings['rounds']} rounds; {provenance(result)}",
+        ],
+        "; ".join(
+            f"{label}: alpha {row['alpha']:.2f}, {best[label]['speedup']['median']:.2f} times"
+            for label, row in rows
+        ),
     )
-    top = max(1.2, *(v for line in times.values() for v in line)) * 1.1
-    body += _panel(
-        "times as fast as plain decoding, best gamma",
-        times,
-        weights,
-        top,
-        figures.MARGIN + 110 + wide,
-        y,
-        wide,
-    )
-    end = y + 350
-    settings, machine = result["settings"], result["machine"]
-    for line in (
-        "Across: millions of weights that the draft reads for a token; drafts from left to right: "
-        + ", ".join(label for label, _ in rows),
-        f"{settings['dtype']}, temperature {settings['temperature']:g}, {settings['prompts']} prompts, "
-        f"{settings['tokens']} tokens, {settings['rounds']} rounds; {machine['cores']} cores of {machine['cpu']}; "
-        f"{result['date']}, commit {result['commit']}",
-    ):
-        body.append(figures._text(figures.MARGIN, end, line, "quiet"))
-        end += 18
-    said = "; ".join(
-        f"{label}: alpha {row['alpha']:.2f}, {best[label]['speedup']['median']:.2f} times"
-        for label, row in rows
-    )
-    return figures._svg(body, end, "Acceptance and time against the draft's size", said)
 
 
-def _panel(
-    title: str,
-    lines: Mapping[str, Sequence[float]],
-    weights: Sequence[float],
-    top: float,
-    x: float,
-    y: float,
-    wide: float,
-) -> list[str]:
-    """Lines over the logarithm of the weights, from 0 to `top`."""
-    high = 250.0
-    low, span = math.log(min(weights)), math.log(max(weights) / min(weights)) or 1.0
-
-    def at(weight: float, value: float) -> tuple[float, float]:
-        return x + 10 + (math.log(weight) - low) / span * (wide - 20), y + high * (1 - value / top)
-
-    drawn = [figures._text(x - 30, y - 12, title, "head")]
-    for i in range(6):
-        value = top * i / 5
-        height = y + high * (1 - i / 5)
-        drawn.append(f'<path class="line" d="M{x:.1f} {height:.1f}h{wide:.1f}"/>')
-        drawn.append(figures._text(x - 6, height + 4, f"{value:.2g}", "end quiet"))
-    if top > 1:
-        drawn.append(f'<path class="one" d="M{x:.1f} {at(weights[0], 1)[1]:.1f}h{wide:.1f}"/>')
-    for weight in weights:
-        drawn.append(
-            figures._text(at(weight, 0)[0], y + high + 18, f"{weight / 1e6:.2g}", "mid quiet")
-        )
-    for i, (name, values) in enumerate(lines.items()):
-        spots = [at(*pair) for pair in zip(weights, values, strict=True)]
-        path = " L".join(f"{a:.1f} {b:.1f}" for a, b in spots)
-        drawn.append(f'<path class="curve s{i}"{figures._dash(i)} d="M{path}"/>')
-        drawn += [
-            f'<circle class="s{i}" cx="{a:.1f}" cy="{b:.1f}" r="3" fill="none" stroke-width="2"/>'
-            for a, b in spots
-        ]
-        drawn.append(
-            f'<path class="curve s{i}"{figures._dash(i)} d="M{x:.1f} {y + high + 36 + 18 * i:.1f}h32"/>'
-        )
-        drawn.append(figures._text(x + 42, y + high + 40 + 18 * i, name))
-    return drawn
+EXPERIMENT = Experiment(run, tables, chart)

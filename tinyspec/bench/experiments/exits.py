@@ -12,18 +12,20 @@ every layer it looks at. A "layers per token" alone is the field's flattering fi
 Multiplications of weights are added up; 1 is the full model. Attention's own are left out.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tinyspec import models
+from tinyspec import data, models
 from tinyspec.bench.arms import endless
-from tinyspec.bench.harness import progress, report, save
-from tinyspec.bench.report import Grid, number
+from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.harness import progress, read_unfinished, report, save
+from tinyspec.bench.plot import Chart, Lines
+from tinyspec.bench.report import Grid, number, provenance
+from tinyspec.bench.settings import MEASURES, ExitSettings
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -33,11 +35,16 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.feed import ForwardRecord
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Request, find_technique
+from tinyspec.training import corpus
 from tinyspec.tree import TokenTree
 
-THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+
+def classics(split: Literal["train", "valid"]) -> list[str]:
+    """Return the books of a split."""
+    return [corpus.clean(book.text) for book in data.books(split)]
+
+
 FIXED, FULL = "fixed", "full"
-MEASURES = ("softmax", "saturation", "classifier")
 
 
 class Passage(NamedTuple):
@@ -139,28 +146,20 @@ def work(config: Config, layers: float, fills: float, heads: float) -> float:
 
 
 def run(
-    name: str,
-    thresholds: Sequence[float] = THRESHOLDS,
-    measures: Sequence[str] = MEASURES,
-    texts: Sequence[str] = (),
-    prompts: int = 20,
-    prompt_tokens: int = 64,
-    tokens: int = 64,
-    decay: str = "constant",
-    tau: float = 4.0,
-    min_exit: int = 1,
-    seed: int = 0,
-    dtype: str | None = None,
-    resume: bool = False,
-    out: Path | None = None,
-    quiet: bool = False,
+    given: ExitSettings, out: Path | None = None, resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
-    """All samples and what follows from them. With `out`, each setting is written as it comes;
-    `resume` goes on there.
+    """Return all samples and what follows from them.
+
+    With `out`, each setting is written as it comes; `resume` goes on there.
     """
-    model = endless(models.load(name, dtype=dtype))
+    thresholds, measures, prompts, tokens = (
+        given.thresholds, given.measures, given.prompts, given.tokens
+    )  # fmt: skip
+    prompt_tokens, seed = given.prompt_tokens, given.seed
+    texts = given.texts or classics("valid")
+    model = endless(models.load(given.model, dtype=given.dtype))
     found = passages(model, texts, prompts, prompt_tokens, tokens, seed)
-    knobs = {"decay": decay, "tau": tau, "min_exit": min_exit}
+    knobs = {"decay": given.decay, "tau": given.tau, "min_exit": given.min_exit}
     if missing := [m for m in measures if m not in MEASURES]:
         raise TinyspecError(f"there is no measure '{missing[0]}': {', '.join(MEASURES)}")
     for measure in measures:  # a missing classifier is said before anything is run
@@ -170,17 +169,19 @@ def run(
         "model": model.name, "n_layers": model.config.n_layers, "dtype": str(model.dtype).removeprefix("torch."),
         "prompts": prompts, "prompt_tokens": prompt_tokens, "tokens": tokens, "seed": seed, **knobs,
     }  # fmt: skip
-    done: dict[str, list[Any]] = _kept(out, settings) if resume else {}
+    done: dict[str, list[Any]] = {}
+    if resume:
+        done = read_unfinished(out, "exits", settings, _finished) or {}
     asked = dict(_asked(measures, thresholds, knobs, model.config.n_layers))
     result: dict[str, Any] = {}
     with progress(f"{model.name}: exits", len(asked), quiet) as tick:
         whole = [_whole(model, passage) for passage in found]
-        for label, given in asked.items():
+        for label, chosen in asked.items():
             if label not in done:
                 done[label] = [
                     list(s)
                     for at, p in enumerate(found)
-                    for s in _both(model, at, p, whole[at], given)
+                    for s in _both(model, at, p, whole[at], chosen)
                 ]
             made = {"settings": settings, "columns": list(Sample._fields), "samples": done}
             result = report({**made, "config": _shape(model.config)})
@@ -260,29 +261,11 @@ def counted(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
     )
 
 
-def _kept(out: Path | None, settings: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The settings that an interrupted run has finished."""
-    if out is None:
-        raise TinyspecError("--resume goes on with the file of --out: name it")
-    if not out.exists():
-        return {}
-    try:
-        found = json.loads(out.read_text(encoding="utf-8"))
-        kept = {
-            str(label): [list(Sample(*row)) for row in rows]
-            for label, rows in found["samples"].items()
-        }
-        known = found["settings"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise TinyspecError(
-            f"{out} is no result of `tinyspec bench exits` ({type(error).__name__})"
-        ) from error
-    for key, value in settings.items():
-        if known.get(key) != value:
-            raise TinyspecError(
-                f"{out} was made with {key} {known.get(key)}, not {value}: name another --out, or leave --resume"
-            )
-    return kept
+def _finished(found: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the settings that an interrupted run has finished."""
+    return {
+        str(label): [list(Sample(*row)) for row in rows] for label, rows in found["samples"].items()
+    }
 
 
 # ---------------------------------------------------------------------- what follows from it
@@ -322,8 +305,8 @@ def _mean(samples: Sequence[Sample], config: Config) -> dict[str, float]:
     }
 
 
-def grid(result: Mapping[str, Any]) -> Grid:
-    """A row a setting."""
+def tables(result: Mapping[str, Any]) -> list[Grid]:
+    """Return the table of settings."""
     rows = []
     for label, of in result["figures"].items():
         forced, free = of["forced"], of["free"]
@@ -337,8 +320,38 @@ def grid(result: Mapping[str, Any]) -> Grid:
         "free: work", "same text", "perplexity, full model's",
     ]  # fmt: skip
     of = result["settings"]["model"]
-    return Grid(
-        f"Early exits of {of}: work over the full model's; * nothing is cheaper and agrees more",
-        head,
-        rows,
+    title = f"Early exits of {of}: work over the full model's; * nothing is cheaper and agrees more"
+    return [Grid(title, head, rows)]
+
+
+def chart(result: Mapping[str, Any]) -> Chart:
+    """Draw agreement and perplexity on forced text over the work that was done, a line a measure."""
+    of, settings = result["figures"], result["settings"]
+    full = of[FULL]["forced"]["perplexity"]
+    agreement, perplexity = dict[str, dict[float, float]](), dict[str, dict[float, float]]()
+    for label, row in of.items():
+        if label != FULL:
+            name, forced = label.partition(" ")[0], row["forced"]
+            name = "one exit for all tokens" if name == FIXED else name
+            agreement.setdefault(name, {})[forced["work"]] = forced["agreement"]
+            perplexity.setdefault(name, {})[forced["work"]] = min(forced["perplexity"] / full, 4.0)
+    across: dict[str, Any] = {"x_label": "work of a token, over the full model's", "vertical": 1}
+    return Chart(
+        f"{settings['model']}: what early exits save, and what they cost",
+        [
+            Lines("agreement with the full model", agreement, top=1.0, **across),
+            Lines("perplexity over the full model's, to 4", perplexity, top=4.0, **across),
+        ],
+        [
+            "Work: layers, fills and head products of a token, all together; the upright line is the full model.",
+            f"{settings['prompts']} passages of {settings['tokens']} tokens; threshold {settings['decay']}; "
+            f"{settings['dtype']}; {provenance(result)}",
+        ],
+        "; ".join(
+            f"{name}: agreement {max(line.values()):.2f} at best"
+            for name, line in agreement.items()
+        ),
     )
+
+
+EXPERIMENT = Experiment(run, tables, chart)

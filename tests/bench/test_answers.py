@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from tinyspec.bench.book import Sample
-from tinyspec.bench.tasks import COPYING, SPEC_BENCH
-from tinyspec.bench.versus import (
+from tinyspec.bench.answers import (
     LOOKUP,
     allowed,
     ceilings,
@@ -16,6 +14,8 @@ from tinyspec.bench.versus import (
     peers,
     tokens_a_call,
 )
+from tinyspec.bench.book import Sample
+from tinyspec.bench.tasks import COPYING, SPEC_BENCH
 
 GROUPS = (*SPEC_BENCH, "edits")
 

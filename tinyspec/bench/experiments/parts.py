@@ -29,8 +29,10 @@ import torch
 
 from tinyspec import models
 from tinyspec.bench import curve
+from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.report import Grid
+from tinyspec.bench.settings import PartsSettings
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.chain import draft_chain
 from tinyspec.lm.config import Config
@@ -183,16 +185,14 @@ def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) 
     }
 
 
-def measure(
-    name: str = "smollm2",
-    dtype: str = "bfloat16",
-    cached: Sequence[int] = (256, 768),
-    rounds: int = 15,
+def run(
+    given: PartsSettings,
     quiet: bool = False,
     ks: Sequence[int] = KS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """All of it, behind texts of these lengths."""
+    """Return milliseconds of each part after texts of these lengths, with all samples."""
+    name, dtype, cached, rounds = given.model, given.dtype, given.cached, given.rounds
     model = models.load(name, dtype=dtype)
     arms = {length: forwards(model, length, max(ks)) for length in cached}
     meters = curve.meters(model)
@@ -231,7 +231,7 @@ def grid(result: Mapping[str, Any]) -> Grid:
     return Grid(title, ["", "whole", "floor", *PARTS], rows)
 
 
-def told(result: Mapping[str, Any]) -> list[str]:
+def describe_parts(result: Mapping[str, Any]) -> list[str]:
     """Return what the page of results says of it: the table, and how each part grows from 1
     position to 8.
     """
@@ -261,7 +261,7 @@ def told(result: Mapping[str, Any]) -> list[str]:
 GUESSES = 4  # of speculative decoding in a round of the race, as the card of the draft advises
 
 
-def race(target: Mapping[str, Any], draft: Mapping[str, Any]) -> list[str]:
+def describe_race_round(target: Mapping[str, Any], draft: Mapping[str, Any]) -> list[str]:
     """Return what a round of the race costs in plain steps of the target: a draft must bring more
     tokens than that.
     """
@@ -291,3 +291,6 @@ def race(target: Mapping[str, Any], draft: Mapping[str, Any]) -> list[str]:
         "A round must bring more tokens than the plain steps it costs. All parts: "
         "[parts-storyteller.md](parts-storyteller.md), [parts-apprentice.md](parts-apprentice.md).",
     ]
+
+
+EXPERIMENT = Experiment(run, lambda result: [grid(result)])

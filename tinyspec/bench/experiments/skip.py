@@ -8,7 +8,6 @@ best of many noisy timings flatters itself: in the end it is timed again, on pro
 has not seen, beside the default set.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,9 @@ from typing import Any
 
 from tinyspec import models
 from tinyspec.bench.arms import endless
-from tinyspec.bench.harness import progress, report, save
+from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.harness import progress, read_unfinished, report, save
+from tinyspec.bench.settings import SkipSettings
 from tinyspec.bench.tasks import openings
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start
@@ -51,24 +52,20 @@ def starts(n_layers: int) -> list[SkipSet]:
     )
 
 
-def measure(
-    name: str,
-    evaluations: int = 100,
-    prompts: int = 2,
-    tokens: int = 32,
-    temperature: float = 0.0,
-    seed: int = 0,
-    dtype: str | None = None,
-    resume: bool = False,
+def run(
+    given: SkipSettings,
     out: Path | None = None,
+    resume: bool = False,
     quiet: bool = False,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Search and check. With `out`, every evaluation is written as it comes; with `resume`, the
-    file is gone on with.
+    """Search, then time the best set again. With `out`, every evaluation is written as it comes;
+    with `resume`, the file is gone on with.
     """
+    evaluations, prompts, tokens = given.evaluations, given.prompts, given.tokens
+    temperature, seed = given.temperature, given.seed
     SkipSetSearch(1)  # says at once if the library is missing
-    model = endless(models.load(name, dtype=dtype))
+    model = endless(models.load(given.model, dtype=given.dtype))
     n_layers, room = model.config.n_layers, model.config.max_positions - tokens
     if room < 1:
         raise TinyspecError(
@@ -80,7 +77,9 @@ def measure(
         "model": model.name, "n_layers": n_layers, "dtype": str(model.dtype).removeprefix("torch."), "prompts": prompts,
         "tokens": tokens, "temperature": temperature, "seed": seed,
     }  # fmt: skip
-    done = _kept(out, settings) if resume else []
+    done: list[dict[str, Any]] = []
+    if resume:
+        done = read_unfinished(out, "skip", settings, _evaluations) or []
     search, first = SkipSetSearch(n_layers, seed), starts(n_layers)
     for entry in done:
         search.tell(parse_skip_set(entry["skip"], n_layers), entry["speed"])
@@ -165,25 +164,12 @@ def _timed(
     return seconds / made, accepted / drafted if drafted else 0.0
 
 
-def _kept(out: Path | None, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The evaluations of an interrupted search, or of one that is to be longer."""
-    if out is None:
-        raise TinyspecError("--resume goes on with the file of --out: name it")
-    if not out.exists():
-        return []
-    try:
-        found = json.loads(out.read_text(encoding="utf-8"))
-        done = [
-            {**entry, "speed": float(entry["speed"]), "best": float(entry["best"])}
-            for entry in found["evaluations"]
-        ]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise TinyspecError(
-            f"{out} is no result of `tinyspec bench skip` ({type(error).__name__}): name another"
-        ) from error
-    for key, value in settings.items():
-        if found.get(key) != value:
-            raise TinyspecError(
-                f"{out} was made with {key} {found.get(key)}, not {value}: name another --out, or leave --resume"
-            )
-    return done
+def _evaluations(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the evaluations of an interrupted search, or of one that is to be longer."""
+    return [
+        {**entry, "speed": float(entry["speed"]), "best": float(entry["best"])}
+        for entry in found["evaluations"]
+    ]
+
+
+EXPERIMENT = Experiment(run)

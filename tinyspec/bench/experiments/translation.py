@@ -8,7 +8,6 @@ large batches, where parallel decoding has least to gain. Two experiments: a tab
 and the survey's third, Mask-Predict by its iterations.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -17,12 +16,23 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tinyspec import data
-from tinyspec.bench.book import dumps
-from tinyspec.bench.harness import progress, report, save
+from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.experiments.translators import (
+    EXPERIMENTS,
+    PLAIN,
+    Arm,
+    Done,
+    Ids,
+    arms,
+    label_of,
+    loaded,
+)
+from tinyspec.bench.harness import progress, read_unfinished, report, save
 from tinyspec.bench.measure import turned
+from tinyspec.bench.plot import Bars, Chart, Lines
 from tinyspec.bench.report import Grid, number, speed
+from tinyspec.bench.settings import TranslationSettings
 from tinyspec.bench.tally import five
-from tinyspec.bench.translators import EXPERIMENTS, PLAIN, Arm, Done, Ids, arms, loaded
 from tinyspec.errors import TinyspecError, nearest
 from tinyspec.training import distilled
 from tinyspec.training.bleu import ORDER, Counts, counts, metric
@@ -71,30 +81,25 @@ COLUMNS = [
 
 
 def run(
-    names: Sequence[str] = (),
-    experiment: str = "table",
-    sentences: int = 1000,
-    samples: Sequence[int] = (10,),
-    iterations: Sequence[int] = (),
-    lengths: Sequence[int] = (),
-    batch: int = 64,
-    rounds: int = 3,
-    block: int = BLOCK,
-    data_folder: Path | None = None,
-    resume: bool = False,
+    given: TranslationSettings,
     out: Path | None = None,
+    resume: bool = False,
     quiet: bool = False,
     clock: Clock = time.perf_counter,
+    block: int = BLOCK,
 ) -> dict[str, Any]:
-    """All figures with their samples. With `out`, the file is written after every block; with
-    `resume`, it is gone on with.
+    """Return all figures with their samples.
+
+    With `out`, the file is written after every block; with `resume`, it is gone on with.
     """
+    experiment, samples, batch, rounds = given.experiment, given.samples, given.batch, given.rounds
+    iterations, lengths = given.iterations, given.lengths
     if experiment not in EXPERIMENTS:
         raise TinyspecError(
             f"there is no experiment {experiment}: {nearest(experiment, EXPERIMENTS)}"
         )
     metric()  # says at once if sacrebleu is missing
-    texts, found = data.multi30k("test", data_folder)[:sentences], loaded(names)
+    texts, found = data.multi30k("test", given.data_folder)[: given.sentences], loaded(given.models)
     whole = experiment == "iterations"
     asked = arms(
         experiment, found, samples,
@@ -110,7 +115,10 @@ def run(
         "arms": [arm.label for arm in asked],
         **{"block": block, "batch": batch, "rounds": rounds, "dtype": "float32"},
     }
-    kept, batches = _kept(out, settings) if resume else ([], {})
+    kept: list[Sample] = []
+    batches: dict[str, list[float]] = {}
+    if resume and (unfinished := read_unfinished(out, "translation", settings, _finished)):
+        kept, batches = unfinished
     blocks = [texts[at : at + block] for at in range(0, len(texts), block)]
 
     def result() -> dict[str, Any]:
@@ -124,7 +132,7 @@ def run(
 
     def keep() -> None:
         if out is not None:
-            save(out, result(), dumps)
+            save(out, result())
 
     done = {one.block for one in kept}
     timed = [arm for arm in asked if arm.many is not None]
@@ -235,35 +243,14 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _kept(
-    out: Path | None, settings: Mapping[str, Any]
-) -> tuple[list[Sample], dict[str, list[float]]]:
-    """What an interrupted run has done."""
-    if out is None:
-        raise TinyspecError("--resume goes on with the file of --out: name it")
-    if not out.exists():
-        return [], {}
-    try:
-        found = json.loads(out.read_text(encoding="utf-8"))
-        samples = [Sample.read(row) for row in found["samples"]]
-        batches = {
-            str(label): [float(x) for x in taken] for label, taken in found["batches"].items()
-        }
-        theirs = dict(found["settings"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise TinyspecError(
-            f"{out} is no result of `tinyspec bench translation` ({type(error).__name__}): name another"
-        ) from error
-    for key, value in settings.items():
-        if theirs.get(key) != value:
-            raise TinyspecError(
-                f"{out} was made with other {key}: name another --out, or leave --resume"
-            )
-    return samples, batches
+def _finished(found: dict[str, Any]) -> tuple[list[Sample], dict[str, list[float]]]:
+    """Return the samples and batches of an interrupted run."""
+    batches = {str(label): [float(x) for x in taken] for label, taken in found["batches"].items()}
+    return [Sample.read(row) for row in found["samples"]], batches
 
 
-def grid(result: Mapping[str, Any]) -> Grid:
-    """A row an arm."""
+def tables(result: Mapping[str, Any]) -> list[Grid]:
+    """Return the table of arms."""
     settings, figures = result["settings"], result["figures"]
     rows = [
         [
@@ -277,11 +264,8 @@ def grid(result: Mapping[str, Any]) -> Grid:
         "", "BLEU", "decoder passes", "encoder", "teacher", "ms per sentence", "times as fast",
         f"ms, batch {settings['batch']}", "times as fast", "repeated tokens",
     ]  # fmt: skip
-    return Grid(
-        f"English to German, Multi30k test_2016_flickr, {settings['sentences']} sentences",
-        head,
-        rows,
-    )
+    title = f"English to German, Multi30k test_2016_flickr, {settings['sentences']} sentences"
+    return [Grid(title, head, rows)]
 
 
 def notes(result: Mapping[str, Any]) -> list[str]:
@@ -294,3 +278,56 @@ def notes(result: Mapping[str, Any]) -> list[str]:
         f"Models: {models}; {settings['dtype']}, {machine['threads']} threads, {machine['cores']} cores of {machine['cpu']}; "
         f"{result['date']}, commit {result['commit']}.",
     ]
+
+
+def lines_by_iterations(result: Mapping[str, Any], figure: str) -> dict[str, dict[float, float]]:
+    """Return a figure of Mask-Predict by iterations, a line for each number of lengths."""
+    found: dict[str, dict[float, float]] = {}
+    for lengths in range(1, 100):
+        line: dict[float, float] = {
+            count: of[figure]
+            for count in range(1, 1000)
+            if (of := result["figures"].get(label_of(count, lengths))) is not None
+        }
+        if line:
+            found[f"{lengths} length{'s' if lengths > 1 else ''}"] = line
+    return found
+
+
+def chart(result: Mapping[str, Any]) -> Chart:
+    """Draw BLEU and time side by side: bars of all methods, or lines over Mask-Predict's iterations."""
+    found = result["figures"]
+    shown = {"BLEU": "bleu", "milliseconds per sentence, batch 1": "milliseconds"}
+    if result["settings"]["experiment"] != "iterations":
+        panels = [
+            Bars(title, {label: of[figure] for label, of in found.items()}, named=figure == "bleu")
+            for title, figure in shown.items()
+        ]
+        summary = "; ".join(
+            f"{label}: BLEU {of['bleu']:.1f}, {of['milliseconds']:.1f} ms"
+            for label, of in found.items()
+        )
+        return Chart("Ways to translate: quality and time", panels, notes(result), summary)
+    over = {title: lines_by_iterations(result, figure) for title, figure in shown.items()}
+    last = max(count for line in over["BLEU"].values() for count in line)
+    return Chart(
+        "Mask-Predict by its iterations: quality and time",
+        [
+            Lines(
+                title,
+                over[title],
+                "iterations",
+                dict.fromkeys((1, last), found[PLAIN][figure]),
+                f"{PLAIN} decoding",
+            )
+            for title, figure in shown.items()
+        ],
+        notes(result),
+        "; ".join(
+            f"{label}: BLEU {line[max(line)]:.1f} at {max(line)} iterations"
+            for label, line in over["BLEU"].items()
+        ),
+    )
+
+
+EXPERIMENT = Experiment(run, tables, chart, notes)

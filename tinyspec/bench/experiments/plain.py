@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from tinyspec import models
+from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import interleaved, progress, ratio, report
+from tinyspec.bench.settings import PlainSettings
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -97,7 +99,7 @@ def peak(name: str, dtype: str, tokens: int) -> dict[str, int] | None:
 
     None, and a warning, where that process fails: the speeds beside it are worth keeping.
     """
-    code = "import sys; from tinyspec.bench import plain; plain.hold(sys.argv[1], sys.argv[2], int(sys.argv[3]))"
+    code = "import sys; from tinyspec.bench.experiments import plain; plain.hold(sys.argv[1], sys.argv[2], int(sys.argv[3]))"
     command = [sys.executable, "-c", code, name, dtype, str(tokens)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -134,16 +136,14 @@ def high_water() -> int:
     )
 
 
-def measure(
-    name: str = "smollm2", tokens: int = 128, rounds: int = 5, dtypes: tuple[str, ...] = ("float32", "bfloat16"),
-    quiet: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Both dtypes: tokens per second of both, their ratio, whether the float32 texts agree, and
+def run(given: PlainSettings, quiet: bool = False) -> dict[str, Any]:
+    """Return, for each dtype: tokens per second of both, their ratio, whether the texts agree, and
     peak memory.
     """
+    name, tokens, rounds = given.model, given.tokens, given.rounds
     path = folder(name)
     figures: dict[str, Any] = {"model": name, "tokens": tokens, "prompt": PROMPT}
-    for dtype in dtypes:
+    for dtype in given.dtypes:
         model = models.load(name, dtype=dtype)
         theirs = peer(path, model.dtype)
         ids = model.tokenizer.chat([{"role": "user", "content": PROMPT}]) if model.tokenizer.has_chat else (
@@ -166,3 +166,6 @@ def measure(
         }
         del model, theirs, arms
     return report(figures)
+
+
+EXPERIMENT = Experiment(run)

@@ -22,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyspec._core import COMPILED, Forest, NgramIndex
+from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import progress, report
+from tinyspec.bench.settings import RetrievalSettings
 from tinyspec.speculative.drafting.datastore import Datastore, indexed
 from tinyspec.speculative.lookup import OUTPUTS
 from tinyspec.technique import find_technique
 
 VOCABULARY, PHRASES = 49_152, 20_000
-SIZES = (10_000, 100_000, 1_000_000)
 APPENDED, ASKED, LONGEST = 500, 400, 40  # tokens and questions in a round; tokens of a question
 CHUNK = 100_000
 
@@ -227,13 +228,9 @@ def figures(sample: dict[str, Any], size: int) -> dict[str, Any]:
     return {name: round(value, 3) for name, value in told.items()}
 
 
-def measure(
-    sizes: Sequence[int] = SIZES,
-    rounds: int = 5,
-    arms: Sequence[str] = tuple(ARMS),
-    quiet: bool = False,
-) -> dict[str, Any]:
-    """Every arm at every size; one index at a time is in memory."""
+def run(given: RetrievalSettings, quiet: bool = False) -> dict[str, Any]:
+    """Measure every arm at every size; one index at a time is in memory."""
+    sizes, arms, rounds = given.sizes, given.arms, given.rounds
     samples: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
     with progress("look-ups", len(sizes) * len(arms) * rounds, quiet) as tick:
         for size in sorted(sizes):
@@ -258,4 +255,4 @@ def measure(
     )
 
 
-__all__ = ["ARMS", "SIZES", "figures", "measure", "text", "timed"]
+EXPERIMENT = Experiment(run)

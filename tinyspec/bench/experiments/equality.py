@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec import data, models
-from tinyspec.bench.book import dumps
-from tinyspec.bench.harness import progress, report, save
+from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.harness import progress, read_unfinished, report, save
+from tinyspec.bench.settings import EqualitySettings
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -63,7 +64,7 @@ def greedy(
 def noisy_reference(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
     """The end of the prompt and the answer with every seventh token changed.
 
-    >>> rehearsal([5], [1, 2, 3, 4, 5, 6, 7, 8])
+    >>> noisy_reference([5], [1, 2, 3, 4, 5, 6, 7, 8])
     [5, 1, 2, 3, 4, 5, 6, 0, 8]
     """
     return [
@@ -95,19 +96,15 @@ def rows(model: Model, question: Any, tokens: int, methods: Sequence[str]) -> li
     return lines
 
 
-def measure(
-    name: str = "smollm2",
-    questions: int | None = None,
-    tokens: int = 64,
-    methods: Sequence[str] = ("llma",),
-    dtype: str = "bfloat16",
-    out: str | Path | None = None,
-    resume: bool = False,
-    quiet: bool = False,
+def run(
+    given: EqualitySettings, out: Path | None = None, resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
-    """Every question of Spec-Bench (its first turn), or some spread over it. With `out`, saved
-    after every question.
+    """Compare every question of Spec-Bench (its first turn), or some spread over it.
+
+    With `out`, the result is saved after every question.
     """
+    name, questions, tokens = given.model, given.questions, given.tokens
+    methods, dtype = given.methods, given.dtype
     for method in methods:
         if find_technique(method).drafts:
             raise TinyspecError(
@@ -119,9 +116,11 @@ def measure(
         if questions is None
         else [bank[i * len(bank) // questions] for i in range(min(questions, len(bank)))]
     )
-    done = _begun(out, name, tokens, dtype, methods) if resume and out is not None else []
-    seen = {line[0] for line in done}
     head = {"model": name, "dtype": dtype, "tokens_each": tokens, "methods": list(methods)}
+    done: list[list[Any]] = []
+    if resume and out is not None:
+        done = read_unfinished(out, "equality", head, lambda found: list(found["rows"])) or []
+    seen = {line[0] for line in done}
     result = _result(head, done)
     with progress(f"{name} {dtype} against itself", len(chosen), quiet) as tick:
         for question in chosen:
@@ -129,7 +128,7 @@ def measure(
                 done += rows(model, question, tokens, methods)
                 result = _result(head, done)
                 if out is not None:
-                    save(out, result, dumps)
+                    save(out, result)
             tick()
     return result
 
@@ -153,27 +152,4 @@ def _result(head: dict[str, Any], lines: list[list[Any]]) -> dict[str, Any]:
     return report({**head, **figures, "columns": list(COLUMNS), "rows": lines})
 
 
-def _begun(
-    out: str | Path, name: str, tokens: int, dtype: str, methods: Sequence[str]
-) -> list[list[Any]]:
-    """The lines of a file that an interrupted run left; none where there is no file."""
-    if not Path(out).exists():
-        return []
-    try:
-        found = json.loads(Path(out).read_text(encoding="utf-8"))
-        same = [found[key] for key in ("model", "dtype", "tokens_each", "methods")] == [
-            name,
-            dtype,
-            tokens,
-            [*methods],
-        ]
-        lines: list[list[Any]] = found["rows"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise TinyspecError(
-            f"{out}: not a result of `tinyspec bench equality` ({error})"
-        ) from error
-    if not same:
-        raise TinyspecError(
-            f"{out} compares something else: give another --out, or leave --resume away"
-        )
-    return lines
+EXPERIMENT = Experiment(run)

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinyspec import models
-from tinyspec.bench.exits import Passage, counted, passages, work, written
+from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.experiments.exits import Passage, classics, counted, passages, work, written
 from tinyspec.bench.harness import progress, report
+from tinyspec.bench.settings import CalibrationSettings
 from tinyspec.early_exit.calibrate import calibrate, enough, hoeffding, risk, textual
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.feed import ForwardRecord
@@ -33,30 +35,18 @@ def thresholds(step: float) -> list[float]:
     return found
 
 
-def run(
-    name: str,
-    texts: Sequence[str],
-    delta: float = 0.1,
-    epsilon: float = 0.05,
-    consistency: str = "textual",
-    prompts: int = 200,
-    prompt_tokens: int = 64,
-    tokens: int = 32,
-    step: float = 0.05,
-    check: int = 200,
-    seed: int = 0,
-    dtype: str | None = None,
-    quiet: bool = False,
-    **knobs: Any,
-) -> dict[str, Any]:
-    """The threshold ("inf" where not even 1 passed: the full model), and everything that was
+def run(given: CalibrationSettings, quiet: bool = False) -> dict[str, Any]:
+    """Return the threshold ("inf" where not even 1 passed: the full model), and everything that was
     tested.
-
-    knobs  of the technique: measure, decay, tau, min_exit, interval
     """
-    enough(prompts, delta, epsilon)
-    candidates = thresholds(step)
-    model = models.load(name, dtype=dtype)
+    delta, epsilon, consistency = given.delta, given.epsilon, given.consistency
+    prompts, prompt_tokens, tokens = given.prompts, given.prompt_tokens, given.tokens
+    seed, check = given.seed, given.check
+    knobs = {name: getattr(given, name) for name in ("measure", "decay", "tau", "min_exit")}
+    enough(prompts, delta, epsilon)  # before any text is read
+    texts = given.texts or classics("valid")
+    candidates = thresholds(given.step)
+    model = models.load(given.model, dtype=given.dtype)
     found = passages(model, texts, prompts + check, prompt_tokens, tokens, seed)
     examples, fresh = found[:prompts], found[prompts:]
     written(
@@ -127,3 +117,20 @@ def _losses(consistency: str, early: Texts, full: Texts, of: Sequence[Passage]) 
 def _work(model: Model, forward_log: Sequence[ForwardRecord], tokens: int) -> float:
     """All work behind the prompts, over the full model's for as many tokens."""
     return work(model.config, *counted(forward_log)) / max(tokens, 1)
+
+
+def describe_tests(result: dict[str, Any]) -> list[str]:
+    """Return a line for each threshold that was tested, and one for the choice."""
+    lines = [
+        f"threshold {row['threshold']:.2f}  loss {row['loss']:.4f}  p {row['p']:.2g}  "
+        f"work {row['work']:.2f}  {'passed' if row['passed'] else 'stop'}"
+        for row in result["tested"]
+    ]
+    sure = f"risk at most {result['delta']} with probability {1 - result['epsilon']:g}"
+    if "checked" in result:
+        checked = result["checked"]
+        sure += f"; on {checked['prompts']} fresh passages {checked['loss']:.4f}"
+    return [*lines, f"threshold: {result['threshold']}  ({sure})"]
+
+
+EXPERIMENT = Experiment(run, closing=describe_tests)

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 
 from tinyspec import models
-from tinyspec.bench import figures
 from tinyspec.bench.arms import Clock, endless
+from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import progress, report
-from tinyspec.bench.report import Grid, number, speed
+from tinyspec.bench.plot import Chart, Lines
+from tinyspec.bench.report import Grid, number, provenance, speed
+from tinyspec.bench.settings import PpdSettings
 from tinyspec.bench.tally import five
 from tinyspec.bench.tasks import openings
 from tinyspec.early_exit.ppd import NO_DRAFT, count_layer_steps, expected_cost, resolve_guess_layer
@@ -47,22 +49,15 @@ ARMS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def run(
-    name: str,
-    ks: Sequence[int] = (1, 3, 5),
-    layer: int = 0,
-    prompts: int = 6,
-    tokens: int = 48,
-    rounds: int = 5,
-    dtype: str | None = None,
-    quiet: bool = False,
-    clock: Clock = time.perf_counter,
+    given: PpdSettings, quiet: bool = False, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
-    """All figures with their samples, at temperature 0. TinyspecError for a layer out of range and
-    too many tokens.
+    """Return all figures with their samples, at temperature 0. Raises TinyspecError for a layer out
+    of range and too many tokens.
     """
-    model = endless(models.load(name, dtype=dtype))
+    ks, prompts, tokens, rounds = given.ks, given.prompts, given.tokens, given.rounds
+    model = endless(models.load(given.model, dtype=given.dtype))
     depth, room = model.config.n_layers, model.config.max_positions - tokens
-    layer = resolve_guess_layer(layer, depth, model.name)
+    layer = resolve_guess_layer(given.layer, depth, model.name)
     if room < 1 or tokens < 2:
         raise TinyspecError(
             f"{tokens} new tokens: give 2 to {model.config.max_positions - 1}, to fit into {model.name}"
@@ -239,7 +234,7 @@ def _gains(depth: int, layer: int, k: int, match: float, tokens: int) -> tuple[f
     return depth * tokens / ran, done / (depth * tokens)
 
 
-def grids(result: Mapping[str, Any]) -> list[Grid]:
+def tables(result: Mapping[str, Any]) -> list[Grid]:
     """Match rates and clock by layer, and the wall time of the arms."""
     of, ks = result["figures"], [str(k) for k in result["ks"]]
     rows = []
@@ -266,47 +261,35 @@ def grids(result: Mapping[str, Any]) -> list[Grid]:
     return [Grid(about, head, rows), Grid(title, ["", "times as fast"], timed)]
 
 
-def picture(result: Mapping[str, Any]) -> str:
-    """Two panels over the layers: match rates, and how many times as fast the clock is; the
-    threads' figure in words.
-    """
-    of, ks = result["figures"], [str(k) for k in result["ks"]]
-    wide, y = (figures.WIDTH - 2 * figures.MARGIN - 90) / 2, 66.0
-    match = {f"k = {k}": {int(layer): row[k] for layer, row in of["match"].items()} for k in ks}
-    clock = {f"k = {k}": {int(layer): row[k] for layer, row in of["clock"].items()} for k in ks}
-    body = [
-        figures._text(
-            figures.MARGIN, 32, f"{result['model']}: the next token, guessed in the middle", "title"
-        )
-    ]
-    body += figures._lines(
-        match, {}, "share of guesses that hold, by layer", figures.MARGIN + 36, y, wide
-    )
-    body += figures._lines(
-        clock,
-        {},
-        "times as fast by the clock, k + 1 processors",
-        figures.MARGIN + 90 + wide,
-        y,
-        wide,
-    )
-    end = y + 340
-    for i, label in enumerate(match):
-        body.append(
-            f'<path class="curve s{i % 5}"{figures._dash(i)} d="M{figures.MARGIN + 36:.1f} {end - 4:.1f}h32"/>'
-        )
-        body.append(figures._text(figures.MARGIN + 78, end, label))
-        end += 20
-    wall, machine = of["wall"], result["machine"]
-    said = (
+def chart(result: Mapping[str, Any]) -> Chart:
+    """Draw match rates and the clock over the layers; the notes tell what threads reach."""
+    of, ks, wall = result["figures"], [str(k) for k in result["ks"]], result["figures"]["wall"]
+
+    def over_layers(figure: str) -> dict[str, dict[float, float]]:
+        return {f"k = {k}": {int(layer): row[k] for layer, row in of[figure].items()} for k in ks}
+
+    measured = (
         f"Measured at layer {result['layer']}, k = 1, against plain decoding: one thread {speed(wall[SERIAL])}, "
         f"two threads {speed(wall[THREADS])}; plain decoding on two threads {speed(wall[SHARED])}."
     )
-    about = (
-        f"{result['dtype']}, greedy, {len(result['ranks'])} prompts, {result['tokens']} tokens, {result['rounds']} rounds; "
-        f"{machine['cores']} cores of {machine['cpu']}; {result['date']}, commit {result['commit']}"
+    return Chart(
+        f"{result['model']}: the next token, predicted by an early layer",
+        [
+            Lines("share of predictions that hold", over_layers("match"), "layer"),
+            Lines(
+                "times as fast by the clock, k + 1 processors",
+                over_layers("clock"),
+                "layer",
+                reference=1,
+            ),
+        ],
+        [
+            measured,
+            f"{result['dtype']}, greedy, {len(result['ranks'])} prompts, {result['tokens']} tokens, "
+            f"{result['rounds']} rounds; {provenance(result)}",
+        ],
+        measured,
     )
-    for line in (said, about):
-        body.append(figures._text(figures.MARGIN + 36, end + 4, line, "quiet"))
-        end += 18
-    return figures._svg(body, end, "Predictive pipelined decoding", said)
+
+
+EXPERIMENT = Experiment(run, tables, chart)

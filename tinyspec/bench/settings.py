@@ -1,0 +1,575 @@
+"""The settings of every experiment of `tinyspec bench`, from which its options are made.
+
+Each experiment has a dataclass here and a file of its name in `experiments/`. A field has a default
+and, by `setting`, the help text and the limits of its option. Nothing heavy is imported: --help
+answers at once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+DTYPES = "float32, bfloat16, float16, float64."
+
+
+@dataclass(frozen=True)
+class OptionSpec:
+    """How a setting is written on the command line.
+
+    flags         names of the option; none: that of the field
+    of            type of a list's entries: str for A,B, int for 1,2,4 or 1-16, float for 0.5,0.9
+    what          what a list of numbers counts, for the error message
+    least, most   limits of a number, or of a list's numbers
+    choices       words that are allowed
+    repeated      whether the option may be given several times, one value each
+    kind          "text" for files whose text is read, "file" and "folder" for paths
+    shown         the default as --help shows it; None: as it is
+    """
+
+    help: str
+    flags: Sequence[str] = ()
+    of: type | None = None
+    what: str = ""
+    least: float | None = None
+    most: float | None = None
+    choices: Sequence[str] = ()
+    repeated: bool = False
+    required: bool = False
+    kind: str = ""
+    shown: str | None = None
+
+
+def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
+    """Return the dataclass field of a setting; the other arguments are those of `OptionSpec`."""
+    return field(default=default, metadata={"option": OptionSpec(help, flags, **more)})
+
+
+def model_setting(default: str, help: str = "Name or folder.") -> Any:
+    return setting(default, help, "--model", "-m")
+
+
+def tokens_setting(default: int) -> Any:
+    return setting(default, "Tokens to write.", least=1)
+
+
+def rounds_setting(default: int) -> Any:
+    return setting(default, "How often each is timed, in turn.", least=1)
+
+
+def temperature_setting() -> Any:
+    return setting(0.0, "0 is greedy.", "--temperature", "-t", least=0)
+
+
+def dtype_setting(default: str | None = None) -> Any:
+    return setting(default, DTYPES if default else f"{DTYPES} [default: as stored]")
+
+
+@dataclass(frozen=True)
+class CommandSpec:
+    """A command of `tinyspec bench`.
+
+    settings  its dataclass; the docstring is the command's help
+    resumes   whether it writes --out itself, and goes on with that file
+    tables    whether it has tables, which --markdown writes
+    chart     whether it has a chart, which --svg draws
+    knobs     whether the knobs of settings.method are options too
+    """
+
+    name: str
+    settings: type[Any]
+    resumes: bool = False
+    tables: bool = False
+    chart: bool = False
+    knobs: bool = False
+
+    @property
+    def module(self) -> str:
+        """The file of the experiment."""
+        return f"tinyspec.bench.experiments.{self.name.replace('-', '_')}"
+
+
+COMMANDS: dict[str, CommandSpec] = {}
+
+
+def command(name: str, **more: bool) -> Callable[[type[T]], type[T]]:
+    """Register the dataclass of a command's settings; the other arguments are `CommandSpec`'s."""
+
+    def register(settings: type[T]) -> type[T]:
+        COMMANDS[name] = CommandSpec(name, settings, **more)
+        return settings
+
+    return register
+
+
+RETRIEVERS = ("llma", "lookahead_trie", "suffix_decoding", "rest")
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+MEASURES = ("softmax", "saturation", "classifier")
+
+
+def decay_setting(default: str) -> Any:
+    return setting(
+        default, "How the threshold falls along a text.", choices=("paper", "t5x", "constant")
+    )
+
+
+TAU_SETTING: Any = setting(4.0, "How fast it falls.", least=0)
+MIN_EXIT_SETTING: Any = setting(1, "The lowest exit.", least=1)
+TEXTS_SETTING: Any = setting(
+    (), "Plain text to take passages from; may be repeated. [default: the classics]", kind="text"
+)
+PROMPT_TOKENS_SETTING: Any = setting(64, "Tokens that are read.", least=1)
+SEED_SETTING: Any = setting(0, "Of the passages.")
+
+
+@command("race", knobs=True)
+@dataclass(frozen=True)
+class RaceSettings:
+    """A technique against plain decoding over ten committed prompts, greedy and sampled.
+
+    \b
+    Examples:
+      tinyspec bench race
+      tinyspec bench race --method llma --rounds 3 --out results/llma.json
+      tinyspec bench race --gamma 6 --temperature 0
+    """
+
+    model: str = model_setting("storyteller", "Name, folder, .gguf file or hub id.")
+    method: str = setting("speculative_decoding", "See `tinyspec methods`.")
+    tokens: int = tokens_setting(128)
+    rounds: int = rounds_setting(5)
+    temperatures: tuple[float, ...] = setting((0.0, 0.8), "", "--temperature", "-t", repeated=True)
+    repetition_penalty: float = setting(1.2, "For both arms: 1 lets text loop.")
+
+
+@command("core")
+@dataclass(frozen=True)
+class CoreSettings:
+    """The compiled kernels against transformers' processors and torch, from the same logits.
+
+    \b
+    Examples:
+      tinyspec bench core
+      tinyspec bench core --rounds 31 --out results/core.json
+    """
+
+    rounds: int = rounds_setting(15)
+
+
+@command("plain")
+@dataclass(frozen=True)
+class PlainSettings:
+    """Plain decoding against transformers' generate: same weights, same tokens, batch 1; and peak
+    memory.
+
+    \b
+    Examples:
+      tinyspec bench plain
+      tinyspec bench plain --model storyteller --dtype float32
+    """
+
+    model: str = model_setting("smollm2")
+    tokens: int = tokens_setting(128)
+    rounds: int = rounds_setting(5)
+    dtypes: tuple[str, ...] = setting(
+        ("float32", "bfloat16"), "May be repeated.", "--dtype", repeated=True
+    )
+
+
+@command("peer")
+@dataclass(frozen=True)
+class PeerSettings:
+    """Greedy tokens against transformers', or our own torch path's, on the same float32 weights, on
+    real questions.
+
+    \b
+    Examples:
+      tinyspec bench peer
+      tinyspec bench peer --against torch
+      tinyspec bench peer --questions 12 --method autoregressive --method llma
+    """
+
+    model: str = model_setting("smollm2")
+    questions: int = setting(50, "Prompts of Spec-Bench.", least=1)
+    tokens: int = tokens_setting(64)
+    methods: tuple[str, ...] = setting(
+        ("autoregressive",), "May be repeated.", "--method", repeated=True
+    )
+    against: str = setting(
+        "transformers",
+        "transformers, or our own torch path: what TINYSPEC_PURE=1 takes.",
+        choices=("transformers", "torch"),
+    )
+
+
+@command("equality", resumes=True)
+@dataclass(frozen=True)
+class EqualitySettings:
+    """Greedy speculation against plain greedy decoding, token for token, in bfloat16, on real
+    questions.
+
+    \b
+    Examples:
+      tinyspec bench equality --questions 12
+      tinyspec bench equality --out equality.json --resume
+    """
+
+    model: str = model_setting("smollm2")
+    questions: int | None = setting(None, "Prompts of Spec-Bench. [default: all]", least=1)
+    tokens: int = tokens_setting(64)
+    methods: tuple[str, ...] = setting(("llma",), "May be repeated.", "--method", repeated=True)
+    dtype: str = setting("bfloat16", "Type of the weights.")
+
+
+@command("plan-draft", tables=True)
+@dataclass(frozen=True)
+class PlanSettings:
+    """Which draft model, and how many tokens of it: measured, forecast, recommended (arXiv
+    2402.01528).
+
+    \b
+    Examples:
+      tinyspec bench plan-draft
+      tinyspec bench plan-draft --drafts apprentice,models/mine --longest 8 --out results/plan.json
+      tinyspec bench plan-draft --numbers results/plan.json
+    """
+
+    model: str = model_setting("storyteller", "The target: name or folder.")
+    drafts: tuple[str, ...] = setting(
+        (), "Candidates. [default: the draft that the card names]", of=str
+    )
+    longest: int = setting(6, "Drafted tokens a round, at most.", least=1)
+    prompts: int = setting(4, "Openings to measure on.", least=1)
+    tokens: int = tokens_setting(64)
+    temperature: float = temperature_setting()
+    dtype: str | None = dtype_setting()
+    check: bool = setting(True, "Measure the forecasts on other prompts. [default: on]")
+    numbers: Path | None = setting(
+        None, "Advise from the numbers of this file; nothing is run.", kind="file"
+    )
+
+
+@command("sizes", tables=True, chart=True)
+@dataclass(frozen=True)
+class SizeSettings:
+    """Acceptance and time against the size of the draft: alpha by paired rows, tau, time, and the
+    forecast of both.
+
+    \b
+    Examples:
+      tinyspec train lm --distill storyteller --layers 1 --minutes 5 --out drafts/one
+      tinyspec bench sizes --drafts drafts/one,apprentice --out sizes.json --svg sizes.svg
+    """
+
+    model: str = model_setting("storyteller", "The target: name or folder.")
+    drafts: tuple[str, ...] = setting(
+        (), "Drafts of several sizes: names or folders.", of=str, required=True
+    )
+    gammas: tuple[int, ...] = setting(
+        (1, 2, 3, 4), "Drafted tokens a round.", of=int, what="drafted tokens"
+    )
+    prompts: int = setting(20, "Openings of the valid books.", least=1)
+    tokens: int = tokens_setting(64)
+    rounds: int = rounds_setting(3)
+    temperature: float = temperature_setting()
+    dtype: str = dtype_setting("bfloat16")
+
+
+@command("skip", resumes=True)
+@dataclass(frozen=True)
+class SkipSettings:
+    """Search the sublayers that self_speculative skips: Bayesian optimisation of the measured time
+    per token.
+
+    The file of --out is what the knob takes; it is written after every evaluation, and --resume
+    goes on with it.
+
+    \b
+    Examples:
+      tinyspec bench skip --model storyteller --out skip.json
+      tinyspec bench skip --model storyteller --out skip.json --resume --evaluations 200
+      tinyspec generate --method self_speculative --skip skip.json "Once upon a time"
+    """
+
+    model: str = model_setting("storyteller")
+    evaluations: int = setting(100, "Skip sets to be timed.", least=1)
+    prompts: int = setting(2, "Openings to measure on.", least=1, most=20)
+    tokens: int = tokens_setting(32)
+    temperature: float = temperature_setting()
+    seed: int = setting(0, "Of the search.")
+    dtype: str | None = dtype_setting()
+
+
+@command("retrieval")
+@dataclass(frozen=True)
+class RetrievalSettings:
+    """What it costs to look a draft up and to add a token, by the size of what is known.
+
+    \b
+    Examples:
+      tinyspec bench retrieval
+      tinyspec bench retrieval --size 100000 --method suffix_decoding
+      tinyspec bench retrieval --size 1000000 --size 10000000 --out retrieval.json
+    """
+
+    sizes: tuple[int, ...] = setting(
+        (10_000, 100_000, 1_000_000),
+        "Tokens that are known; may be repeated. 10 million take some GB.",
+        "--size",
+        least=1000,
+        repeated=True,
+    )
+    arms: tuple[str, ...] = setting(
+        RETRIEVERS, "May be repeated.", "--method", choices=RETRIEVERS, repeated=True
+    )
+    rounds: int = rounds_setting(5)
+
+
+@command("layerskip", tables=True)
+@dataclass(frozen=True)
+class LayerSkipSettings:
+    """What the exits of a model are worth as drafts, and what LayerSkip makes of them: counted, no
+    clock is read.
+
+    \b
+    Examples:
+      tinyspec bench layerskip
+      tinyspec bench layerskip --models storyteller --exits 3,6,9 --gamma 6
+      tinyspec bench layerskip --temperature 1 --out layerskip.json --markdown layerskip.md
+    """
+
+    models: tuple[str, ...] = setting(
+        ("exits-plain", "exits-loss", "exits-layerskip"), "Names or folders.", of=str
+    )
+    exits: tuple[int, ...] = setting(
+        tuple(range(2, 9)), "Layers that draft: 2,3 or 2-8.", of=int, what="layers", shown="2-8"
+    )
+    gamma: int = setting(4, "Tokens drafted in a round.", least=1)
+    temperature: float = temperature_setting()
+    prompts: int = setting(10, "Openings to measure on.", least=1, most=60)
+    tokens: int = tokens_setting(64)
+    dtype: str | None = dtype_setting()
+
+
+@command("parts", tables=True)
+@dataclass(frozen=True)
+class PartsSettings:
+    """A call over 1 to 32 new tokens, taken apart: matrices, head, attention, what lies between
+    them, and Python around it.
+
+    The floor beside it is that of `tinyspec bench`, in medians: weights at the greatest bandwidth
+    or arithmetic at the peak.
+
+    \b
+    Examples:
+      tinyspec bench parts
+      tinyspec bench parts --dtype float32 --cached 64,1024
+      tinyspec bench parts --model storyteller --cached 128 --out parts.json --markdown parts.md
+    """
+
+    model: str = model_setting("smollm2")
+    dtype: str = setting("bfloat16", "float32 or bfloat16.")
+    cached: tuple[int, ...] = setting((256, 768), "Tokens behind the call.", of=int, what="tokens")
+    rounds: int = rounds_setting(15)
+
+
+@command("ppd", tables=True, chart=True)
+@dataclass(frozen=True)
+class PpdSettings:
+    """Guesses in the middle of a model: how often they hold, what the clock of k + 1 processors
+    says, what threads do.
+
+    \b
+    Examples:
+      tinyspec bench ppd
+      tinyspec bench ppd --model smollm2 --dtype bfloat16 --prompts 3 --tokens 32
+      tinyspec bench ppd --layer 6 --out ppd.json --markdown ppd.md --svg ppd.svg
+    """
+
+    model: str = model_setting("storyteller")
+    ks: tuple[int, ...] = setting((1, 3, 5), "Numbers of guesses.", of=int, what="guesses")
+    layer: int = setting(0, "Of the timed runs; 0: two thirds.", least=0)
+    prompts: int = setting(6, "Openings to measure on.", least=1, most=60)
+    tokens: int = tokens_setting(48)
+    rounds: int = rounds_setting(5)
+    dtype: str | None = dtype_setting()
+
+
+@command("sweeps", tables=True, chart=True)
+@dataclass(frozen=True)
+class SweepSettings:
+    """How many tokens a Jacobi sweep fixes, and what that is worth, by the size of a block: in
+    turns with plain decoding.
+
+    \b
+    Examples:
+      tinyspec bench sweeps
+      tinyspec bench sweeps --model smollm2 --dtype bfloat16 --blocks 1,4,16 --no-whole --prompts 3
+      tinyspec bench sweeps --init prompt --out sweeps.json --markdown sweeps.md --svg sweeps.svg
+    """
+
+    model: str = model_setting("storyteller")
+    blocks: tuple[int, ...] = setting(
+        tuple(range(1, 17)),
+        "Tokens of a block: 1,2,4 or 1-16.",
+        of=int,
+        what="tokens",
+        shown="1-16",
+    )
+    whole: bool = setting(True, "All tokens as one block, too. [default: on]")
+    init: str = setting(
+        "pad", "First guess of a block.", choices=("pad", "random", "prompt", "last")
+    )
+    prompts: int = setting(10, "Openings to measure on.", least=1, most=60)
+    tokens: int = tokens_setting(64)
+    rounds: int = rounds_setting(3)
+    dtype: str | None = dtype_setting()
+
+
+@command("translation", tables=True, chart=True, resumes=True)
+@dataclass(frozen=True)
+class TranslationSettings:
+    """Every way to translate: BLEU, passes of decoder and encoder, time at batch 1 and in large
+    batches, repeated tokens.
+
+    All arms translate each sentence in turn. The file of --out is written after every twenty
+    sentences; the same command with --resume goes on with it.
+
+    \b
+    Examples:
+      tinyspec data fetch multi30k
+      tinyspec bench translation --out results/translation.json --markdown results/translation.md
+      tinyspec bench translation --experiment iterations --out iterations.json --svg iterations.svg
+    """
+
+    models: tuple[str, ...] = setting(
+        (), "Names or folders. [default: those on this machine]", of=str
+    )
+    experiment: str = setting(
+        "table",
+        "All methods; or Mask-Predict with 1 to 10 iterations, the survey's third experiment.",
+        choices=("table", "iterations"),
+    )
+    sentences: int = setting(1000, "Test sentences, the first ones.", least=1)
+    samples: tuple[int, ...] = setting(
+        (10,), "NAT's samples, for the teacher to judge.", of=int, what="samples", least=2
+    )
+    iterations: tuple[int, ...] = setting(
+        (), "Of Mask-Predict. [default: 1,4,10; 1 to 10 for iterations]", of=int, what="iterations"
+    )
+    lengths: tuple[int, ...] = setting(
+        (), "Of Mask-Predict. [default: 3; 1,3,5 for iterations]", of=int, what="lengths"
+    )
+    batch: int = setting(64, "Sentences of a large batch.", least=1)
+    rounds: int = rounds_setting(3)
+    data_folder: Path | None = setting(
+        None,
+        "Where Multi30k lies. [default: TINYSPEC_DATA, else the cache]",
+        "--data",
+        kind="folder",
+    )
+
+
+@command("dialects", tables=True, chart=True, resumes=True)
+@dataclass(frozen=True)
+class DialectSettings:
+    """What writing all words at once costs where a source has several right translations, and what
+    mends it.
+
+    Trains four small models for each kind of dialects: one that reads what it wrote, one that
+    writes in a single pass, the same on the first one's translations, and Mask-Predict. Some ten
+    minutes of a core; Ctrl-C stops, and --resume goes on.
+
+    \b
+    Examples:
+      tinyspec bench dialects --kinds lex --words 8 --shortest 4 --longest 6 --steps 400
+      tinyspec bench dialects --out dialects.json --markdown dialects.md --svg dialects.svg
+    """
+
+    kinds: tuple[str, ...] = setting(("lex", "ord", "fert"), "lex, ord, fert, or lex+ord.", of=str)
+    modes: int = setting(4, "Right translations of a source.", least=1)
+    words: int = setting(10, "Words of the source language.", least=1)
+    shortest: int = setting(5, "Words of a source, at least.", least=1)
+    longest: int = setting(7, "Words of a source, at most.", least=1)
+    pairs: int = setting(12_000, "Training pairs.", least=1)
+    tests: int = setting(500, "Sources that are held out.", least=1)
+    width: int = setting(96, "Of the layers; divided by 4.", least=4)
+    layers: int = setting(1, "Of the encoder and the decoder.", least=1)
+    # Word orders are found at about step 500, all of a sudden.
+    steps: int = setting(1500, "Of each training.", least=1)
+    batch: int = setting(64, "Pairs of a step.", least=1)
+    seed: int = setting(0, "Of the pairs and the weights.")
+    passes: tuple[int, ...] = setting((1, 2, 4, 10), "Of Mask-Predict.", of=int, what="passes")
+    lengths: tuple[int, ...] = setting(
+        (1, 3), "Mask-Predict's length beams.", of=int, what="lengths"
+    )
+    student_steps: int = 0  # of the distilled model; 0: as many
+    lr: float = 3e-3
+
+
+@command("exits", tables=True, chart=True, resumes=True)
+@dataclass(frozen=True)
+class ExitSettings:
+    """What early exits save and cost: layers, fills and head products against agreement and
+    perplexity.
+
+    CALM's measures over thresholds, beside one fixed exit for all tokens; on given text, and
+    writing freely.
+
+    \b
+    Examples:
+      tinyspec bench exits --model storyteller --measures softmax,saturation
+      tinyspec bench exits --model models/exits-loss --out exits.json --resume --svg exits.svg
+    """
+
+    model: str = model_setting("storyteller")
+    thresholds: tuple[float, ...] = setting(THRESHOLDS, "From 0 to 1.", of=float)
+    measures: tuple[str, ...] = setting(
+        MEASURES, "The classifier must have been trained (`tinyspec train exits`).", of=str
+    )
+    prompts: int = setting(20, "Passages.", least=1)
+    tokens: int = tokens_setting(64)
+    decay: str = decay_setting("constant")
+    tau: float = TAU_SETTING
+    min_exit: int = MIN_EXIT_SETTING
+    texts: tuple[str, ...] = TEXTS_SETTING
+    prompt_tokens: int = PROMPT_TOKENS_SETTING
+    seed: int = SEED_SETTING
+    dtype: str | None = dtype_setting()
+
+
+@command("calibrate")
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """Choose CALM's threshold so that texts stay within delta of the full model's, with probability
+    1 - epsilon.
+
+    Learn then Test: thresholds from 1 down, until the first that cannot be shown to be safe.
+
+    \b
+    Examples:
+      tinyspec calibrate --model storyteller --delta 0.3
+      tinyspec calibrate --model storyteller --delta 0.1 --consistency risk --json
+    """
+
+    model: str = model_setting("storyteller")
+    delta: float = setting(0.1, "The greatest risk: expected loss of a text.")
+    epsilon: float = setting(0.05, "How probable a greater one may be.")
+    consistency: str = setting(
+        "textual",
+        "With the full model's text (1 - ROUGE-L), or in how well the passage's own is met.",
+        choices=("textual", "risk"),
+    )
+    measure: str = setting("softmax", "The confidence.", choices=MEASURES)
+    decay: str = decay_setting("paper")
+    tau: float = TAU_SETTING
+    min_exit: int = MIN_EXIT_SETTING
+    prompts: int = setting(200, "Calibration examples.", least=1)
+    tokens: int = tokens_setting(32)
+    step: float = setting(0.05, "Between two thresholds.")
+    check: int = setting(200, "Fresh passages, in the end.", least=0)
+    texts: tuple[str, ...] = TEXTS_SETTING
+    prompt_tokens: int = PROMPT_TOKENS_SETTING
+    seed: int = SEED_SETTING
+    dtype: str | None = dtype_setting()
