@@ -42,7 +42,7 @@ class Forest:
 
     >>> forest = Forest(depth=4, bound=100)
     >>> text = forest.open("outputs")
-    >>> forest.append(text, [1, 2, 3, 1, 2, 5, 1, 2, 5])
+    >>> _ = forest.append(text, [1, 2, 3, 1, 2, 5, 1, 2, 5])
     >>> forest.gather([("outputs", 3)], [9, 1, 2], 3, 1, 2)
     ([5, 3, 1], [-1, -1, 0], [0.6666666666666666, 0.3333333333333333, 0.6666666666666666], [2, 2, 2])
     """

@@ -53,7 +53,7 @@ def parse_skip_set(skip: Any, n_layers: int) -> SkipSet:
     """The knob as sublayers: None or "none", "default", "a3+m3+a5-7" (attention, feed-forward), or
     a search's .json.
 
-    >>> sorted(skipped("a1-2+m2", 4)), sorted(skipped("default", 9)), parse_skip_set(None, 4)
+    >>> sorted(parse_skip_set("a1-2+m2", 4)), sorted(parse_skip_set("default", 9)), parse_skip_set(None, 4)
     ([2, 4, 5], [4, 5, 10, 11], frozenset())
     """
     if skip is None or skip in ("", "none"):
@@ -113,7 +113,7 @@ def _searched(path: Path, n_layers: int) -> str:
 def format_skip_set(skip: Iterable[int]) -> str:
     """A skip set as the knob takes it, also between a benchmark's commas.
 
-    >>> spelled({2, 4, 5}), format_skip_set(())
+    >>> format_skip_set({2, 4, 5}), format_skip_set(())
     ('a1+a2+m2', 'none')
     """
     return "+".join(f"{'am'[sublayer % 2]}{sublayer // 2}" for sublayer in sorted(skip)) or "none"

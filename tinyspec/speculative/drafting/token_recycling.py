@@ -60,7 +60,7 @@ def build_static_tree(nodes: int, depth: int, k: int) -> StaticTree:
     that is left.
 
     >>> build_static_tree(5, 2, 3)
-    ((-1, 0), (0, 0), (-1, 1), (-1, 2), (0, 1))
+    ((-1, 0), (-1, 1), (0, 0), (0, 1), (1, 0))
     """
     shape: list[tuple[int, int]] = []
     waiting: list[tuple[float, int, int, int]] = []  # minus the product, depth, parent, rank
