@@ -27,7 +27,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, Trace, compute_logprobs, compute_logprobs_on_device
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.gate import BatchBarrier, run_together
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer

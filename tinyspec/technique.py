@@ -21,7 +21,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError, nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
 from tinyspec.knob import Knob as Knob
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
 

@@ -12,7 +12,7 @@ from tinyspec.decoding.refine import Pass, Refinement, Written
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.trace import Statistics, Trace
 from tinyspec.generation import Generation, GenerationRun
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.transformer import Model
 from tinyspec.notebook import render_passes

@@ -16,7 +16,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import GenerationRun
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Card, RefineRequest, Request, find_technique

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyspec import models
 from tinyspec.errors import TinyspecError, nearest
-from tinyspec.lm.hf_config import SEQ2SEQ
+from tinyspec.lm.families import SEQ2SEQ
 
 if TYPE_CHECKING:
     import torch

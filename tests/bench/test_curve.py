@@ -10,7 +10,7 @@ from tests.bench.fakes import Hand
 from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.bench import curve
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.transformer import Model
 
 

@@ -23,8 +23,8 @@ from tinyspec.bench.harness import dumps
 from tinyspec.bench.plot import draw
 from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.training.bitext import train_joint_tokenizer
 from tinyspec.training.bleu import bleu
 

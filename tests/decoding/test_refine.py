@@ -32,7 +32,7 @@ from tinyspec.laws.refine_laws import (
     hold_on_sources,
     random_reader,
 )
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.technique import Card, RefineRequest, Request, find_technique
 from tinyspec.tree import TokenTree

@@ -35,7 +35,7 @@ from tinyspec.generation import start
 from tinyspec.laws import traps as toys
 from tinyspec.laws.exit_laws import with_classifier
 from tinyspec.laws.traps import calm as traps
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.training.schedule import Settings

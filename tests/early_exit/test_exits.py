@@ -11,8 +11,7 @@ from tests.lm.small import GPT2, LLAMA, PROMPT, model, same_cache
 from tinyspec.early_exit.exits import FILLS, Exit, ExitTarget, Rule
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
-from tinyspec.lm.feed import ForwardRecord
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.tree import TokenTree
 
 M = model(LLAMA)

@@ -21,7 +21,7 @@ from tinyspec.generation import start
 from tinyspec.laws import traps as toys
 from tinyspec.laws.traps import layerskip as traps
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.training.exit_losses import Course, Exits

@@ -26,7 +26,7 @@ from tinyspec.laws.exact import Reference
 from tinyspec.laws.pipeline_laws import likeliest_guesses
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import ppd as traps
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("ppd")

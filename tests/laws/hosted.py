@@ -13,8 +13,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.parts import Siblings
-from tinyspec.lm.feed import Scores
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Plan, Scores
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
 from tinyspec.technique import Card, Guarantee, Knob, RefineRequest, Request

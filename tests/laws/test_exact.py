@@ -28,7 +28,7 @@ from tinyspec.laws.exact import (
     exact_law,
 )
 from tinyspec.laws.tables import TableModel, TableSession
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Plan
 from tinyspec.tree import ROOT, TokenTree
 
 P, Q = TableModel(4), TableModel(3)

@@ -14,8 +14,7 @@ from tests.laws.family import Family
 from tests.laws.indices import Indices
 from tinyspec._core import NgramIndex, fallback
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.cache import Cache
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Cache, Plan
 from tinyspec.lm.session import Session
 from tinyspec.lm.view import View
 from tinyspec.tree import TokenTree

@@ -16,8 +16,7 @@ from tinyspec.decoding.decode import BaseDrafter
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import passes
 from tinyspec.laws.dense import run_dense
-from tinyspec.lm.feed import ForwardBatch, Scores
-from tinyspec.lm.plan import Plan, Visible
+from tinyspec.lm.forward import ForwardBatch, Plan, Scores, Visible
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import find_technique

@@ -23,7 +23,7 @@ from tinyspec.laws.parts import Siblings
 from tinyspec.laws.pathwise import SAME_TOKENS, race_law
 from tinyspec.laws.prove import Profile, prove_technique
 from tinyspec.laws.suites import ROUND_LAWS, technique_cases
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Plan
 from tinyspec.lm.session import Session
 from tinyspec.technique import Card, Guarantee, Request, find_technique, load_techniques
 from tinyspec.tree import ROOT, TokenTree

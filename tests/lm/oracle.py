@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinyspec.lm.plan import Plan
-from tinyspec.lm.rope import frequencies
+from tinyspec.lm.forward import Plan
+from tinyspec.lm.ops import frequencies
 from tinyspec.lm.transformer import Model
 
 

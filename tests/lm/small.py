@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import TokenTree

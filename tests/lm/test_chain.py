@@ -15,9 +15,8 @@ from tests.lm.test_session import trees
 from tinyspec import _core
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.chain import draft_chain, match_chain
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.gate import BatchBarrier
-from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
 

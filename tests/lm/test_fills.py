@@ -19,9 +19,8 @@ from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, PROMPT, begun, model, same_cache, tree
 from tinyspec.early_exit.exits import FILLS, Exit, ExitTarget, Rule
 from tinyspec.laws.tables import TableModel
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.gate import run_together
-from tinyspec.lm.plan import Plan
 from tinyspec.tree import ROOT, TokenTree
 
 L = 4

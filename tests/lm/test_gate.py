@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.lm.small import GPT2, LLAMA, model
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.gate import BatchAborted, BatchBarrier, run_together
 from tinyspec.tree import TokenTree
 

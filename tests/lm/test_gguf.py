@@ -16,10 +16,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm import checkpoint, naming
+from tinyspec.lm import checkpoint, families
 from tinyspec.lm.config import Config
 from tinyspec.lm.gguf_file import unpermute
-from tinyspec.lm.rope import frequencies
+from tinyspec.lm.ops import frequencies
 
 CONFIG = Config(
     vocab_size=300, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=512, max_positions=32,
@@ -121,7 +121,7 @@ def write(
         else:
             writer.add_uint32(name, value)
     theirs = {}
-    for source in naming.layout(config, gguf=True).values():
+    for source in families.layout(config, gguf=True).values():
         for name, rows in zip(source.names, source.rows, strict=True):
             shape = (rows, *_inner(config, name))
             heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(
@@ -149,7 +149,7 @@ def write(
     writer.close()
     return {
         ours: torch.cat([theirs[name] for name in source.names])
-        for ours, source in naming.layout(config, gguf=True).items()
+        for ours, source in families.layout(config, gguf=True).items()
     }
 
 

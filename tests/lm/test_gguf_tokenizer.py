@@ -12,7 +12,7 @@ from tinyspec import models
 from tinyspec.errors import TinyspecError
 from tinyspec.hub.smollm2 import GGUF
 from tinyspec.lm import checkpoint
-from tinyspec.lm.gguf_tokenizer import rebuild
+from tinyspec.lm.gguf_file import rebuild
 
 
 def pieces(metadata: dict[str, Any], text: str) -> list[str]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 import tinyspec
 from tests.lm.small import LLAMA
-from tinyspec.lm.cache import Cache
+from tinyspec.lm.forward import Cache
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import find_technique
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.lockstep import Lockstep
-from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.lm.seq2seq_config import Seq2SeqConfig
+from tinyspec.lm.config import Seq2SeqConfig
+from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
 from tinyspec.training.beam import greedy
 from tinyspec.training.bitext import BOS, EOS, padded
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.lm.small import GPT2, LLAMA, model, tree
 from tinyspec import _core
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardBatch
-from tinyspec.lm.plan import Plan, Visible
+from tinyspec.lm.forward import ForwardBatch, Plan, Visible
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import ROOT, TokenTree

@@ -19,10 +19,15 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
-from tinyspec.lm.feed import ForwardRecord
-from tinyspec.lm.given import CompiledCrossAttention
-from tinyspec.lm.plan import Plan
-from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig, attend_dense, sinusoids
+from tinyspec.lm.forward import ForwardRecord, Plan
+from tinyspec.lm.seq2seq import (
+    CompiledCrossAttention,
+    EncoderOutput,
+    Seq2Seq,
+    Seq2SeqConfig,
+    attend_dense,
+    sinusoids,
+)
 from tinyspec.tree import ROOT, TokenTree
 
 PLAIN = Seq2SeqConfig(20, 16, 4, 24, encoder_layers=2, decoder_layers=2, max_positions=12)

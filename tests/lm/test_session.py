@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, PROMPT, begun, close, model, same_cache, tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.tree import ROOT, TokenTree
 
 M = model(LLAMA)

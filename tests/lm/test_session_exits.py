@@ -10,8 +10,7 @@ import torch
 from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, PROMPT, begun, close, model, same_cache, tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import ForwardRecord
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
 

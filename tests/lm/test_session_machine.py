@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, model
-from tinyspec.lm.plan import Plan, Visible
+from tinyspec.lm.forward import Plan, Visible
 from tinyspec.tree import ROOT, TokenTree
 
 L, V, D = LLAMA.n_layers, LLAMA.vocab_size, LLAMA.d_model

@@ -10,8 +10,7 @@ from tests.lm.small import GPT2, LLAMA, PROMPT, close, model
 from tests.lm.test_transformer import DEVICES, TREE, every
 from tinyspec.laws import passes
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardRecord
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.static import SIZES, Static
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import find_technique

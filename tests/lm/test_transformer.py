@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.lm import ops
-from tinyspec.lm.cache import Cache
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardBatch, ForwardRecord
-from tinyspec.lm.plan import Plan, Visible
-from tinyspec.lm.rope import frequencies
+from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Plan, Visible
+from tinyspec.lm.ops import frequencies
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import ROOT, TokenTree
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import ForwardRecord
-from tinyspec.lm.plan import Plan, Visible
+from tinyspec.lm.forward import ForwardRecord, Plan, Visible
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
 

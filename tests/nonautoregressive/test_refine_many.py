@@ -6,9 +6,9 @@ import torch
 from tinyspec.decoding.refine import Refiner, blank, judge, refine, token_logprobs
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.config import Seq2SeqConfig
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
 from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import alone, chosen, refine_many

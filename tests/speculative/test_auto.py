@@ -24,7 +24,7 @@ from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.stage import choose_every_way
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps.auto import POEM, Ticking, Watch, astray, took
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.speculative.auto import (
     INITIAL_TRUST,
     INITIAL_TRUST_AFTER_SUBSTITUTION,

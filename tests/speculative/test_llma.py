@@ -10,7 +10,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.speculative.integrated.llma import LlmaDrafter, copy_after_match
 from tinyspec.technique import Request, find_technique
 

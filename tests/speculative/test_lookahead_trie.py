@@ -20,7 +20,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.traps import lookahead_trie as toys
 from tinyspec.laws.traps.lookahead_trie import said
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.speculative.integrated.lookahead_trie import (
     LookaheadTrieDrafter,
     reshape_branches,

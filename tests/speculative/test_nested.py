@@ -10,7 +10,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.contracts import check_contracts
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Plan
 from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Request
 

@@ -18,7 +18,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import traps as toys
 from tinyspec.laws.traps import self_speculative as traps
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.speculative.drafting.self_speculative import (
     DraftExit,
     SkipSetSearch,

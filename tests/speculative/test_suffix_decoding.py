@@ -20,7 +20,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.traps import suffix_decoding as toys
 from tinyspec.laws.traps.lookahead_trie import said
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.lookup import OUTPUTS
 from tinyspec.technique import Request, find_technique

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.lm.seq2seq_config import Seq2SeqConfig
 from tinyspec.training import distilled
 from tinyspec.training.distilled import Writing, folder, translations, write
 

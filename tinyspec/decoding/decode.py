@@ -16,7 +16,7 @@ from tinyspec.decoding.sampling import DEVICE, SamplingParams, kernels_of
 from tinyspec.decoding.stopping import Reason, StoppingCriteria
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import ForwardRecord, Scores
+from tinyspec.lm.forward import ForwardRecord, Scores
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 

@@ -7,7 +7,7 @@ from tinyspec.decoding.decode import BaseDrafter, Round, Target, TargetProbs
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of
 from tinyspec.lm.chain import draft_chain
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.lm.session import Session
 from tinyspec.tree import Probs, TokenTree
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 
 

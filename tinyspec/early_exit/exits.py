@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.tree import TokenTree
 
 NOTHING = TokenTree()

@@ -33,7 +33,7 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.modeldraft import SharedSessionDrafter
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Plan
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 

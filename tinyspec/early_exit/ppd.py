@@ -37,7 +37,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import ForwardRecord, Scores
+from tinyspec.lm.forward import ForwardRecord, Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 

@@ -23,9 +23,8 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.dense import run_dense
 from tinyspec.laws.parts import Parts
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardBatch, Scores
+from tinyspec.lm.forward import ForwardBatch, Plan, Scores
 from tinyspec.lm.gate import run_together
-from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import ROOT, TokenTree

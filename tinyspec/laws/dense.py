@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyspec.lm.plan import Plan
-from tinyspec.lm.rope import frequencies
+from tinyspec.lm.forward import Plan
+from tinyspec.lm.ops import frequencies
 from tinyspec.lm.transformer import Model
 
 Array = NDArray[np.float64]

@@ -5,7 +5,7 @@ tokens that were seen.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Plan
 
 HEAVIEST = 4  # weights are 0..4: small enough that a counterexample can be read
 

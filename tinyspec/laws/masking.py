@@ -17,7 +17,7 @@ from tinyspec.decoding.refine import Canvas, Refinement, Refiner, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import RefineRequest
 

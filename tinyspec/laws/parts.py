@@ -24,8 +24,8 @@ from tinyspec.decoding.verify import residual, verify_tree
 from tinyspec.early_exit.calibrate import Calibrated, PValue, calibrate, hoeffding
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.early_exit.ppd import PipelinedTarget
-from tinyspec.lm.feed import ForwardBatch, Scores
-from tinyspec.lm.given import Given
+from tinyspec.lm.forward import ForwardBatch, Scores
+from tinyspec.lm.seq2seq import Given
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.lm.view import View

@@ -18,8 +18,7 @@ from tinyspec.early_exit.ppd import PpdDrafter, count_layer_steps
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.tables import TableModel
-from tinyspec.lm.feed import ForwardRecord
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.technique import Request
 
 PIPELINE_CLOCK = "a pipeline's clock"

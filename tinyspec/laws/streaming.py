@@ -12,8 +12,7 @@ from typing import Any
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.search import search_cases, st
-from tinyspec.lm.detokenise import Detokeniser
-from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.lm.tokenizer import Detokeniser, Tokenizer
 
 STREAM_LAW = "a stream is the whole decoding"
 STOP_STRINGS = "stop strings"

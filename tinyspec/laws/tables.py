@@ -20,8 +20,7 @@ import numpy as np
 from tinyspec.laws.hashes import HashNetwork, RowsByHand, is_visible
 from tinyspec.laws.tablesession import TableSession
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardRecord
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import ForwardRecord, Plan
 
 __all__ = ["TableModel", "TableSession"]
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.hashes import is_visible
 from tinyspec.laws.tabletext import FULL_PLAN, TableNode, TableText
-from tinyspec.lm.feed import ForwardRecord, Scores
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import ForwardRecord, Plan, Scores
 from tinyspec.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tablesession import TableSession
 from tinyspec.laws.tabletext import TableNode
-from tinyspec.lm.feed import Scores
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Plan, Scores
 from tinyspec.tree import TokenTree
 
 

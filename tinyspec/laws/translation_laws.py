@@ -16,7 +16,7 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.refine_laws import REFINE_SOURCES, random_reader
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.tree import ROOT, TokenTree
 

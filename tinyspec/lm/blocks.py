@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardBatch
-from tinyspec.lm.ops import attend, attend_causal, linear, scatter_logits
-from tinyspec.lm.rope import rotate, rotations
+from tinyspec.lm.forward import ForwardBatch
+from tinyspec.lm.ops import attend, attend_causal, linear, rotate, rotations, scatter_logits
 
 
 class Block(NamedTuple):

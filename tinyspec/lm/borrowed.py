@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm import naming
+from tinyspec.lm import families
 from tinyspec.lm.config import Config
 
 FROM, CHECK = "embeddings_from", "embeddings_check"  # keys of Config.extra
@@ -99,7 +99,7 @@ def load_shared_weights(
         or says[-1] >= config.vocab_size
     ):
         raise TinyspecError(f"{file}: {SAYS} must be rising ids from 0 to {config.vocab_size - 1}")
-    named = naming.layout(theirs)
+    named = families.layout(theirs)
     embed = _tensor(lent, named["embed"].names[0], lender)
     if (wanted := config.extra.get(CHECK)) is not None and check(embed) != wanted:
         raise TinyspecError(
@@ -108,7 +108,7 @@ def load_shared_weights(
         )
     head = embed if theirs.tied else _tensor(lent, named["head"].names[0], lender)
     config = replace(config, says=says, tied=False)
-    ours = naming.layout(config)
+    ours = families.layout(config)
     made = {key: read for key, read in tensors.items() if key != SAYS}
     made[ours["embed"].names[0]] = lambda: embed
     made[ours["head"].names[0]] = lambda: head[ids.long()]
@@ -137,7 +137,7 @@ def own(config: Config, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     """A checkpoint's tensors without those that are borrowed, and with the ids."""
     if not borrows(config):
         return theirs
-    named = naming.layout(config)
+    named = families.layout(config)
     lent = {named[part].names[0] for part in ("embed", "head")}
     kept = {name: tensor for name, tensor in theirs.items() if name not in lent}
     return {**kept, SAYS: torch.tensor(config.says, dtype=torch.int32)}

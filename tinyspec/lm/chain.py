@@ -10,7 +10,7 @@ special in any way is left to `Session.grow`.
 from typing import TYPE_CHECKING
 
 from tinyspec.lm.engine import NextTokenFn
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.lm.host import stack, to_numpy
 from tinyspec.lm.node import Node
 from tinyspec.lm.runner import PREFILL_CHUNK

@@ -7,7 +7,11 @@ silent, whether tokenizer.json's own post-processor puts BOS before an empty tex
 """
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +23,46 @@ import torch
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm import borrowed, naming
-from tinyspec.lm.atomic import umask, whole
+from tinyspec.lm import borrowed, families
 from tinyspec.lm.config import Config
-from tinyspec.lm.hf_config import from_hf, to_hf, token_ids
+from tinyspec.lm.families import from_hf, to_hf, token_ids
 from tinyspec.lm.tokenizer import Tokenizer
+
+
+@contextmanager
+def whole(target: Path) -> Iterator[Path]:
+    """A folder to write into; what is in it at the end of the block becomes, or joins, `target`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield work
+        _open_to_others(work)
+        if target.is_dir():
+            for file in sorted(work.iterdir()):
+                file.replace(target / file.name)
+        else:
+            work.replace(target)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise TinyspecError(f"{target}: cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _open_to_others(folder: Path) -> None:
+    """Temporary folders, and the files that safetensors writes, are private; a checkpoint is an
+    ordinary folder.
+    """
+    folder.chmod(0o777 & ~umask())
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~umask())
+
+
+def umask() -> int:
+    """What this process takes from the rights of new files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _INDEX = "model.safetensors.index.json"
@@ -109,7 +148,7 @@ def read_folder(
     if borrowed.borrows(config):
         lent = read_config(lender), _tensors(lender)[0], lender
         config, tensors = borrowed.load_shared_weights(config, tensors, str(file), *lent)
-    weights = naming.from_checkpoint(config, tensors, str(file), dtype=dtype)
+    weights = families.from_checkpoint(config, tensors, str(file), dtype=dtype)
     return Parts(config, weights, tokenizer, name, read_extras(folder))
 
 
@@ -268,7 +307,7 @@ def write(
     """
     target = Path(folder)
     config = borrowed.marked(config, weights)
-    theirs = borrowed.own(config, naming.to_checkpoint(config, weights))
+    theirs = borrowed.own(config, families.to_checkpoint(config, weights))
     dtype = str(weights["embed"].dtype)[len("torch.") :]
     values = to_hf(config, dtype)
     generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": values["eos_token_id"]}

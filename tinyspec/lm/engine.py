@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyspec import _core
-from tinyspec.lm.cache import Cache
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardBatch, Seen
+from tinyspec.lm.forward import Cache, ForwardBatch, Seen
 from tinyspec.lm.host import trim_heap
-from tinyspec.lm.rope import rotations
+from tinyspec.lm.ops import rotations
 
 NextTokenFn = Callable[[NDArray[np.float32]], int | None]
 """The token that comes behind a row of logits [V]; None: no more."""

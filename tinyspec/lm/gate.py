@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TypeVar
 
-from tinyspec.lm.feed import ForwardBatch, Scores
+from tinyspec.lm.forward import ForwardBatch, Scores
 from tinyspec.lm.runner import ForwardFn as Pass
 from tinyspec.lm.transformer import Model
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Plan
 
 FULL = Plan()
 

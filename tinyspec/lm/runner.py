@@ -9,10 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinyspec.lm.cache import Cache
-from tinyspec.lm.feed import ForwardBatch, ForwardRecord, Scores, Seen
+from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Plan, Scores, Seen
 from tinyspec.lm.node import Node
-from tinyspec.lm.plan import Plan
 from tinyspec.lm.transformer import Model
 
 PREFILL_CHUNK = 512  # rows of a long prompt that run together: bounds the attention mask

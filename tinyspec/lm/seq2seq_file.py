@@ -16,10 +16,9 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
-from tinyspec.lm.atomic import whole
-from tinyspec.lm.hf_config import SEQ2SEQ, Fields
-from tinyspec.lm.naming import _check, _some
-from tinyspec.lm.seq2seq_config import Seq2SeqConfig
+from tinyspec.lm.checkpoint import whole
+from tinyspec.lm.config import Seq2SeqConfig
+from tinyspec.lm.families import SEQ2SEQ, Fields, _check, _some
 from tinyspec.lm.tokenizer import Tokenizer
 
 _MOST = {

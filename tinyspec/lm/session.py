@@ -15,10 +15,9 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.chain import match_chain, score_chain
-from tinyspec.lm.feed import ForwardRecord, Scores
+from tinyspec.lm.forward import ForwardRecord, Plan, Scores
 from tinyspec.lm.host import stack
 from tinyspec.lm.node import Node
-from tinyspec.lm.plan import Plan
 from tinyspec.lm.runner import PREFILL_CHUNK, ForwardFn, Runner
 from tinyspec.lm.text import Text
 from tinyspec.lm.transformer import Model

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.cache import Cache
-from tinyspec.lm.feed import ForwardBatch
+from tinyspec.lm.forward import Cache, ForwardBatch
 from tinyspec.lm.ops import attend, linear, stacked
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of a step

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.cache import Cache
+from tinyspec.lm.forward import Cache
 from tinyspec.lm.node import Node
 from tinyspec.lm.transformer import Model
 from tinyspec.tree import ROOT, TokenTree

@@ -2,18 +2,163 @@
 of a text.
 """
 
+import codecs
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Protocol, Self
 
+import jinja2
 import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.detokenise import ByteStream, Detokeniser, WindowStream
-from tinyspec.lm.template import Message, render
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Detokeniser(Protocol):
+    """A growing text. `flush` ends it (a half character becomes U+FFFD, as in a whole decode) and
+    starts a new one.
+    """
+
+    def push(self, ids: Iterable[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class ByteStream:
+    """For byte-level BPE: every token is a few bytes, and a text is their concatenation read as
+    UTF-8.
+
+    >>> stream = ByteStream({0: b"caf", 1: b"\\xc3", 2: b"\\xa9"}.__getitem__)
+    >>> [stream.push([0, 1]), stream.push([2]), stream.flush()]
+    ['caf', 'é', '']
+    """
+
+    def __init__(self, to_bytes: Callable[[int], bytes]) -> None:
+        self._to_bytes = to_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._to_bytes, ids)))
+
+    def flush(self) -> str:
+        rest = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return rest
+
+
+class WindowStream:
+    """For every other decoder: decode a short window twice, with and without what is new, and show
+    the difference.
+
+    A decoder treats the first token of a text apart, so the window always begins with tokens
+    already shown, and their text is cut off again. Nothing is shown while the end may still change:
+    after a byte token (a run of them that is not UTF-8 turns to U+FFFD as a whole) and after a half
+    character. A push costs a few tokens, not the whole text.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], token: Callable[[int], str | None]
+    ) -> None:
+        self._decode, self._token = decode, token
+        self._shown: list[
+            int
+        ] = []  # tokens whose text is out; they decode to something, unless nothing is out yet
+        self._held: list[int] = []
+
+    def push(self, ids: Iterable[int]) -> str:
+        self._held.extend(i for i in ids if self._token(i) is not None)
+        if not self._held or _BYTE_TOKEN.fullmatch(self._token(self._held[-1]) or ""):
+            return ""
+        text = self._decode(self._shown + self._held)
+        return "" if text.endswith("\ufffd") else self._show(text)
+
+    def flush(self) -> str:
+        text = self._show(self._decode(self._shown + self._held))
+        self._shown = []
+        return text
+
+    def _show(self, text: str) -> str:
+        new = text[len(self._decode(self._shown)) :]
+        # Tokens that decode to nothing on their own ("▁" at the start of a text) cannot stand in
+        # for what came before.
+        self._shown = self._held if self._decode(self._held) else self._shown + self._held
+        self._held = []
+        return new
+
+
+Message = Mapping[str, str]
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's part for training; for us it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes <, >, & and ' for HTML; a prompt is not HTML.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tokens: Mapping[str, str],
+) -> str:
+    """Messages as the checkpoint's one text. `tokens` are the template's variables (`bos_token`,
+    `eos_token`, ...).
+
+    Raises TinyspecError for a message without text, and for whatever the template itself refuses.
+    """
+    plain = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(k), str) for k in ("role", "content")
+        ):
+            raise TinyspecError(
+                f'chat message {i}: expected {{"role": text, "content": text}}, got {message!r}'
+            )
+        plain.append({str(k): v for k, v in message.items()})
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    variables = {**tokens, "messages": plain, "add_generation_prompt": add_generation_prompt}
+    try:
+        return environment.from_string(template).render(tools=None, documents=None, **variables)
+    except jinja2.TemplateError as error:
+        raise TinyspecError(f"the chat template refuses these messages: {error.message}") from error
+    except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        raise TinyspecError(f"the chat template fails on these messages: {error}") from error
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -21,10 +21,9 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.cache import Cache
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine, NextTokenFn, packable
-from tinyspec.lm.feed import ForwardBatch, ForwardRecord, Scores
+from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Scores
 from tinyspec.lm.static import Static
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.tree import TokenTree

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Plan, Scores
 from tinyspec.lm.node import Node
-from tinyspec.lm.plan import Plan
 from tinyspec.lm.session import Session
 from tinyspec.tree import TokenTree
 

@@ -49,7 +49,7 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.goodput import (
     DRAFT,

@@ -22,7 +22,7 @@ from typing import Any
 
 from tinyspec._core import Forest
 from tinyspec.decoding.decode import BaseDrafter, Round
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.technique import Clock, per_model_state
 from tinyspec.tree import ROOT, TokenTree
 

@@ -18,7 +18,7 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.tree import Probs, TokenTree
 
 UNSEEN = Scores(torch.empty(0, 0), torch.empty(0, 0, 0), ())

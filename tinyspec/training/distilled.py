@@ -21,8 +21,7 @@ from rich.console import Console
 
 from tinyspec import models
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.lockstep import Lockstep
-from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
 from tinyspec.progress import progress_bar
 from tinyspec.training.beam import beam_search, greedy
 from tinyspec.training.bitext import padded

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec.errors import TinyspecError, nearest
-from tinyspec.lm.seq2seq_config import Seq2SeqConfig
+from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.training.bitext import BOS, EOS, MASK, PAD
 from tinyspec.training.distilled import Writing
 from tinyspec.training.recipe import check_names, read_sections

@@ -19,7 +19,7 @@ from tinyspec.bench.harness import progress, report
 from tinyspec.bench.settings import CalibrationSettings
 from tinyspec.early_exit.calibrate import calibrate, enough, hoeffding, risk, textual
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.transformer import Model
 
 

@@ -32,7 +32,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Request, find_technique
 from tinyspec.training import corpus

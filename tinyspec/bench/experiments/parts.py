@@ -37,7 +37,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.chain import draft_chain
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine
-from tinyspec.lm.feed import Seen
+from tinyspec.lm.forward import Seen
 from tinyspec.lm.transformer import Model
 
 KS = (1, 2, 4, 5, 8, 12, 16, 32)

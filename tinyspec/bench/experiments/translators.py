@@ -11,7 +11,7 @@ from tinyspec import translators
 from tinyspec.decoding.refine import token_logprobs
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
 from tinyspec.nonautoregressive.nat import NatRefiner

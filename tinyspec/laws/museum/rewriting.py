@@ -16,7 +16,7 @@ from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
 from tinyspec.laws.sweeps import SOLVE_PUBLISHED, SWEEP_IS_JACOBI
 from tinyspec.laws.translation_laws import LISTENS_TO_SOURCE, REFINE_LOOP, TEACHER_JUDGES
-from tinyspec.lm.given import CrossAttentionBlocks
+from tinyspec.lm.seq2seq import CrossAttentionBlocks
 from tinyspec.nonautoregressive import jacobi, mask_predict, nat
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner

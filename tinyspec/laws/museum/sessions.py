@@ -22,7 +22,7 @@ from tinyspec.laws.museum.rows import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS
 from tinyspec.laws.passes import COMMITTED_SLOTS, NODE_LOGITS, ROW_IDENTITY, SIBLING_ORDER
 from tinyspec.laws.pipeline_laws import PIPELINE_CLOCK, PIPELINE_WORK
-from tinyspec.lm.cache import Cache
+from tinyspec.lm.forward import Cache
 from tinyspec.lm.gate import BatchBarrier
 from tinyspec.lm.runner import Runner, visibility
 from tinyspec.lm.session import Session

@@ -14,7 +14,7 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import Reciter
 from tinyspec.laws.tables import TableSession
 from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree

@@ -12,7 +12,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.cache_laws import family_model
 from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.lm.feed import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.technique import Request
 
 ROWS = "every token of the text is run once"

@@ -22,8 +22,7 @@ from tinyspec.laws.exit_loss_laws import EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.feed import ForwardRecord
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.technique import Request
 from tinyspec.training.exit_losses import Course
 from tinyspec.tree import TokenTree

@@ -11,7 +11,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.reciter import CountedText, recite_until
 from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree

@@ -15,7 +15,7 @@ from tinyspec.laws.exact import JOINT, exact_law
 from tinyspec.laws.pipeline_laws import PIPELINE_CLOCK, PIPELINE_WORK
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 

@@ -17,8 +17,7 @@ from tinyspec.laws.accused import Evidence, accuse
 from tinyspec.laws.exact import JOINT, exact_law
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.lm.feed import ForwardRecord
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.speculative.drafting.self_speculative import (
     DraftExit,
     SkipSet,

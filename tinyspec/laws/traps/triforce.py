@@ -13,7 +13,7 @@ from tinyspec.laws.exact import JOINT, Reference, exact_law
 from tinyspec.laws.needle import ANSWERS, QUESTION, make_haystack, needle_model
 from tinyspec.laws.network import NETWORK_TOLERANCE, small_network
 from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Plan
 from tinyspec.speculative.drafting.speculative_decoding import speculative_decoding
 from tinyspec.speculative.integrated.triforce import StreamingDrafter, TriforceDrafter, triforce
 from tinyspec.speculative.nested import Nested

@@ -31,7 +31,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.speculative.nested import Nested
 from tinyspec.speculative.ngram import Katz, sampled
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique

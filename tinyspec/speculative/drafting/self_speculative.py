@@ -37,7 +37,7 @@ from tinyspec.decoding.modeldraft import SharedSessionDrafter
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.plan import Plan
+from tinyspec.lm.forward import Plan
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 SkipSet: TypeAlias = frozenset[int]

@@ -36,7 +36,7 @@ from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.speculative.lookup import (
     NOTHING,
     OUTPUTS,

@@ -30,7 +30,7 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.speculative.lookup import FIRST, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree

@@ -43,7 +43,7 @@ from tinyspec.decoding.modeldraft import SharedSessionDrafter
 from tinyspec.decoding.sampling import DEVICE, EXACT, kernels_of
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.lm.host import stack, to_numpy
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree

@@ -43,10 +43,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.cache import Cache
-from tinyspec.lm.ops import linear
-from tinyspec.lm.plan import Plan, Visible
-from tinyspec.lm.rope import rotate, rotations
+from tinyspec.lm.forward import Cache, Plan, Visible
+from tinyspec.lm.ops import linear, rotate, rotations
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
 from tinyspec.speculative.drafting.speculative_decoding import verify_chain

@@ -41,7 +41,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, exclude_token, residual
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.feed import Scores
+from tinyspec.lm.forward import Scores
 from tinyspec.lm.transformer import Model
 from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.technique import Guarantee, Knob, Request, technique

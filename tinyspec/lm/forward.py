@@ -1,8 +1,9 @@
-"""What goes into `Model.forward`, what comes out, and the forward log entry it leaves.
+"""What one forward pass takes and returns: its rows, the plan they run under, and the cache.
 
-A feed is the rows that one session wants run in one pass. Feeds are ragged: each has its own number
-of rows and its own cache, and rows may enter at different sublayers (those that were run part of
-the way before).
+A plan says how much of the model runs. A cache holds keys and values by slot. A `ForwardBatch` is
+the rows that one session wants run in one pass. Batches are ragged: each has its own number of rows
+and its own cache, and rows may enter at different sublayers (those that were run part of the way
+before).
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,179 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tinyspec.lm.cache import Cache
+from tinyspec.lm.config import Config
+from tinyspec.lm.host import copied, view_as_ints, zeros
 from tinyspec.lm.ops import stacked
-from tinyspec.lm.plan import Heads, Plan
+
+Heads = tuple[frozenset[int] | None, ...]
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which old positions attention may read: eviction is a set that is not looked at, never a
+    physical drop.
+
+    layers  one entry a layer: None (sees everything) or, per key/value head, a set of positions
+            (None: everything)
+    since   positions >= since are always visible (what came after the set was chosen)
+    """
+
+    layers: tuple[Heads | None, ...]
+    since: int
+
+    @classmethod
+    def everywhere(
+        cls, positions: Sequence[int], since: int, n_layers: int, n_kv_heads: int
+    ) -> "Visible":
+        """The same positions in every layer and head (a StreamingLLM window with its sinks,
+        say).
+        """
+        return cls((((frozenset(positions),) * n_kv_heads),) * n_layers, since)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A way through the layers. Sublayer 2l is the attention of layer l, 2l + 1 its feed-forward
+    part.
+
+    last     number of layers run (None: all)
+    skip     sublayers that are the identity
+    visible  what attention sees (None: everything)
+    """
+
+    last: int | None = None
+    skip: frozenset[int] = frozenset()
+    visible: Visible | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """Most comparisons are of a plan with itself."""
+        if self is other:
+            return True
+        same = isinstance(other, Plan) and (self.last, self.skip, self.visible) == (
+            other.last,
+            other.skip,
+            other.visible,
+        )
+        return same
+
+    def __hash__(self) -> int:
+        return hash((self.last, self.skip, self.visible))
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is left out."""
+        return self.last is None and not self.skip and self.visible is None
+
+    def sublayers(self, n_layers: int) -> int:
+        """Where this plan stops, in sublayers."""
+        return 2 * (n_layers if self.last is None else self.last)
+
+    def differs(self, other: "Plan", n_layers: int) -> int:
+        """The first sublayer where the two part; 2 * n_layers if they never do.
+
+        This is the one reuse rule: what was computed under one plan up to here holds under the
+        other.
+
+        >>> Plan(last=3).differs(Plan(), 12), Plan(skip=frozenset({4, 9})).differs(Plan(), 12)
+        (6, 4)
+        """
+        if self is other:
+            return 2 * n_layers
+        ends = {self.sublayers(n_layers), other.sublayers(n_layers)}
+        firsts = [
+            2 * n_layers,
+            *(min(ends) for _ in range(len(ends) - 1)),
+            *(self.skip ^ other.skip),
+        ]
+        if self.visible != other.visible:
+            firsts.extend(
+                2 * layer for layer in range(n_layers) if self._sees(layer) != other._sees(layer)
+            )
+        return min(firsts)
+
+    def _sees(self, layer: int) -> tuple[Heads, int] | None:
+        heads = self.visible.layers[layer] if self.visible else None
+        return None if self.visible is None or heads is None else (heads, self.visible.since)
+
+
+class Cache:
+    """K/V of one session: store [L, 2, KV, capacity, hd], grown by doubling; present [capacity,
+    L].
+    """
+
+    def __init__(
+        self, config: Config, dtype: torch.dtype, device: torch.device, capacity: int = 64
+    ):
+        self.config = config
+        self.present: NDArray[np.bool_] = np.zeros((capacity, config.n_layers), dtype=np.bool_)
+        self._hold(
+            zeros((config.n_layers, 2, config.n_kv_heads, capacity, config.head_dim), dtype, device)
+        )
+
+    def _hold(self, store: Tensor) -> None:
+        self.store, self.address, self.words = store, store.data_ptr(), view_as_ints(store)
+        self.keys = [layer[0] for layer in store]  # views, each [KV, capacity, hd]
+        self.values = [layer[1] for layer in store]
+
+    @property
+    def capacity(self) -> int:
+        return len(self.present)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for slots 0..slots-1, at least doubling, so that growth is linear in all."""
+        if slots <= self.capacity:
+            return
+        room = max(slots, 2 * self.capacity)
+        shape = (*self.store.shape[:3], room, self.store.shape[4])
+        self.settle(zeros(shape, self.store.dtype, self.store.device), room)
+
+    def settle(self, store: Tensor, room: int) -> None:
+        """Move into a store with `room` slots, or more: what lies behind them is not the
+        cache's.
+        """
+        here = view_as_ints(store)
+        if here is not None and self.words is not None:
+            here[:, :, :, : self.capacity] = self.words[:, :, :, : self.capacity]
+        else:
+            with torch.inference_mode():
+                store[:, :, :, : self.capacity] = self.store[:, :, :, : self.capacity]
+        present = np.zeros((room, self.config.n_layers), dtype=np.bool_)
+        present[: self.capacity] = self.present
+        self.present = present
+        self._hold(store)
+
+    def write(self, layer: int, where: slice | Tensor, k: Tensor, v: Tensor) -> None:
+        """k and v [n, KV, hd] into n slots of a layer."""
+        self.keys[layer][:, where] = k.transpose(0, 1)
+        self.values[layer][:, where] = v.transpose(0, 1)
+
+    def move(self, old: Sequence[int], first: int) -> None:
+        """Slots `old`, in this order, become slots first, first + 1, ...: the path gather after a
+        commit.
+        """
+        stay = next((i for i, slot in enumerate(old) if slot != first + i), len(old))
+        old, first = list(old[stay:]), first + stay
+        if not old:
+            return
+        if self.words is not None:
+            self.words[:, :, :, first : first + len(old)] = self.words[:, :, :, old]
+        else:
+            with torch.inference_mode():
+                moved = self.store[:, :, :, torch.tensor(old, device=self.store.device)]
+                self.store[:, :, :, first : first + len(old)] = moved
+        self.present[first : first + len(old)] = self.present[old]
+
+    def clone(self) -> "Cache":
+        """An independent copy."""
+        twin = Cache.__new__(Cache)
+        twin.config = self.config
+        twin.present = self.present.copy()
+        twin._hold(copied(self.store))
+        return twin
+
 
 Seen = tuple[int, tuple[int, ...]]
 """Slots a row sees: 0..prefix-1, where slot == position, and then others, in the order of their
