@@ -107,6 +107,21 @@ def test_knobs_are_options(zoo: Zoo, knob: list[str]) -> None:
     assert stats[0]["drafted"] != stats[1]["drafted"]
 
 
+def test_help_shows_the_knobs_of_a_method() -> None:
+    """Each with its default; of two methods, a knob that both have stands there once."""
+    told = run("generate", "--method", "speculative_decoding", "--help").stdout
+    assert "Knobs of the method:\n  --gamma VALUE" in told and "[default: 3]" in told
+    assert "Knobs of the method" not in run("generate", "--help").stdout
+    both = run("race", "--method", "sequoia", "--method", "speculative_decoding", "--help").stdout
+    assert both.count("\n  --gamma VALUE") == 1
+
+
+def test_a_knob_may_be_written_with_an_underscore(zoo: Zoo) -> None:
+    call = ["generate", "--model", zoo.big, "-n", "4", "--method", "calm", "the cat"]
+    assert run(*call, "--min_exit", "1").stdout == run(*call, "--min-exit", "1").stdout
+    assert "min_exit is 'x'" in failed(run(*call, "--min_exit", "x"))
+
+
 @pytest.mark.parametrize("given", [["A,B"], ["A", "B"]], ids=str)
 def test_several_drafts_stand_in_one_option_or_in_several(zoo: Zoo, given: list[str]) -> None:
     from tinyspec.cli import base

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.zoo import TEXT, Zoo, failed, run, tiny_zoo
-from tinyspec.cli import batch
+from tinyspec.cli import generate as command
 
 PROMPTS = ["the cat", "the dog sat on", "the house", "and then the cat", "the log"]
 
@@ -33,7 +33,7 @@ def rows(stdout: str) -> list[dict[str, Any]]:
 def test_a_line_gets_the_text_that_it_gets_alone(
     zoo: Zoo, prompts: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(batch, "ROWS", 2)
+    monkeypatch.setattr(command, "ROWS", 2)
     call = ["generate", "--model", zoo.big, "--method", method, "-n", "9", "-t", "0.9", "--json"]
     result = run(*call, "--prompts", str(prompts), "--seed", "4")
     assert result.exit_code == 0, result.output

@@ -8,7 +8,7 @@ import pytest
 
 from tests.test_cli import all_commands
 from tests.zoo import Zoo, failed, run, tiny_zoo
-from tinyspec.cli.paths import check_output
+from tinyspec.cli.base import check_output
 
 
 @pytest.fixture(scope="module")

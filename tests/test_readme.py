@@ -84,7 +84,7 @@ def test_no_placeholder_is_left() -> None:
 
 
 def test_the_pictures_that_are_shown_are_held_to_be_pictures() -> None:
-    from tests.test_replay import SHOWN as pictures
+    from tests.show.test_replay import SHOWN as pictures
 
     assert sum(command in README for command in pictures) >= 2
 

@@ -1,6 +1,4 @@
-"""The command line: one file a command. Each imports what it needs when it runs, so that --help
-answers at once.
-"""
+"""The command line. A command imports what it needs when it runs, so that --help answers at once."""
 
 import click
 
@@ -16,7 +14,6 @@ from tinyspec.cli import (
     methods,
     models,
     race,
-    replay,
     train,
     translate,
 )
@@ -50,7 +47,7 @@ for command in (
     generate.generate,
     translate.translate,
     chat.chat,
-    replay.replay,
+    generate.replay,
     book.book,
     assignment.assignment,
     grade.grade,

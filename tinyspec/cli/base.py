@@ -1,33 +1,143 @@
-"""What all commands share: how they behave (`command.py`), and the options of models, knobs and
-sampling.
+"""What commands share: options, files that they read and write, and the options of a generation."""
 
-No torch here, and none at the top of any command's file: `tinyspec --help` answers at once.
-"""
-
+import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
-from tinyspec.cli.command import KNOBS as KNOBS
 from tinyspec.cli.command import Command as Command
-from tinyspec.cli.command import F, close_names
+from tinyspec.cli.command import F
 from tinyspec.cli.command import Group as Group
 from tinyspec.cli.command import KnobCommand as KnobCommand
 from tinyspec.cli.command import plugin_option as plugin_option
-from tinyspec.cli.paths import OutputPath as OutputPath
-from tinyspec.cli.paths import check_folder as check_folder
-from tinyspec.cli.paths import read_text as read_text
+from tinyspec.cli.command import read_knobs as read_knobs
 from tinyspec.errors import TinyspecError
-from tinyspec.familiar import hint_argument
+
+# ---------------------------------------------------------------------- files
+
+
+class OutputPath(click.Path):
+    """A file that the command writes, or a folder.
+
+    click converts arguments before a command's own code runs, so nothing is loaded when the place
+    cannot be written.
+
+    folder   it is a folder, which the command makes where it is missing
+    parents  the command makes the folders above it
+    """
+
+    def __init__(self, folder: bool = False, parents: bool = False, allow_dash: bool = False):
+        kinds = {"file_okay": not folder, "dir_okay": folder}
+        super().__init__(**kinds, allow_dash=allow_dash, path_type=Path)
+        self.parents = parents or folder
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not (self.allow_dash and str(path) == "-"):
+            check_output(path, self.parents)
+        return path
+
+
+INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+INPUT_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+def check_output(path: Path, parents: bool = False) -> None:
+    """Raise TinyspecError unless this file or folder can be written.
+
+    parents  folders above it may be missing: whoever writes it makes them
+    """
+    place = path
+    if not path.exists():
+        place = path.parent
+        while parents and not place.exists():
+            place = place.parent
+        if not place.exists():
+            raise TinyspecError(f"cannot write {path}: there is no folder {place}; make it first")
+        if not place.is_dir():
+            raise TinyspecError(f"cannot write {path}: {place} is a file; name another place")
+    if not os.access(place, os.W_OK):
+        raise TinyspecError(f"cannot write {path}: no permission in {place}; name another place")
+
+
+def check_folder(path: Path, hint: str) -> None:
+    """Raise TinyspecError unless this is a folder that exists; `hint` says what to do."""
+    if not path.exists():
+        raise TinyspecError(f"there is no folder '{path}': {hint}")
+    if not path.is_dir():
+        raise TinyspecError(f"{path} is a file, no folder: {hint}")
+
+
+def read_text(path: Path) -> str:
+    """Return a text file; an error names it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"{error.reason} at byte {error.start}"
+        raise TinyspecError(f"{path}: not UTF-8 text ({reason})") from error
+
+
+def read_prompt(prompt: str | None, missing: str) -> str:
+    """Return the prompt as given; `-`, or none with a pipe, reads standard input.
+
+    `missing` says what to do at a terminal.
+    """
+    if prompt not in (None, "-"):
+        return str(prompt)
+    if prompt is None and sys.stdin.isatty():
+        raise TinyspecError(missing)
+    return sys.stdin.read().removesuffix("\n")
+
+
+class Line(NamedTuple):
+    """A prompt of a file, and the number of its line."""
+
+    number: int
+    prompt: str
+
+
+def read_prompts(path: Path) -> list[Line]:
+    """Return the prompts of a file, one a line; blank lines are passed over.
+
+    A line of a .jsonl file is an object with a "prompt"; what else it holds is ignored.
+    """
+    lines = enumerate(read_text(path).removeprefix("\ufeff").split("\n"), 1)
+    as_json = path.suffix == ".jsonl"
+    found = [
+        Line(number, _prompt_of(line, f"{path} line {number}") if as_json else line.rstrip("\r"))
+        for number, line in lines
+        if line.strip()
+    ]
+    if not found:
+        raise TinyspecError(f"{path}: no prompts; write one a line")
+    return found
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise TinyspecError(f'{where}: no JSON ({error}); write {{"prompt": "..."}}') from error
+    if not isinstance(entry, dict) or "prompt" not in entry:
+        raise TinyspecError(f'{where}: no "prompt" in it; write {{"prompt": "..."}}')
+    if not isinstance(entry["prompt"], str):
+        kind = type(entry["prompt"]).__name__
+        raise TinyspecError(
+            f'{where}: its "prompt" is no text but of type {kind}; put it in quotes'
+        )
+    return entry["prompt"]
+
 
 # ---------------------------------------------------------------------- options
 
 
 def options(*chosen: Callable[[F], F]) -> Callable[[F], F]:
-    """Several options as one decorator; they are listed in this order."""
+    """Return several options as one decorator; they are listed in this order."""
 
     def apply(function: F) -> F:
         for option in reversed(chosen):
@@ -37,72 +147,27 @@ def options(*chosen: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-def overrides(seed: int | None, settings: Sequence[str]) -> dict[str, str]:
-    """What --seed and --set KEY=VALUE change in a recipe."""
-    changed = {} if seed is None else {"train.seed": str(seed)}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise TinyspecError(f"--set {setting}: write KEY=VALUE, such as train.lr=2e-3")
-        changed[key.strip()] = value.strip()
-    return changed
-
-
+model_option = click.option(
+    "--model", "-m", default="storyteller", help="Name, folder, .gguf file or hub id."
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on standard output."
+)
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 replay_option = click.option(
     "--replay",
     type=OutputPath(),
     help="Write a page that plays it back; if the name ends in .json, the page's trace.",
 )
-
-
-def where_options(function: F) -> F:
-    """--seed, --device, --dtype."""
-    return options(
-        click.option(
-            "--seed", type=int, default=0, show_default=True, help="Same seed, same text."
-        ),
-        click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:0."),
-        click.option(
-            "--dtype",
-            default=None,
-            help="float32, bfloat16, float16, float64. [default: as stored]",
-        ),
-    )(function)
-
-
-def sampling_options(function: F) -> F:
-    """--max-new-tokens, --temperature and the warpers."""
-    return options(
-        click.option(
-            "--max-new-tokens",
-            "-n",
-            type=int,
-            default=128,
-            show_default=True,
-            help="Tokens to add.",
-        ),
-        click.option(
-            "--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy."
-        ),
-        click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-        click.option(
-            "--top-p", type=float, help="Keep the fewest tokens whose probability reaches p."
-        ),
-        click.option(
-            "--min-p",
-            type=float,
-            help="Drop tokens below min-p times the most probable one's probability.",
-        ),
-        click.option(
-            "--repetition-penalty", type=float, default=1.0, show_default=True, help="1 is off."
-        ),
-    )(function)
-
-
+data_option = click.option(
+    "--data",
+    "data_folder",
+    type=INPUT_FOLDER,
+    help="Where the texts lie. [default: TINYSPEC_DATA, else the cache]",
+)
 knob_option = click.option(
     "--knob",
     "-k",
-    "knob",
     multiple=True,
     metavar="NAME=VALUE",
     help="A knob of the method; --NAME VALUE does the same.",
@@ -111,107 +176,81 @@ draft_option = click.option(
     "--draft",
     multiple=True,
     metavar="NAME[,NAME...]",
-    callback=lambda ctx, option, given: [
-        name for word in given for name in word.split(",") if name
-    ],
+    callback=lambda _, __, given: [name for word in given for name in word.split(",") if name],
     help="The draft model, or several. [default: the one that the model's card names]",
 )
 reference_option = click.option(
     "--reference",
     "references",
     multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=INPUT_FILE,
     help="A text that the method may copy from (llma); may be repeated.",
+)
+where_options = options(
+    click.option("--seed", type=int, default=0, help="Same seed, same text."),
+    click.option("--device", default="cpu", help="cpu, cuda, or cuda:0."),
+    click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
+)
+sampling_options = options(
+    click.option("--max-new-tokens", "-n", type=int, default=128, help="Tokens to add."),
+    click.option("--temperature", "-t", type=float, default=0.0, help="0 is greedy."),
+    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
+    click.option("--top-p", type=float, help="Keep the fewest tokens whose probability reaches p."),
+    click.option(
+        "--min-p",
+        type=float,
+        help="Drop tokens below min-p times the most probable one's probability.",
+    ),
+    click.option("--repetition-penalty", type=float, default=1.0, help="1 is off."),
 )
 
 
-def given_knobs(ctx: click.Context, pairs: Sequence[str]) -> dict[str, Any]:
-    """Knobs from --knob name=value and from unknown options, as numbers where they look like
-    numbers.
+@dataclass
+class GenerateOptions:
+    """What `generate`, `chat` and `race` take alike: models, methods with their knobs, sampling.
+
+    knobs     of each method
+    settings  the sampling options by name, and the seed
     """
-    texts: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise click.BadParameter(f"'{pair}' is not NAME=VALUE", ctx, param_hint="--knob")
-        texts[name.strip().replace("-", "_")] = value.strip()
-    texts |= ctx.meta.get(KNOBS, {})
-    return {name: literal(value) for name, value in texts.items()}
 
+    model: str
+    draft: list[str]
+    device: str
+    dtype: str | None
+    methods: list[str]
+    knobs: list[dict[str, Any]]
+    settings: dict[str, Any]
 
-def literal(text: str) -> Any:
-    """A value as a shell passes it.
+    @classmethod
+    def take(cls, ctx: click.Context, given: dict[str, Any], *methods: str) -> "GenerateOptions":
+        """Sort what click has read, and raise TinyspecError for a knob that no method has."""
+        knobs = read_knobs(ctx, given.pop("knob"), methods)
+        models = {name: given.pop(name) for name in ("model", "draft", "device", "dtype")}
+        return cls(**models, methods=list(methods), knobs=knobs, settings=given)
 
-    >>> literal("4"), literal("0.5"), literal("true"), literal("tree")
-    (4, 0.5, True, 'tree')
-    """
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if text.lower() == "none":
-        return None
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def settle(
-    ctx: click.Context, knobs: dict[str, Any], methods: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Each method's share of the knobs. One that no method has may be a misspelt option: say what
-    is close.
-    """
-    from tinyspec.technique import find_technique
-
-    cards = [find_technique(method) for method in methods]
-    owned = {knob.name for card in cards for knob in card.knobs}
-    for name in knobs:
-        if name not in owned:
-            if hint := hint_argument(name, command_line=True):
-                raise TinyspecError(f"--{name.replace('_', '-')}: {hint}")
-            options = [
-                o[2:] for p in ctx.command.get_params(ctx) for o in p.opts if o.startswith("--")
-            ]
-            close = close_names(name.replace("_", "-"), [*options, *owned])
-            hint = f"; did you mean --{close[0]}?" if close else ""
-            has = f"its knobs: {', '.join(sorted(owned))}" if owned else "it has none"
-            raise TinyspecError(
-                f"--{name.replace('_', '-')} is no option, and no knob of {', '.join(methods)} ({has}){hint}"
-            )
-    return [
-        {k: v for k, v in knobs.items() if k in {knob.name for knob in card.knobs}}
-        for card in cards
-    ]
-
-
-def read_prompt(prompt: str | None, missing: str) -> str:
-    """The prompt: as given; `-` or none with a pipe reads standard input. `missing` says what to do
-    at a terminal.
-    """
-    if prompt not in (None, "-"):
-        return str(prompt)
-    if prompt is None and sys.stdin.isatty():
-        raise TinyspecError(missing)
-    return sys.stdin.read().removesuffix("\n")
+    def load(self) -> tuple[Any, list[Any] | None]:
+        """Return the model, and its draft models where one of the methods needs or can use one."""
+        return load_all(self.model, self.draft, self.methods, self.device, self.dtype)
 
 
 def load_all(
     model: str, draft: Sequence[str], methods: Sequence[str], device: str, dtype: str | None
 ) -> tuple[Any, list[Any] | None]:
-    """The model, and its draft models where one of the methods needs or can use one (else None)."""
+    """Return the model, and its draft models where one of the methods needs or can use one."""
     import tinyspec
     from tinyspec.technique import find_technique
 
     cards = [
         find_technique(method) for method in methods
-    ]  # a misspelt method is said before anything is loaded
+    ]  # a misspelt one is told before anything is loaded
     target = tinyspec.load(model, device=device, dtype=dtype)
     if not draft and any(card.drafts or card.optional_draft for card in cards):
         named = target.config.extra.get("draft") or []
         draft = [named] if isinstance(named, str) else named
     return target, [tinyspec.load(name, device=device, dtype=dtype) for name in draft] or None
+
+
+# ---------------------------------------------------------------------- showing
 
 
 def show_progress(quiet: bool) -> Any:
@@ -222,9 +261,31 @@ def show_progress(quiet: bool) -> Any:
 
 
 def console() -> Any:
-    """A rich console on standard output; into a pipe or file it writes long lines, and no control
-    codes.
+    """Return a rich console on standard output.
+
+    Into a pipe or file it writes long lines, and no control codes.
     """
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=200, no_color=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; columns of numbers, which end in "#", are aligned to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        right = name.endswith("#")
+        table.add_column(name.rstrip("#"), overflow="fold", justify="right" if right else "left")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table, highlight=False, markup=False)
+
+
+def write_replay(record: Any, path: Path) -> None:
+    """Write the page of a replay, or its trace, and say on standard error what was written."""
+    from tinyspec.show.replay import save, tell_written
+
+    save(record, path)
+    click.echo(tell_written(path), err=True)

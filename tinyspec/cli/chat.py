@@ -13,10 +13,8 @@ HELP = "/reset forgets the conversation, /stats shows the last answer's figures,
 
 @click.command("chat", cls=base.KnobCommand)
 @base.options(
-    click.option(
-        "--model", "-m", default="smollm2", show_default=True, help="A model with a chat template."
-    ),
-    click.option("--method", default="llma", show_default=True, help="See `tinyspec methods`."),
+    click.option("--model", "-m", default="smollm2", help="A model with a chat template."),
+    click.option("--method", default="llma", help="See `tinyspec methods`."),
     base.draft_option,
     base.knob_option,
     click.option("--system", help="The system message."),
@@ -25,20 +23,7 @@ HELP = "/reset forgets the conversation, /stats shows the last answer's figures,
     click.option("--stats", is_flag=True, help="Print figures after every answer."),
 )
 @click.pass_context
-def chat(
-    ctx: click.Context,
-    /,
-    model: str,
-    method: str,
-    draft: list[str],
-    knob: tuple[str, ...],
-    system: str | None,
-    seed: int,
-    device: str,
-    dtype: str | None,
-    stats: bool,
-    **sampling: Any,
-) -> None:
+def chat(ctx: click.Context, /, method: str, system: str | None, stats: bool, **given: Any) -> None:
     """Talk to a chat model, turn by turn.
 
     \b
@@ -51,73 +36,59 @@ def chat(
     Examples:
       tinyspec models fetch smollm2
       tinyspec chat
-      tinyspec chat --model path/to/folder --temperature 0.7 --top-p 0.9 --system "Be brief."
+      tinyspec chat --model path/to/folder -t 0.7 --top-p 0.9 --system "Answer in one sentence."
     """
-    knobs = base.given_knobs(ctx, knob)
-    base.settle(ctx, knobs, [method])
-    target, small = base.load_all(model, draft, [method], device, dtype)
+    chosen = base.GenerateOptions.take(ctx, given, method)
+    target, drafts = chosen.load()
     if not target.tokenizer.has_chat:
         raise TinyspecError(
             f"{target.name} has no chat template: use `tinyspec generate`, or a chat model such as smollm2"
         )
     opening = [{"role": "system", "content": system}] if system else []
-    options = {"method": method, "draft": small, **sampling, **knobs}
-    _Conversation(target, opening, options, seed, stats).run()
+    options = {"method": method, "draft": drafts, **chosen.settings, **chosen.knobs[0]}
+    Conversation(target, opening, options, stats).run()
 
 
-class _Conversation:
+class Conversation:
     """Messages so far, and what to answer them with. Turn i uses seed + i."""
 
     def __init__(
-        self,
-        model: Any,
-        opening: list[dict[str, str]],
-        options: dict[str, Any],
-        seed: int,
-        stats: bool,
+        self, model: Any, opening: list[dict[str, str]], options: dict[str, Any], stats: bool
     ):
-        self.model, self.opening, self.options, self.seed, self.stats = (
-            model,
-            opening,
-            options,
-            seed,
-            stats,
-        )
+        self.model, self.opening, self.options, self.stats = model, opening, options, stats
         self.messages = list(opening)
-        self.turn = 0
         self.figures = "nothing was answered yet"
 
     def run(self) -> None:
+        """Answer messages until the input ends."""
         if terminal := sys.stdin.isatty():
             import readline  # noqa: F401  # input() then edits lines and remembers them
 
-            click.echo(
-                f"{self.model.name}, {self.model.config.max_positions} tokens of context. {HELP}.",
-                err=True,
-            )
+            context = f"{self.model.config.max_positions} tokens of context"
+            click.echo(f"{self.model.name}, {context}. {HELP}.", err=True)
         while True:
             try:
-                said = input("> " if terminal else "").strip()
+                message = input("> " if terminal else "").strip()
             except EOFError:
                 return
-            if said in ("/quit", "/exit"):
+            if message in ("/quit", "/exit"):
                 return
-            if said == "/reset":
+            if message == "/reset":
                 self.messages = list(self.opening)
                 click.echo("(a new conversation)", err=True)
-            elif said == "/stats":
+            elif message == "/stats":
                 click.echo(self.figures, err=True)
-            elif said.startswith("/"):
-                click.echo(f"(there is no {said.split()[0]}: {HELP})", err=True)
-            elif said:
-                self.answer(said)
+            elif message.startswith("/"):
+                click.echo(f"(there is no {message.split()[0]}: {HELP})", err=True)
+            elif message:
+                self.answer(message)
 
-    def answer(self, said: str) -> None:
-        """One turn. A message that the context has no room for is taken back, and said so."""
+    def answer(self, message: str) -> None:
+        """Answer one message. One that the context has no room for is taken back."""
         from tinyspec.generation import TextStreamer, prompt_ids, start
         from tinyspec.show.display import describe_layers, statistics, visible
 
-        asked = [*self.messages, {"role": "user", "content": said}]
+        asked = [*self.messages, {"role": "user", "content": message}]
         ids, room = prompt_ids(self.model, asked), self.model.config.max_positions
         if len(ids) >= room:
             click.echo(
@@ -126,7 +97,7 @@ class _Conversation:
                 err=True,
             )
             return
-        running = start(self.model, ids, seed=self.seed + self.turn, **self.options)
+        running = start(self.model, ids, **self.options)
         growing = TextStreamer(running)
         try:
             for piece in growing:
@@ -136,7 +107,7 @@ class _Conversation:
             click.echo(growing.rest(), nl=False)
         click.echo()
         result = running.result()
-        self.turn += 1
+        self.options["seed"] += 1
         self.messages = [*asked, {"role": "assistant", "content": result.text}]
         layers = describe_layers(result.trace.layers_run, self.model.config.n_layers)
         self.figures = statistics(result.stats, result.finish_reason, layers)

@@ -1,25 +1,66 @@
-"""How every command behaves: errors in one line, --debug, knobs as options, plugins, and other
-names of methods.
+"""How every command behaves: errors in one line, --debug, plugins, and a technique's knobs as options.
+
+No torch here, and none at the top of any command's file: `tinyspec --help` answers at once.
 """
 
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tinyspec.cli.mistakes import OneLine, in_one_line, usage_in_one_line
 from tinyspec.errors import TinyspecError, nearest
 from tinyspec.familiar import METHODS, hint_argument, normalize_method
 
+if TYPE_CHECKING:
+    from tinyspec.technique import Card, Knob
+
 F = TypeVar("F", bound=Callable[..., Any])
-KNOBS = "tinyspec.knobs"  # where a command's unknown options wait in its context
-DEBUG = "tinyspec.debug"
+DEBUG = "tinyspec.debug"  # keys of a click context's `meta`
+KNOBS = "tinyspec.knobs"
+KNOB_OPTIONS = "tinyspec.knob_options"
+
+# ---------------------------------------------------------------------- errors
 
 
-def debugging(ctx: click.Context) -> bool:
-    """Whether tracebacks are wanted: --debug before or after the command, or TINYSPEC_DEBUG=1."""
+class OneLine(click.ClickException):
+    """An error as `tinyspec: what is wrong and what to do`, with exit code 2."""
+
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"tinyspec: {self.message}", file=file or sys.stderr)
+
+
+def usage_in_one_line(error: click.UsageError) -> click.ClickException:
+    """Return click's error of usage as one line that names the command's help."""
+    if type(error).__name__ == "NoArgsIsHelpError":  # not an error: a group alone shows its help
+        return error
+    message = " ".join(error.format_message().split()).rstrip(".")
+    help = f" (see `{error.ctx.command_path} --help`)" if error.ctx is not None else ""
+    return OneLine(message + help)
+
+
+def error_in_one_line(error: Exception) -> str:
+    """Return what a user is told of an error.
+
+    One that nobody foresaw says its kind, and how to see where it came from.
+    """
+    message = " ".join(str(error).split())
+    if isinstance(error, TinyspecError):
+        return message
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's; torch may not even be loaded here
+        return "CUDA is out of memory: use --dtype bfloat16, fewer --max-new-tokens, a smaller model, or --device cpu"
+    return f"{type(error).__name__}: {message} (this is a defect; --debug shows where)"
+
+
+def is_debugging(ctx: click.Context) -> bool:
+    """Return whether tracebacks are wanted: by --debug anywhere, or by TINYSPEC_DEBUG=1."""
     return bool(ctx.meta.get(DEBUG)) or os.environ.get("TINYSPEC_DEBUG", "0") not in ("", "0")
 
 
@@ -28,14 +69,11 @@ def _debug_option() -> click.Option:
         if value:
             ctx.meta[DEBUG] = True
 
-    return click.Option(
-        ["--debug"],
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=note,
-        help="Show a traceback on errors.",
-    )
+    settings: dict[str, Any] = {"is_flag": True, "expose_value": False, "is_eager": True}
+    return click.Option(["--debug"], callback=note, help="Show a traceback on errors.", **settings)
+
+
+# ---------------------------------------------------------------------- techniques
 
 
 def load_file(path: Path) -> str:
@@ -54,9 +92,7 @@ def _load_plugins(ctx: click.Context, _: click.Parameter, paths: Sequence[Path])
 
 
 def plugin_option(function: F) -> F:
-    """--plugin: techniques from files that stand anywhere, loaded before anything else is looked
-    at.
-    """
+    """Add --plugin: techniques from files, which are loaded before anything else is looked at."""
     return click.option(
         "--plugin",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -67,37 +103,6 @@ def plugin_option(function: F) -> F:
         metavar="FILE",
         help="Load a technique from this Python file; may be repeated.",
     )(function)
-
-
-class Command(click.Command):
-    """A command that takes --debug, and whose help keeps the shape of its examples.
-
-    One that takes --method for any technique takes --plugin too, and a name that a technique has
-    elsewhere.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        kwargs.setdefault("context_settings", {}).setdefault("max_content_width", 100)
-        super().__init__(*args, **kwargs)
-        self._takes_method = [
-            option.name
-            for option in self.params
-            if "--method" in option.opts
-            and option.name
-            and not isinstance(option.type, click.Choice)
-        ]
-        if self._takes_method:
-            plugin_option(self)
-        self.params.append(_debug_option())
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        rest = super().parse_args(ctx, args)
-        for name in self._takes_method:
-            given = ctx.params[name]
-            ctx.params[name] = (
-                our_method(given) if isinstance(given, str) else tuple(map(our_method, given or ()))
-            )
-        return rest
 
 
 def our_method(name: str) -> str:
@@ -114,58 +119,188 @@ def our_method(name: str) -> str:
     return name
 
 
-class KnobCommand(Command):
-    """A command whose unknown options are a technique's knobs: `--gamma 4`, `--gamma=4`. Its card
-    checks them later.
+# ---------------------------------------------------------------------- commands
+
+
+class Command(click.Command):
+    """A command that takes --debug, and whose help keeps the shape of its examples.
+
+    One that takes --method for any technique takes --plugin too, and a name that a technique has
+    elsewhere.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        kwargs.setdefault("context_settings", {}).setdefault("max_content_width", 100)
+        kwargs["context_settings"].setdefault("show_default", True)
+        super().__init__(*args, **kwargs)
+        self.method_options = [
+            option.name
+            for option in self.params
+            if "--method" in option.opts
+            and option.name
+            and not isinstance(option.type, click.Choice)
+        ]
+        if self.method_options:
+            plugin_option(self)
+        self.params.append(_debug_option())
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        known: dict[str, click.Option] = {}
-        for parameter in self.get_params(ctx):
-            if isinstance(parameter, click.Option):
-                known |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], parameter)
-        kept: list[str] = []
-        knobs: dict[str, str] = {}
-        waiting = list(args)
-        while waiting:
-            word = waiting.pop(0)
-            if word == "--":
-                kept += [word, *waiting]
-                break
-            name, equals, value = word.partition("=")
-            if name in known or not name.startswith("--"):
-                kept.append(word)
-                if (
-                    name in known
-                    and not equals
-                    and not known[name].is_flag
-                    and not known[name].count
-                    and waiting
-                ):
-                    kept.append(waiting.pop(0))
-                continue
-            if not equals:
-                if not waiting or waiting[0].startswith("--"):
-                    if hint := hint_argument(name[2:], command_line=True):
-                        raise TinyspecError(f"{name}: {hint}")
-                    raise click.NoSuchOption(name, possibilities=close_names(name, known), ctx=ctx)
-                value = waiting.pop(0)
-            knobs[name[2:].replace("-", "_")] = value
-        ctx.meta[KNOBS] = knobs
-        return super().parse_args(ctx, kept)
+        rest = super().parse_args(ctx, args)
+        for name in self.method_options:
+            given = ctx.params[name]
+            ctx.params[name] = (
+                our_method(given) if isinstance(given, str) else tuple(map(our_method, given or ()))
+            )
+        return rest
 
 
-def close_names(name: str, known: Sequence[str] | dict[str, Any]) -> list[str]:
-    """Return the two names that are nearest in spelling, or fewer."""
-    from difflib import get_close_matches
+class KnobCommand(Command):
+    """A command whose options are also the knobs of the techniques that --method names.
 
-    return get_close_matches(name, list(known), n=2)
+    The command line is parsed twice: first for the methods, whatever else stands in it; then with
+    the options that their cards declare. Cards are read only where an option is none of the
+    command's own, or for the help of a method that was named: reading them takes torch.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *ctx.meta.get(KNOB_OPTIONS, ())]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        parser = self.make_parser(ctx)
+        parser.ignore_unknown_options = True
+        named = parser.parse_args(args=[*args])[0]
+        own = {name for option in self.get_params(ctx) for name in option.opts}
+        own |= {name for option in self.get_params(ctx) for name in option.secondary_opts}
+        options = [word.partition("=")[0] for word in args if word.startswith("--")]
+        methods = [named[name] for name in self.method_options if name in named]
+        unknown = [name for name in options if name not in own | {"--"}]
+        if not unknown and not (methods and {"--help", "-h"} & {*args}):
+            return super().parse_args(ctx, args)
+        for path in named.get("plugin", ()):
+            if Path(path).is_file():  # else the option itself says so
+                load_file(Path(path))
+        defaults = [o.get_default(ctx) for o in self.params if o.name in self.method_options]
+        cards = _find_cards(methods or defaults)
+        ctx.meta[KNOB_OPTIONS] = [
+            option for card in cards for knob in card.knobs for option in _knob_options(knob, own)
+        ]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not error.option_name.startswith("--"):
+                raise
+            raise explain_unknown(ctx, error.option_name.removeprefix("--"), cards) from error
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        knobs = ctx.meta.pop(KNOB_OPTIONS, [])
+        super().format_options(ctx, formatter)
+        rows = [row for option in knobs if (row := option.get_help_record(ctx))]
+        if rows:
+            with formatter.section("Knobs of the method"):
+                formatter.write_dl(rows)
+
+
+def _find_cards(methods: Iterable[Any]) -> "list[Card]":
+    """Return the cards of techniques, each given by its name, or by several in a list."""
+    from tinyspec.technique import find_technique
+
+    names = [name for given in methods for name in ([given] if isinstance(given, str) else given)]
+    found = [
+        find_technique(load_file(Path(name)) if name.endswith(".py") else name) for name in names
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _knob_options(knob: "Knob", own: set[str]) -> list[click.Option]:
+    """Return the options of a knob, as `--min-exit` and hidden as `--min_exit`.
+
+    One of the command's own options comes before a knob of that name. What is given is kept for
+    `read_knobs`; the card checks it.
+    """
+    flag = f"--{knob.name.replace('_', '-')}"
+    if flag in own:
+        return []
+    own |= {flag, f"--{knob.name}"}
+
+    def keep(ctx: click.Context, option: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            ctx.meta.setdefault(KNOBS, {})[knob.name] = value
+
+    settings: dict[str, Any] = {"expose_value": False, "callback": keep, "metavar": "VALUE"}
+    help = f"{knob.doc[:1].upper()}{knob.doc[1:]}{describe_range(knob)}.  [default: {knob.default}]"
+    options = [click.Option([flag, f"_{knob.name}"], help=help, **settings)]
+    if flag != f"--{knob.name}":
+        options.append(click.Option([f"--{knob.name}", f"__{knob.name}"], hidden=True, **settings))
+    return options
+
+
+def describe_range(knob: "Knob") -> str:
+    """Return the values that a knob may take, in parentheses."""
+    if knob.choices:
+        return f" (one of {', '.join(map(str, knob.choices))})"
+    if knob.low is not None and knob.high is not None:
+        return f" ({knob.low:g} to {knob.high:g})"
+    return "" if knob.low is None else f" (at least {knob.low:g})"
+
+
+def explain_unknown(ctx: click.Context, name: str, cards: "Sequence[Card]") -> TinyspecError:
+    """Return the error for an option that the command does not have, and no technique as a knob."""
+    if hint := hint_argument(name.replace("-", "_"), command_line=True):
+        return TinyspecError(f"--{name}: {hint}")
+    knobs = sorted({knob.name for card in cards for knob in card.knobs})
+    options = [o[2:] for p in ctx.command.get_params(ctx) for o in p.opts if o.startswith("--")]
+    close = get_close_matches(name.replace("_", "-"), [*options, *knobs], n=1)
+    hint = f"; did you mean --{close[0]}?" if close else ""
+    has = f"its knobs: {', '.join(knobs)}" if knobs else "it has none"
+    methods = ", ".join(card.name for card in cards)
+    return TinyspecError(f"--{name} is no option, and no knob of {methods} ({has}){hint}")
+
+
+def read_knobs(
+    ctx: click.Context, pairs: Sequence[str], methods: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return each technique's share of the knobs given as options and as --knob NAME=VALUE.
+
+    Raises TinyspecError for one that no technique has: it may be a misspelt option.
+    """
+    from tinyspec.technique import find_technique
+
+    texts: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"'{pair}' is not NAME=VALUE", ctx, param_hint="--knob")
+        texts[name.strip().replace("-", "_")] = value.strip()
+    cards = [find_technique(method) for method in methods]
+    knobs = {name: parse_literal(text) for name, text in (texts | ctx.meta.get(KNOBS, {})).items()}
+    shares = [
+        {knob.name: knobs[knob.name] for knob in card.knobs if knob.name in knobs} for card in cards
+    ]
+    for name in knobs:
+        if not any(name in share for share in shares):
+            raise explain_unknown(ctx, name.replace("_", "-"), cards)
+    return shares
+
+
+def parse_literal(text: str) -> Any:
+    """Return a value as a shell passes it.
+
+    >>> parse_literal("4"), parse_literal("0.5"), parse_literal("true"), parse_literal("tree")
+    (4, 0.5, True, 'tree')
+    """
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 class Group(click.Group):
-    """Commands under one name, in the order they were added. Whatever goes wrong becomes one line
-    and an exit code.
-    """
+    """Commands in the order they were added. What goes wrong becomes one line and an exit code."""
 
     command_class = Command
 
@@ -204,6 +339,6 @@ class Group(click.Group):
         except BrokenPipeError:
             raise  # click ends quietly: whoever read the output has seen enough
         except Exception as error:
-            if debugging(ctx):
+            if is_debugging(ctx):
                 raise
-            raise OneLine(in_one_line(error)) from error
+            raise OneLine(error_in_one_line(error)) from error

@@ -1,16 +1,24 @@
-"""tinyspec generate: continue a prompt."""
+"""tinyspec generate: continue a prompt, or each prompt of a file; tinyspec replay: play it back."""
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinyspec.cli import base
-from tinyspec.cli.batch import as_dict, note_context, show_lines
-from tinyspec.cli.paths import read_prompts
 from tinyspec.errors import TinyspecError
+
+if TYPE_CHECKING:
+    from tinyspec.generation import Generation
+    from tinyspec.lm.gate import BatchBarrier
+    from tinyspec.lm.transformer import Model
+
+ROWS = 16
+"""Prompts in a forward pass: enough to share the reading of the weights, few enough for memory."""
 
 UNTRAINED_EXITS = (
     "note: nothing says that the early layers of {} were trained to predict tokens, so an early exit "
@@ -22,19 +30,11 @@ UNTRAINED_EXITS = (
 @click.command("generate", cls=base.KnobCommand)
 @click.argument("prompt", required=False)
 @base.options(
-    click.option(
-        "--model",
-        "-m",
-        default="storyteller",
-        show_default=True,
-        help="Name, folder, .gguf file or hub id.",
-    ),
-    click.option(
-        "--method", default="autoregressive", show_default=True, help="See `tinyspec methods`."
-    ),
+    base.model_option,
+    click.option("--method", default="autoregressive", help="See `tinyspec methods`."),
     click.option(
         "--prompts",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=base.INPUT_FILE,
         metavar="FILE",
         help='A batch: one prompt a line; in a .jsonl file, one {"prompt": ...} a line.',
     ),
@@ -63,21 +63,15 @@ def generate(
     ctx: click.Context,
     /,
     prompt: str | None,
-    model: str,
     method: str,
     prompts: Path | None,
-    draft: list[str],
-    knob: tuple[str, ...],
     chat: bool,
     stop: tuple[str, ...],
     references: tuple[Path, ...],
-    seed: int,
-    device: str,
-    dtype: str | None,
     stats: bool,
     as_json: bool,
     replay: Path | None,
-    **sampling: Any,
+    **given: Any,
 ) -> None:
     """Continue PROMPT, by any technique; the text appears as it grows.
 
@@ -95,30 +89,29 @@ def generate(
       cat story.txt | tinyspec generate --json
       tinyspec generate --prompts openings.txt --method speculative_decoding --json
     """
-    knobs = base.given_knobs(ctx, knob)
     if prompts is not None and (prompt is not None or replay is not None):
         other = "PROMPT" if prompt is not None else "--replay"
         raise TinyspecError(
             f"{other} is for one prompt, --prompts for many: leave one of them away"
         )
-    lines = [] if prompts is None else read_prompts(prompts)
+    lines = [] if prompts is None else base.read_prompts(prompts)
     missing = "there is no prompt: give one as an argument, or pipe it in"
     text = base.read_prompt(prompt, missing) if prompts is None else ""
     texts = [base.read_text(path) for path in references]
-    base.settle(ctx, knobs, [method])
-    target, small = base.load_all(model, draft, [method], device, dtype)
+    chosen = base.GenerateOptions.take(ctx, given, method)
+    target, drafts = chosen.load()
 
     from tinyspec.generation import TextStreamer, start
-    from tinyspec.show.display import describe_layers, statistics, visible
+    from tinyspec.show.display import describe_layers, visible
 
     stops = [s.replace("\\n", "\n").replace("\\t", "\t") for s in stop]
-    options: dict[str, Any] = {"method": method, "draft": small, "stop": stops, "chat": chat}
-    options |= {"references": texts, **sampling, **knobs}
+    options: dict[str, Any] = {"method": method, "draft": drafts, "stop": stops, "chat": chat}
+    options |= {"references": texts, **chosen.settings, **chosen.knobs[0]}
     if prompts is not None:
-        if show_lines(target, prompts, lines, seed, options, as_json, stats):
+        if show_lines(target, prompts, lines, options, as_json, stats):
             ctx.exit(2)
         return
-    running = start(target, text, seed=seed, **options)
+    running = start(target, text, **options)
     running.trace.detailed = replay is not None
     growing, terminal = TextStreamer(running), sys.stdout.isatty()
     interrupted = False
@@ -132,21 +125,135 @@ def generate(
         if not as_json:
             click.echo(growing.rest(), nl=False)
     result = running.result()
-    if as_json:
-        click.echo(json.dumps(as_dict(target, method, result)))
-    else:
-        click.echo()
+    click.echo(json.dumps(as_dict(target, method, result)) if as_json else "")
     if replay is not None:
-        from tinyspec.show.replay import record, save, tell_written
+        from tinyspec.show.replay import record
 
-        save(record(target, method, result), replay)
-        click.echo(tell_written(replay), err=True)
+        base.write_replay(record(target, method, result), replay)
     layers = describe_layers(result.trace.layers_run, target.config.n_layers)
-    if layers and "exits" not in target.config.extra:
-        click.echo(UNTRAINED_EXITS.format(target.name), err=True)
-    if note := note_context(target, result, sampling["max_new_tokens"]):
+    notes = [UNTRAINED_EXITS.format(target.name)] * (
+        bool(layers) and "exits" not in target.config.extra
+    )
+    for note in notes + make_notes(target, result, options, stats or interrupted):
         click.echo(note, err=True)
-    if stats or interrupted:
-        click.echo(statistics(result.stats, result.finish_reason, layers), err=True)
     if interrupted:
         ctx.exit(130)
+
+
+def generate_lines(
+    target: "Model", lines: Sequence[base.Line], seed: int, options: dict[str, Any]
+) -> "Iterator[tuple[base.Line, Generation | TinyspecError]]":
+    """Yield each line with its text, ROWS lines at a time. Line i of the list uses seed + i.
+
+    A prompt that cannot be run is returned with its error, and the others go on. What is wrong with
+    every prompt of the first batch is wrong with the settings, and raised once.
+    """
+    from tinyspec.lm.gate import run_together
+
+    for first in range(0, len(lines), ROWS):
+        part = lines[first : first + ROWS]
+        jobs = [
+            partial(_generate_line, target, line.prompt, {**options, "seed": seed + row})
+            for row, line in enumerate(part, first)
+        ]
+        results = run_together(jobs)
+        errors = [str(result) for result in results if isinstance(result, TinyspecError)]
+        if first == 0 and len(errors) == len(results) > 1 and len(set(errors)) == 1:
+            raise TinyspecError(errors[0])
+        yield from zip(part, results, strict=True)
+
+
+def _generate_line(
+    target: "Model", prompt: str, options: dict[str, Any], gate: "BatchBarrier"
+) -> "Generation | TinyspecError":
+    from tinyspec.generation import start
+
+    try:
+        running = start(target, prompt, gate=gate, **options)
+        for _ in running:
+            pass
+        return running.result()
+    except TinyspecError as error:
+        return error
+
+
+def show_lines(
+    target: "Model",
+    path: Path,
+    lines: Sequence[base.Line],
+    options: dict[str, Any],
+    as_json: bool,
+    stats: bool,
+) -> int:
+    """Generate for every line and print as the batches end; return how many lines failed."""
+    from tinyspec.show.display import visible
+
+    failures, terminal = 0, sys.stdout.isatty()
+    for line, result in generate_lines(target, lines, options["seed"], options):
+        head = {"line": line.number, "prompt": line.prompt}
+        if isinstance(result, TinyspecError):
+            failures += 1
+            if as_json:
+                click.echo(json.dumps(head | {"error": str(result)}))
+            click.echo(f"tinyspec: {path} line {line.number}: {result}", err=True)
+            continue
+        if as_json:
+            click.echo(json.dumps(head | as_dict(target, options["method"], result)))
+        else:
+            short = line.prompt if len(line.prompt) <= 60 else line.prompt[:57] + "..."
+            text = visible(result.text) if terminal else result.text
+            click.echo(f"== line {line.number}: {visible(short)}\n{text}\n")
+        for note in make_notes(target, result, options, stats):
+            click.echo(f"line {line.number}: {note}", err=True)
+    return failures
+
+
+def as_dict(target: "Model", method: str, result: "Generation") -> dict[str, Any]:
+    """Return a result for --json."""
+    return {
+        "model": target.name,
+        "method": method,
+        "text": result.text,
+        "tokens": result.tokens,
+        "logprobs": result.logprobs,
+        "finish_reason": result.finish_reason,
+        "stats": result.stats.as_dict(),
+    }
+
+
+def make_notes(
+    target: "Model", result: "Generation", options: dict[str, Any], stats: bool
+) -> list[str]:
+    """Return what to tell of a result: that it filled the context, and its figures if wanted."""
+    from tinyspec.show.display import describe_layers, statistics
+
+    notes = list[str]()
+    if result.finish_reason == "context":
+        notes.append(
+            f"note: the text ends after {len(result.tokens)} of {options['max_new_tokens']} tokens: the context of "
+            f"{target.name} holds {target.config.max_positions}, the prompt's "
+            f"{len(result.trace.prompt)} among them"
+        )
+    if stats:
+        layers = describe_layers(result.trace.layers_run, target.config.n_layers)
+        notes.append(statistics(result.stats, result.finish_reason, layers))
+    return notes
+
+
+@click.command("replay", cls=base.Command)
+@click.argument("trace", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--out", "-o", type=base.OutputPath(), help="[default: beside it, as .html]")
+def replay(trace: Path, out: Path | None) -> None:
+    """Make the page that plays back TRACE, which --replay FILE.json or the page itself has saved.
+
+    \b
+    Examples:
+      tinyspec generate "Once upon a time" --method specinfer --replay story.html    at once
+      tinyspec generate "Once upon a time" --method specinfer --replay story.json
+      tinyspec replay story.json --out story.html
+    """
+    from tinyspec.show.replay import read, save
+
+    page = trace.with_suffix(".html") if out is None else out
+    save(read(trace), page)
+    click.echo(f"{page}: open it in a browser")

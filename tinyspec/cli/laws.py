@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinyspec.cli import base
-from tinyspec.cli.command import debugging, our_method
+from tinyspec.cli.command import is_debugging, our_method
 from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     click.option("--seeds", type=click.IntRange(1), help="Instead: a short sample of the cases on so many seeds."),
     click.option(
         "--resume", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE",
-        help="Keep what is done in this JSON file, and go on where it was left.",
+        help="Keep what is done in this JSON file, and go on where it was left."
     ),
     click.option("--out", type=base.OutputPath(parents=True), help="Write the result, with its origin, here."),
     click.option("--mutants", is_flag=True, help="Which law kills each of the field's mistakes."),
     click.option("--toys", is_flag=True, help="Which trap each toy falls into."),
     click.option("--demo", is_flag=True, help="Sample a method on a real model: evidence, labelled as such."),
-    click.option("--model", "-m", default="storyteller", show_default=True, help="With --demo: the model."),
-    click.option("--samples", type=click.IntRange(1), default=2000, show_default=True, help="With --demo: texts."),
+    click.option("--model", "-m", default="storyteller", help="With --demo: the model."),
+    click.option("--samples", type=click.IntRange(1), default=2000, help="With --demo: texts."),
     click.option("--verbose", "-v", is_flag=True, help="With --mutants, --toys: every counterexample, also in a pipe."),
     click.option("--json", "as_json", is_flag=True, help="JSON on standard output."),
     click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
@@ -125,7 +125,7 @@ def _prove(
                     profile,
                     state,
                     lambda card, at, of, case: show(f"{card.name}: {case.title}", at, of),
-                    strict=debugging(click.get_current_context()),
+                    strict=is_debugging(click.get_current_context()),
                 )
             )
     accused = [entry for entry in told if entry["accused"]]
@@ -197,16 +197,8 @@ def _matrix(what: str, verbose: bool, as_json: bool, quiet: bool) -> None:
     if as_json:
         click.echo(json.dumps(lines))
     elif verbose or sys.stdout.isatty():
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in (name, "killed by", "counterexample"):
-            table.add_column(column, overflow="fold")
-        for line in lines:
-            table.add_row(
-                line[name], line["killed_by"] or "survived", _short(line["counterexample"])
-            )
-        base.console().print(table, highlight=False, markup=False)
+        rows = [(x[name], x["killed_by"] or "survived", _short(x["counterexample"])) for x in lines]
+        base.print_table((name, "killed by", "counterexample"), rows)
         click.echo(f"{killed} of {len(lines)} {what} killed")
     else:
         for key, members in group_by(lines, group).items():
@@ -250,31 +242,18 @@ def _demo(method: str, model: str, samples: int, as_json: bool, quiet: bool) -> 
 
 
 def _table(told: Sequence[dict[str, Any]]) -> None:
-    """What was proved."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("method", "guarantee", "law", "cases", "outcomes", "seconds"):
-        table.add_column(
-            column, justify="right" if column in ("cases", "outcomes", "seconds") else "left"
-        )
+    """Print what was proved, law by law."""
+    rows = list[tuple[str, ...]]()
     for entry in told:
-        head = (entry["method"], entry["guarantee"])
-        for broken in entry["broken"]:
-            table.add_row(*head, f"ACCUSED: {broken['law']}", "", "", "")
-            head = ("", "")
+        cells = [(f"ACCUSED: {broken['law']}", "", "", "") for broken in entry["broken"]]
         if entry["kind"] == "analysis":
-            table.add_row(*head, "an analysis: it decodes nothing", "", "", "")
+            cells.append(("an analysis: it decodes nothing", "", "", ""))
         for found in entry["proved"]:
-            table.add_row(
-                *head,
-                found["law"],
-                str(found["cases"]),
-                str(found["branches"]),
-                f"{found['seconds']:.1f}",
-            )
-            head = ("", "")
-    base.console().print(table, highlight=False, markup=False)
+            counts = (str(found["cases"]), str(found["branches"]), f"{found['seconds']:.1f}")
+            cells.append((found["law"], *counts))
+        heads = [(entry["method"], entry["guarantee"]), *[("", "")] * len(cells)]
+        rows += [(*head, *cell) for head, cell in zip(heads, cells, strict=False)]
+    base.print_table(("method", "guarantee", "law", "cases#", "outcomes#", "seconds#"), rows)
     proved = [found for entry in told for found in entry["proved"]]
     cases, branches, seconds = (
         sum(found[key] for found in proved) for key in ("cases", "branches", "seconds")

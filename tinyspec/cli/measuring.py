@@ -49,8 +49,7 @@ def make_command(spec: "CommandSpec") -> click.Command:
         if spec.resumes:
             options["out"] = out
         if spec.knobs:
-            options["knobs"] = base.given_knobs(ctx, options.pop("knob"))
-            base.settle(ctx, options["knobs"], [given.method])
+            (options["knobs"],) = base.read_knobs(ctx, options.pop("knob"), [given.method])
         experiment: Experiment = import_module(spec.module).EXPERIMENT
         result = experiment.run(given, **options)
         present(
@@ -99,7 +98,7 @@ def make_option(field: "Field[Any]") -> Callable[[Any], Any]:
         more |= {"default": default, "multiple": spec.repeated}
         more |= {"type": _number_type(spec, example), "show_default": default is not None}
     else:
-        more |= {"default": default}
+        more |= {"default": default, "show_default": False}
     return click.option(*flags, field.name, **more)
 
 

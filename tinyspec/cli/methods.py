@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tinyspec.cli import base
-from tinyspec.cli.command import our_method
+from tinyspec.cli.command import describe_range, our_method
 
 if TYPE_CHECKING:
     from tinyspec.technique import Card, Knob
@@ -55,15 +55,11 @@ def methods(name: str | None, as_json: bool, markdown: bool) -> None:
     elif markdown:
         click.echo(page(load_techniques().values()))
     else:
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("method", "family", "guarantee", "knobs", "paper"):
-            table.add_column(column, overflow="fold")
+        rows = list[tuple[str, ...]]()
         for card in load_techniques().values():
             knobs = ", ".join(f"{knob.name}={knob.default}" for knob in card.knobs)
-            table.add_row(card.name, card.family, card.guarantee.value, knobs or "-", card.paper)
-        base.console().print(table, highlight=False, markup=False)
+            rows.append((card.name, card.family, card.guarantee.value, knobs or "-", card.paper))
+        base.print_table(("method", "family", "guarantee", "knobs", "paper"), rows)
 
 
 def page(cards: "Iterable[Card]") -> str:
@@ -126,7 +122,7 @@ def described(card: "Card") -> str:
         lines.append("copies from the prompt and from texts given by --reference FILE")
     lines.append("knobs:" if card.knobs else "knobs: none")
     wide = max((len(_setting(knob)) for knob in card.knobs), default=0)
-    lines += [f"  {_setting(knob):{wide}}  {knob.doc}{_range(knob)}" for knob in card.knobs]
+    lines += [f"  {_setting(knob):{wide}}  {knob.doc}{describe_range(knob)}" for knob in card.knobs]
     return "\n".join(lines)
 
 
@@ -138,11 +134,3 @@ def _neutral(card: "Card") -> str:
 
 def _setting(knob: "Knob") -> str:
     return f"--{knob.name.replace('_', '-')} {knob.default}"
-
-
-def _range(knob: "Knob") -> str:
-    if knob.choices:
-        return f" (one of {', '.join(map(str, knob.choices))})"
-    if knob.low is not None and knob.high is not None:
-        return f" ({knob.low:g} to {knob.high:g})"
-    return "" if knob.low is None else f" (at least {knob.low:g})"

@@ -43,14 +43,8 @@ def list_models(as_json: bool) -> None:
         ]
         click.echo(json.dumps(entries))
         return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("model", "state", "summary"):
-        table.add_column(column, overflow="fold")
-    for m in known:
-        table.add_row(m.name, m.state, m.summary)
-    base.console().print(table, highlight=False, markup=False)
+    rows = [(model.name, model.state, model.summary) for model in known]
+    base.print_table(("model", "state", "summary"), rows)
 
 
 @models.command("fetch")
@@ -138,19 +132,8 @@ def fetch_data(names: tuple[str, ...], quiet: bool) -> None:
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
-@click.option(
-    "--model",
-    "-m",
-    default="storyteller",
-    show_default=True,
-    help="The model whose tokens it is made of.",
-)
-@click.option(
-    "--field",
-    default="text",
-    show_default=True,
-    help="Where the text stands in a line of a .jsonl file.",
-)
+@click.option("--model", "-m", default="storyteller", help="The model whose tokens it is made of.")
+@click.option("--field", default="text", help="Where the text stands in a line of a .jsonl file.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 def build_datastore(
     out: Path, files: tuple[Path, ...], model: str, field: str, quiet: bool

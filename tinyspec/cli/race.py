@@ -63,23 +63,14 @@ EDIT: dict[str, Any] = {
 }
 
 
-@click.command(
-    "race", cls=base.KnobCommand, context_settings={"default_map": STORY, "show_default": True}
-)
+@click.command("race", cls=base.KnobCommand, context_settings={"default_map": STORY})
 @base.options(
-    click.option(
-        "--model",
-        "-m",
-        default="storyteller",
-        show_default=True,
-        help="Name, folder, .gguf file or hub id.",
-    ),
+    base.model_option,
     click.option(
         "--method",
         "methods",
         multiple=True,
         default=("speculative_decoding",),
-        show_default=True,
         help="Who races against plain decoding; may be repeated.",
     ),
     base.draft_option,
@@ -114,27 +105,23 @@ EDIT: dict[str, Any] = {
         is_flag=True,
         help="Do not play the race back: print the report alone, as in a pipe.",
     ),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
+    base.json_option,
     click.option("--svg", type=base.OutputPath(), help="Write a picture here."),
 )
 @click.pass_context
 def race(
     ctx: click.Context,
     /,
-    model: str,
     methods: tuple[str, ...],
-    draft: list[str],
-    knob: tuple[str, ...],
+    prompt: str,
     chat: bool,
     references: tuple[Path, ...],
-    device: str,
-    dtype: str | None,
     repeat: int | None,
     speed: float | None,
     no_live: bool,
     as_json: bool,
     svg: Path | None,
-    **settings: Any,
+    **given: Any,
 ) -> None:
     """Plain decoding against a technique, side by side: same model, same prompt, same machine.
 
@@ -165,24 +152,19 @@ def race(
     """
     if speed is not None and not speed > 0:
         raise TinyspecError("--speed nan is no speed: 1 is real time")
-    chosen = EDIT if chat else STORY
-    given = {
-        name
-        for name in settings
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-    }
-    settings |= {name: value for name, value in chosen.items() if name not in given}
-    text = base.read_prompt(settings.pop("prompt"), "")
-    knobs = base.given_knobs(ctx, knob)
+    defaults = EDIT if chat else STORY
+    text = base.read_prompt(defaults["prompt"] if _is_default(ctx, "prompt") else prompt, "")
+    given |= {name: defaults[name] for name in given if name in defaults and _is_default(ctx, name)}
     contestants = [method for method in dict.fromkeys(methods) if method != PLAIN]
     if not contestants:
         raise TinyspecError(
             f"--method {PLAIN} would race against itself: choose another (`tinyspec methods`)"
         )
-    shares = base.settle(ctx, knobs, contestants)
+    chosen = base.GenerateOptions.take(ctx, given, *contestants)
+    shares, settings = chosen.knobs, chosen.settings
     if sys.stdout.isatty() and not (no_live or as_json):
-        click.echo(f"loading {model} ...", err=True)  # a large model takes seconds
-    target, small = base.load_all(model, draft, contestants, device, dtype)
+        click.echo(f"loading {chosen.model} ...", err=True)  # a large model takes seconds
+    target, small = chosen.load()
 
     from tinyspec.generation import start
     from tinyspec.show import race as racing
@@ -203,10 +185,7 @@ def race(
         raise TinyspecError(
             f"{', '.join(contestants)} copies from no references: leave --reference out, or take llma"
         )
-    for (
-        _,
-        begin,
-    ) in starts:  # all that can be wrong with the arguments is said before the first step
+    for _, begin in starts:  # what is wrong with the arguments is told before the first step
         begin()
     racing.warm_up([begin for _, begin in starts])
     out = base.console()
@@ -243,6 +222,10 @@ def race(
         )  # title, legend, an empty line, the next prompt
         said = Group(stage.tell(lanes[1], room), "", said) if room > 0 else said
     out.print(title, said, sep="\n", highlight=False)
+
+
+def _is_default(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE
 
 
 def _race_often(

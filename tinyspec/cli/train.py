@@ -1,14 +1,14 @@
-"""tinyspec train: from a recipe to a checkpoint."""
+"""tinyspec train: models, drafts that are made for each other, and exit classifiers."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from tinyspec.cli import base
-from tinyspec.cli.boost import boost
-from tinyspec.cli.exits import train_exits
-from tinyspec.cli.train_mt import mt
 from tinyspec.errors import TinyspecError
+
+CHARACTERS = 30_000  # of each book, so that all authors have a say in an exit classifier
 
 
 @click.group("train", cls=base.Group)
@@ -24,68 +24,69 @@ def train() -> None:
     """
 
 
-train.add_command(boost)
-train.add_command(train_exits)
-train.add_command(mt)
+out_option = click.option(
+    "--out", required=True, type=base.OutputPath(folder=True), help="The folder of the checkpoint."
+)
+training_options = base.options(
+    base.data_option,
+    click.option(
+        "--minutes", type=float, help="Clock budget of the training, instead of the recipe's."
+    ),
+    click.option("--seed", type=int, help="Instead of the recipe's."),
+    click.option("--device", help="cpu, cuda. [default: cuda where there is one]"),
+)
+recipe_options = base.options(
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Set one value of the recipe: train.lr=2e-3.",
+    ),
+    click.option(
+        "--restart",
+        is_flag=True,
+        help="Forget an interrupted training, or replace a finished model.",
+    ),
+)
 
 
 @train.command("lm")
-@click.option(
-    "--recipe",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The recipe (TOML).",
+@base.options(
+    click.option("--recipe", type=base.INPUT_FILE, help="The recipe (TOML)."),
+    click.option(
+        "--distill",
+        metavar="TARGET",
+        help="Make a draft of this model, from its own outputs; no recipe is needed.",
+    ),
+    out_option,
+    click.option(
+        "--layers",
+        type=click.IntRange(1),
+        help="--distill: layers of the draft, the target's first. [default: 2]",
+    ),
+    click.option(
+        "--draft-vocab",
+        type=click.IntRange(0),
+        help="--distill: words of the draft, the most frequent ones; embeddings stay the target's. [default: 0, all]",
+    ),
+    click.option(
+        "--texts",
+        type=click.IntRange(2),
+        help="--distill: texts that the target writes. [default: 1500]",
+    ),
+    click.option(
+        "--prompts",
+        type=base.INPUT_FILE,
+        help="--distill: what the target is asked, in paragraphs. [default: from the data at hand, and itself]",
+    ),
+    training_options,
+    click.option(
+        "--compile/--no-compile", "compiled", default=None, help="torch.compile. [default: on cuda]"
+    ),
+    recipe_options,
+    base.quiet_option,
 )
-@click.option(
-    "--distill",
-    metavar="TARGET",
-    help="Make a draft of this model, from its own outputs; no recipe is needed.",
-)
-@click.option(
-    "--out", required=True, type=base.OutputPath(folder=True), help="The folder of the checkpoint."
-)
-@click.option(
-    "--layers",
-    type=click.IntRange(1),
-    help="--distill: layers of the draft, the target's first. [default: 2]",
-)
-@click.option(
-    "--draft-vocab", type=click.IntRange(0),
-    help="--distill: words of the draft, the most frequent ones; embeddings stay the target's. [default: 0, all]",
-)  # fmt: skip
-@click.option(
-    "--texts",
-    type=click.IntRange(2),
-    help="--distill: texts that the target writes. [default: 1500]",
-)
-@click.option(
-    "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="--distill: what the target is asked, in paragraphs. [default: from the data at hand, and itself]",
-)  # fmt: skip
-@click.option(
-    "--data",
-    "data_folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the texts lie. [default: TINYSPEC_DATA, else the cache]",
-)
-@click.option(
-    "--minutes", type=float, help="Clock budget of the training, instead of the recipe's."
-)
-@click.option("--seed", type=int, help="Instead of the recipe's.")
-@click.option("--device", help="cpu, cuda. [default: cuda where there is one]")
-@click.option(
-    "--compile/--no-compile", "compiled", default=None, help="torch.compile. [default: on cuda]"
-)
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Set one value of the recipe: train.lr=2e-3.",
-)
-@click.option(
-    "--restart", is_flag=True, help="Forget an interrupted training, or replace a finished model."
-)
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 def lm(
     recipe: Path | None,
     distill: str | None,
@@ -94,14 +95,11 @@ def lm(
     draft_vocab: int | None,
     texts: int | None,
     prompts: Path | None,
-    data_folder: Path | None,
-    minutes: float | None,
     seed: int | None,
-    device: str | None,
     compiled: bool | None,
     settings: tuple[str, ...],
-    restart: bool,
     quiet: bool,
+    **run: Any,
 ) -> None:
     """Train the language model of a recipe into a checkpoint folder, with its card; or, with
     --distill, a draft.
@@ -119,20 +117,19 @@ def lm(
     """
     if (recipe is None) == (distill is None):
         raise TinyspecError("give --recipe FILE, or --distill TARGET to make a draft of a model")
-    overrides = base.overrides(seed, settings)
+    overrides = read_overrides(seed, settings)
 
     from rich.console import Console
 
     from tinyspec.training.recipe import read_recipe
     from tinyspec.training.train_lm import train_lm
 
-    console = None if quiet else Console(stderr=True)
+    run |= {"console": None if quiet else Console(stderr=True)}
     if distill is not None:
-        if (out / "model.safetensors").exists() and not (
-            (out / ".tinyspec" / "state.pt").exists() or restart
-        ):
+        begun = (out / ".tinyspec" / "state.pt").exists()
+        if (out / "model.safetensors").exists() and not (begun or run["restart"]):
             raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
-        recipe = _recipe(distill, out, overrides, layers, draft_vocab, texts)
+        recipe = _write_recipe(distill, out, overrides, layers, draft_vocab, texts)
     assert recipe is not None
     if distill is not None or read_recipe(recipe, overrides).distill:
         from tinyspec.training.distill import distill as make
@@ -142,49 +139,37 @@ def lm(
             "distill.draft_vocab": draft_vocab,
             "distill.texts": texts,
         }
-        overrides = {
-            **{key: str(value) for key, value in wanted.items() if value is not None},
-            **overrides,
-        }
-        ended, final = make(
-            recipe,
-            out,
-            prompts=prompts,
-            data_folder=data_folder,
-            device=device,
-            minutes=minutes,
-            restart=restart,
-            overrides=overrides,
-            console=console,
-        )
+        given = {key: str(value) for key, value in wanted.items() if value is not None}
+        ended, final = make(recipe, out, prompts=prompts, overrides=given | overrides, **run)
         if ended.finished:
             click.echo("  ".join(f"{name} {value:.4f}" for name, value in final.items()))
     else:
-        given = {
-            "--layers": layers,
-            "--draft-vocab": draft_vocab,
-            "--texts": texts,
-            "--prompts": prompts,
-        }
-        if stray := [name for name, value in given.items() if value is not None]:
-            raise TinyspecError(f"{stray[0]} is for drafts: the recipe has no section [distill]")
-        ended = train_lm(
-            recipe,
-            out,
-            data_folder=data_folder,
-            device=device,
-            minutes=minutes,
-            compiled=compiled,
-            restart=restart,
-            overrides=overrides,
-            console=console,
-        )
-    if not ended.finished:
+        drafts = {"layers": layers, "draft-vocab": draft_vocab, "texts": texts, "prompts": prompts}
+        if stray := [name for name, value in drafts.items() if value is not None]:
+            raise TinyspecError(f"--{stray[0]} is for drafts: the recipe has no section [distill]")
+        ended = train_lm(recipe, out, compiled=compiled, overrides=overrides, **run)
+    _end(ended.finished, out)
+
+
+def read_overrides(seed: int | None, settings: tuple[str, ...]) -> dict[str, str]:
+    """Return what --seed and --set KEY=VALUE change in a recipe."""
+    changed = {} if seed is None else {"train.seed": str(seed)}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise TinyspecError(f"--set {setting}: write KEY=VALUE, such as train.lr=2e-3")
+        changed[key.strip()] = value.strip()
+    return changed
+
+
+def _end(finished: bool, out: Path) -> None:
+    """Say where the model is; exit code 130 says that the training has not finished."""
+    if not finished:
         raise click.exceptions.Exit(130)
     click.echo(str(out))
 
 
-def _recipe(
+def _write_recipe(
     target: str,
     out: Path,
     overrides: dict[str, str],
@@ -192,7 +177,7 @@ def _recipe(
     draft_vocab: int | None,
     texts: int | None,
 ) -> Path:
-    """The recipe of a draft, written where the training keeps its state."""
+    """Write the recipe of a draft where the training keeps its state, and return its file."""
     import os
 
     from tinyspec import models
@@ -218,3 +203,214 @@ def _recipe(
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     return file
+
+
+@train.command("mt")
+@base.options(
+    click.option("--recipe", required=True, type=base.INPUT_FILE, help="The recipe (TOML)."),
+    out_option,
+    training_options,
+    recipe_options,
+    click.option(
+        "--distill-only", is_flag=True, help="Have the teacher write the targets, and stop there."
+    ),
+    base.quiet_option,
+)
+def mt(
+    recipe: Path,
+    out: Path,
+    seed: int | None,
+    settings: tuple[str, ...],
+    distill_only: bool,
+    quiet: bool,
+    **run: Any,
+) -> None:
+    """Train the translation model of a recipe, English to German on Multi30k: first the teacher,
+    then what learns from it.
+
+    The state is saved every few minutes and on Ctrl-C; the same command goes on from there (exit
+    code 130 says that it has not finished). What the teacher writes for a student lies in the
+    cache.
+
+    \b
+    Examples:
+      tinyspec data fetch multi30k
+      tinyspec train mt --recipe models/multi30k-teacher/recipe.toml --out models/my-teacher
+      tinyspec train mt --recipe models/multi30k-nat/recipe.toml --out models/my-nat --minutes 30
+    """
+    overrides = read_overrides(seed, settings)
+
+    from rich.console import Console
+
+    from tinyspec.training import train_mt
+
+    more: dict[str, Any] = {"overrides": overrides}
+    more |= {"console": None if quiet else Console(stderr=True)}
+    if distill_only:
+        more |= {"data_folder": run["data_folder"]}
+        click.echo(str(train_mt.distill_only(recipe, out, **more)))
+        return
+    _end(train_mt.train_mt(recipe, out, **run, **more).finished, out)
+
+
+@train.command("boost")
+@base.options(
+    click.option("--model", "-m", default="storyteller", help="The target: name or folder."),
+    base.draft_option,
+    click.option(
+        "--out", required=True, type=base.OutputPath(folder=True), help="A folder for the drafts."
+    ),
+    base.data_option,
+    click.option("--prompts", type=click.IntRange(1), default=2000, help="Passages of the books."),
+    click.option(
+        "--prompt-tokens", type=click.IntRange(1), default=32, help="Tokens of a passage."
+    ),
+    click.option(
+        "--tokens", type=click.IntRange(1), default=4, help="Tokens of the target's answer."
+    ),
+    click.option(
+        "--steps", type=click.IntRange(1), default=300, help="Training steps of each draft."
+    ),
+    click.option("--lr", type=float, default=3e-4, help="Learning rate."),
+    click.option("--seed", type=int, default=0, help="Same seed, same drafts."),
+    click.option("--device", default="cpu", help="cpu, cuda, or cuda:0."),
+)
+def boost(
+    model: str, draft: list[str], out: Path, data_folder: Path | None, prompts: int, prompt_tokens: int, tokens: int,
+    steps: int, lr: float, seed: int, device: str,
+) -> None:  # fmt: skip
+    """Tune several draft models so that together they say what the target says (SpecInfer's
+    collective boost-tuning).
+
+    The target continues passages of the training books greedily; each draft is tuned on those that
+    no draft before it continues alike. A draft that is named twice becomes two. An interrupted
+    training goes on from where it was.
+
+    \b
+    Examples:
+      tinyspec train boost --draft apprentice,apprentice --out boosted
+      tinyspec generate --method specinfer --draft boosted/1,boosted/2 "Once upon a time"
+    """
+    import torch
+
+    from tinyspec import data
+    from tinyspec.pairing import check_pair
+    from tinyspec.speculative.verification import specinfer
+    from tinyspec.training import corpus
+    from tinyspec.training.recipe import END
+    from tinyspec.training.schedule import Settings
+
+    target, small = base.load_all(model, draft, ["specinfer"], device, "float32")
+    if small is None:
+        raise TinyspecError(f"the card of {target.name} names no draft: give --draft NAME,NAME")
+    for one in small:
+        check_pair(target, one)
+    texts = [corpus.clean(book.text) for book in data.books("train", data_folder)]
+    draw = corpus.crops(corpus.pack(target.tokenizer, texts, END), prompts, prompt_tokens)
+    passages, _ = draw(torch.Generator().manual_seed(seed))
+    settings = Settings(steps=steps, lr=lr, warmup=min(20, steps), weight_decay=0.0, seed=seed)
+    found = specinfer.boost_drafts(target, small, passages, settings, out / ".tinyspec", tokens)
+    for number, (tuned, own, together) in enumerate(zip(*found, strict=True), start=1):
+        tuned.to("cpu", torch.bfloat16).save(out / str(number))
+        click.echo(
+            f"{out / str(number)}  says what {target.name} says on {own:.1%} of the passages, together {together:.1%}"
+        )
+
+
+@train.command("exits")
+@base.options(
+    click.option("--model", "-m", default="storyteller", help="Name or folder; it is not changed."),
+    click.option(
+        "--out", type=base.OutputPath(folder=True),
+        help="A folder for a copy with the classifier. [default: into the model's own folder]"
+    ),
+    click.option(
+        "--texts",
+        "files",
+        multiple=True,
+        type=base.INPUT_FILE,
+        help="Plain text to take passages from; may be repeated. [default: the classics]",
+    ),
+    click.option("--steps", type=click.IntRange(1), default=200, help="Steps of the training."),
+    click.option("--batch", type=click.IntRange(1), default=4, help="Passages a step."),
+    click.option("--context", type=click.IntRange(2), default=64, help="Tokens of a passage."),
+    click.option("--lr", type=click.FloatRange(0, min_open=True), default=0.01, help="Learning rate."),
+    click.option("--seed", type=int, default=0, help="Of the passages."),
+    base.quiet_option,
+)  # fmt: skip
+def train_exits(
+    model: str, out: Path | None, files: tuple[Path, ...], steps: int, batch: int, context: int, lr: float, seed: int,
+    quiet: bool,
+) -> None:  # fmt: skip
+    """Train CALM's exit classifier: one vector that says whether a layer's word is the top layer's.
+    The model is frozen.
+
+    An interrupted training goes on with the same command.
+
+    \b
+    Examples:
+      tinyspec train exits --model storyteller --out models/mine
+      tinyspec generate --model models/mine --method calm --measure classifier "Once upon a time"
+    """
+    import shutil
+
+    from rich.console import Console
+
+    from tinyspec import data, models
+    from tinyspec.early_exit.calm import train_exit_classifier
+    from tinyspec.lm import checkpoint
+    from tinyspec.training import corpus
+    from tinyspec.training.schedule import Settings
+
+    loaded = models.load(model)
+    found = models.find(model)
+    folder = out or (found if found is not None and found.is_dir() else None)
+    if folder is None:
+        raise TinyspecError(
+            f"{model} is no folder that a classifier could stand in: name one with --out"
+        )
+    if loaded.config.n_layers < 2:
+        raise TinyspecError(f"{loaded.name} has one layer: there is nowhere to exit")
+    if context > loaded.config.max_positions:
+        raise TinyspecError(
+            f"--context {context}: {loaded.name} has a context of {loaded.config.max_positions} tokens"
+        )
+    if (
+        out is not None
+        and (out / "config.json").exists()
+        and out.resolve() != (found or out / "other").resolve()
+    ):
+        raise TinyspecError(
+            f"{out} already holds a model: name a new folder, or give --model {out}"
+        )
+    end = loaded.config.eos[0] if loaded.config.eos else 0
+    texts = [base.read_text(file) for file in files]
+    texts = texts or [corpus.clean(book.text) for book in data.books("train")]
+    ids = corpus.pack(loaded.tokenizer, [text[:CHARACTERS] for text in texts], end)
+    if len(ids) <= context + 1:
+        raise TinyspecError(
+            f"the texts have {len(ids)} tokens, a passage {context}: give more, or a smaller --context"
+        )
+    settings = Settings(
+        steps,
+        lr=lr,
+        warmup=min(20, steps),
+        weight_decay=0.0,
+        seed=seed,
+        log_every=20,
+        valid_every=max(20, steps // 10),
+    )
+    state = folder / ".tinyspec" / "exits"
+    console = None if quiet else Console(stderr=True)
+    ended, extras = train_exit_classifier(
+        loaded, corpus.crops(ids, batch, context), settings, state, console=console
+    )
+    if not ended.finished:
+        raise click.exceptions.Exit(130)
+    if not (folder / "config.json").exists():
+        loaded.save(folder)
+    checkpoint.write_extras(folder, extras)
+    shutil.rmtree(state)
+    if not any(state.parent.iterdir()):
+        state.parent.rmdir()
+    click.echo(f"{folder}  held-out loss {ended.best:.4f} (ln 2 = 0.6931 knows nothing)")

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
         "-m",
         help="Name or folder. [default: the one here that was trained for the method]",
     ),
-    click.option(
-        "--method", default="plain", show_default=True, help="plain, nat, mask_predict, jacobi, ..."
-    ),
+    click.option("--method", default="plain", help="plain, nat, mask_predict, jacobi, ..."),
     click.option(
         "--teacher",
         help="The model that judges candidates. [default: the one that the model's card names]",
@@ -42,13 +40,9 @@ if TYPE_CHECKING:
         type=float,
         help="Of what is drawn. [default: left to right, 0: greedy]",
     ),
-    click.option(
-        "--seed", type=int, default=0, show_default=True, help="Same seed, same translation."
-    ),
-    click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or cuda:0."),
-    click.option(
-        "--dtype", default=None, help="float32, bfloat16, float16, float64. [default: float32]"
-    ),
+    click.option("--seed", type=int, default=0, help="Same seed, same translation."),
+    click.option("--device", default="cpu", help="cpu, cuda, or cuda:0."),
+    click.option("--dtype", help="float32, bfloat16, float16, float64. [default: float32]"),
     click.option(
         "--trace",
         is_flag=True,
@@ -69,8 +63,6 @@ def translate(
     method: str,
     teacher: str | None,
     knob: tuple[str, ...],
-    max_new_tokens: int | None,
-    temperature: float | None,
     seed: int,
     device: str,
     dtype: str | None,
@@ -78,6 +70,7 @@ def translate(
     replay: Path | None,
     stats: bool,
     as_json: bool,
+    **limits: Any,
 ) -> None:
     """Translate SOURCE, by any technique that needs no draft model.
 
@@ -94,29 +87,20 @@ def translate(
       tinyspec translate --method mask_predict --replay passes.html "Two dogs play in the snow."
       cat sentences.txt | tinyspec translate --method mask_predict > translations.txt
     """
-    knobs = base.given_knobs(ctx, knob)
-    text = base.read_prompt(
-        source, "there is no source: give a sentence as an argument, or pipe some in"
-    )
+    missing = "there is no source: give a sentence as an argument, or pipe some in"
+    text = base.read_prompt(source, missing)
 
     from tinyspec.translation import AUTOREGRESSIVE, for_method, start
 
-    base.settle(ctx, knobs, [AUTOREGRESSIVE if method == "plain" else method])
+    (knobs,) = base.read_knobs(ctx, knob, [AUTOREGRESSIVE if method == "plain" else method])
     translator = for_method(method, device, dtype) if model is None else _load(model, device, dtype)
     judge = None if teacher is None else _load(teacher, device, dtype)
     lines = [text] if source not in (None, "-") else text.splitlines()
     if replay is not None and len(lines) > 1:
         raise TinyspecError("--replay plays back one sentence: give one as an argument")
-    options: dict[str, Any] = {
-        "method": method,
-        "teacher": judge,
-        "temperature": temperature,
-        **knobs,
-    }
+    options = {"method": method, "teacher": judge, **limits, **knobs}
     for number, line in enumerate(lines):
-        running = start(
-            translator, line, seed=seed + number, max_new_tokens=max_new_tokens, **options
-        )
+        running = start(translator, line, seed=seed + number, **options)
         running.detail(replay is not None)
         n_layers = running.model.config.decoder_layers
         try:
@@ -124,16 +108,13 @@ def translate(
         except KeyboardInterrupt:
             _report(running.interrupted(), n_layers, as_json, stats=True)
             ctx.exit(130)
-        _report(running.result(), n_layers, as_json, stats)
+        done = running.result()
+        _report(done, n_layers, as_json, stats)
         if replay is not None:
-            from tinyspec.show.replay import record, record_passes, save, tell_written
+            from tinyspec.show.replay import record, record_passes
 
-            done, given = running.result(), running.model
-            save(
-                record_passes(given, method, done) if done.passes else record(given, method, done),
-                replay,
-            )
-            click.echo(tell_written(replay), err=True)
+            make = record_passes if done.passes else record
+            base.write_replay(make(running.model, method, done), replay)
 
 
 def _load(name: str, device: str, dtype: str | None) -> Any:
