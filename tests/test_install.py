@@ -109,7 +109,7 @@ def test_a_wheel_carries_two_models_and_the_assignments(
     for name in ("storyteller", "apprentice"):
         kept = {path.name for path in (clone / "models" / name).iterdir()}
         assert {path.name for path in (site / "tinyspec" / "_models" / name).iterdir()} == kept
-    code = "from tinyspec.grade import assignments; print(assignments.folder('A2'))"
+    code = "from tinyspec.grade import starter; print(starter.assignment_folder('A2'))"
     assert told(site, clone.parent, code).split() == [
         str(site / "tinyspec" / "_assignments" / "A2")
     ]

@@ -15,18 +15,8 @@ from typing import Any
 
 import pytest
 
-from tinyspec.grade import (
-    a1_laws,
-    a1_loop,
-    a1_round,
-    a1_stage,
-    assignments,
-    grading,
-    props_a1,
-    report,
-    starter,
-)
-from tinyspec.grade.a1 import ASSIGNMENT
+from tinyspec.grade import a1_loop, a1_position, a1_round, grading, props_a1, report, starter
+from tinyspec.grade.assignments import A1 as ASSIGNMENT
 from tinyspec.grade.task import Cases, Task
 from tinyspec.laws.accused import Evidence, LawViolated
 from tinyspec.laws.cases import SmallModel
@@ -670,7 +660,7 @@ def greedy_drafts(
 
 def peeked(session: Any, text: Any) -> Any:
     """The weights behind a text, without a call."""
-    return list(props_a1.behind(**session.plain(), text=text))
+    return list(props_a1.find_row(**session.plain(), text=text))
 
 
 class Peeked:
@@ -758,9 +748,9 @@ def drafts_what_the_target_says(
 
 
 WRONG: list[tuple[str, Callable[..., Any], str]] = [
-    *(("warp", f, a1_laws.A_LAW) for f in (not_normalised, no_row, numbers_as_text)),
+    *(("warp", f, a1_position.A_LAW) for f in (not_normalised, no_row, numbers_as_text)),
     *(
-        ("warp", f, a1_laws.TEMPERATURE)
+        ("warp", f, a1_position.TEMPERATURE)
         for f in (
             whole_weights,
             colder_is_warmer,
@@ -769,22 +759,28 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
             temperature_off_at_zero,
         )
     ),
-    *(("warp", f, a1_laws.TOP_K) for f in (ties_stay, one_too_few, ties_from_behind)),
+    *(("warp", f, a1_position.TOP_K) for f in (ties_stay, one_too_few, ties_from_behind)),
     *(
-        ("warp", f, a1_laws.TOP_P)
+        ("warp", f, a1_position.TOP_P)
         for f in (crossing_one_left_out, more_than_it_takes, whoever_has_top_p)
     ),
-    *(("warp", f, a1_laws.ORDER) for f in (top_p_first, temperature_last, share_of_all)),
-    *(("acceptance", f, a1_laws.PROBABILITY) for f in (may_exceed_one, yes_or_no, a_difference)),
-    *(("acceptance", f, a1_laws.OVER) for f in (swapped, only_p, always, a_little_more, root)),
-    ("acceptance", the_smaller_by_the_greater, a1_laws.UNDER),
-    *(("residual", f, a1_laws.REST) for f in (left_unnormalised, negatives_stay)),
+    *(("warp", f, a1_position.ORDER) for f in (top_p_first, temperature_last, share_of_all)),
     *(
-        ("residual", f, a1_laws.BEYOND)
+        ("acceptance", f, a1_position.PROBABILITY)
+        for f in (may_exceed_one, yes_or_no, a_difference)
+    ),
+    *(("acceptance", f, a1_position.OVER) for f in (swapped, only_p, always, a_little_more, root)),
+    ("acceptance", the_smaller_by_the_greater, a1_position.UNDER),
+    *(("residual", f, a1_position.REST) for f in (left_unnormalised, negatives_stay)),
+    *(
+        ("residual", f, a1_position.BEYOND)
         for f in (target_again, absolute, softmaxed, draft_beyond_target)
     ),
-    *(("residual", f, a1_laws.WHOLE) for f in (likeliest_left, evenly, target_where_left)),
-    *(("residual", f, a1_laws.EQUAL) for f in (nothing_left, even_where_equal, nan_where_equal)),
+    *(("residual", f, a1_position.WHOLE) for f in (likeliest_left, evenly, target_where_left)),
+    *(
+        ("residual", f, a1_position.EQUAL)
+        for f in (nothing_left, even_where_equal, nan_where_equal)
+    ),
     *(
         ("verify", f, a1_round.TOKENS)
         for f in (two_more, nothing_recovered, skips_refused, the_last_alone)
@@ -803,7 +799,7 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
         )
     ),
     *(
-        ("generate", f, a1_stage.STOPS)
+        ("generate", f, a1_loop.STOPS)
         for f in (
             overshoots,
             end_token_ignored,
@@ -899,7 +895,7 @@ def test_the_page_for_instructors_names_patterns_that_can_be_reached() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A new A1."""
-    assignments.new(ASSIGNMENT, tmp_path / "A1")
+    starter.write_folder(ASSIGNMENT, tmp_path / "A1")
     return tmp_path / "A1"
 
 
@@ -914,7 +910,7 @@ def test_the_starter_fails_every_task_and_leaks_nothing(folder: Path) -> None:
             and f"{task.title.split()[0]} {task.name}: write me" in result.sentence
         )
     solution = (FOLDER / "reference.py").read_text(encoding="utf-8")
-    assert not starter.leaks(starter.solution_lines(solution), text)
+    assert not starter.find_leaks(starter.solution_lines(solution), text)
     assert text.count("write me") == 5 and text.count(">>>") == solution.count(">>>")
 
 

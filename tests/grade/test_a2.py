@@ -15,13 +15,13 @@ from tinyspec.grade import (
     a2_trees,
     a2_trie,
     a2_walk,
-    assignments,
     grading,
     props_a2,
     report,
+    starter,
 )
-from tinyspec.grade.a2 import ASSIGNMENT
 from tinyspec.grade.a2_siblings import LAW
+from tinyspec.grade.assignments import A2 as ASSIGNMENT
 from tinyspec.grade.props_a2 import TreeSession
 from tinyspec.grade.task import Cases
 from tinyspec.laws.accused import Counterexample, LawViolated
@@ -90,11 +90,11 @@ def test_what_is_not_written_holds_no_law(name: str) -> None:
 
 def test_other_cases_are_other_cases() -> None:
     for draws in (
-        a2_trees.trees,
-        a2_trees.drafts,
-        a2_siblings.drafts,
-        a2_walk.cases_of,
-        a2_trie.operations,
+        a2_trees.draw_trees,
+        a2_trees.draw_drafts,
+        a2_siblings.draw_cases,
+        a2_walk.draw_tree_cases,
+        a2_trie.draw_operations,
     ):
         public, again, final = (list(draws(cases)) for cases in (Cases(), Cases(), Cases(1, 10)))
         assert public == again
@@ -106,11 +106,11 @@ def test_other_cases_are_other_cases() -> None:
 
 
 def test_the_starter_says_which_task_judges_the_class() -> None:
-    text = assignments.starter_of(ASSIGNMENT)
+    text = starter.make_starter(ASSIGNMENT)
     for method in ("__init__", "insert", "retrieve"):
         assert f'raise NotImplementedError("A2.6 Trie.{method}: write me")' in text
     assert text.count("write me") == 8
-    assert "| `answers`, which judges your class `Trie` | 15 |" in assignments.readme(ASSIGNMENT)
+    assert "| `answers`, which judges your class `Trie` | 15 |" in starter.make_readme(ASSIGNMENT)
 
 
 HANDOUT = (FOLDER / "handout.md").read_text(encoding="utf-8")
@@ -138,8 +138,11 @@ def test_the_examples_by_hand() -> None:
     REFERENCE.score(session, [0, 0, 2, 2], [-1, -1, 0, 1])
     assert session.trace == [[[1, 0, 2], [2, 3, 4]]]
     p, q = (tuple(Fraction(x, 12) for x in row) for row in ((2, 6, 4), (6, 3, 3)))
-    assert [a2_siblings.rule(p, q, k) for k in (1, 2)] == [Fraction(2, 3), Fraction(11, 12)]
-    said = a2_siblings.said(LAW, REFERENCE.siblings, p, q, 2)
+    assert [a2_siblings.acceptance_by_the_rule(p, q, k) for k in (1, 2)] == [
+        Fraction(2, 3),
+        Fraction(11, 12),
+    ]
+    said = a2_siblings.find_outcomes(LAW, REFERENCE.siblings, p, q, 2)
     assert sum(
         x
         for outcomes in said.values()
@@ -257,7 +260,7 @@ def from_rule(rule: Callable[[list[int], int, int], bool]) -> Callable[..., Any]
 
 
 def above(parents: list[int], node: int, other: int) -> bool:
-    return other in a2_trees.path(parents, node)
+    return other in a2_trees.node_path(parents, node)
 
 
 MASKS = {
@@ -288,7 +291,9 @@ def test_wrong_masks(name: str) -> None:
 @pytest.mark.parametrize("levels", [4, 5, 6])
 def test_a_mask_of_a_few_levels(levels: int) -> None:
     """Right of every tree of up to four nodes."""
-    mask = from_rule(lambda parents, node, other: other in a2_trees.path(parents, node)[-levels:])
+    mask = from_rule(
+        lambda parents, node, other: other in a2_trees.node_path(parents, node)[-levels:]
+    )
     said = accused("mask", mask)
     assert said is not None
     assert said.law == a2_trees.SEES
@@ -355,7 +360,7 @@ def path_by_path(session: Any, tokens: list[int], parents: list[int]) -> Any:
     """Right, at the price of a call a node."""
     rows = []
     for end in range(ROOT, len(tokens)):
-        fed = [session.text[-1], *(tokens[node] for node in a2_trees.path(parents, end))]
+        fed = [session.text[-1], *(tokens[node] for node in a2_trees.node_path(parents, end))]
         chain, read = list(range(-1, len(fed) - 1)), len(session.text) - 1
         rows.append(
             session.score(fed, REFERENCE.positions(chain, read), REFERENCE.mask(chain, read))[-1]
@@ -610,7 +615,7 @@ def branch_by_branch(
     """Tries every path from the root by itself, and takes the longest."""
     best: list[int] = []
     for end in range(len(tokens)):
-        down = a2_trees.path(parents, end)
+        down = a2_trees.node_path(parents, end)
         kept: list[int] = []
         for node in down:
             q = q_rows[parents[node] + 1]

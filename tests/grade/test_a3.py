@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tinyspec.grade import a3_calibration, a3_laws, a3_layers, a3_sweeps
-from tinyspec.grade.a3 import ASSIGNMENT
-from tinyspec.grade.assignments import starter_of
+from tinyspec.grade import a3_calibration, a3_confidence, a3_exits, a3_jacobi
+from tinyspec.grade.assignments import A3 as ASSIGNMENT
 from tinyspec.grade.grading import grade
 from tinyspec.grade.props_a3 import CountedModel, LayeredModel
+from tinyspec.grade.starter import make_starter
 from tinyspec.grade.task import Cases
 from tinyspec.laws import calibration_laws
 from tinyspec.laws.accused import LawViolated
@@ -154,7 +154,7 @@ GAPS = {
 
 @pytest.mark.parametrize("wrong", GAPS)
 def test_wrong_gaps(wrong: str) -> None:
-    assert broken("softmax_response", GAPS[wrong]) == a3_laws.GAP
+    assert broken("softmax_response", GAPS[wrong]) == a3_confidence.GAP
 
 
 def cosine(state: Any, below: Any) -> float:
@@ -165,26 +165,26 @@ def cosine(state: Any, below: Any) -> float:
 SATURATIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "no division": (
         lambda a, b: max(0, sum(x * y for x, y in zip(a, b, strict=True))),
-        a3_laws.COSINE,
+        a3_confidence.COSINE,
     ),
     "divided by one length": (
         lambda a, b: max(
             0.0, sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*b) or 1)
         ),
-        a3_laws.COSINE,
+        a3_confidence.COSINE,
     ),
     "divided by the squares": (
         lambda a, b: max(0.0, cosine(a, b) / (math.hypot(*a) * math.hypot(*b) or 1)),
-        a3_laws.COSINE,
+        a3_confidence.COSINE,
     ),
-    "a distance": (lambda a, b: 1 / (1 + math.dist(a, b)), a3_laws.COSINE),
-    "its square": (lambda a, b: cosine(a, b) ** 2, a3_laws.COSINE),
-    "three entries alone": (lambda a, b: max(0.0, cosine(a[:3], b[:3])), a3_laws.COSINE),
-    "not cut at 0": (cosine, a3_laws.RANGE),
-    "without its sign": (lambda a, b: abs(cosine(a, b)), a3_laws.RANGE),
+    "a distance": (lambda a, b: 1 / (1 + math.dist(a, b)), a3_confidence.COSINE),
+    "its square": (lambda a, b: cosine(a, b) ** 2, a3_confidence.COSINE),
+    "three entries alone": (lambda a, b: max(0.0, cosine(a[:3], b[:3])), a3_confidence.COSINE),
+    "not cut at 0": (cosine, a3_confidence.RANGE),
+    "without its sign": (lambda a, b: abs(cosine(a, b)), a3_confidence.RANGE),
     "all zeros are sure": (
         lambda a, b: max(0.0, cosine(a, b)) if any(a) and any(b) else 1.0,
-        a3_laws.RANGE,
+        a3_confidence.RANGE,
     ),
 }
 
@@ -221,18 +221,21 @@ def exits(
 
 
 EXITS: dict[str, tuple[Callable[..., Any], str]] = {
-    "greater, not equal": (exits(reaches=lambda c, due: bool(c > due)), a3_laws.FIRST),
-    "the last that is sure": (exits(last=True), a3_laws.FIRST),
-    "layers from 0": (exits(first=0), a3_laws.FIRST),
-    "leaves where it is not sure": (exits(reaches=lambda c, due: bool(c < due)), a3_laws.FIRST),
-    "no decay": (exits(lambda threshold, *place: min(1.0, threshold)), a3_laws.DECAY),
+    "greater, not equal": (exits(reaches=lambda c, due: bool(c > due)), a3_confidence.FIRST),
+    "the last that is sure": (exits(last=True), a3_confidence.FIRST),
+    "layers from 0": (exits(first=0), a3_confidence.FIRST),
+    "leaves where it is not sure": (
+        exits(reaches=lambda c, due: bool(c < due)),
+        a3_confidence.FIRST,
+    ),
+    "no decay": (exits(lambda threshold, *place: min(1.0, threshold)), a3_confidence.DECAY),
     "the form of the published code": (
         exits(
             lambda threshold, step, limit, tau: min(
                 1.0, threshold * (0.9 + 0.1 * math.exp(-tau * step / limit))
             )
         ),
-        a3_laws.DECAY,
+        a3_confidence.DECAY,
     ),
     "rises": (
         exits(
@@ -240,7 +243,7 @@ EXITS: dict[str, tuple[Callable[..., Any], str]] = {
                 1.0, 0.9 * threshold + 0.1 * math.exp(-tau * (limit - step) / limit)
             )
         ),
-        a3_laws.DECAY,
+        a3_confidence.DECAY,
     ),
     "does not know the limit": (
         exits(
@@ -248,7 +251,7 @@ EXITS: dict[str, tuple[Callable[..., Any], str]] = {
                 1.0, 0.9 * threshold + 0.1 * math.exp(-tau * step)
             )
         ),
-        a3_laws.DECAY,
+        a3_confidence.DECAY,
     ),
     "counts from 1": (
         exits(
@@ -256,7 +259,7 @@ EXITS: dict[str, tuple[Callable[..., Any], str]] = {
                 1.0, 0.9 * threshold + 0.1 * math.exp(-tau * (step - 1) / limit)
             )
         ),
-        a3_laws.DECAY,
+        a3_confidence.DECAY,
     ),
     "lambda is cut": (
         exits(
@@ -264,7 +267,7 @@ EXITS: dict[str, tuple[Callable[..., Any], str]] = {
                 0.9 * min(threshold, 1) + 0.1 * math.exp(-tau * step / limit)
             )
         ),
-        a3_laws.CUT,
+        a3_confidence.CUT,
     ),
     "1 for every lambda above 1": (
         exits(
@@ -272,16 +275,16 @@ EXITS: dict[str, tuple[Callable[..., Any], str]] = {
                 1.0 if threshold > 1 else 0.9 * threshold + 0.1 * math.exp(-tau * step / limit)
             )
         ),
-        a3_laws.CUT,
+        a3_confidence.CUT,
     ),
-    "inf is cut to 1": (exits(never=False), a3_laws.CUT),
+    "inf is cut to 1": (exits(never=False), a3_confidence.CUT),
     "not cut": (
         exits(
             lambda threshold, step, limit, tau: (
                 0.9 * threshold + 0.1 * math.exp(-tau * step / limit)
             )
         ),
-        a3_laws.CUT,
+        a3_confidence.CUT,
     ),
 }
 
@@ -527,34 +530,34 @@ class OneTokenTooMany(Decoding):
 
 
 COPY = {
-    LayersFromZero: a3_layers.PAIR,
-    OneTokenTooMany: a3_layers.PAIR,
-    TheFirstNeverLeaves: a3_layers.SURE,
-    IgnoresInf: a3_layers.NEVER,
-    NothingIsFilled: a3_layers.HOLES,
-    OneLayerIsFilled: a3_layers.HOLES,
-    TheNextPositionIsFilled: a3_layers.HOLES,
-    HolesAreIgnored: a3_layers.HOLES,
-    KeysOfTheExitAreCopied: a3_layers.COPIED,
-    OneProjectionForAll: a3_layers.COPIED,
-    TheStateBelowTheExit: a3_layers.COPIED,
-    Zeros: a3_layers.COPIED,
-    ThePromptLeavesToo: a3_layers.PROMPT,
-    Recomputes: a3_layers.COPIED,
-    TheRowBelow: a3_layers.READ,
-    TheLastOfEquals: a3_layers.READ,
-    GreaterNotEqual: a3_layers.SURE,
-    TheGreatestAlone: a3_layers.SURE,
-    RunsTheTopAsWell: a3_layers.COUNTED,
-    RunsThePrefixAgain: a3_layers.COUNTED,
+    LayersFromZero: a3_exits.PAIR,
+    OneTokenTooMany: a3_exits.PAIR,
+    TheFirstNeverLeaves: a3_exits.SURE,
+    IgnoresInf: a3_exits.NEVER,
+    NothingIsFilled: a3_exits.HOLES,
+    OneLayerIsFilled: a3_exits.HOLES,
+    TheNextPositionIsFilled: a3_exits.HOLES,
+    HolesAreIgnored: a3_exits.HOLES,
+    KeysOfTheExitAreCopied: a3_exits.COPIED,
+    OneProjectionForAll: a3_exits.COPIED,
+    TheStateBelowTheExit: a3_exits.COPIED,
+    Zeros: a3_exits.COPIED,
+    ThePromptLeavesToo: a3_exits.PROMPT,
+    Recomputes: a3_exits.COPIED,
+    TheRowBelow: a3_exits.READ,
+    TheLastOfEquals: a3_exits.READ,
+    GreaterNotEqual: a3_exits.SURE,
+    TheGreatestAlone: a3_exits.SURE,
+    RunsTheTopAsWell: a3_exits.COUNTED,
+    RunsThePrefixAgain: a3_exits.COUNTED,
 }
 RECOMPUTE = {
-    NothingIsFilled: a3_layers.HOLES,
-    CopiesInstead: a3_layers.RECOMPUTED,
-    KeysOfTheExitAreCopied: a3_layers.RECOMPUTED,
-    RecomputesFromTheStateBelow: a3_layers.RECOMPUTED,
-    RecomputesTheLast: a3_layers.COUNTED,
-    RecomputesFromTheBottom: a3_layers.COUNTED,
+    NothingIsFilled: a3_exits.HOLES,
+    CopiesInstead: a3_exits.RECOMPUTED,
+    KeysOfTheExitAreCopied: a3_exits.RECOMPUTED,
+    RecomputesFromTheStateBelow: a3_exits.RECOMPUTED,
+    RecomputesTheLast: a3_exits.COUNTED,
+    RecomputesFromTheBottom: a3_exits.COUNTED,
 }
 
 
@@ -896,24 +899,24 @@ class AsksBehindTheWrongText(Iteration):
 
 
 JACOBI = {
-    AsksASecondModel: a3_sweeps.SAID,
-    AsksBehindTheWrongText: a3_sweeps.SAID,
-    GuessesWhatASecondModelSays: a3_sweeps.BLIND,
-    OneSweep: a3_sweeps.GREEDY,
-    StopsWhenTheFirstStands: a3_sweeps.GREEDY,
-    ConvergesByTheLastToken: a3_sweeps.GREEDY,
-    BelievesAnEndThatIsGuessed: a3_sweeps.GREEDY,
-    IsNotCut: a3_sweeps.GREEDY,
-    LooksForTheEndAtTheLastToken: a3_sweeps.GREEDY,
-    LeavesTheEndOut: a3_sweeps.GREEDY,
-    TheLastBlockIsWhole: a3_sweeps.GREEDY,
-    ShiftedByOne: a3_sweeps.GREEDY,
-    AllAtOnce: a3_sweeps.BLOCKS,
-    OneByOne: a3_sweeps.BLOCKS,
-    EverySweepTwice: a3_sweeps.PROGRESS,
-    OneTokenASweep: a3_sweeps.PROGRESS,
-    OneSweepToConfirm: a3_sweeps.CALLS,
-    StartsAnew: a3_sweeps.CALLS,
+    AsksASecondModel: a3_jacobi.SAID,
+    AsksBehindTheWrongText: a3_jacobi.SAID,
+    GuessesWhatASecondModelSays: a3_jacobi.BLIND,
+    OneSweep: a3_jacobi.GREEDY,
+    StopsWhenTheFirstStands: a3_jacobi.GREEDY,
+    ConvergesByTheLastToken: a3_jacobi.GREEDY,
+    BelievesAnEndThatIsGuessed: a3_jacobi.GREEDY,
+    IsNotCut: a3_jacobi.GREEDY,
+    LooksForTheEndAtTheLastToken: a3_jacobi.GREEDY,
+    LeavesTheEndOut: a3_jacobi.GREEDY,
+    TheLastBlockIsWhole: a3_jacobi.GREEDY,
+    ShiftedByOne: a3_jacobi.GREEDY,
+    AllAtOnce: a3_jacobi.BLOCKS,
+    OneByOne: a3_jacobi.BLOCKS,
+    EverySweepTwice: a3_jacobi.PROGRESS,
+    OneTokenASweep: a3_jacobi.PROGRESS,
+    OneSweepToConfirm: a3_jacobi.CALLS,
+    StartsAnew: a3_jacobi.CALLS,
 }
 
 
@@ -988,7 +991,7 @@ def test_the_reference_has_all_points_in_a_child_process(tmp_path: Path) -> None
 
 
 def test_the_starter_has_none(tmp_path: Path) -> None:
-    results = handed_in(tmp_path, starter_of(ASSIGNMENT))
+    results = handed_in(tmp_path, make_starter(ASSIGNMENT))
     assert [result.score for result in results.values()] == [0] * len(TASKS)
     assert all("is not written yet" in result.sentence for result in results.values())
     assert "A3.4 decode: write me" in results["decode"].sentence
@@ -1019,11 +1022,11 @@ def test_half_done_work_is_told_which_law_it_breaks_and_where(tmp_path: Path) ->
         name: result.counterexample.law for name, result in results.items() if result.counterexample
     }
     assert laws == {
-        "exit_layer": a3_laws.CUT,
-        "decode": a3_layers.HOLES,
-        "decode_recomputing": a3_layers.COUNTED,
+        "exit_layer": a3_confidence.CUT,
+        "decode": a3_exits.HOLES,
+        "decode_recomputing": a3_exits.COUNTED,
         "calibrate": calibration_laws.CALIBRATED,
-        "jacobi": a3_sweeps.CALLS,
+        "jacobi": a3_jacobi.CALLS,
     }
     hole = results["decode"].counterexample
     assert (

@@ -15,7 +15,7 @@ import pytest
 from tests.grade.tiny import FAST, RIGHT, TINY, submit
 from tests.zoo import failed, run
 from tinyspec.errors import TinyspecError
-from tinyspec.grade import assignments, grading
+from tinyspec.grade import assignments, grading, starter
 from tinyspec.grade.task import Assignment
 
 WRONG = RIGHT.replace("max(0, x - y)", "abs(x - y)")
@@ -30,7 +30,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
             raise TinyspecError(f"no assignment {name!r}: there are A0")
         return TINY
 
-    monkeypatch.setattr(assignments, "find", find)
+    monkeypatch.setattr(assignments, "find_assignment", find)
     monkeypatch.setattr(grading, "Limits", lambda **named: FAST._replace(**named))
 
 
@@ -192,10 +192,10 @@ def test_the_files_are_found_in_an_installed_package(
     package = tmp_path / "tinyspec"
     (package / "_assignments" / "A1").mkdir(parents=True)
     (package / "_assignments" / "A1" / "reference.py").write_text("")
-    monkeypatch.setattr(assignments, "__file__", str(package / "grade" / "assignments.py"))
-    assert assignments.folder("A1") == package / "_assignments" / "A1"
+    monkeypatch.setattr(starter, "__file__", str(package / "grade" / "starter.py"))
+    assert starter.assignment_folder("A1") == package / "_assignments" / "A1"
     with pytest.raises(TinyspecError, match="the files of A2 are missing"):
-        assignments.folder("A2")
+        starter.assignment_folder("A2")
 
 
 def test_a_bundle_draws_its_seed_prints_it_and_can_be_written_again(tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_a_bundle_draws_its_seed_prints_it_and_can_be_written_again(tmp_path: Pa
 
 def unfinished() -> str:
     """A1 with `verify` alone."""
-    source = assignments.starter_of(assignments.find("A1"))
-    body = assignments.reference_of(assignments.find("A1"))
+    source = starter.make_starter(assignments.find_assignment("A1"))
+    body = starter.read_reference(assignments.find_assignment("A1"))
     written = next(
         node
         for node in ast.parse(body).body
@@ -247,7 +247,7 @@ def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
         assert b"torch" in bundle.read("requirements.txt")
         assert b"tinyspec" not in bundle.read("requirements.txt")
     root = tmp_path / "autograder"
-    assignments.new(assignments.find("A1"), root / "submission")
+    starter.write_folder(assignments.find_assignment("A1"), root / "submission")
     results = root / "results" / "results.json"
     script = ["bash", str(root / "source" / "run_autograder")]
     env = {"AUTOGRADER": str(root), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}

@@ -18,12 +18,19 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.grade import grading
-from tinyspec.grade.assignments import NAMES, find, folder, new, starter_of
+from tinyspec.grade.assignments import ASSIGNMENTS, find_assignment
 from tinyspec.grade.child import NotPlain, from_json, to_json, to_line
 from tinyspec.grade.process import RemoteFunction, load_submission
 from tinyspec.grade.report import as_dict, details, gradescope, note, summary
-from tinyspec.grade.starter import leaks, solution_lines, starter
-from tinyspec.grade.task import Cases, Failed, brief
+from tinyspec.grade.starter import (
+    assignment_folder,
+    find_leaks,
+    make_starter,
+    remove_solutions,
+    solution_lines,
+    write_folder,
+)
+from tinyspec.grade.task import Cases, Failed, shorten
 from tinyspec.laws.accused import LawViolated
 from tinyspec.laws.checking import prove_form
 from tinyspec.laws.forms import VerifierForm
@@ -337,7 +344,7 @@ def test_local_functions_are_judged_by_the_same_words() -> None:
         TINY.tasks[0], lambda p, q, token, chance: chance.accept(p[token]), Cases()
     )
     assert result.counterexample is not None and result.counterexample.law == RATIO
-    assert brief(list(range(200))).endswith("195, 196, 197, 198, 199]")
+    assert shorten(list(range(200))).endswith("195, 196, 197, 198, 199]")
 
 
 # ---------------------------------------------------------------------- starters
@@ -373,7 +380,7 @@ class Pile:
 
 
 def test_a_starter_keeps_everything_but_the_solution() -> None:
-    text = starter(REFERENCE, {"half": "A0.1"}, "A0")
+    text = remove_solutions(REFERENCE, {"half": "A0.1"}, "A0")
     compile(text, "starter", "exec")
     assert '    raise NotImplementedError("A0.1 half: write me")' in text
     assert '        raise NotImplementedError("A0 Pile.add: write me")' in text
@@ -406,29 +413,29 @@ def test_a_starter_keeps_everything_but_the_solution() -> None:
 )
 def test_markers_that_do_not_match_and_leaks_are_refused(text: str, words: str) -> None:
     if not words:
-        assert leaks(solution_lines(text), "the secret: return a + b + c + d") == []
+        assert find_leaks(solution_lines(text), "the secret: return a + b + c + d") == []
         return
     with pytest.raises(TinyspecError, match=words):
-        starter(text, {}, "A0")
+        remove_solutions(text, {}, "A0")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_every_assignment_has_a_starter_that_says_what_to_write_and_leaks_nothing(
     name: str, tmp_path: Path
 ) -> None:
-    assignment = find(name.lower())
-    reference = (folder(name) / "reference.py").read_text()
-    text = starter_of(assignment)
+    assignment = find_assignment(name.lower())
+    reference = (assignment_folder(name) / "reference.py").read_text()
+    text = make_starter(assignment)
     compile(text, "starter", "exec")
-    assert leaks(solution_lines(reference), text) == []
+    assert find_leaks(solution_lines(reference), text) == []
     assert sum(task.points for task in assignment.tasks) == 100
     for task in assignment.tasks:
         assert task.title.startswith(f"{name}.")
         assert f"def {task.name}(" in text
-    written = new(assignment, tmp_path / "mine")
+    written = write_folder(assignment, tmp_path / "mine")
     assert {"submission.py", "README.md"} <= {path.name for path in written}
     with pytest.raises(TinyspecError, match="is there already"):
-        new(assignment, tmp_path / "mine")
+        write_folder(assignment, tmp_path / "mine")
     report = grading.grade(assignment, tmp_path / "mine", limits=FAST)
     assert report.score == 0
     assert all("is not written yet" in result.sentence for result in report.results), report.results
@@ -436,4 +443,4 @@ def test_every_assignment_has_a_starter_that_says_what_to_write_and_leaks_nothin
 
 def test_an_assignment_that_there_is_not() -> None:
     with pytest.raises(TinyspecError, match="no assignment 'A9': there are A1, A2, A3"):
-        find("A9")
+        find_assignment("A9")

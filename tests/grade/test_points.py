@@ -12,16 +12,22 @@ import pytest
 from tests.grade.tiny import FAST, RATIO, REST, RIGHT, TINY, graded, ratio, rest, submit
 from tinyspec.errors import TinyspecError
 from tinyspec.grade import bundle, grading
-from tinyspec.grade.a1 import ASSIGNMENT as A1
-from tinyspec.grade.assignments import NAMES, find, folder, new, reference_of, rubric, starter_of
+from tinyspec.grade.assignments import A1, ASSIGNMENTS, find_assignment
 from tinyspec.grade.process import Limits
 from tinyspec.grade.report import as_dict, explain, gradescope, table_entry
-from tinyspec.grade.starter import extract_helpers
+from tinyspec.grade.starter import (
+    assignment_folder,
+    extract_helpers,
+    make_rubric,
+    make_starter,
+    read_reference,
+    write_folder,
+)
 from tinyspec.grade.task import Cases, GradedLaw, Task
 from tinyspec.laws.accused import Evidence, accuse
 
 SLOW = Limits(task=600.0, call=30.0)  # for functions that are right, on a machine that is busy
-REFERENCE = (folder("A1") / "reference.py").read_text(encoding="utf-8")
+REFERENCE = (assignment_folder("A1") / "reference.py").read_text(encoding="utf-8")
 
 
 def edited(*changes: tuple[str, str], text: str = REFERENCE) -> str:
@@ -106,11 +112,11 @@ def _residual(function: Any) -> Any:
     return lambda p, q: function(p, q, 0, None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_a_new_folder_lists_the_points_of_every_law(name: str, tmp_path: Path) -> None:
-    new(find(name), tmp_path / "mine")
+    write_folder(find_assignment(name), tmp_path / "mine")
     text = (tmp_path / "mine" / "README.md").read_text(encoding="utf-8")
-    for task in find(name).tasks:
+    for task in find_assignment(name).tasks:
         for law in task.laws:
             line = next(
                 line
@@ -121,9 +127,9 @@ def test_a_new_folder_lists_the_points_of_every_law(name: str, tmp_path: Path) -
             assert (" (only where law " in line) is bool(law.needs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_points_are_whole_and_add_up(name: str) -> None:
-    tasks = find(name).tasks
+    tasks = find_assignment(name).tasks
     assert sum(task.points for task in tasks) == 100
     for at, task in enumerate(tasks):
         sentences = [law.sentence for law in task.laws]
@@ -133,12 +139,12 @@ def test_points_are_whole_and_add_up(name: str) -> None:
         assert set(task.uses) <= {earlier.name for earlier in tasks[:at]}
 
 
-PAGE = (folder("A1").parents[1] / "instructors.md").read_text(encoding="utf-8")
+PAGE = (assignment_folder("A1").parents[1] / "instructors.md").read_text(encoding="utf-8")
 
 
 def test_the_page_for_instructors_has_the_points_of_the_code_and_is_short() -> None:
-    for name in NAMES:
-        assert rubric(find(name)) in PAGE
+    for name in ASSIGNMENTS:
+        assert make_rubric(find_assignment(name)) in PAGE
     prose = re.sub(r"```.*?```", "", PAGE.split("## The laws and their points")[0], flags=re.DOTALL)
     lines = [line for line in prose.splitlines() if not line.strip().startswith("|")]
     assert len(" ".join(lines).split()) <= 900
@@ -302,16 +308,17 @@ def test_the_report_says_whose_functions_stood_in_place(tmp_path: Path) -> None:
     assert report.results[0].helpers == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_the_helpers_of_a_task_hold_no_solution_of_it(name: str) -> None:
-    assignment = find(name)
+    assignment = find_assignment(name)
     for task in assignment.tasks:
-        source = extract_helpers(reference_of(assignment), task.uses)
+        source = extract_helpers(read_reference(assignment), task.uses)
         compile(source, "helpers", "exec")
         given = [other.name for other in assignment.tasks if f"def {other.name}(" in source]
         assert set(given) == set(task.uses)
     assert not any(
-        "climb" in extract_helpers(reference_of(find("A3")), task.uses) for task in find("A3").tasks
+        "climb" in extract_helpers(read_reference(find_assignment("A3")), task.uses)
+        for task in find_assignment("A3").tasks
     )
 
 
@@ -365,7 +372,7 @@ FIRST, SECOND = A1.select("1234"), A1.select("5")
 def test_a_part_has_its_own_points_starter_and_readme(tmp_path: Path) -> None:
     """Two lectures: A1.1 to A1.4 give 70 points, A1.5 gives 30."""
     assert (FIRST.points, SECOND.points) == (70, 30)
-    new(FIRST, tmp_path / "first")
+    write_folder(FIRST, tmp_path / "first")
     text = (tmp_path / "first" / "submission.py").read_text(encoding="utf-8")
     compile(text, "starter", "exec")
     assert "def generate(" not in text and "class Session" not in text
@@ -373,25 +380,25 @@ def test_a_part_has_its_own_points_starter_and_readme(tmp_path: Path) -> None:
     readme = (tmp_path / "first" / "README.md").read_text(encoding="utf-8")
     assert "This homework is A1.1, A1.2, A1.3 and A1.4 alone." in readme
     assert "tinyspec grade A1 . --task 1,2,3,4\n" in readme and "`generate`" not in readme
-    new(SECOND, tmp_path / "second")
+    write_folder(SECOND, tmp_path / "second")
     text = (tmp_path / "second" / "submission.py").read_text(encoding="utf-8")
     assert text.count(": write me") == 1 and "A1.5 generate: write me" in text
     assert "A1.4 verify: put your own from the earlier homework here" in text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_every_task_can_be_a_homework_alone(name: str) -> None:
-    for task in find(name).tasks:
-        text = starter_of(find(name).select([task.name]))
+    for task in find_assignment(name).tasks:
+        text = make_starter(find_assignment(name).select([task.name]))
         space: dict[str, Any] = {"__name__": "starter"}
         exec(compile(text, "starter", "exec"), space)
-        mine = {other.name for other in find(name).tasks if other.name in space}
+        mine = {other.name for other in find_assignment(name).tasks if other.name in space}
         assert mine == {task.name, *task.uses}
 
 
 def test_a_homework_is_judged_with_the_reference_in_place_of_earlier_ones(tmp_path: Path) -> None:
     """The starter of A1.5 with `generate` written, and nothing else, has full marks."""
-    source = f"{starter_of(SECOND)}\n\n{extract_helpers(REFERENCE, ['generate'])}"
+    source = f"{make_starter(SECOND)}\n\n{extract_helpers(REFERENCE, ['generate'])}"
     names = ("warp", "acceptance", "residual", "verify")
     source += "".join(f"\ndef {name}(*given):\n    raise NotImplementedError\n" for name in names)
     report = grading.grade(SECOND, submit(tmp_path, source), limits=SLOW)

@@ -35,9 +35,9 @@ def list_assignments(as_json: bool) -> None:
       tinyspec assignment list
       tinyspec assignment list --json
     """
-    from tinyspec.grade.assignments import NAMES, find
+    from tinyspec.grade.assignments import ASSIGNMENTS
 
-    found = [find(name) for name in NAMES]
+    found = ASSIGNMENTS.values()
     if as_json:
         tasks = [
             [{"name": t.name, "title": t.title, "max_score": t.points} for t in one.tasks]
@@ -71,12 +71,12 @@ def new(name: str, folder: Path, tasks: Sequence[str]) -> None:
       tinyspec assignment new A1 my-a1
       tinyspec assignment new A1 my-a1 --task 1,2,3,4      a part of it as a homework
     """
-    from tinyspec.grade import assignments
+    from tinyspec.grade import assignments, starter
 
-    found = assignments.find(name).select(tasks)
-    for path in assignments.new(found, folder):
+    found = assignments.find_assignment(name).select(tasks)
+    for path in starter.write_folder(found, folder):
         click.echo(path)
-    command = f"tinyspec grade {found.name} {folder}{assignments.task_options(found)}"
+    command = f"tinyspec grade {found.name} {folder}{starter.task_options(found)}"
     click.echo(f"Read the hand-out, write submission.py, and see how far it is: {command}")
 
 
@@ -106,7 +106,7 @@ def bundle(name: str, out: Path, tasks: Sequence[str], seed: int | None) -> None
     """
     from tinyspec.grade import assignments, bundle, grading
 
-    found = assignments.find(name).select(tasks)
+    found = assignments.find_assignment(name).select(tasks)
     seed = grading.draw_seed() if seed is None else seed
     count = bundle.write(found, out, seed)
     click.echo(

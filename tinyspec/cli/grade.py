@@ -73,8 +73,8 @@ def grade(
 
     if as_json == gradescope == STDOUT:
         raise TinyspecError("--json - and --gradescope - both want standard output: name a file")
-    found = assignments.find(name).select(tasks)
-    folder = find_folder(folder, found.name)
+    found = assignments.find_assignment(name).select(tasks)
+    folder = submission_folder(folder, found.name)
     cases = grading.cases_of(final, seed)
     count = len(found.tasks)
     with base.show_progress(quiet) as advance:
@@ -95,7 +95,7 @@ def grade(
         raise click.exceptions.Exit(1)
 
 
-def find_folder(path: Path, name: str) -> Path:
+def submission_folder(path: Path, name: str) -> Path:
     """Return the folder to grade: for a submission.py, the folder that holds it.
 
     Raises TinyspecError where there is none, with what to do.

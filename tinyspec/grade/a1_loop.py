@@ -1,27 +1,32 @@
-"""What `generate` of assignment A1 is held to: the whole loop, on two sessions with caches, on
-every outcome of its chance.
+"""Laws of `generate` of assignment A1: the whole loop, on every outcome of its random decisions.
 
-The joint law must be that of plain decoding, which `laws.exact` calculates from the target's rows.
-A cache that is left dirty can hide from it: a draft that reads refused tokens is only a worse
-draft. So the sessions remember what was asked of them, and three more laws read that: what stood in
-the caches, whether each token comes from a call, and how often the target was called.
+The joint distribution must be that of plain decoding, which `laws.exact` calculates from the
+target's rows. A cache that is left dirty can hide from it: a draft that reads rejected tokens is
+only a worse draft. So the sessions remember what was asked of them, and three more laws read that:
+what stood in the caches, whether each token comes from a forward pass, and how often the target ran.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, partial
+from itertools import product
+from typing import Any, NamedTuple
 
+from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.grade.a1_laws import Function, close
-from tinyspec.grade.a1_round import Text, alike
-from tinyspec.grade.a1_stage import STOPS, Run, Situation, endings, every, situations
-from tinyspec.grade.task import Cases
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.cases import shrink_case
-from tinyspec.laws.exact import Reference
+from tinyspec.grade.a1_position import HALF, ONE, THIRD, ZERO, Knobs
+from tinyspec.grade.a1_round import Text
+from tinyspec.grade.props_a1 import Session, find_row
+from tinyspec.grade.task import Cases, Function, expect, is_close, is_token, law
+from tinyspec.laws.accused import accuse
+from tinyspec.laws.cases import CheckCase, SmallModel, cases_of_kind, shrink_case
+from tinyspec.laws.exact import Reference, apply_warpers
+from tinyspec.laws.small import Exact
 
+STOPS = "the text ends after n tokens or at the end token, wherever in a block that is"
 JOINT = "joint distribution: over all rounds, the text has the distribution of plain decoding"
 CACHES = (
     "at every forward pass the cache holds what was accepted: nothing rejected, nothing read twice"
@@ -29,238 +34,368 @@ CACHES = (
 READ = "tokens come from forward passes: the target reads all but the last, the draft what its tokens follow; n = 0 needs none"
 CALLS = "one forward pass of the target a round, and rounds as long as the rule allows"
 
+PLAIN: Knobs = (ONE, None, None)
 
-def stops(generate: Function, cases: Cases) -> Evidence:
-    """A target that knows what follows is obeyed: up to n tokens, up to the end token, whatever the
-    draft says.
+# ---------------------------------------------------------------------- what generate is given
+
+
+@dataclass(frozen=True)
+class LoopInput:
+    """What generate is given. The models' weights are the rows of a `CheckCase`, made whole numbers."""
+
+    case: CheckCase
+    prompt: Text = (0,)
+    eos: int | None = None
+    knobs: Knobs = PLAIN
+
+    def session(self, name: str) -> Session:
+        """Return a session of the model `p` or `q` that has read nothing."""
+        return Session(self.weights[name], getattr(self.case, name).by)
+
+    def row(self, name: str, text: Sequence[int]) -> list[Fraction]:
+        """Return the weights that a model gives after a text."""
+        return list(find_row(self.weights[name], getattr(self.case, name).by, text))
+
+    @cached_property
+    def weights(self) -> dict[str, list[list[Fraction]]]:
+        """Return the rows of both models, each times the greatest of its denominators."""
+        return {
+            name: [
+                [x * max(y.denominator for y in row) for x in row]
+                for row in getattr(self.case, name).laws
+            ]
+            for name in "pq"
+        }
+
+    @cached_property
+    def sampling(self) -> SamplingParams:
+        """Return the settings as the library has them."""
+        temperature, top_k, top_p = self.knobs
+        return SamplingParams(float(temperature), top_k, top_p)
+
+    def probs(self, name: str, text: Sequence[int]) -> list[Any]:
+        """Return a model's distribution after a text, under the settings."""
+        row = tuple(self.row(name, text))
+        if row not in self.known_probs:
+            self.known_probs[row] = apply_warpers(row, (), self.sampling)
+        return self.known_probs[row]
+
+    @cached_property
+    def known_probs(self) -> dict[Any, list[Any]]:
+        """Return the distributions that were calculated so far, by their weights."""
+        return {}
+
+    def is_ended(self, new: Text) -> bool:
+        """Return whether a text of these new tokens has ended."""
+        return len(new) >= self.case.tokens or (bool(new) and new[-1] == self.eos)
+
+    def shown(self) -> dict[str, Any]:
+        """Return it in the words of the hand-out."""
+        names = ("temperature", "top_k", "top_p")
+        return {
+            "target": self._shown_weights("p"),
+            "draft": self._shown_weights("q"),
+            "prompt": list(self.prompt),
+            "n": self.case.tokens,
+            "gamma": self.case.gamma,
+            "eos": self.eos,
+            **(dict(zip(names, self.knobs, strict=True)) if self.knobs != PLAIN else {}),
+        }
+
+    def _shown_weights(self, name: str) -> dict[Any, list[Fraction]]:
+        """Return the weights of a model after every text that matters here."""
+        rows, by = self.weights[name], getattr(self.case, name).by
+        first, n = len(self.prompt), self.case.tokens
+        if by == "length":
+            lengths = range(first, min(len(rows), first + n - 1) + 1)
+            after = {f"after {k} token{'s' * (k > 1)}": rows[k - 1] for k in lengths}
+            return after or {"after any text": rows[-1]}
+        if by == "last":
+            return {f"after token {token}": row for token, row in enumerate(rows)}
+        new = (product(range(self.case.vocabulary), repeat=count) for count in range(n))
+        texts = [(*self.prompt, *tokens) for several in new for tokens in several]
+        return {text: self.row(name, text) for text in texts}
+
+
+def draw_endings(cases: Cases) -> list[LoopInput]:
+    """Return models that are sure of every next token: all small n, gamma, prompt and eos."""
+    rng = random.Random(f"endings {cases.seed}")
+    small = product(range(5), range(3), ((0,), (0, 1)), (None, 1))
+    found = []
+    for (n, gamma, prompt, eos), _ in product(small, range(8 * cases.times)):
+        target = [rng.randrange(3) for _ in range(3)]  # what follows each token
+        other = [rng.choice((token, 1, 2)) for token in target]
+        draft = rng.choice((target, other, [1, 1, 1]))
+        p, q = (SmallModel(sure_rows(following), "last") for following in (target, draft))
+        found.append(LoopInput(CheckCase(p, q, gamma, n), prompt, eos))
+    return sorted(found, key=lambda given: given.case.tokens + given.case.gamma + len(given.prompt))
+
+
+def sure_rows(following: Sequence[int]) -> tuple[Exact, ...]:
+    """Return the rows of a model in which `following[x]` follows token x."""
+    return tuple(tuple(Fraction(x == token) for x in range(len(following))) for token in following)
+
+
+def loop_inputs(cases: Cases) -> Iterator[LoopInput]:
+    """Yield small models under all kinds of settings; a row per length first, then per text."""
+    times, seed = cases.times, cases.seed
+    warm: Knobs = (HALF, None, None)
+    for vocabulary, gamma, n, whole, lengths, by, count, knobs, eos in (
+        (2, 1, 2, 2, (2, 2), "length", 25, PLAIN, None),
+        (2, 1, 2, 3, (2, 2), "length", 10, PLAIN, None),
+        (2, 2, 3, 2, (3, 3), "length", 16, PLAIN, None),
+        (2, 1, 2, 4, (2, 2), "length", 8, warm, None),
+        (2, 1, 3, 3, (3, 3), "length", 6, PLAIN, 1),
+        (2, 1, 4, 1, (4, 4), "length", 4, PLAIN, None),
+        (3, 1, 2, 5, (2, 2), "length", 5, (ONE, 2, None), None),
+        (3, 1, 2, 6, (2, 2), "length", 5, (ONE, None, Fraction(3, 4)), None),
+        (3, 2, 3, 4, (3, 3), "length", 4, (ZERO, None, None), None),
+        (2, 2, 3, 3, (7, 7), "text", 6, PLAIN, None),
+        (2, 1, 4, 2, (7, 7), "text", 4, PLAIN, None),
+        (2, 3, 4, 2, (4, 4), "length", 3, PLAIN, 1),
+        (2, 2, 4, 2, (5, 5), "text", 3, (THIRD, 2, Fraction(9, 10)), 1),
+        (3, 2, 3, 3, (7, 7), "text", 3, (HALF, 2, None), 2),
+        (2, 2, 3, 5, (7, 7), "text", 10, PLAIN, None),
+        (3, 2, 3, 6, (5, 5), "text", 3, PLAIN, 2),
+    ):
+        for case in cases_of_kind(vocabulary, gamma, n, whole, lengths, by, count * times, seed):
+            yield LoopInput(case, (0,), eos, knobs)
+            if by == "length" and lengths in ((3, 3), (4, 4)):
+                yield LoopInput(replace(case, q=case.p), (0,), eos, knobs)
+    for case in cases_of_kind(2, 2, 3, 3, (7, 7), "text", 2 * times, seed + 1):
+        yield LoopInput(case, (1, 0), None, PLAIN)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+class LoopRun(NamedTuple):
+    """One way a run can go.
+
+    new            the new tokens
+    target, draft  the forward passes of both models: (cache before, tokens) each
     """
-    evidence = Evidence(STOPS)
-    for given in smallest_endings(cases):
-        evidence.cases += 1
+
+    new: Text
+    target: tuple[tuple[Text, Text], ...]
+    draft: tuple[tuple[Text, Text], ...]
+
+
+def run_loop(generate: Function, given: LoopInput, law: str, rng: Exhaustive) -> LoopRun:
+    """Run it on fresh sessions. The output must be a list of tokens, for the law STOPS at most n.
+
+    Other laws look at the first n tokens of a longer text: to stop too late is one mistake, and
+    costs once.
+    """
+    target, draft, case = given.session("p"), given.session("q"), given.case
+    prompt, n = list(given.prompt), case.tokens
+    new = generate(target, draft, prompt, n, case.gamma, given.eos, given.knobs, rng)
+    if law != STOPS and isinstance(new, (list, tuple)):
+        new = new[: case.tokens]
+    fits = isinstance(new, (list, tuple)) and len(new) <= case.tokens
+    if not fits or not all(is_token(token, case.vocabulary) for token in new):
+        most = f"{case.tokens} token{'s' * (case.tokens != 1)}"
+        expected = f"a list of at most {most} from 0 to {case.vocabulary - 1}"
+        accuse(STOPS, expected, new, **given.shown())
+    return LoopRun(tuple(new), forward_passes(target), forward_passes(draft))
+
+
+def forward_passes(session: Session) -> tuple[tuple[Text, Text], ...]:
+    """Return what a session was asked to read: (cache before, tokens) each."""
+    asked = [(before, tokens) for what, before, tokens in session.trace if what == "score"]
+    return tuple((tuple(before), tuple(tokens)) for before, tokens in asked)
+
+
+def run_distribution(generate: Function, given: LoopInput, law: str) -> dict[LoopRun, Any]:
+    """Return the probability of each way a run can go."""
+    return Exhaustive.law(partial(run_loop, generate, given, law))
+
+
+# ---------------------------------------------------------------------- the laws
+
+
+@law(STOPS)
+def text_ends_where_it_should(generate: Function, cases: Cases) -> Iterator[bool]:
+    """Check that a target that is sure of what follows is obeyed, whatever the draft proposes."""
+    for given in draw_endings(cases):
         expected: Text = ()
-        while len(expected) < given.case.tokens and (not expected or expected[-1] != given.eos):
-            row = given.law("p", (*given.prompt, *expected))
-            expected = (*expected, row.index(1))
-        for outcome in every(generate, given, evidence):
-            if outcome.new != expected:
-                accuse(STOPS, list(expected), list(outcome.new), **given.shown())
-    return evidence
+        while not given.is_ended(expected):
+            expected = (*expected, given.probs("p", (*given.prompt, *expected)).index(1))
+        for run in run_distribution(generate, given, STOPS):
+            if run.new != expected:
+                accuse(STOPS, list(expected), list(run.new), **given.shown())
+        yield True
 
 
-def smallest_endings(cases: Cases) -> list[Situation]:
-    """The endings, the smallest first."""
-    return sorted(
-        endings(cases), key=lambda given: given.case.tokens + given.case.gamma + len(given.prompt)
-    )
-
-
-def smallest(given: Situation, broken: Callable[[Situation], bool]) -> Situation:
-    """The smallest situation that a broken one leads to."""
-    return replace(
-        given, case=shrink_case(given.case, lambda case: broken(replace(given, case=case)))
-    )
-
-
-def plain(given: Situation) -> dict[Text, Any]:
-    """The law of plain decoding."""
+def plain_decoding(given: LoopInput) -> dict[Text, Any]:
+    """Return the distribution of the text under plain decoding."""
     stop = StoppingCriteria(eos=frozenset(() if given.eos is None else (given.eos,)))
-    temperature, top_k, top_p = given.knobs
-    warp = SamplingParams(float(temperature), top_k, top_p)
-    return dict(Reference(partial(given.row, "p"), warp, stop).law(given.case.tokens, given.prompt))
+    reference = Reference(partial(given.row, "p"), given.sampling, stop)
+    return dict(reference.law(given.case.tokens, given.prompt))
 
 
-def joint(generate: Function, cases: Cases) -> Evidence:
-    """The probability of every text is that of plain decoding under the same knobs, exactly."""
-    evidence = Evidence(JOINT)
+@law(JOINT)
+def loop_has_the_joint_distribution(generate: Function, cases: Cases) -> Iterator[bool]:
+    """Check that every text has its probability under plain decoding with the same settings."""
 
-    def law(given: Situation) -> dict[Text, Any]:
+    def texts_of(given: LoopInput) -> dict[Text, Any]:
         texts: dict[Text, Any] = {}
-        for outcome, mass in every(generate, given, evidence).items():
-            texts[outcome.new] = texts.get(outcome.new, 0) + mass
+        for run, mass in run_distribution(generate, given, JOINT).items():
+            texts[run.new] = texts.get(run.new, 0) + mass
         return texts
 
-    def broken(given: Situation) -> bool:
-        return not alike(plain(given), law(given))
+    def is_broken(given: LoopInput) -> bool:
+        return not is_close(plain_decoding(given), texts_of(given))
 
-    for given in situations(cases):
-        evidence.cases += 1
-        if broken(given):
-            found = smallest(given, broken)
-            accuse(JOINT, plain(found), law(found), **found.shown())
-    return evidence
-
-
-def shared(one: Text, other: Text) -> int:
-    """How many tokens two texts have in common, from the first on."""
-    return next(
-        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
+    for given in loop_inputs(cases):
+        if is_broken(given):
+            case = shrink_case(given.case, lambda case: is_broken(replace(given, case=case)))  # noqa: B023
+            found = replace(given, case=case)
+            accuse(JOINT, plain_decoding(found), texts_of(found), **found.shown())
+        yield True
 
 
-def misread(prompt: Text, outcome: Run) -> tuple[dict[str, Any], Any, Any] | None:
-    """The first call whose cache holds something else than it should: (which, expected, got).
+def common_length(one: Text, other: Text) -> int:
+    """Return how many tokens two texts have in common, from the first on."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
-    The target has to have read what was kept of its last block. The draft has to have read what the
-    target is about to judge.
+
+Finding = tuple[dict[str, Any], Any, Any]
+"""Something wrong in a run: (what else to show, expected, got)."""
+
+
+def find_wrong_cache(prompt: Text, run: LoopRun) -> Finding | None:
+    """Return the first forward pass whose cache holds something else than it should.
+
+    The target has to have read what was accepted of its last block. The draft has to have read what
+    the target is about to verify.
     """
-    text: Text = (*prompt, *outcome.new)
+    text: Text = (*prompt, *run.new)
+
+    def describe(model: str, tokens: Text, compared: str) -> dict[str, Any]:
+        call = f"{model}.score({list(tokens)})"
+        return {"text in the end": list(text), "call": call, "compared": compared}
+
+    before_pass = "its cache before the forward pass"
     after: Text = ()
-    for before, tokens in outcome.target:
-        ought = after[: shared(after, text)]
-        if before != ought:
-            return (
-                called("target", text, tokens, "its cache before the forward pass"),
-                list(ought),
-                list(before),
-            )
+    for before, tokens in run.target:
+        wanted = after[: common_length(after, text)]
+        if before != wanted:
+            return describe("target", tokens, before_pass), list(wanted), list(before)
         after = (*before, *tokens)
-    judged, after = [(*before, *tokens) for before, tokens in outcome.target], ()
-    for before, tokens in outcome.draft:
+    verified, after = [(*before, *tokens) for before, tokens in run.target], ()
+    for before, tokens in run.draft:
         read = (*before, *tokens)
-        while judged and judged[0][: len(read)] != read:
-            judged.pop(0)
-        if not judged:
-            asked = called("draft", text, tokens, "what it has read after the forward pass")
-            return asked, "a beginning of a text that the target reads later", list(read)
-        ought = after[: shared(after, judged[0])]
-        if before != ought:
-            return (
-                called("draft", text, tokens, "its cache before the forward pass"),
-                list(ought),
-                list(before),
-            )
+        while verified and verified[0][: len(read)] != read:
+            verified.pop(0)
+        if not verified:
+            shown = describe("draft", tokens, "what it has read after the forward pass")
+            return shown, "a beginning of a text that the target reads later", list(read)
+        wanted = after[: common_length(after, verified[0])]
+        if before != wanted:
+            return describe("draft", tokens, before_pass), list(wanted), list(before)
         after = read
     return None
 
 
-def called(model: str, text: Text, tokens: Text, compared: str) -> dict[str, Any]:
-    """The call of a model in the words of the hand-out."""
-    return {
-        "text in the end": list(text),
-        "call": f"{model}.score({list(tokens)})",
-        "compared": compared,
-    }
+@law(CACHES)
+def caches_are_clean(generate: Function, cases: Cases) -> Iterator[bool]:
+    """Check the caches at every forward pass. Only cases count in which the draft ran."""
+    for given in loop_inputs(cases):
+        runs = run_distribution(generate, given, CACHES)
+        for run in runs:
+            if found := find_wrong_cache(given.prompt, run):
+                shown, expected, got = found
+                accuse(CACHES, expected, got, **given.shown(), **shown)
+        yield any(run.draft for run in runs)
 
 
-def caches(generate: Function, cases: Cases) -> Evidence:
-    """In every outcome, at every call: the cache holds what was kept. Only cases count in which the
-    draft was called.
+def find_unread(given: LoopInput, run: LoopRun) -> Finding | None:
+    """Return the first token that came without the forward pass that it needs.
+
+    A target that read all of the text but its last token was asked about every token. What it
+    reads beyond the text that is known by then was drafted, after tokens that the draft has read.
     """
-    evidence = Evidence(CACHES)
-    for given in situations(cases):
-        outcomes = every(generate, given, evidence)
-        evidence.cases += any(outcome.draft for outcome in outcomes)
-        for outcome in outcomes:
-            wrong = misread(given.prompt, outcome)
-            if wrong is not None:
-                which, expected, got = wrong
-                accuse(CACHES, expected, got, **given.shown(), **which)
-    return evidence
+    text: Text = (*given.prompt, *run.new)
 
+    def describe(compared: str) -> dict[str, Any]:
+        return {"text in the end": list(text), "compared": compared}
 
-def unread(given: Situation, outcome: Run) -> tuple[str, Any, Any] | None:
-    """What was said without the call that it needs: (what is compared, expected, got).
+    def is_read(passes: Sequence[Text], wanted: Text) -> bool:
+        return any(common_length(read, wanted) >= len(wanted) - 1 for read in passes)
 
-    A target that read the text but its last token was asked for the law of every token. What it
-    reads beyond the text that is known by then was drafted, behind tokens that the draft has read.
-    """
-    text: Text = (*given.prompt, *outcome.new)
-    target, draft = (
-        [(*before, *tokens) for before, tokens in asked]
-        for asked in (outcome.target, outcome.draft)
-    )
+    def closest(passes: Sequence[Text], wanted: Text) -> list[int]:
+        best: Text = max(passes, key=lambda read: common_length(read, wanted), default=())
+        return list(best)
+
+    target: list[Text] = [(*before, *tokens) for before, tokens in run.target]
+    draft: list[Text] = [(*before, *tokens) for before, tokens in run.draft]
     if given.case.tokens == 0:
-        asked = [
-            *(f"target.score({list(read)})" for read in target),
-            *(f"draft.score({list(read)})" for read in draft),
-        ]
-        return ("the forward passes", "none", asked) if asked else None
-    if not any(shared(read, text) >= len(text) - 1 for read in target):
-        longest = max(target, key=lambda read: shared(read, text), default=())
-        return "what the target has read of the text in the end", list(text[:-1]), list(longest)
+        calls = [f"target.score({list(read)})" for read in target]
+        calls += [f"draft.score({list(read)})" for read in draft]
+        return (describe("the forward passes"), "none", calls) if calls else None
+    if not is_read(target, text):
+        shown = describe("what the target has read of the text in the end")
+        return shown, list(text[:-1]), closest(target, text)
     known = len(given.prompt)
     for read in target:
         if len(read) > known + given.case.gamma:
-            what = (
-                f"how many tokens after {list(read[:known])} the target reads in one forward pass"
-            )
-            return what, f"at most {given.case.gamma}", len(read) - known
-        if len(read) > known and not any(shared(each, read) >= len(read) - 1 for each in draft):
-            longest = max(draft, key=lambda each: shared(each, read), default=())
-            return (
-                f"what the draft has read before it drafts {read[-1]}",
-                list(read[:-1]),
-                list(longest),
-            )
-        known = shared(read, text) + 1
+            what = f"how many tokens after {list(read[:known])}"
+            shown = describe(f"{what} the target reads in one forward pass")
+            return shown, f"at most {given.case.gamma}", len(read) - known
+        if len(read) > known and not is_read(draft, read):
+            shown = describe(f"what the draft has read before it drafts {read[-1]}")
+            return shown, list(read[:-1]), closest(draft, read)
+        known = common_length(read, text) + 1
     return None
 
 
-def calls(generate: Function, cases: Cases) -> Evidence:
-    """In every outcome: no token that nobody was asked for, and no call where nothing is wanted.
+@law(READ)
+def tokens_come_from_forward_passes(generate: Function, cases: Cases) -> Iterator[bool]:
+    """Check that no token comes unasked, and that n = 0 runs no model.
 
-    Only cases count in which the draft was called.
+    Only cases count in which the draft ran.
     """
-    evidence = Evidence(READ)
-    for given in (*smallest_endings(cases), *situations(cases)):
-        outcomes = every(generate, given, evidence)
-        evidence.cases += any(outcome.draft for outcome in outcomes)
-        for outcome in outcomes:
-            wrong = unread(given, outcome)
-            if wrong is not None:
-                compared, expected, got = wrong
-                text = [*given.prompt, *outcome.new]
-                accuse(
-                    READ,
-                    expected,
-                    got,
-                    **given.shown(),
-                    **{"text in the end": text, "compared": compared},
-                )
-    return evidence
+    for given in (*draw_endings(cases), *loop_inputs(cases)):
+        runs = run_distribution(generate, given, READ)
+        for run in runs:
+            if found := find_unread(given, run):
+                shown, expected, got = found
+                accuse(READ, expected, got, **given.shown(), **shown)
+        yield any(run.draft for run in runs)
 
 
-def needed(given: Situation) -> Any:
-    """How often the rule calls the target, on average: where both laws agree, with mass min(p, q),
-    the round goes on.
+def needed_passes(given: LoopInput) -> Any:
+    """Return how many forward passes of the target the rule needs on average.
+
+    With mass min(p, q), on which both distributions agree, the round goes on.
     """
+    n, gamma = given.case.tokens, given.case.gamma
 
-    def ended(new: Text) -> bool:
-        return len(new) >= given.case.tokens or (bool(new) and new[-1] == given.eos)
+    def from_new_round(new: Text) -> Any:
+        return 0 if given.is_ended(new) else 1 + in_round(new, min(gamma, n - len(new) - 1))
 
-    def begin(new: Text) -> Any:
-        return (
-            0
-            if ended(new)
-            else 1 + within(new, min(given.case.gamma, given.case.tokens - len(new) - 1))
-        )
-
-    def within(new: Text, left: int) -> Any:
-        p, q = (given.law(name, (*given.prompt, *new)) for name in "pq")
+    def in_round(new: Text, drafts_left: int) -> Any:
+        p, q = (given.probs(name, (*given.prompt, *new)) for name in "pq")
         average: Any = 0
         for token, (a, b) in enumerate(zip(p, q, strict=True)):
             longer = (*new, token)
-            agreed = min(a, b) if left else 0
-            average += agreed * (within(longer, left - 1) if agreed and not ended(longer) else 0)
-            average += (a - agreed) * begin(longer) if a > agreed else 0
+            agreed = min(a, b) if drafts_left else 0
+            if agreed and not given.is_ended(longer):
+                average += agreed * in_round(longer, drafts_left - 1)
+            average += (a - agreed) * from_new_round(longer) if a > agreed else 0
         return average
 
-    return begin(())
+    return from_new_round(())
 
 
-def frugal(generate: Function, cases: Cases) -> Evidence:
-    """On average over all outcomes the target is called as often as the rule needs, no oftener and
-    no less often.
-    """
-    evidence = Evidence(CALLS)
-    for given in situations(cases):
-        evidence.cases += 1
-        got = sum(
-            mass * len(outcome.target) for outcome, mass in every(generate, given, evidence).items()
-        )
-        expected = needed(given)
-        if not close(expected, got):
-            compared = "forward passes of the target, on average"
-            accuse(CALLS, expected, got, **given.shown(), compared=compared)
-    return evidence
+@law(CALLS)
+def target_runs_as_often_as_needed(generate: Function, cases: Cases) -> Iterator[bool]:
+    """Check that the target runs on average as often as the rule needs, no more and no less."""
+    for given in loop_inputs(cases):
+        runs = run_distribution(generate, given, CALLS)
+        got = sum(mass * len(run.target) for run, mass in runs.items())
+        compared = "forward passes of the target, on average"
+        expect(CALLS, needed_passes(given), got, **given.shown(), compared=compared)
+        yield True

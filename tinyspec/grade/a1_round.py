@@ -1,11 +1,11 @@
-"""What `verify` of assignment A1 is held to: one round, on every outcome of its chance.
+"""Laws of `verify` of assignment A1: one round, on every outcome of its random decisions.
 
-The first laws look at one draft at a time, so that their counterexamples are small; the last is the
-theorem: drafted from q and verified, the tokens have the law of the target. Its expected values
-come from `laws.forms`.
+The first laws look at one draft at a time, so that their counterexamples are small. The last one is
+the theorem: drafted from q and verified, the tokens have the target's distribution. Its expected
+values come from `laws.forms`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -13,9 +13,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.grade.a1_laws import Function, close
-from tinyspec.grade.task import Cases
-from tinyspec.laws.accused import Counterexample, Evidence, LawViolated, accuse
+from tinyspec.grade.task import Cases, Function, expect, is_token, law
+from tinyspec.laws.accused import Counterexample, LawViolated, accuse
 from tinyspec.laws.cases import CheckCase, cases_of_kind, shrink_case
 from tinyspec.laws.forms import OutcomeProbs, RunOutcome, VerifierForm
 from tinyspec.laws.small import Exact
@@ -28,7 +27,7 @@ JOINT = "joint distribution: drafted and verified, the tokens have the target's 
 Text = tuple[int, ...]
 
 
-class Given(NamedTuple):
+class RoundInput(NamedTuple):
     """What verify is given: p_rows [gamma + 1, V], q_rows [gamma, V], draft [gamma]."""
 
     p: list[Exact]
@@ -36,7 +35,7 @@ class Given(NamedTuple):
     draft: Text
 
     def shown(self) -> dict[str, Any]:
-        """In the words of the hand-out."""
+        """Return it in the words of the hand-out."""
         return {
             "p_rows (target)": [list(row) for row in self.p],
             "q_rows (draft)": [list(row) for row in self.q],
@@ -44,26 +43,27 @@ class Given(NamedTuple):
         }
 
 
-def said(verify: Function, given: Given, chance: Exhaustive) -> Text:
-    """One run of verify on rows of its own; its tokens, which must be some of the draft and one
-    more.
-    """
-    tokens = verify(
-        [list(row) for row in given.p], [list(row) for row in given.q], list(given.draft), chance
-    )
+def run_round(verify: Function, given: RoundInput, rng: Exhaustive) -> Text:
+    """Return the tokens of one run, which must be some of the draft and one more."""
+    p_rows, q_rows = ([list(row) for row in rows] for rows in (given.p, given.q))
+    tokens = verify(p_rows, q_rows, list(given.draft), rng)
     vocabulary, most = len(given.p[0]), len(given.p)
     fits = isinstance(tokens, (list, tuple)) and 1 <= len(tokens) <= most
-    fits = fits and all(type(token) is int and 0 <= token < vocabulary for token in tokens)
-    if not fits:
-        expected = f"a list of {'1 token' if most == 1 else f'1 to {most} tokens'} from 0 to {vocabulary - 1}"
-        accuse(TOKENS, expected, tokens, **given.shown())
+    if not fits or not all(is_token(token, vocabulary) for token in tokens):
+        count = "1 token" if most == 1 else f"1 to {most} tokens"
+        accuse(TOKENS, f"a list of {count} from 0 to {vocabulary - 1}", tokens, **given.shown())
     if tuple(tokens[:-1]) != given.draft[: len(tokens) - 1]:
         accuse(TOKENS, "the draft's first tokens and one more", list(tokens), **given.shown())
     return tuple(tokens)
 
 
+def round_distribution(verify: Function, given: RoundInput) -> dict[Text, Any]:
+    """Return the probability of each output."""
+    return Exhaustive.law(partial(run_round, verify, given))
+
+
 def rounds(cases: Cases) -> Iterator[CheckCase]:
-    """Targets and drafts, the smallest first: a law for each place, then one for each text."""
+    """Yield targets and drafts, the smallest first: a row per position, then a row per text."""
     times, seed = cases.times, cases.seed
     for vocabulary, gamma, whole, count in (
         (2, 1, 2, 27),
@@ -72,126 +72,93 @@ def rounds(cases: Cases) -> Iterator[CheckCase]:
         (3, 1, 3, 30),
         (3, 2, 3, 8),
     ):
+        lengths = (gamma + 1, gamma)
         yield from cases_of_kind(
-            vocabulary, gamma, gamma + 1, whole, (gamma + 1, gamma), "length", count * times, seed
+            vocabulary, gamma, gamma + 1, whole, lengths, "length", count * times, seed
         )
     yield from cases_of_kind(2, 2, 3, 3, (7, 3), "text", 8 * times, seed)
     yield from cases_of_kind(2, 3, 4, 3, (4, 3), "length", 6 * times, seed)
 
 
-def drafts(case: CheckCase) -> Iterator[Given]:
-    """What verify may be given under these laws: every draft that q can make."""
+def each_draft(case: CheckCase) -> Iterator[RoundInput]:
+    """Yield what verify may be given in a case, for every draft that q can make."""
     for draft in case.q.joint(case.gamma):
-        yield given(case, draft)
+        yield make_input(case, draft)
 
 
-def given(case: CheckCase, draft: Text) -> Given:
-    """The rows of a draft, and the draft."""
+def make_input(case: CheckCase, draft: Text) -> RoundInput:
+    """Return the rows of a draft, and the draft."""
     p = [case.p.law(draft[:place]) for place in range(case.gamma + 1)]
-    return Given(p, [case.q.law(draft[:place]) for place in range(case.gamma)], draft)
+    return RoundInput(p, [case.q.law(draft[:place]) for place in range(case.gamma)], draft)
 
 
-def every(function: Callable[[Exhaustive], Text], evidence: Evidence) -> dict[Text, Any]:
-    """The outcomes and their probabilities; the branches are counted."""
-    law: dict[Text, Any] = {}
-    for tokens, probability in Exhaustive.walk(function):
-        law[tokens] = law.get(tokens, 0) + probability
-        evidence.branches += 1
-    evidence.cases += 1
-    return law
-
-
-def tokens(verify: Function, cases: Cases) -> Evidence:
-    """What comes out is a beginning of the draft and one token; with no draft at all, one token."""
-    evidence = Evidence(TOKENS)
+@law(TOKENS)
+def returns_a_part_and_one_token(verify: Function, cases: Cases) -> Iterator[bool]:
+    """Check the form of the output; without a draft it is one token."""
     for case in rounds(cases):
         if case.vocabulary == 2 and case.gamma == 1:
-            alone = Given([case.p.laws[0]], [], ())
-            every(partial(said, verify, alone), evidence)
-        for each in drafts(case):
-            every(partial(said, verify, each), evidence)
-    return evidence
+            round_distribution(verify, RoundInput([case.p.laws[0]], [], ()))
+            yield True
+        for given in each_draft(case):
+            round_distribution(verify, given)
+            yield True
 
 
-def bonus(verify: Function, cases: Cases) -> Evidence:
-    """Where p = q nothing is refused: the draft, and a draw from the row behind it."""
-    evidence = Evidence(BONUS)
+@law(BONUS)
+def draws_the_bonus(verify: Function, cases: Cases) -> Iterator[bool]:
+    """Check that p = q gives the whole draft, and a draw from the row after it."""
     for case in rounds(cases):
         agreed = replace(case, q=replace(case.p, laws=case.p.laws[: len(case.q.laws)]))
-        for each in drafts(agreed):
-            got = every(partial(said, verify, each), evidence)
-            expected = {(*each.draft, token): x for token, x in enumerate(each.p[-1]) if x}
-            if not alike(expected, got):
-                accuse(BONUS, expected, got, **each.shown())
-    return evidence
+        for given in each_draft(agreed):
+            expected = {(*given.draft, token): x for token, x in enumerate(given.p[-1]) if x}
+            expect(BONUS, expected, round_distribution(verify, given), **given.shown())
+            yield True
 
 
-def kept(verify: Function, cases: Cases) -> Evidence:
-    """The first i tokens of a draft are kept with the product of their acceptances."""
-    evidence = Evidence(KEPT)
+@law(KEPT)
+def accepts_from_left_to_right(verify: Function, cases: Cases) -> Iterator[bool]:
+    """Check that the first i tokens are accepted with the product of their acceptances."""
     for case in rounds(cases):
-        for each in drafts(case):
-            law = every(partial(said, verify, each), evidence)
-            ratios = [
-                min(Fraction(1), p[x] / q[x])
-                for p, q, x in zip(each.p[:-1], each.q, each.draft, strict=True)
-            ]
+        for given in each_draft(case):
+            outputs = round_distribution(verify, given)
+            triples = zip(given.p[:-1], given.q, given.draft, strict=True)
+            ratios = [min(Fraction(1), p[x] / q[x]) for p, q, x in triples]
             for count in range(1, case.gamma + 1):
                 expected = prod(ratios[:count], start=Fraction(1))
-                got = sum(mass for text, mass in law.items() if len(text) > count)
-                if not close(expected, got):
-                    asked = f"the probability that the first {count} draft tokens are accepted"
-                    accuse(KEPT, expected, got, **each.shown(), acceptances=ratios, compared=asked)
-    return evidence
+                got = sum(mass for text, mass in outputs.items() if len(text) > count)
+                compared = f"the probability that the first {count} draft tokens are accepted"
+                shown = {**given.shown(), "acceptances": ratios, "compared": compared}
+                expect(KEPT, expected, got, **shown)
+            yield True
 
 
-def joint(verify: Function, cases: Cases) -> Evidence:
-    """Over all drafts that q makes, each with its probability, the tokens of a round have the
-    target's joint law.
-    """
-    evidence = Evidence(JOINT)
+@law(JOINT)
+def round_has_the_joint_distribution(verify: Function, cases: Cases) -> Iterator[bool]:
+    """Check the theorem over all drafts that q makes, each with its probability."""
     form = VerifierForm(verify)
 
-    def law(case: CheckCase) -> OutcomeProbs:
-        outcomes: OutcomeProbs = {}
+    def play(case: CheckCase, rng: Exhaustive) -> RunOutcome:
+        draft: Text = ()
+        for _ in range(case.gamma):
+            draft = (*draft, rng.draw(case.q.law(draft)))
+        return RunOutcome(draft, run_round(verify, make_input(case, draft), rng))
 
-        def play(chance: Exhaustive) -> RunOutcome:
-            draft: Text = ()
-            for _ in range(case.gamma):
-                draft = (*draft, chance.draw(case.q.law(draft)))
-            return RunOutcome(draft, said(verify, given(case, draft), chance))
-
-        for outcome, mass in Exhaustive.walk(play):
-            outcomes[outcome] = outcomes.get(outcome, 0) + mass
-            evidence.branches += 1
-        return outcomes
-
-    def broken(case: CheckCase) -> bool:
-        return form.judge(case, law(case)) is not None
+    def judge(case: CheckCase) -> Counterexample | None:
+        outcomes: OutcomeProbs = Exhaustive.law(partial(play, case))
+        return form.judge(case, outcomes)
 
     for case in rounds(cases):
-        evidence.cases += 1
-        if broken(case):
-            smallest = shrink_case(case, broken)
-            found = form.judge(smallest, law(smallest))
+        if judge(case) is not None:
+            found = judge(shrink_case(case, lambda smaller: judge(smaller) is not None))
             assert found is not None
-            raise LawViolated(named(found))
-    return evidence
+            raise LawViolated(in_words_of_the_handout(found))
+        yield True
 
 
-def named(found: Counterexample) -> Counterexample:
-    """The counterexample of `laws.forms` in the words of the hand-out."""
+def in_words_of_the_handout(found: Counterexample) -> Counterexample:
+    """Return the counterexample of `laws.forms` with the names that the hand-out uses."""
     words = {"p": "p (target rows)", "q": "q (draft rows)"}
     if isinstance(found.case["draft"], dict):
         words["draft"] = "drafts, and how probable each is"
     case = {words.get(name, name): value for name, value in found.case.items()}
-    if "compared" in case:
-        case["compared"] = str(case["compared"]).replace("the law of", "the distribution of")
     return Counterexample(JOINT, case, found.expected, found.got)
-
-
-def alike(expected: dict[Text, Any], got: dict[Text, Any]) -> bool:
-    """Whether two laws are equal."""
-    return all(
-        close(expected.get(text, Fraction(0)), got.get(text, 0)) for text in {*expected, *got}
-    )

@@ -1,8 +1,6 @@
-"""What A2 holds a verifier of siblings to: whatever was drafted, the token has the target's
-distribution.
-"""
+"""Laws of `siblings` of assignment A2: whatever was drafted, the token has the target's distribution."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import permutations
 from random import Random
@@ -11,9 +9,16 @@ from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
-from tinyspec.grade.a2_trees import same, words
-from tinyspec.grade.task import Cases, Failed
-from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.grade.task import (
+    Cases,
+    Failed,
+    Function,
+    describe_result,
+    is_close,
+    is_token,
+    law,
+)
+from tinyspec.laws.accused import accuse
 from tinyspec.laws.forms import to_small_fraction
 from tinyspec.laws.small import (
     Exact,
@@ -29,226 +34,220 @@ LAW = "the token has the target's distribution"
 KEPT = "a candidate is accepted as often as recursive rejection accepts one"
 POINT = "a candidate that was not drawn is accepted with probability p"
 
-MASSLESS = "a draw from a row that adds up to more than 0"
-Function = Callable[..., Any]
-Case = tuple[Exact, Exact, int]
-Said = dict[tuple[int, ...], dict[tuple[int | None, int], Any]]
+NEEDS_MASS = "a draw from a row that adds up to more than 0"
+
+Outcomes = dict[tuple[int, ...], dict[tuple[int | None, int], Any]]
 """candidates -> (place, token) -> probability of both."""
 
-_played: WeakKeyDictionary[Function, dict[Any, Any]] = WeakKeyDictionary()
+_results: WeakKeyDictionary[Function, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def played(function: Function) -> dict[Any, Any]:
-    """What came of a function's cases so far: its laws ask for the same ones, and playing them is
-    what takes time.
-    """
-    return _played.setdefault(function, {})
+def known_results(function: Function) -> dict[Any, Any]:
+    """Return what came of a function's cases so far: its laws look at the same cases."""
+    return _results.setdefault(function, {})
 
 
-def at_least(expected: Any, got: Any) -> bool:
-    """Not less, up to rounding where a float is among them."""
-    return bool(got >= expected) or same(expected, got)
+def is_at_least(expected: Any, got: Any) -> bool:
+    """Return whether a number is not less than another, up to rounding of floats."""
+    return bool(got >= expected) or is_close(expected, got)
 
 
-def support(q: Sequence[Fraction]) -> int:
-    """How many tokens can be drawn from a law without replacement."""
+# ---------------------------------------------------------------------- cases
+
+
+def support_size(q: Sequence[Fraction]) -> int:
+    """Return how many tokens can be drawn from a distribution without replacement."""
     return sum(x > 0 for x in q)
 
 
-def drafts(cases: Cases) -> Iterator[Case]:
-    """Target row, draft row, number of candidates: all small ones, then larger ones."""
+def draw_cases(cases: Cases) -> Iterator[tuple[Exact, Exact, int]]:
+    """Yield target row, draft row, number of candidates: all small ones, then larger ones."""
     for vocabulary, largest in ((2, 5), (3, 4)):
         for k in (0, 1, 2, 3):
             for p, q in distribution_pairs((vocabulary,), largest):
-                if k <= support(q):
+                if k <= support_size(q):
                     yield p, q, k
     for p, q in distribution_pairs((4,), 5):
-        if support(q) == 4:
+        if support_size(q) == 4:
             yield p, q, 4
-    random, larger = Random(f"{cases.seed} siblings"), list[Case]()
+    random, larger = Random(f"{cases.seed} siblings"), list[tuple[Exact, Exact, int]]()
     for number in range(100 * cases.times):
-        p, q = (_row(random, 4 if number % 5 == 0 else 3, 8) for _ in "pq")
-        larger.append((p, q, random.randint(1, min(len(q), support(q)))))
-    yield from sorted(
-        larger,
-        key=lambda case: (len(case[0]), case[2], sum(x.denominator for x in case[0] + case[1])),
-    )
+        p, q = (_draw_row(random, 4 if number % 5 == 0 else 3, 8) for _ in "pq")
+        larger.append((p, q, random.randint(1, min(len(q), support_size(q)))))
+
+    def size(case: tuple[Exact, Exact, int]) -> tuple[int, int, int]:
+        p, q, k = case
+        return len(p), k, sum(x.denominator for x in p + q)
+
+    yield from sorted(larger, key=size)
 
 
-def _row(random: Random, vocabulary: int, whole: int) -> Exact:
-    """A law with a denominator of up to so much."""
+def _draw_row(random: Random, vocabulary: int, whole: int) -> Exact:
+    """Return a distribution with a denominator of up to about `whole`."""
     weights = [random.randrange(whole // vocabulary + 2) for _ in range(vocabulary)]
     weights[random.randrange(vocabulary)] += 1
     return tuple(Fraction(x, sum(weights)) for x in weights)
 
 
-def judged(
-    law: str,
-    function: Function,
-    p: Exact,
-    q: Exact | None,
-    candidates: list[int],
-    chance: Exhaustive,
-) -> Any:
-    """The place and the token that the function returns; accuses what is neither."""
-    case = {"p": p, "q": q, "candidates": candidates}
-    try:
-        got = function(list(p), None if q is None else list(q), list(candidates), chance)
-    except Failed:
-        raise
-    except TinyspecError as error:  # from the chance
-        accuse(law, MASSLESS, str(error), **case)
-    if not isinstance(got, (list, tuple)) or len(got) != 2:
-        accuse(KEPT_IS, "two things: a place or None, and a token", words(got), **case)
-    place, token = got
-    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < len(p):
-        accuse(KEPT_IS, f"a token, 0 to {len(p) - 1}", words(token), **case)
-    if place is None:
-        return None, token
-    if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < len(candidates):
-        accuse(KEPT_IS, f"a place, 0 to {len(candidates) - 1}, or None", words(place), **case)
-    if candidates[place] != token:
-        accuse(KEPT_IS, (place, candidates[place]), (place, token), **case)
-    return place, token
-
-
-def said(law: str, function: Function, p: Exact, q: Exact, k: int) -> Said:
-    """All that can happen when k candidates are drawn from q and judged."""
-
-    def play(chance: Exhaustive) -> Any:
-        left: Exact | None = q
-        candidates: list[int] = []
-        for _ in range(k):
-            assert left is not None
-            candidates.append(chance.draw(left))
-            left = without_token(left, candidates[-1])
-        return tuple(candidates), judged(law, function, p, q, candidates, chance)
-
-    if (p, q, k) in played(function):
-        return played(function)[p, q, k]  # type: ignore[no-any-return]
-    found: Said = {}
-    for (candidates, outcome), mass in Exhaustive.walk(play):
-        outcomes = found.setdefault(candidates, {})
-        outcomes[outcome] = outcomes.get(outcome, 0) + mass
-    return played(function).setdefault((p, q, k), found)  # type: ignore[no-any-return]
-
-
-def kept_is_a_candidate(function: Function, cases: Cases) -> Evidence:
-    """A place is a place, a token is a token, and the two agree."""
-    seen = 0
-    for p, q, k in drafts(cases):
-        said(KEPT_IS, function, p, q, k)
-        seen += 1
-    return Evidence(KEPT_IS, seen)
-
-
-def has_the_law(function: Function, cases: Cases) -> Evidence:
-    """Over all that could be drawn and all that can be decided. Only cases count in which a
-    candidate was accepted.
-    """
-    seen = 0
-    for p, q, k in drafts(cases):
-        found = said(LAW, function, p, q, k)
-        got: list[Any] = [Fraction(0)] * len(p)
-        for outcomes in found.values():
-            for (_, token), mass in outcomes.items():
-                got[token] += mass
-        if not all(map(same, p, got)):
-            what: dict[Any, Any] = {}
-            for candidates, outcomes in sorted(found.items()):
-                total = sum(outcomes.values())
-                what[candidates] = {
-                    place_token: to_small_fraction(x / total) for place_token, x in outcomes.items()
-                }
-            case: dict[str, Any] = {
-                "p": p,
-                "q": q,
-                "candidates": f"{k} drawn from q, without replacement",
-            }
-            case["each draw"] = what
-            case["compared"] = "the distribution of the token, over all draws"
-            accuse(LAW, list(p), [to_small_fraction(x) for x in got], **case)
-        seen += any(place is not None for outcomes in found.values() for place, _ in outcomes)
-    return Evidence(LAW, seen)
-
-
-def rule(p: Exact, q: Exact, k: int) -> Fraction:
-    """How probable it is that recursive rejection keeps one of k candidates: at each place the
-    overlap of what is left.
-
-    >>> half, third = Fraction(1, 2), Fraction(1, 3)
-    >>> str(rule((half, half, 0 * half), (third, third, third), 1))
-    '2/3'
-    """
-    if k == 0:
-        return Fraction(0)
-    kept, left = overlap_mass(p, q), positive_part(p, q)
-    for token, x in enumerate(q):
-        rest = without_token(q, token)
-        refused = x - min(p[token], x)
-        if refused and left is not None and rest is not None:
-            kept += refused * rule(left, rest, k - 1)
-    return kept
-
-
-def keeps(function: Function, cases: Cases) -> Evidence:
-    """To draw from p and keep nothing has the right law, too."""
-    seen = 0
-    for p, q, k in drafts(cases):
-        found = said(KEPT, function, p, q, k)
-        got: Any = Fraction(0)
-        for outcomes in found.values():
-            got += sum(mass for (place, _), mass in outcomes.items() if place is not None)
-        expected = rule(p, q, k)
-        if not at_least(expected, got):
-            case = {"p": p, "q": q, "candidates": f"{k} drawn from q, without replacement"}
-            accuse(
-                KEPT,
-                f"one is accepted with probability {expected}",
-                f"with probability {to_small_fraction(got)}",
-                **case,
-            )
-        seen += 1
-    return Evidence(KEPT, seen)
-
-
-def points(cases: Cases) -> Iterator[tuple[Exact, tuple[int, ...]]]:
-    """Target rows and candidates, in every order."""
-    for vocabulary, largest in ((2, 3), (3, 3)):
-        for whole in range(1, largest + 1):
+def draw_point_cases(cases: Cases) -> Iterator[tuple[Exact, tuple[int, ...]]]:
+    """Yield target rows and candidates in every order, which were drawn from nothing."""
+    for vocabulary in (2, 3):
+        for whole in (1, 2, 3):
             for p in distributions(vocabulary, whole):
                 for k in (0, 1, 2, 3):
                     for candidates in permutations(range(vocabulary), k):
                         yield p, candidates
     random = Random(f"{cases.seed} points")
     for _ in range(40 * cases.times):
-        yield _row(random, 4, 8), tuple(random.sample(range(4), random.randint(1, 4)))
+        yield _draw_row(random, 4, 8), tuple(random.sample(range(4), random.randint(1, 4)))
 
 
-def keeps_points(function: Function, cases: Cases) -> Evidence:
-    """Then every candidate is kept with its probability under p, and the token has the law p
-    whatever the candidates are.
-    """
-    seen = 0
-    for p, candidates in points(cases):
-        law: dict[tuple[int | None, int], Any] = {}
-        for outcome, mass in Exhaustive.walk(
-            lambda chance, p=p, c=candidates: judged(POINT, function, p, None, list(c), chance)  # type: ignore[misc]
-        ):
-            law[outcome] = law.get(outcome, 0) + mass
-        expected = {
-            (candidates.index(token) if token in candidates else None, token): x
-            for token, x in enumerate(p)
-            if x
-        }
-        if not all(same(expected.get(key, 0), law.get(key, 0)) for key in {*expected, *law}):
-            got = {key: to_small_fraction(x) for key, x in law.items()}
-            case = {
-                "p": p,
-                "q": None,
-                "candidates": list(candidates),
-                "compared": "the distribution of (place, token)",
+# ---------------------------------------------------------------------- runs
+
+
+def run_siblings(
+    law: str,
+    siblings: Function,
+    p: Exact,
+    q: Exact | None,
+    candidates: list[int],
+    rng: Exhaustive,
+) -> tuple[int | None, int]:
+    """Return the place and the token that come back; accuse what is neither."""
+    case = {"p": p, "q": q, "candidates": candidates}
+    try:
+        got = siblings(list(p), None if q is None else list(q), list(candidates), rng)
+    except Failed:
+        raise
+    except TinyspecError as error:  # of the random numbers, which were asked for the impossible
+        accuse(law, NEEDS_MASS, str(error), **case)
+    if not isinstance(got, (list, tuple)) or len(got) != 2:
+        accuse(KEPT_IS, "two things: a place or None, and a token", describe_result(got), **case)
+    place, token = got
+    if not is_token(token, len(p)):
+        accuse(KEPT_IS, f"a token, 0 to {len(p) - 1}", describe_result(token), **case)
+    if place is None:
+        return None, token
+    if not is_token(place, len(candidates)):
+        what = f"a place, 0 to {len(candidates) - 1}, or None"
+        accuse(KEPT_IS, what, describe_result(place), **case)
+    if candidates[place] != token:
+        accuse(KEPT_IS, (place, candidates[place]), (place, token), **case)
+    return place, token
+
+
+def find_outcomes(law: str, siblings: Function, p: Exact, q: Exact, k: int) -> Outcomes:
+    """Return all that can happen when k candidates are drawn from q and verified."""
+    known = known_results(siblings)
+    if (p, q, k) in known:
+        return known[p, q, k]  # type: ignore[no-any-return]
+
+    def play(rng: Exhaustive) -> Any:
+        left: Exact | None = q
+        candidates: list[int] = []
+        for _ in range(k):
+            assert left is not None
+            candidates.append(rng.draw(left))
+            left = without_token(left, candidates[-1])
+        return tuple(candidates), run_siblings(law, siblings, p, q, candidates, rng)
+
+    found: Outcomes = {}
+    for (candidates, outcome), mass in Exhaustive.law(play).items():
+        found.setdefault(candidates, {})[outcome] = mass
+    return known.setdefault((p, q, k), found)  # type: ignore[no-any-return]
+
+
+def drawn_case(p: Exact, q: Exact, k: int) -> dict[str, Any]:
+    """Return a case in the words of the hand-out."""
+    return {"p": p, "q": q, "candidates": f"{k} drawn from q, without replacement"}
+
+
+# ---------------------------------------------------------------------- the laws
+
+
+@law(KEPT_IS)
+def accepted_is_a_candidate(siblings: Function, cases: Cases) -> Iterator[bool]:
+    """Check that a place is a place, a token a token, and that the two agree."""
+    for p, q, k in draw_cases(cases):
+        find_outcomes(KEPT_IS, siblings, p, q, k)
+        yield True
+
+
+@law(LAW)
+def token_has_the_targets_distribution(siblings: Function, cases: Cases) -> Iterator[bool]:
+    """Check it over all draws and decisions. Only cases count in which a candidate was accepted."""
+    for p, q, k in draw_cases(cases):
+        found = find_outcomes(LAW, siblings, p, q, k)
+        got: list[Any] = [Fraction(0)] * len(p)
+        for outcomes in found.values():
+            for (_, token), mass in outcomes.items():
+                got[token] += mass
+        if not is_close(p, got):
+            case = drawn_case(p, q, k)
+            case["each draw"] = {
+                candidates: {
+                    o: to_small_fraction(x / sum(outcomes.values())) for o, x in outcomes.items()
+                }
+                for candidates, outcomes in sorted(found.items())
             }
-            accuse(POINT, expected, got, **case)
-        seen += 1
-    return Evidence(POINT, seen)
+            case["compared"] = "the distribution of the token, over all draws"
+            accuse(LAW, list(p), [to_small_fraction(x) for x in got], **case)
+        yield any(place is not None for outcomes in found.values() for place, _ in outcomes)
+
+
+def acceptance_by_the_rule(p: Exact, q: Exact, k: int) -> Fraction:
+    """Return how probable it is that recursive rejection accepts one of k candidates.
+
+    At each place that is the overlap of what is left of p and q.
+
+    >>> half, third = Fraction(1, 2), Fraction(1, 3)
+    >>> str(acceptance_by_the_rule((half, half, 0 * half), (third, third, third), 1))
+    '2/3'
+    """
+    if k == 0:
+        return Fraction(0)
+    accepted, p_left = overlap_mass(p, q), positive_part(p, q)
+    for token, x in enumerate(q):
+        q_left = without_token(q, token)
+        rejected = x - min(p[token], x)
+        if rejected and p_left is not None and q_left is not None:
+            accepted += rejected * acceptance_by_the_rule(p_left, q_left, k - 1)
+    return accepted
+
+
+@law(KEPT)
+def accepts_as_often_as_the_rule(siblings: Function, cases: Cases) -> Iterator[bool]:
+    """Check this too: to draw from p and accept nothing has the right distribution."""
+    for p, q, k in draw_cases(cases):
+        found = find_outcomes(KEPT, siblings, p, q, k)
+        accepted = [x for o in found.values() for (place, _), x in o.items() if place is not None]
+        expected, got = acceptance_by_the_rule(p, q, k), sum(accepted, Fraction(0))
+        if not is_at_least(expected, got):
+            wanted = f"one is accepted with probability {expected}"
+            accuse(
+                KEPT, wanted, f"with probability {to_small_fraction(got)}", **drawn_case(p, q, k)
+            )
+        yield True
+
+
+@law(POINT)
+def accepts_points_with_probability_p(siblings: Function, cases: Cases) -> Iterator[bool]:
+    """Check candidates that were not drawn: each is accepted with its probability under p."""
+    for p, candidates in draw_point_cases(cases):
+
+        def play(rng: Exhaustive, p: Exact = p, c: tuple[int, ...] = candidates) -> Any:
+            return run_siblings(POINT, siblings, p, None, list(c), rng)
+
+        places: dict[int, int] = {token: place for place, token in enumerate(candidates)}
+        expected = {(places.get(token), token): x for token, x in enumerate(p) if x}
+        got = Exhaustive.law(play)
+        if not is_close(expected, got):
+            case: dict[str, Any] = {"p": p, "q": None, "candidates": list(candidates)}
+            case["compared"] = "the distribution of (place, token)"
+            accuse(
+                POINT,
+                expected,
+                {outcome: to_small_fraction(x) for outcome, x in got.items()},
+                **case,
+            )
+        yield True

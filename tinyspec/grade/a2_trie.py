@@ -1,173 +1,170 @@
-"""What A2 holds a trie to: its answers are those of a dictionary of everything that was inserted,
-run by run.
-"""
+"""Laws of the trie of assignment A2: its answers are those of a dictionary of all runs of tokens."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
-from tinyspec.grade.a2_trees import ROOT, path, words
-from tinyspec.grade.task import Cases
-from tinyspec.laws.accused import Evidence, LawViolated, accuse
+from tinyspec.grade.a2_trees import ROOT, node_path
+from tinyspec.grade.task import CaseLaw, Cases, Function, describe_result, law
+from tinyspec.laws.accused import LawViolated, accuse
 
 TREE = "a draft is a tree: at most `budget` nodes, a parent before its children, siblings all different"
 ANSWER = "what followed the longest known end of the context, the most frequent first"
 
-Function = Callable[..., Any]
 Operation = tuple[Any, ...]
+"""("insert", text) or ("retrieve", context, budget)."""
+
 Judge = Callable[[Function, int, Sequence[Operation]], None]
+"""Accuses the first wrong answer of a trie of some depth to operations."""
 
 
-def answers(depth: int, operations: Sequence[Operation]) -> list[Any]:
-    """The same by a dictionary: how often every run of tokens occurred."""
+# ---------------------------------------------------------------------- the oracle and the cases
+
+
+def answer_by_counting(depth: int, operations: Sequence[Operation]) -> list[Any]:
+    """Return the right answers, from how often every run of tokens occurred."""
     counts: Counter[tuple[int, ...]] = Counter()
     found: list[Any] = []
-    for what, *rest in operations:
+    for what, *given in operations:
         if what == "insert":
-            (text,) = rest
-            runs = (
-                (start, end)
-                for start in range(len(text))
-                for end in range(start + 1, start + depth + 1)
-            )
-            counts.update(tuple(text[start:end]) for start, end in runs if end <= len(text))
+            (text,) = given
+            for start in range(len(text)):
+                ends = range(start + 1, min(start + depth, len(text)) + 1)
+                counts.update(tuple(text[start:end]) for end in ends)
             found.append(None)
         else:
-            found.append(_behind(counts, depth, *rest))
+            found.append(_heaviest_paths(counts, depth, *given))
     return found
 
 
-def _behind(
+def _heaviest_paths(
     counts: Counter[tuple[int, ...]], depth: int, context: Sequence[int], budget: int
-) -> tuple[Any, Any]:
-    """The heaviest paths behind the longest end of a context that has any."""
+) -> tuple[list[int], list[int]]:
+    """Return tokens and parents of the most frequent paths after the longest known end."""
     for length in range(min(len(context), depth - 1), 0, -1):
         end = tuple(context[len(context) - length :])
-        paths = {
-            run[length:]: count
-            for run, count in counts.items()
-            if run[:length] == end and len(run) > length
-        }
+        runs = counts.items()
+        paths = {r[length:]: n for r, n in runs if r[:length] == end and len(r) > length}
         if paths:
             chosen = sorted(paths, key=lambda path: (-paths[path], path))[:budget]
-            return [path[-1] for path in chosen], [
-                chosen.index(p[:-1]) if len(p) > 1 else ROOT for p in chosen
-            ]
+            parents = [chosen.index(p[:-1]) if len(p) > 1 else ROOT for p in chosen]
+            return [path[-1] for path in chosen], parents
     return [], []
 
 
-def operations(cases: Cases) -> Iterator[tuple[int, list[Operation]]]:
-    """Depths, and texts and questions in turn: the shorter the earlier."""
+def draw_operations(cases: Cases) -> Iterator[tuple[int, list[Operation]]]:
+    """Yield depths, and texts and questions in turn, shorter ones first."""
     random = Random(f"{cases.seed} trie")
     for size in range(200 * cases.times):
         longest = 2 + 8 * size // (200 * cases.times)
         alphabet = random.choice((2, 3, 4))
 
-        def some(most: int, least: int, alphabet: int = alphabet) -> list[int]:
+        def draw_tokens(most: int, least: int, alphabet: int = alphabet) -> list[int]:
             return [random.randrange(alphabet) for _ in range(random.randint(least, most))]
 
-        run: list[Operation] = []
+        found: list[Operation] = []
         for _ in range(random.randint(1, 3)):
-            run += [("insert", some(longest, 1)) for _ in range(random.randint(1, 2))]
-            run += [
-                ("retrieve", some(4, 0), random.randint(0, 6)) for _ in range(random.randint(1, 2))
-            ]
-        yield random.randint(2, 4), run
+            for _ in range(random.randint(1, 2)):
+                found.append(("insert", draw_tokens(longest, 1)))
+            for _ in range(random.randint(1, 2)):
+                found.append(("retrieve", draw_tokens(4, 0), random.randint(0, 6)))
+        yield random.randint(2, 4), found
 
 
-def shaped(
-    law: str, got: Any, depth: int, run: Sequence[Operation]
-) -> Iterator[tuple[int, Any, Any]]:
-    """The number of every question and the tokens and parents that answer it; accuses what is no
-    answer.
+# ---------------------------------------------------------------------- the laws
+
+
+def each_draft(
+    law: str, got: Any, depth: int, operations: Sequence[Operation]
+) -> Iterator[tuple[dict[str, Any], int, list[Any], list[Any]]]:
+    """Yield the case, the number of the question, and tokens and parents of every answer.
+
+    Accuses what has not the form of an answer.
     """
-    if not isinstance(got, (list, tuple)) or len(got) != len(run):
-        accuse(law, f"a list of {len(run)} answers", words(got), depth=depth, operations=list(run))
-    for number, (operation, answer) in enumerate(zip(run, got, strict=True)):
+    case: dict[str, Any] = {"depth": depth, "operations": list(operations)}
+    if not isinstance(got, (list, tuple)) or len(got) != len(operations):
+        accuse(law, f"a list of {len(operations)} answers", describe_result(got), **case)
+    for number, (operation, answer) in enumerate(zip(operations, got, strict=True)):
         if operation[0] == "insert":
             continue
-        lists = (
-            isinstance(answer, (list, tuple))
-            and len(answer) == 2
-            and all(isinstance(x, list) for x in answer)
-        )
-        if not lists or len(answer[0]) != len(answer[1]):
-            said = "two lists of one length: tokens, parents"
-            accuse(law, said, words(answer), depth=depth, operations=list(run[: number + 1]))
-        yield number, *answer
+        case = {"depth": depth, "operations": list(operations[: number + 1])}
+        is_pair = isinstance(answer, (list, tuple)) and len(answer) == 2
+        is_pair = is_pair and all(isinstance(part, list) for part in answer)
+        if not is_pair or len(answer[0]) != len(answer[1]):
+            accuse(law, "two lists of one length: tokens, parents", describe_result(answer), **case)
+        yield case, number, *answer
 
 
-def _trees(function: Function, depth: int, run: Sequence[Operation]) -> None:
+def judge_trees(answers: Function, depth: int, operations: Sequence[Operation]) -> None:
     """Accuse the first answer that is no tree of the size that was asked for."""
-    for number, tokens, parents in shaped(TREE, function(depth, list(run)), depth, run):
-        budget, problem = run[number][2], ""
-        if len(tokens) > budget:
-            problem = f"at most {budget} node{'' if budget == 1 else 's'}"
-        for node, parent in enumerate(parents):
-            if problem:
-                break
-            if type(tokens[node]) is not int:
-                problem = f"a token, not {words(tokens[node])}"
-            elif type(parent) is not int or not ROOT <= parent < node:
-                problem = f"a parent of node {node} that comes before it, or {ROOT}"
-            elif (parent, tokens[node]) in zip(parents[:node], tokens[:node], strict=True):
-                where = (
-                    "at the root"
-                    if parent == ROOT
-                    else f"below {[tokens[n] for n in path(parents, parent)]}"
-                )
-                problem = f"one node for token {tokens[node]} {where}"
-        if problem:
-            got = {"tokens": tokens, "parents": parents}
-            accuse(TREE, problem, got, depth=depth, operations=list(run[: number + 1]))
+    got = answers(depth, list(operations))
+    for case, number, tokens, parents in each_draft(TREE, got, depth, operations):
+        if problem := find_problem(tokens, parents, operations[number][2]):
+            accuse(TREE, problem, {"tokens": tokens, "parents": parents}, **case)
 
 
-def _same(function: Function, depth: int, run: Sequence[Operation]) -> None:
+def find_problem(tokens: Sequence[Any], parents: Sequence[Any], budget: int) -> str:
+    """Return what a tree ought to have and lacks; "" if nothing is wrong with it."""
+    if len(tokens) > budget:
+        return f"at most {budget} node{'' if budget == 1 else 's'}"
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if type(token) is not int:
+            return f"a token, not {describe_result(token)}"
+        if type(parent) is not int or not ROOT <= parent < node:
+            return f"a parent of node {node} that comes before it, or {ROOT}"
+        if (parent, token) in zip(parents[:node], tokens[:node], strict=True):
+            above = [tokens[n] for n in node_path(parents, parent)]
+            return f"one node for token {token} {f'below {above}' if above else 'at the root'}"
+    return ""
+
+
+def judge_answers(answers: Function, depth: int, operations: Sequence[Operation]) -> None:
     """Accuse the first answer that differs from the dictionary's."""
-    expected = answers(depth, run)
-    for number, tokens, parents in shaped(ANSWER, function(depth, list(run)), depth, run):
-        if [tokens, parents] != list(expected[number]):
-            ours, theirs = (
-                {"tokens": a, "parents": b} for a, b in (expected[number], (tokens, parents))
-            )
-            accuse(ANSWER, ours, theirs, depth=depth, operations=list(run[: number + 1]))
+    right, got = answer_by_counting(depth, operations), answers(depth, list(operations))
+    for case, number, tokens, parents in each_draft(ANSWER, got, depth, operations):
+        if [tokens, parents] != list(right[number]):
+            expected = dict(zip(("tokens", "parents"), right[number], strict=True))
+            accuse(ANSWER, expected, {"tokens": tokens, "parents": parents}, **case)
 
 
-def _every(law: str, judge: Judge, function: Function, cases: Cases) -> Evidence:
-    """Judge all runs; what is accused is made smaller as long as it is accused."""
-    seen = 0
-    for depth, run in operations(cases):
-        try:
-            judge(function, depth, run)
-        except LawViolated as accused:
-            raise _smallest(judge, function, accused) from None
-        seen += 1
-    return Evidence(law, seen)
+def trie_law(sentence: str, judge: Judge) -> CaseLaw:
+    """Return the law that a judge holds; what it accuses is made smaller while it is accused."""
 
-
-def _smallest(judge: Judge, function: Function, accused: LawViolated) -> LawViolated:
-    """The same with fewer operations, shorter texts, smaller budgets."""
-    found = True
-    while found:
-        found = False
-        case = accused.counterexample.case
-        for smaller in _smaller(case["operations"]):
+    @law(sentence)
+    def look(answers: Function, cases: Cases) -> Iterator[bool]:
+        for depth, operations in draw_operations(cases):
             try:
-                judge(function, case["depth"], smaller)
+                judge(answers, depth, operations)
+            except LawViolated as accused:
+                raise shrink_operations(judge, answers, accused) from None
+            yield True
+
+    return look
+
+
+def shrink_operations(judge: Judge, answers: Function, accused: LawViolated) -> LawViolated:
+    """Return the accusation with fewer operations, shorter texts and smaller budgets."""
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        case = accused.counterexample.case
+        for smaller in smaller_operations(case["operations"]):
+            try:
+                judge(answers, case["depth"], smaller)
             except LawViolated as less:
-                accused, found = less, True
+                accused, is_smaller = less, True
                 break
             except Exception:  # it fails there in another way
                 continue
     return accused
 
 
-def _smaller(run: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """Every way to leave something out."""
-    for number, (what, text, *budget) in enumerate(run):
-        before, after = list(run[:number]), list(run[number + 1 :])
-        if len(run) > 1:
+def smaller_operations(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
+    """Yield every way to leave out an operation or a token, or to lower a budget."""
+    for number, (what, text, *budget) in enumerate(operations):
+        before, after = list(operations[:number]), list(operations[number + 1 :])
+        if len(operations) > 1:
             yield before + after
         if len(text) > 1:
             for place in range(len(text)):
@@ -176,11 +173,5 @@ def _smaller(run: Sequence[Operation]) -> Iterator[list[Operation]]:
             yield [*before, (what, text, budget[0] - 1), *after]
 
 
-def is_a_tree(function: Function, cases: Cases) -> Evidence:
-    """Whatever is in it, it can be drafted."""
-    return _every(TREE, _trees, function, cases)
-
-
-def is_the_answer(function: Function, cases: Cases) -> Evidence:
-    """Node by node, in the order of the task."""
-    return _every(ANSWER, _same, function, cases)
+drafts_are_trees = trie_law(TREE, judge_trees)
+answers_are_right = trie_law(ANSWER, judge_answers)

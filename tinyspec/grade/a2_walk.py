@@ -1,6 +1,4 @@
-"""What A2 holds a walk to: the text that comes out of a drawn tree has the target's joint law, and
-the tree is made use of.
-"""
+"""Laws of `walk` of assignment A2: the text has the target's joint distribution, and uses the tree."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,10 +8,19 @@ from typing import Any
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.grade.a2_siblings import MASSLESS, at_least, played
-from tinyspec.grade.a2_trees import WITHIN, Parents, path, words
-from tinyspec.grade.task import Cases, Failed
-from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
+from tinyspec.grade.a2_siblings import NEEDS_MASS, is_at_least, known_results
+from tinyspec.grade.a2_trees import Parents, node_path
+from tinyspec.grade.task import (
+    ROUNDING,
+    CaseLaw,
+    Cases,
+    Failed,
+    Function,
+    describe_result,
+    is_token,
+    law,
+)
+from tinyspec.laws.accused import Counterexample, LawViolated
 from tinyspec.laws.cases import CheckCase, cases_of_kind, shrink_case
 from tinyspec.laws.forms import Form, OutcomeProbs, RunOutcome, to_small_fraction
 from tinyspec.laws.small import without_token
@@ -21,17 +28,15 @@ from tinyspec.tree import ROOT, TokenTree
 
 PATH = "the path goes down the tree from its root"
 JOINT = "the text has the target's joint distribution"
-ROOTS, CHILDREN = "the root's children", "the children of node {}"
 KEPT = "as many nodes are accepted as recursive rejection accepts"
 
-Function = Callable[..., Any]
+
+# ---------------------------------------------------------------------- cases
 
 
 @dataclass(frozen=True)
-class Grown(CheckCase):
-    """A case with the tree that is drawn: its shape, and the nodes whose children are point
-    masses.
-    """
+class TreeCase(CheckCase):
+    """A case with the shape of its tree, and the nodes whose children are point masses."""
 
     parents: Parents = (ROOT,)
     points: tuple[int, ...] = ()
@@ -57,126 +62,111 @@ SHAPES: tuple[tuple[Parents, tuple[int, ...]], ...] = (
     ((-1, 0, 1), (1,)),
     ((-1, 0, -1, 1, 2, 3), (ROOT, 1, 2)),
 )
-"""Parents, and below which of them (of the root and the nodes) stand point masses. Of three levels
-are the last ones.
-"""
+"""Parents, and which of root and nodes have point masses as children. The last have three levels."""
 
 
-def cases_of(cases: Cases) -> Iterator[Grown]:
-    """Trees over two tokens, then over three; every text has rows of its own."""
+def draw_tree_cases(cases: Cases) -> Iterator[TreeCase]:
+    """Yield trees over two tokens, then over three; every text has a row of its own."""
     for vocabulary, whole, count in ((2, 2, 6), (2, 4, 4), (3, 4, 8)):
         for parents, points in SHAPES:
-            depth = max((len(path(parents, node)) for node in range(len(parents))), default=0)
-            texts = [sum(vocabulary**n for n in range(length)) for length in range(depth + 2)]
-            if (
-                depth > 2 < vocabulary
-            ):  # as many rows as there are texts: more than anyone would read
+            depth = max((len(node_path(parents, node)) for node in range(len(parents))), default=0)
+            if depth > 2 < vocabulary:  # one row per text: more than anyone would read
                 continue
-            lengths = (texts[depth + 1], max(1, texts[depth]))
+            n_texts = [sum(vocabulary**n for n in range(length)) for length in range(depth + 2)]
+            lengths = (n_texts[depth + 1], max(1, n_texts[depth]))
+            drawn = count * cases.times
             for case in cases_of_kind(
-                vocabulary,
-                depth,
-                depth + 1,
-                whole,
-                lengths,
-                "text",
-                count * cases.times,
-                cases.seed,
+                vocabulary, depth, depth + 1, whole, lengths, "text", drawn, cases.seed
             ):
-                yield Grown(**vars(case), parents=parents, points=points)
+                yield TreeCase(**vars(case), parents=parents, points=points)
 
 
-def drawn(case: Grown, chance: Exhaustive) -> tuple[TokenTree, list[Any]]:
-    """A tree of this shape, with fewer siblings where no more can be drawn; and what each node's
-    children were drawn from.
+def draw_tree(case: TreeCase, rng: Exhaustive) -> tuple[TokenTree, list[Any]]:
+    """Return a tree of the case's shape, and [n + 1] what each node's children were drawn from.
+
+    A node has fewer children where no more can be drawn without replacement.
     """
-    number: dict[int, int] = {ROOT: ROOT}  # of a node of the shape, in the tree
-    tokens, parents, laws = list[int](), list[int](), list[Any]()
-    left: dict[int, Any] = {}
-    tree = TokenTree(tokens, parents, laws, [])
+    numbers: dict[int, int] = {ROOT: ROOT}  # in the tree, by the numbers of the shape
+    tokens, parents, probs = list[int](), list[int](), list[Any]()
+    left: dict[int, Any] = {}  # what can still be drawn below a node
+    tree = TokenTree(tokens, parents, probs, [])
     q_rows: list[Any] = [None]
-    for node, shaped in enumerate(case.parents):
-        if shaped not in number:
+    for node, shape_parent in enumerate(case.parents):
+        if shape_parent not in numbers:
             continue
-        above = number[shaped]
-        if shaped in case.points:
-            law, token = None, case.vocabulary - 1 - parents.count(above)
+        parent = numbers[shape_parent]
+        if shape_parent in case.points:
+            row, token = None, case.vocabulary - 1 - parents.count(parent)
         else:
-            full = case.q.law(tree.tokens_on(tree.path(above)))
-            law = left.get(above, full)
-            if law is None:
+            whole_row = case.q.law(tree.tokens_on(tree.path(parent)))
+            row = left.get(parent, whole_row)
+            if row is None:
                 continue
-            token = chance.draw(law)
-            left[above], q_rows[above + 1] = without_token(law, token), list(full)
-        number[node] = len(tokens)
+            token = rng.draw(row)
+            left[parent], q_rows[parent + 1] = without_token(row, token), list(whole_row)
+        numbers[node] = len(tokens)
         tokens.append(token)
-        parents.append(above)
-        laws.append(law)
+        parents.append(parent)
+        probs.append(row)
         q_rows.append(None)
     return tree._replace(probe=(False,) * len(tokens)), q_rows
 
 
-def rows_of(case: Grown, tree: TokenTree) -> list[list[Fraction]]:
-    """[n + 1][V] the target's rows, the root's first."""
-    return [
-        list(case.p.law(tree.tokens_on(tree.path(node)))) for node in range(ROOT, len(tree.tokens))
-    ]
+def target_rows(case: TreeCase, tree: TokenTree) -> list[list[Fraction]]:
+    """Return [n + 1][V] the target's rows, the root's first."""
+    nodes = range(ROOT, len(tree.tokens))
+    return [list(case.p.law(tree.tokens_on(tree.path(node)))) for node in nodes]
 
 
-class Walks(Form):
-    """A walk on one case after the other, and what must be true of it."""
+# ---------------------------------------------------------------------- runs
+
+
+class WalkForm(Form):
+    """A walk, run on one case after the other, and what must be true of it."""
 
     law = JOINT
 
-    def outcome(self, case: Grown, chance: Exhaustive) -> RunOutcome:
-        """One tree, walked."""
-        tree, q_rows = drawn(case, chance)
-        said = tuple(tree.tokens)
+    def outcome(self, case: TreeCase, rng: Exhaustive) -> RunOutcome:
+        """Return what comes of one tree: its tokens, and the text or what is wrong."""
+        tree, q_rows = draw_tree(case, rng)
+        tokens, parents = list(tree.tokens), list(tree.parents)
         try:
-            got = self.function(
-                list(tree.tokens), list(tree.parents), rows_of(case, tree), q_rows, chance
-            )
+            got = self.function(list(tokens), list(parents), target_rows(case, tree), q_rows, rng)
         except Failed:
             raise
-        except TinyspecError as error:  # from the chance
-            return RunOutcome(said, (), (str(error),), MASSLESS)
-        if (
-            not isinstance(got, (list, tuple))
-            or len(got) != 2
-            or not isinstance(got[0], (list, tuple))
-        ):
-            return RunOutcome(
-                said, (), (words(got),), "two things: the list of accepted nodes, and a token"
+        except TinyspecError as error:  # of the random numbers, asked for the impossible
+            return RunOutcome(tuple(tokens), (), (str(error),), NEEDS_MASS)
+        is_pair = isinstance(got, (list, tuple)) and len(got) == 2
+        if not is_pair or not isinstance(got[0], (list, tuple)):
+            shown, problem = (
+                describe_result(got),
+                "two things: the list of accepted nodes, and a token",
             )
-        down, token = list(got[0]), got[1]
-        if (
-            isinstance(token, bool)
-            or not isinstance(token, int)
-            or not 0 <= token < case.vocabulary
-        ):
-            return RunOutcome(said, (), (words(token),), f"a token, 0 to {case.vocabulary - 1}")
-        nodes = range(len(tree.tokens))
-        if not all(type(node) is int and node in nodes for node in down) or down != (
-            list(tree.path(down[-1])) if down else []
-        ):
-            return RunOutcome(
-                said,
-                (),
-                (tuple(down),),
-                f"nodes of the tree with parents {list(tree.parents)}, each a child of the one before",
-            )
-        return RunOutcome(said, (*tree.tokens_on(down), token))
+        elif not is_token(got[1], case.vocabulary):
+            shown, problem = describe_result(got[1]), f"a token, 0 to {case.vocabulary - 1}"
+        else:
+            down, nodes = list(got[0]), range(len(tokens))
+            is_path = all(type(node) is int and node in nodes for node in down)
+            if is_path and down == (list(tree.path(down[-1])) if down else []):
+                return RunOutcome(tuple(tokens), (*tree.tokens_on(down), got[1]))
+            shown = tuple(down)  # type: ignore[assignment]
+            problem = f"nodes of the tree with parents {parents}, each a child of the one before"
+        return RunOutcome(tuple(tokens), (), (shown,), problem)
 
-    def outcomes(self, case: Grown) -> OutcomeProbs:
-        known = played(self.function)
+    def outcomes(self, case: TreeCase) -> OutcomeProbs:
+        """Return the probability of each outcome."""
+        known = known_results(self.function)
         if case not in known:
-            known[case] = Exhaustive.law(lambda chance: self.outcome(case, chance))
+            known[case] = Exhaustive.law(lambda rng: self.outcome(case, rng))
         return known[case]  # type: ignore[no-any-return]
 
-    def shown(self, case: Grown) -> dict[str, Any]:
+    def shown(self, case: TreeCase) -> dict[str, Any]:
+        """Return the case in the words of the hand-out."""
         how = "drawn from q without replacement"
         if case.points:
-            how += f", but {' and '.join(CHILDREN.format(node) if node >= 0 else ROOTS for node in case.points)}: point masses"
+            of_node = (f"the children of node {node}" for node in case.points if node != ROOT)
+            of_root = ["the root's children"] * (ROOT in case.points)
+            how += f", but {' and '.join([*of_root, *of_node])}: point masses"
         tree = f"parents {list(case.parents)}, {how} (fewer where q has no more)"
         rows = {"target rows": case.p.shown(case.gamma)}
         if case.gamma:
@@ -184,86 +174,82 @@ class Walks(Form):
         return {"tree": tree, **rows}
 
     def report(self, *given: Any) -> tuple[dict[str, Any], Any, Any]:
+        """Return a counterexample's parts in the words of the hand-out."""
         shown, expected, got = super().report(*given)
         names = {"draft": "tokens of the tree", "output of each draft": "each tree"}
         return {names.get(name, name): value for name, value in shown.items()}, expected, got
 
-    def problem(self, case: Grown, law: OutcomeProbs) -> Counterexample | None:
-        """What is no path, or no token."""
-        for outcome in law:
+    def check_path(self, case: TreeCase, outcomes: OutcomeProbs) -> Counterexample | None:
+        """Return what is no path down the tree, or no token."""
+        for outcome in outcomes:
             if outcome.problem:
                 shown = self.shown(case) | {"tokens of the tree": list(outcome.draft)}
-                name = JOINT if outcome.problem == MASSLESS else PATH
+                name = JOINT if outcome.problem == NEEDS_MASS else PATH
                 return Counterexample(name, shown, outcome.problem, outcome.laws[0])
         return None
 
-    def joint(self, case: Grown, law: OutcomeProbs) -> Counterexample | None:
-        return self.problem(case, law) or self.compare(case, law)
+    def check_joint(self, case: TreeCase, outcomes: OutcomeProbs) -> Counterexample | None:
+        """Return a difference from the target's joint distribution.
 
-    def kept(self, case: Grown, law: OutcomeProbs) -> Counterexample | None:
-        """The expected number of accepted tokens, against the library's walk."""
-        if (problem := self.problem(case, law)) is not None:
+        It compares the first token, the first two, and so on. Where a round gives fewer, the target
+        goes on.
+        """
+        return self.check_path(case, outcomes) or self.compare(case, outcomes)
+
+    def check_acceptance(self, case: TreeCase, outcomes: OutcomeProbs) -> Counterexample | None:
+        """Return a shortfall of accepted tokens against the library's `verify_tree`.
+
+        To accept nothing has the right distribution too.
+        """
+        if (problem := self.check_path(case, outcomes)) is not None:
             return problem
 
-        def accepted(chance: Exhaustive) -> int:
-            tree, _ = drawn(case, chance)
-            rows = rows_of(case, tree)
-            return len(
-                verify_tree(
-                    tree, {node: rows[node + 1] for node in range(ROOT, len(tree.tokens))}, chance
-                ).accepted
-            )
+        def count_accepted(rng: Exhaustive) -> int:
+            tree, _ = draw_tree(case, rng)
+            target_probs = dict(enumerate(target_rows(case, tree), ROOT))
+            return len(verify_tree(tree, target_probs, rng).accepted)
 
-        expected: Any = sum(
-            (count * mass for count, mass in Exhaustive.walk(accepted)), Fraction(0)
-        )
-        got: Any = sum(
-            ((len(outcome.tokens) - 1) * mass for outcome, mass in law.items()), Fraction(0)
-        )
-        if at_least(expected, got):
+        zero: Any = Fraction(0)
+        expected = sum((n * mass for n, mass in Exhaustive.law(count_accepted).items()), zero)
+        got = sum(((len(o.tokens) - 1) * mass for o, mass in outcomes.items()), zero)
+        if is_at_least(expected, got):
             return None
-        said = (f"on average, accepted tokens: {to_small_fraction(x)}" for x in (expected, got))
-        return Counterexample(KEPT, self.shown(case), *said)
+        texts = (f"on average, accepted tokens: {to_small_fraction(x)}" for x in (expected, got))
+        return Counterexample(KEPT, self.shown(case), *texts)
 
 
-Judge = Callable[[Walks, Grown, OutcomeProbs], Counterexample | None]
+# ---------------------------------------------------------------------- the laws
 
 
-def _every(name: str, judge: Judge, function: Function, cases: Cases) -> Evidence:
-    """Judge all cases; one that is accused is made smaller as long as it is accused."""
-    walks, seen, branches = Walks(function, WITHIN), 0, 0
+def walk_law(
+    sentence: str, check: Callable[[WalkForm, TreeCase, OutcomeProbs], Counterexample | None]
+) -> CaseLaw:
+    """Return the law that a check holds; a case that breaks it is made smaller."""
 
-    def broken(case: CheckCase) -> bool:
-        assert isinstance(case, Grown)
-        try:
-            return judge(walks, case, walks.outcomes(case)) is not None
-        except Exception:  # it fails there in another way
-            return False
+    @law(sentence)
+    def look(walk: Function, cases: Cases) -> Iterator[bool]:
+        form = WalkForm(walk, ROUNDING)
 
-    for case in cases_of(cases):
-        law = walks.outcomes(case)
-        if judge(walks, case, law) is not None:
-            smallest: Any = shrink_case(case, broken)
-            accused = judge(walks, smallest, walks.outcomes(smallest))
-            assert accused is not None
-            raise LawViolated(accused)
-        seen += name is not JOINT or any(
-            len(outcome.tokens) > 1 for outcome in law
-        )  # a node was accepted
-        branches += len(law)
-    return Evidence(name, seen, branches)
+        def is_broken(case: CheckCase) -> bool:
+            assert isinstance(case, TreeCase)
+            try:
+                return check(form, case, form.outcomes(case)) is not None
+            except Exception:  # it fails there in another way
+                return False
 
+        for case in draw_tree_cases(cases):
+            outcomes = form.outcomes(case)
+            if check(form, case, outcomes) is not None:
+                smallest: Any = shrink_case(case, is_broken)
+                found = check(form, smallest, form.outcomes(smallest))
+                assert found is not None
+                raise LawViolated(found)
+            is_any_accepted = any(len(outcome.tokens) > 1 for outcome in outcomes)
+            yield sentence is not JOINT or is_any_accepted
 
-def is_a_path(function: Function, cases: Cases) -> Evidence:
-    """Nodes of the tree, each below the one before."""
-    return _every(PATH, Walks.problem, function, cases)
-
-
-def has_the_joint_law(function: Function, cases: Cases) -> Evidence:
-    """Of the first token, the first two, ..., where a round gives fewer the target goes on."""
-    return _every(JOINT, Walks.joint, function, cases)
+    return look
 
 
-def keeps(function: Function, cases: Cases) -> Evidence:
-    """To accept nothing has the right law, too."""
-    return _every(KEPT, Walks.kept, function, cases)
+path_goes_down = walk_law(PATH, WalkForm.check_path)
+walk_has_the_joint_distribution = walk_law(JOINT, WalkForm.check_joint)
+walk_accepts_as_often_as_the_rule = walk_law(KEPT, WalkForm.check_acceptance)

@@ -1,145 +1,205 @@
-"""The assignments there are, and the folder that a student begins with."""
-
-from importlib import import_module
-from pathlib import Path
+"""List the three assignments: their tasks, the laws that judge them, and the points of each law."""
 
 from tinyspec.errors import TinyspecError
-from tinyspec.grade.starter import askers, drop_tasks, starter
-from tinyspec.grade.task import Assignment
+from tinyspec.grade import (
+    a1_loop,
+    a1_position,
+    a1_round,
+    a2_siblings,
+    a2_trees,
+    a2_trie,
+    a2_walk,
+    a3_calibration,
+    a3_confidence,
+    a3_jacobi,
+)
+from tinyspec.grade.a3_exits import exit_laws
+from tinyspec.grade.task import Assignment, Task
 
-NAMES = ("A1", "A2", "A3")
+A1 = Assignment(
+    "A1",
+    "Speculative sampling",
+    (
+        Task(
+            "warp",
+            "A1.1 The warper",
+            (
+                a1_position.warper_is_a_distribution.worth(3),
+                a1_position.temperature_is_right.worth(4),
+                a1_position.top_k_is_right.worth(4),
+                a1_position.top_p_is_right.worth(5),
+                a1_position.order_is_right.worth(4),
+            ),
+        ),
+        Task(
+            "acceptance",
+            "A1.2 The acceptance",
+            (
+                a1_position.acceptance_is_a_probability.worth(2),
+                a1_position.acceptance_is_p_over_q.worth(5),
+                a1_position.acceptance_is_one.worth(3, a1_position.acceptance_is_p_over_q),
+            ),
+        ),
+        Task(
+            "residual",
+            "A1.3 The residual",
+            (
+                a1_position.residual_is_a_distribution.worth(2),
+                a1_position.residual_is_beyond_the_draft.worth(5),
+                a1_position.residual_completes_the_target.worth(
+                    6, a1_position.residual_is_a_distribution
+                ),
+                a1_position.residual_of_equals_is_the_target.worth(2),
+            ),
+        ),
+        Task(
+            "verify",
+            "A1.4 One round",
+            (
+                a1_round.returns_a_part_and_one_token.worth(3),
+                a1_round.draws_the_bonus.worth(5),
+                a1_round.accepts_from_left_to_right.worth(7),
+                a1_round.round_has_the_joint_distribution.worth(
+                    10, a1_round.accepts_from_left_to_right
+                ),
+            ),
+            uses=("acceptance", "residual"),
+        ),
+        Task(
+            "generate",
+            "A1.5 The loop",
+            (
+                a1_loop.text_ends_where_it_should.worth(6),
+                a1_loop.loop_has_the_joint_distribution.worth(9),
+                a1_loop.caches_are_clean.worth(6),
+                a1_loop.tokens_come_from_forward_passes.worth(3),
+                a1_loop.target_runs_as_often_as_needed.worth(6),
+            ),
+            uses=("warp", "acceptance", "residual", "verify"),
+        ),
+    ),
+)
+
+A2 = Assignment(
+    "A2",
+    "Trees",
+    (
+        Task("positions", "A2.1 Positions", (a2_trees.positions_are_right.worth(10),)),
+        Task("mask", "A2.2 The mask", (a2_trees.mask_is_right.worth(15),)),
+        Task(
+            "score",
+            "A2.3 One forward pass for a tree",
+            (
+                a2_trees.rows_are_those_of_paths.worth(10),
+                a2_trees.each_path_is_fed_once.worth(5, a2_trees.rows_are_those_of_paths),
+            ),
+            uses=("positions", "mask"),
+        ),
+        Task(
+            "siblings",
+            "A2.4 Siblings",
+            (
+                a2_siblings.accepted_is_a_candidate.worth(3),
+                a2_siblings.token_has_the_targets_distribution.worth(8),
+                a2_siblings.accepts_as_often_as_the_rule.worth(
+                    5, a2_siblings.token_has_the_targets_distribution
+                ),
+                a2_siblings.accepts_points_with_probability_p.worth(9),
+            ),
+        ),
+        Task(
+            "walk",
+            "A2.5 The walk",
+            (
+                a2_walk.path_goes_down.worth(3),
+                a2_walk.walk_has_the_joint_distribution.worth(11),
+                a2_walk.walk_accepts_as_often_as_the_rule.worth(
+                    6, a2_walk.walk_has_the_joint_distribution
+                ),
+            ),
+            uses=("siblings",),
+        ),
+        Task(
+            "answers",
+            "A2.6 A trie",
+            (a2_trie.drafts_are_trees.worth(3), a2_trie.answers_are_right.worth(12)),
+        ),
+    ),
+)
+
+A3 = Assignment(
+    "A3",
+    "Exits and fixed points",
+    (
+        Task(
+            "softmax_response",
+            "A3.1 Confidence: the softmax response",
+            (a3_confidence.softmax_response_is_the_gap.worth(6),),
+        ),
+        Task(
+            "saturation",
+            "A3.2 Confidence: saturation",
+            (
+                a3_confidence.saturation_is_the_cosine.worth(5),
+                a3_confidence.saturation_is_in_range.worth(
+                    3, a3_confidence.saturation_is_the_cosine
+                ),
+            ),
+        ),
+        Task(
+            "exit_layer",
+            "A3.3 The exit layer",
+            (
+                a3_confidence.leaves_at_the_first.worth(4),
+                a3_confidence.threshold_decays.worth(6),
+                a3_confidence.threshold_is_cut.worth(4),
+            ),
+        ),
+        Task(
+            "decode",
+            "A3.4 Missing keys and values: copy",
+            exit_laws(recompute=False, points=(3, 2, 6, 2, 3, 4, 2)),
+            uses=("softmax_response",),
+        ),
+        Task(
+            "decode_recomputing",
+            "A3.5 Missing keys and values: recompute",
+            exit_laws(recompute=True, points=(1, 1, 3, 1, 1, 1, 2)),
+            uses=("softmax_response",),
+        ),
+        Task(
+            "p_value",
+            "A3.6 A p-value",
+            (a3_calibration.p_value_is_valid.worth(3), a3_calibration.p_value_is_the_tail.worth(5)),
+        ),
+        Task(
+            "calibrate",
+            "A3.7 Learn then Test",
+            (
+                a3_calibration.calibration_controls_its_risk.worth(5),
+                a3_calibration.calibration_accepts_what_passed.worth(7),
+            ),
+        ),
+        Task(
+            "jacobi",
+            "A3.8 Jacobi iteration",
+            (
+                a3_jacobi.ends_at_the_greedy_text.worth(6),
+                a3_jacobi.returns_answers_of_the_model.worth(3),
+                a3_jacobi.sweeps_over_one_block.worth(3),
+                a3_jacobi.makes_progress.worth(3),
+                a3_jacobi.takes_few_forward_passes.worth(3, a3_jacobi.ends_at_the_greedy_text),
+                a3_jacobi.guesses_blindly.worth(2),
+            ),
+        ),
+    ),
+)
+
+ASSIGNMENTS = {assignment.name: assignment for assignment in (A1, A2, A3)}
 
 
-def find(name: str) -> Assignment:
-    """An assignment by its name; TinyspecError where there is none."""
-    if name.upper() not in NAMES:
-        raise TinyspecError(f"no assignment {name!r}: there are {', '.join(NAMES)}")
-    found: Assignment = import_module(f"tinyspec.grade.{name.lower()}").ASSIGNMENT
-    return found
-
-
-def folder(name: str) -> Path:
-    """Return the folder of an assignment: in the package of a wheel, or beside it in a clone."""
-    package = Path(__file__).parents[1]
-    beside = package.parent / "tutorials" / "assignments"
-    for place in (package / "_assignments", beside):
-        if (place / name / "reference.py").is_file():
-            return place / name
-    raise TinyspecError(f"the files of {name} are missing: {beside / name}")
-
-
-def reference_of(assignment: Assignment) -> str:
-    """Return the source of the reference solution."""
-    return (folder(assignment.name) / "reference.py").read_text(encoding="utf-8")
-
-
-def starter_of(assignment: Assignment) -> str:
-    """Return what a student's submission.py begins as.
-
-    Where the assignment has some of its tasks alone, the starter has the functions of these, and
-    of the earlier tasks that they use: the grader puts the reference's functions in their place.
-    """
-    whole = find(assignment.name)
-    uses = {name for task in assignment.tasks for name in task.uses}
-    labels = _labels(whole)
-    earlier = uses - {*_labels(assignment)}
-    others = {*labels} - uses - {*_labels(assignment)}
-    try:
-        reference = drop_tasks(reference_of(assignment), others, labels)
-        return starter(reference, labels, assignment.name, earlier)
-    except TinyspecError as error:
-        raise TinyspecError(f"{assignment.name}/reference.py, {error}") from None
-
-
-def task_options(assignment: Assignment) -> str:
-    """Return " --task 1,2" for these tasks of an assignment; "" for all of them."""
-    if assignment == find(assignment.name):
-        return ""
-    return f" --task {','.join(task.number.split('.')[1] for task in assignment.tasks)}"
-
-
-def _labels(assignment: Assignment) -> dict[str, str]:
-    """The numbers of the tasks by their names: {"residual": "A1.3"}."""
-    return {task.name: task.number for task in assignment.tasks}
-
-
-def new(assignment: Assignment, where: Path) -> list[Path]:
-    """Write the starter, the hand-out and a README into a folder; TinyspecError where one of them
-    is there already.
-    """
-    source = folder(assignment.name)
-    texts = {"submission.py": starter_of(assignment), "README.md": readme(assignment)}
-    handout = {
-        path.name: path.read_bytes()
-        for path in sorted(source.iterdir())
-        if path.suffix in (".md", ".svg", ".png")
-    }
-    files = {**{name: text.encode() for name, text in texts.items()}, **handout}
-    try:
-        where.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            with (where / name).open("xb") as file:
-                file.write(data)
-    except FileExistsError as error:
-        raise TinyspecError(
-            f"{error.filename} is there already, and is left as it is: name a new folder"
-        ) from None
-    return [where / name for name in files]
-
-
-def readme(assignment: Assignment) -> str:
-    """The first page: what is where, the tasks, and the one command."""
-    name = assignment.name
-    judged = {
-        task: f", which judges your class `{made}`"
-        for made, task in askers(reference_of(assignment), _labels(assignment)).items()
-    }
-    tasks = "\n".join(
-        f"| {task.title} | `{task.name}`{judged.get(task.name, '')} | {task.points} |"
-        for task in assignment.tasks
-    )
-    options = task_options(assignment)
-    part = f"This homework is {_join(assignment)} alone.\n" if options else ""
-    return f"""# {name}: {assignment.title}
-
-{part}`handout.md` says what is to be built, and why. Write the functions in `submission.py`;
-the standard library is all there is.
-
-| task | function | points |
-|---|---|---|
-{tasks}
-
-Grade what you have, as often as you like:
-
-    tinyspec grade {name} .{options}
-    tinyspec grade {name} . --task {assignment.tasks[0].name}
-
-The report shows, for each function that breaks a law, the smallest case in which it does: yours and what was expected.
-These are the public cases. The final run holds the same laws to other cases, and draws ten times as many.
-
-## Points
-
-Each law that holds earns its points, whatever becomes of the others. A law that cannot be judged earns none.
-
-{rubric(assignment)}
-"""
-
-
-def _join(assignment: Assignment) -> str:
-    """Return the numbers of the tasks as a reader says them: "A1.1, A1.2 and A1.3"."""
-    *most, last = [task.number for task in assignment.tasks]
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def rubric(assignment: Assignment) -> str:
-    """Return the table of an assignment's laws and their points, in Markdown."""
-    rows = ["| task | | law | points |", "|---|---|---|---|"]
-    for task in assignment.tasks:
-        numbers = {law.sentence: number for number, law in enumerate(task.laws, 1)}
-        for law in task.laws:
-            needs = "".join(f" (only where law {numbers[need]} holds)" for need in law.needs)
-            name = f"{task.number} `{task.name}`"
-            rows.append(
-                f"| {name} | {numbers[law.sentence]} | {law.sentence}{needs} | {law.points} |"
-            )
-    return "\n".join(rows)
+def find_assignment(name: str) -> Assignment:
+    """Return an assignment by its name. Raises TinyspecError if there is none."""
+    if name.upper() not in ASSIGNMENTS:
+        raise TinyspecError(f"no assignment {name!r}: there are {', '.join(ASSIGNMENTS)}")
+    return ASSIGNMENTS[name.upper()]

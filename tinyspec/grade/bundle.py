@@ -5,9 +5,8 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import tinyspec
-from tinyspec.grade.assignments import reference_of, task_options
 from tinyspec.grade.report import CONTAINER
-from tinyspec.grade.starter import extract_helpers
+from tinyspec.grade.starter import extract_helpers, read_reference, task_options
 from tinyspec.grade.task import Assignment
 
 SETUP = """\
@@ -77,7 +76,7 @@ def write(assignment: Assignment, out: Path, seed: int) -> int:
         "requirements.txt": (("\n".join(needed()) + "\n").encode(), 0o644),
     }
     uses = {name for task in assignment.tasks for name in task.uses}
-    helpers = extract_helpers(reference_of(assignment), sorted(uses))
+    helpers = extract_helpers(read_reference(assignment), sorted(uses))
     files[f"tinyspec/_assignments/{assignment.name}/reference.py"] = (
         (helpers + "\n").encode(),
         0o644,

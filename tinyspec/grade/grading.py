@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyspec.grade.assignments import reference_of
 from tinyspec.grade.process import Helpers, Limits, load_submission
-from tinyspec.grade.starter import extract_helpers
+from tinyspec.grade.starter import extract_helpers, read_reference
 from tinyspec.grade.task import Assignment, Cases, Failed, GradedLaw, Task
 from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
 
@@ -189,7 +188,7 @@ def grade(
     """
     tasks = assignment.tasks
     limits = limits or Limits(task=Limits().task * cases.times)
-    reference = reference_of(assignment) if any(task.uses for task in tasks) else ""
+    reference = read_reference(assignment) if any(task.uses for task in tasks) else ""
     failed = _missing(folder)
     results: list[Result] = []
     hung = 0.0  # seconds

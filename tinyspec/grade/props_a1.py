@@ -1,8 +1,9 @@
-"""What a submission to A1 is given: a language model of a few words whose session keeps a cache.
+"""The model that a submission to A1 is given: a few words, and a session that keeps a cache.
 
-The cache is the text that the model has read. What it says depends on all of it, so that a token
-which was refused and still stands there changes every row behind it. Standard library only: a child
-process loads this.
+The cache is the text that the model has read. Its rows depend on all of the text. So a token that
+was rejected and still stands in the cache changes every row after it.
+
+A child process loads this file: it imports the standard library and `child` alone.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,14 @@ from typing import Any, Self
 
 from tinyspec.grade.child import Prop
 
-MOST_CALLS, MOST_TOKENS = (
-    100,
-    50,
-)  # of one run, and in a cache: whoever asks for more is not going to stop
+MAX_CALLS = 100  # of one run: a function that needs more is not going to stop
+MAX_TOKENS = 50  # in a cache, for the same reason
 
 
-def behind(rows: Sequence[Sequence[Fraction]], by: str, text: Sequence[int]) -> Sequence[Fraction]:
-    """Which of the rows stands behind a text that is not empty; `by` as for a Session."""
+def find_row(
+    rows: Sequence[Sequence[Fraction]], by: str, text: Sequence[int]
+) -> Sequence[Fraction]:
+    """Return the row that follows a text, which is not empty; `by` as for a Session."""
     if by == "length":
         return rows[min(len(text), len(rows)) - 1]
     if by == "last":
@@ -35,8 +36,8 @@ class Session(Prop):
 
     rows   the model's rows, [V] weights each (Fractions from 0 on, not all 0, which need not add up
            to one)
-    by     which row stands behind a text:
-           "length"  that of its length: rows[len(text) - 1], the last one behind longer texts
+    by     which row follows a text:
+           "length"  that of its length: rows[len(text) - 1], the last one after longer texts
            "last"    that of its last token: rows[text[-1]]
            "text"    every text has its own, as long as there are enough of them: with n = 0, then n
                      = V n + token + 1 for each token of the text, rows[n % len(rows)]
@@ -72,11 +73,10 @@ class Session(Prop):
         return len(self._cache)
 
     def score(self, tokens: Sequence[int]) -> list[list[Fraction]]:
-        """Read tokens behind the cache: one call of the model. They stand in the cache from then
-        on.
+        """Run one forward pass: read tokens after the cache, where they stand from then on.
 
-        Returns a row [V] for each token: the weights of the token that follows it. ValueError for
-        no tokens, or none of ours.
+        Return a row [V] for each token: the weights of the token that follows it. Raises ValueError
+        for no tokens, and for one that is not in the vocabulary.
         """
         if not isinstance(tokens, (list, tuple)) or not tokens:
             raise ValueError(
@@ -89,19 +89,20 @@ class Session(Prop):
                     f"score was given {token!r}: a token is a whole number from 0 to {vocabulary - 1}"
                 )
         self._remember("score", list(tokens))
-        if len(self._cache) + len(tokens) > MOST_TOKENS:
+        if len(self._cache) + len(tokens) > MAX_TOKENS:
             raise ValueError(
-                f"the cache has room for {MOST_TOKENS} tokens: the function is not going to stop"
+                f"the cache has room for {MAX_TOKENS} tokens: the function is not going to stop"
             )
         rows = []
         for token in tokens:
             self._cache.append(token)
-            rows.append(list(behind(self._rows, self._by, self._cache)))
+            rows.append(list(find_row(self._rows, self._by, self._cache)))
         return rows
 
     def rewind(self, length: int) -> None:
-        """Keep the first `length` tokens of the cache and forget the others. ValueError if there
-        are fewer.
+        """Keep the first `length` tokens of the cache and forget the others.
+
+        Raises ValueError if there are fewer.
         """
         if (
             isinstance(length, bool)
@@ -116,8 +117,8 @@ class Session(Prop):
         del self._cache[length:]
 
     def _remember(self, what: str, given: Any) -> None:
-        if len(self.trace) >= MOST_CALLS:
+        if len(self.trace) >= MAX_CALLS:
             raise ValueError(
-                f"the session was asked {MOST_CALLS} things: the function is not going to stop"
+                f"the session was asked {MAX_CALLS} things: the function is not going to stop"
             )
         self.note(what, list(self._cache), given)

@@ -34,10 +34,9 @@ class TreeSession(Prop):
     >>> row, = session.score([1], [2], [[1, 1, 1]])  # the newest token, which stands at position 2, sees all of the text
     >>> print(*row)
     48/121 69/242 7/22
-    >>> session.score([1], [2], [[1, 1]])
+    >>> session.score([1], [2], [[1, 1]])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: row 0 of the mask has 2 entries: it needs 3, for 2 tokens that were read and 1 that
-    is fed
+    ValueError: row 0 of the mask has 2 entries: it needs 3, for 2 tokens that were read ...
     """
 
     def __init__(self, text: Sequence[int], vocabulary: int = 3, seed: int = 0):

@@ -40,10 +40,9 @@ class LayeredModel(Prop):
     >>> model.store(1, 0, model.project(1, 0, state))
     >>> state, model.run(1, 0, state)
     (24, 1)
-    >>> model.run(2, 0, 1)
+    >>> model.run(2, 0, 1)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: a hole: layer 2, run at position 0, reads the keys and values of position 0, which
-    nobody stored there
+    ValueError: a hole: layer 2, run at position 0, reads the keys and values of position 0, ...
     """
 
     def __init__(self, seed: int, depth: int, vocabulary: int = 3):

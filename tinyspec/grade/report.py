@@ -7,7 +7,7 @@ with the points of each, and the smallest case in which the first one is broken.
 from typing import TYPE_CHECKING, Any
 
 from tinyspec.grade.grading import Report, Result, Verdict
-from tinyspec.grade.task import brief
+from tinyspec.grade.task import shorten
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,7 +87,7 @@ def details(result: Result) -> list[str]:
     width = max(len(name) for name, _ in pairs)
     return [
         f"broken: {clean(found.law)}",
-        *(f"  {clean(n):{width}}  {clean(brief(v, WIDEST))}" for n, v in pairs),
+        *(f"  {clean(n):{width}}  {clean(shorten(v, WIDEST))}" for n, v in pairs),
     ]
 
 

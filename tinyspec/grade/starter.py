@@ -1,17 +1,23 @@
-"""Starters are generated: a reference solution, less what stands between its markers.
+"""Make the folder that a student begins with, from a reference solution.
+
+A starter is the reference without what stands between its markers:
 
     # solution            a line of its own, inside the function that is to be written
-    # end of solution     at the same depth; everything between becomes `raise NotImplementedError("A1.3 residual: write me")`
+    # end of solution     at the same depth
 
-At the depth of the file itself a block is left out without a word: helpers and imports that only
-the solution needs.
+Everything between becomes `raise NotImplementedError("A1.3 residual: write me")`. At the depth of
+the file itself a block is left out without a trace: helpers and imports that only the solution
+needs.
 """
 
 import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from tinyspec.errors import TinyspecError
+from tinyspec.grade import assignments
+from tinyspec.grade.task import Assignment
 
 BEGIN, END = "# solution", "# end of solution"
 EARLIER = "put your own from the earlier homework here; the grader uses its own"
@@ -19,19 +25,151 @@ DEFINITION = re.compile(r"\s*(?:async )?(def|class) (\w+)")
 WORDS = re.compile(r"\w+")
 
 
-def starter(
+# ---------------------------------------------------------------------- the files of an assignment
+
+
+def assignment_folder(name: str) -> Path:
+    """Return the folder of an assignment: in the package of a wheel, or beside it in a clone."""
+    package = Path(__file__).parents[1]
+    beside = package.parent / "tutorials" / "assignments"
+    for place in (package / "_assignments", beside):
+        if (place / name / "reference.py").is_file():
+            return place / name
+    raise TinyspecError(f"the files of {name} are missing: {beside / name}")
+
+
+def read_reference(assignment: Assignment) -> str:
+    """Return the source of the reference solution."""
+    return (assignment_folder(assignment.name) / "reference.py").read_text(encoding="utf-8")
+
+
+def make_starter(assignment: Assignment) -> str:
+    """Return what a student's submission.py begins as.
+
+    If these are some tasks of an assignment, the starter has their functions, and those of the
+    earlier tasks that they use: the grader puts the reference's functions in the place of these.
+    """
+    labels = _labels(assignments.find_assignment(assignment.name))
+    uses = {name for task in assignment.tasks for name in task.uses}
+    others = {*labels} - uses - {*_labels(assignment)}
+    try:
+        reference = drop_tasks(read_reference(assignment), others, labels)
+        return remove_solutions(reference, labels, assignment.name, uses - {*_labels(assignment)})
+    except TinyspecError as error:
+        raise TinyspecError(f"{assignment.name}/reference.py, {error}") from None
+
+
+def _labels(assignment: Assignment) -> dict[str, str]:
+    """Return the numbers of the tasks by their names: {"residual": "A1.3"}."""
+    return {task.name: task.number for task in assignment.tasks}
+
+
+def write_folder(assignment: Assignment, where: Path) -> list[Path]:
+    """Write the starter, the hand-out and a README into a folder, and return their paths.
+
+    Raises TinyspecError if one of them is there already.
+    """
+    files = {
+        "submission.py": make_starter(assignment).encode(),
+        "README.md": make_readme(assignment).encode(),
+    }
+    for path in sorted(assignment_folder(assignment.name).iterdir()):
+        if path.suffix in (".md", ".svg", ".png"):
+            files[path.name] = path.read_bytes()
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            with (where / name).open("xb") as file:
+                file.write(data)
+    except FileExistsError as error:
+        raise TinyspecError(
+            f"{error.filename} is there already, and is left as it is: name a new folder"
+        ) from None
+    return [where / name for name in files]
+
+
+def task_options(assignment: Assignment) -> str:
+    """Return " --task 1,2" for these tasks of an assignment; "" for all of them."""
+    if assignment == assignments.find_assignment(assignment.name):
+        return ""
+    return f" --task {','.join(task.number.split('.')[1] for task in assignment.tasks)}"
+
+
+def make_readme(assignment: Assignment) -> str:
+    """Return the first page of a student's folder: what is where, the tasks, and the command."""
+    name = assignment.name
+    judged = {
+        task: f", which judges your class `{made}`"
+        for made, task in find_judges(read_reference(assignment), _labels(assignment)).items()
+    }
+    tasks = "\n".join(
+        f"| {task.title} | `{task.name}`{judged.get(task.name, '')} | {task.points} |"
+        for task in assignment.tasks
+    )
+    options = task_options(assignment)
+    part = f"This homework is {_join(assignment)} alone.\n" if options else ""
+    return f"""# {name}: {assignment.title}
+
+{part}`handout.md` says what is to be built, and why. Write the functions in `submission.py`;
+the standard library is all there is.
+
+| task | function | points |
+|---|---|---|
+{tasks}
+
+Grade what you have, as often as you like:
+
+    tinyspec grade {name} .{options}
+    tinyspec grade {name} . --task {assignment.tasks[0].name}
+
+The report shows, for each function that breaks a law, the smallest case in which it does: yours and what was expected.
+These are the public cases. The final run holds the same laws to other cases, and draws ten times as many.
+
+## Points
+
+Each law that holds earns its points, whatever becomes of the others. A law that cannot be judged earns none.
+
+{make_rubric(assignment)}
+"""
+
+
+def _join(assignment: Assignment) -> str:
+    """Return the numbers of the tasks as a reader says them: "A1.1, A1.2 and A1.3"."""
+    *most, last = [task.number for task in assignment.tasks]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def make_rubric(assignment: Assignment) -> str:
+    """Return the table of an assignment's laws and their points, in Markdown."""
+    rows = ["| task | | law | points |", "|---|---|---|---|"]
+    for task in assignment.tasks:
+        numbers = {law.sentence: number for number, law in enumerate(task.laws, 1)}
+        for law in task.laws:
+            needs = "".join(f" (only where law {numbers[need]} holds)" for need in law.needs)
+            name = f"{task.number} `{task.name}`"
+            rows.append(
+                f"| {name} | {numbers[law.sentence]} | {law.sentence}{needs} | {law.points} |"
+            )
+    return "\n".join(rows)
+
+
+# ---------------------------------------------------------------------- from reference to starter
+
+
+def remove_solutions(
     reference: str, labels: Mapping[str, str], name: str, earlier: Collection[str] = ()
 ) -> str:
-    """Return the starter of a reference.
+    """Return a reference without its solutions.
 
     labels   of the functions that are tasks: {"residual": "A1.3"}
     name     of the assignment, said of the others; methods of a class have the label of the task
              that uses the class
     earlier  tasks of another homework: their functions are not to be written in this one
 
-    Raises TinyspecError where markers do not match, or a line of the solution would be given away.
+    Raises TinyspecError if markers do not match, or a line of the solution would be given away.
 
-    >>> print(starter("def half(x):\\n    # solution\\n    return x / 2\\n    # end of solution\\n", {"half": "A0.1"}, "A0"))
+    >>> solution = "    # solution\\n    return x / 2\\n    # end of solution\\n"
+    >>> print(remove_solutions(f"def half(x):\\n{solution}", {"half": "A0.1"}, "A0"))
     def half(x):
         raise NotImplementedError("A0.1 half: write me")
     <BLANKLINE>
@@ -45,14 +183,9 @@ def starter(
             if depth and owner is None:
                 raise TinyspecError(f"line {number}: this solution stands in no function")
             if owner:
-                first = owner.split(".")[0]
-                task = (
-                    first
-                    if first in labels
-                    else askers(reference, labels).get(first, "")
-                    if "." in owner
-                    else ""
-                )
+                task = owner.split(".")[0]
+                if task not in labels:
+                    task = find_judges(reference, labels).get(task, "") if "." in owner else ""
                 what = EARLIER if task in earlier else "write me"
                 label = f"{labels.get(task, name)} {owner}: {what}"
                 kept.append(f'{line[:depth]}raise NotImplementedError("{label}")')
@@ -61,7 +194,7 @@ def starter(
         else:
             kept.append(line)
     text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept)).rstrip() + "\n"
-    if leaked := leaks(secret, text):
+    if leaked := find_leaks(secret, text):
         raise TinyspecError(f"the starter gives away a line of the solution: {leaked[0]}")
     return text
 
@@ -72,15 +205,15 @@ def drop_tasks(reference: str, names: Collection[str], tasks: Collection[str]) -
     names  of the functions to leave out
     tasks  all functions of the assignment that are tasks
 
-    >>> print(drop_tasks("class A: ...\ndef f(): A()\ndef g():\n    pass\n", ["f"], ["f", "g"]))
-    def g():
-        pass
+    >>> reference = "class A: ...\\ndef f(): A()\\ndef g(): pass\\n"
+    >>> print(drop_tasks(reference, ["f"], ["f", "g"]))
+    def g(): pass
     """
     definitions = (ast.FunctionDef, ast.ClassDef)
     defined = {
         node.name: node for node in ast.parse(reference).body if isinstance(node, definitions)
     }
-    judged = askers(reference, tasks).items()
+    judged = find_judges(reference, tasks).items()
     dropped = {*names, *(made for made, task in judged if task in names)}
     listed = defined.pop("Submission", None)  # the functions of all tasks, without their bodies
     found = True
@@ -108,10 +241,10 @@ def _mentions(node: ast.AST, name: str) -> bool:
     return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
 
 
-def askers(reference: str, tasks: Iterable[str]) -> dict[str, str]:
-    """Which task judges a class: the function of that name, where it makes one.
+def find_judges(reference: str, tasks: Iterable[str]) -> dict[str, str]:
+    """Return which task judges a class: the function that makes an object of it.
 
-    >>> askers("class Pile: ...\\ndef answers(x):\\n    return Pile(x)", ["answers"])
+    >>> find_judges("class Pile: ...\\ndef answers(x):\\n    return Pile(x)", ["answers"])
     {'Pile': 'answers'}
     """
     found: dict[str, str] = {}
@@ -127,8 +260,7 @@ def askers(reference: str, tasks: Iterable[str]) -> dict[str, str]:
 
 
 def extract_helpers(reference: str, names: Iterable[str]) -> str:
-    """Return the source of these functions of a reference, with the definitions that they need and
-    no others.
+    """Return the source of these functions, with the definitions that they need and no others.
 
     >>> print(extract_helpers("A = 1\\nB = 2\\ndef f(): return A\\ndef g(): return f() + B", ["f"]))
     A = 1
@@ -157,7 +289,7 @@ def extract_helpers(reference: str, names: Iterable[str]) -> str:
 
 
 def solution_lines(reference: str) -> list[str]:
-    """Every line between markers."""
+    """Return every line between markers."""
     return [
         line
         for _, line, hidden in _marked(reference)
@@ -165,15 +297,15 @@ def solution_lines(reference: str) -> list[str]:
     ]
 
 
-def leaks(secret: list[str], text: str) -> list[str]:
-    """Lines of a solution that stand in a text too; those of fewer than three words say nothing."""
+def find_leaks(secret: list[str], text: str) -> list[str]:
+    """Return lines of a solution that stand in a text too; lines of fewer than three words do not count."""
     lines = {line.strip() for line in text.splitlines()}
     telling = [line.strip() for line in secret if len(set(WORDS.findall(line))) >= 3]
     return [line for line in telling if line in lines or (len(line) >= 20 and line in text)]
 
 
 def _marked(reference: str) -> Iterator[tuple[int, str, bool]]:
-    """Lines by number, and whether each belongs to a solution, its markers included."""
+    """Yield each line with its number, and whether it belongs to a solution or is its marker."""
     begun = ("", 0)
     for number, line in enumerate(reference.splitlines(), 1):
         mark = line.strip()
@@ -197,9 +329,7 @@ def _marked(reference: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _owner(lines: list[str], depth: int) -> str | None:
-    """The function or class in which a line of this depth stands; a method by the name of its class
-    too: "Pile.add".
-    """
+    """Return the function in which a line of this depth stands: "half", or "Pile.add" for a method."""
     names: list[str] = []
     for line in reversed(lines):
         around = len(line) - len(line.lstrip())

@@ -1,12 +1,22 @@
-"""What an assignment is: tasks, the laws that judge them, and the points of each law."""
+"""Define what an assignment is made of, and the tools that its laws share.
+
+An assignment has tasks, a task has laws, and each law has points of its own. A law is a function
+that goes through its cases, the smallest first. It raises `tinyspec.laws.accused.LawViolated` with
+the first case that breaks it, in the words of the hand-out.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
 from tinyspec.grade.child import NOT_ALLOWED
-from tinyspec.laws.accused import Evidence, format_value
+from tinyspec.laws.accused import Evidence, accuse, format_value
+
+ROUNDING = 1e-9  # by how much a result may be off if floats were calculated with
+
+Function = Callable[..., Any]
 
 
 class Cases(NamedTuple):
@@ -20,32 +30,51 @@ class Cases(NamedTuple):
     times: int = 1
 
 
-Law = Callable[[Callable[..., Any], Cases], Evidence]
-"""Judges a function; raises `tinyspec.laws.accused.LawViolated` with the smallest counterexample in
-the words of the task.
-"""
-
-
 @dataclass(frozen=True)
 class GradedLaw:
     """A law and the points that a function earns by keeping it.
 
-    points    earned where the law holds, whatever becomes of the task's other laws
+    points    earned if the law holds, whatever becomes of the task's other laws
     sentence  what the law says
-    judge     raises LawViolated where it is broken; returns Evidence of no cases where nothing came
-              up
+    judge     raises LawViolated if it is broken; returns Evidence of no cases if there was
+              nothing to look at
     needs     sentences of laws of the same task without which this one says nothing: a fast loop
               earns no points for speed while its text is wrong
     """
 
     points: int
     sentence: str
-    judge: Law
+    judge: Callable[[Function, Cases], Evidence]
     needs: tuple[str, ...] = ()
 
-    def __call__(self, function: Callable[..., Any], cases: Cases) -> Evidence:
+    def __call__(self, function: Function, cases: Cases) -> Evidence:
         """Hold a function to the law."""
         return self.judge(function, cases)
+
+
+@dataclass(frozen=True)
+class CaseLaw:
+    """A law that looks at one case after the other.
+
+    sentence  what the law says
+    look      goes through the cases; yields for each whether the law had something to look at in it
+    """
+
+    sentence: str
+    look: Callable[[Function, Cases], Iterable[bool]]
+
+    def __call__(self, function: Function, cases: Cases) -> Evidence:
+        """Return how many cases the law looked at. Raises LawViolated with one that breaks it."""
+        return Evidence(self.sentence, sum(self.look(function, cases)))
+
+    def worth(self, points: int, *needs: "CaseLaw") -> GradedLaw:
+        """Return this law with points; it earns them only if the laws that it needs hold too."""
+        return GradedLaw(points, self.sentence, self, tuple(need.sentence for need in needs))
+
+
+def law(sentence: str) -> Callable[[Callable[[Function, Cases], Iterable[bool]]], CaseLaw]:
+    """Make a law of a generator over cases: it accuses, or yields whether the case counts."""
+    return lambda look: CaseLaw(sentence, look)
 
 
 class Failed(TinyspecError):
@@ -59,19 +88,13 @@ class Failed(TinyspecError):
 
     def __init__(self, said: str, case: dict[str, Any] | None = None, summary: str = ""):
         self.said, self.case, self.summary = said, case or {}, summary or said
-        shown = ", ".join(f"{name} = {brief(value)}" for name, value in self.case.items())
+        shown = ", ".join(f"{name} = {shorten(value)}" for name, value in self.case.items())
         super().__init__(f"{said}, given {shown}" if shown else said)
 
     @property
     def is_offence(self) -> bool:
         """Return whether the submission did what the grader does not allow."""
         return self.said.endswith(NOT_ALLOWED)
-
-
-def brief(value: Any, most: int = 120) -> str:
-    """A value on one line, its middle left out where it is long."""
-    text = format_value(value)
-    return text if len(text) <= most else f"{text[: most - 40]} ... {text[-35:]}"
 
 
 class Task(NamedTuple):
@@ -117,7 +140,7 @@ class Assignment(NamedTuple):
 
         A name is that of the function, or the number of the task: "residual", "A1.3" or "3".
 
-        Raises TinyspecError where a name is no task of the assignment.
+        Raises TinyspecError if a name is no task of the assignment.
         """
         chosen = set[str]()
         for name in names:
@@ -129,3 +152,70 @@ class Assignment(NamedTuple):
             chosen.update(found)
         tasks = tuple(task for task in self.tasks if task.name in chosen)
         return self._replace(tasks=tasks) if chosen else self
+
+
+# ---------------------------------------------------------------------- tools of the laws
+
+
+def expect(law: str, expected: Any, got: Any, **case: Any) -> None:
+    """Accuse unless the two are equal, by `is_close`."""
+    if not is_close(expected, got):
+        accuse(law, expected, got, **case)
+
+
+def is_close(expected: Any, got: Any) -> bool:
+    """Return whether numbers, rows or distributions are equal.
+
+    Exact numbers must be equal exactly. If a float is among them they may differ by `ROUNDING`,
+    and not-a-number equals nothing. A distribution is a dictionary; what it lacks has probability 0.
+
+    >>> is_close([Fraction(1, 2), 0], [0.5, 0.0]), is_close({"a": 1}, {"a": 1, "b": 0})
+    (True, True)
+    """
+    if isinstance(expected, dict):
+        return all(is_close(expected.get(k, 0), got.get(k, 0)) for k in {*expected, *got})
+    if isinstance(expected, (list, tuple)):
+        return len(expected) == len(got) and all(map(is_close, expected, got))
+    if expected == got:
+        return True
+    difference = expected - got
+    return isinstance(difference, float) and abs(difference) <= ROUNDING
+
+
+def is_token(value: Any, vocabulary: int) -> bool:
+    """Return whether this is a whole number from 0 to vocabulary - 1, and no bool."""
+    return type(value) is int and 0 <= value < vocabulary
+
+
+def is_number(value: Any) -> bool:
+    """Return whether one can calculate with this: no bool, no not-a-number, no infinity."""
+    if isinstance(value, float):
+        return abs(value) < float("inf")
+    return isinstance(value, (int, Fraction)) and not isinstance(value, bool)
+
+
+def require_number(law: str, got: Any, **case: Any) -> Any:
+    """Return what came back if it is a number; accuse it otherwise."""
+    if not is_number(got):
+        accuse(law, "a number (no bool, no nan)", describe_result(got), **case)
+    return got
+
+
+def require_list(law: str, got: Any, count: int, what: str, **case: Any) -> Any:
+    """Return what came back if it is a list of so many things; accuse it otherwise."""
+    if not isinstance(got, (list, tuple)):
+        accuse(law, f"{what}: a list of {count}", describe_result(got), **case)
+    if len(got) != count:
+        accuse(law, f"{what}: a list of {count}", f"a list of {len(got)}", **case)
+    return got
+
+
+def describe_result(got: Any) -> str:
+    """Return what came back in place of what was asked for, with its type."""
+    return "None: nothing was returned" if got is None else f"{got!r} ({type(got).__name__})"
+
+
+def shorten(value: Any, most: int = 120) -> str:
+    """Return a value on one line of at most so many letters, its middle left out."""
+    text = format_value(value)
+    return text if len(text) <= most else f"{text[: most - 40]} ... {text[-35:]}"

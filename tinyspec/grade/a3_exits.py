@@ -1,0 +1,303 @@
+"""Laws of assignment A3 on decoding with early exits, on a model whose every step is recorded.
+
+The oracle knows no cache: it takes the tokens and the layers after which they left, and runs the
+text layer by layer. A token that has left keeps its state from there on ("copy"), or goes on to the
+top ("recompute").
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from functools import partial
+from itertools import product
+from random import Random
+from typing import Any, NamedTuple
+
+from tinyspec.grade.props_a3 import MODULUS, LayeredModel
+from tinyspec.grade.task import (
+    CaseLaw,
+    Cases,
+    Function,
+    GradedLaw,
+    describe_result,
+    expect,
+    is_token,
+)
+from tinyspec.laws.accused import accuse
+
+PAIR = "the new tokens come back, and the layers after which they were read"
+NEVER = "a model that nobody leaves early is the full model"
+HOLES = "no key or value is read that was never stored"
+PROMPT = "prompt tokens before the last never leave"
+COPIED = "a token that left is filled from its state at the exit, by each layer above itself (CALM, arXiv 2207.07061)"
+RECOMPUTED = "with recomputation the cache is that of the full model on the same text"
+READ = "the word is the likeliest of the row at the exit"
+SURE = "a token leaves after the first layer whose gap reaches the threshold"
+COUNTED = "each layer is run once for every token that needs it, and for no other"
+
+THRESHOLDS = (Fraction(1, 10), Fraction(1, 4), Fraction(1, 3), Fraction(0), math.inf)
+
+
+# ---------------------------------------------------------------------- cases and runs
+
+
+class ExitCase(NamedTuple):
+    """What the function is given; `seed` and `depth` make the model."""
+
+    seed: int
+    depth: int
+    prompt: tuple[int, ...]
+    n: int
+    threshold: Any
+
+    def model(self) -> LayeredModel:
+        """Return a model with an empty cache."""
+        return LayeredModel(self.seed, self.depth)
+
+    def shown(self) -> dict[str, Any]:
+        """Return it in the words of the task."""
+        given = {"prompt": list(self.prompt), "n": self.n, "threshold": self.threshold}
+        return {"model": f"LayeredModel(seed={self.seed}, depth={self.depth})", **given}
+
+
+class ExitRun(NamedTuple):
+    """What came back (new tokens, and the layers after which they left), and the model's trace."""
+
+    tokens: list[int]
+    layers: list[int]
+    trace: list[Any]
+
+
+def draw_exit_cases(cases: Cases) -> list[ExitCase]:
+    """Return cases, those of the fewest layers and tokens first."""
+    random, found = Random(cases.seed), list[ExitCase]()
+    for depth, n, n_more in (
+        (1, 1, 0),
+        (2, 1, 0),
+        (2, 2, 0),
+        (2, 2, 1),
+        (2, 3, 1),
+        (3, 2, 0),
+        (3, 3, 1),
+        (3, 5, 2),
+        (4, 6, 1),
+    ):
+        for number in range(4 * cases.times):
+            prompt = tuple(random.randrange(3) for _ in range(1 + n_more))
+            seed = (number + 10 * cases.seed) % MODULUS
+            found += [ExitCase(seed, depth, prompt, n, threshold) for threshold in THRESHOLDS]
+    return found
+
+
+def run_decode(decode: Function, case: ExitCase) -> ExitRun:
+    """Return what came of one run. A hole is accused even if the function was stopped by it."""
+    model = case.model()
+    try:
+        got = decode(model, list(case.prompt), case.n, case.threshold)
+    finally:
+        for kind, layer, position, *at in model.trace:
+            if kind == "hole":
+                what = f"layer {layer}, run at position {position}, read position {at[0]}"
+                accuse(HOLES, "no hole", f"{what}, where nothing was stored", **case.shown())
+    wanted = f"{case.n} tokens and {case.n} layers from 1 to {case.depth}"
+    is_pair = isinstance(got, (tuple, list)) and len(got) == 2
+    if not is_pair or not all(isinstance(part, (tuple, list)) for part in got):
+        accuse(PAIR, f"a pair of lists: {wanted}", describe_result(got), **case.shown())
+    tokens, layers = got
+    are_tokens = len(tokens) == case.n and all(is_token(x, model.vocabulary) for x in tokens)
+    are_layers = len(layers) == case.n and all(is_token(x, case.depth + 1) and x for x in layers)
+    if not are_tokens or not are_layers:
+        accuse(PAIR, wanted, got, **case.shown())
+    return ExitRun(list(tokens), list(layers), model.trace)
+
+
+def each_run(decode: Function, cases: Cases) -> Iterator[tuple[ExitCase, ExitRun]]:
+    """Yield all cases and what came of them."""
+    for case in draw_exit_cases(cases):
+        yield case, run_decode(decode, case)
+
+
+def has_left_early(case: ExitCase, run: ExitRun) -> bool:
+    """Return whether a token left before the last layer: else nothing was missing in the cache."""
+    return any(layer < case.depth for layer in run.layers)
+
+
+# ---------------------------------------------------------------------- the oracle
+
+
+class FreshPass(NamedTuple):
+    """A text after a pass without a cache.
+
+    states  [L + 1][n] of every token below layer 1, above layer 1, ...
+    pairs   [L + 1][n] keys and values of every layer; none of layer 0
+    """
+
+    states: list[list[int]]
+    pairs: list[list[int]]
+
+
+def run_fresh(
+    case: ExitCase, text: Sequence[int], exits: Sequence[int], recompute: bool
+) -> FreshPass:
+    """Run all tokens layer by layer; the token at position i has left after layer exits[i]."""
+    model = case.model()
+    states, pairs = [[model.embed(token) for token in text]], [list[int]()]
+    for layer in range(1, case.depth + 1):
+        below = list(enumerate(states[-1]))
+        pairs.append([model.project(layer, position, state) for position, state in below])
+        for position, pair in enumerate(pairs[-1]):
+            model.store(layer, position, pair)
+        above = [model.run(layer, position, state) for position, state in below]
+        stays = [recompute or layer <= left for left in exits]
+        states.append([above[at] if stays[at] else state for at, state in below])
+    return FreshPass(states, pairs)
+
+
+def likeliest_word(row: Sequence[Fraction]) -> int:
+    """Return the likeliest token, the lowest among equals."""
+    return row.index(max(row))
+
+
+def decode_by_the_rule(case: ExitCase, recompute: bool) -> tuple[list[int], list[int]]:
+    """Return the tokens, and the layers after which they were read."""
+    model, first = case.model(), len(case.prompt) - 1
+    text, exits = list(case.prompt), [case.depth] * first
+    for _ in range(case.n):
+        for layer in range(1, case.depth + 1):
+            row = model.row(run_fresh(case, text, [*exits, layer], recompute).states[layer][-1])
+            top = sorted(row)
+            if layer == case.depth or top[-1] - top[-2] >= case.threshold:
+                exits, text = [*exits, layer], [*text, likeliest_word(row)]
+                break
+    return text[first + 1 :], exits[first:]
+
+
+def replay_run(
+    case: ExitCase, run: ExitRun, recompute: bool
+) -> tuple[list[int], list[int], FreshPass]:
+    """Return the text that was run, where its tokens left, and the pass that ought to come of it."""
+    text = [*case.prompt, *run.tokens[:-1]]
+    exits = [case.depth] * (len(case.prompt) - 1) + run.layers
+    return text, exits, run_fresh(case, text, exits, recompute)
+
+
+# ---------------------------------------------------------------------- the laws
+
+
+def is_the_full_model(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+    """Check the tokens and layers at the threshold inf."""
+    chosen = [case for case in draw_exit_cases(cases) if case.threshold == math.inf]
+    return _follows_the_rule(NEVER, chosen, recompute, decode)
+
+
+def leaves_when_sure(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+    """Check the tokens and layers at every threshold."""
+    return _follows_the_rule(SURE, draw_exit_cases(cases), recompute, decode)
+
+
+def _follows_the_rule(
+    law: str, chosen: Sequence[ExitCase], recompute: bool, decode: Function
+) -> Iterator[bool]:
+    for case in chosen:
+        run = run_decode(decode, case)
+        expected, got = decode_by_the_rule(case, recompute), (run.tokens, run.layers)
+        if got != expected:
+            shown = [f"tokens {a}, read after layers {b}" for a, b in (expected, got)]
+            accuse(law, *shown, **case.shown())
+        yield True
+
+
+def reads_no_hole(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+    """Let `run_decode` accuse. Only cases count in which a token left early."""
+    for case, run in each_run(decode, cases):
+        yield has_left_early(case, run)
+
+
+def keeps_the_prompt(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+    """Check the prompt's tokens: their words are known, and all that follows reads their keys."""
+    for case, run in each_run(decode, cases):
+        ran = {(position, layer) for kind, layer, position, *_ in run.trace if kind == "run"}
+        for position, layer in product(range(len(case.prompt) - 1), range(1, case.depth + 1)):
+            if (position, layer) not in ran:
+                place = f"for position {position} of the prompt"
+                shown = [f"layer {layer} is {_times(count)} {place}" for count in (1, 0)]
+                accuse(PROMPT, *shown, **case.shown())
+        yield True
+
+
+def fills_what_is_missing(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+    """Check every state that a layer was given, and every key and value that it read."""
+    law = RECOMPUTED if recompute else COPIED
+    for case, run in each_run(decode, cases):
+        text, exits, right = replay_run(case, run, recompute)
+        stored: dict[tuple[int, int], int] = {}
+        shown = {**case.shown(), "text that was run": text, "left after layers": exits}
+        for kind, layer, position, *rest in run.trace:
+            if kind == "store":
+                stored[layer, position] = rest[0]
+            elif position < len(text):
+                for at in range(position + 1):
+                    expected, got = right.pairs[layer][at], stored[layer, at]
+                    if got != expected:
+                        what = f"key and value of position {at} in layer {layer}, when position {position} read it: "
+                        accuse(law, f"{what}{expected}", f"{what}{got}", **shown)
+                state = right.states[layer - 1][position]
+                if rest[0] != state:
+                    what = f"state below layer {layer} at position {position}: "
+                    accuse(law, f"{what}{state}", f"{what}{rest[0]}", **shown)
+        yield has_left_early(case, run)
+
+
+def reads_at_the_exit(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+    """Check the words, wherever the tokens chose to leave."""
+    for case, run in each_run(decode, cases):
+        text, exits, right = replay_run(case, run, recompute)
+        for at, token in enumerate(run.tokens, len(case.prompt) - 1):
+            row = case.model().row(right.states[exits[at]][at])
+            shown = {"text that was run": text[: at + 1], "left after layers": exits[: at + 1]}
+            expect(READ, likeliest_word(row), token, **case.shown(), **shown, row=row)
+        yield True
+
+
+def runs_what_is_needed(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+    """Count the layers that were run. Neither the head counts, nor what is filled by copying."""
+    for case, run in each_run(decode, cases):
+        text, exits, _ = replay_run(case, run, recompute)
+        last = len(text) - 1
+        tops = [case.depth if recompute and at < last else left for at, left in enumerate(exits)]
+        ran = Counter((position, layer) for kind, layer, position, *_ in run.trace if kind == "run")
+        needed = Counter((at, layer) for at, top in enumerate(tops) for layer in range(1, top + 1))
+        for position, layer in sorted(ran | needed):
+            counts = needed[position, layer], ran[position, layer]
+            if counts[0] != counts[1]:
+                more: dict[str, Any] = {"text": [*text, run.tokens[-1]], "left after layers": exits}
+                more |= {"layers run": ran.total(), "layers needed": needed.total()}
+                place = f"for position {position}"
+                due, got = (f"layer {layer} is {_times(count)} {place}" for count in counts)
+                accuse(COUNTED, due, got, **case.shown(), **more)
+        yield has_left_early(case, run)
+
+
+def _times(count: int) -> str:
+    return {0: "not run", 1: "run once"}.get(count, f"run {count} times")
+
+
+LOOKS: dict[Callable[[bool, Function, Cases], Iterator[bool]], str] = {
+    reads_no_hole: HOLES,
+    keeps_the_prompt: PROMPT,
+    fills_what_is_missing: COPIED,
+    reads_at_the_exit: READ,
+    is_the_full_model: NEVER,
+    leaves_when_sure: SURE,
+    runs_what_is_needed: COUNTED,
+}
+
+
+def exit_laws(recompute: bool, points: Sequence[int]) -> tuple[GradedLaw, ...]:
+    """Return all laws with their points, for one way to fill what is missing."""
+    laws = []
+    for look, sentence in LOOKS.items():
+        sentence = RECOMPUTED if recompute and sentence is COPIED else sentence
+        laws.append(CaseLaw(sentence, partial(look, recompute)))
+    return tuple(law.worth(n) for law, n in zip(laws, points, strict=True))
